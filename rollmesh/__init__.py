@@ -1,0 +1,1 @@
+"""Agent rollouts for reinforcement learning of language models."""

@@ -1,0 +1,328 @@
+"""Every setting of rollmesh: frozen structs, read from TOML, overridden by `--set section.key=value`.
+
+Owns names, defaults and meanings; nobody else invents a key. Invariants: unknown keys are refused
+with their path, values are checked here once, and a loaded config never changes; what a run used
+is written to its folder as config.json and the run's processes read that file. Each room is handed
+only its own section. Secrets never stand here: they come from the environment or 0600 files.
+Driven by the cli; the set of keys is frozen by tests/house.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from rollmesh.core.errors import ConfigError
+from rollmesh.core.types import Branch
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A group of settings that one room is handed."""
+
+
+class RunConfig(Section, frozen=True):
+    """Which run this is and where it leaves its files."""
+
+    name: str = "mesh"
+    """The run's folder is `folder/name`; an older one of that name is moved aside."""
+    folder: str = "runs"
+    """Where run folders stand."""
+    seed: int = 0
+    """Seeds tasks, weights of the demo and sampling."""
+
+
+class ModelConfig(Section, frozen=True):
+    """The policy: a folder in Hugging Face layout."""
+
+    path: str = ""
+    """Folder with config.json, tokenizer.json and *.safetensors."""
+    renderer: str = "auto"
+    """How chats become tokens: `auto` (by the model's type), a family name that the library
+    renderers knows, or `template` (the folder's own chat template)."""
+    max_context_tokens: Positive = 4096
+    """Prompt and answer together; longer calls are refused as the dialect says."""
+
+
+class EngineConfig(Section, frozen=True):
+    """Where tokens are sampled."""
+
+    urls: tuple[str, ...] = ()
+    """SGLang servers, such as ["http://host:30000"]; empty starts the embedded engine."""
+    num_embedded: Positive = 1
+    """How many embedded engines to start where no urls are given."""
+    max_running: Positive = 256
+    """Embedded engine: requests that generate at the same time."""
+    kv_tokens: Positive = 65536
+    """Embedded engine: size of the key-value memory, in tokens."""
+    num_threads: Positive = 1
+    """Embedded engine: torch threads."""
+    answer_timeout_s: PositiveSeconds = 60.0
+    """A leg with no sign of life for this long is given up and resumed elsewhere."""
+
+
+class RouterConfig(Section, frozen=True):
+    """The one process that knows who is alive."""
+
+    bind: str = "tcp://127.0.0.1:0"
+    """ZMQ address for clients and workers; port 0 picks a free one."""
+    http_bind: str = "127.0.0.1:0"
+    """host:port of /status, /healthz and /metrics."""
+    max_queued_groups: Positive = 10_000
+    """Asks past this get a typed Overloaded."""
+    beat_s: PositiveSeconds = 0.5
+    """Workers and clients beat this often."""
+    missed_beats: Positive = 6
+    """So many missed beats and a worker or client is gone."""
+    max_attempts: Positive = 3
+    """A group whose workers die runs at most this often."""
+    client_grace_s: PositiveSeconds = 30.0
+    """What a vanished client asked for is cancelled after this time."""
+
+
+class WorkerConfig(Section, frozen=True):
+    """The processes in which environments and agents run."""
+
+    num_workers: Positive = 2
+    """How many this machine starts."""
+    max_rollouts: Positive = 64
+    """Rollouts that run at the same time in one worker."""
+    run_timeout_s: PositiveSeconds = 600.0
+    """A rollout that runs longer ends as `truncated`."""
+    score_timeout_s: PositiveSeconds = 120.0
+    """Scoring a rollout or a group may take this long; past it the outcome is infra_error."""
+    num_infra_retries: NonNegative = 2
+    """A rollout that fails for infrastructure reasons is run again so often, in its worker."""
+    max_unacked_bytes: Positive = 256 * 2**20
+    """Finished groups that no sink acknowledged yet; past it the worker takes no new asks."""
+
+
+class SamplingConfig(Section, frozen=True):
+    """What training forces on every call; evaluation lets agents choose."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    """Sampling temperature."""
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    """Nucleus share."""
+    max_tokens: Positive = 512
+    """Tokens per turn where the agent names none."""
+
+
+class InterceptionConfig(Section, frozen=True):
+    """The HTTP edge that agents talk to."""
+
+    bind: str = "127.0.0.1:0"
+    """host:port inside each worker; port 0 picks a free one."""
+    max_body_bytes: Positive = 64 * 2**20
+    """Longer request bodies are refused with 413."""
+    retry_window_s: PositiveSeconds = 30.0
+    """A generation that lost its reader is kept so long for a retry."""
+    keepalive_s: PositiveSeconds = 15.0
+    """An idle stream gets a comment this often."""
+    engine_wait_s: PositiveSeconds = 120.0
+    """A call waits so long (paused time not counted) for an engine that is READY, then gets 503."""
+
+
+class TrainerConfig(Section, frozen=True):
+    """Group-relative policy optimisation on the finished groups."""
+
+    num_steps: NonNegative = 200
+    """Train steps of the run."""
+    groups_per_step: Positive = 16
+    """Groups that one step takes."""
+    samples_per_group: Positive = 16
+    """Rollouts of each task."""
+    max_staleness: NonNegative = 2
+    """No sample is trained whose oldest token is more train steps old than this."""
+    max_running_groups: Positive = 32
+    """Groups asked for and not finished, at most."""
+    learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-3
+    """AdamW's; constant after warm-up."""
+    warmup_steps: NonNegative = 0
+    """Steps over which the learning rate rises from zero."""
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """AdamW's."""
+    num_minibatches: Positive = 1
+    """Optimiser steps per train step."""
+    clip_low: Share = 0.2
+    """Policy ratio is clipped below 1 - clip_low."""
+    clip_high: Annotated[float, msgspec.Meta(gt=0)] = 0.28
+    """Policy ratio is clipped above 1 + clip_high."""
+    max_importance_weight: Annotated[float, msgspec.Meta(gt=0)] = 4.0
+    """Truncates the weight of stale tokens."""
+    entropy_coef: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Weight of the entropy bonus."""
+    max_grad_norm: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Gradients are clipped to this norm."""
+    device: str = "cpu"
+    """Where torch trains: cpu, cuda, cuda:1."""
+    num_threads: Positive = 1
+    """torch threads."""
+    eval_rollouts: NonNegative = 0
+    """Rollouts that measure the policy before the first step."""
+    max_logprob_gap: Annotated[float, msgspec.Meta(gt=0)] = 0.05
+    """Samples of the current weights whose recorded and recomputed log-probs differ by more are
+    masked, and say so."""
+    checkpoint_steps: Positive = 100
+    """A checkpoint is written this often, and at the end."""
+    train_branches: tuple[Branch, ...] = ("main", "subagent")
+    """Which branches of a rollout's token graph train: main, subagent, side."""
+
+
+class PublishConfig(Section, frozen=True):
+    """How new weights reach the engines."""
+
+    every_steps: Positive = 1
+    """Train steps per published policy version."""
+    keep_versions: Positive = 3
+    """Older weight folders are removed."""
+    lease_s: PositiveSeconds = 30.0
+    """An update that its publisher does not finish in this time is undone by the router."""
+    probe_tolerance: Annotated[float, msgspec.Meta(gt=0)] = 0.1
+    """How far an engine's log-probs of the probe sequence may be from the trainer's."""
+
+
+class JournalConfig(Section, frozen=True):
+    """The trainer side's record of what arrived."""
+
+    segment_bytes: Positive = 32 * 2**20
+    """A file of the journal is closed at this size."""
+    max_bytes: Positive = 4 * 2**30
+    """Past this the asks stop until a checkpoint frees segments."""
+    fsync: bool = False
+    """Survive a crash of the machine, not only of the process."""
+
+
+class DashboardConfig(Section, frozen=True):
+    """The live page."""
+
+    enabled: bool = True
+    """Start it with the run."""
+    bind: str = "127.0.0.1:0"
+    """host:port of the page."""
+
+
+class LaunchConfig(Section, frozen=True):
+    """Starting and stopping the processes."""
+
+    ready_timeout_s: PositiveSeconds = 120.0
+    """A process that does not report in time ends the start."""
+    stop_timeout_s: PositiveSeconds = 4.0
+    """What still runs after this time is killed."""
+    max_restarts: NonNegative = 5
+    """A worker that dies more often within a minute ends the run."""
+
+
+class Config(Section, frozen=True):
+    """All of it."""
+
+    env: str = "guess"
+    """The environment: `package.module:Class`, or a built-in one (`guess`, `echo`)."""
+    env_settings: dict[str, Any] = {}
+    """Keyword arguments of the environment's constructor."""
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    router: RouterConfig = RouterConfig()
+    worker: WorkerConfig = WorkerConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    interception: InterceptionConfig = InterceptionConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    publish: PublishConfig = PublishConfig()
+    journal: JournalConfig = JournalConfig()
+    dashboard: DashboardConfig = DashboardConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    def run_folder(self) -> Path:
+        """Where this run's files stand."""
+        return Path(self.run.folder) / self.run.name
+
+
+def load_config(
+    path: Path | None, overrides: list[str] | None = None, defaults: dict[str, Any] | None = None
+) -> Config:
+    """Read `path` (TOML, or the JSON of a run folder), lay it over `defaults`, apply `overrides`.
+
+    An override reads `section.key=value`, its value in TOML's notation (a bare word is a string).
+    ConfigError names the key, the file and what is expected.
+    """
+    tree: dict[str, Any] = {}
+    merge(tree, defaults or {})
+    merge(tree, read_file(path) if path else {})
+    for override in overrides or []:
+        apply_override(tree, override)
+    return convert(tree, f"{path}" if path else "the settings")
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Write the resolved config as JSON, for people and for the run's processes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
+
+
+def convert(tree: dict[str, Any], source: str) -> Config:
+    """Check `tree` and freeze it; ConfigError in one line naming `source` and the key."""
+    try:
+        return msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {explain(str(error))}") from None
+
+
+def explain(message: str) -> str:
+    """msgspec's words, with the key in the notation that users write."""
+    text, _, where = message.partition(" - at `")
+    key = where.rstrip("`").removeprefix("$").lstrip(".")
+    if "unknown field" in text:
+        name = text.split("`")[1]
+        full = f"{key}.{name}" if key else name
+        return f"unknown key {full!r}; `rollmesh init` writes a file with every key"
+    return f"{key or 'the file'}: {text[0].lower()}{text[1:]}"
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The tree of a TOML or JSON file; ConfigError if it is missing or does not parse."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; `rollmesh init` writes one") from None
+    try:
+        if path.suffix == ".json":
+            return msgspec.json.decode(raw, type=dict[str, Any])
+        return tomllib.loads(raw.decode())
+    except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid: {error}") from None
+
+
+def merge(tree: dict[str, Any], over: dict[str, Any]) -> None:
+    """Lay `over` on `tree`, table by table; lists and values replace."""
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            merge(tree[key], value)
+        else:
+            tree[key] = dict(value) if isinstance(value, dict) else value
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one `section.key=value` in `tree`."""
+    name, equals, text = override.partition("=")
+    if not equals or not name.strip():
+        raise ConfigError(f"--set {override}: write it as section.key=value")
+    *tables, key = name.strip().split(".")
+    for table in tables:
+        tree = tree.setdefault(table, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {override}: {table!r} is not a section")
+    tree[key] = parse_value(text.strip())
+
+
+def parse_value(text: str) -> Any:
+    """A TOML value; a bare word is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

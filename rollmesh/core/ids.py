@@ -1,0 +1,96 @@
+"""Ids of groups and rollouts, and the interval set that remembers consumed groups cheaply.
+
+Invariant: an id is minted once, by the client, as (run_id, seq); a rollout's id is its group's
+id and its index. Text forms are stable: they stand in logs, journals and run folders. Driven by
+whoever names work.
+"""
+
+import bisect
+import secrets
+
+import msgspec
+
+
+class GroupId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One ask: a task to be sampled n times.
+
+    >>> str(GroupId("r7f3a9c1", 12))
+    'r7f3a9c1/12'
+    """
+
+    run_id: str
+    """Names the client's run; no slash in it."""
+    seq: int
+    """Counts the run's asks from 0."""
+
+    def __str__(self) -> str:
+        return f"{self.run_id}/{self.seq}"
+
+
+class RolloutId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One sample of a group.
+
+    >>> str(RolloutId(GroupId("r7f3a9c1", 12), 3))
+    'r7f3a9c1/12/3'
+    """
+
+    group_id: GroupId
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.group_id}/{self.index}"
+
+
+def parse_group_id(text: str) -> GroupId:
+    """The inverse of `str(group_id)`; ValueError on anything else."""
+    run_id, _, seq = text.rpartition("/")
+    if not run_id or "/" in run_id:
+        raise ValueError(f"{text!r} is not a group id of the form RUN/SEQ")
+    return GroupId(run_id, int(seq))
+
+
+def new_id(prefix: str, num_bytes: int = 4) -> str:
+    """A fresh random id such as `r7f3a9c1`, for runs, processes and incarnations."""
+    return prefix + secrets.token_hex(num_bytes)
+
+
+class IntervalSet:
+    """A set of ints kept as few half-open intervals; `add` and `in` are O(log intervals).
+
+    >>> IntervalSet([(0, 2)]).add(1)
+    False
+    """
+
+    def __init__(self, intervals: list[tuple[int, int]] | None = None) -> None:
+        self._starts = [start for start, _ in intervals or []]
+        self._stops = [stop for _, stop in intervals or []]
+
+    def add(self, value: int) -> bool:
+        """Add `value`; False if it was there already."""
+        at = bisect.bisect_right(self._starts, value)
+        if at and value < self._stops[at - 1]:
+            return False
+        joins_left = at > 0 and self._stops[at - 1] == value
+        joins_right = at < len(self._starts) and self._starts[at] == value + 1
+        if joins_left and joins_right:
+            self._stops[at - 1] = self._stops.pop(at)
+            self._starts.pop(at)
+        elif joins_left:
+            self._stops[at - 1] = value + 1
+        elif joins_right:
+            self._starts[at] = value
+        else:
+            self._starts.insert(at, value)
+            self._stops.insert(at, value + 1)
+        return True
+
+    def __contains__(self, value: int) -> bool:
+        at = bisect.bisect_right(self._starts, value)
+        return at > 0 and value < self._stops[at - 1]
+
+    def __len__(self) -> int:
+        return sum(self._stops) - sum(self._starts)
+
+    def intervals(self) -> list[tuple[int, int]]:
+        """The half-open intervals in ascending order."""
+        return list(zip(self._starts, self._stops, strict=True))

@@ -1,0 +1,167 @@
+"""Plain values that rooms hand to each other: tasks, outcomes, scores, sampling, token nodes.
+
+Invariant: values only: no behaviour that needs a clock, a socket or a tensor, and everything can
+go over the wire as it stands. Driven by everyone.
+"""
+
+import enum
+from typing import Any, Literal
+
+import msgspec
+
+Json = Any
+"""What JSON can hold; the places that look inside say so in their docstrings."""
+
+
+class Outcome(enum.StrEnum):
+    """How a rollout ended. Only `completed` and `truncated` carry a reward that trains."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    AGENT_ERROR = "agent_error"
+    INFRA_ERROR = "infra_error"
+    CANCELLED = "cancelled"
+    STALE = "stale"
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One problem of an environment."""
+
+    id: str
+    """Names the problem within its environment; the same problem has the same id."""
+    data: dict[str, Json] = {}
+    """What the environment needs to pose it; JSON values."""
+
+
+class Score(msgspec.Struct, frozen=True):
+    """What an environment says of one rollout."""
+
+    reward: float
+    """Whole numbers are rewards too."""
+    metrics: dict[str, float] = {}
+    """Figures for people; they do not train."""
+
+
+class FieldPolicy(enum.StrEnum):
+    """What happens to a sampling field that the agent sends."""
+
+    FORCE = "force"
+    DEFAULT = "default"
+    ALLOW = "allow"
+
+
+class SamplingRule(msgspec.Struct, frozen=True):
+    """The session's word on one sampling field: `force` ours, `default` to ours, `allow` theirs."""
+
+    policy: FieldPolicy
+    value: float | int | None = None
+
+
+class SamplingPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """A session's rule for each sampling field; the defaults are those of training.
+
+    Training forces temperature 1 and top_p 1 and replaces client seeds: agents send
+    `temperature: 0` or a fixed seed, which would make all siblings of a group equal.
+    """
+
+    temperature: SamplingRule = SamplingRule(FieldPolicy.FORCE, 1.0)
+    top_p: SamplingRule = SamplingRule(FieldPolicy.FORCE, 1.0)
+    top_k: SamplingRule = SamplingRule(FieldPolicy.FORCE, -1)
+    penalties: SamplingRule = SamplingRule(FieldPolicy.FORCE, 0.0)
+    """Frequency, presence and repetition penalties together; forced means none."""
+    seed: SamplingRule = SamplingRule(FieldPolicy.FORCE, None)
+    """Forced to None means: derived from (rollout, generation)."""
+    max_tokens: SamplingRule = SamplingRule(FieldPolicy.DEFAULT, 512)
+    """Forced or defaulted tokens per turn; always capped by the context length."""
+
+
+EVAL_SAMPLING = SamplingPolicy(
+    temperature=SamplingRule(FieldPolicy.DEFAULT, 1.0),
+    top_p=SamplingRule(FieldPolicy.DEFAULT, 1.0),
+    top_k=SamplingRule(FieldPolicy.DEFAULT, -1),
+    penalties=SamplingRule(FieldPolicy.ALLOW),
+    seed=SamplingRule(FieldPolicy.ALLOW),
+)
+"""Evaluation: what the agent asks for is what it gets."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What one generation is sampled with, after the session's policy; recorded on its node."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    """Stop strings; matched by us across legs, not by the engine."""
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+    """`num_tokens` consecutive tokens sampled by `policy_version`."""
+
+    policy_version: int
+    num_tokens: int
+
+
+Branch = Literal["main", "subagent", "side"]
+
+
+class NodeRow(msgspec.Struct, frozen=True, array_like=True):
+    """One node of a rollout's token graph as the wire carries it.
+
+    A node holds only new tokens. Rows come in creation order; a node's tokens follow those of the
+    rows before it in the rollout's flat token array, its log-probs (sampled nodes only) likewise.
+    """
+
+    parent: int
+    """Row index of the parent, -1 at a root."""
+    num_tokens: int
+    sampled: bool
+    policy_versions: tuple[VersionRun, ...] = ()
+    """Runs that add up to num_tokens; empty where not sampled."""
+    branch: Branch = "main"
+    params: SamplingParams | None = None
+    """What a sampled node was sampled with."""
+    finish_reason: str = ""
+    """`stop`, `length`, `tool_calls` or `void` (cut and never delivered); empty where not sampled."""
+    superseded: bool = False
+    """A retry of the same request replaced this sampled node."""
+
+
+class RolloutRecord(msgspec.Struct, kw_only=True):
+    """What one rollout leaves behind; its arrays travel beside it as raw buffers."""
+
+    index: int
+    outcome: Outcome
+    reward: float | None = None
+    """None when the outcome carries none."""
+    metrics: dict[str, float] = {}
+    error: str = ""
+    """One line: why the outcome is not `completed`."""
+    nodes: list[NodeRow] = []
+    num_tokens: int = 0
+    """Length of this rollout's part of the group's flat int32 token buffer."""
+    num_logprobs: int = 0
+    """Length of this rollout's part of the group's flat float32 log-prob buffer."""
+    messages: msgspec.Raw = msgspec.Raw(b"[]")
+    """The main branch's messages as a JSON array, for people."""
+    num_calls: int = 0
+    num_forks: int = 0
+    started_s: float = 0.0
+    """Unix time."""
+    duration_s: float = 0.0
+
+
+class GroupRecord(msgspec.Struct, kw_only=True):
+    """All siblings of one group, or the reason there are none."""
+
+    task: Task
+    rollouts: list[RolloutRecord] = []
+    reason: str = ""
+    """Why there are no rollouts: `cancelled`, `env_failed: ...`, `attempts_exhausted: ...`."""
+    is_eval: bool = False
