@@ -14,6 +14,7 @@
       JournalError         a journal that cannot be written or is of another format
       Overloaded           a bounded queue is full; `retry_after_s` says when to come back
       InfraError           a rollout failed for reasons that are not the agent's
+      AgentFailed          a rollout failed and the agent itself is at fault
 
 Invariant: a message names the key, address or file and says what to do. `assert` is for our own
 mistakes. Driven by everyone.
@@ -86,3 +87,7 @@ class Overloaded(RollmeshError):
 
 class InfraError(RollmeshError):
     """A rollout failed for reasons that are not the agent's; it is retried, never scored zero."""
+
+
+class AgentFailed(RollmeshError):
+    """An agent broke down by its own fault; its rollout ends as `agent_error`."""

@@ -1,0 +1,160 @@
+"""The built-in agent's client: one chat completion per call, over one pooled session.
+
+    POST {base_url}/chat/completions --200--> ChatReply
+        408, 429, 5xx, broken connection --attempts left--> wait, post again with a retry mark
+                                         --none left------> InfraError
+        any other status ----------------------------------> AgentFailed
+
+Invariant: a failed call is an exception, never an empty answer that an environment could score.
+A repeated call carries `x-stainless-retry-count`, so that the endpoint attaches it to the
+generation it may still be sampling. Driven by the built-in environments and by users' own; one
+client serves all rollouts of an event loop.
+"""
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+
+import aiohttp
+import msgspec
+import orjson
+from yarl import URL
+
+from rollmesh.core.errors import AgentFailed, InfraError
+from rollmesh.core.types import Json
+from rollmesh.envs.env import Endpoint
+
+Message = Mapping[str, Json]
+"""A chat message as the OpenAI API takes it."""
+
+
+class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a client waits and how often it tries again."""
+
+    num_attempts: int = 6
+    backoff_s: float = 0.25
+    """Wait before the second attempt; doubles from there. A Retry-After header wins if longer."""
+    max_wait_s: float = 20.0
+    """No single wait is longer, whatever Retry-After says."""
+    timeout_s: float = 600.0
+    """For one attempt as a whole."""
+
+
+class ChatReply(msgspec.Struct, frozen=True):
+    """What the model said."""
+
+    text: str
+    finish_reason: str
+    """`stop`, `length` or `tool_calls`."""
+
+
+class ChatClient:
+    """Opens its session on the first call, in the running loop; `close` it on the same loop."""
+
+    def __init__(self, settings: ChatSettings | None = None) -> None:
+        self._settings = settings or ChatSettings()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def complete(
+        self, endpoint: Endpoint, messages: Sequence[Message], **fields: Json
+    ) -> ChatReply:
+        """The model's answer to `messages`; `fields` go into the body as they are.
+
+        Raises AgentFailed where the endpoint refuses the request, InfraError where it does not
+        answer within the bounded number of attempts.
+        """
+        body = orjson.dumps({"model": endpoint.model, "messages": messages, **fields})
+        url = _chat_url(endpoint.base_url)
+        headers = _headers(endpoint.api_key)
+        fault = ""
+        for attempt in range(self._settings.num_attempts):
+            if attempt:
+                headers = {**headers, "x-stainless-retry-count": str(attempt)}
+            retry_after_s = 0.0
+            try:
+                async with self._open_session().post(url, data=body, headers=headers) as response:
+                    payload = await response.read()
+                    status = response.status
+                    retry_after_s = _seconds(response.headers.get("Retry-After"))
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                fault = f"{type(error).__name__}: {error}"
+            else:
+                if status == 200:
+                    return _parse(payload)
+                fault = f"HTTP {status}: {_error_text(payload)}"
+                if status not in (408, 429) and status < 500:
+                    raise AgentFailed(f"the endpoint refused the agent's call: {fault}")
+            if attempt + 1 < self._settings.num_attempts:
+                await asyncio.sleep(self._wait_s(attempt, retry_after_s))
+        raise InfraError(f"no answer after {self._settings.num_attempts} attempts: {fault}")
+
+    async def close(self) -> None:
+        """Close the pooled connections; a later call opens new ones."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=self._settings.timeout_s),
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+                auto_decompress=False,
+            )
+        return self._session
+
+    def _wait_s(self, attempt: int, retry_after_s: float) -> float:
+        wait_s = max(self._settings.backoff_s * 2.0**attempt, retry_after_s)
+        return min(wait_s, self._settings.max_wait_s)
+
+
+class _ReplyMessage(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _ReplyMessage
+    finish_reason: str | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_decoder = msgspec.json.Decoder(_Completion)
+
+
+def _parse(payload: bytes) -> ChatReply:
+    """The first choice; InfraError where the answer is no chat completion."""
+    try:
+        choice = _decoder.decode(payload).choices[0]
+    except (msgspec.MsgspecError, IndexError) as error:
+        raise InfraError(f"the endpoint's answer is no chat completion: {error}") from None
+    return ChatReply(choice.message.content or "", choice.finish_reason or "stop")
+
+
+@functools.lru_cache(maxsize=1024)
+def _chat_url(base_url: str) -> URL:
+    return URL(base_url.rstrip("/") + "/chat/completions")
+
+
+def _headers(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+
+
+def _seconds(header: str | None) -> float:
+    """Retry-After in its form of seconds; its form as a date counts as absent."""
+    try:
+        return max(0.0, float(header or 0.0))
+    except ValueError:
+        return 0.0
+
+
+def _error_text(payload: bytes) -> str:
+    """The message of an OpenAI-style error, or the beginning of whatever came instead."""
+    try:
+        return str(orjson.loads(payload)["error"]["message"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return payload[:200].decode("utf-8", "replace")

@@ -1,0 +1,67 @@
+"""The environment interface: pose tasks, drive an agent against an endpoint, score what it did.
+
+    tasks() -> Task -> run(task, agent) -> Transcript -> score(task, transcript) -> Score
+                                   all siblings of a group scored -> score_group(task, scores)
+
+Invariant: plain values in and out, so that an environment may run in the worker's process or in
+one of its own; what the agent said to the model is recorded by the session, not here. Rewards
+come from `score` and `score_group` alone. Driven by the worker; written by users.
+"""
+
+import abc
+from collections.abc import Awaitable, Iterator
+
+import msgspec
+
+from rollmesh.core.types import Json, Score, Task
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where the agent of one rollout finds its model; valid until the rollout ends."""
+
+    base_url: str
+    """OpenAI style, ends in `/v1`."""
+    api_key: str
+    """The session's secret; send it as a Bearer token or x-api-key, never log it."""
+    model: str
+    """What to put into a request's `model` field."""
+
+
+class Transcript(msgspec.Struct, kw_only=True):
+    """What `run` hands to `score`; JSON values, so that it can cross a process."""
+
+    data: dict[str, Json] = {}
+    """Whatever the environment's `score` needs."""
+    truncated: bool = False
+    """True where a limit, not the agent, ended the rollout; its outcome is `truncated`."""
+
+
+class Env(abc.ABC):
+    """An environment; the constructor takes the keyword settings of the config's env table.
+
+    One object serves all rollouts of a worker, many at a time: keep per-rollout state in `run`.
+    `run` raises `AgentFailed` where the agent itself is at fault (outcome `agent_error`) and
+    `InfraError` where it is not (the rollout runs again, up to a bound, then `infra_error`);
+    any other exception counts as the agent's fault and is reported with its traceback.
+    """
+
+    @abc.abstractmethod
+    def tasks(self, split: str, seed: int) -> Iterator[Task]:
+        """The tasks of `split` in an order that `seed` decides; never ends for `train`."""
+
+    @abc.abstractmethod
+    async def run(self, task: Task, agent: Endpoint) -> Transcript:
+        """Drive one agent through `task`; every model call goes to `agent.base_url`."""
+
+    @abc.abstractmethod
+    def score(self, task: Task, transcript: Transcript) -> Score | Awaitable[Score]:
+        """The reward of one finished rollout; `async def` where it waits, else run in a thread."""
+
+    def score_group(self, task: Task, scores: list[Score]) -> list[Score] | Awaitable[list[Score]]:
+        """Rewards that depend on the siblings; one per given score, in order. Default: as given."""
+        del task
+        return scores
+
+    async def close(self) -> None:
+        """Give back what the environment holds (pools, files); called once, on the same loop."""
+        return
