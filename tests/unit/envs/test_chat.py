@@ -1,0 +1,100 @@
+"""The thin agent client: what it sends, when it tries again, and how a failure ends."""
+
+import pytest
+
+from rollmesh.core.errors import AgentFailed, InfraError
+from rollmesh.envs.chat import ChatClient, ChatReply, ChatSettings
+from rollmesh.envs.env import Endpoint
+from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint
+
+AT_ONCE = ChatSettings(num_attempts=3, backoff_s=0.0, max_wait_s=0.0)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+async def call(server: ChatEndpoint, settings: ChatSettings = AT_ONCE) -> ChatReply:
+    client = ChatClient(settings)
+    try:
+        return await client.complete(server.endpoint, HELLO, max_tokens=8)
+    finally:
+        await client.close()
+
+
+async def test_call_carries_model_messages_fields_and_key() -> None:
+    async with ChatEndpoint([Answer("hi", finish_reason="length")]) as server:
+        assert await call(server) == ChatReply("hi", "length")
+    (seen,) = server.requests
+    assert seen.path == "/v1/chat/completions"
+    assert seen.headers["Authorization"] == "Bearer sk-test"
+    assert seen.body == {"model": "policy", "messages": HELLO, "max_tokens": 8}
+    assert "x-stainless-retry-count" not in seen.headers
+
+
+@pytest.mark.parametrize(
+    "fault", [Answer("busy", 429), Answer("no engine", 503), Answer(hang_up=True)]
+)
+async def test_passing_fault_is_tried_again_with_a_retry_mark(fault: Answer) -> None:
+    async with ChatEndpoint([fault, fault, "at last"]) as server:
+        assert (await call(server)).text == "at last"
+    marks = [seen.headers.get("x-stainless-retry-count") for seen in server.requests]
+    assert marks == [None, "1", "2"]
+
+
+async def test_lasting_fault_is_an_infra_error_that_says_what_was_answered() -> None:
+    async with ChatEndpoint([Answer("no engine", 503)] * 3) as server:
+        with pytest.raises(InfraError, match=r"after 3 attempts: HTTP 503: no engine"):
+            await call(server)
+    assert len(server.requests) == 3
+
+
+async def test_nobody_listening_is_an_infra_error() -> None:
+    async with ChatEndpoint([]) as server:
+        endpoint = server.endpoint
+    client = ChatClient(AT_ONCE)
+    with pytest.raises(InfraError, match="after 3 attempts"):
+        await client.complete(endpoint, HELLO)
+    await client.close()
+
+
+async def test_refusal_is_the_agents_fault_and_not_tried_again() -> None:
+    async with ChatEndpoint([Answer("context too long", 400)]) as server:
+        with pytest.raises(AgentFailed, match="HTTP 400: context too long"):
+            await call(server)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("body", [b"not json", b'{"choices": []}', b'{"choices": "none"}'])
+async def test_answer_that_is_no_completion_is_an_infra_error(body: bytes) -> None:
+    async with ChatEndpoint([Answer(body=body)]) as server:
+        with pytest.raises(InfraError, match="no chat completion"):
+            await call(server)
+
+
+async def test_error_without_json_is_quoted() -> None:
+    async with ChatEndpoint([Answer(status=404, body=b"<html>nowhere")]) as server:
+        with pytest.raises(AgentFailed, match="HTTP 404: <html>nowhere"):
+            await call(server)
+
+
+async def test_retry_after_is_honoured_up_to_the_bound() -> None:
+    async with ChatEndpoint([Answer("busy", 429, {"Retry-After": "3600"}), "done"]) as server:
+        bounded = ChatSettings(num_attempts=2, backoff_s=0.0, max_wait_s=0.001)
+        assert (await call(server, bounded)).text == "done"
+    async with ChatEndpoint([Answer("busy", 429, {"Retry-After": "soon"}), "done"]) as server:
+        assert (await call(server)).text == "done"
+
+
+async def test_one_session_serves_many_endpoints_and_reopens_after_close() -> None:
+    client = ChatClient(AT_ONCE)
+    async with ChatEndpoint(["a", "b"]) as server:
+        assert (await client.complete(server.endpoint, HELLO)).text == "a"
+        await client.close()
+        other = Endpoint(server.endpoint.base_url, "sk-other", "policy")
+        assert (await client.complete(other, HELLO)).text == "b"
+        await client.close()
+    assert server.requests[1].headers["Authorization"] == "Bearer sk-other"
+
+
+async def test_answer_without_text_reads_as_empty() -> None:
+    body = b'{"choices": [{"message": {"role": "assistant", "content": null}}]}'
+    async with ChatEndpoint([Answer(body=body)]) as server:
+        assert await call(server) == ChatReply("", "stop")
