@@ -1,0 +1,83 @@
+"""How a process of the mesh begins: it reports that it serves, and it dies with its parent.
+
+Protocol with launch: a child started with `--ready-fd N` writes one JSON line, a Ready, to that
+inherited descriptor when it serves and closes it; `--listen-fd N` is a listening socket that launch
+owns and the child serves on. Invariant: a process that reports is reachable at once. Driven by the
+main function of each room.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+
+from rollmesh.core.errors import AddressError
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What a child reports."""
+
+    role: str
+    pid: int
+    address: str
+    """Where it serves: an http:// or tcp:// address, or '' if it serves nothing."""
+    http_address: str = ""
+    """A second, HTTP face, where there is one (the router)."""
+
+
+def announce(ready_fd: int | None, ready: Ready) -> None:
+    """Write `ready` to the descriptor and close it; nothing if there is none."""
+    if ready_fd is None:
+        return
+    with os.fdopen(ready_fd, "wb") as pipe:
+        pipe.write(msgspec.json.encode(ready) + b"\n")
+
+
+def listen(bind: str, listen_fd: int | None = None) -> socket.socket:
+    """A listening TCP socket: the inherited one, or a new one at `host:port`.
+
+    AddressError if the address is taken or is no address; port 0 picks a free one.
+    """
+    if listen_fd is not None:
+        return socket.socket(fileno=listen_fd)
+    host, _, port = bind.rpartition(":")
+    try:
+        return socket.create_server((host.strip("[]"), int(port)), backlog=1024)
+    except (OSError, ValueError, OverflowError) as error:
+        why = str(getattr(error, "strerror", None) or error).lower()
+        raise AddressError(f"{bind}: cannot listen there: {why}; choose another") from None
+
+
+def http_address(listening: socket.socket) -> str:
+    """`http://host:port` of a listening socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent dies; Linux only, elsewhere launch's kill does it."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop

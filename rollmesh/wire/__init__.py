@@ -1,0 +1,1 @@
+"""Typed messages between processes; the only room that imports zmq."""

@@ -1,0 +1,105 @@
+"""Who may dial whom: loopback needs nothing, everything else needs CURVE keys.
+
+One key file per mesh (0600, made by `new_keys`) holds the hub's key pair and the dialers' key pair.
+A hub accepts only the dialers' public key; dialers accept only the hub's. Invariants: there is no
+default secret, and an address that other machines can reach is refused without keys. The transport
+is CurveZMQ (rfc.zeromq.org/spec/26). Driven by sockets.py; the file's path comes from the
+environment variable ROLLMESH_KEYS.
+"""
+
+import functools
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from rollmesh.core.errors import AddressError, ConfigError
+
+KEYS_VARIABLE = "ROLLMESH_KEYS"
+_LOOPBACK = ("127.", "localhost", "[::1]", "::1")
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """Z85 texts of both pairs."""
+
+    hub_public: str
+    hub_secret: str
+    dialer_public: str
+    dialer_secret: str
+
+    def guard(self, socket: "zmq.Socket[bytes]") -> None:
+        """Make `socket` a CURVE server that lets only our dialers in."""
+        _gate().public_keys.add(self.dialer_public.encode())
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.hub_secret)
+
+    def sign(self, socket: "zmq.Socket[bytes]") -> None:
+        """Make `socket` a CURVE client of our hub."""
+        socket.setsockopt_string(zmq.CURVE_SERVERKEY, self.hub_public)
+        socket.setsockopt_string(zmq.CURVE_PUBLICKEY, self.dialer_public)
+        socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.dialer_secret)
+
+
+class _Gate:
+    """What pyzmq's authenticator asks for each connection."""
+
+    def __init__(self) -> None:
+        self.public_keys: set[bytes] = set()
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return key in self.public_keys
+
+
+@functools.cache
+def _gate() -> _Gate:
+    # One ZAP handler serves a zmq context, so there is one gate for all hubs of the process.
+    gate = _Gate()
+    authenticator = ThreadAuthenticator(zmq.Context.instance())
+    authenticator.start()
+    authenticator.configure_curve_callback("*", gate)
+    return gate
+
+
+def new_keys(path: Path) -> Keys:
+    """Write fresh keys to `path`, readable by its owner only."""
+    hub_public, hub_secret = zmq.curve_keypair()
+    dialer_public, dialer_secret = zmq.curve_keypair()
+    keys = Keys(
+        hub_public.decode(), hub_secret.decode(), dialer_public.decode(), dialer_secret.decode()
+    )
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(keys))
+    return keys
+
+
+def read_keys(environment: dict[str, str] | Any = os.environ) -> Keys | None:
+    """The keys that ROLLMESH_KEYS names, or None; ConfigError if the file is open to others."""
+    name = environment.get(KEYS_VARIABLE)
+    if not name:
+        return None
+    try:
+        mode = os.stat(name).st_mode
+        raw = Path(name).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{KEYS_VARIABLE}={name}: {str(error.strerror).lower()}") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"{KEYS_VARIABLE}={name}: others can read it; chmod 600 {name}")
+    try:
+        return msgspec.json.decode(raw, type=Keys)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{KEYS_VARIABLE}={name}: not a key file: {error}") from None
+
+
+def check_bind(bind: str, keys: Keys | None) -> None:
+    """AddressError unless `bind` is loopback, a local socket, or there are keys."""
+    scheme, _, rest = bind.partition("://")
+    local = scheme in ("ipc", "inproc") or (scheme == "tcp" and rest.startswith(_LOOPBACK))
+    if not local and not keys:
+        raise AddressError(
+            f"{bind}: reachable from other machines and no keys; set {KEYS_VARIABLE} or bind 127.0.0.1"
+        )

@@ -1,0 +1,347 @@
+"""Every message that crosses a ZMQ socket, as tagged structs: the vocabulary between processes.
+
+Invariant: facts are past tense, asks imperative; positional (array_like) encoding, so fields are
+only ever appended and any other change raises PROTOCOL in frames.py; the bytes of each are frozen
+in tests/golden. Headers stay small: tasks and results travel in the body, arrays in buffers.
+
+    client -> router   ClientHello ClientBeat ClientLeft AskGroup CancelGroup
+    router -> client   RouterHello GroupMoved GroupFailed AskRefused
+    router -> worker   RouterHello RunGroup CancelRun FleetChanged DrainWorker
+    worker -> router   WorkerHello WorkerBeat WorkerLeft GroupStarted GroupDelivered GroupReturned
+                       EnvFailed EngineFaulted
+    worker -> sink     GroupFinished (body GroupRecord, buffers int32 ids and float32 log-probs)
+    sink -> worker     GroupAcked
+    publisher, launch, scheduler -> router   JoinEngine BeginUpdate FinishUpdate SleepEngine
+                                             WakeEngine RemoveEngine ReadFleet
+    router -> the asker                      FleetAnswered
+
+Driven by the shells in serve, trainer and launch; the step machines use the same structs as events
+and actions where that is natural.
+"""
+
+import enum
+
+import msgspec
+
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import SamplingPolicy, Task
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
+    """What stands in a header."""
+
+
+class GroupState(enum.StrEnum):
+    """QUEUED -> ASSIGNED -> RUNNING -> DONE | FAILED | CANCELLED; back to QUEUED with its worker's end."""
+
+    QUEUED = "queued"
+    ASSIGNED = "assigned"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class EnginePhase(enum.StrEnum):
+    """JOINING -> READY <-> UPDATING; READY <-> ASLEEP; any -> FENCED -> JOINING; any -> GONE"""
+
+    JOINING = "joining"
+    READY = "ready"
+    UPDATING = "updating"
+    ASLEEP = "asleep"
+    FENCED = "fenced"
+    GONE = "gone"
+
+
+class GroupAsk(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of AskGroup and RunGroup; the router forwards it unopened."""
+
+    task: Task
+    sampling: SamplingPolicy
+    seed: int
+    """Seeds the rollouts' sampling: a generation's seed derives from (seed, index, generation)."""
+    is_eval: bool = False
+
+
+class EngineRow(msgspec.Struct, frozen=True, array_like=True):
+    """One engine in the fleet table."""
+
+    url: str
+    incarnation: str
+    """Changes when the server behind `url` was restarted."""
+    phase: EnginePhase
+    policy_version: int
+    """Publish sequence number of its weights; -1 while unknown."""
+    num_running: int = 0
+    num_waiting: int = 0
+    detail: str = ""
+    """Why it is not READY, in one line."""
+
+
+class HeldGroup(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker claims after a router's restart."""
+
+    group_id: GroupId
+    attempt: int
+    finished: bool
+    """Run to its end, not yet acked by its sink."""
+
+
+# client -> router
+
+
+class ClientHello(Message, frozen=True, tag="client_hello"):
+    client_id: str
+
+
+class ClientBeat(Message, frozen=True, tag="client_beat"):
+    client_id: str
+    num_open: int
+
+
+class ClientLeft(Message, frozen=True, tag="client_left"):
+    client_id: str
+
+
+class AskGroup(Message, frozen=True, tag="ask_group"):
+    group_id: GroupId
+    client_id: str
+    env: str
+    num_samples: int
+    sink: str
+    """ZMQ address that wants the result."""
+    attempts: int = 0
+    """Attempts that already began, as far as the client knows; more than 0 in a re-assertion."""
+    priority: int = 0
+    """Higher runs first."""
+
+
+class CancelGroup(Message, frozen=True, tag="cancel_group"):
+    group_id: GroupId
+    reason: str
+
+
+# router -> client
+
+
+class RouterHello(Message, frozen=True, tag="router_hello"):
+    """The envelope carries the router's incarnation."""
+
+    beat_s: float
+
+
+class GroupMoved(Message, frozen=True, tag="group_moved"):
+    group_id: GroupId
+    state: GroupState
+    attempt: int
+    worker_id: str
+
+
+class GroupFailed(Message, frozen=True, tag="group_failed"):
+    """The group will not run (again); the client books the reason at its own sink."""
+
+    group_id: GroupId
+    reason: str
+
+
+class AskRefused(Message, frozen=True, tag="ask_refused"):
+    """The queue is full; the ask stays the client's."""
+
+    group_id: GroupId
+    reason: str
+    retry_after_s: float
+
+
+# router -> worker
+
+
+class RunGroup(Message, frozen=True, tag="run_group"):
+    group_id: GroupId
+    attempt: int
+    num_samples: int
+    sink: str
+
+
+class CancelRun(Message, frozen=True, tag="cancel_run"):
+    group_id: GroupId
+    reason: str
+
+
+class FleetChanged(Message, frozen=True, tag="fleet_changed"):
+    epoch: int
+    """Grows with every change; an older table never replaces a newer one of one router."""
+    engines: tuple[EngineRow, ...]
+
+
+class DrainWorker(Message, frozen=True, tag="drain_worker"):
+    reason: str
+
+
+# worker -> router
+
+
+class WorkerHello(Message, frozen=True, tag="worker_hello"):
+    worker_id: str
+    env: str
+    max_rollouts: int
+    pid: int
+    host: str
+    holds: tuple[HeldGroup, ...] = ()
+
+
+class WorkerBeat(Message, frozen=True, tag="worker_beat"):
+    worker_id: str
+    num_running: int
+    """Rollouts, not groups."""
+    accepting: bool
+    """False while draining or over its byte budget."""
+    unacked_bytes: int
+    loop_lag_s: float
+    rss_bytes: int
+    num_finished: int
+    """Rollouts since the start."""
+    num_calls: int
+    """Model calls since the start."""
+    num_tokens: int
+    """Sampled tokens since the start."""
+    stalled_in: str = ""
+    """The function that holds the event loop, when it has been held for long."""
+
+
+class WorkerLeft(Message, frozen=True, tag="worker_left"):
+    worker_id: str
+    reason: str
+
+
+class GroupStarted(Message, frozen=True, tag="group_started"):
+    group_id: GroupId
+    attempt: int
+
+
+class GroupDelivered(Message, frozen=True, tag="group_delivered"):
+    """The sink acked: the group is DONE."""
+
+    group_id: GroupId
+    attempt: int
+
+
+class GroupReturned(Message, frozen=True, tag="group_returned"):
+    """The worker cannot run it; it has not begun."""
+
+    group_id: GroupId
+    attempt: int
+    reason: str
+
+
+class EnvFailed(Message, frozen=True, tag="env_failed"):
+    worker_id: str
+    env: str
+    error: str
+
+
+class EngineFaulted(Message, frozen=True, tag="engine_faulted"):
+    url: str
+    incarnation: str
+    detail: str
+
+
+# worker -> sink and back
+
+
+class GroupFinished(Message, frozen=True, tag="group_finished"):
+    group_id: GroupId
+    attempt: int
+    worker_id: str
+    complete: bool
+    """All siblings reached an outcome that is not infra_error or cancelled."""
+
+
+class GroupAcked(Message, frozen=True, tag="group_acked"):
+    group_id: GroupId
+    attempt: int
+    duplicate: bool
+
+
+# fleet asks
+
+
+class JoinEngine(Message, frozen=True, tag="join_engine"):
+    ask_id: int
+    url: str
+
+
+class BeginUpdate(Message, frozen=True, tag="begin_update"):
+    ask_id: int
+    url: str
+    policy_version: int
+    lease_s: float
+
+
+class FinishUpdate(Message, frozen=True, tag="finish_update"):
+    ask_id: int
+    url: str
+    policy_version: int
+    ok: bool
+    detail: str = ""
+
+
+class SleepEngine(Message, frozen=True, tag="sleep_engine"):
+    ask_id: int
+    url: str
+    lease_s: float
+
+
+class WakeEngine(Message, frozen=True, tag="wake_engine"):
+    ask_id: int
+    url: str
+    policy_version: int
+
+
+class RemoveEngine(Message, frozen=True, tag="remove_engine"):
+    ask_id: int
+    url: str
+
+
+class ReadFleet(Message, frozen=True, tag="read_fleet"):
+    ask_id: int
+
+
+class FleetAnswered(Message, frozen=True, tag="fleet_answered"):
+    ask_id: int
+    ok: bool
+    error: str
+    epoch: int
+    engines: tuple[EngineRow, ...]
+
+
+FleetAsk = (
+    JoinEngine | BeginUpdate | FinishUpdate | SleepEngine | WakeEngine | RemoveEngine | ReadFleet
+)
+
+AnyMessage = (
+    ClientHello
+    | ClientBeat
+    | ClientLeft
+    | AskGroup
+    | CancelGroup
+    | RouterHello
+    | GroupMoved
+    | GroupFailed
+    | AskRefused
+    | RunGroup
+    | CancelRun
+    | FleetChanged
+    | DrainWorker
+    | WorkerHello
+    | WorkerBeat
+    | WorkerLeft
+    | GroupStarted
+    | GroupDelivered
+    | GroupReturned
+    | EnvFailed
+    | EngineFaulted
+    | GroupFinished
+    | GroupAcked
+    | FleetAsk
+    | FleetAnswered
+)

@@ -1,0 +1,204 @@
+"""The two kinds of socket of the mesh: a Hub that is dialled, and a Dialer that dials it.
+
+A Hub is a ZMQ ROUTER (the router process, a sink's intake), a Dialer a DEALER (workers, clients,
+publishers). Invariants: every queue is finite; a send never blocks, it says whether the message was
+taken; a malformed frame is counted and skipped, never fatal; a vanished peer costs its own messages
+and nothing else. A Dialer reconnects by itself, forever. Driven by one thread each (zmq's rule).
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import zmq
+
+from rollmesh.core.errors import AddressError, WireError
+from rollmesh.wire.frames import Packet, decode, encode
+from rollmesh.wire.keys import Keys, check_bind
+
+QUEUE_MESSAGES = 4096
+"""High-water mark of each direction, per peer."""
+MAX_MESSAGE_BYTES = 2**30
+"""A longer frame ends that connection, as zmq's MAXMSGSIZE does."""
+LINGER_MS = 200
+"""How long a closed socket may still send what was queued."""
+
+
+class Doorbell:
+    """Wakes a thread that waits in `wait`; `ring` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ring(self) -> None:
+        """Wake the waiter, now or at its next wait."""
+        os.eventfd_write(self._fd, 1)
+
+    def hush(self) -> None:
+        """Forget the rings so far."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Hub:
+    """A bound ROUTER socket: many peers, each addressed by its route."""
+
+    def __init__(self, bind: str, keys: Keys | None = None) -> None:
+        """Bind `bind` (`tcp://host:0` picks a port); AddressError if it is taken or needs keys."""
+        check_bind(bind, keys)
+        self.socket = _open(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if keys:
+            keys.guard(self.socket)
+        try:
+            self.socket.bind(bind)
+        except zmq.ZMQError as error:
+            self.socket.close()
+            why = str(error.strerror).lower()
+            raise AddressError(f"{bind}: cannot listen there: {why}; choose another") from None
+        self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.num_malformed = 0
+        self.num_unsent = 0
+
+    def send(self, route: bytes, packet: Packet) -> bool:
+        """Queue `packet` for the peer; False (and counted) if it is gone or its queue is full."""
+        sent = _send(self.socket, [route, *encode(packet)])
+        self.num_unsent += not sent
+        return sent
+
+    def receive(self, max_packets: int = 1024) -> Iterator[tuple[bytes, Packet]]:
+        """What has arrived, without waiting."""
+        for _ in range(max_packets):
+            frames = _receive(self.socket)
+            if frames is None:
+                return
+            try:
+                packet = decode(frames[1:])
+            except WireError:
+                self.num_malformed += 1
+                continue
+            yield frames[0], packet
+
+    def close(self) -> None:
+        """Drop the socket; what was queued goes out in the background for a moment."""
+        self.socket.close(linger=LINGER_MS)
+
+
+class Dialer:
+    """A DEALER that dials one Hub and keeps redialling it."""
+
+    def __init__(self, address: str, identity: str, keys: Keys | None = None) -> None:
+        """`identity` is the route that the Hub sees; AddressError if `address` is no address."""
+        self.socket = _open(zmq.DEALER)
+        self.socket.setsockopt_string(zmq.IDENTITY, identity)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if keys:
+            keys.sign(self.socket)
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError as error:
+            self.socket.close()
+            why = str(error.strerror).lower()
+            raise AddressError(f"{address}: {why}; write it as tcp://host:port") from None
+        self.address = address
+        self.num_malformed = 0
+        self.num_unsent = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_packet: Callable[[Packet], None] | None = None
+
+    def send(self, packet: Packet) -> bool:
+        """Queue `packet`; False (and counted) if the queue is full."""
+        sent = _send(self.socket, encode(packet))
+        self.num_unsent += not sent
+        if self._loop:
+            self._rearm()
+        return sent
+
+    def receive(self, max_packets: int = 1024) -> Iterator[Packet]:
+        """What has arrived, without waiting."""
+        for _ in range(max_packets):
+            frames = _receive(self.socket)
+            if frames is None:
+                return
+            try:
+                yield decode(frames)
+            except WireError:
+                self.num_malformed += 1
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_packet: Callable[[Packet], None]) -> None:
+        """From now on hand every packet to `on_packet` on `loop`, which must be the only user."""
+        self._loop, self._on_packet = loop, on_packet
+        loop.add_reader(self._fd(), self._drain)
+        loop.call_soon(self._drain)
+
+    def close(self) -> None:
+        """Drop the socket; what was queued goes out in the background for a moment."""
+        if self._loop:
+            self._loop.remove_reader(self._fd())
+            self._loop = None
+        self.socket.close(linger=LINGER_MS)
+
+    def _fd(self) -> int:
+        fd = self.socket.getsockopt(zmq.FD)
+        assert isinstance(fd, int)
+        return fd
+
+    def _drain(self) -> None:
+        if self._on_packet is None or self.socket.closed:
+            return
+        for packet in self.receive():
+            self._on_packet(packet)
+        self._rearm()
+
+    def _rearm(self) -> None:
+        # zmq's FD is edge-triggered and any call on the socket may swallow the edge, so look again.
+        if self._loop and not self.socket.closed:
+            events = self.socket.getsockopt(zmq.EVENTS)
+            assert isinstance(events, int)
+            if events & zmq.POLLIN:
+                self._loop.call_soon(self._drain)
+
+
+def wait(sockets: Sequence[Hub | Dialer], doorbell: Doorbell | None, timeout_s: float) -> None:
+    """Block until a socket has something to receive, the bell was rung, or `timeout_s` is over."""
+    poller = zmq.Poller()
+    for each in sockets:
+        poller.register(each.socket, zmq.POLLIN)
+    if doorbell:
+        poller.register(doorbell.fileno(), zmq.POLLIN)
+    poller.poll(max(0, int(timeout_s * 1000)))
+    if doorbell:
+        doorbell.hush()
+
+
+def _open(kind: int) -> "zmq.Socket[bytes]":
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    return socket
+
+
+def _send(socket: "zmq.Socket[bytes]", frames: list[bytes | bytearray | memoryview]) -> bool:
+    try:
+        socket.send_multipart(frames, zmq.DONTWAIT)
+    except zmq.ZMQError:
+        return False
+    return True
+
+
+def _receive(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(zmq.DONTWAIT)
+    except zmq.ZMQError:
+        return None
