@@ -1,4 +1,4 @@
-"""Every setting of rollmesh: frozen structs, read from TOML, overridden by `--set section.key=value`.
+"""Every setting of rollmesh: frozen structs, read from TOML, overridden by `--set`.
 
 Owns names, defaults and meanings; nobody else invents a key. Invariants: unknown keys are refused
 with their path, values are checked here once, and a loaded config never changes; what a run used

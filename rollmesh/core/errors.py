@@ -1,10 +1,10 @@
 """Every error that rollmesh raises on purpose, as one small tree.
 
     RollmeshError
-      UserError            the user's mistake: one clear line, exit code 2, no traceback (also a ValueError)
+      UserError            the user's mistake: one clear line, exit code 2 (also a ValueError)
         ConfigError        an unknown, mistyped or contradictory setting
         EnvError           an environment that cannot be imported or does not keep to the interface
-        ModelError         a model folder that is not one, or of an architecture we do not run
+        ModelError         a model folder that is not one, or of a type we do not run
         AddressError       an address in use, not reachable, or not allowed
       WireError            a frame that does not parse; counted, answered where possible, never fatal
       EngineError          an engine refused, failed or vanished

@@ -61,7 +61,7 @@ def http_address(listening: socket.socket) -> str:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies; Linux only, elsewhere launch's kill does it."""
+    """Ask Linux for SIGKILL when the parent dies; elsewhere launch kills its children."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

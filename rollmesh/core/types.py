@@ -128,7 +128,7 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams | None = None
     """What a sampled node was sampled with."""
     finish_reason: str = ""
-    """`stop`, `length`, `tool_calls` or `void` (cut and never delivered); empty where not sampled."""
+    """`stop`, `length`, `tool_calls` or `void` (never delivered); empty where not sampled."""
     superseded: bool = False
     """A retry of the same request replaced this sampled node."""
 
