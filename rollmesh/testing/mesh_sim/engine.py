@@ -1,0 +1,154 @@
+"""A simulated engine: SGLang's life cycle with tokens that can be checked.
+
+The token after a context is a function of the weights and of the context alone (`next_token`), so a
+recorded turn proves itself: a lost, doubled or mislabelled token breaks the chain. An abort of a
+rid that is not there yet does nothing; a pause ends what runs and holds what comes. Driven by the
+worker's and the publisher's calls.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from rollmesh.testing.mesh_sim.kernel import Kernel, Node
+from rollmesh.testing.mesh_sim.network import Network
+
+STOP_TOKEN = 0
+STEP_S = 0.004
+"""Time between two tokens of one request."""
+
+
+class EngineChunk(msgspec.Struct, frozen=True):
+    """What a streaming engine says of one request."""
+
+    token_ids: tuple[int, ...]
+    policy_version: int
+    finish: str = ""
+    """`stop`, `length`, `abort`, or '' while it goes on."""
+
+
+def next_token(policy_version: int, context: Sequence[int]) -> int:
+    """The one token that these weights sample after `context`; 0 ends a turn."""
+    digest = zlib.crc32(repr((policy_version, tuple(context))).encode())
+    return STOP_TOKEN if digest % 11 == 0 else 1 + digest % 499
+
+
+class _Request(msgspec.Struct):
+    context: list[int]
+    num_left: int
+    answer: Callable[[EngineChunk], None]
+    caller: Node
+
+
+class SimEngine(Node):
+    """One engine process."""
+
+    def __init__(self, name: str, kernel: Kernel, network: Network) -> None:
+        super().__init__(name)
+        self._kernel = kernel
+        self._network = network
+        self.policy_version = 0
+        self.paused = False
+        self.running: dict[str, _Request] = {}
+        self._held: list[tuple[str, _Request]] = []
+        self._hangups: list[tuple[Node, Callable[[], None]]] = []
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.name}.{self.life}"
+
+    def crash(self) -> None:
+        """Every open connection breaks; callers hear of it."""
+        for caller, hang_up in self._hangups:
+            self._network.call(caller, hang_up, 0.01)
+        self.running.clear()
+        self._held.clear()
+        self._hangups.clear()
+        self.paused = False
+        super().crash()
+
+    def restart(self) -> None:
+        """Up again with the weights on disk at its start, which are the first ones."""
+        super().restart()
+        self.policy_version = 0
+
+    def generate(
+        self,
+        caller: Node,
+        rid: str,
+        request: tuple[Sequence[int], int],
+        answer: Callable[[EngineChunk], None],
+        hang_up: Callable[[], None],
+    ) -> None:
+        """Start sampling `request` = (context, tokens at most); `hang_up` if the connection ends."""
+        context, num_left = request
+        life = caller.life
+
+        def arrive() -> None:
+            if not self.alive or self._network.call_fails():
+                self._network.call(caller, hang_up, 0.005)
+                return
+            if caller.life != life:
+                return
+            entry = _Request(list(context), num_left, answer, caller)
+            self._hangups.append((caller, hang_up))
+            if self.paused:
+                self._held.append((rid, entry))
+            else:
+                self._begin(rid, entry)
+
+        self._kernel.after(self._kernel.rng.uniform(0.001, 0.02), arrive)
+
+    def abort(self, rid: str) -> None:
+        """End `rid` with what it has; an unknown rid is no error and has no effect."""
+        self._kernel.after(self._kernel.rng.uniform(0.001, 0.02), lambda: self._abort(rid))
+
+    def pause(self) -> None:
+        """SGLang's mode `abort`: what runs ends as aborted, what comes waits."""
+        self.paused = True
+        for rid in list(self.running):
+            self._abort(rid)
+
+    def resume(self) -> None:
+        self.paused = False
+        held, self._held = self._held, []
+        for rid, entry in held:
+            self._begin(rid, entry)
+
+    def _begin(self, rid: str, entry: _Request) -> None:
+        self.running[rid] = entry
+        self._kernel.after(STEP_S, lambda: self._advance(rid, entry), self)
+
+    def _advance(self, rid: str, entry: _Request) -> None:
+        if self.running.get(rid) is not entry:
+            return
+        token_ids: list[int] = []
+        finish = ""
+        for _ in range(min(self._kernel.rng.randint(1, 4), entry.num_left)):
+            token = next_token(self.policy_version, entry.context)
+            entry.context.append(token)
+            entry.num_left -= 1
+            token_ids.append(token)
+            if token == STOP_TOKEN:
+                finish = "stop"
+                break
+        if not finish and entry.num_left == 0:
+            finish = "length"
+        self._answer(entry, EngineChunk(tuple(token_ids), self.policy_version, finish))
+        if finish:
+            del self.running[rid]
+        else:
+            self._kernel.after(STEP_S, lambda: self._advance(rid, entry), self)
+
+    def _abort(self, rid: str) -> None:
+        entry = self.running.pop(rid, None)
+        if entry:
+            self._answer(entry, EngineChunk((), self.policy_version, "abort"))
+        for held in [each for each in self._held if each[0] == rid]:
+            self._held.remove(held)
+            self._answer(held[1], EngineChunk((), self.policy_version, "abort"))
+
+    def _answer(self, entry: _Request, chunk: EngineChunk) -> None:
+        # A stream keeps its order: every chunk takes the same time.
+        self._kernel.after(0.001, lambda: entry.answer(chunk), entry.caller)

@@ -1,0 +1,69 @@
+"""Virtual time: an agenda of calls, run in order of time, each belonging to one life of one node.
+
+Invariants: the same seed gives the same run, event for event; a call whose node has crashed since
+it was put on the agenda never runs; a call to a frozen node runs when it thaws. Driven by mesh.py.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+
+from rollmesh.testing.clock import FakeClock
+
+
+class Node:
+    """Something with a life: it can crash (and be born again) and freeze."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.life = 0
+        """Counts births; calls for an earlier life are dropped."""
+        self.alive = True
+        self.frozen_until_s = 0.0
+
+    def crash(self) -> None:
+        """Lose everything that is not on disk."""
+        self.life += 1
+        self.alive = False
+
+    def restart(self) -> None:
+        """Begin a new life."""
+        self.alive = True
+
+
+class Kernel:
+    """The agenda, the clock and the dice."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.clock = FakeClock()
+        self.num_events = 0
+        self._agenda: list[tuple[float, int, Node | None, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def now_s(self) -> float:
+        return self.clock.now_s()
+
+    def after(self, delay_s: float, call: Callable[[], None], node: Node | None = None) -> None:
+        """Run `call` in `delay_s`, if `node` still lives the life that it lives now."""
+        self._put(self.now_s() + delay_s, node, node.life if node else 0, call)
+
+    def run(self, max_events: int, until_s: float, after_each: Callable[[], None]) -> None:
+        """Run until the agenda is empty, `max_events` have run, or it is `until_s`."""
+        last = self.num_events + max_events
+        while self._agenda and self.num_events < last and self._agenda[0][0] <= until_s:
+            at_s, _, node, life, call = heapq.heappop(self._agenda)
+            self.clock.advance_to(at_s)
+            if node and node.life != life:
+                continue
+            if node and node.frozen_until_s > at_s:
+                self._put(node.frozen_until_s, node, life, call)
+                continue
+            self.num_events += 1
+            call()
+            after_each()
+
+    def _put(self, at_s: float, node: Node | None, life: int, call: Callable[[], None]) -> None:
+        # The count keeps calls of one instant in the order in which they were put here.
+        self._count += 1
+        heapq.heappush(self._agenda, (at_s, self._count, node, life, call))
