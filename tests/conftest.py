@@ -1,0 +1,87 @@
+"""What holds for every test run: no unlisted skip, no process and no task left behind.
+
+The hooks are thin; the rules stand in tests/house/skips.py and tests/house/leaks.py, where they
+are tested. Driven by pytest.
+"""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Generator
+from pathlib import Path
+
+import pytest
+
+from tests.house.leaks import end_leftovers, mark_this_run
+from tests.house.skips import read_skips, refusal
+
+ALLOWED = read_skips(Path(__file__).with_name("skips.toml"))
+MARK: pytest.StashKey[str] = pytest.StashKey()
+LEFT: pytest.StashKey[list[str]] = pytest.StashKey()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Mark our environment, so that the processes that tests start can be told."""
+    config.stash[MARK] = mark_this_run()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A skip that is not listed is a failure."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _judge(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """So is the skip of a whole module."""
+    report = yield
+    if report.skipped:
+        _judge(report)
+    return report
+
+
+def _judge(report: pytest.TestReport | pytest.CollectReport) -> None:
+    assert isinstance(report.longrepr, tuple)
+    reason = report.longrepr[2].removeprefix("Skipped: ")
+    line = refusal(ALLOWED, report.nodeid, reason)
+    if line is not None:
+        report.outcome = "failed"
+        report.longrepr = line
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Coroutine tests, and only they, are watched for tasks left behind."""
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.fixturenames.insert(0, "no_task_left")
+
+
+@pytest.fixture
+async def no_task_left() -> AsyncIterator[None]:
+    """The test, and the fixtures it used, end every task that they started."""
+    before = asyncio.all_tasks()
+    yield
+    for _ in range(3):  # tasks that were cancelled without being awaited get their turn to end
+        await asyncio.sleep(0)
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    assert not left, f"tasks left behind: {', '.join(str(task.get_coro()) for task in left)}"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process that outlives the tests fails the run, and is ended."""
+    left = end_leftovers(session.config.stash[MARK])
+    session.config.stash[LEFT] = left
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Name the processes that were left behind."""
+    left = config.stash.get(LEFT, [])
+    if left:
+        terminalreporter.section("processes left behind by the tests (killed)")
+        terminalreporter.write_line("\n".join(left))

@@ -1,0 +1,48 @@
+"""The skip policy: a test may be skipped only as tests/skips.toml allows.
+
+Owns the list's format and its matching; the hooks in tests/conftest.py turn every other skip
+into a failure. Invariant: an entry names tests and the reason pytest reports, and both must match.
+"""
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class AllowedSkip:
+    """One entry: node ids and the reported reason, `*` standing for anything."""
+
+    tests: str
+    reason: str
+    why: str
+
+    def allows(self, node_id: str, reason: str) -> bool:
+        """Both patterns match as a whole."""
+        return _matches(self.tests, node_id) and _matches(self.reason, reason)
+
+    def test_file(self) -> str:
+        """The file pattern of `tests`, relative to the repository."""
+        return self.tests.partition("::")[0]
+
+
+def read_skips(path: Path) -> list[AllowedSkip]:
+    """The entries of `path`; TypeError or KeyError where one is not of the form."""
+    tables = tomllib.loads(path.read_text(encoding="ascii"))["skip"]
+    return [AllowedSkip(**table) for table in tables]
+
+
+def refusal(allowed: Sequence[AllowedSkip], node_id: str, reason: str) -> str | None:
+    """Why the skip of `node_id` fails the run; None where an entry allows it."""
+    if any(entry.allows(node_id, reason) for entry in allowed):
+        return None
+    return (
+        f"{node_id} was skipped ({reason}), and tests/skips.toml does not list it with that "
+        "reason: mend the test, or list it and say why"
+    )
+
+
+def _matches(pattern: str, text: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), text, re.DOTALL) is not None
