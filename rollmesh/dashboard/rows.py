@@ -1,0 +1,155 @@
+"""The lines of a run folder's files, as far as the page reads them.
+
+Owns the reader's view: unknown fields are passed over, missing ones have defaults, so that the
+page of today opens the run of yesterday. Invariant: a line that does not fit is counted by its
+reader and never ends it. Driven by `view` and `shelf`.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class ProcessRow(msgspec.Struct, frozen=True):
+    """One process as telemetry.jsonl saw it."""
+
+    role: str
+    pid: int = 0
+    rss_bytes: int = 0
+
+
+class WorkerRow(msgspec.Struct, frozen=True):
+    """One worker as the router's /status told it; counts since the worker's start."""
+
+    worker_id: str
+    env: str = ""
+    state: str = ""
+    in_flight: int = 0
+    num_finished: int = 0
+    num_calls: int = 0
+    num_tokens: int = 0
+    loop_lag_s: float = 0.0
+    rss_bytes: int = 0
+    held_bytes: int = 0
+    pid: int = 0
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """One engine of the fleet table."""
+
+    url: str
+    phase: str = ""
+    policy_version: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+class RouterRow(msgspec.Struct, frozen=True):
+    """The router's /status."""
+
+    workers: list[WorkerRow] = []
+    engines: list[EngineRow] = []
+    queue: dict[str, int] = {}
+    """Groups by state: queued, assigned, running."""
+    num_done: int = 0
+
+
+class TelemetryRow(msgspec.Struct, frozen=True):
+    """A line of telemetry.jsonl; one per second."""
+
+    time_s: float
+    """Unix time."""
+    processes: list[ProcessRow] = []
+    router: RouterRow | None = None
+
+
+class StepRow(msgspec.Struct, frozen=True):
+    """A line of metrics.jsonl: one train step, or what was measured before the first."""
+
+    time_s: float = 0.0
+    step: int | None = None
+    policy_version: int | None = None
+    success: float | None = None
+    reward: float | None = None
+    success_untrained: float | None = None
+    age_histogram: dict[str, int] = {}
+    """Samples by age in train steps at consumption."""
+    max_age: int | None = None
+    loss: float | None = None
+    entropy: float | None = None
+    step_s: float | None = None
+    wait_s: float | None = None
+    logprob_gap_max: float | None = None
+
+
+class DropRow(msgspec.Struct, frozen=True):
+    """A line of drops.jsonl: a group that did not train."""
+
+    reason: str
+
+
+class TrajectorySummary(msgspec.Struct, frozen=True):
+    """What the list shows of a line of trajectories.jsonl; its long fields are passed over."""
+
+    rollout_id: str
+    time_s: float = 0.0
+    task_id: str = ""
+    outcome: str = ""
+    reward: float | None = None
+    num_calls: int = 0
+    step: int | None = None
+    """The train step that consumed it."""
+    worker_id: str = ""
+
+
+class SampleRow(msgspec.Struct, frozen=True):
+    """One training sample: a path through the token graph; all lists have one entry per token."""
+
+    token_ids: list[int] = []
+    logprobs: list[float | None] = []
+    """Of sampled tokens; what stands at context tokens means nothing."""
+    loss_mask: list[int] = []
+    """1 where the policy sampled the token."""
+    policy_versions: list[int | None] = []
+
+
+class TrajectoryRow(TrajectorySummary, frozen=True):
+    """A whole line of trajectories.jsonl."""
+
+    messages: list[Any] = []
+    """Chat messages as the agent's endpoint saw them."""
+    samples: list[SampleRow] = []
+
+
+class RunSection(msgspec.Struct, frozen=True):
+    """`run` of config.json."""
+
+    name: str = ""
+
+
+class ModelSection(msgspec.Struct, frozen=True):
+    """`model` of config.json."""
+
+    path: str = ""
+
+
+class TrainerSection(msgspec.Struct, frozen=True):
+    """`trainer` of config.json."""
+
+    num_steps: int = 0
+    max_staleness: int = 0
+
+
+class ConfigRow(msgspec.Struct, frozen=True):
+    """The settings of config.json that the page shows."""
+
+    env: str = ""
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    trainer: TrainerSection = TrainerSection()
+
+
+class SummaryRow(msgspec.Struct, frozen=True):
+    """The part of summary.json that the page shows."""
+
+    success_untrained: float | None = None

@@ -1,0 +1,44 @@
+// Joins the event stream to the views; draws at most once per frame.
+
+import { Charts } from "./charts.js";
+import { byId } from "./dom.js";
+import { drawFigures } from "./figures.js";
+import { Rollouts } from "./rollouts.js";
+import { Store } from "./store.js";
+
+const EVENTS = ["state", "run", "steps", "telemetry", "trajectories"];
+
+const store = new Store();
+const charts = new Charts(byId);
+const rollouts = new Rollouts();
+let isDrawing = false;
+
+function draw() {
+  isDrawing = false;
+  drawFigures(store);
+  charts.draw(store);
+  rollouts.draw(store, performance.now());
+}
+
+function drawSoon() {
+  if (isDrawing) return;
+  isDrawing = true;
+  requestAnimationFrame(draw);
+}
+
+function follow() {
+  const source = new EventSource("/events");
+  for (const name of EVENTS) {
+    source.addEventListener(name, (event) => {
+      store.apply(name, JSON.parse(event.data));
+      drawSoon();
+    });
+  }
+  source.addEventListener("error", () => {
+    byId("phase").textContent = "disconnected";
+    byId("phase").className = "phase disconnected";
+  });
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
+follow();

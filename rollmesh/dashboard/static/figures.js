@@ -1,0 +1,88 @@
+// The figures in words and tables: tiles, the staleness histogram, engines and workers.
+
+import { byId, element, fillTable } from "./dom.js";
+import { clock, count, megabytes, percent, share } from "./format.js";
+
+const ETA_STEPS = 20;
+const MEAN_STEPS = 10;
+
+export function drawFigures(store) {
+  drawHead(store);
+  drawTiles(store);
+  drawAges(store);
+  drawFleet(store.fleet);
+}
+
+function drawHead({ run }) {
+  byId("run-name").textContent = [run.name, run.env].filter(Boolean).join(" \u00b7 ");
+  document.title = run.name ? `${run.name} \u00b7 rollmesh` : "rollmesh";
+  byId("phase").className = `phase ${run.phase}`;
+  byId("phase").textContent = run.num_bad_lines ? `${run.phase}, ${run.num_bad_lines} unreadable lines` : run.phase;
+}
+
+function drawTiles({ run, steps, learning, telemetry }) {
+  const last = learning.last ?? {};
+  const now = telemetry.at(-1) ?? {};
+  const recent = steps.slice(-MEAN_STEPS).map((row) => row.success);
+  const mean = recent.length ? recent.reduce((a, b) => a + b) / recent.length : null;
+  const tiles = [
+    ["Step", count(last.step), run.num_steps ? ` of ${run.num_steps}` : ""],
+    [`Success, last ${MEAN_STEPS}`, share(mean), ""],
+    ["Untrained", share(run.success_untrained), ""],
+    ["Policy version", count(last.policy_version), ""],
+    ["Oldest sample", count(last.max_age), ` of ${run.max_staleness ?? "\u2013"} allowed`],
+    run.phase === "running" ? ["Left, about", clock(secondsLeft(run, steps, last)), ""] : ["Took", clock(secondsTaken(telemetry, steps)), ""],
+  ];
+  byId("tiles").replaceChildren(...tiles.map(([name, value, note]) =>
+    element("div", {}, element("dt", {}, name), element("dd", {}, value, element("small", {}, note)))));
+  byId("in-flight-now").textContent = count(now.in_flight);
+  byId("calls-now").textContent = count(now.calls_per_s);
+  byId("tokens-now").textContent = count(now.tokens_per_s);
+}
+
+function secondsLeft(run, steps, last) {
+  const [from, to] = [steps.at(-ETA_STEPS) ?? steps[0], steps.at(-1)];
+  if (!run.num_steps || !to || to.step === from.step) return null;
+  return ((run.num_steps - 1 - last.step) * (to.time_s - from.time_s)) / (to.step - from.step);
+}
+
+function secondsTaken(telemetry, steps) {
+  const times = [telemetry[0], telemetry.at(-1), steps[0], steps.at(-1)].filter(Boolean).map((row) => row.time_s);
+  return times.length ? Math.max(...times) - Math.min(...times) : null;
+}
+
+function drawAges({ learning, run }) {
+  const shares = (histogram) => {
+    const total = Object.values(histogram).reduce((a, b) => a + b, 0);
+    return (age) => (total ? (histogram[age] ?? 0) / total : 0);
+  };
+  const [whole, recent] = [shares(learning.ages), shares(learning.recent_ages)];
+  const oldest = Math.max(run.max_staleness ?? 0, ...Object.keys(learning.ages).map(Number));
+  const rows = Array.from({ length: oldest + 1 }, (_, age) => element("tr", {},
+    element("th", { scope: "row" }, age),
+    element("td", { class: "bar" },
+      element("span", { "--share": percent(whole(age)) }),
+      element("span", { class: "recent", "--share": percent(recent(age)) })),
+    element("td", { class: "number", title: `last steps: ${percent(recent(age))}` }, percent(whole(age)))));
+  const drops = Object.entries(learning.drops).map(([reason, num]) => `${count(num)} ${reason}`);
+  const note = `Thick: whole run. Thin: last 20 steps. Groups dropped: ${drops.join(", ") || "none"}.`;
+  byId("ages").replaceChildren(element("caption", {}, note), element("tbody", {}, ...rows));
+}
+
+function drawFleet({ router, processes }) {
+  const { engines = [], workers = [], queue = {}, num_done: numDone = 0 } = router ?? {};
+  const number = (value) => [value, "number"];
+  fillTable(byId("engines"),
+    ["URL", "Phase", number("Policy version"), number("Running"), number("Waiting")],
+    engines.map((engine) => [engine.url, [engine.phase, engine.phase.toLowerCase() === "ready" ? "good" : ""],
+      number(count(engine.policy_version)), number(count(engine.num_running)), number(count(engine.num_waiting))]));
+  fillTable(byId("workers"),
+    ["Worker", "Environment", "State", number("In flight"), number("Finished"), number("Calls"), number("Tokens"), number("Loop lag, ms"), number("Memory, MB"), number("Held, MB")],
+    workers.map((worker) => [worker.worker_id, worker.env, worker.state, number(count(worker.in_flight)), number(count(worker.num_finished)),
+      number(count(worker.num_calls)), number(count(worker.num_tokens)), number((1000 * worker.loop_lag_s).toFixed(1)),
+      number(megabytes(worker.rss_bytes)), number(megabytes(worker.held_bytes))]));
+  const waiting = Object.entries(queue).map(([state, num]) => `${count(num)} ${state}`);
+  byId("queue").textContent = router
+    ? `Groups: ${[...waiting, `${count(numDone)} done`].join(", ")}. Processes: ${processes.length}.`
+    : "The router has not been heard yet.";
+}

@@ -1,0 +1,82 @@
+// The list of recent rollouts and the viewer of one.
+
+import { byId, element } from "./dom.js";
+import { clock, count, share } from "./format.js";
+import { legend, tokenText } from "./tokens.js";
+
+const REFRESH_MS = 3000;
+
+export class Rollouts {
+  #list = byId("rollout-list");
+  #viewer = byId("viewer");
+  #openId = null;
+  #drawnAt = -Infinity;
+
+  /** Show the latest; at most every few seconds, and never under the reader's hand. */
+  draw(store, nowMs) {
+    const isHeld = this.#list.matches(":hover") || this.#list.contains(document.activeElement);
+    const isEmpty = this.#list.childElementCount === 0;
+    if (!isEmpty && (isHeld || nowMs - this.#drawnAt < REFRESH_MS)) return;
+    this.#drawnAt = nowMs;
+    this.#list.replaceChildren(...store.trajectories.map((summary) => this.#row(summary, store.run)));
+  }
+
+  #row(summary, run) {
+    const style = summary.outcome !== "completed" ? "bad" : summary.reward > 0 ? "good" : "muted";
+    const reward = summary.reward === null ? summary.outcome : `reward ${Number(summary.reward.toFixed(3))}`;
+    const button = element("button", { type: "button", title: summary.rollout_id, onclick: () => this.open(summary.rollout_id) },
+      element("span", { class: style }, summary.outcome === "completed" ? reward : summary.outcome),
+      element("span", {}, summary.task_id),
+      element("span", { class: "muted" }, `${count(summary.num_calls)} calls`),
+      element("span", { class: "muted" }, summary.step === null ? "not yet" : `step ${summary.step}`),
+      element("span", { class: "muted" }, clock(summary.time_s - (run.started_s ?? summary.time_s))));
+    button.dataset.id = summary.rollout_id;
+    this.#mark(button);
+    return element("li", {}, button);
+  }
+
+  #mark(button) {
+    button.setAttribute("aria-current", String(button.dataset.id === this.#openId));
+  }
+
+  async open(id) {
+    this.#openId = id;
+    this.#list.querySelectorAll("button").forEach((button) => this.#mark(button));
+    const reply = await fetch(`/api/trajectories/${id.split("/").map(encodeURIComponent).join("/")}`);
+    const told = await reply.json();
+    if (id !== this.#openId) return;
+    this.#viewer.replaceChildren(...(reply.ok ? readable(told) : [element("p", { class: "hint" }, told.error)]));
+    this.#viewer.scrollTop = 0;
+  }
+}
+
+function readable({ trajectory, pieces }) {
+  const { samples } = trajectory;
+  const facts = [trajectory.task_id, trajectory.outcome, trajectory.reward === null ? null : `reward ${share(trajectory.reward)}`,
+    `${count(trajectory.num_calls)} calls`, trajectory.step === null ? null : `trained in step ${trajectory.step}`, trajectory.worker_id];
+  const readout = element("p", { class: "readout" }, "Point at a token for its id, log-probability and policy version.");
+  const texts = samples.flatMap((sample, at) => [
+    samples.length > 1 ? element("h3", {}, `Sample ${at + 1} of ${samples.length}`) : null,
+    tokenText(sample, pieces[at], readout),
+  ]);
+  return [
+    element("h3", {}, `${trajectory.rollout_id} `, element("small", {}, facts.filter(Boolean).join(" \u00b7 "))),
+    element("ol", { class: "chat", "aria-label": "Messages" }, ...trajectory.messages.map(message)),
+    ...(samples.length ? [legend(), readout, ...texts.filter(Boolean)] : [element("p", { class: "hint" }, "No samples were recorded.")]),
+  ];
+}
+
+function message(said) {
+  const calls = (said.tool_calls ?? []).map((call) => element("div", { class: "call" }, JSON.stringify(call.function ?? call)));
+  return element("li", { class: said.role === "assistant" ? "assistant" : null },
+    element("span", { class: "role" }, said.role ?? "?"),
+    element("div", { class: "said" }, contentText(said.content), ...calls));
+}
+
+/** A message's content: text, a list of parts, or nothing. */
+function contentText(content) {
+  if (typeof content === "string") return content;
+  if (content === null || content === undefined) return "";
+  if (Array.isArray(content)) return content.map((part) => part.text ?? `[${part.type ?? "part"}]`).join("\n");
+  return JSON.stringify(content);
+}

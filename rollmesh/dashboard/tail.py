@@ -1,0 +1,72 @@
+"""Follows a file of lines that another process is writing.
+
+Owns an offset into one file. Invariants: only whole lines are handed out, a torn last line waits
+for its end; one read holds at most `max_read_bytes`, a line longer than that is passed over; a file
+that was replaced or cut is read anew. Driven by a poll: nothing here waits.
+"""
+
+import io
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    """A whole line without its newline, and where in the file it starts."""
+
+    offset: int
+    data: bytes
+
+
+class Tail:
+    """Hands out the lines that a growing file gained since the last call."""
+
+    def __init__(
+        self, path: Path, max_read_bytes: int = 2**20, last_bytes: int | None = None
+    ) -> None:
+        """Start at the file's head, or `last_bytes` before its end."""
+        self.path = path
+        self.num_restarts = 0
+        """How often the file was replaced or cut."""
+        self._max_read_bytes = max_read_bytes
+        self._last_bytes = last_bytes
+        self._inode = 0
+        self._offset = 0
+        self._inside_line = False
+
+    def read(self) -> list[Line]:
+        """New whole lines; empty when there are none or the file is not there (yet)."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._start_over(file, status)
+            file.seek(self._offset)
+            block = file.read(self._max_read_bytes)
+        return self._cut(block)
+
+    def _start_over(self, file: io.BufferedReader, status: os.stat_result) -> None:
+        self.num_restarts += self._inode != 0
+        self._inode = status.st_ino
+        self._offset, self._inside_line = 0, False
+        if self._last_bytes is not None and status.st_size > self._last_bytes:
+            self._offset = status.st_size - self._last_bytes
+            file.seek(self._offset - 1)
+            self._inside_line = file.read(1) != b"\n"
+
+    def _cut(self, block: bytes) -> list[Line]:
+        lines: list[Line] = []
+        start = 0
+        while (end := block.find(b"\n", start)) >= 0:
+            if not self._inside_line:
+                lines.append(Line(self._offset + start, block[start:end]))
+            self._inside_line = False
+            start = end + 1
+        if self._inside_line or (start == 0 and len(block) == self._max_read_bytes):
+            self._inside_line = True
+            start = len(block)
+        self._offset += start
+        return lines

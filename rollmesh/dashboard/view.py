@@ -1,0 +1,148 @@
+"""What the page shows of a run, folded from the lines of its files.
+
+Owns the bounded picture: thinned series, counts, the latest tables. Invariants: its size does not
+grow with the run; it reads no file and no clock. Driven by `reader`, which feeds it lines and asks
+for the picture.
+
+    WAITING -> RUNNING -> FINISHED        a summary was written
+                  |  ^
+                  v  |
+                SILENT                    no telemetry for SILENT_AFTER_S: stopped, killed or stuck
+"""
+
+import enum
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from rollmesh.dashboard.rows import ConfigRow, DropRow, RouterRow, StepRow, TelemetryRow
+from rollmesh.dashboard.series import Numbers, Series
+
+SILENT_AFTER_S = 10.0
+PLOTTED = ("time_s", "step", "policy_version", "success", "reward", "loss", "entropy", "max_age")
+RECENT_STEPS = 20
+"""The second set of bars in the staleness histogram covers so many steps."""
+
+
+class RunPhase(enum.StrEnum):
+    """Where the run stands, as far as its files tell."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SILENT = "silent"
+    FINISHED = "finished"
+
+
+class RunView:
+    """The picture of one run."""
+
+    def __init__(self) -> None:
+        self.config = ConfigRow()
+        self.success_untrained: float | None = None
+        self.has_summary = False
+        self.num_bad_lines = 0
+        self.steps = Series()
+        self.telemetry = Series(max_names=96)
+        self._ages: Counter[str] = Counter()
+        self._recent_ages: list[dict[str, int]] = []
+        self._drops: Counter[str] = Counter()
+        self._last_step: StepRow | None = None
+        self._first_time_s: float | None = None
+        self._last_telemetry: TelemetryRow | None = None
+
+    def add_step(self, row: StepRow) -> Numbers | None:
+        """Fold a line of metrics.jsonl; the row that the success plot gains, if any."""
+        if row.success_untrained is not None:
+            self.success_untrained = row.success_untrained
+        if row.step is None or row.success is None:
+            return None
+        self._last_step = row
+        self._see_time(row.time_s)
+        self._ages.update(row.age_histogram)
+        self._recent_ages = [*self._recent_ages[1 - RECENT_STEPS :], row.age_histogram]
+        values = {name: getattr(row, name) for name in PLOTTED}
+        return self.steps.append({name: v for name, v in values.items() if v is not None})
+
+    def add_telemetry(self, row: TelemetryRow) -> Numbers | None:
+        """Fold a line of telemetry.jsonl; the row that the process plots gain, if any."""
+        numbers: Numbers = {"time_s": row.time_s}
+        if row.router:
+            before = self._last_telemetry
+            numbers["in_flight"] = sum(worker.in_flight for worker in row.router.workers)
+            if before and before.router and row.time_s > before.time_s:
+                elapsed_s = row.time_s - before.time_s
+                gained = gains(before.router, row.router)
+                numbers |= {name: count / elapsed_s for name, count in gained.items()}
+        for process in row.processes:
+            numbers[f"rss/{process.role}"] = process.rss_bytes
+        self._see_time(row.time_s)
+        self._last_telemetry = row
+        return self.telemetry.append(numbers)
+
+    def add_drop(self, row: DropRow) -> None:
+        """Count a group that did not train; the reason's first word names its kind."""
+        self._drops[row.reason.partition(":")[0]] += 1
+
+    def phase(self, unix_s: float) -> RunPhase:
+        """Where the run stands at `unix_s`."""
+        if self.has_summary:
+            return RunPhase.FINISHED
+        if self._first_time_s is None:
+            return RunPhase.WAITING
+        seen = [row.time_s for row in (self._last_telemetry, self._last_step) if row]
+        return RunPhase.RUNNING if unix_s - max(seen) < SILENT_AFTER_S else RunPhase.SILENT
+
+    def head(self, unix_s: float) -> dict[str, Any]:
+        """The page's first line."""
+        return {
+            "name": self.config.run.name,
+            "env": self.config.env,
+            "num_steps": self.config.trainer.num_steps,
+            "max_staleness": self.config.trainer.max_staleness,
+            "success_untrained": self.success_untrained,
+            "phase": self.phase(unix_s),
+            "started_s": self._first_time_s,
+            "num_bad_lines": self.num_bad_lines,
+        }
+
+    def learning(self) -> dict[str, Any]:
+        """The latest step, and counts of ages and drops."""
+        recent: Counter[str] = Counter()
+        for histogram in self._recent_ages:
+            recent.update(histogram)
+        return {
+            "last": msgspec.to_builtins(self._last_step) if self._last_step else None,
+            "ages": dict(self._ages),
+            "recent_ages": dict(recent),
+            "drops": dict(self._drops),
+        }
+
+    def fleet(self) -> dict[str, Any]:
+        """The latest tables of workers, engines and processes."""
+        row = self._last_telemetry or TelemetryRow(0.0)
+        return {"time_s": row.time_s, **msgspec.to_builtins(row)}
+
+    def _see_time(self, time_s: float) -> None:
+        if self._first_time_s is None:
+            self._first_time_s = time_s
+
+
+def gains(before: RouterRow, after: RouterRow) -> Numbers:
+    """Calls, tokens and rollouts that the workers known to both rows added; a restarted worker
+    counts from zero again and adds what it has."""
+    old = {worker.worker_id: worker for worker in before.workers}
+    gained = {"calls_per_s": 0.0, "tokens_per_s": 0.0, "rollouts_per_s": 0.0}
+    for worker in after.workers:
+        was = old.get(worker.worker_id)
+        if was is None:
+            continue
+        gained["calls_per_s"] += added(was.num_calls, worker.num_calls)
+        gained["tokens_per_s"] += added(was.num_tokens, worker.num_tokens)
+        gained["rollouts_per_s"] += added(was.num_finished, worker.num_finished)
+    return gained
+
+
+def added(before: int, after: int) -> int:
+    """What a counter gained, given that it may have started over."""
+    return after - before if after >= before else after
