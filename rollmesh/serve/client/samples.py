@@ -1,0 +1,259 @@
+"""From a rollout's node table to training samples: paths cut so that no token trains twice.
+
+A sample is the path from a root to one sampled node, all its tokens in the order the model saw
+them. Invariants: each sampled token that trains has mask 1 in exactly one sample; every sampled
+token that does not train is counted in `Cut.unused` with its reason; memory is linear in the
+paths. The weights of one rollout's samples add up to 1 and are proportional to their trained
+tokens, so sum(weight * mean over the sample's trained tokens) is the mean over the rollout's
+tokens: the same number however its graph was cut into leaves. Driven by whoever takes arrivals.
+Shapes: T is the number of tokens of one sample.
+"""
+
+from collections.abc import Collection
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollmesh.core.errors import WireError
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.types import Branch, GroupRecord, NodeRow, Outcome, RolloutRecord
+
+Int32s = npt.NDArray[np.int32]
+Float32s = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+TRAINED_OUTCOMES = (Outcome.COMPLETED, Outcome.TRUNCATED)
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to train on."""
+
+    rollout_id: RolloutId
+    branch: Branch
+    """That of its last node."""
+    token_ids: Int32s
+    """[T]"""
+    logprobs: Float32s
+    """[T]: as recorded when sampled, natural log; 0 where loss_mask is False."""
+    loss_mask: Bools
+    """[T]: True where the token was sampled and trains here."""
+    policy_versions: Int32s
+    """[T]: who sampled it; -1 where loss_mask is False."""
+    reward: float
+    """The rollout's."""
+    weight: float
+    """This sample's share of its rollout, in (0, 1]; one rollout's shares add up to 1."""
+    temperature: float
+    """What all its trained tokens were sampled with; their log-probs are of that distribution."""
+
+    @property
+    def group_id(self) -> GroupId:
+        """The group whose siblings this sample's reward is compared with."""
+        return self.rollout_id.group_id
+
+
+class Unused(msgspec.Struct, frozen=True):
+    """Sampled tokens that train nowhere, and why."""
+
+    rollout_id: RolloutId
+    num_tokens: int
+    reason: str
+    """`superseded`, `void`, `branch: NAME`, `outcome: NAME` or `no reward`."""
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """What `cut` made of a group."""
+
+    samples: list[Sample]
+    unused: list[Unused]
+
+
+def cut(
+    group_id: GroupId,
+    record: GroupRecord,
+    token_ids: Int32s,
+    logprobs: Float32s,
+    branches: Collection[Branch],
+) -> Cut:
+    """The samples of a group, in the order of its rollouts; `branches` says which of them train.
+
+    `token_ids` and `logprobs` are the group's flat buffers. WireError if the record's counts do
+    not add up to them.
+    """
+    check_counts(record, len(token_ids), len(logprobs))
+    result = Cut([], [])
+    token_at = logprob_at = 0
+    for rollout in record.rollouts:
+        rollout_id = RolloutId(group_id, rollout.index)
+        token_end, logprob_end = token_at + rollout.num_tokens, logprob_at + rollout.num_logprobs
+        paths = _Paths(rollout, token_ids[token_at:token_end], logprobs[logprob_at:logprob_end])
+        _cut_rollout(rollout_id, rollout, paths, branches, result)
+        token_at, logprob_at = token_end, logprob_end
+    return result
+
+
+def check_counts(record: GroupRecord, num_tokens: int, num_logprobs: int) -> None:
+    """WireError unless every count in `record` agrees with its nodes and with the buffers."""
+    for rollout in record.rollouts:
+        sampled = [node for node in rollout.nodes if node.sampled]
+        agree = (
+            sum(node.num_tokens for node in rollout.nodes) == rollout.num_tokens
+            and sum(node.num_tokens for node in sampled) == rollout.num_logprobs
+            and all(node.num_tokens >= 0 for node in rollout.nodes)
+            and all(-1 <= node.parent < row for row, node in enumerate(rollout.nodes))
+            and all(
+                sum(run.num_tokens for run in node.policy_versions) == node.num_tokens
+                for node in sampled
+            )
+        )
+        if not agree:
+            raise WireError(f"rollout {rollout.index}: its node table does not add up")
+    if sum(rollout.num_tokens for rollout in record.rollouts) != num_tokens:
+        raise WireError("the token buffer is not as long as the rollouts say")
+    if sum(rollout.num_logprobs for rollout in record.rollouts) != num_logprobs:
+        raise WireError("the log-prob buffer is not as long as the rollouts say")
+
+
+class _Paths:
+    """One rollout's node table with the place of each node in the flat arrays."""
+
+    def __init__(self, rollout: RolloutRecord, token_ids: Int32s, logprobs: Float32s) -> None:
+        self.nodes = rollout.nodes
+        self.token_ids = token_ids
+        self.logprobs = logprobs
+        self.token_starts: list[int] = []
+        self.logprob_starts: list[int] = []
+        token_at = logprob_at = 0
+        for node in rollout.nodes:
+            self.token_starts.append(token_at)
+            self.logprob_starts.append(logprob_at)
+            token_at += node.num_tokens
+            logprob_at += node.num_tokens if node.sampled else 0
+
+    def to_root(self, row: int) -> list[int]:
+        """The rows from the root down to `row`."""
+        path = []
+        while row >= 0:
+            path.append(row)
+            row = self.nodes[row].parent
+        return path[::-1]
+
+    def sample(
+        self, path: list[int], trained: set[int], rollout_id: RolloutId, shares: tuple[float, float]
+    ) -> Sample:
+        """The sample of `path` whose rows in `trained` train; `shares` is (reward, weight)."""
+        length = sum(self.nodes[row].num_tokens for row in path)
+        token_ids = np.empty(length, np.int32)
+        logprobs = np.zeros(length, np.float32)
+        loss_mask = np.zeros(length, np.bool_)
+        policy_versions = np.full(length, -1, np.int32)
+        at = 0
+        for row in path:
+            node, token_start = self.nodes[row], self.token_starts[row]
+            end = at + node.num_tokens
+            token_ids[at:end] = self.token_ids[token_start : token_start + node.num_tokens]
+            if row in trained:
+                logprob_start = self.logprob_starts[row]
+                logprobs[at:end] = self.logprobs[logprob_start : logprob_start + node.num_tokens]
+                loss_mask[at:end] = True
+                policy_versions[at:end] = _versions(node)
+            at = end
+        last = self.nodes[path[-1]]
+        return Sample(
+            rollout_id=rollout_id,
+            branch=last.branch,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            loss_mask=loss_mask,
+            policy_versions=policy_versions,
+            reward=shares[0],
+            weight=shares[1],
+            temperature=_temperature(last),
+        )
+
+
+def _cut_rollout(
+    rollout_id: RolloutId,
+    rollout: RolloutRecord,
+    paths: _Paths,
+    branches: Collection[Branch],
+    result: Cut,
+) -> None:
+    reasons = _reasons(rollout, branches)
+    unused: dict[str, int] = {}
+    for node, reason in zip(rollout.nodes, reasons, strict=True):
+        if node.sampled and reason and node.num_tokens:
+            unused[reason] = unused.get(reason, 0) + node.num_tokens
+    result.unused.extend(
+        Unused(rollout_id, num_tokens, reason) for reason, num_tokens in unused.items()
+    )
+    claims = _claims(paths, [not reason for reason in reasons])
+    num_trained = sum(rollout.nodes[row].num_tokens for _, rows in claims for row in rows)
+    for path, trained in claims:
+        share = sum(rollout.nodes[row].num_tokens for row in trained) / num_trained
+        assert rollout.reward is not None
+        result.samples.append(paths.sample(path, trained, rollout_id, (rollout.reward, share)))
+
+
+def _claims(paths: _Paths, trains: list[bool]) -> list[tuple[list[int], set[int]]]:
+    """(path, rows that train on it) of each sample, by creation of its last node.
+
+    Children stand after their parents, so that going backwards every last node comes before what
+    it stands on; each claims what nobody below claimed. A row sampled at another temperature ends
+    a sample of its own.
+    """
+    claimed = [False] * len(trains)
+    claims = []
+    for last in range(len(trains) - 1, -1, -1):
+        if not trains[last] or claimed[last]:
+            continue
+        path = paths.to_root(last)
+        temperature = _temperature(paths.nodes[last])
+        trained = {
+            row
+            for row in path
+            if trains[row] and not claimed[row] and _temperature(paths.nodes[row]) == temperature
+        }
+        for row in trained:
+            claimed[row] = True
+        claims.append((path, trained))
+    return claims[::-1]
+
+
+def _reasons(rollout: RolloutRecord, branches: Collection[Branch]) -> list[str]:
+    """Why each row does not train; '' for those that do."""
+    with_children = {node.parent for node in rollout.nodes}
+    whole = ""
+    if rollout.outcome not in TRAINED_OUTCOMES:
+        whole = f"outcome: {rollout.outcome}"
+    elif rollout.reward is None:
+        whole = "no reward"
+    return [
+        whole or _node_reason(node, row in with_children, branches)
+        for row, node in enumerate(rollout.nodes)
+    ]
+
+
+def _node_reason(node: NodeRow, has_children: bool, branches: Collection[Branch]) -> str:
+    if not node.sampled or not node.num_tokens:
+        return "context"
+    if node.finish_reason == "void":
+        return "void"
+    if node.superseded and not has_children:
+        return "superseded"
+    if node.branch not in branches:
+        return f"branch: {node.branch}"
+    return ""
+
+
+def _versions(node: NodeRow) -> Int32s:
+    runs = node.policy_versions
+    return np.repeat(
+        np.array([run.policy_version for run in runs], np.int32),
+        [run.num_tokens for run in runs],
+    )
+
+
+def _temperature(node: NodeRow) -> float:
+    return node.params.temperature if node.params else 1.0

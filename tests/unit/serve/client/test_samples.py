@@ -1,0 +1,236 @@
+"""Samples: each sampled token trains once, in the sequence that the model saw."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.core.errors import WireError
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import (
+    Branch,
+    GroupRecord,
+    NodeRow,
+    Outcome,
+    RolloutRecord,
+    SamplingParams,
+    Task,
+    VersionRun,
+)
+from rollmesh.serve.client.samples import Cut, cut
+
+GROUP = GroupId("r1", 7)
+MAIN: tuple[Branch, ...] = ("main", "subagent")
+
+
+def context(parent: int, num_tokens: int) -> NodeRow:
+    return NodeRow(parent, num_tokens, sampled=False)
+
+
+def turn(
+    parent: int,
+    num_tokens: int,
+    *,
+    branch: Branch = "main",
+    finish_reason: str = "stop",
+    superseded: bool = False,
+    temperature: float = 1.0,
+    policy_version: int = 3,
+) -> NodeRow:
+    return NodeRow(
+        parent,
+        num_tokens,
+        sampled=True,
+        policy_versions=(VersionRun(policy_version, num_tokens),),
+        branch=branch,
+        params=SamplingParams(max_tokens=8, temperature=temperature),
+        finish_reason=finish_reason,
+        superseded=superseded,
+    )
+
+
+def cut_rollouts(*tables: list[NodeRow], branches: tuple[Branch, ...] = MAIN) -> Cut:
+    """Token k of the group is 100 + k, log-prob k is -(k + 1) / 8: every value is told apart."""
+    rollouts = [
+        RolloutRecord(
+            index=index,
+            outcome=Outcome.COMPLETED,
+            reward=float(index),
+            nodes=nodes,
+            num_tokens=sum(node.num_tokens for node in nodes),
+            num_logprobs=sum(node.num_tokens for node in nodes if node.sampled),
+        )
+        for index, nodes in enumerate(tables)
+    ]
+    return cut_record(rollouts, branches)
+
+
+def cut_record(rollouts: list[RolloutRecord], branches: tuple[Branch, ...] = MAIN) -> Cut:
+    record = GroupRecord(task=Task(id="t"), rollouts=rollouts)
+    token_ids = np.arange(sum(r.num_tokens for r in rollouts), dtype=np.int32) + 100
+    num_logprobs = sum(r.num_logprobs for r in rollouts)
+    logprobs = np.arange(-1, -num_logprobs - 1, -1).astype(np.float32) / np.float32(8)
+    return cut(GROUP, record, token_ids, logprobs, branches)
+
+
+def test_linear_rollout_is_one_sample_with_its_exact_tokens() -> None:
+    [sample] = cut_rollouts([context(-1, 2), turn(0, 2), context(1, 1), turn(2, 1)]).samples
+    assert sample.token_ids.tolist() == [100, 101, 102, 103, 104, 105]
+    assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
+    assert sample.logprobs.tolist() == [0, 0, -1 / 8, -2 / 8, 0, -3 / 8]
+    assert sample.policy_versions.tolist() == [-1, -1, 3, 3, -1, 3]
+    assert sample.token_ids.dtype == np.int32
+    assert sample.logprobs.dtype == np.float32
+    assert sample.weight == 1.0
+    assert str(sample.rollout_id) == "r1/7/0"
+    assert sample.group_id == GROUP
+
+
+def test_context_after_the_last_turn_is_not_in_the_sample() -> None:
+    [sample] = cut_rollouts([context(-1, 2), turn(0, 2), context(1, 9)]).samples
+    assert len(sample.token_ids) == 4
+
+
+def test_version_runs_are_spread_over_their_tokens() -> None:
+    node = NodeRow(-1, 3, True, (VersionRun(4, 1), VersionRun(5, 2)))
+    [sample] = cut_rollouts([node]).samples
+    assert sample.policy_versions.tolist() == [4, 5, 5]
+
+
+def test_fork_trains_its_shared_prefix_once_and_weights_add_up() -> None:
+    nodes = [context(-1, 2), turn(0, 3), context(1, 1), turn(2, 1), context(1, 1), turn(4, 4)]
+    first, second = cut_rollouts(nodes).samples
+    assert first.loss_mask.sum() == 1
+    assert second.loss_mask.sum() == 7
+    assert (first.weight, second.weight) == (1 / 8, 7 / 8)
+
+
+def test_superseded_childless_turn_is_dropped_with_its_reason() -> None:
+    result = cut_rollouts([context(-1, 1), turn(0, 4, superseded=True), turn(0, 2)])
+    [sample] = result.samples
+    assert sample.token_ids.tolist() == [100, 105, 106]
+    assert [(unused.num_tokens, unused.reason) for unused in result.unused] == [(4, "superseded")]
+
+
+def test_superseded_turn_that_was_built_upon_trains() -> None:
+    nodes = [context(-1, 1), turn(0, 2, superseded=True), context(1, 1), turn(2, 1)]
+    result = cut_rollouts(nodes)
+    assert result.samples[0].loss_mask.sum() == 3
+    assert not result.unused
+
+
+def test_void_turn_never_trains_and_stays_context_where_something_stands_on_it() -> None:
+    result = cut_rollouts([turn(-1, 2, finish_reason="void"), context(0, 1), turn(1, 1)])
+    [sample] = result.samples
+    assert sample.loss_mask.tolist() == [False, False, False, True]
+    assert result.unused[0].reason == "void"
+
+
+def test_branches_outside_the_setting_do_not_train() -> None:
+    nodes = [context(-1, 1), turn(0, 2), context(-1, 1), turn(2, 3, branch="side")]
+    result = cut_rollouts(nodes)
+    assert [sample.branch for sample in result.samples] == ["main"]
+    assert [(unused.num_tokens, unused.reason) for unused in result.unused] == [(3, "branch: side")]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.AGENT_ERROR, Outcome.INFRA_ERROR, Outcome.CANCELLED])
+def test_rollout_without_a_trained_outcome_gives_no_sample(outcome: Outcome) -> None:
+    rollout = RolloutRecord(
+        index=0, outcome=outcome, reward=0.0, nodes=[turn(-1, 2)], num_tokens=2, num_logprobs=2
+    )
+    result = cut_record([rollout])
+    assert not result.samples
+    assert result.unused[0].reason == f"outcome: {outcome.value}"
+
+
+def test_truncated_rollout_without_a_reward_gives_no_sample() -> None:
+    rollout = RolloutRecord(
+        index=0, outcome=Outcome.TRUNCATED, nodes=[turn(-1, 2)], num_tokens=2, num_logprobs=2
+    )
+    assert cut_record([rollout]).unused[0].reason == "no reward"
+
+
+def test_turns_of_other_temperatures_train_in_samples_of_their_own() -> None:
+    nodes = [turn(-1, 1, temperature=0.5), turn(0, 2), turn(1, 1)]
+    cold, warm = cut_rollouts(nodes).samples
+    assert (cold.temperature, cold.loss_mask.tolist()) == (0.5, [True])
+    assert (warm.temperature, warm.loss_mask.tolist()) == (1.0, [False, True, True, True])
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [NodeRow(0, 1, False)],  # its own parent
+        [NodeRow(-2, 1, False)],
+        [NodeRow(-1, 2, True, (VersionRun(1, 1),))],  # a token that nobody sampled
+        [NodeRow(-1, 3, False), NodeRow(0, -1, False)],
+    ],
+)
+def test_table_that_does_not_add_up_is_refused(nodes: list[NodeRow]) -> None:
+    with pytest.raises(WireError):
+        cut_rollouts(nodes)
+
+
+def test_buffers_of_another_length_are_refused() -> None:
+    record = GroupRecord(task=Task(id="t"), rollouts=[])
+    with pytest.raises(WireError):
+        cut(GROUP, record, np.zeros(1, np.int32), np.zeros(0, np.float32), MAIN)
+    with pytest.raises(WireError):
+        cut(GROUP, record, np.zeros(0, np.int32), np.zeros(1, np.float32), MAIN)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[NodeRow]:
+    """Any node table: forks, retries, void turns, every branch, two temperatures, empty nodes."""
+    nodes: list[NodeRow] = []
+    for row in range(draw(st.integers(0, 12))):
+        parent = draw(st.integers(-1, row - 1))
+        if draw(st.booleans()):
+            nodes.append(context(parent, draw(st.integers(0, 3))))
+            continue
+        nodes.append(
+            turn(
+                parent,
+                draw(st.integers(0, 4)),
+                branch=draw(st.sampled_from(("main", "subagent", "side"))),
+                finish_reason=draw(st.sampled_from(("stop", "length", "void"))),
+                superseded=draw(st.booleans()),
+                temperature=draw(st.sampled_from((1.0, 0.5))),
+                policy_version=draw(st.integers(0, 3)),
+            )
+        )
+    return nodes
+
+
+@given(st.lists(tables(), max_size=3))
+def test_each_sampled_token_trains_in_exactly_one_sample_or_has_a_reason(
+    group: list[list[NodeRow]],
+) -> None:
+    result = cut_rollouts(*group)
+    trained = [t for s in result.samples for t in s.token_ids[s.loss_mask].tolist()]
+    assert len(trained) == len(set(trained))
+    num_sampled = sum(node.num_tokens for nodes in group for node in nodes if node.sampled)
+    assert len(trained) + sum(unused.num_tokens for unused in result.unused) == num_sampled
+    logprobs = [x for s in result.samples for x in s.logprobs[s.loss_mask].tolist()]
+    assert len(set(logprobs)) == len(trained)
+
+
+@given(tables())
+def test_weights_of_a_rollout_add_up_to_one(nodes: list[NodeRow]) -> None:
+    samples = cut_rollouts(nodes).samples
+    if samples:
+        assert sum(sample.weight for sample in samples) == pytest.approx(1)
+        assert all(sample.weight > 0 for sample in samples)
+
+
+@given(tables())
+def test_each_sample_is_a_path_from_a_root(nodes: list[NodeRow]) -> None:
+    starts = np.cumsum([0, *(node.num_tokens for node in nodes)])
+    for sample in cut_rollouts(nodes).samples:
+        last_token = int(sample.token_ids[-1]) - 100
+        row = int(np.searchsorted(starts, last_token, side="right")) - 1
+        path: list[int] = []
+        while row >= 0:
+            path = [*range(starts[row] + 100, starts[row + 1] + 100), *path]
+            row = nodes[row].parent
+        assert sample.token_ids.tolist() == path
