@@ -1,0 +1,152 @@
+"""Where events go: JSON lines in the run folder, and a console form for people.
+
+Owns the set-up of structlog and of the standard library's logging, so that what aiohttp says has
+the same shape as what we say. An event is named `noun.verbed` and carries ids as keys, as in
+`log.info("group.assigned", group_id=..., worker_id=...)`. Invariants: no secret reaches a line,
+whoever logged it; a log file is bounded; nothing is written before `setup`, which every process
+calls once. Driven by the main function of each process; modules only call `get_logger`.
+"""
+
+import logging
+import logging.handlers
+import re
+import sys
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+
+@contextmanager
+def _unseen(name: str) -> Iterator[None]:
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = cast(Any, None)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+# structlog loads rich where it finds it, for tracebacks that we do not want: half of its start-up
+# time and 5 MB in every process. It does without when the import fails.
+with _unseen("rich"):
+    import structlog
+
+Event = MutableMapping[str, Any]
+Logger = structlog.typing.FilteringBoundLogger
+
+MAX_FILE_BYTES = 32 * 2**20
+"""A role's log is rolled over once at this size: at most twice as much stays on disk."""
+
+_HANDLER = "rollmesh."
+_SECRET_KEYS = frozenset(
+    {"api_key", "path_secret", "secret", "authorization", "x-api-key", "password", "admin_token"}
+)
+_SECRET_TEXT = re.compile(r"(/s/|[Bb]earer |\bsk-|x-api-key[\"':= ]+)[A-Za-z0-9_\-]{16,}")
+_HIDDEN = "[hidden]"
+
+
+def get_logger() -> Logger:
+    """The logger of a module: `log = get_logger()` at its head."""
+    return cast(Logger, structlog.get_logger())
+
+
+def setup(role: str, folder: Path | None) -> None:
+    """Send this process's events to `folder/logs/<role>.log` and, for people, to stderr.
+
+    The console form is written where stderr is a terminal or there is no folder. A second call
+    replaces the first.
+    """
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        _Role(role),
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+        structlog.stdlib.ExtraAdder(),
+        _hide_keys,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if (h.name or "").startswith(_HANDLER)]:
+        root.removeHandler(handler)
+        handler.close()
+    if folder:
+        root.addHandler(_file_handler(folder / "logs" / f"{role}.log", shared))
+    if folder is None or sys.stderr.isatty():
+        root.addHandler(_console_handler(shared))
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+class _Role:
+    """Stamps every event with the process's role."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+
+    def __call__(self, _logger: Any, _method: str, event: Event) -> Event:
+        event.setdefault("role", self._role)
+        return event
+
+
+def _hide_keys(_logger: Any, _method: str, event: Event) -> Event:
+    for key in event:
+        if key.lower() in _SECRET_KEYS:
+            event[key] = _HIDDEN
+    return event
+
+
+class _Hiding(structlog.stdlib.ProcessorFormatter):
+    """Takes secrets out of the finished line, so that a traceback cannot carry one either."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _SECRET_TEXT.sub(rf"\1{_HIDDEN}", super().format(record))
+
+
+def _file_handler(path: Path, shared: list[Any]) -> logging.Handler:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.handlers.RotatingFileHandler(
+        path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8"
+    )
+    handler.name = f"{_HANDLER}file"
+    handler.setFormatter(
+        _Hiding(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(serializer=_to_json),
+            ],
+        )
+    )
+    return handler
+
+
+def _console_handler(shared: list[Any]) -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.name = f"{_HANDLER}console"
+    renderer = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(),
+        timestamp_key="time",
+        exception_formatter=structlog.dev.plain_traceback,
+    )
+    handler.setFormatter(
+        _Hiding(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    return handler
+
+
+def _to_json(event: Event, **_: Any) -> str:
+    return msgspec.json.encode(event, enc_hook=str, order="deterministic").decode()

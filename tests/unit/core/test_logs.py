@@ -1,0 +1,145 @@
+"""Logs: one shape for every source, bounded files, and never a secret."""
+
+import logging
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.core import logs
+from rollmesh.core.ids import GroupId
+
+SECRET = "qJ8s0yqH1cG0yF0xg0x2mZb3Y4kQ7nT5vW6uR1eS9dA"
+log = logs.get_logger()
+
+
+@pytest.fixture(autouse=True)
+def _quiet_afterwards() -> Iterator[None]:
+    root = logging.getLogger()
+    level = root.level
+    yield
+    logging.captureWarnings(False)
+    for handler in [h for h in root.handlers if (h.name or "").startswith("rollmesh.")]:
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(level)
+
+
+def lines(folder: Path, role: str) -> list[dict[str, Any]]:
+    text = (folder / "logs" / f"{role}.log").read_bytes()
+    return [msgspec.json.decode(line) for line in text.splitlines()]
+
+
+def test_an_event_is_a_json_line_with_role_level_time_and_its_keys(tmp_path: Path) -> None:
+    logs.setup("router", tmp_path)
+    log.info("group.assigned", group_id=GroupId("r1", 7), num_samples=4)
+    [line] = lines(tmp_path, "router")
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "event": "group.assigned",
+        "role": "router",
+        "level": "info",
+        "group_id": ["r1", 7],
+        "num_samples": 4,
+    }
+
+
+def test_a_library_speaks_in_the_same_shape(tmp_path: Path) -> None:
+    logs.setup("worker-0", tmp_path)
+    logging.getLogger("aiohttp.server").error("Error handling %s", "request")
+    [line] = lines(tmp_path, "worker-0")
+    assert line["event"] == "Error handling request"
+    assert (line["role"], line["level"]) == ("worker-0", "error")
+
+
+def test_a_traceback_stands_in_the_line_of_its_event(tmp_path: Path) -> None:
+    logs.setup("router", tmp_path)
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        log.exception("loop.failed")
+    [line] = lines(tmp_path, "router")
+    assert "ValueError: broken" in line["exception"]
+
+
+def test_a_warning_becomes_an_event(tmp_path: Path) -> None:
+    logs.setup("router", tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(True)
+        warnings.warn("be careful", stacklevel=1)
+    assert any("be careful" in line["event"] for line in lines(tmp_path, "router"))
+
+
+@pytest.mark.parametrize(
+    ("event", "keys"),
+    [
+        ("session.opened", {"api_key": SECRET}),
+        ("session.opened", {"Authorization": f"Basic {SECRET}"}),
+        (f"GET /s/{SECRET}/v1/models", {}),
+        ("call.failed", {"headers": f"Authorization: Bearer {SECRET}"}),
+        ("call.failed", {"headers": {"x-api-key": SECRET}}),
+        ("call.failed", {"base_url": f"http://127.0.0.1:1/s/{SECRET}/v1"}),
+    ],
+)
+def test_no_secret_reaches_a_line(tmp_path: Path, event: str, keys: dict[str, Any]) -> None:
+    logs.setup("worker-0", tmp_path)
+    log.info(event, **keys)
+    text = (tmp_path / "logs" / "worker-0.log").read_text()
+    assert SECRET not in text
+    assert "[hidden]" in text
+
+
+def test_no_secret_reaches_a_traceback(tmp_path: Path) -> None:
+    logs.setup("worker-0", tmp_path)
+    try:
+        raise ValueError(f"http://127.0.0.1:1/s/{SECRET}/v1 refused")
+    except ValueError:
+        logging.getLogger("asyncio").exception("Task failed")
+    text = (tmp_path / "logs" / "worker-0.log").read_text()
+    assert "refused" in text
+    assert SECRET not in text
+
+
+def test_without_a_folder_people_read_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("router", None)
+    log.warning("worker.lost", worker_id="worker-1")
+    said = capsys.readouterr().err
+    assert "worker.lost" in said
+    assert "worker_id=worker-1" in said
+
+
+def test_with_a_folder_and_no_terminal_stderr_is_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.setup("router", tmp_path)
+    log.warning("worker.lost")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_second_setup_replaces_the_first(tmp_path: Path) -> None:
+    logs.setup("router", tmp_path)
+    logs.setup("router", tmp_path / "later")
+    log.info("router.started")
+    assert lines(tmp_path, "router") == []
+    assert len(lines(tmp_path / "later", "router")) == 1
+
+
+def test_a_log_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_FILE_BYTES", 2000)
+    logs.setup("router", tmp_path)
+    for _ in range(200):
+        log.info("router.turned")
+    sizes = [path.stat().st_size for path in (tmp_path / "logs").iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) <= 2000
+
+
+def test_logging_never_loads_rich() -> None:
+    code = "import rollmesh.core.logs, sys; assert 'rich' not in sys.modules; import rich"
+    subprocess.run([sys.executable, "-c", code], check=True)
