@@ -1,0 +1,383 @@
+"""The fleet table: which engines there are, what weights they serve, and who may use them.
+
+    JOINING --good probe of a trusted, current version--> READY --BeginUpdate--> UPDATING
+    JOINING, FENCED --BeginUpdate--> UPDATING --FinishUpdate ok--> READY, not ok--> FENCED
+    UPDATING, ASLEEP --lease lapsed--> JOINING (continued, then probed); ASLEEP --Wake--> JOINING
+    READY --Sleep--> ASLEEP;  READY --faults or failed probes--> FENCED --cool-down--> JOINING
+    READY --restart or unknown weights--> JOINING;  any --Remove--> GONE --a while--> forgotten
+
+Invariants: only a leased ask changes weights or sleep, and a lapsed lease ends in an engine that is
+continued and probed, or fenced: a publisher killed in mid-update wedges nobody. A version counts
+only if its publisher verified it or a fresh process came up with it. Pure; driven by the router's
+fleet shell and by the simulator.
+"""
+
+import enum
+
+import msgspec
+
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.messages import (
+    BeginUpdate,
+    EngineFaulted,
+    EnginePhase,
+    EngineRow,
+    FinishUpdate,
+    FleetAnswered,
+    FleetAsk,
+    FleetChanged,
+    JoinEngine,
+    ReadFleet,
+    RemoveEngine,
+    SleepEngine,
+    WakeEngine,
+)
+
+UNVERSIONED = -1
+"""The policy version of weights that carry none, such as those SGLang was started with."""
+
+
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How patient the fleet is."""
+
+    probe_s: float = 1.0
+    """A READY engine is probed this often; its load comes with it."""
+    join_probe_s: float = 0.25
+    """An engine that is not READY yet is probed this often."""
+    answer_s: float = 5.0
+    """A probe that the shell has not answered by then has failed."""
+    max_failed_probes: int = 3
+    """So many in a row fence a READY engine."""
+    max_faults: int = 3
+    """So many reports by workers within `fault_window_s` fence a READY engine."""
+    fault_window_s: float = 5.0
+    fence_s: float = 1.0
+    """A fenced engine is tried again after this time."""
+    push_s: float = 1.0
+    """The table goes to the workers this often, and at once when a phase or version changes."""
+    gone_s: float = 10.0
+    """A removed engine is shown as GONE so long, then forgotten."""
+
+
+class EngineProbed(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to ProbeEngine or ContinueEngine; each is answered once."""
+
+    url: str
+    serial: int
+    """Of the ask."""
+    ok: bool
+    incarnation: str = ""
+    policy_version: int = UNVERSIONED
+    num_running: int = 0
+    num_waiting: int = 0
+    detail: str = ""
+    """Why it is not ok, in one line."""
+
+
+class ProbeEngine(msgspec.Struct, frozen=True):
+    """Ask `url` who it is and how loaded (never by /health, which generates)."""
+
+    url: str
+    serial: int
+
+
+class ContinueEngine(msgspec.Struct, frozen=True):
+    """Resume generation at `url`, which a vanished holder may have left paused; then probe it."""
+
+    url: str
+    serial: int
+
+
+class PublishTable(msgspec.Struct, frozen=True):
+    """Push `fleet.table()` to every worker."""
+
+
+Event = Received | EngineProbed | Ticked
+Action = Send | ProbeEngine | ContinueEngine | PublishTable
+
+
+class _Trust(enum.Enum):
+    """What the fleet knows about an engine's weights, where that is not a version."""
+
+    FRESH = "fresh"
+    """A new process: the version that it came up with will be trusted."""
+    BROKEN = "broken"
+    """An update failed: nothing is trusted until another succeeds."""
+
+
+class _Engine:
+    """One row and what the machine remembers beside it."""
+
+    def __init__(self, url: str) -> None:
+        self.row = EngineRow(url, "", EnginePhase.JOINING, UNVERSIONED, detail="not probed yet")
+        self.trusted: int | _Trust = _Trust.FRESH
+        self.holder = b""
+        self.until_s = 0.0
+        """When the lease ends, or the memory of a removed engine."""
+        self.next_probe_s = 0.0
+        self.probe_serial: int | None = None
+        self.probe_sent_s = 0.0
+        self.num_failed_probes = 0
+        self.faults_s: list[float] = []
+        self.is_suspect = False
+        """Maybe left paused: the next probe resumes it first."""
+
+    def set(self, phase: EnginePhase, detail: str = "", policy_version: int | None = None) -> None:
+        version = self.row.policy_version if policy_version is None else policy_version
+        self.row = msgspec.structs.replace(
+            self.row, phase=phase, detail=detail, policy_version=version
+        )
+
+
+class Fleet:
+    """See the module. `table()` is the read-only view of it."""
+
+    def __init__(self, settings: FleetSettings | None = None) -> None:
+        self._settings = settings or FleetSettings()
+        self._engines: dict[str, _Engine] = {}
+        self._epoch = 0
+        self._serial = 0
+        self._pushed_s = float("-inf")
+
+    def table(self) -> FleetChanged:
+        """All rows, in the order in which the engines joined, under the current epoch."""
+        return FleetChanged(self._epoch, tuple(each.row for each in self._engines.values()))
+
+    def policy_version(self) -> int:
+        """The newest version that any engine serves, UNVERSIONED if none is known."""
+        live = (e.row.policy_version for e in self._engines.values() if self._is_live(e))
+        return max(live, default=UNVERSIONED)
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        """Take one event; unknown engines, late probes and foreign messages change nothing."""
+        before = self.table().engines
+        answers: list[Action] = []
+        match event:
+            case EngineProbed():
+                self._on_probed(event, now_s)
+            case Received(message=EngineFaulted() as fault):
+                self._on_faulted(fault, now_s)
+            case Received(route=route, message=message) if isinstance(message, FleetAsk):
+                error = self._on_ask(route, message, now_s)
+                # The answer is made after the epoch is known, below.
+                answers = [Send(route, FleetAnswered(message.ask_id, not error, error, 0, ()))]
+        actions = self._tend(now_s)
+        return [*self._push(before, now_s), *map(self._complete, answers), *actions]
+
+    def _complete(self, action: Action) -> Action:
+        if isinstance(action, Send) and isinstance(action.message, FleetAnswered):
+            table = self.table()
+            message = msgspec.structs.replace(
+                action.message, epoch=table.epoch, engines=table.engines
+            )
+            return Send(action.route, message)
+        return action
+
+    def _push(self, before: tuple[EngineRow, ...], now_s: float) -> list[Action]:
+        after = self.table().engines
+        if after != before:
+            self._epoch += 1
+        urgent = [(r.url, r.phase, r.policy_version) for r in before] != [
+            (r.url, r.phase, r.policy_version) for r in after
+        ]
+        if not urgent and now_s < self._pushed_s + self._settings.push_s:
+            return []
+        self._pushed_s = now_s
+        return [PublishTable()]
+
+    # what clients of the table ask
+
+    def _on_ask(self, route: bytes, ask: FleetAsk, now_s: float) -> str:
+        """Carry out `ask`; the reason where it is refused, else ''."""
+        if isinstance(ask, ReadFleet):
+            return ""
+        if isinstance(ask, JoinEngine):
+            return self._on_join(ask.url)
+        engine = self._engines.get(ask.url)
+        if engine is None or engine.row.phase is EnginePhase.GONE:
+            return f"{ask.url} is not in the fleet; join it first"
+        match ask:
+            case BeginUpdate():
+                return self._on_begin(engine, route, ask, now_s)
+            case FinishUpdate():
+                return self._on_finish(engine, route, ask, now_s)
+            case SleepEngine():
+                return self._on_sleep(engine, route, ask, now_s)
+            case WakeEngine():
+                return self._on_wake(engine, ask, now_s)
+            case RemoveEngine():
+                engine.set(EnginePhase.GONE, "removed")
+                engine.until_s = now_s + self._settings.gone_s
+        return ""
+
+    def _on_join(self, url: str) -> str:
+        engine = self._engines.get(url)
+        if engine is None or engine.row.phase is EnginePhase.GONE:
+            self._engines[url] = _Engine(url)
+        return ""
+
+    def _on_begin(self, engine: _Engine, route: bytes, ask: BeginUpdate, now_s: float) -> str:
+        if engine.row.phase is EnginePhase.ASLEEP:
+            return f"{ask.url} is asleep; wake it first"
+        if engine.row.phase is EnginePhase.UPDATING and engine.holder != route:
+            return f"{ask.url} is being updated by another publisher"
+        engine.set(EnginePhase.UPDATING, f"takes policy version {ask.policy_version}")
+        engine.holder = route
+        engine.until_s = now_s + ask.lease_s
+        engine.probe_serial = None
+        return ""
+
+    def _on_finish(self, engine: _Engine, route: bytes, ask: FinishUpdate, now_s: float) -> str:
+        row = engine.row
+        if row.phase is not EnginePhase.UPDATING or engine.holder != route:
+            repeated = row.phase is EnginePhase.READY and row.policy_version == ask.policy_version
+            return "" if repeated or not ask.ok else f"the lease on {ask.url} lapsed"
+        engine.holder = b""
+        engine.faults_s.clear()
+        if ask.ok:
+            engine.trusted = ask.policy_version
+            engine.set(EnginePhase.READY, "", ask.policy_version)
+            engine.next_probe_s = now_s
+            return ""
+        engine.trusted = _Trust.BROKEN
+        engine.is_suspect = True
+        self._fence(engine, f"update failed: {ask.detail}", now_s)
+        return ""
+
+    def _on_sleep(self, engine: _Engine, route: bytes, ask: SleepEngine, now_s: float) -> str:
+        asleep = engine.row.phase is EnginePhase.ASLEEP and engine.holder == route
+        if engine.row.phase is not EnginePhase.READY and not asleep:
+            return f"{ask.url} is {engine.row.phase.value}, not ready"
+        engine.set(EnginePhase.ASLEEP, "asleep")
+        engine.holder = route
+        engine.until_s = now_s + ask.lease_s
+        engine.probe_serial = None
+        return ""
+
+    def _on_wake(self, engine: _Engine, ask: WakeEngine, now_s: float) -> str:
+        if engine.row.phase is EnginePhase.ASLEEP:
+            engine.trusted = ask.policy_version
+            self._rejoin(engine, "woken", now_s)
+        return ""
+
+    # what engines and workers report
+
+    def _on_faulted(self, fault: EngineFaulted, now_s: float) -> None:
+        engine = self._engines.get(fault.url)
+        if engine is None or engine.row.phase is not EnginePhase.READY:
+            return
+        if fault.incarnation != engine.row.incarnation:
+            return
+        window_start_s = now_s - self._settings.fault_window_s
+        engine.faults_s = [at for at in engine.faults_s if at > window_start_s] + [now_s]
+        engine.next_probe_s = now_s
+        if len(engine.faults_s) >= self._settings.max_faults:
+            self._fence(engine, f"workers report: {fault.detail}", now_s)
+
+    def _on_probed(self, probed: EngineProbed, now_s: float) -> None:
+        engine = self._engines.get(probed.url)
+        if engine is None or engine.probe_serial != probed.serial:
+            return
+        engine.probe_serial = None
+        if not probed.ok:
+            self._on_failed_probe(engine, probed.detail, now_s)
+            return
+        engine.num_failed_probes = 0
+        engine.is_suspect = False
+        if probed.incarnation != engine.row.incarnation:
+            self._on_incarnation(engine)
+        engine.row = msgspec.structs.replace(
+            engine.row,
+            incarnation=probed.incarnation,
+            num_running=probed.num_running,
+            num_waiting=probed.num_waiting,
+        )
+        if engine.trusted is _Trust.FRESH:
+            engine.trusted = probed.policy_version
+        self._judge(engine, probed.policy_version, now_s)
+
+    def _on_incarnation(self, engine: _Engine) -> None:
+        is_restart = engine.row.incarnation != ""
+        if is_restart:
+            engine.set(EnginePhase.JOINING, "was restarted")
+        if is_restart or engine.trusted is not _Trust.BROKEN:
+            engine.trusted = _Trust.FRESH
+        engine.faults_s.clear()
+
+    def _judge(self, engine: _Engine, served: int, now_s: float) -> None:
+        """Decide by the weights that an answering engine says it serves."""
+        newest = self.policy_version()
+        is_ready = engine.row.phase is EnginePhase.READY
+        if served == UNVERSIONED:
+            engine.set(EnginePhase.JOINING, "its weights have no version yet", served)
+        elif served != engine.trusted:
+            engine.set(EnginePhase.JOINING, f"nobody verified its weights {served}", served)
+        elif served < newest and not is_ready:
+            detail = f"serves version {served}, the fleet is at {newest}"
+            engine.set(EnginePhase.JOINING, detail, served)
+        else:
+            # A READY engine that is behind serves on until its own update begins.
+            engine.set(EnginePhase.READY, "", served)
+        is_ready = engine.row.phase is EnginePhase.READY
+        wait_s = self._settings.probe_s if is_ready else self._settings.join_probe_s
+        engine.next_probe_s = now_s + wait_s
+
+    def _on_failed_probe(self, engine: _Engine, detail: str, now_s: float) -> None:
+        engine.num_failed_probes += 1
+        engine.next_probe_s = now_s + self._settings.join_probe_s
+        phase = engine.row.phase
+        if phase is EnginePhase.JOINING:
+            engine.set(phase, detail)
+        too_many = engine.num_failed_probes >= self._settings.max_failed_probes
+        if phase is EnginePhase.READY and too_many:
+            self._fence(engine, f"does not answer: {detail}", now_s)
+
+    # what time brings
+
+    def _tend(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        for url, engine in list(self._engines.items()):
+            phase = engine.row.phase
+            if phase is EnginePhase.GONE:
+                if now_s >= engine.until_s:
+                    del self._engines[url]
+                continue
+            if phase in (EnginePhase.UPDATING, EnginePhase.ASLEEP):
+                if now_s < engine.until_s:
+                    continue
+                self._rejoin(engine, f"the lease lapsed while {phase.value}", now_s)
+            elif phase is EnginePhase.FENCED and now_s >= engine.next_probe_s:
+                self._rejoin(engine, engine.row.detail, now_s)
+            actions += self._probe(engine, now_s)
+        return actions
+
+    def _probe(self, engine: _Engine, now_s: float) -> list[Action]:
+        if engine.probe_serial is not None:
+            if now_s < engine.probe_sent_s + self._settings.answer_s:
+                return []
+            engine.probe_serial = None
+            self._on_failed_probe(engine, "a probe went unanswered", now_s)
+        if now_s < engine.next_probe_s or engine.row.phase is EnginePhase.FENCED:
+            return []
+        self._serial += 1
+        engine.probe_serial = self._serial
+        engine.probe_sent_s = now_s
+        ask = ContinueEngine if engine.is_suspect else ProbeEngine
+        return [ask(engine.row.url, self._serial)]
+
+    def _rejoin(self, engine: _Engine, detail: str, now_s: float) -> None:
+        engine.is_suspect = True
+        engine.holder = b""
+        engine.next_probe_s = now_s
+        engine.probe_serial = None
+        engine.set(EnginePhase.JOINING, detail)
+
+    def _fence(self, engine: _Engine, detail: str, now_s: float) -> None:
+        engine.faults_s.clear()
+        engine.num_failed_probes = 0
+        engine.probe_serial = None
+        engine.next_probe_s = now_s + self._settings.fence_s
+        engine.set(EnginePhase.FENCED, detail)
+
+    def _is_live(self, engine: _Engine) -> bool:
+        return engine.row.phase in (EnginePhase.READY, EnginePhase.UPDATING)

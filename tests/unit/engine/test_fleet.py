@@ -1,0 +1,368 @@
+"""The fleet machine: phases, leases, trust in weights, and random schedules of everything."""
+
+import random
+
+import pytest
+
+from rollmesh.engine.fleet import (
+    Action,
+    ContinueEngine,
+    EngineProbed,
+    Fleet,
+    FleetSettings,
+    ProbeEngine,
+    PublishTable,
+)
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.messages import (
+    BeginUpdate,
+    EngineFaulted,
+    EnginePhase,
+    EngineRow,
+    FinishUpdate,
+    FleetAnswered,
+    FleetAsk,
+    JoinEngine,
+    ReadFleet,
+    RemoveEngine,
+    SleepEngine,
+    WakeEngine,
+)
+
+A, B = "http://a", "http://b"
+PUBLISHER = b"publisher"
+
+
+class Bench:
+    """A fleet, a clock that stands still, and engines that answer probes as told."""
+
+    def __init__(self, *urls: str) -> None:
+        self.fleet = Fleet(FleetSettings())
+        self.now_s = 0.0
+        self.pending: dict[str, ProbeEngine | ContinueEngine] = {}
+        self.num_pushes = 0
+        for url in urls:
+            self.ask(JoinEngine(1, url))
+
+    def take(self, actions: list[Action]) -> list[Action]:
+        for action in actions:
+            if isinstance(action, ProbeEngine | ContinueEngine):
+                self.pending[action.url] = action
+            self.num_pushes += isinstance(action, PublishTable)
+        return actions
+
+    def ask(self, ask: FleetAsk, route: bytes = PUBLISHER) -> FleetAnswered:
+        actions = self.take(self.fleet.step(Received(route, ask), self.now_s))
+        [answer] = [a.message for a in actions if isinstance(a, Send) and a.route == route]
+        assert isinstance(answer, FleetAnswered)
+        assert answer.epoch == self.fleet.table().epoch
+        return answer
+
+    def tick(self, after_s: float = 0.0) -> list[Action]:
+        self.now_s += after_s
+        return self.take(self.fleet.step(Ticked(), self.now_s))
+
+    def answer(self, url: str, version: int = 0, incarnation: str = "i1", ok: bool = True) -> None:
+        ask = self.pending.pop(url)
+        probed = EngineProbed(
+            url=url,
+            serial=ask.serial,
+            ok=ok,
+            incarnation=incarnation,
+            policy_version=version,
+            detail="" if ok else "connection refused",
+        )
+        self.take(self.fleet.step(probed, self.now_s))
+
+    def row(self, url: str = A) -> EngineRow:
+        [row] = [row for row in self.fleet.table().engines if row.url == url]
+        return row
+
+    def phase(self, url: str = A) -> EnginePhase:
+        return self.row(url).phase
+
+
+def ready(*urls: str, version: int = 0) -> Bench:
+    bench = Bench(*urls)
+    for url in urls:
+        bench.answer(url, version)
+        assert bench.phase(url) is EnginePhase.READY
+    return bench
+
+
+def test_engine_is_ready_after_its_first_good_probe() -> None:
+    bench = Bench(A)
+    assert bench.phase() is EnginePhase.JOINING
+    bench.answer(A, version=0)
+    assert bench.row() == EngineRow(A, "i1", EnginePhase.READY, 0)
+
+
+def test_engine_without_a_version_waits_for_a_publisher() -> None:
+    bench = Bench(A)
+    bench.answer(A, version=-1)
+    assert bench.phase() is EnginePhase.JOINING
+    assert "no version" in bench.row().detail
+    assert bench.ask(BeginUpdate(2, A, 0, 30.0)).ok
+    assert bench.ask(FinishUpdate(3, A, 0, True)).ok
+    assert bench.row().phase is EnginePhase.READY
+    assert bench.row().policy_version == 0
+
+
+def test_update_moves_ready_engine_to_the_new_version_and_back_to_ready() -> None:
+    bench = ready(A)
+    assert bench.ask(BeginUpdate(2, A, 1, 30.0)).ok
+    assert bench.phase() is EnginePhase.UPDATING
+    answer = bench.ask(FinishUpdate(3, A, 1, True))
+    assert answer.ok
+    assert answer.engines[0].policy_version == 1
+    assert bench.phase() is EnginePhase.READY
+
+
+def test_repeated_asks_are_answered_alike() -> None:
+    bench = ready(A)
+    for _ in range(2):
+        assert bench.ask(BeginUpdate(2, A, 1, 30.0)).ok
+    for _ in range(2):
+        assert bench.ask(FinishUpdate(3, A, 1, True)).ok
+    assert bench.phase() is EnginePhase.READY
+
+
+def test_second_publisher_is_refused_while_the_first_holds_the_lease() -> None:
+    bench = ready(A)
+    bench.ask(BeginUpdate(2, A, 1, 30.0))
+    answer = bench.ask(BeginUpdate(2, A, 2, 30.0), route=b"other")
+    assert not answer.ok
+    assert "another publisher" in answer.error
+
+
+def test_lapsed_lease_continues_the_engine_and_keeps_its_old_version() -> None:
+    bench = ready(A)
+    bench.tick(1.0)
+    bench.ask(BeginUpdate(2, A, 1, 5.0))
+    assert not [a for a in bench.tick(4.9) if isinstance(a, ContinueEngine)]
+    assert [a.url for a in bench.tick(0.1) if isinstance(a, ContinueEngine)] == [A]
+    bench.answer(A, version=0)
+    assert bench.row().phase is EnginePhase.READY
+    assert bench.row().policy_version == 0
+    late = bench.ask(FinishUpdate(3, A, 1, True))
+    assert not late.ok
+    assert "lapsed" in late.error
+
+
+def test_weights_that_a_vanished_publisher_did_not_verify_are_not_used() -> None:
+    bench = ready(A)
+    bench.ask(BeginUpdate(2, A, 1, 5.0))
+    bench.tick(5.0)
+    bench.answer(A, version=1)
+    assert bench.phase() is EnginePhase.JOINING
+    assert "verified" in bench.row().detail
+    bench.ask(BeginUpdate(4, A, 2, 5.0), route=b"next publisher")
+    assert bench.ask(FinishUpdate(5, A, 2, True), route=b"next publisher").ok
+    assert bench.phase() is EnginePhase.READY
+
+
+def test_failed_update_fences_the_engine_until_another_succeeds() -> None:
+    bench = ready(A)
+    bench.ask(BeginUpdate(2, A, 1, 5.0))
+    assert bench.ask(FinishUpdate(3, A, 1, False, "shape differs")).ok
+    assert bench.phase() is EnginePhase.FENCED
+    assert "shape differs" in bench.row().detail
+    assert [a.url for a in bench.tick(1.0) if isinstance(a, ContinueEngine)] == [A]
+    bench.answer(A, version=0)
+    assert bench.phase() is EnginePhase.JOINING
+    bench.ask(BeginUpdate(4, A, 1, 5.0))
+    bench.ask(FinishUpdate(5, A, 1, True))
+    assert bench.phase() is EnginePhase.READY
+
+
+def test_restarted_engine_joins_again_and_waits_when_the_fleet_is_newer() -> None:
+    bench = ready(A, B, version=3)
+    bench.tick(1.0)
+    bench.answer(A, version=0, incarnation="i2")
+    assert bench.phase(A) is EnginePhase.JOINING
+    assert "the fleet is at 3" in bench.row(A).detail
+    assert bench.phase(B) is EnginePhase.READY
+
+
+def test_sole_engine_that_restarts_is_used_at_what_it_came_up_with() -> None:
+    bench = ready(A, version=3)
+    bench.tick(1.0)
+    bench.answer(A, version=0, incarnation="i2")
+    assert bench.row() == EngineRow(A, "i2", EnginePhase.READY, 0)
+
+
+def test_ready_engine_that_is_behind_serves_on_until_its_own_update() -> None:
+    bench = ready(A, B)
+    bench.ask(BeginUpdate(2, A, 1, 5.0))
+    bench.ask(FinishUpdate(3, A, 1, True))
+    bench.tick(1.0)
+    bench.answer(B, version=0)
+    assert bench.phase(B) is EnginePhase.READY
+
+
+def test_workers_faults_fence_an_engine_and_a_cool_down_brings_it_back() -> None:
+    bench = ready(A)
+    fault = EngineFaulted(A, "i1", "connection reset")
+    for _ in range(3):
+        assert bench.phase() is EnginePhase.READY
+        bench.take(bench.fleet.step(Received(b"worker", fault), bench.now_s))
+    assert bench.phase() is EnginePhase.FENCED
+    bench.tick(1.0)
+    bench.answer(A)
+    assert bench.phase() is EnginePhase.READY
+
+
+def test_faults_of_an_earlier_incarnation_do_not_count() -> None:
+    bench = ready(A)
+    fault = EngineFaulted(A, "i0", "connection reset")
+    for _ in range(9):
+        bench.take(bench.fleet.step(Received(b"worker", fault), bench.now_s))
+    assert bench.phase() is EnginePhase.READY
+
+
+def test_failed_probes_fence_a_ready_engine() -> None:
+    bench = ready(A)
+    bench.tick(1.0)
+    for _ in range(3):
+        bench.answer(A, ok=False)
+        bench.tick(0.25)
+    assert bench.phase() is EnginePhase.FENCED
+    assert "connection refused" in bench.row().detail
+
+
+def test_probe_that_is_never_answered_counts_as_failed() -> None:
+    bench = ready(A)
+    bench.tick(1.0)
+    for _ in range(3):
+        assert bench.phase() is EnginePhase.READY
+        bench.tick(5.0)
+        bench.tick(0.25)
+    assert bench.phase() is EnginePhase.FENCED
+
+
+def test_probe_sent_before_an_update_cannot_judge_it() -> None:
+    bench = ready(A)
+    bench.tick(1.0)
+    bench.ask(BeginUpdate(2, A, 1, 5.0))
+    bench.answer(A, version=0)
+    assert bench.phase() is EnginePhase.UPDATING
+    bench.ask(FinishUpdate(3, A, 1, True))
+    assert bench.row().policy_version == 1
+
+
+def test_sleep_and_wake_are_leased_too() -> None:
+    bench = ready(A)
+    assert bench.ask(SleepEngine(2, A, 5.0)).ok
+    assert bench.phase() is EnginePhase.ASLEEP
+    assert not bench.ask(BeginUpdate(3, A, 1, 5.0)).ok
+    assert bench.ask(WakeEngine(4, A, 0)).ok
+    bench.answer(A)
+    assert bench.phase() is EnginePhase.READY
+    bench.ask(SleepEngine(5, A, 5.0))
+    bench.tick(5.0)
+    bench.answer(A)
+    assert bench.phase() is EnginePhase.READY
+
+
+def test_removed_engine_is_shown_as_gone_then_forgotten() -> None:
+    bench = ready(A)
+    assert bench.ask(RemoveEngine(2, A)).ok
+    assert bench.phase() is EnginePhase.GONE
+    assert not bench.ask(BeginUpdate(3, A, 1, 5.0)).ok
+    bench.tick(10.0)
+    assert bench.fleet.table().engines == ()
+
+
+def test_unknown_engine_is_refused_by_name() -> None:
+    answer = Bench().ask(BeginUpdate(1, A, 1, 5.0))
+    assert not answer.ok
+    assert A in answer.error
+
+
+def test_table_is_pushed_at_once_on_a_change_and_each_second_otherwise() -> None:
+    bench = ready(A)
+    pushes = bench.num_pushes
+    bench.tick(0.5)
+    assert bench.num_pushes == pushes
+    bench.ask(BeginUpdate(2, A, 1, 5.0))
+    assert bench.num_pushes == pushes + 1
+    bench.tick(1.0)
+    assert bench.num_pushes == pushes + 2
+    assert not bench.ask(ReadFleet(3)).error
+
+
+class RealEngine:
+    """What an engine behind the fleet may be: alive, paused, of some version."""
+
+    def __init__(self) -> None:
+        self.incarnation, self.policy_version = "i0", 0
+        self.is_up, self.is_paused = True, False
+
+
+def random_ask(rng: random.Random, url: str, version: int) -> FleetAsk:
+    asks: list[FleetAsk] = [
+        JoinEngine(1, url),
+        BeginUpdate(1, url, version, rng.choice([0.5, 5.0])),
+        FinishUpdate(1, url, version, rng.random() < 0.7, "why"),
+        SleepEngine(1, url, 2.0),
+        WakeEngine(1, url, version),
+        ReadFleet(1),
+    ]
+    return rng.choice(asks)
+
+
+def disturb(rng: random.Random, bench: Bench, engines: dict[str, RealEngine], serial: int) -> None:
+    """One random thing happens."""
+    url = rng.choice([A, B])
+    engine = engines[url]
+    act = rng.randrange(6)
+    if act == 0:
+        ask = random_ask(rng, url, rng.randrange(4))
+        # A publisher continues its engine before it says that it has finished.
+        engine.is_paused &= not (isinstance(ask, FinishUpdate) and ask.ok)
+        bench.ask(ask, rng.choice([b"p", b"q"]))
+    elif act == 1:
+        engine.is_up = not engine.is_up
+        engine.incarnation, engine.is_paused = f"i{serial}", False
+    elif act == 2:
+        engine.is_paused = bench.phase(url) is EnginePhase.UPDATING
+    elif act == 3:
+        fault = EngineFaulted(url, engine.incarnation, "cut")
+        bench.take(bench.fleet.step(Received(b"w", fault), bench.now_s))
+    else:
+        bench.tick(rng.choice([0.0, 0.3, 1.0]))
+    serve_probes(bench, engines, rng)
+
+
+def serve_probes(bench: Bench, engines: dict[str, RealEngine], rng: random.Random | None) -> None:
+    for url, ask in list(bench.pending.items()):
+        if rng and rng.random() < 0.3:
+            continue
+        engine = engines[url]
+        if engine.is_up and isinstance(ask, ContinueEngine):
+            engine.is_paused = False
+        bench.answer(url, engine.policy_version, engine.incarnation, engine.is_up)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_schedules_never_wedge_an_engine_nor_show_an_older_table(seed: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench(A, B)
+    engines = {A: RealEngine(), B: RealEngine()}
+    epoch = 0
+    for serial in range(150):
+        disturb(rng, bench, engines, serial)
+        assert bench.fleet.table().epoch >= epoch
+        epoch = bench.fleet.table().epoch
+    for engine in engines.values():
+        engine.is_up = True
+    for _ in range(100):
+        bench.tick(0.5)
+        serve_probes(bench, engines, None)
+    for url, engine in engines.items():
+        assert not (engine.is_paused and bench.phase(url) is EnginePhase.READY)
+        assert bench.phase(url) in (EnginePhase.READY, EnginePhase.JOINING)
+        # Whatever happened before, one honest publisher brings the engine back.
+        assert bench.ask(BeginUpdate(7, url, 9, 5.0)).ok
+        assert bench.ask(FinishUpdate(8, url, 9, True)).ok
+        assert bench.phase(url) is EnginePhase.READY
