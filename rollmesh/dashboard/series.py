@@ -35,8 +35,8 @@ class Series:
         return joined
 
     def rows(self) -> list[Numbers]:
-        """What a plot shows, oldest first."""
-        return self._rows
+        """What a plot shows now, oldest first."""
+        return list(self._rows)
 
     def _known(self, row: Numbers) -> Numbers:
         for name in row:

@@ -16,12 +16,8 @@ class TokenText:
 
     def __init__(self, folders: list[Path]) -> None:
         """Take tokenizer.json from the first of `folders` that has one."""
-        self._tokenizer: Tokenizer | None = None
         files = [folder / "tokenizer.json" for folder in folders]
-        for file in files:
-            if file.is_file():
-                self._tokenizer = Tokenizer.from_file(str(file))
-                return
+        self._tokenizer = next((load(file) for file in files if file.is_file()), None)
 
     def pieces(self, token_ids: list[int]) -> list[str]:
         """One piece of text per id."""
@@ -29,3 +25,11 @@ class TokenText:
             return [f"<{token_id}>" for token_id in token_ids]
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self._tokenizer, token_id) or "" for token_id in token_ids]
+
+
+def load(file: Path) -> Tokenizer | None:
+    """The tokenizer of `file`, None if it is broken."""
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception:  # noqa: BLE001 - door: the library raises nothing narrower
+        return None

@@ -1,0 +1,92 @@
+"""Any trajectory is found by its id, and the index stays small."""
+
+from pathlib import Path
+
+import pytest
+
+from rollmesh.dashboard.shelf import Shelf, search_backwards
+from rollmesh.testing.run_folder import FakeRun
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    return FakeRun(tmp_path / "demo")
+
+
+def path_of(run: FakeRun) -> Path:
+    return run.folder / "trajectories.jsonl"
+
+
+def test_recent_trajectories_come_newest_first(run: FakeRun) -> None:
+    ids = [run.add_rollout() for _ in range(5)]
+    shelf = Shelf(path_of(run))
+    assert [summary.rollout_id for summary in shelf.read()] == ids
+    assert [summary.rollout_id for summary in shelf.recent(2)] == [ids[4], ids[3]]
+
+
+def test_an_indexed_trajectory_is_read_from_its_place(run: FakeRun) -> None:
+    ids = [run.add_rollout(step=number) for number in range(3)]
+    shelf = Shelf(path_of(run))
+    shelf.read()
+    row = shelf.load(ids[1])
+    assert row is not None
+    assert (row.rollout_id, row.step) == (ids[1], 1)
+    assert row.messages[0]["role"] == "user"
+    assert len(row.samples[0].token_ids) == len(row.samples[0].logprobs)
+
+
+def test_a_trajectory_that_left_the_index_is_still_found(run: FakeRun) -> None:
+    ids = [run.add_rollout() for _ in range(30)]
+    shelf = Shelf(path_of(run), max_entries=4)
+    shelf.read()
+    assert len(shelf.recent(100)) == 4
+    row = shelf.load(ids[0])
+    assert row is not None
+    assert row.rollout_id == ids[0]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 100, 4096, 10**6])
+def test_the_search_finds_lines_across_block_borders(run: FakeRun, block_bytes: int) -> None:
+    ids = [run.add_rollout() for _ in range(3)]
+    for rollout_id in ids:
+        row = search_backwards(path_of(run), rollout_id, block_bytes)
+        assert row is not None
+        assert row.rollout_id == rollout_id
+
+
+def test_an_id_that_only_a_message_mentions_is_not_found(run: FakeRun) -> None:
+    run.add_rollout(messages=[{"role": "user", "content": "r9/9/9", "name": "r9/9/9"}])
+    shelf = Shelf(path_of(run))
+    assert shelf.load("r9/9/9") is None
+
+
+def test_the_latest_line_of_an_id_counts(run: FakeRun) -> None:
+    run.add_rollout(step=1)
+    run.num_rollouts = 0
+    rollout_id = run.add_rollout(step=2)
+    shelf = Shelf(path_of(run))
+    shelf.read()
+    assert [summary.step for summary in shelf.recent(5)] == [2]
+    row = search_backwards(path_of(run), rollout_id)
+    assert row is not None
+    assert row.step == 2
+
+
+def test_a_bad_line_is_counted_and_a_missing_file_is_empty(run: FakeRun) -> None:
+    shelf = Shelf(path_of(run))
+    assert shelf.read() == []
+    assert shelf.load("r0/0/0") is None
+    run.append("trajectories.jsonl", {"rollout_id": 3})
+    assert shelf.read() == []
+    assert shelf.num_bad_lines == 1
+
+
+def test_a_replaced_file_empties_the_index(run: FakeRun) -> None:
+    run.add_rollout()
+    shelf = Shelf(path_of(run))
+    shelf.read()
+    path_of(run).rename(run.folder / "aside")
+    run.num_rollouts = 100
+    new_id = run.add_rollout()
+    shelf.read()
+    assert [summary.rollout_id for summary in shelf.recent(10)] == [new_id]

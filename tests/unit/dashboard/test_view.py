@@ -1,0 +1,96 @@
+"""The view folds lines into a picture whose size is bounded."""
+
+from rollmesh.dashboard.rows import (
+    DropRow,
+    ProcessRow,
+    RouterRow,
+    StepRow,
+    TelemetryRow,
+    WorkerRow,
+)
+from rollmesh.dashboard.view import SILENT_AFTER_S, RunPhase, RunView
+
+
+def telemetry(time_s: float, calls: int, tokens: int = 0, worker_id: str = "w") -> TelemetryRow:
+    worker = WorkerRow(worker_id, in_flight=3, num_calls=calls, num_tokens=tokens)
+    return TelemetryRow(time_s, [ProcessRow("router", 1, 100)], RouterRow(workers=[worker]))
+
+
+def test_rates_are_what_the_counters_gained_per_second() -> None:
+    view = RunView()
+    view.add_telemetry(telemetry(10.0, calls=100, tokens=1000))
+    row = view.add_telemetry(telemetry(12.0, calls=150, tokens=1600))
+    assert row == {
+        "time_s": 12.0,
+        "in_flight": 3,
+        "calls_per_s": 25.0,
+        "tokens_per_s": 300.0,
+        "rollouts_per_s": 0.0,
+        "rss/router": 100,
+    }
+
+
+def test_a_restarted_worker_counts_from_zero() -> None:
+    view = RunView()
+    view.add_telemetry(telemetry(10.0, calls=100))
+    row = view.add_telemetry(telemetry(11.0, calls=7))
+    assert row is not None
+    assert row["calls_per_s"] == 7.0
+
+
+def test_a_new_worker_has_no_rate_yet() -> None:
+    view = RunView()
+    view.add_telemetry(telemetry(10.0, calls=100))
+    row = view.add_telemetry(telemetry(11.0, calls=5000, worker_id="new"))
+    assert row is not None
+    assert row["calls_per_s"] == 0.0
+
+
+def test_a_router_that_did_not_answer_leaves_a_gap() -> None:
+    view = RunView()
+    row = view.add_telemetry(TelemetryRow(10.0, [ProcessRow("router", 1, 100)]))
+    assert row == {"time_s": 10.0, "rss/router": 100}
+
+
+def test_ages_add_up_and_the_recent_ones_move_on() -> None:
+    view = RunView()
+    for step in range(40):
+        ages = {"0": 3} if step < 20 else {"1": 2, "2": 1}
+        view.add_step(StepRow(step=step, success=0.5, age_histogram=ages))
+    assert view.learning()["ages"] == {"0": 60, "1": 40, "2": 20}
+    assert view.learning()["recent_ages"] == {"1": 40, "2": 20}
+
+
+def test_the_baseline_is_no_step() -> None:
+    view = RunView()
+    assert view.add_step(StepRow(time_s=1.0, success_untrained=0.66)) is None
+    assert view.success_untrained == 0.66
+    assert view.learning()["last"] is None
+
+
+def test_drops_are_counted_by_kind() -> None:
+    view = RunView()
+    for reason in ("stale", "env_failed: no module", "env_failed: no attribute"):
+        view.add_drop(DropRow(reason))
+    assert view.learning()["drops"] == {"stale": 1, "env_failed": 2}
+
+
+def test_the_phase_follows_the_files() -> None:
+    view = RunView()
+    assert view.phase(100.0) is RunPhase.WAITING
+    view.add_telemetry(telemetry(100.0, calls=0))
+    assert view.phase(101.0) is RunPhase.RUNNING
+    assert view.phase(100.0 + SILENT_AFTER_S) is RunPhase.SILENT
+    view.add_step(StepRow(time_s=109.0, step=0, success=0.1))
+    assert view.phase(100.0 + SILENT_AFTER_S) is RunPhase.RUNNING
+    view.has_summary = True
+    assert view.phase(10_000.0) is RunPhase.FINISHED
+
+
+def test_a_long_run_has_a_small_picture() -> None:
+    view = RunView()
+    for second in range(3000):
+        view.add_telemetry(telemetry(float(second), calls=second))
+        view.add_step(StepRow(time_s=float(second), step=second, success=0.5))
+    assert len(view.telemetry.rows()) <= 1000
+    assert len(view.steps.rows()) <= 1000
