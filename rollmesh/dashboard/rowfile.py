@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from rollmesh.dashboard.tail import Tail
+from rollmesh.core.tail import Tail
 
 BLOCKS_PER_READ = 8
 """A page opened late catches up by so many blocks of the tail per poll."""

@@ -83,9 +83,10 @@ class StepRow(msgspec.Struct, frozen=True):
 
 
 class DropRow(msgspec.Struct, frozen=True):
-    """A line of drops.jsonl: a group that did not train."""
+    """A line of drops.jsonl: rollouts that did not train."""
 
     reason: str
+    num_rollouts: int = 1
 
 
 class TrajectorySummary(msgspec.Struct, frozen=True):

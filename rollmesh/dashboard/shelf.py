@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from rollmesh.core.tail import Line, Tail
 from rollmesh.dashboard.rows import TrajectoryRow, TrajectorySummary
-from rollmesh.dashboard.tail import Line, Tail
 
 LAST_BYTES = 4 * 2**20
 """The index of a run that is opened late covers this much of the file's end."""

@@ -81,8 +81,8 @@ class RunView:
         return self.telemetry.append(numbers)
 
     def add_drop(self, row: DropRow) -> None:
-        """Count a group that did not train; the reason's first word names its kind."""
-        self._drops[row.reason.partition(":")[0]] += 1
+        """Count rollouts that did not train; what stands before a colon names the reason's kind."""
+        self._drops[row.reason.partition(":")[0]] += row.num_rollouts
 
     def phase(self, unix_s: float) -> RunPhase:
         """Where the run stands at `unix_s`."""

@@ -65,7 +65,7 @@ function drawAges({ learning, run }) {
       element("span", { class: "recent", "--share": percent(recent(age)) })),
     element("td", { class: "number", title: `last steps: ${percent(recent(age))}` }, percent(whole(age)))));
   const drops = Object.entries(learning.drops).map(([reason, num]) => `${count(num)} ${reason}`);
-  const note = `Thick: whole run. Thin: last 20 steps. Groups dropped: ${drops.join(", ") || "none"}.`;
+  const note = `Thick: whole run. Thin: last 20 steps. Rollouts dropped: ${drops.join(", ") || "none"}.`;
   byId("ages").replaceChildren(element("caption", {}, note), element("tbody", {}, ...rows));
 }
 

@@ -70,9 +70,10 @@ def test_the_baseline_is_no_step() -> None:
 
 def test_drops_are_counted_by_kind() -> None:
     view = RunView()
-    for reason in ("stale", "env_failed: no module", "env_failed: no attribute"):
-        view.add_drop(DropRow(reason))
-    assert view.learning()["drops"] == {"stale": 1, "env_failed": 2}
+    view.add_drop(DropRow("stale"))
+    view.add_drop(DropRow("env_failed: no module", num_rollouts=16))
+    view.add_drop(DropRow("env_failed: no attribute", num_rollouts=16))
+    assert view.learning()["drops"] == {"stale": 1, "env_failed": 32}
 
 
 def test_the_phase_follows_the_files() -> None:

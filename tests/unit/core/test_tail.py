@@ -4,7 +4,7 @@ import os
 from itertools import chain
 from pathlib import Path
 
-from rollmesh.dashboard.tail import Tail
+from rollmesh.core.tail import Tail
 
 
 def read_text(tail: Tail) -> list[str]:

@@ -2,7 +2,8 @@
 
 Owns an offset into one file. Invariants: only whole lines are handed out, a torn last line waits
 for its end; one read holds at most `max_read_bytes`, a line longer than that is passed over; a file
-that was replaced or cut is read anew. Driven by a poll: nothing here waits.
+that was replaced or cut is read anew. Driven by the dashboard and by
+launch, which poll: nothing here waits.
 """
 
 import io
