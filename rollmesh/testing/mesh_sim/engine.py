@@ -81,7 +81,7 @@ class SimEngine(Node):
         answer: Callable[[EngineChunk], None],
         hang_up: Callable[[], None],
     ) -> None:
-        """Start sampling `request` = (context, tokens at most); `hang_up` if the connection ends."""
+        """Sample `request` = (context, most tokens); `hang_up` if the connection breaks."""
         context, num_left = request
         life = caller.life
 

@@ -1,0 +1,134 @@
+"""The train loop: ask, collect, take a batch, step, publish, record; until done or told to stop.
+
+    MEASURING -> TRAINING -> ENDED          (a stop leads to ENDED from anywhere)
+
+Invariants: what a step consumes is in the journal before the step begins; a step never waits for
+its publication, only the next publication does; generation goes on while a step runs, since asks
+are made before it. Driven by process.py, on the process's main thread.
+"""
+
+import collections
+import threading
+import time
+from typing import Any
+
+import msgspec
+import structlog
+
+from rollmesh.core.config import Config
+from rollmesh.serve.client.client import RolloutClient
+from rollmesh.trainer.pacer import Batch, Pacer, spans_versions, successes_of
+from rollmesh.trainer.policy import Policy, StepReport
+from rollmesh.trainer.records import RunRecords, Tally, mean, share
+from rollmesh.trainer.weights import Bring, Weights
+
+log = structlog.get_logger()
+
+COLLECT_S = 0.02
+"""How long to wait for arrivals before looking at everything else again."""
+
+
+class Parts(msgspec.Struct):
+    """What the loop drives."""
+
+    client: RolloutClient
+    pacer: Pacer
+    policy: Policy
+    weights: Weights
+    bring: Bring
+    records: RunRecords
+    tally: Tally
+
+
+class TrainLoop:
+    """One run."""
+
+    def __init__(self, config: Config, parts: Parts, stop: threading.Event) -> None:
+        self._config = config
+        self._parts = parts
+        self._stop = stop
+
+    def run(self) -> None:
+        """Measure the untrained policy, train `num_steps` steps, save the checkpoint."""
+        trainer = self._config.trainer
+        if trainer.eval_rollouts:
+            self._measure(trainer.eval_rollouts)
+        for step in range(trainer.num_steps):
+            started_s = time.monotonic()
+            batch = self._next_batch(step)
+            if batch is None:
+                break
+            self._train(batch, time.monotonic() - started_s)
+        self._checkpoint()
+
+    def _measure(self, num_rollouts: int) -> None:
+        success = mean(self._parts.pacer.evaluate(num_rollouts, self._stop))
+        self._parts.tally.success_untrained = success
+        self._parts.records.step({"step": -1, "success_untrained": success})
+        self._parts.records.flush()
+
+    def _next_batch(self, step: int) -> Batch | None:
+        pacer = self._parts.pacer
+        while not self._stop.is_set():
+            self._look_at_publication(0.0)
+            batch = pacer.take(step)
+            pacer.ask()  # before the step, so that workers are busy while it computes
+            if batch:
+                return batch
+            pacer.collect(COLLECT_S)
+        return None
+
+    def _train(self, batch: Batch, wait_s: float) -> None:
+        started_s = time.monotonic()
+        self._parts.client.note_step(batch.step, batch.group_ids())
+        report = self._parts.policy.step(batch.samples(), batch.step)
+        step_s = time.monotonic() - started_s
+        num_steps = batch.step + 1
+        if num_steps % self._config.publish.every_steps == 0:
+            self._publish(num_steps)
+        self._record(batch, report, {"wait_s": round(wait_s, 4), "step_s": round(step_s, 4)})
+        self._parts.pacer.trained(batch)
+        self._parts.records.flush()
+        if num_steps % self._config.trainer.checkpoint_steps == 0:
+            self._checkpoint()
+
+    def _publish(self, num_steps: int) -> None:
+        weights = self._parts.weights
+        while weights.is_publishing and not self._stop.is_set():
+            self._look_at_publication(timeout_s=0.5)
+        if weights.is_publishing:
+            return
+        folder = weights.next_folder()
+        self._parts.policy.save(folder)
+        self._parts.pacer.publishing(weights.policy_version, num_steps)
+        self._parts.client.note_published(weights.policy_version, num_steps)
+        weights.publish(num_steps, folder, self._parts.bring)
+
+    def _look_at_publication(self, timeout_s: float) -> None:
+        step = self._parts.weights.settled(timeout_s)
+        if step is not None:
+            self._parts.pacer.published(step)
+
+    def _checkpoint(self) -> None:
+        self._parts.policy.save(self._config.run_folder() / "checkpoint")
+        self._parts.client.free(self._parts.pacer.oldest_position())
+
+    def _record(self, batch: Batch, report: StepReport, times: dict[str, float]) -> None:
+        samples = batch.samples()
+        successes = [s for group in batch.groups for s in successes_of(group.finished)]
+        success = mean(successes) or 0.0
+        self._parts.tally.successes.append(success)
+        ages = collections.Counter(self._parts.pacer.age(s, batch.step) for s in samples)
+        row: dict[str, Any] = {
+            "step": batch.step,
+            "policy_version": self._parts.weights.policy_version,
+            "success": success,
+            "reward": mean([sample.reward for sample in samples]),
+            "num_samples": len(samples),
+            "num_rollouts": sum(len(group.samples) for group in batch.groups),
+            "age_histogram": {str(age): num for age, num in sorted(ages.items())},
+            "max_age": max(ages),
+            "share_two_versions": share(sum(map(spans_versions, samples)), len(samples)),
+            "num_dropped": self._parts.tally.num_dropped,
+        }
+        self._parts.records.step(row | msgspec.structs.asdict(report) | times)

@@ -1,0 +1,243 @@
+"""Between the client and the train step: asks for groups, books what arrives, hands out batches.
+
+Owns the groups that are asked for and not yet trained, and the map from policy versions to train
+steps. Invariant: every group leaves here once, into a batch or into the drop ledger with its
+reason; how many are under way is the StalenessManager's word. Driven by the train loop, on its
+thread.
+"""
+
+import random
+import threading
+from collections.abc import Iterator
+
+import msgspec
+
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.types import Branch, SamplingPolicy, Task
+from rollmesh.serve.client.client import Arrival, Dropped, Finished, RolloutClient
+from rollmesh.serve.client.samples import Sample, cut
+from rollmesh.trainer.records import RunRecords, Tally
+from rollmesh.trainer.staleness import (
+    BatchTaken,
+    GroupArrived,
+    GroupAsked,
+    GroupEnded,
+    GroupStale,
+    StalenessManager,
+    StepPublished,
+    TakeBatch,
+)
+
+
+class Asking(msgspec.Struct, frozen=True, kw_only=True):
+    """What every ask of this run has in common."""
+
+    env: str
+    num_samples: int
+    sampling: SamplingPolicy
+    seed: int
+    branches: tuple[Branch, ...]
+
+
+class ReadyGroup(msgspec.Struct):
+    """A finished group that waits for its step."""
+
+    finished: Finished
+    samples: list[list[Sample]]
+    """One list per rollout of the record; empty where it does not train."""
+
+
+class Batch(msgspec.Struct):
+    """What one step trains."""
+
+    step: int
+    groups: list[ReadyGroup]
+
+    def group_ids(self) -> list[GroupId]:
+        return [group.finished.group_id for group in self.groups]
+
+    def samples(self) -> list[Sample]:
+        return [s for group in self.groups for rollout in group.samples for s in rollout]
+
+
+class Pacer:
+    """Asks within the bound; `collect` and `take` are called in turn until a batch is there."""
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        staleness: StalenessManager,
+        tasks: Iterator[Task],
+        asking: Asking,
+        books: tuple[RunRecords, Tally],
+    ) -> None:
+        self._client = client
+        self._staleness = staleness
+        self._tasks = tasks
+        self._asking = asking
+        self._records, self._tally = books
+        self._ready: dict[GroupId, ReadyGroup] = {}
+        self._step_of_version = {0: 0}
+        self._num_asked = 0
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    def ask(self) -> None:
+        """Ask for as many groups as the bound allows."""
+        for _ in range(self._staleness.capacity):
+            group_id = self._ask_one(self._asking.num_samples)
+            self._staleness.step(GroupAsked(group_id))
+
+    def collect(self, timeout_s: float) -> None:
+        """Book what has arrived, waiting up to `timeout_s` for the first."""
+        for arrival in self._client.take(timeout_s):
+            self._book(arrival)
+
+    def take(self, step: int) -> Batch | None:
+        """The batch of `step`, or None as long as there is none."""
+        batch = None
+        for action in self._staleness.step(TakeBatch(step)):
+            match action:
+                case BatchTaken():
+                    batch = Batch(step, [self._ready.pop(g) for g in action.group_ids])
+                case GroupStale():
+                    stale = self._ready.pop(action.group_id)
+                    self._drop(stale, f"stale: age {action.age}")
+        return batch
+
+    def trained(self, batch: Batch) -> None:
+        """Book a batch that its step consumed."""
+        for group in batch.groups:
+            self._write(group, batch.step)
+            for rollout in group.samples:
+                self._tally.num_trained += bool(rollout)
+                for sample in rollout:
+                    self._tally.num_samples += 1
+                    self._tally.ages[self.age(sample, batch.step)] += 1
+                    self._tally.num_two_versions += spans_versions(sample)
+
+    def publishing(self, policy_version: int, step: int) -> None:
+        """`policy_version` holds the weights after `step` steps; some tokens may have it soon."""
+        self._step_of_version[policy_version] = step
+
+    def published(self, step: int) -> None:
+        """Engines sample with the weights after `step` steps."""
+        self._staleness.step(StepPublished(step))
+
+    def age(self, sample: Sample, step: int) -> int:
+        """Train steps between the weights of the sample's oldest token and `step`."""
+        return step - self._oldest_step([sample])
+
+    def evaluate(self, num_rollouts: int, stop: threading.Event) -> list[float]:
+        """Sample `num_rollouts` single rollouts that do not train; their successes."""
+        open_ids = {self._ask_one(1, is_eval=True) for _ in range(num_rollouts)}
+        successes: list[float] = []
+        while open_ids and not stop.is_set():
+            for arrival in self._client.take(timeout_s=1.0):
+                if arrival.group_id not in open_ids:
+                    self._book(arrival)
+                    continue
+                open_ids.discard(arrival.group_id)
+                if isinstance(arrival, Finished):
+                    self._write(ReadyGroup(arrival, self._cut(arrival)), None)
+                    successes += successes_of(arrival)
+        return successes
+
+    def num_open(self) -> int:
+        """Rollouts asked for and neither trained nor dropped."""
+        return (self._staleness.num_running + len(self._ready)) * self._asking.num_samples
+
+    def close(self) -> None:
+        """Cancel what still runs; what is ready stays in the journal."""
+        for group_id in self._client.open_groups():
+            self._client.cancel(group_id, "the run ended")
+
+    def _ask_one(self, num_samples: int, is_eval: bool = False) -> GroupId:
+        asking = self._asking
+        seed = random.Random(f"{asking.seed}/{self._num_asked}").getrandbits(63)
+        self._num_asked += 1
+        if not is_eval:
+            self._tally.num_asked += num_samples
+        return self._client.ask(
+            next(self._tasks),
+            env=asking.env,
+            num_samples=num_samples,
+            sampling=asking.sampling,
+            seed=seed,
+            is_eval=is_eval,
+        )
+
+    def _book(self, arrival: Arrival) -> None:
+        match arrival:
+            case Dropped():
+                num_rollouts = self._asking.num_samples
+                self._records.drop(arrival.group_id, num_rollouts, arrival.reason)
+                self._tally.num_dropped += num_rollouts
+                self._staleness.step(GroupEnded(arrival.group_id))
+            case Finished():
+                self._book_finished(arrival)
+
+    def _book_finished(self, finished: Finished) -> None:
+        group = ReadyGroup(finished, self._cut(finished))
+        for rollout, samples in zip(finished.record.rollouts, group.samples, strict=True):
+            self._tally.outcomes[rollout.outcome] += 1
+            self._tally.workers[finished.worker_id] += 1
+            if not samples:
+                why = f"{rollout.outcome}: {rollout.error or 'nothing in it trains'}"
+                self._records.drop(finished.group_id, 1, why, index=rollout.index)
+                self._tally.num_dropped += 1
+        samples_of_all = [sample for samples in group.samples for sample in samples]
+        if not samples_of_all:
+            self._write(group, None)
+            self._staleness.step(GroupEnded(finished.group_id))
+            return
+        self._ready[finished.group_id] = group
+        oldest_step = self._oldest_step(samples_of_all)
+        self._staleness.step(GroupArrived(finished.group_id, oldest_step))
+
+    def _cut(self, finished: Finished) -> list[list[Sample]]:
+        by_rollout: dict[int, list[Sample]] = {r.index: [] for r in finished.record.rollouts}
+        parts = (finished.token_ids, finished.logprobs, self._asking.branches)
+        for sample in cut(finished.group_id, finished.record, *parts).samples:
+            by_rollout[sample.rollout_id.index].append(sample)
+        return list(by_rollout.values())
+
+    def _oldest_step(self, samples: list[Sample]) -> int:
+        oldest = min(int(s.policy_versions[s.loss_mask].min()) for s in samples)
+        return self._step_of_version[oldest]
+
+    def _drop(self, group: ReadyGroup, reason: str) -> None:
+        num_rollouts = sum(1 for rollout in group.samples if rollout)
+        self._records.drop(group.finished.group_id, num_rollouts, reason)
+        self._tally.num_dropped += num_rollouts
+        self._write(group, None)
+
+    def _write(self, group: ReadyGroup, step: int | None) -> None:
+        finished = group.finished
+        for rollout, samples in zip(finished.record.rollouts, group.samples, strict=True):
+            rollout_id = RolloutId(finished.group_id, rollout.index)
+            self._records.rollout(
+                rollout_id,
+                finished.record,
+                rollout,
+                samples,
+                step=step,
+                worker_id=finished.worker_id,
+            )
+
+
+def spans_versions(sample: Sample) -> bool:
+    """Whether more than one policy version sampled its trained tokens."""
+    versions = sample.policy_versions[sample.loss_mask]
+    return bool(versions.min() != versions.max())
+
+
+def successes_of(finished: Finished) -> list[float]:
+    """Per rollout with a reward: the environment's `success` metric, or whether reward > 0."""
+    return [
+        r.metrics.get("success", float(r.reward > 0))
+        for r in finished.record.rollouts
+        if r.reward is not None
+    ]

@@ -1,0 +1,79 @@
+"""learning.png: the success curve and the ages of what was trained, drawn from metrics.jsonl.
+
+Invariant: it reads the run folder and nothing else, so it draws any run, finished or cut short.
+Driven by process.py at the end of a run.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import msgspec
+
+matplotlib.use("Agg")  # no display here, and none wanted
+
+import matplotlib.pyplot as plt  # noqa: E402 - only after the backend is chosen
+
+MOVING_STEPS = 10
+
+
+def draw_learning(folder: Path) -> None:
+    """Write learning.png beside metrics.jsonl; nothing if no step was done."""
+    rows = read_rows(folder / "metrics.jsonl")
+    steps = [row for row in rows if row["step"] >= 0]
+    if not steps:
+        return
+    untrained = next((r["success_untrained"] for r in rows if r["step"] < 0), None)
+    figure, (success, ages) = plt.subplots(
+        2, 1, figsize=(9, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
+    draw_success(success, steps, untrained)
+    draw_ages(ages, steps)
+    figure.savefig(folder / "learning.png", dpi=120)
+    plt.close(figure)
+
+
+def draw_success(axes: Any, steps: list[dict[str, Any]], untrained: float | None) -> None:
+    """Each step's success, its moving mean, and where the untrained policy stood."""
+    x = [row["step"] for row in steps]
+    y = [row["success"] for row in steps]
+    axes.plot(x, y, color="#9ec1e6", linewidth=1, label="success of a step")
+    axes.plot(x, moving_mean(y, MOVING_STEPS), color="#1f5fa8", linewidth=2, label="mean of 10")
+    if untrained is not None:
+        axes.axhline(untrained, color="#888888", linestyle="--", label=f"untrained {untrained:.2f}")
+    axes.set_ylabel("success rate")
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+
+
+def draw_ages(axes: Any, steps: list[dict[str, Any]]) -> None:
+    """The share of each age in each step's samples, stacked."""
+    x = [row["step"] for row in steps]
+    ages = sorted({age for row in steps for age in row["age_histogram"]}, key=int)
+    shares = [
+        [row["age_histogram"].get(age, 0) / max(1, row["num_samples"]) for row in steps]
+        for age in ages
+    ]
+    axes.stackplot(x, shares, labels=[f"age {age}" for age in ages], alpha=0.8)
+    axes.set_ylabel("share by age")
+    axes.set_xlabel("train step")
+    axes.set_ylim(0, 1)
+    axes.legend(loc="lower right", ncols=4)
+
+
+def moving_mean(values: list[float], width: int) -> list[float]:
+    """The mean of each value and up to `width - 1` before it."""
+    windows = (values[max(0, at + 1 - width) : at + 1] for at in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file; a torn last line is left out."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            rows.append(msgspec.json.decode(line))
+        except msgspec.DecodeError:
+            break
+    return rows

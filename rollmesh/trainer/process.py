@@ -1,0 +1,96 @@
+"""The trainer process: puts the parts together, runs the loop, writes what there is at the end.
+
+Invariant: however the run ends (done, stopped, failed) the records are closed and summary.json and
+learning.png are written from what happened. Driven by `rollmesh train`.
+"""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import structlog
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config
+from rollmesh.core.logs import setup
+from rollmesh.core.process import Ready, announce, die_with_parent
+from rollmesh.core.types import FieldPolicy, SamplingPolicy, SamplingRule
+from rollmesh.envs.loading import load_env
+from rollmesh.serve.client.client import RolloutClient
+from rollmesh.trainer.loop import Parts, TrainLoop
+from rollmesh.trainer.pacer import Asking, Pacer
+from rollmesh.trainer.picture import draw_learning
+from rollmesh.trainer.policy import Policy
+from rollmesh.trainer.publish import PublishShell
+from rollmesh.trainer.records import RunRecords, Tally, write_summary
+from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
+from rollmesh.trainer.weights import BackgroundLoop, Weights
+from rollmesh.wire.keys import read_keys
+
+log = structlog.get_logger()
+
+
+def run(config: Config, router: str, ready_fd: int | None) -> None:
+    """Train until done or told to stop by SIGTERM or SIGINT."""
+    die_with_parent()
+    folder = config.run_folder()
+    setup("trainer", folder)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    env = load_env(config.env, config.env_settings)
+    policy = Policy(config.model.path, config.trainer)
+    client = RolloutClient(router, config.journal, folder, read_keys())
+    client.start()
+    announce(ready_fd, Ready("trainer", os.getpid(), client.address))
+    records, tally = RunRecords(folder, SystemClock()), Tally()
+    tasks = env.tasks("train", config.run.seed)
+    pacer = Pacer(client, staleness_of(config), tasks, asking_of(config), (records, tally))
+    background = BackgroundLoop("publisher")
+    shell = PublishShell(router, config.publish, read_keys())
+    weights = Weights(folder / "weights", config.publish.keep_versions, background)
+    parts = Parts(client, pacer, policy, weights, shell.publish, records, tally)
+    try:
+        TrainLoop(config, parts, stop).run()
+    finally:
+        tally.num_open = pacer.num_open()
+        pacer.close()
+        background.close()
+        client.close()
+        records.close()
+        write_books(folder, tally)
+
+
+def write_books(folder: Path, tally: Tally) -> None:
+    """The trainer's part of what a run leaves."""
+    write_summary(folder, tally.summary())
+    draw_learning(folder)
+
+
+def staleness_of(config: Config) -> StalenessManager:
+    """The pacing that the settings ask for."""
+    trainer = config.trainer
+    return StalenessManager(
+        StalenessSettings(
+            batch=trainer.groups_per_step,
+            max_staleness=trainer.max_staleness,
+            max_running=trainer.max_running_groups,
+        )
+    )
+
+
+def asking_of(config: Config) -> Asking:
+    """What all asks of the run share; training forces the sampling that the loss assumes."""
+    sampling = config.sampling
+    return Asking(
+        env=config.env,
+        num_samples=config.trainer.samples_per_group,
+        sampling=SamplingPolicy(
+            temperature=SamplingRule(FieldPolicy.FORCE, sampling.temperature),
+            top_p=SamplingRule(FieldPolicy.FORCE, sampling.top_p),
+            max_tokens=SamplingRule(FieldPolicy.DEFAULT, sampling.max_tokens),
+        ),
+        seed=config.run.seed,
+        branches=config.trainer.train_branches,
+    )

@@ -1,0 +1,95 @@
+"""What a run leaves can be read back, and its books balance."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
+from rollmesh.serve.client.samples import Sample
+from rollmesh.testing.clock import FakeClock
+from rollmesh.trainer.records import RunRecords, Tally, write_summary
+
+GROUP = GroupId("r1", 3)
+
+
+def sample() -> Sample:
+    return Sample(
+        rollout_id=RolloutId(GROUP, 0),
+        branch="main",
+        token_ids=np.array([5, 6, 7], np.int32),
+        logprobs=np.array([0, -0.5, -1.25], np.float32),
+        loss_mask=np.array([False, True, True]),
+        policy_versions=np.array([-1, 2, 3], np.int32),
+        reward=1.0,
+        weight=1.0,
+        temperature=1.0,
+    )
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+
+
+def test_rollout_row_holds_messages_and_tokens(tmp_path: Path) -> None:
+    records = RunRecords(tmp_path, FakeClock())
+    rollout = RolloutRecord(
+        index=0, outcome=Outcome.COMPLETED, reward=1.0, messages=msgspec.Raw(b'[{"role":"user"}]')
+    )
+    group = GroupRecord(task=Task(id="guess-3"), rollouts=[rollout])
+    records.rollout(RolloutId(GROUP, 0), group, rollout, [sample()], step=4, worker_id="w0")
+    records.close()
+    (row,) = rows(tmp_path / "trajectories.jsonl")
+    assert row["rollout_id"] == "r1/3/0"
+    assert (row["task_id"], row["outcome"], row["step"]) == ("guess-3", "completed", 4)
+    assert row["messages"] == [{"role": "user"}]
+    assert row["samples"] == [
+        {
+            "token_ids": [5, 6, 7],
+            "logprobs": [0.0, -0.5, -1.25],
+            "loss_mask": [0, 1, 1],
+            "policy_versions": [-1, 2, 3],
+            "branch": "main",
+        }
+    ]
+
+
+def test_drops_and_steps_are_rows_of_their_own_files(tmp_path: Path) -> None:
+    records = RunRecords(tmp_path, FakeClock())
+    records.step({"step": 0, "success": 0.5})
+    records.drop(GROUP, 4, "stale: age 3")
+    records.flush()
+    assert rows(tmp_path / "metrics.jsonl")[0]["success"] == 0.5
+    assert rows(tmp_path / "drops.jsonl")[0]["reason"] == "stale: age 3"
+    records.close()
+
+
+def test_summary_counts_as_lost_what_nothing_else_explains() -> None:
+    tally = Tally()
+    tally.num_asked, tally.num_trained, tally.num_dropped, tally.num_open = 100, 80, 12, 5
+    assert tally.summary()["num_lost"] == 3
+
+
+def test_summary_of_a_run_without_a_step_has_no_success() -> None:
+    summary = Tally().summary()
+    assert summary["success_first10"] is None
+    assert summary["share_age_ge_1"] == 0.0
+
+
+def test_summary_shares_and_means() -> None:
+    tally = Tally()
+    tally.successes = [0.0] * 10 + [1.0] * 10
+    tally.ages.update({0: 3, 1: 1})
+    tally.workers.update({"worker-0": 1, "worker-1": 3})
+    tally.outcomes.update({"completed": 4})
+    summary = tally.summary()
+    assert (summary["success_first10"], summary["success_last10"]) == (0.0, 1.0)
+    assert (summary["max_staleness"], summary["share_age_ge_1"]) == (1, 0.25)
+    assert summary["share_by_worker"] == {"worker-0": 0.25, "worker-1": 0.75}
+
+
+def test_summary_file_is_whole(tmp_path: Path) -> None:
+    write_summary(tmp_path, {"num_lost": 0})
+    assert msgspec.json.decode((tmp_path / "summary.json").read_bytes()) == {"num_lost": 0}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
