@@ -1,0 +1,403 @@
+"""One sampled turn: exact tokens gathered over as many engine legs as it takes.
+
+    RUNNING --last reader leaves--> PARKED --a reader joins--> RUNNING
+    RUNNING | PARKED --stop, length--> COMMITTED
+    RUNNING | PARKED --sealed, refused, no engine in time, retry window over--> VOID
+
+    of the current leg: none --StartLeg--> OPEN --AbortLeg--> ABORTING --stream ends--> none
+
+Invariants: no token is lost or doubled over legs; a leg resumes from the exact tokens so far; an
+abort that nobody asked for is resumed and never becomes `length`; tokens of weights older than the
+session has seen are dropped; readers are woken at every end. An abort is repeated until its stream
+ends, because one sent before the engine knows the rid does nothing. Deadlines count only time in
+which engines were not being updated. Pure; driven by legs.py and by the simulator.
+"""
+
+import enum
+from collections.abc import Callable
+
+import msgspec
+
+from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
+from rollmesh.core.types import SamplingParams
+from rollmesh.runtime.generation_events import (
+    AbortLeg,
+    ChooseEngine,
+    DropLeg,
+    EngineChosen,
+    EngineLost,
+    FleetMoved,
+    GenerationRequest,
+    Joined,
+    Left,
+    LegFailed,
+    LegSampled,
+    ReportFault,
+    Sealed,
+    StartLeg,
+    StopMatcher,
+    WakeReaders,
+)
+from rollmesh.runtime.sampled import SampledTokens
+from rollmesh.wire.machine import Ticked
+
+SLOWEST_TOKEN_S = 0.1
+"""A plain leg shows no sign of life before its end, so it is given this much more per token."""
+
+
+class GenerationState(enum.StrEnum):
+    """See the module's drawing."""
+
+    RUNNING = "running"
+    PARKED = "parked"
+    COMMITTED = "committed"
+    VOID = "void"
+
+
+class LegPhase(enum.Enum):
+    """See the module's drawing."""
+
+    OPEN = "open"
+    ABORTING = "aborting"
+
+
+class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How patient a generation is; all in time that is not paused by an update."""
+
+    retry_window_s: float = 30.0
+    engine_wait_s: float = 120.0
+    answer_timeout_s: float = 60.0
+    abort_repeat_s: float = 0.25
+    abort_timeout_s: float = 5.0
+    """A leg that does not end by then is dropped with the tokens that it did not show."""
+    max_fruitless_legs: int = 16
+    """So many legs in a row without a token, and the engines are given up."""
+    backoff_s: float = 0.05
+    """Wait after a second fruitless leg in a row; doubles from there."""
+    max_backoff_s: float = 1.0
+
+
+class _Leg:
+    """The current leg."""
+
+    def __init__(self, start: StartLeg, incarnation: str, offset: int, now_s: float) -> None:
+        self.number = start.leg
+        self.rid = start.rid
+        self.url = start.url
+        self.incarnation = incarnation
+        self.offset = offset
+        self.phase = LegPhase.OPEN
+        self.sign_s = now_s
+        """Last sign of life."""
+        self.patience_s = 0.0
+        self.aborted_s = 0.0
+        self.repeated_s = 0.0
+
+
+Event = (
+    Joined
+    | Left
+    | Sealed
+    | EngineChosen
+    | FleetMoved
+    | EngineLost
+    | LegSampled
+    | LegFailed
+    | Ticked
+)
+Action = ChooseEngine | StartLeg | AbortLeg | DropLeg | ReportFault | WakeReaders
+
+
+class GenerationMachine:
+    """See the module. Its public attributes are a read-only view for everyone but itself."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        settings: GenerationSettings,
+        rid: str,
+        now_s: float,
+        new_matcher: Callable[[], StopMatcher] | None = None,
+    ) -> None:
+        """`rid` is unique among all live requests of the engines; legs append their number.
+
+        Begin with `step(Ticked())`. `new_matcher` is needed where the request has stop strings.
+        """
+        self.request = request
+        self.state = GenerationState.RUNNING
+        self.sampled = SampledTokens()
+        self.finish_reason = ""
+        self.matched_stop: int | str | None = None
+        self.error: EngineError | None = None
+        self.num_readers = 0
+        self.num_legs = 0
+        self._settings = settings
+        self._rid = rid
+        self._new_matcher = new_matcher if request.params.stop else None
+        self._matcher = self._new_matcher() if self._new_matcher else None
+        self._leg: _Leg | None = None
+        self._min_policy_version = request.min_policy_version
+        self._num_fruitless = 0
+        self._is_paused = False
+        self._seen_s = now_s
+        self._clock_s = 0.0
+        """Un-paused seconds since the start; all times below are of this clock."""
+        self._waiting_since_s = 0.0
+        self._not_before_s = 0.0
+        self._parked_s = 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        """At an end and without a leg: nothing will ever come of it again."""
+        return self._leg is None and self._is_ended
+
+    @property
+    def leg_url(self) -> str | None:
+        """The engine of the current leg."""
+        return self._leg.url if self._leg else None
+
+    @property
+    def leg_incarnation(self) -> str:
+        """Of the engine of the current leg, or ''."""
+        return self._leg.incarnation if self._leg else ""
+
+    @property
+    def min_policy_version(self) -> int:
+        """The newest version seen so far."""
+        return self._min_policy_version
+
+    def context(self) -> list[int]:
+        """The prompt and all tokens so far: what a leg begins with."""
+        return [*self.request.prompt_ids, *self.sampled.token_ids]
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        """Take one event; what concerns an earlier leg changes nothing."""
+        if not self._is_paused:
+            self._clock_s += max(0.0, now_s - self._seen_s)
+        self._seen_s = now_s
+        match event:
+            case LegSampled():
+                return self._on_sampled(event)
+            case EngineChosen():
+                return self._on_chosen(event)
+            case Joined():
+                return self._on_joined()
+            case Left():
+                return self._on_left()
+            case LegFailed():
+                return self._on_failed(event)
+            case EngineLost():
+                return self._on_lost(event)
+            case Sealed():
+                return [] if self._is_ended else self._void(EngineError(event.reason))
+            case FleetMoved():
+                self._is_paused = event.is_paused
+        return self._tend()
+
+    # readers
+
+    def _on_joined(self) -> list[Action]:
+        self.num_readers += 1
+        if self.state is not GenerationState.PARKED:
+            return []
+        self.state = GenerationState.RUNNING
+        self._waiting_since_s = self._clock_s
+        return self._go_on()
+
+    def _on_left(self) -> list[Action]:
+        self.num_readers = max(0, self.num_readers - 1)
+        if self.num_readers or self.state is not GenerationState.RUNNING:
+            return []
+        self.state = GenerationState.PARKED
+        self._parked_s = self._clock_s
+        return self._abort()
+
+    # legs
+
+    def _on_chosen(self, chosen: EngineChosen) -> list[Action]:
+        if self.state is not GenerationState.RUNNING or self._leg:
+            return []
+        if chosen.policy_version < self._min_policy_version:
+            return []
+        params = self.request.params
+        start = StartLeg(
+            leg=self.num_legs,
+            rid=f"{self._rid}.{self.num_legs}",
+            url=chosen.url,
+            max_new_tokens=params.max_tokens - len(self.sampled),
+            extra_key=str(chosen.policy_version),
+            stream=self.request.stream or bool(params.stop),
+        )
+        self._leg = _Leg(start, chosen.incarnation, len(self.sampled), self._clock_s)
+        self._leg.patience_s = self._settings.answer_timeout_s
+        if not start.stream:
+            self._leg.patience_s += SLOWEST_TOKEN_S * start.max_new_tokens
+        self.num_legs += 1
+        return [start]
+
+    def _on_sampled(self, event: LegSampled) -> list[Action]:
+        leg = self._leg
+        if leg is None or event.leg != leg.number:
+            return []
+        leg.sign_s = self._clock_s
+        if event.finish:
+            self._leg = None
+        if self._is_ended:
+            return []
+        if event.token_ids and event.policy_version < self._min_policy_version:
+            return self._on_older_weights(leg, event.policy_version)
+        self._append(event, leg.offset)
+        woken: list[Action] = [WakeReaders()] if event.token_ids else []
+        hit = self._matcher.push(event.token_ids) if self._matcher else None
+        if hit:
+            self.sampled.truncate(hit.num_tokens)
+            return self._commit("stop", hit.stop)
+        if event.finish is None:
+            return woken
+        if event.finish.kind == "abort":
+            return woken + self._on_cut(len(self.sampled) > leg.offset)
+        return self._commit(event.finish.kind, event.finish.matched)
+
+    def _append(self, event: LegSampled, offset: int) -> None:
+        room = self.request.params.max_tokens - len(self.sampled)
+        self.sampled.append(event.token_ids[:room], event.logprobs[:room], event.policy_version)
+        if event.policy_versions:
+            # The engine's own account of the leg is exact where weights changed under it.
+            self.sampled.restate(offset, event.policy_versions)
+        for run in self.sampled.policy_versions[-1:]:
+            self._min_policy_version = max(self._min_policy_version, run.policy_version)
+
+    def _on_older_weights(self, leg: _Leg, policy_version: int) -> list[Action]:
+        detail = f"serves version {policy_version}, the session saw {self._min_policy_version}"
+        self._leg = None
+        report = ReportFault(leg.url, leg.incarnation, detail)
+        return [
+            AbortLeg(leg.number, leg.rid, leg.url),
+            DropLeg(leg.number),
+            report,
+            *self._on_cut(False),
+        ]
+
+    def _on_failed(self, failed: LegFailed) -> list[Action]:
+        leg = self._leg
+        if leg is None or failed.leg != leg.number:
+            return []
+        self._leg = None
+        if failed.is_refused:
+            return [] if self._is_ended else self._void(EngineRefused(failed.detail))
+        report = ReportFault(leg.url, leg.incarnation, failed.detail)
+        return [report, *self._on_cut(len(self.sampled) > leg.offset)]
+
+    def _on_lost(self, lost: EngineLost) -> list[Action]:
+        leg = self._leg
+        if leg is None or leg.url != lost.url:
+            return []
+        self._leg = None
+        return [DropLeg(leg.number), *self._on_cut(len(self.sampled) > leg.offset)]
+
+    def _on_cut(self, is_fruitful: bool) -> list[Action]:
+        """The leg is over and the turn is not, unless the tokens themselves end it."""
+        if self._is_ended:
+            return []
+        self._waiting_since_s = self._clock_s
+        if self.state is GenerationState.PARKED:
+            return self._go_on()
+        self._num_fruitless = 0 if is_fruitful else self._num_fruitless + 1
+        if self._num_fruitless > self._settings.max_fruitless_legs:
+            return self._void(EngineUnavailable("no engine got on with it; are they healthy?"))
+        if self._num_fruitless > 1:
+            wait_s = self._settings.backoff_s * 2.0 ** (self._num_fruitless - 2)
+            self._not_before_s = self._clock_s + min(wait_s, self._settings.max_backoff_s)
+        return self._go_on()
+
+    def _go_on(self) -> list[Action]:
+        """Without a leg: see whether the tokens end the turn, else ask for an engine."""
+        if self._leg or self._is_ended:
+            return []
+        params = self.request.params
+        token_ids = self.sampled.token_ids
+        if token_ids and token_ids[-1] in params.stop_token_ids:
+            return self._commit("stop", token_ids[-1])
+        if len(self.sampled) >= params.max_tokens:
+            return self._commit("length", None)
+        if self.state is GenerationState.PARKED:
+            return []
+        if token_ids and not is_resumable(params):
+            if self.request.stream:
+                return self._void(EngineUnavailable("cut; a turn with penalties cannot resume"))
+            self._restart()
+        if self._clock_s < self._not_before_s:
+            return []
+        return [ChooseEngine(self._min_policy_version)]
+
+    def _restart(self) -> None:
+        """Nobody has seen the tokens, and a resumed leg would not penalise them: sample anew."""
+        self.sampled.truncate(0)
+        self._matcher = self._new_matcher() if self._new_matcher else None
+
+    # ends
+
+    @property
+    def _is_ended(self) -> bool:
+        return self.state in (GenerationState.COMMITTED, GenerationState.VOID)
+
+    def _commit(self, finish_reason: str, matched: int | str | None) -> list[Action]:
+        self.state = GenerationState.COMMITTED
+        self.finish_reason = finish_reason
+        self.matched_stop = matched
+        return [WakeReaders(), *self._abort()]
+
+    def _void(self, error: EngineError) -> list[Action]:
+        self.state = GenerationState.VOID
+        self.error = error
+        return [WakeReaders(), *self._abort()]
+
+    def _abort(self) -> list[Action]:
+        leg = self._leg
+        if leg is None or leg.phase is LegPhase.ABORTING:
+            return []
+        leg.phase = LegPhase.ABORTING
+        leg.aborted_s = leg.repeated_s = self._clock_s
+        return [AbortLeg(leg.number, leg.rid, leg.url)]
+
+    # time
+
+    def _tend(self) -> list[Action]:
+        if self._leg:
+            actions = self._tend_leg(self._leg)
+        elif self.state is GenerationState.RUNNING:
+            if self._clock_s - self._waiting_since_s >= self._settings.engine_wait_s:
+                return self._void(EngineUnavailable("no engine is ready; see `rollmesh status`"))
+            actions = self._go_on()
+        else:
+            actions = []
+        is_parked = self.state is GenerationState.PARKED
+        if is_parked and self._clock_s - self._parked_s >= self._settings.retry_window_s:
+            actions += self._void(EngineError("nobody came back for it"))
+        return actions
+
+    def _tend_leg(self, leg: _Leg) -> list[Action]:
+        if leg.phase is LegPhase.OPEN:
+            if self._clock_s - leg.sign_s < leg.patience_s:
+                return []
+            self._leg = None
+            report = ReportFault(leg.url, leg.incarnation, "a request shows no sign of life")
+            stop: list[Action] = [AbortLeg(leg.number, leg.rid, leg.url), DropLeg(leg.number)]
+            return [*stop, report, *self._on_cut(len(self.sampled) > leg.offset)]
+        if self._clock_s - leg.aborted_s >= self._settings.abort_timeout_s:
+            self._leg = None
+            return [DropLeg(leg.number), *self._on_cut(len(self.sampled) > leg.offset)]
+        if self._clock_s - leg.repeated_s >= self._settings.abort_repeat_s:
+            leg.repeated_s = self._clock_s
+            return [AbortLeg(leg.number, leg.rid, leg.url)]
+        return []
+
+
+def is_resumable(params: SamplingParams) -> bool:
+    """Whether a leg that begins with sampled tokens as its prompt samples on as if uncut.
+
+    Engines count penalties over a request's own output only (SGLang, penaltylib), which a resumed
+    leg has none of.
+    """
+    no_additive = params.frequency_penalty == 0.0 and params.presence_penalty == 0.0
+    return no_additive and params.repetition_penalty == 1.0

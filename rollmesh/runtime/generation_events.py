@@ -1,0 +1,158 @@
+"""What the generation machine is asked, told and asks for, as small frozen structs.
+
+A leg is one `/generate` call, numbered from 0 within its generation; what concerns a leg that is no
+longer the current one is ignored. Invariant: values only. Driven by generation.py and by whoever
+carries its actions out: legs.py, and the simulator.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from rollmesh.core.types import SamplingParams, VersionRun
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn to be sampled."""
+
+    generation_id: str
+    """For logs."""
+    session_key: str
+    """Legs of one session stay with one engine while it serves."""
+    prompt_ids: Sequence[int]
+    """Exact tokens; the caller changes them no more."""
+    params: SamplingParams
+    min_policy_version: int = -1
+    """Newest version that the session has seen; older weights never continue it."""
+    stream: bool = False
+    """Readers want tokens as they come; else one plain call, which costs both sides far less."""
+
+
+class StopHit(msgspec.Struct, frozen=True):
+    """A stop string was completed."""
+
+    num_tokens: int
+    """Tokens up to and with the one that completed it."""
+    stop: str
+
+
+class StopMatcher(Protocol):
+    """Finds stop strings in what one generation sampled; see stops.py."""
+
+    def push(self, token_ids: Sequence[int]) -> StopHit | None:
+        """Take the next tokens; the first hit, if they complete one."""
+
+
+class LegFinish(msgspec.Struct, frozen=True):
+    """Why a leg's stream ended."""
+
+    kind: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    """The stop token or string, as the engine names it."""
+
+
+# events
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """A reader came."""
+
+
+class Left(msgspec.Struct, frozen=True):
+    """A reader went."""
+
+
+class Sealed(msgspec.Struct, frozen=True):
+    """The session is over."""
+
+    reason: str
+
+
+class EngineChosen(msgspec.Struct, frozen=True):
+    """The answer to ChooseEngine, when there is one; none is needed otherwise."""
+
+    url: str
+    incarnation: str
+    policy_version: int
+
+
+class FleetMoved(msgspec.Struct, frozen=True):
+    """The fleet table changed."""
+
+    is_paused: bool
+    """What this generation waits for is an engine that is being updated: time stands still."""
+
+
+class EngineLost(msgspec.Struct, frozen=True):
+    """The engine at `url` is fenced, gone, or was restarted."""
+
+    url: str
+
+
+class LegSampled(msgspec.Struct, frozen=True):
+    """The engine answered; each event brings only its own tokens."""
+
+    leg: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    policy_version: int
+    finish: LegFinish | None = None
+    policy_versions: tuple[VersionRun, ...] = ()
+    """With `finish`, where the engine knows: the versions of all of the leg's tokens."""
+
+
+class LegFailed(msgspec.Struct, frozen=True):
+    """The leg's stream ended without a finish."""
+
+    leg: int
+    detail: str
+    is_refused: bool = False
+    """The engine says that the request is wrong: another try would fail alike."""
+
+
+# actions
+
+
+class ChooseEngine(msgspec.Struct, frozen=True):
+    """Answer with EngineChosen if an engine with these weights or newer is READY."""
+
+    min_policy_version: int
+
+
+class StartLeg(msgspec.Struct, frozen=True):
+    """Call `/generate` with the prompt and all tokens so far (`machine.context()`)."""
+
+    leg: int
+    rid: str
+    url: str
+    max_new_tokens: int
+    extra_key: str
+    """Isolates the prefix cache of one policy version."""
+    stream: bool
+
+
+class AbortLeg(msgspec.Struct, frozen=True):
+    """Ask the engine to end the leg; comes again until its stream has ended."""
+
+    leg: int
+    rid: str
+    url: str
+
+
+class DropLeg(msgspec.Struct, frozen=True):
+    """Close the leg's connection; nothing more is expected of it."""
+
+    leg: int
+
+
+class ReportFault(msgspec.Struct, frozen=True):
+    """Tell the router; this engine should not be chosen for a moment."""
+
+    url: str
+    incarnation: str
+    detail: str
+
+
+class WakeReaders(msgspec.Struct, frozen=True):
+    """There are new tokens, or the generation is at an end."""

@@ -1,0 +1,59 @@
+"""What one turn has sampled so far: ids, log-probs and the policy versions they came from.
+
+Invariants: there are as many log-probs as ids, and the version runs add up to as many; neighbouring
+runs have different versions. Driven by generation.py.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+from rollmesh.core.types import VersionRun
+
+
+class SampledTokens:
+    """Grows at its end; `truncate` takes back what lies behind a stop."""
+
+    def __init__(self) -> None:
+        self.token_ids = array("i")
+        self.logprobs = array("f")
+        self.policy_versions: list[VersionRun] = []
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def append(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], policy_version: int
+    ) -> None:
+        """Add tokens of one version; both sequences are of one length."""
+        if token_ids:
+            self.token_ids.extend(token_ids)
+            self.logprobs.extend(logprobs)
+            self._add_run(VersionRun(policy_version, len(token_ids)))
+
+    def restate(self, offset: int, runs: Sequence[VersionRun]) -> None:
+        """Replace the runs of all tokens from `offset` on, if `runs` add up to so many."""
+        if sum(run.num_tokens for run in runs) == len(self) - offset:
+            self._truncate_runs(offset)
+            for run in runs:
+                self._add_run(run)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens`."""
+        del self.token_ids[num_tokens:]
+        del self.logprobs[num_tokens:]
+        self._truncate_runs(num_tokens)
+
+    def _add_run(self, run: VersionRun) -> None:
+        runs = self.policy_versions
+        if runs and runs[-1].policy_version == run.policy_version:
+            run = VersionRun(run.policy_version, runs.pop().num_tokens + run.num_tokens)
+        runs.append(run)
+
+    def _truncate_runs(self, num_tokens: int) -> None:
+        total = sum(run.num_tokens for run in self.policy_versions)
+        while total > num_tokens:
+            last = self.policy_versions.pop()
+            total -= last.num_tokens
+            if total < num_tokens:
+                self.policy_versions.append(VersionRun(last.policy_version, num_tokens - total))
+                total = num_tokens
