@@ -1,0 +1,70 @@
+"""The error law: where a fault may be caught, and what must never be loaded.
+
+Owns what a door looks like: a broad `except` whose line, or the one above, carries `door: why`.
+Invariant: nothing else catches Exception, and nothing anywhere unpickles. The checks are pure,
+from a Module to its Faults.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from tests.house.source import Fault, Module, dotted
+
+BROAD = {"Exception", "BaseException"}
+DOOR = re.compile(r"#.*\bdoor: \S")
+PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+PICKLE_CALLS = {"torch.load", "torch.save", "pandas.read_pickle"}
+
+
+def doors(module: Module) -> Iterator[Fault]:
+    """A broad except stands at a door and says which, or hands the error on."""
+    lines = ["", *module.text.splitlines(), ""]
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.ExceptHandler) or not _is_broad(node.type):
+            continue
+        marked = any(DOOR.search(lines[number]) for number in (node.lineno - 1, node.lineno))
+        if not marked and not _hands_on(node):
+            yield module.fault(node, "broad except without `door: <why>`")
+
+
+def suppressed(module: Module) -> Iterator[Fault]:
+    """`suppress(Exception)` is a broad except that ruff does not see."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call) or not dotted(node.func).endswith("suppress"):
+            continue
+        if any(_is_broad(argument) for argument in node.args):
+            yield module.fault(node, "suppress() of every error; name the ones that are meant")
+
+
+def pickles(module: Module) -> Iterator[Fault]:
+    """Nothing is pickled, by us or by a library on our behalf."""
+    for node in ast.walk(module.tree):
+        for name in _imported(node):
+            if name.partition(".")[0] in PICKLES:
+                yield module.fault(node, f"imports {name}; loading such data runs code")
+        if isinstance(node, ast.Call) and dotted(node.func) in PICKLE_CALLS:
+            yield module.fault(node, f"{dotted(node.func)} pickles; use safetensors")
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            yield module.fault(node.value, "allow_pickle: leave it off")
+
+
+def _is_broad(caught: ast.expr | None) -> bool:
+    if caught is None:
+        return True
+    if isinstance(caught, ast.Tuple):
+        return any(_is_broad(each) for each in caught.elts)
+    return dotted(caught).rpartition(".")[2] in BROAD
+
+
+def _hands_on(handler: ast.ExceptHandler) -> bool:
+    last = handler.body[-1]
+    return isinstance(last, ast.Raise) and last.exc is None
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [node.module]
+    return []
