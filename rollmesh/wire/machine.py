@@ -5,10 +5,15 @@ what a socket brought as Received, calls at least every half beat with Ticked, a
 Send. Bodies and buffers pass through a machine unopened. The same machines run in the simulator.
 """
 
+from typing import Final
+
 import msgspec
 
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.messages import AnyMessage
+
+ROUTER: Final = b""
+"""The route of a Dialer's only peer, where that is the router."""
 
 
 class Received(msgspec.Struct, frozen=True):

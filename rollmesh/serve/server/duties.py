@@ -1,0 +1,242 @@
+"""What a worker has taken on: the groups that run and those that wait for their sink's ack.
+
+    RunGroup --> RUNNING --Ended--> DELIVERING --GroupAcked, CancelRun--> forgotten
+                    +---CancelRun--> ABORTING --Ended--> forgotten
+
+    the worker:  SERVING --DrainWorker (finish), Stopping (abort)--> DRAINING --nothing left--> LEFT
+
+Invariants: a group is here once, under the newest attempt number that the router gave it; a router
+that does not know us (a new incarnation) is told all that we hold before anything else; what was
+acked is remembered, so that a late RunGroup of it is answered and not run again. The body of a
+RunGroup is not opened. Driven by process.py and by the simulator, who beat for it.
+"""
+
+import enum
+
+import msgspec
+
+from rollmesh.core.ids import GroupId, IntervalSet
+from rollmesh.serve.server.outbox import Forget, Outbox, OutboxSettings, Packed, Unwanted
+from rollmesh.wire.frames import Buffer
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+from rollmesh.wire.messages import (
+    CancelRun,
+    DrainWorker,
+    GroupAcked,
+    GroupDelivered,
+    GroupFinished,
+    GroupReturned,
+    GroupStarted,
+    HeldGroup,
+    RunGroup,
+    WorkerHello,
+    WorkerLeft,
+)
+
+MAX_REMEMBERED_RUNS = 64
+"""Runs whose delivered groups are remembered; the one that was quiet longest goes first."""
+
+
+class WorkerState(enum.StrEnum):
+    """SERVING -> DRAINING -> LEFT"""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    LEFT = "left"
+
+
+class DutiesSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Who works, and how much at a time."""
+
+    worker_id: str
+    env: str
+    max_rollouts: int
+    max_unacked_bytes: int = 2**28
+    pid: int = 0
+    host: str = ""
+    hello_s: float = 0.5
+    """The hello is said again after this time, until a router answers."""
+    outbox: OutboxSettings = OutboxSettings()
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """Event: a group came to its end, aborted or not; the shell has its payload of `num_bytes`."""
+
+    group_id: GroupId
+    complete: bool
+    num_bytes: int
+
+
+class Stopping(msgspec.Struct, frozen=True):
+    """Event: the process was asked to end: what runs is aborted, what is finished is delivered."""
+
+    reason: str
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """Action: run this group."""
+
+    group_id: GroupId
+    num_samples: int
+    body: Buffer
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """Action: end this group's rollouts, then say Ended; nobody waits for their results."""
+
+    group_id: GroupId
+    reason: str
+
+
+class Left(msgspec.Struct, frozen=True):
+    """Action: nothing is held any more; the process may end."""
+
+
+Event = Ended | Stopping | Received | Ticked
+Action = Send | Begin | Abort | Forget | Left
+
+
+class Running(msgspec.Struct):
+    """A group that runs here."""
+
+    attempt: int
+    num_samples: int
+    sink: str
+
+
+class Duties:
+    """The groups of one worker."""
+
+    def __init__(self, settings: DutiesSettings) -> None:
+        self.settings = settings
+        self.state = WorkerState.SERVING
+        self.router = ""
+        """The incarnation last heard; '' before the first."""
+        self.running: dict[GroupId, Running] = {}
+        self.aborting: set[GroupId] = set()
+        self.outbox = Outbox(settings.outbox)
+        self._delivered: dict[str, IntervalSet] = {}
+        self._next_hello_s = float("-inf")
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts of the groups that run."""
+        return sum(group.num_samples for group in self.running.values())
+
+    @property
+    def accepting(self) -> bool:
+        """False while draining or over the byte budget."""
+        within = self.outbox.unacked_bytes < self.settings.max_unacked_bytes
+        return self.state is WorkerState.SERVING and within
+
+    def holds(self) -> list[HeldGroup]:
+        """What a router that does not know us must hear of."""
+        running = [HeldGroup(each, group.attempt, False) for each, group in self.running.items()]
+        parcels = self.outbox.parcels.items()
+        return running + [HeldGroup(each, parcel.message.attempt, True) for each, parcel in parcels]
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        """What to do about `event`; total, and deterministic."""
+        actions: list[Action] = []
+        match event:
+            case Ended():
+                actions += self._ended(event, now_s)
+            case Stopping(reason):
+                self._drain()
+                for group_id in list(self.running):
+                    actions += self._abort(group_id, reason)
+            case Received():
+                actions += self._received(event, now_s)
+            case Ticked():
+                if not self.router and now_s >= self._next_hello_s:
+                    actions.append(self._hello(now_s))
+                actions += self.outbox.step(event, now_s)
+        idle = not (self.running or self.aborting or self.outbox.parcels)
+        if idle and self.state is WorkerState.DRAINING:
+            self.state = WorkerState.LEFT
+            actions += [Send(ROUTER, WorkerLeft(self.settings.worker_id, "drained")), Left()]
+        return actions
+
+    def _received(self, event: Received, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        if event.router and event.router != self.router:
+            self.router = event.router
+            actions.append(self._hello(now_s))
+        match event.message:
+            case RunGroup():
+                actions += self._asked_to_run(event.message, event.body)
+            case CancelRun(group_id, reason):
+                actions += self._abort(group_id, reason)
+                actions += self.outbox.step(Unwanted(group_id), now_s)
+            case DrainWorker():
+                self._drain()
+            case GroupAcked(group_id):
+                acked = self.outbox.step(event, now_s)
+                if acked:
+                    self._remember(group_id)
+                actions += acked
+            case _:
+                pass
+        return actions
+
+    def _asked_to_run(self, ask: RunGroup, body: Buffer) -> list[Action]:
+        group_id, attempt = ask.group_id, ask.attempt
+        if group_id.seq in self._delivered.get(group_id.run_id, ()):
+            return [Send(ROUTER, GroupDelivered(group_id, attempt))]
+        started = Send(ROUTER, GroupStarted(group_id, attempt))
+        if running := self.running.get(group_id):
+            # A router that had given us up calls it a later attempt: the work goes on under that.
+            running.attempt = max(running.attempt, attempt)
+            return [started]
+        if parcel := self.outbox.parcels.get(group_id):
+            self.outbox.renumber(group_id, max(parcel.message.attempt, attempt))
+            return [started]
+        if self.state is not WorkerState.SERVING:
+            return [Send(ROUTER, GroupReturned(group_id, attempt, "the worker is draining"))]
+        if group_id in self.aborting:
+            reason = "its last run is still coming to its end"
+            return [Send(ROUTER, GroupReturned(group_id, attempt, reason))]
+        self.running[group_id] = Running(attempt, ask.num_samples, ask.sink)
+        return [started, Begin(group_id, ask.num_samples, body)]
+
+    def _ended(self, ended: Ended, now_s: float) -> list[Action]:
+        group = self.running.pop(ended.group_id, None)
+        if group is None:
+            self.aborting.discard(ended.group_id)
+            return [Forget(ended.group_id)]
+        message = GroupFinished(
+            ended.group_id, group.attempt, self.settings.worker_id, ended.complete
+        )
+        actions: list[Action] = []
+        actions += self.outbox.step(Packed(message, group.sink, ended.num_bytes), now_s)
+        return actions
+
+    def _abort(self, group_id: GroupId, reason: str) -> list[Action]:
+        if self.running.pop(group_id, None) is None:
+            return []
+        self.aborting.add(group_id)
+        return [Abort(group_id, reason)]
+
+    def _drain(self) -> None:
+        if self.state is WorkerState.SERVING:
+            self.state = WorkerState.DRAINING
+
+    def _hello(self, now_s: float) -> Send:
+        self._next_hello_s = now_s + self.settings.hello_s
+        settings = self.settings
+        hello = WorkerHello(
+            worker_id=settings.worker_id,
+            env=settings.env,
+            max_rollouts=settings.max_rollouts,
+            pid=settings.pid,
+            host=settings.host,
+            holds=tuple(self.holds()),
+        )
+        return Send(ROUTER, hello)
+
+    def _remember(self, group_id: GroupId) -> None:
+        delivered = self._delivered.pop(group_id.run_id, None) or IntervalSet()
+        delivered.add(group_id.seq)
+        self._delivered[group_id.run_id] = delivered
+        while len(self._delivered) > MAX_REMEMBERED_RUNS:
+            del self._delivered[next(iter(self._delivered))]

@@ -1,0 +1,167 @@
+"""Open asks: whatever the router forgets or the network loses is said again."""
+
+from rollmesh.core.ids import GroupId
+from rollmesh.serve.client.asks import (
+    Action,
+    Arrived,
+    Asked,
+    AskEnded,
+    Asks,
+    AsksSettings,
+    Cancelled,
+    Closed,
+)
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+from rollmesh.wire.messages import (
+    AnyMessage,
+    AskGroup,
+    AskRefused,
+    CancelGroup,
+    ClientBeat,
+    ClientHello,
+    ClientLeft,
+    GroupFailed,
+    GroupMoved,
+    GroupState,
+    RouterHello,
+)
+
+ONE, TWO = GroupId("r1", 1), GroupId("r1", 2)
+
+
+def new_asks() -> Asks:
+    return Asks(AsksSettings(client_id="c1", sink="tcp://sink", beat_s=1.0))
+
+
+def met_asks() -> Asks:
+    asks = new_asks()
+    hear(asks, RouterHello(1.0), now_s=0.0)
+    asks.step(Ticked(), 0.0)
+    return asks
+
+
+def ask(asks: Asks, group_id: GroupId, now_s: float = 0.0) -> list[Action]:
+    return asks.step(Asked(group_id=group_id, env="guess", num_samples=4, body=b"task"), now_s)
+
+
+def hear(asks: Asks, message: AnyMessage, now_s: float, router: str = "i1") -> list[Action]:
+    return asks.step(Received(ROUTER, message, router=router), now_s)
+
+
+def said(actions: list[Action]) -> list[AnyMessage]:
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def test_nothing_is_asked_before_a_router_answers_the_hello() -> None:
+    asks = new_asks()
+    assert ask(asks, ONE) == []
+    assert said(asks.step(Ticked(), 0.0)) == [ClientHello("c1")]
+    hello, message = said(hear(asks, RouterHello(0.5), 0.1))
+    assert hello == ClientHello("c1")
+    assert isinstance(message, AskGroup)
+    assert (message.group_id, message.sink, message.attempts) == (ONE, "tcp://sink", 0)
+    assert asks.beat_s == 0.5
+
+
+def test_ask_carries_its_body_unopened() -> None:
+    [send] = ask(met_asks(), ONE)
+    assert isinstance(send, Send)
+    assert send.body == b"task"
+
+
+def test_asking_twice_is_asking_once() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    assert ask(asks, ONE) == []
+
+
+def test_client_beats_once_per_beat() -> None:
+    asks = met_asks()
+    assert said(asks.step(Ticked(), 0.5)) == []
+    assert said(asks.step(Ticked(), 1.0)) == [ClientBeat("c1", 0)]
+
+
+def test_unconfirmed_ask_is_said_again() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    assert not any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 3.9)))
+    assert any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 4.0)))
+
+
+def test_confirmed_ask_is_said_again_only_after_a_long_silence() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    hear(asks, GroupMoved(ONE, GroupState.QUEUED, 0, ""), 1.0)
+    assert not any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 40.0)))
+    assert any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 41.0)))
+
+
+def test_new_router_hears_of_every_open_ask_with_its_attempts() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    ask(asks, TWO)
+    hear(asks, GroupMoved(ONE, GroupState.RUNNING, 2, "w1"), 1.0)
+    messages = said(hear(asks, RouterHello(1.0), 2.0, router="i2"))
+    attempts = {m.group_id: m.attempts for m in messages if isinstance(m, AskGroup)}
+    assert attempts == {ONE: 2, TWO: 0}
+
+
+def test_finished_group_is_forgotten() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    asks.step(Arrived(ONE), 1.0)
+    assert not asks.open
+    assert said(hear(asks, RouterHello(1.0), 2.0, router="i2")) == [ClientHello("c1")]
+
+
+def test_failed_group_ends_once_with_its_reason() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    assert hear(asks, GroupFailed(ONE, "env_failed: no"), 1.0) == [AskEnded(ONE, "env_failed: no")]
+    assert hear(asks, GroupFailed(ONE, "env_failed: no"), 1.0) == []
+
+
+def test_group_that_the_router_cancels_ends() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    [ended] = hear(asks, GroupMoved(ONE, GroupState.CANCELLED, 1, ""), 1.0)
+    assert isinstance(ended, AskEnded)
+
+
+def test_refused_ask_comes_back_when_the_router_said() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    hear(asks, AskRefused(ONE, "full", 9.0), 0.0)
+    assert not any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 8.0)))
+    assert any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 9.0)))
+
+
+def test_open_ask_whose_group_the_router_calls_done_is_said_again() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    hear(asks, GroupMoved(ONE, GroupState.RUNNING, 1, "w1"), 0.0)
+    assert hear(asks, GroupMoved(ONE, GroupState.DONE, 1, "w1"), 1.0) == []
+    assert any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 5.0)))
+
+
+def test_cancel_is_said_until_confirmed_and_a_bounded_number_of_times() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    ended, cancel = asks.step(Cancelled(ONE, "stale"), 0.0)
+    assert ended == AskEnded(ONE, "stale")
+    assert cancel == Send(ROUTER, CancelGroup(ONE, "stale"))
+    again = [m for t in range(1, 30) for m in said(asks.step(Ticked(), t))]
+    assert [m for m in again if isinstance(m, CancelGroup)] == [CancelGroup(ONE, "stale")] * 2
+    assert asks.num_cancels == 0
+    ask(asks, TWO)
+    asks.step(Cancelled(TWO, "stale"), 30.0)
+    hear(asks, GroupMoved(TWO, GroupState.CANCELLED, 0, ""), 30.0)
+    assert asks.num_cancels == 0
+
+
+def test_cancelling_what_is_not_open_says_nothing() -> None:
+    assert met_asks().step(Cancelled(ONE, "stale"), 0.0) == []
+
+
+def test_leaving_is_said() -> None:
+    assert said(met_asks().step(Closed(), 0.0)) == [ClientLeft("c1")]

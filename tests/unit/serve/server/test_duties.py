@@ -1,0 +1,213 @@
+"""A worker's duties: a group runs here once, and a new router hears of all that is held."""
+
+import random
+
+from rollmesh.core.ids import GroupId, IntervalSet
+from rollmesh.serve.client.sink import Keep, Kept, Sink
+from rollmesh.serve.server.duties import (
+    Abort,
+    Action,
+    Begin,
+    Duties,
+    DutiesSettings,
+    Ended,
+    Left,
+    Stopping,
+    WorkerState,
+)
+from rollmesh.serve.server.outbox import Forget, OutboxSettings
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+from rollmesh.wire.messages import (
+    AnyMessage,
+    CancelRun,
+    DrainWorker,
+    GroupAcked,
+    GroupDelivered,
+    GroupFinished,
+    GroupReturned,
+    GroupStarted,
+    HeldGroup,
+    RouterHello,
+    RunGroup,
+    WorkerHello,
+    WorkerLeft,
+)
+
+ONE, TWO = GroupId("r1", 1), GroupId("r1", 2)
+SINK = "tcp://sink"
+
+
+def new_duties(max_unacked_bytes: int = 1000) -> Duties:
+    duties = Duties(
+        DutiesSettings(
+            worker_id="w1",
+            env="guess",
+            max_rollouts=8,
+            max_unacked_bytes=max_unacked_bytes,
+            outbox=OutboxSettings(resend_s=1.0),
+        )
+    )
+    hear(duties, RouterHello(1.0))
+    return duties
+
+
+def hear(duties: Duties, message: AnyMessage, router: str = "i1") -> list[Action]:
+    return duties.step(Received(ROUTER, message, b"ask", router), 0.0)
+
+
+def run(duties: Duties, group_id: GroupId, attempt: int = 1) -> list[Action]:
+    return hear(duties, RunGroup(group_id, attempt, 4, SINK))
+
+
+def end(duties: Duties, group_id: GroupId) -> list[Action]:
+    return duties.step(Ended(group_id, True, 500), 0.0)
+
+
+def ack(duties: Duties, group_id: GroupId) -> list[Action]:
+    return duties.step(Received(SINK.encode(), GroupAcked(group_id, 1, False)), 0.0)
+
+
+def said(actions: list[Action]) -> list[AnyMessage]:
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def test_worker_says_hello_until_a_router_answers() -> None:
+    duties = Duties(DutiesSettings(worker_id="w1", env="guess", max_rollouts=8, hello_s=1.0))
+    ticks = [len(said(duties.step(Ticked(), t / 2))) for t in range(4)]
+    assert ticks == [1, 0, 1, 0]
+    [hello] = said(hear(duties, RouterHello(1.0)))
+    assert isinstance(hello, WorkerHello)
+    assert said(duties.step(Ticked(), 9.0)) == []
+
+
+def test_group_is_begun_with_its_body_and_reported() -> None:
+    duties = new_duties()
+    assert run(duties, ONE) == [Send(ROUTER, GroupStarted(ONE, 1)), Begin(ONE, 4, b"ask")]
+    assert duties.num_rollouts == 4
+
+
+def test_repeated_ask_does_not_run_twice() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    assert run(duties, ONE) == [Send(ROUTER, GroupStarted(ONE, 1))]
+    end(duties, ONE)
+    assert run(duties, ONE) == [Send(ROUTER, GroupStarted(ONE, 1))]
+
+
+def test_later_attempt_of_a_running_group_takes_over_its_work() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    assert run(duties, ONE, attempt=2) == [Send(ROUTER, GroupStarted(ONE, 2))]
+    [send] = end(duties, ONE)
+    assert send == Send(SINK.encode(), GroupFinished(ONE, 2, "w1", True))
+
+
+def test_late_ask_for_a_delivered_group_is_answered_and_not_run() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    end(duties, ONE)
+    assert ack(duties, ONE) == [Send(ROUTER, GroupDelivered(ONE, 1)), Forget(ONE)]
+    assert run(duties, ONE, attempt=2) == [Send(ROUTER, GroupDelivered(ONE, 2))]
+
+
+def test_new_router_hears_of_all_that_is_held_before_anything_else() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    run(duties, TWO)
+    end(duties, TWO)
+    hello, started = said(
+        duties.step(Received(ROUTER, RunGroup(GroupId("r1", 3), 1, 1, SINK), b"", "i2"), 0.0)
+    )
+    assert isinstance(hello, WorkerHello)
+    assert hello.holds == (HeldGroup(ONE, 1, False), HeldGroup(TWO, 1, True))
+    assert isinstance(started, GroupStarted)
+
+
+def test_cancelled_run_is_aborted_and_forgotten_when_it_has_ended() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    assert hear(duties, CancelRun(ONE, "stale")) == [Abort(ONE, "stale")]
+    [returned] = said(run(duties, ONE, attempt=2))
+    assert isinstance(returned, GroupReturned)
+    assert end(duties, ONE) == [Forget(ONE)]
+    assert Begin(ONE, 4, b"ask") in run(duties, ONE, attempt=3)
+
+
+def test_cancelled_parcel_is_forgotten() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    end(duties, ONE)
+    assert hear(duties, CancelRun(ONE, "stale")) == [Forget(ONE)]
+    assert not duties.holds()
+
+
+def test_worker_over_its_byte_budget_does_not_accept() -> None:
+    duties = new_duties(max_unacked_bytes=500)
+    accepting = [duties.accepting]
+    run(duties, ONE)
+    for act in (end, ack):
+        act(duties, ONE)
+        accepting.append(duties.accepting)
+    assert accepting == [True, False, True]
+
+
+def test_draining_worker_finishes_and_leaves() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    assert hear(duties, DrainWorker("shrink")) == []
+    assert not duties.accepting
+    [returned] = said(run(duties, TWO))
+    assert isinstance(returned, GroupReturned)
+    end(duties, ONE)
+    actions = ack(duties, ONE)
+    assert actions[-2:] == [Send(ROUTER, WorkerLeft("w1", "drained")), Left()]
+    assert duties.state is WorkerState.LEFT
+
+
+def test_stopping_worker_aborts_what_runs_and_delivers_what_is_finished() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    run(duties, TWO)
+    end(duties, TWO)
+    assert duties.step(Stopping("SIGTERM"), 0.0) == [Abort(ONE, "SIGTERM")]
+    assert end(duties, ONE) == [Forget(ONE)]
+    assert Left() in ack(duties, TWO)
+
+
+def test_idle_worker_that_is_stopped_leaves_at_once() -> None:
+    assert Left() in new_duties().step(Stopping("SIGTERM"), 0.0)
+
+
+def test_every_group_is_kept_once_over_a_network_that_loses_and_repeats() -> None:
+    for seed in range(50):
+        rng = random.Random(seed)
+        duties, sink = new_duties(), Sink({"r1": IntervalSet()})
+        kept: list[GroupId] = []
+        mail: list[Action] = []
+        for seq in range(20):
+            mail += run(duties, GroupId("r1", seq)) + end(duties, GroupId("r1", seq))
+        for tick in range(1, 2000):
+            rng.shuffle(mail)
+            answers = [_carry(action, duties, sink, kept) for action in mail if rng.random() < 0.6]
+            mail = [answer for some in answers for answer in some]
+            mail += duties.step(Ticked(), float(tick))
+            if not duties.holds():
+                break
+        assert sorted(kept) == [GroupId("r1", seq) for seq in range(20)]
+        assert duties.outbox.unacked_bytes == 0
+
+
+def _carry(action: Action, duties: Duties, sink: Sink, kept: list[GroupId]) -> list[Action]:
+    """What the worker does next when `action` reaches the other side and its answer comes back."""
+    if not isinstance(action, Send) or action.route != SINK.encode():
+        return []
+    answers: list[Action] = []
+    for reaction in sink.step(Received(b"w1", action.message), 0.0):
+        replies = [reaction]
+        if isinstance(reaction, Keep):
+            kept.append(reaction.message.group_id)
+            replies = sink.step(Kept(reaction), 0.0)
+        for reply in replies:
+            assert isinstance(reply, Send)
+            answers += duties.step(Received(action.route, reply.message), 0.0)
+    return answers

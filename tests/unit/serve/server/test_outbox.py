@@ -1,0 +1,110 @@
+"""The outbox: parcels are sent until acked, and their bytes are counted all that time."""
+
+import pytest
+
+from rollmesh.core.ids import GroupId
+from rollmesh.serve.server.outbox import (
+    Action,
+    Forget,
+    Outbox,
+    OutboxSettings,
+    Packed,
+    ParcelState,
+    Unwanted,
+)
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+from rollmesh.wire.messages import GroupAcked, GroupDelivered, GroupFinished, RouterHello
+
+SINK = "tcp://sink"
+
+
+def group(seq: int) -> GroupId:
+    return GroupId("r1", seq)
+
+
+def finished(seq: int, attempt: int = 1) -> GroupFinished:
+    return GroupFinished(group(seq), attempt, "w1", True)
+
+
+def new_outbox() -> Outbox:
+    return Outbox(OutboxSettings(resend_s=1.0, max_resend_s=3.0))
+
+
+def pack(outbox: Outbox, seq: int, now_s: float = 0.0, sink: str = SINK) -> list[Action]:
+    return outbox.step(Packed(finished(seq), sink, 100), now_s)
+
+
+def ack(outbox: Outbox, seq: int, now_s: float = 0.0, sink: str = SINK) -> list[Action]:
+    return outbox.step(Received(sink.encode(), GroupAcked(group(seq), 1, False)), now_s)
+
+
+def test_parcel_goes_to_its_sink_at_once() -> None:
+    outbox = new_outbox()
+    assert pack(outbox, 1) == [Send(b"tcp://sink", finished(1))]
+    assert outbox.parcels[group(1)].state is ParcelState.SENT
+    assert outbox.unacked_bytes == 100
+
+
+def test_acked_parcel_is_reported_and_forgotten() -> None:
+    outbox = new_outbox()
+    pack(outbox, 1)
+    assert ack(outbox, 1) == [Send(ROUTER, GroupDelivered(group(1), 1)), Forget(group(1))]
+    assert not outbox.parcels
+    assert outbox.unacked_bytes == 0
+    assert ack(outbox, 1) == []
+
+
+def test_silent_sink_gets_the_parcel_again_at_growing_intervals() -> None:
+    outbox = new_outbox()
+    pack(outbox, 1)
+    times = [t / 10 for t in range(1, 120) if outbox.step(Ticked(), t / 10)]
+    assert times == [1.0, 3.0, 6.0, 9.0]
+    assert outbox.num_resent == 4
+
+
+def test_ack_of_a_later_parcel_brings_the_lost_earlier_ones_at_once() -> None:
+    outbox = new_outbox()
+    for seq in (1, 2, 3):
+        pack(outbox, seq)
+    pack(outbox, 4, sink="tcp://other")
+    actions = ack(outbox, 3)
+    assert [a.message for a in actions if isinstance(a, Send) and a.route == b"tcp://sink"] == [
+        finished(1),
+        finished(2),
+    ]
+    assert outbox.parcels[group(4)].sent_as == 4
+
+
+def test_late_ack_of_a_parcel_on_its_second_way_ends_it() -> None:
+    outbox = new_outbox()
+    pack(outbox, 1)
+    outbox.step(Ticked(), 1.0)
+    assert Forget(group(1)) in ack(outbox, 1, now_s=1.1)
+    assert outbox.step(Ticked(), 9.0) == []
+
+
+def test_unwanted_parcel_is_forgotten() -> None:
+    outbox = new_outbox()
+    pack(outbox, 1)
+    assert outbox.step(Unwanted(group(1)), 0.0) == [Forget(group(1))]
+    assert outbox.step(Unwanted(group(1)), 0.0) == []
+    assert outbox.unacked_bytes == 0
+
+
+def test_group_is_packed_once() -> None:
+    outbox = new_outbox()
+    pack(outbox, 1)
+    assert pack(outbox, 1) == []
+    assert outbox.unacked_bytes == 100
+
+
+def test_renumbered_parcel_is_delivered_under_its_new_attempt() -> None:
+    outbox = new_outbox()
+    pack(outbox, 1)
+    outbox.renumber(group(1), 2)
+    assert outbox.step(Ticked(), 1.0) == [Send(b"tcp://sink", finished(1, attempt=2))]
+
+
+@pytest.mark.parametrize("route", [b"", b"tcp://sink"])
+def test_other_messages_are_ignored(route: bytes) -> None:
+    assert new_outbox().step(Received(route, RouterHello(1.0)), 0.0) == []
