@@ -22,12 +22,12 @@ def mark_this_run() -> str:
     return mark
 
 
-def end_leftovers(mark: str) -> list[str]:
+def end_leftovers(mark: str, grace_s: float = GRACE_S) -> list[str]:
     """Kill every other live process that carries `mark`; one line for each.
 
-    What is ending by itself gets GRACE_S seconds and is not named.
+    What is ending by itself gets `grace_s` and is not named.
     """
-    _, alive = psutil.wait_procs(_carriers(mark), timeout=GRACE_S)
+    _, alive = psutil.wait_procs(_carriers(mark), timeout=grace_s)
     lines = []
     for process in alive:
         try:

@@ -80,7 +80,7 @@ def test_leftover_is_ended_and_named_by_its_command(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
-        (line,) = end_leftovers("of-this-test")
+        (line,) = end_leftovers("of-this-test", grace_s=0)
     assert line.startswith(f"pid {process.pid}: ")
     assert line.endswith("orphan")
     assert process.returncode == -9
