@@ -1,0 +1,180 @@
+"""The journal: records are whole or absent, and damage is never skipped in silence."""
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.core.errors import JournalError
+from rollmesh.core.journal import MAGIC, Journal
+
+BIG = 2**20
+
+
+def fill(folder: Path, *records: list[bytes], segment_bytes: int = BIG) -> list[int]:
+    journal = Journal(folder, segment_bytes)
+    positions = [journal.append(frames) for frames in records]
+    journal.close()
+    return positions
+
+
+def read(folder: Path) -> list[list[bytes]]:
+    journal = Journal(folder, BIG)
+    try:
+        return [frames for _, frames in journal.replay()]
+    finally:
+        journal.close()
+
+
+def only_segment(folder: Path) -> Path:
+    [path] = folder.glob("*.journal")
+    return path
+
+
+def test_records_come_back_in_order_with_their_positions(tmp_path: Path) -> None:
+    records = [[b"a", b"", b"bcd"], [], [b"x" * 5000]]
+    positions = fill(tmp_path, *records)
+    journal = Journal(tmp_path, BIG)
+    assert list(journal.replay()) == list(zip(positions, records, strict=True))
+    assert positions == sorted(set(positions))
+    journal.close()
+
+
+def test_buffers_of_any_kind_are_stored_as_their_bytes(tmp_path: Path) -> None:
+    fill(tmp_path, [memoryview(b"abcd").cast("I"), bytearray(b"ef")])  # type: ignore[list-item]
+    assert read(tmp_path) == [[b"abcd", b"ef"]]
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_writing_goes_on_where_it_ended(tmp_path: Path, fsync: bool) -> None:
+    for text in (b"one", b"two"):
+        journal = Journal(tmp_path, BIG, fsync=fsync)
+        journal.append([text])
+        journal.close()
+    assert read(tmp_path) == [[b"one"], [b"two"]]
+
+
+def test_full_segment_is_closed_and_the_next_begins(tmp_path: Path) -> None:
+    fill(tmp_path, *([bytes(60)] for _ in range(10)), segment_bytes=150)
+    assert len(list(tmp_path.glob("*.journal"))) == 5
+    assert len(read(tmp_path)) == 10
+
+
+def test_dropping_frees_whole_segments_and_keeps_what_is_needed(tmp_path: Path) -> None:
+    positions = fill(tmp_path, *([bytes(60)] for _ in range(10)), segment_bytes=150)
+    journal = Journal(tmp_path, 150)
+    before = journal.size_bytes
+    journal.drop_before(positions[5])
+    left = [position for position, _ in journal.replay()]
+    assert set(positions[5:]) <= set(left)
+    assert positions[0] not in left
+    assert journal.size_bytes < before
+    assert journal.append([b"more"]) > positions[-1]
+    journal.drop_before(2**62)
+    assert len(list(tmp_path.glob("*.journal"))) == 1
+    journal.close()
+
+
+def test_positions_go_on_after_everything_else_was_dropped(tmp_path: Path) -> None:
+    positions = fill(tmp_path, *([bytes(60)] for _ in range(4)), segment_bytes=100)
+    journal = Journal(tmp_path, 100)
+    journal.drop_before(2**62)
+    journal.close()
+    again = Journal(tmp_path, 100)
+    assert again.append([b"x"]) > positions[-1]
+    again.close()
+
+
+@given(st.integers(1, 200))
+def test_torn_end_is_cut_off_at_open(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    folder = tmp_path_factory.mktemp("journal")
+    _, second = fill(folder, [b"first"], [b"second" * 30])
+    path = only_segment(folder)
+    os.truncate(path, max(second, path.stat().st_size - cut))
+    assert read(folder) == [[b"first"]]
+    fill(folder, [b"third"])
+    assert read(folder) == [[b"first"], [b"third"]]
+
+
+@pytest.mark.parametrize("length", range(len(MAGIC)))
+def test_segment_that_was_just_begun_is_begun_again(tmp_path: Path, length: int) -> None:
+    fill(tmp_path)
+    (tmp_path / f"{0:020d}.journal").write_bytes(MAGIC[:length])
+    fill(tmp_path, [b"one"])
+    assert read(tmp_path) == [[b"one"]]
+
+
+def test_zeros_after_a_crash_of_the_machine_are_cut_off(tmp_path: Path) -> None:
+    fill(tmp_path, [b"one"])
+    with only_segment(tmp_path).open("ab") as file:
+        file.write(bytes(4096))
+    assert read(tmp_path) == [[b"one"]]
+
+
+def test_last_record_whose_pages_never_came_is_cut_off(tmp_path: Path) -> None:
+    _, second = fill(tmp_path, [b"one"], [b"x" * 100])
+    flip(only_segment(tmp_path), second + 60)
+    assert read(tmp_path) == [[b"one"]]
+
+
+def flip(path: Path, offset: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 0xFF
+    path.write_bytes(raw)
+
+
+@given(st.data())
+def test_damage_before_the_end_is_named_and_never_skipped(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("journal")
+    _, second, third = fill(folder, [b"first"], [b"second" * 9], [b"third"])
+    flip(only_segment(folder), data.draw(st.integers(second, third - 1)))
+    with pytest.raises(JournalError, match=rf"journal: the record at offset {second} "):
+        read(folder)
+
+
+def test_damage_in_an_older_segment_is_an_error_even_at_its_end(tmp_path: Path) -> None:
+    fill(tmp_path, [bytes(60)], [bytes(60)], segment_bytes=50)
+    oldest = min(tmp_path.glob("*.journal"))
+    os.truncate(oldest, oldest.stat().st_size - 1)
+    with pytest.raises(JournalError, match="cut off"):
+        read(tmp_path)
+
+
+def test_file_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / f"{0:020d}.journal").write_bytes(b"something else entirely")
+    with pytest.raises(JournalError, match="not a journal"):
+        Journal(tmp_path, BIG)
+
+
+def test_second_writer_is_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, BIG)
+    with pytest.raises(JournalError, match="another process"):
+        Journal(tmp_path, BIG)
+    journal.close()
+    Journal(tmp_path, BIG).close()
+
+
+def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(JournalError, match="file"):
+        Journal(tmp_path / "file" / "journal", BIG)
+
+
+def test_record_that_the_disk_does_not_take_leaves_nothing_behind(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, BIG)
+    journal.append([b"one"])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    try:
+        with pytest.raises(JournalError):
+            journal.append([bytes(1000)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.append([b"two"])
+    journal.close()
+    assert read(tmp_path) == [[b"one"], [b"two"]]
