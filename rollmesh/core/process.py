@@ -17,6 +17,9 @@ import msgspec
 
 from rollmesh.core.errors import AddressError
 
+LAUNCHER_VARIABLE = "ROLLMESH_LAUNCHER"
+"""Environment: the pid of the launch process, set for the processes that it starts."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -67,6 +70,12 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_launcher() -> None:
+    """Die with our parent if it is a launch process; one started by hand outlives its shell."""
+    if os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid()):
+        die_with_parent()
 
 
 def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:

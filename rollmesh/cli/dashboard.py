@@ -1,0 +1,15 @@
+"""`rollmesh dashboard RUN_FOLDER`: the page of a running or finished run.
+
+Driven by people and by launch.
+"""
+
+from rollmesh.cli.options import parser
+from rollmesh.dashboard.main import Options, add_arguments, run
+
+
+def main(argv: list[str]) -> int:
+    """Serve until stopped."""
+    arguments = parser("dashboard", "Serve the page of a run: learning, fleet, trajectories.")
+    add_arguments(arguments)
+    run(arguments.parse_args(argv, namespace=Options()), print)
+    return 0

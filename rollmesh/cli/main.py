@@ -1,0 +1,91 @@
+"""`rollmesh VERB ...`: finds the verb, calls it, turns errors into exit codes.
+
+Owns the list of verbs and the exit codes. Invariants: a verb's module is imported only when it is
+called, so that `--help` is quick and no process loads what it does not use; a user's mistake is
+one line on stderr and exit code 2, never a traceback. Driven by the `rollmesh` script and, for the
+processes of a mesh, by launch as `python -m rollmesh.cli.main VERB ...`.
+
+    0 done   1 a process failed   2 the user can mend it   130 stopped by a signal
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rollmesh.core.errors import UserError
+from rollmesh.core.process import die_with_launcher
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class Verb(NamedTuple):
+    """Where a verb is, and its line in the help."""
+
+    target: str
+    line: str
+
+
+VERBS = {
+    "demo": Verb("rollmesh.cli.demo:main", "train a tiny agent on this machine while you watch"),
+    "up": Verb("rollmesh.cli.up:main", "start a mesh with the settings of a mesh.toml"),
+    "init": Verb("rollmesh.cli.init:main", "write a mesh.toml with every setting explained"),
+    "status": Verb("rollmesh.cli.status:main", "say how a run stands"),
+    "dashboard": Verb("rollmesh.cli.dashboard:main", "serve the page of a run, live or finished"),
+    "engine": Verb("rollmesh.cli.rooms:engine", "run the embedded engine alone"),
+    "router": Verb("rollmesh.cli.rooms:router", "run a router alone"),
+    "worker": Verb("rollmesh.cli.rooms:worker", "run an env worker alone"),
+    "train": Verb("rollmesh.cli.rooms:train", "run a trainer alone"),
+    "make-model": Verb("rollmesh.cli.rooms:make_model", "write the demo's warm-started tiny model"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb of `argv` (sys.argv's where None); its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    die_with_launcher()
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return OK if words else USAGE
+    verb = VERBS.get(words[0])
+    if verb is None:
+        return complain(f"no verb {words[0]!r}; `rollmesh --help` lists them")
+    try:
+        return load(verb)(words[1:])
+    except UserError as error:
+        return complain(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def load(verb: Verb) -> Callable[[list[str]], int]:
+    """The verb's function, imported now."""
+    module, _, name = verb.target.partition(":")
+    function: Callable[[list[str]], int] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def usage() -> str:
+    """What `rollmesh --help` says."""
+    lines = [f"  {name:<12}{verb.line}" for name, verb in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: rollmesh VERB ...",
+            "",
+            "Agent rollouts for reinforcement learning of language models.",
+            "",
+            *lines,
+            "",
+            "`rollmesh VERB --help` explains a verb.",
+        ]
+    )
+
+
+def complain(line: str) -> int:
+    """Tell the user what to mend."""
+    print(f"rollmesh: {line}", file=sys.stderr)
+    return USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

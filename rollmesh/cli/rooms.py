@@ -1,0 +1,64 @@
+"""The verbs that run one process of a mesh: engine, router, worker, train, make-model.
+
+Invariant: nothing of a room is imported before its own verb is called; torch and its weight stay
+out of every other process. Driven by launch, or by hand on another machine.
+"""
+
+# ruff: noqa: PLC0415 - each room is imported by its own verb only
+
+from rollmesh.cli.options import add_listen, add_room, config_of, parser
+
+
+def engine(argv: list[str]) -> int:
+    """The embedded torch engine; it owns its arguments."""
+    from rollmesh.engine.embedded.server import main
+
+    return main(argv)
+
+
+def router(argv: list[str]) -> int:
+    """The router."""
+    from rollmesh.serve.router.process import run
+
+    arguments = parser("router", "Run a router: asks to workers, and the fleet table.")
+    add_room(arguments)
+    add_listen(arguments)
+    arguments.add_argument(
+        "--engine", dest="engines", action="append", default=[], help="URL of an engine"
+    )
+    options = arguments.parse_args(argv)
+    run(config_of(options), options.engines, options.listen_fd, options.ready_fd)
+    return 0
+
+
+def worker(argv: list[str]) -> int:
+    """An env worker."""
+    from rollmesh.serve.server.process import run
+
+    arguments = parser("worker", "Run an env worker: environments, agents, their endpoints.")
+    add_room(arguments)
+    add_listen(arguments)
+    arguments.add_argument("--router", required=True, help="tcp:// address of the router")
+    arguments.add_argument("--worker-id", required=True, help="its name in the mesh")
+    options = arguments.parse_args(argv)
+    run(config_of(options), options.router, options.worker_id, options.listen_fd, options.ready_fd)
+    return 0
+
+
+def train(argv: list[str]) -> int:
+    """The trainer."""
+    from rollmesh.trainer.process import run
+
+    arguments = parser("train", "Train on the rollouts of a mesh.")
+    add_room(arguments)
+    arguments.add_argument("--router", required=True, help="tcp:// address of the router")
+    options = arguments.parse_args(argv)
+    run(config_of(options), options.router, options.ready_fd)
+    return 0
+
+
+def make_model(argv: list[str]) -> int:
+    """The demo's tiny model; it owns its arguments."""
+    from rollmesh.trainer.warmstart import main
+
+    return main(argv)

@@ -1,0 +1,151 @@
+"""The page in a real browser, over a real dashboard process.
+
+Needs Debian's chromium and chromium-driver; skipped where they are not.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+
+from rollmesh.core.process import Ready
+from rollmesh.testing.run_folder import FakeRun
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+WAIT_S = 20.0
+SCRIPT = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
+DRAWN_PIXELS = """
+const canvas = document.querySelector("#success canvas");
+const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+return data.filter((value, at) => at % 4 === 3 && value > 0).length;
+"""
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_chromium() -> None:
+    if not CHROMIUM or not DRIVER:
+        pytest.skip("no Chromium on this machine")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    run = FakeRun(tmp_path / "demo", num_steps=60)
+    run.add_baseline()
+    run.add_steps(40)
+    return run
+
+
+@pytest.fixture
+def address(run: FakeRun) -> Iterator[str]:
+    """A dashboard process over `run`."""
+    reading, writing = os.pipe()
+    argv = [sys.executable, "-m", "rollmesh.cli.main", "dashboard", str(run.folder)]
+    argv += ["--port", "0", "--ready-fd", str(writing)]
+    process = subprocess.Popen(argv, pass_fds=[writing], stdout=subprocess.DEVNULL)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        ready = msgspec.json.decode(pipe.readline(), type=Ready)
+    assert ready.role == "dashboard"
+    yield ready.address
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=5) == 0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM or ""
+    for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "window-size=1280,940"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def wait(browser: webdriver.Chrome, condition: Callable[[webdriver.Chrome], object]) -> None:
+    WebDriverWait(browser, WAIT_S, poll_frequency=0.05).until(condition)
+
+
+def all_of(browser: webdriver.Chrome, selector: str) -> list[WebElement]:
+    return browser.find_elements(By.CSS_SELECTOR, selector)
+
+
+def text_of(browser: webdriver.Chrome, selector: str) -> str:
+    """Visible text, '' while the element is not there."""
+    script = "return document.querySelector(arguments[0])?.innerText ?? ''"
+    return str(browser.execute_script(script, selector))
+
+
+def open_rollout(browser: webdriver.Chrome, rollout_id: str) -> None:
+    row = f'#rollout-list button[data-id="{rollout_id}"]'
+    wait(browser, lambda _: all_of(browser, row))
+    all_of(browser, row)[0].send_keys(Keys.ENTER)
+    wait(browser, lambda _: rollout_id in text_of(browser, "#viewer h3"))
+
+
+def test_the_page_shows_the_curve_and_follows_the_run(
+    browser: webdriver.Chrome, address: str, run: FakeRun
+) -> None:
+    browser.get(address)
+    wait(browser, lambda _: "39 of 60" in text_of(browser, "#tiles"))
+    assert browser.execute_script(DRAWN_PIXELS) > 1000
+    assert "0.66" in text_of(browser, "#success-key")
+    assert len(all_of(browser, "#ages tbody tr")) == 3
+    assert "worker-1" in text_of(browser, "#workers")
+    assert "engine-0" in text_of(browser, "#memory-key")
+    run.add_steps(3)
+    wait(browser, lambda _: "42 of 60" in text_of(browser, "#tiles"))
+    run.finish()
+    wait(browser, lambda _: text_of(browser, "#phase") == "finished")
+    assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+
+
+def test_a_trajectory_shows_its_messages_and_coloured_tokens(
+    browser: webdriver.Chrome, address: str, run: FakeRun, tmp_path: Path
+) -> None:
+    rollout_id = run.add_rollout(step=7)
+    browser.get(address)
+    open_rollout(browser, rollout_id)
+    assert "Guess my number" in text_of(browser, ".chat")
+    sampled = all_of(browser, ".tokens .sampled")
+    assert sampled
+    assert all("log-prob" in (token.get_attribute("title") or "") for token in sampled)
+    assert "policy version" in (sampled[0].get_attribute("title") or "")
+    colours = {token.value_of_css_property("background-color") for token in sampled}
+    assert len(colours) > 1
+    assert len(all_of(browser, ".tokens .context")) > 10
+    assert text_of(browser, ".tokens .version").startswith("v")
+    picture = tmp_path / "page.png"
+    assert browser.save_screenshot(str(picture))
+    assert picture.stat().st_size > 20_000
+
+
+def test_what_a_rollout_says_is_text_and_never_markup(
+    browser: webdriver.Chrome, address: str, run: FakeRun
+) -> None:
+    said = [
+        {"role": SCRIPT, "content": SCRIPT},
+        {"role": "assistant", "content": [{"text": SCRIPT}]},
+    ]
+    rollout_id = run.add_rollout(messages=said)
+    browser.get(address)
+    open_rollout(browser, rollout_id)
+    assert text_of(browser, ".chat .said") == SCRIPT
+    assert all_of(browser, ".chat script, .chat img") == []
+    assert "owned" not in browser.title
