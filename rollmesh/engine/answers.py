@@ -1,0 +1,236 @@
+"""What engines answer, decoded: `/generate` bodies and events, and the small control replies.
+
+Invariant: outside bytes become a LegChunk, Scores or Engine facts, or raise an EngineError; ids and
+log-probs of one chunk are as many, and no token between two chunks is missing. Sources: SGLang's
+tokenizer_manager.py (meta_info) and io_struct.py. Driven by client.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from rollmesh.core.errors import EngineRefused, EngineUnavailable
+from rollmesh.core.types import VersionRun
+
+UNVERSIONED = -1
+"""Weights whose version is no number, such as SGLang's `default`."""
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """Why the engine stopped."""
+
+    kind: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+
+
+class LegChunk(msgspec.Struct, frozen=True):
+    """New tokens of a leg, each told once."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    policy_version: int
+    finish: Finish | None = None
+    policy_versions: tuple[VersionRun, ...] = ()
+    """In the last chunk, where the engine tells: the versions of all of the leg's tokens."""
+
+
+class _FinishReason(msgspec.Struct):
+    type: str = ""
+    matched: int | str | list[int] | None = None
+    message: str = ""
+    status_code: int | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _MetaInfo(msgspec.Struct):
+    finish_reason: _FinishReason | None = None
+    completion_tokens: int = 0
+    weight_version: str = ""
+    weight_versions: list[_Span] | None = None
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class Answer(msgspec.Struct):
+    """One `/generate` answer, or one event of a stream."""
+
+    output_ids: list[int] = []
+    meta_info: _MetaInfo = msgspec.field(default_factory=_MetaInfo)
+    error: _Error | None = None
+
+
+class _ModelInfo(msgspec.Struct):
+    model_path: str = ""
+    weight_version: str = ""
+
+
+class _Update(msgspec.Struct):
+    success: bool = False
+    message: str = ""
+
+
+class _Load(msgspec.Struct):
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load] = []
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What an engine serves."""
+
+    model_path: str
+    policy_version: int
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """How busy an engine is, over all of its data-parallel ranks."""
+
+    num_running: int
+    num_waiting: int
+
+
+_answers = msgspec.json.Decoder(Answer)
+_model_infos = msgspec.json.Decoder(_ModelInfo)
+_loads = msgspec.json.Decoder(_Loads)
+_updates = msgspec.json.Decoder(_Update)
+
+
+def policy_version_of(text: str) -> int:
+    """The number that a weight version reads as, UNVERSIONED if it is none."""
+    return int(text) if text.isdecimal() else UNVERSIONED
+
+
+def decode_answer(raw: bytes | bytearray | memoryview) -> Answer:
+    """EngineUnavailable if `raw` is no answer, or is one that tells of an error."""
+    try:
+        answer = _answers.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise EngineUnavailable(f"answered what is no answer: {error}") from None
+    if answer.error:
+        raise EngineUnavailable(answer.error.message)
+    return answer
+
+
+def chunk_of(answer: Answer, num_seen: int) -> LegChunk:
+    """The tokens of `answer` behind the first `num_seen` of its leg.
+
+    Serves both stream forms, in which `completion_tokens` counts from the leg's begin: cumulative
+    answers hold all tokens so far, incremental ones only new ones. EngineUnavailable if tokens
+    are missing; EngineRefused if the engine aborted because the request is wrong.
+    """
+    meta = answer.meta_info
+    reason = meta.finish_reason
+    num_new = meta.completion_tokens - num_seen
+    logprobs = meta.output_token_logprobs
+    token_ids = answer.output_ids
+    if num_new < 0 or num_new > len(token_ids) or num_new > len(logprobs):
+        told = f"{meta.completion_tokens} tokens, {len(token_ids)} ids, {len(logprobs)} log-probs"
+        raise EngineUnavailable(f"told of {told} after {num_seen} of them")
+    if num_new != len(token_ids):
+        token_ids = token_ids[len(token_ids) - num_new :]
+    finish = _finish(reason) if reason else None
+    return LegChunk(
+        token_ids=token_ids,
+        logprobs=[entry[0] for entry in logprobs[len(logprobs) - num_new :]],
+        policy_version=policy_version_of(meta.weight_version),
+        finish=finish,
+        policy_versions=_runs(meta) if finish else (),
+    )
+
+
+def is_cumulative(answer: Answer, num_seen: int) -> bool:
+    """Whether this event repeats tokens that earlier ones told of."""
+    return num_seen > 0 and len(answer.output_ids) == answer.meta_info.completion_tokens
+
+
+def scores_of(answer: Answer) -> list[float]:
+    """Log-probs of all prompt tokens but the first."""
+    scores = [entry[0] for entry in answer.meta_info.input_token_logprobs[1:]]
+    numbers = [score for score in scores if score is not None]
+    if not numbers or len(numbers) != len(scores):
+        raise EngineUnavailable("did not score the tokens it was asked to")
+    return numbers
+
+
+def model_info_of(raw: bytes) -> ModelInfo:
+    """EngineUnavailable if `raw` is something else."""
+    try:
+        info = _model_infos.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise EngineUnavailable(f"answered what is no model info: {error}") from None
+    return ModelInfo(info.model_path, policy_version_of(info.weight_version))
+
+
+def server_info_of(raw: bytes) -> dict[str, Any]:
+    """EngineUnavailable if `raw` is something else."""
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise EngineUnavailable(f"answered what is no server info: {error}") from None
+
+
+def load_of(raw: bytes) -> EngineLoad:
+    """The sum over the ranks; EngineUnavailable if `raw` is something else."""
+    try:
+        loads = _loads.decode(raw).loads
+    except msgspec.MsgspecError as error:
+        raise EngineUnavailable(f"answered what is no load: {error}") from None
+    running = sum(load.num_running_reqs for load in loads)
+    return EngineLoad(running, sum(load.num_waiting_reqs for load in loads))
+
+
+def update_of(raw: bytes) -> str:
+    """Why an update of weights failed, or ''."""
+    try:
+        update = _updates.decode(raw)
+    except msgspec.MsgspecError as error:
+        return f"an unknown answer: {error}"
+    return "" if update.success else update.message or "it does not say why"
+
+
+def error_text(raw: bytes) -> str:
+    """The message of an error body, or its beginning."""
+    try:
+        answer = _answers.decode(raw)
+    except msgspec.MsgspecError:
+        answer = Answer()
+    return answer.error.message if answer.error else raw[:200].decode(errors="replace")
+
+
+def _finish(reason: _FinishReason) -> Finish:
+    matched = reason.matched
+    if isinstance(matched, list):
+        matched = matched[-1] if matched else None
+    if reason.type == "stop":
+        return Finish("stop", matched)
+    if reason.type == "length":
+        return Finish("length")
+    if reason.status_code is not None and 400 <= reason.status_code < 500:
+        raise EngineRefused(reason.message)
+    return Finish("abort")
+
+
+def _runs(meta: _MetaInfo) -> tuple[VersionRun, ...]:
+    """The spans as runs, or () where they do not cover all tokens with numbers."""
+    at = 0
+    runs: list[VersionRun] = []
+    for span in meta.weight_versions or ():
+        version = policy_version_of(span.version)
+        if span.start != at or version == UNVERSIONED:
+            return ()
+        runs.append(VersionRun(version, span.end - span.start))
+        at = span.end
+    return tuple(runs) if at == meta.completion_tokens else ()

@@ -1,0 +1,52 @@
+"""Asking an engine who it is: the I/O behind the fleet machine's ProbeEngine and ContinueEngine.
+
+Invariant: every ask is answered by exactly one EngineProbed, whatever the engine does. Never uses
+/health, which generates and hangs while the engine is paused. Driven by the router's fleet shell.
+"""
+
+import asyncio
+import hashlib
+from typing import Any
+
+import aiohttp
+
+from rollmesh.core.errors import EngineError
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.fleet import ContinueEngine, EngineProbed, ProbeEngine
+
+PROBE_TIMEOUT_S = 3.0
+"""Shorter than the fleet's own patience, so that a failure comes with its reason."""
+
+_IDENTITY_KEYS = ("incarnation", "random_seed", "pid", "start_time")
+"""Parts of /server_info that differ between two lives of a server; SGLang draws a random_seed."""
+
+
+async def probe_engine(
+    ask: ProbeEngine | ContinueEngine, session: aiohttp.ClientSession
+) -> EngineProbed:
+    """Resume the engine first where it was asked for; then read its weights, life and load."""
+    client = EngineClient(ask.url, session)
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            if isinstance(ask, ContinueEngine):
+                await client.resume()
+            model, server = await client.model_info(), await client.server_info()
+            load = await client.loads()
+    except (EngineError, TimeoutError) as error:
+        detail = str(error) or f"no answer within {PROBE_TIMEOUT_S:g} s"
+        return EngineProbed(url=ask.url, serial=ask.serial, ok=False, detail=detail)
+    return EngineProbed(
+        url=ask.url,
+        serial=ask.serial,
+        ok=True,
+        incarnation=incarnation_of(server),
+        policy_version=model.policy_version,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+    )
+
+
+def incarnation_of(server_info: dict[str, Any]) -> str:
+    """A short text that changes when the server was started again."""
+    parts = repr([server_info.get(key) for key in _IDENTITY_KEYS])
+    return hashlib.blake2b(parts.encode(), digest_size=6).hexdigest()
