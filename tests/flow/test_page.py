@@ -139,7 +139,7 @@ def test_a_trajectory_shows_its_messages_and_coloured_tokens(
 def test_what_a_rollout_says_is_text_and_never_markup(
     browser: webdriver.Chrome, address: str, run: FakeRun
 ) -> None:
-    said = [
+    said: list[dict[str, Any]] = [
         {"role": SCRIPT, "content": SCRIPT},
         {"role": "assistant", "content": [{"text": SCRIPT}]},
     ]

@@ -6,6 +6,7 @@ import { drawFigures } from "./figures.js";
 import { Rollouts } from "./rollouts.js";
 import { Store } from "./store.js";
 
+const REDRAW_MS = 1000; // what was held back, such as the list under the pointer, gets its turn
 const EVENTS = ["state", "run", "steps", "telemetry", "trajectories"];
 
 const store = new Store();
@@ -41,4 +42,5 @@ function follow() {
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
+setInterval(drawSoon, REDRAW_MS);
 follow();
