@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PYTHON ?=
 ARGS   ?=
-BENCH  ?= $(filter-out __%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))
+BENCH  ?= $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
 SOURCE := rollmesh tests $(wildcard benchmarks examples)
 
 .PHONY: help demo test check format lint types arrows house bench setup clean
