@@ -103,6 +103,7 @@ class Asks:
         self.beat_s = settings.beat_s
         self.open: dict[GroupId, _Ask] = {}
         self._cancels: dict[GroupId, _Cancel] = {}
+        self._awaits_hello = True
         self._next_beat_s = float("-inf")
 
     @property
@@ -143,11 +144,17 @@ class Asks:
 
     def _received(self, event: Received, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        if event.router and event.router != self.router:
-            actions += self._meet(event.router, now_s)
+        is_new = bool(event.router) and event.router != self.router
+        if is_new:
+            self.router = event.router
+            actions += self._introduce(now_s)
         match event.message:
             case RouterHello(beat_s):
                 self.beat_s = beat_s
+                if not self._awaits_hello:
+                    actions += self._introduce(now_s)
+                elif not is_new:
+                    self._awaits_hello = False
             case GroupMoved():
                 actions += self._moved(event.message, now_s)
             case GroupFailed(group_id, reason):
@@ -159,9 +166,12 @@ class Asks:
                 pass
         return actions
 
-    def _meet(self, router: str, now_s: float) -> list[Action]:
-        """A router that has not heard of us: say who we are and all that we want."""
-        self.router = router
+    def _introduce(self, now_s: float) -> list[Action]:
+        """To a router that does not know us: who we are and all that we want.
+
+        It answers with a RouterHello; one that comes unasked says that it has forgotten us.
+        """
+        self._awaits_hello = True
         actions: list[Action] = [Send(ROUTER, ClientHello(self.settings.client_id))]
         actions += [self._say(ask, now_s) for ask in self.open.values()]
         return actions
@@ -172,6 +182,7 @@ class Asks:
         ask = self.open.get(moved.group_id)
         if ask is None:
             return []
+        ask.attempts = max(ask.attempts, moved.attempt)
         if moved.state is GroupState.CANCELLED:
             return self._end(moved.group_id, "cancelled by the router")
         if moved.state in (GroupState.DONE, GroupState.FAILED):
@@ -179,7 +190,6 @@ class Asks:
             # crossed one of them, or nobody holds its result. Saying it again settles either.
             ask.say_again_s = now_s + self.settings.confirm_beats * self.beat_s
             return []
-        ask.attempts = max(ask.attempts, moved.attempt)
         ask.say_again_s = now_s + self.settings.reassert_beats * self.beat_s
         return []
 

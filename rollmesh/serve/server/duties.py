@@ -28,6 +28,7 @@ from rollmesh.wire.messages import (
     GroupReturned,
     GroupStarted,
     HeldGroup,
+    RouterHello,
     RunGroup,
     WorkerHello,
     WorkerLeft,
@@ -116,6 +117,7 @@ class Duties:
         self.aborting: set[GroupId] = set()
         self.outbox = Outbox(settings.outbox)
         self._delivered: dict[str, IntervalSet] = {}
+        self._awaits_hello = True
         self._next_hello_s = float("-inf")
 
     @property
@@ -148,7 +150,7 @@ class Duties:
             case Received():
                 actions += self._received(event, now_s)
             case Ticked():
-                if not self.router and now_s >= self._next_hello_s:
+                if self._awaits_hello and now_s >= self._next_hello_s:
                     actions.append(self._hello(now_s))
                 actions += self.outbox.step(event, now_s)
         idle = not (self.running or self.aborting or self.outbox.parcels)
@@ -159,10 +161,17 @@ class Duties:
 
     def _received(self, event: Received, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        if event.router and event.router != self.router:
+        is_new = bool(event.router) and event.router != self.router
+        if is_new:
             self.router = event.router
             actions.append(self._hello(now_s))
         match event.message:
+            case RouterHello():
+                # The answer to our hello; one that comes unasked says that we are forgotten.
+                if not self._awaits_hello:
+                    actions.append(self._hello(now_s))
+                elif not is_new:
+                    self._awaits_hello = False
             case RunGroup():
                 actions += self._asked_to_run(event.message, event.body)
             case CancelRun(group_id, reason):
@@ -222,6 +231,7 @@ class Duties:
             self.state = WorkerState.DRAINING
 
     def _hello(self, now_s: float) -> Send:
+        self._awaits_hello = True
         self._next_hello_s = now_s + self.settings.hello_s
         settings = self.settings
         hello = WorkerHello(

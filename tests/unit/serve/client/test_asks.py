@@ -36,6 +36,7 @@ def new_asks() -> Asks:
 def met_asks() -> Asks:
     asks = new_asks()
     hear(asks, RouterHello(1.0), now_s=0.0)
+    hear(asks, RouterHello(1.0), now_s=0.0)  # the answer to the hello that followed
     asks.step(Ticked(), 0.0)
     return asks
 
@@ -104,6 +105,14 @@ def test_new_router_hears_of_every_open_ask_with_its_attempts() -> None:
     messages = said(hear(asks, RouterHello(1.0), 2.0, router="i2"))
     attempts = {m.group_id: m.attempts for m in messages if isinstance(m, AskGroup)}
     assert attempts == {ONE: 2, TWO: 0}
+
+
+def test_router_that_has_forgotten_us_hears_of_every_open_ask() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    hello, again = said(hear(asks, RouterHello(1.0), 2.0))
+    assert (type(hello), type(again)) == (ClientHello, AskGroup)
+    assert said(hear(asks, RouterHello(1.0), 2.1)) == []
 
 
 def test_finished_group_is_forgotten() -> None:

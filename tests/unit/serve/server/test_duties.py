@@ -48,6 +48,7 @@ def new_duties(max_unacked_bytes: int = 1000) -> Duties:
         )
     )
     hear(duties, RouterHello(1.0))
+    hear(duties, RouterHello(1.0))  # the answer to the hello that followed
     return duties
 
 
@@ -77,7 +78,17 @@ def test_worker_says_hello_until_a_router_answers() -> None:
     assert ticks == [1, 0, 1, 0]
     [hello] = said(hear(duties, RouterHello(1.0)))
     assert isinstance(hello, WorkerHello)
+    assert hear(duties, RouterHello(1.0)) == []
     assert said(duties.step(Ticked(), 9.0)) == []
+
+
+def test_router_that_has_forgotten_us_hears_of_all_that_is_held() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    [hello] = said(hear(duties, RouterHello(1.0)))
+    assert isinstance(hello, WorkerHello)
+    assert hello.holds == (HeldGroup(ONE, 1, False),)
+    assert hear(duties, RouterHello(1.0)) == []
 
 
 def test_group_is_begun_with_its_body_and_reported() -> None:
