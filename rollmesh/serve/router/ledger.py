@@ -1,0 +1,272 @@
+"""The ledger: which groups are asked for, which worker has each, and who is to be told.
+
+Invariants: a group is with at most one worker, whole; no attempt begins beyond `max_attempts`;
+nothing is given to a worker that is not live; a group that ended is forgotten but for a short note,
+which keeps a late duplicate of its ask from running it again. Every message may be lost, doubled
+or late: so asks and RunGroup are idempotent and said again until they are confirmed, and after the
+router's restart what its peers re-assert is merged: asks that have begun before wait three beats
+for the worker that claims them, and claims that no client asks for are cancelled.
+
+The life of a group is drawn in groups.py, that of a worker in workers.py; book.py keeps the groups,
+crew.py gives them to workers. Pure; driven by process.py and by the simulator, with a tick at least
+every half beat.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from rollmesh.core.config import RouterConfig
+from rollmesh.serve.router.book import Book
+from rollmesh.serve.router.crew import CLAIM_BEATS, Crew
+from rollmesh.serve.router.groups import Group
+from rollmesh.serve.router.workers import Worker, WorkerState
+from rollmesh.wire.frames import Buffer
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.messages import (
+    AskGroup,
+    AskRefused,
+    CancelGroup,
+    ClientBeat,
+    ClientHello,
+    ClientLeft,
+    EnvFailed,
+    GroupDelivered,
+    GroupFailed,
+    GroupMoved,
+    GroupReturned,
+    GroupStarted,
+    GroupState,
+    HeldGroup,
+    RouterHello,
+    WorkerBeat,
+    WorkerHello,
+    WorkerLeft,
+)
+
+FORGET_BEATS = 600
+"""A lost worker that stays silent is forgotten."""
+MAX_QUEUED_BYTES = 512 * 2**20
+"""Bodies of waiting asks; past it asks are refused."""
+MAX_ENV_ERRORS = 256
+"""Environments whose failure is remembered."""
+
+
+class Ledger:
+    """See the module; `book` and `crew` are its read-only view."""
+
+    def __init__(self, settings: RouterConfig, started_s: float) -> None:
+        self.settings = settings
+        self._patience_s = settings.beat_s * settings.missed_beats
+        self._settled_s = started_s + CLAIM_BEATS * settings.beat_s
+        self._ticked_s = started_s
+        self._env_errors: dict[str, str] = {}
+        self.book = Book(self._patience_s, started_s)
+        self.crew = Crew(self.book, settings.beat_s, settings.max_attempts)
+        self._handlers: dict[type, Callable[[bytes, Any, Buffer], None]] = {
+            AskGroup: self._on_ask,
+            CancelGroup: self._on_cancel,
+            ClientHello: self._on_client,
+            ClientBeat: self._on_client,
+            ClientLeft: self._on_client_left,
+            WorkerHello: self._on_worker_hello,
+            WorkerBeat: self._on_worker_beat,
+            WorkerLeft: self._on_worker_left,
+            GroupStarted: self._on_started,
+            GroupDelivered: self._on_delivered,
+            GroupReturned: self._on_returned,
+            EnvFailed: self._on_env_failed,
+        }
+
+    def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
+        """What to send about `event`; messages that are not the ledger's change nothing."""
+        self.book.now_s = now_s
+        if isinstance(event, Ticked):
+            self._on_tick(now_s)
+        elif handler := self._handlers.get(type(event.message)):
+            handler(event.route, event.message, event.body)
+        self.crew.dispatch()
+        return self.book.take_sends()
+
+    def worker_routes(self) -> list[bytes]:
+        """Where the live workers are, for what concerns them all."""
+        return [w.route for w in self.crew.workers if w.state is WorkerState.LIVE]
+
+    # clients
+
+    def _on_client(self, route: bytes, message: ClientHello | ClientBeat, _: Buffer) -> None:
+        is_new = self.book.hear_client(message.client_id, route)
+        if is_new or isinstance(message, ClientHello):
+            self._hello(route)
+
+    def _on_client_left(self, _: bytes, message: ClientLeft, __: Buffer) -> None:
+        self._drop_client(message.client_id, "client_left")
+
+    def _drop_client(self, client_id: str, reason: str) -> None:
+        for group in [g for g in self.book.groups.values() if g.client_id == client_id]:
+            self.crew.take_away(group, tell_worker=reason)
+            self.crew.fail(group, reason)
+        self.book.clients.pop(client_id, None)
+
+    def _on_ask(self, route: bytes, ask: AskGroup, body: Buffer) -> None:
+        book = self.book
+        book.num["asks"] += 1
+        book.hear_client(ask.client_id, route)
+        if group := book.groups.get(ask.group_id):
+            if not group.client_id:
+                self._adopt(group, ask, body)
+            book.tell_client(group)
+        elif answer := book.late_answer(ask):
+            book.send(route, answer)
+        elif refusal := self._refusal(ask, body):
+            book.num["refusals"] += 1
+            book.send(route, refusal)
+        else:
+            self._admit(ask, body)
+
+    def _refusal(self, ask: AskGroup, body: Buffer) -> GroupFailed | AskRefused | None:
+        """Why this ask is not taken: for good, or for now."""
+        env, group_id = ask.env, ask.group_id
+        if ask.num_samples < 1:
+            return GroupFailed(group_id, "bad_ask: num_samples must be at least 1")
+        if ask.attempts >= self.settings.max_attempts:
+            return GroupFailed(group_id, f"attempts_exhausted: {ask.attempts} have begun")
+        if env in self._env_errors and not self.crew.workers.serve(env):
+            return GroupFailed(group_id, f"env_failed: {self._env_errors[env]}")
+        num_waiting = len(self.book.queue) + len(self.book.held)
+        is_full = num_waiting >= self.settings.max_queued_groups
+        if is_full or self.book.queue.num_bytes + len(body) > MAX_QUEUED_BYTES:
+            reason = f"overloaded: {num_waiting} groups wait"
+            return AskRefused(group_id, reason, 2 * self.settings.beat_s)
+        return None
+
+    def _admit(self, ask: AskGroup, body: Buffer) -> None:
+        group = Group(
+            group_id=ask.group_id,
+            env=ask.env,
+            num_samples=ask.num_samples,
+            sink=ask.sink,
+            client_id=ask.client_id,
+            priority=ask.priority,
+            body=body,
+            attempt=max(ask.attempts, 0),
+        )
+        self.book.open(group)
+        if group.attempt > 0 and self.book.now_s < self._settled_s:
+            self.book.held[group.group_id] = group
+        else:
+            self.book.wait(group)
+            self.crew.stir(group.env)
+            self.crew.dispatch()
+        # An assignment has said so itself.
+        if group.state is GroupState.QUEUED:
+            self.book.tell_client(group)
+
+    def _adopt(self, group: Group, ask: AskGroup, body: Buffer) -> None:
+        """A client asks for what a worker had claimed: they find each other again."""
+        group.client_id, group.sink, group.priority = ask.client_id, ask.sink, ask.priority
+        group.env, group.body = ask.env, body
+        group.attempt = max(group.attempt, ask.attempts)
+        self.crew.adopt(group, max(ask.num_samples, 1))
+
+    def _on_cancel(self, route: bytes, message: CancelGroup, _: Buffer) -> None:
+        # The note keeps an ask that is still on its way from running: cancelled is for good.
+        answer = GroupMoved(message.group_id, GroupState.CANCELLED, 0, "")
+        if group := self.book.groups.get(message.group_id):
+            self.crew.take_away(group, tell_worker=message.reason)
+            self.book.end(group, answer, self.settings.max_attempts)
+        else:
+            self.book.note(answer, self.settings.max_attempts)
+            self.book.send(route, answer)
+
+    # workers
+
+    def _on_worker_hello(self, route: bytes, hello: WorkerHello, _: Buffer) -> None:
+        self._env_errors.pop(hello.env, None)
+        self._hello(route)
+        self.crew.greet(hello, route)
+
+    def _on_worker_beat(self, route: bytes, beat: WorkerBeat, _: Buffer) -> None:
+        worker = self.crew.workers.get(beat.worker_id)
+        if worker is None:
+            self._hello(route)
+            return
+        worker.take_beat(beat, self.book.now_s)
+        self.crew.revive(worker)
+        self.crew.stir(worker.hello.env)
+
+    def _on_worker_left(self, _: bytes, message: WorkerLeft, __: Buffer) -> None:
+        if worker := self.crew.workers.get(message.worker_id):
+            self.crew.dismiss(worker, f"left: {message.reason}")
+
+    def _on_env_failed(self, _: bytes, message: EnvFailed, __: Buffer) -> None:
+        if len(self._env_errors) < MAX_ENV_ERRORS:
+            self._env_errors[message.env] = message.error
+        if self.crew.workers.serve(message.env):
+            return
+        held = [g for g in self.book.held.values() if g.env == message.env]
+        for group in [*self.book.queue.of_env(message.env), *held]:
+            self.crew.fail(group, f"env_failed: {message.error}")
+
+    def _on_started(self, route: bytes, message: GroupStarted, _: Buffer) -> None:
+        if worker := self._speaker(route):
+            self.crew.claim(worker, HeldGroup(message.group_id, message.attempt, False))
+
+    def _on_delivered(self, route: bytes, message: GroupDelivered, _: Buffer) -> None:
+        group = self.book.groups.get(message.group_id)
+        if group is None:
+            return
+        speaker = self.crew.workers.at(route)
+        is_here = speaker is not None and speaker.worker_id == group.worker_id
+        moved = GroupMoved(group.group_id, GroupState.DONE, message.attempt, group.worker_id)
+        why = "" if is_here else f"attempt {message.attempt} was delivered"
+        self.crew.take_away(group, tell_worker=why)
+        self.book.end(group, moved, group.attempt)
+
+    def _on_returned(self, route: bytes, message: GroupReturned, _: Buffer) -> None:
+        worker, group = self._speaker(route), self.book.groups.get(message.group_id)
+        if not worker or not group or group.worker_id != worker.worker_id:
+            return
+        if group.attempt == message.attempt and group.state is GroupState.ASSIGNED:
+            self.crew.hand_back(worker, group, message.reason)
+
+    def _speaker(self, route: bytes) -> Worker | None:
+        """The worker at `route`; one that we do not know is asked for its hello."""
+        worker = self.crew.workers.at(route)
+        if worker is None:
+            self._hello(route)
+        return worker
+
+    def _hello(self, route: bytes) -> None:
+        self.book.send(route, RouterHello(self.settings.beat_s))
+
+    # time
+
+    def _on_tick(self, now_s: float) -> None:
+        gap_s, self._ticked_s = now_s - self._ticked_s, now_s
+        if gap_s > 2 * self.settings.beat_s:
+            # We did not run, so we did not listen: nobody is late for that.
+            for peer in [*self.crew.workers, *self.book.clients.values()]:
+                peer.heard_s += gap_s
+        self._look_for_lost_workers(now_s)
+        self._look_for_lost_clients(now_s)
+        if now_s >= self._settled_s:
+            for group in list(self.book.held.values()):
+                self.book.wait(group)
+                self.crew.stir(group.env)
+        self.crew.look_after_groups()
+        self.book.tear_old_notes()
+
+    def _look_for_lost_workers(self, now_s: float) -> None:
+        for worker in self.crew.workers:
+            silent_s = now_s - worker.heard_s
+            if silent_s > FORGET_BEATS * self.settings.beat_s:
+                self.crew.dismiss(worker, "is forgotten")
+            elif silent_s > self._patience_s and worker.state is WorkerState.LIVE:
+                self.crew.lose(worker, f"was silent for {silent_s:.1f} s")
+
+    def _look_for_lost_clients(self, now_s: float) -> None:
+        grace_s = self._patience_s + self.settings.client_grace_s
+        for client in list(self.book.clients.values()):
+            silent_s = now_s - client.heard_s
+            if silent_s > grace_s:
+                self._drop_client(client.client_id, f"client_vanished: silent {silent_s:.0f} s")
