@@ -6,7 +6,7 @@
 Invariants: token ids are checked against the vocabulary before they leave, because one bad id kills
 an SGLang server; a leg's tokens are told once each, whichever form of stream the server has; every
 failure is EngineUnavailable (worth a retry) or EngineRefused (it would fail alike). Sources:
-SGLang's http_server.py and io_struct.py. Driven by runtime/legs.py, probe.py and the trainer's publisher.
+SGLang's http_server.py and io_struct.py. Driven by runtime/legs.py, probe.py and the publisher.
 """
 
 import asyncio
@@ -212,19 +212,22 @@ class EngineClient:
 
     async def _stream(self, body: bytes) -> AsyncIterator[LegChunk]:
         num_seen = 0
+        is_finished = False
         try:
             async with self._session.post(self._generate_url, data=body, headers=_JSON) as response:
                 if response.status != 200:
                     raise self._refusal(response.status, await response.read())
+                # Read to its very end, or the connection could not be used again.
                 async for answer in _events(response.content):
                     chunk = answers.chunk_of(answer, num_seen)
                     num_seen += len(chunk.token_ids)
+                    is_finished = chunk.finish is not None
                     yield chunk
-                    if chunk.finish:
-                        return
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"{self.url}: {_line(error)}") from None
-        raise EngineUnavailable(f"{self.url}: the stream was cut")
+            if not is_finished:
+                raise EngineUnavailable(f"{self.url}: {_line(error)}") from None
+        if not is_finished:
+            raise EngineUnavailable(f"{self.url}: the stream was cut")
 
     async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> bytes:
         return await self._call("POST", path, _encoder.encode(body), timeout_s)
@@ -252,7 +255,7 @@ class EngineClient:
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[Answer]:
-    """The answers in a server-sent event stream, until `[DONE]` or its end.
+    """The answers in a server-sent event stream, until its end.
 
     Of cumulative answers that arrive together only the newest is decoded.
     """
@@ -262,16 +265,13 @@ async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[Answer]:
     async for data in stream.iter_any():
         *events, pending = (pending + data).split(b"\n\n")
         payloads = [event[5:].strip() for event in events if event.startswith(b"data:")]
-        is_done = bool(payloads) and payloads[-1] == b"[DONE]"
-        if is_done:
+        if payloads and payloads[-1] == b"[DONE]":
             payloads.pop()
         for payload in payloads[-1:] if conflates else payloads:
             answer = answers.decode_answer(payload)
             conflates = conflates or answers.is_cumulative(answer, num_seen)
             num_seen = answer.meta_info.completion_tokens
             yield answer
-        if is_done:
-            return
 
 
 def _line(error: Exception) -> str:

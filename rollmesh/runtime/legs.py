@@ -1,0 +1,333 @@
+"""The shell of generations: carries their legs to engines and wakes their readers.
+
+Owns every task and timer that a generation needs; `close` ends them all. Invariants: a generation
+is kept exactly until it is at an end and its leg's stream has ended; a leg counts in the fleet view
+for as long as its connection is open; whatever happens to a leg becomes an event of its machine.
+Driven by sessions (start, join, wait, leave, seal) and by the fleet view's changes.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import aiohttp
+import msgspec
+import structlog
+
+from rollmesh.core.clock import Clock, SystemClock
+from rollmesh.core.errors import EngineError, EngineRefused
+from rollmesh.core.ids import new_id
+from rollmesh.core.types import VersionRun
+from rollmesh.engine.client import EngineClient, LegRequest, open_session
+from rollmesh.engine.view import FleetView
+from rollmesh.runtime.generation import (
+    Action,
+    Event,
+    GenerationMachine,
+    GenerationSettings,
+    GenerationState,
+)
+from rollmesh.runtime.generation_events import (
+    AbortLeg,
+    ChooseEngine,
+    DropLeg,
+    EngineChosen,
+    EngineLost,
+    FleetMoved,
+    GenerationRequest,
+    Joined,
+    Left,
+    LegFailed,
+    LegFinish,
+    LegSampled,
+    ReportFault,
+    Sealed,
+    StartLeg,
+    StopMatcher,
+    WakeReaders,
+)
+from rollmesh.wire.machine import Ticked
+from rollmesh.wire.messages import EngineFaulted, EnginePhase
+
+TICK_S = 0.1
+AVOID_S = 1.0
+"""An engine that failed a leg is chosen for so long only where there is no other."""
+
+log = structlog.get_logger()
+
+
+class Generation:
+    """One sampled turn, as its readers see it; made by `Sampler.start`."""
+
+    def __init__(self, machine: GenerationMachine, drive: "Callable[[Generation, Event], None]"):
+        self.machine = machine
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        """Legs whose connection is open, by number; the sampler's."""
+        self._drive = drive
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def state(self) -> GenerationState:
+        return self.machine.state
+
+    @property
+    def token_ids(self) -> "array[int]":
+        """All sampled tokens so far, the stop token included."""
+        return self.machine.sampled.token_ids
+
+    @property
+    def logprobs(self) -> "array[float]":
+        """One per token."""
+        return self.machine.sampled.logprobs
+
+    @property
+    def policy_versions(self) -> list[VersionRun]:
+        """Runs that add up to the tokens."""
+        return self.machine.sampled.policy_versions
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop` or `length` once COMMITTED, else ''."""
+        return self.machine.finish_reason
+
+    @property
+    def matched_stop(self) -> int | str | None:
+        """The token or string that stopped it."""
+        return self.machine.matched_stop
+
+    @property
+    def error(self) -> EngineError | None:
+        """Why it is VOID."""
+        return self.machine.error
+
+    def join(self) -> None:
+        """A reader comes; a parked generation goes on from its exact tokens."""
+        self._drive(self, Joined())
+
+    def leave(self) -> None:
+        """A reader goes; the last one parks a running generation."""
+        self._drive(self, Left())
+
+    def seal(self, reason: str) -> None:
+        """End it, VOID, unless it is COMMITTED; every waiter is woken."""
+        self._drive(self, Sealed(reason))
+
+    async def wait(self, num_tokens: int) -> bool:
+        """Until there are more than `num_tokens` tokens (True) or no more will come (False)."""
+        while len(self.token_ids) <= num_tokens:
+            if self.state in (GenerationState.COMMITTED, GenerationState.VOID):
+                return False
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        return True
+
+    async def wait_end(self) -> None:
+        """Until it is COMMITTED or VOID."""
+        while self.state in (GenerationState.RUNNING, GenerationState.PARKED):
+            await self.wait(len(self.token_ids))
+
+    def wake(self) -> None:
+        """Let every waiter look again; the sampler's."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class SamplerParts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sampler stands on."""
+
+    view: FleetView
+    vocab_size: int
+    """The model's; ids from here on never reach an engine."""
+    report: Callable[[EngineFaulted], None]
+    """Tells the router."""
+    new_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None
+    """Makes a StopStrings with a fresh detokenizer; needed where agents send stop strings."""
+
+
+class Sampler:
+    """Starts generations and drives them; one per worker, used from one event loop."""
+
+    def __init__(
+        self,
+        parts: SamplerParts,
+        settings: GenerationSettings | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._parts = parts
+        self._settings = settings or GenerationSettings()
+        self._clock = clock or SystemClock()
+        self._live: set[Generation] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._clients: dict[str, EngineClient] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._avoid_until_s: dict[str, float] = {}
+        self._rid_prefix = new_id("g")
+        self._num_started = 0
+        parts.view.listeners.append(self._on_table)
+
+    @property
+    def num_live(self) -> int:
+        """Generations that are not settled."""
+        return len(self._live)
+
+    def start(self, request: GenerationRequest) -> Generation:
+        """Begin to sample; the caller joins at once, since only a reader's leaving parks it."""
+        rid = f"{self._rid_prefix}.{self._num_started}"
+        self._num_started += 1
+        make, stops = self._parts.new_matcher, request.params.stop
+        machine = GenerationMachine(
+            request,
+            self._settings,
+            rid,
+            self._clock.now_s(),
+            (lambda: make(stops)) if make and stops else None,
+        )
+        generation = Generation(machine, self._drive)
+        self._live.add(generation)
+        self._drive(generation, Ticked())
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        return generation
+
+    async def close(self) -> None:
+        """Seal what runs, abort its legs, hang up."""
+        self._parts.view.listeners.remove(self._on_table)
+        for generation in list(self._live):
+            generation.seal("the worker stops")
+        if self._timer:
+            self._timer.cancel()
+        aborts = [task for task in self._tasks if task.get_name().startswith("abort")]
+        if aborts:
+            await asyncio.wait(aborts, timeout=TICK_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session:
+            await self._session.close()
+
+    # events
+
+    def _drive(self, generation: Generation, event: Event) -> None:
+        for action in generation.machine.step(event, self._clock.now_s()):
+            self._carry_out(generation, action)
+        if generation.machine.is_settled:
+            self._live.discard(generation)
+
+    def _tick(self) -> None:
+        for generation in list(self._live):
+            self._drive(generation, Ticked())
+        self._timer = None
+        if self._live:
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _on_table(self) -> None:
+        view = self._parts.view
+        for generation in list(self._live):
+            machine = generation.machine
+            url = machine.leg_url
+            if url is None:
+                is_paused = view.is_paused(machine.min_policy_version)
+            else:
+                row = view.find(url)
+                gone = row is None or row.phase in (EnginePhase.FENCED, EnginePhase.GONE)
+                if row is None or gone or row.incarnation != machine.leg_incarnation:
+                    self._drive(generation, EngineLost(url))
+                    is_paused = view.is_paused(machine.min_policy_version)
+                else:
+                    is_paused = row.phase is EnginePhase.UPDATING
+            self._drive(generation, FleetMoved(is_paused))
+
+    # actions
+
+    def _carry_out(self, generation: Generation, action: Action) -> None:
+        match action:
+            case WakeReaders():
+                generation.wake()
+            case ChooseEngine():
+                self._choose(generation, action.min_policy_version)
+            case StartLeg():
+                generation.tasks[action.leg] = self._spawn(
+                    self._run_leg(generation, action), f"leg {action.rid}"
+                )
+            case AbortLeg():
+                self._spawn(self._abort_leg(action), f"abort {action.rid}")
+            case DropLeg():
+                task = generation.tasks.pop(action.leg, None)
+                if task:
+                    task.cancel()
+            case ReportFault():
+                self._avoid_until_s[action.url] = self._clock.now_s() + AVOID_S
+                log.warning("engine.faulted", url=action.url, detail=action.detail)
+                self._parts.report(EngineFaulted(action.url, action.incarnation, action.detail))
+
+    def _choose(self, generation: Generation, min_policy_version: int) -> None:
+        now_s = self._clock.now_s()
+        for url in [u for u, until_s in self._avoid_until_s.items() if until_s <= now_s]:
+            del self._avoid_until_s[url]
+        key = generation.machine.request.session_key
+        row = self._parts.view.choose(key, min_policy_version, self._avoid_until_s)
+        if row:
+            chosen = EngineChosen(row.url, row.incarnation, row.policy_version)
+            self._drive(generation, chosen)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run_leg(self, generation: Generation, start: StartLeg) -> None:
+        machine, view = generation.machine, self._parts.view
+        client = self._client(start.url)
+        leg = LegRequest(
+            rid=start.rid,
+            input_ids=machine.context(),
+            params=machine.request.params,
+            max_new_tokens=start.max_new_tokens,
+            extra_key=start.extra_key,
+            stream=start.stream,
+        )
+        event: Event | None = None
+        view.begin(start.url)
+        try:
+            async for chunk in client.generate(leg):
+                finish = chunk.finish
+                told = LegSampled(
+                    start.leg,
+                    chunk.token_ids,
+                    chunk.logprobs,
+                    chunk.policy_version,
+                    LegFinish(finish.kind, finish.matched) if finish else None,
+                    chunk.policy_versions,
+                )
+                self._drive(generation, told)
+        except EngineError as error:
+            event = LegFailed(start.leg, str(error), isinstance(error, EngineRefused))
+        except Exception as error:
+            log.error("leg.broken", rid=start.rid, exc_info=True)
+            event = LegFailed(start.leg, f"{type(error).__name__}: {error}")
+        finally:
+            view.end(start.url)
+            generation.tasks.pop(start.leg, None)
+        if event:
+            self._drive(generation, event)
+
+    async def _abort_leg(self, action: AbortLeg) -> None:
+        try:
+            await self._client(action.url).abort(action.rid)
+        except EngineError as error:
+            # The machine asks again until the leg's stream has ended.
+            log.debug("abort.failed", rid=action.rid, error=str(error))
+
+    def _client(self, url: str) -> EngineClient:
+        client = self._clients.get(url)
+        if client is None:
+            self._session = self._session or open_session()
+            client = EngineClient(url, self._session, self._parts.vocab_size)
+            self._clients[url] = client
+        return client
