@@ -10,8 +10,8 @@ import msgspec
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.serve.client.asks import (
     Arrived,
-    AskEnded,
     Asked,
+    AskEnded,
     Asks,
     AsksSettings,
     Cancelled,
@@ -151,6 +151,7 @@ class SimClient(Node):
         for action in self.sink.step(Kept(keep), self._kernel.now_s()):
             self._do_sink(action)
         turns = msgspec.msgpack.decode(keep.body, type=GroupTurns)
+        assert all(turn.is_exact() for turn in turns.turns), f"{group_id}: tokens are not exact"
         self._do_asks(self.asks.step(Arrived(group_id), self._kernel.now_s()))
         self.endings.append(Ending(group_id, turns.reason))
         if turns.reason:

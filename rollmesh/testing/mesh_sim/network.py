@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
+from rollmesh.testing.mesh_sim.transitions import Transitions
 from rollmesh.wire.frames import Packet, decode, encode
 
 
@@ -37,6 +38,7 @@ class Network:
         self.faults = faults
         self.num = collections.Counter[str]()
         """How often each fault occurred."""
+        self.transitions = Transitions()
         self._receivers: dict[str, tuple[Node, Callable[[str, Packet], None]]] = {}
 
     def attach(self, node: Node, receive: Callable[[str, Packet], None]) -> None:

@@ -1,0 +1,129 @@
+"""The simulated router process: Ledger and Fleet behind one name, as serve/router joins them.
+
+It keeps nothing over a crash: a new life is a new incarnation, with the engines of its command line.
+Driven by the kernel: ticks, messages, and the answers of engines to probes.
+"""
+
+from rollmesh.core.config import RouterConfig
+from rollmesh.engine.fleet import Action as FleetAction
+from rollmesh.engine.fleet import (
+    ContinueEngine,
+    EngineProbed,
+    Fleet,
+    FleetSettings,
+    ProbeEngine,
+    PublishTable,
+)
+from rollmesh.serve.router.ledger import Ledger
+from rollmesh.testing.mesh_sim.engine import SimEngine
+from rollmesh.testing.mesh_sim.kernel import Kernel, Node
+from rollmesh.testing.mesh_sim.network import Network
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.messages import JoinEngine
+
+TICK_S = 0.05
+SETTINGS = RouterConfig(beat_s=0.2, missed_beats=4, max_attempts=1000, client_grace_s=1000.0)
+"""Attempts are not what the simulator is about: with them bounded, bad luck would end groups."""
+FLEET = FleetSettings(probe_s=0.5, join_probe_s=0.1, answer_s=1.0, fence_s=0.3, push_s=0.5)
+
+
+class SimRouter(Node):
+    """One router process."""
+
+    def __init__(self, kernel: Kernel, network: Network, engines: dict[str, SimEngine]) -> None:
+        super().__init__("router")
+        self._kernel = kernel
+        self._network = network
+        self._engines = engines
+        self._begin_life()
+        network.attach(self, self._receive)
+
+    @property
+    def incarnation(self) -> str:
+        return f"router.{self.life}"
+
+    def start(self) -> None:
+        for url in self._engines:
+            self._do_fleet(self.fleet.step(Received(b"", JoinEngine(0, url)), self._now_s()))
+        self._tick()
+
+    def restart(self) -> None:
+        super().restart()
+        self._network.transitions.forget("ledger")
+        self._network.transitions.forget("fleet")
+        self._begin_life()
+        self.start()
+
+    def held(self) -> int:
+        """Everything that should be gone when nothing is left to do."""
+        return len(self.ledger.book.groups)
+
+    def _begin_life(self) -> None:
+        self.ledger = Ledger(SETTINGS, self._kernel.now_s())
+        self.fleet = Fleet(FLEET)
+
+    def _now_s(self) -> float:
+        return self._kernel.now_s()
+
+    def _tick(self) -> None:
+        self._do(self.ledger.step(Ticked(), self._now_s()))
+        self._do_fleet(self.fleet.step(Ticked(), self._now_s()))
+        self._kernel.after(TICK_S, self._tick, self)
+
+    def _receive(self, source: str, packet: Packet) -> None:
+        event = Received(source.encode(), packet.message, packet.body, packet.router)
+        self._do(self.ledger.step(event, self._now_s()))
+        self._do_fleet(self.fleet.step(event, self._now_s()))
+
+    def _do(self, sends: list[Send]) -> None:
+        states = {
+            group_id: group.state.value for group_id, group in self.ledger.book.groups.items()
+        }
+        self._network.transitions.watch("ledger", states)
+        for send in sends:
+            self._send(send)
+
+    def _do_fleet(self, actions: list[FleetAction]) -> None:
+        table = self.fleet.table()
+        phases = {row.url: row.phase.value for row in table.engines}
+        self._network.transitions.watch("fleet", phases)
+        for action in actions:
+            match action:
+                case Send():
+                    if action.route:
+                        self._send(action)
+                case PublishTable():
+                    for route in self.ledger.worker_routes():
+                        self._send(Send(route, table))
+                case ProbeEngine(url, serial):
+                    self._probe(url, serial, resume=False)
+                case ContinueEngine(url, serial):
+                    self._probe(url, serial, resume=True)
+
+    def _probe(self, url: str, serial: int, *, resume: bool) -> None:
+        engine = self._engines[url]
+
+        def arrive() -> None:
+            ok = engine.alive and not self._network.call_fails()
+            if ok and resume:
+                engine.resume()
+            probed = EngineProbed(
+                url=url,
+                serial=serial,
+                ok=ok,
+                incarnation=engine.incarnation if ok else "",
+                policy_version=engine.policy_version if ok else -1,
+                num_running=len(engine.running) if ok else 0,
+                detail="" if ok else "does not answer",
+            )
+            self._network.call(self, lambda: self._probed(probed), 0.0)
+
+        self._kernel.after(self._kernel.rng.uniform(0.001, 0.02), arrive)
+
+    def _probed(self, probed: EngineProbed) -> None:
+        self._do_fleet(self.fleet.step(probed, self._now_s()))
+
+    def _send(self, send: Send) -> None:
+        packet = Packet(send.message, self.incarnation, send.body)
+        self._network.send(self, send.route.decode(), packet)

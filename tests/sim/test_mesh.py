@@ -1,0 +1,151 @@
+"""The whole mesh under a faulty network: whatever happens, every ask ends once and exactly.
+
+A seed that ever failed is added to KEPT_SEEDS with what it found.
+"""
+
+import collections
+from typing import Any
+
+import pytest
+
+from rollmesh.core.ids import GroupId
+from rollmesh.engine.fleet import Fleet
+from rollmesh.runtime.generation import GenerationMachine
+from rollmesh.serve.client.sink import Sink
+from rollmesh.serve.router.ledger import Ledger
+from rollmesh.testing.mesh_sim.mesh import CHAOS, Report, simulate
+from rollmesh.testing.mesh_sim.network import Faults
+
+NUM_SEEDS = 1000
+SEEDS_PER_TEST = 100
+MIN_EVENTS = 200
+KEPT_SEEDS = {
+    251: "a late claim of an ended group stood in the ledger until its patience was over",
+    645: "the same with two groups",
+}
+FAULTS = {
+    "drop",
+    "duplicate",
+    "slow",
+    "call_error",
+    "crash",
+    "freeze",
+    "cancel",
+    "not_kept",
+    "reader_left",
+}
+TRANSITIONS = {
+    "ledger: - > queued",
+    "ledger: - > assigned",
+    "ledger: - > running",
+    "ledger: queued > assigned",
+    "ledger: queued > running",
+    "ledger: queued > -",
+    "ledger: assigned > running",
+    "ledger: assigned > queued",
+    "ledger: assigned > -",
+    "ledger: running > queued",
+    "ledger: running > -",
+    "generation: running > parked",
+    "generation: running > committed",
+    "generation: running > void",
+    "generation: parked > running",
+    "generation: parked > committed",
+    "generation: parked > void",
+    "fleet: - > joining",
+    "fleet: joining > ready",
+    "fleet: ready > updating",
+    "fleet: updating > ready",
+    "fleet: updating > joining",
+    "fleet: updating > fenced",
+    "fleet: ready > fenced",
+    "fleet: fenced > joining",
+    "outbox: - > sent",
+    "outbox: sent > -",
+}
+
+
+@pytest.fixture(scope="module")
+def seen() -> Report:
+    """What all seeds together saw; filled by the tests before the last one."""
+    return Report(
+        seed=-1,
+        num_events=0,
+        num_groups=0,
+        num_results=0,
+        num_trained=0,
+        num_steps=0,
+        faults=collections.Counter(),
+        transitions=collections.Counter(),
+    )
+
+
+def test_a_perfect_network_loses_and_ages_nothing() -> None:
+    report = simulate(seed=1, faults=Faults())
+    assert report.num_groups == report.num_results
+    assert report.faults["stale"] == 0
+    assert report.num_trained >= report.num_groups - 1
+
+
+def test_same_seed_gives_the_same_run() -> None:
+    assert simulate(seed=7) == simulate(seed=7)
+
+
+@pytest.mark.parametrize("seed", KEPT_SEEDS)
+def test_kept_seed_comes_to_rest(seed: int) -> None:
+    assert simulate(seed).num_events >= MIN_EVENTS
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+def test_every_ask_ends_once_whatever_the_network_does(first: int, seen: Report) -> None:
+    for seed in range(first, first + SEEDS_PER_TEST):
+        report = simulate(seed)
+        assert report.num_events >= MIN_EVENTS, f"seed {seed} ended early"
+        assert report.num_results > 0, f"seed {seed} brought nothing home"
+        seen.faults.update(report.faults)
+        seen.transitions.update(report.transitions)
+
+
+def test_every_fault_and_every_transition_occurred(seen: Report) -> None:
+    assert set(seen.faults) >= FAULTS
+    assert set(seen.transitions) >= TRANSITIONS
+
+
+def broken_sink_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_ended(_sink: Sink, _group_id: GroupId) -> bool:
+        return False
+
+    monkeypatch.setattr(Sink, "has_ended", has_ended)
+
+
+def broken_leg_forgets_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def context(machine: GenerationMachine) -> list[int]:
+        return [*machine.request.prompt_ids, *machine.sampled.token_ids[1:]]
+
+    monkeypatch.setattr(GenerationMachine, "context", context)
+
+
+def broken_ledger_never_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "_on_tick", lambda _ledger, _now_s: None)
+
+
+def broken_fleet_ignores_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fleet, "_on_probed", lambda _fleet, _probed, _now_s: None)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        broken_sink_takes_everything,
+        broken_leg_forgets_a_token,
+        broken_ledger_never_looks_at_the_clock,
+        broken_fleet_ignores_probes,
+    ],
+)
+def test_the_simulator_notices_a_broken_machine(
+    mutate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            simulate(seed, faults=CHAOS)
