@@ -1,0 +1,84 @@
+"""What a client hands out: finished groups with their arrays, and groups that ended without.
+
+Invariant: decoding happens on the taker's thread, so that the intake's acks never wait for it; a
+result that does not decode is a drop with that reason, never an exception. Driven by the taker.
+"""
+
+import msgspec
+import numpy as np
+
+from rollmesh.core.errors import WireError
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import GroupRecord
+from rollmesh.serve.client.samples import Float32s, Int32s, check_counts
+from rollmesh.wire.bodies import decode_record
+from rollmesh.wire.frames import Buffer
+
+
+class RawResult(msgspec.Struct, frozen=True):
+    """A result as it came, safe in the journal at `position`."""
+
+    group_id: GroupId
+    attempt: int
+    worker_id: str
+    complete: bool
+    body: Buffer
+    buffers: tuple[Buffer, ...]
+    position: int
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A group all of whose siblings came to an outcome."""
+
+    group_id: GroupId
+    attempt: int
+    worker_id: str
+    record: GroupRecord
+    token_ids: Int32s
+    """[all tokens of all rollouts], in the order of the record."""
+    logprobs: Float32s
+    """[all sampled tokens of all rollouts]."""
+    position: int
+    """Where it stands in the journal."""
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """A group that ended and does not train."""
+
+    group_id: GroupId
+    reason: str
+    record: GroupRecord | None = None
+    """What there is of an incomplete group."""
+
+
+Arrival = Finished | Dropped
+
+
+def open_result(raw: RawResult) -> Arrival:
+    """Decode a result; a Dropped with its reason where it is incomplete or malformed."""
+    try:
+        record = decode_record(raw.body)
+        if not raw.complete:
+            return Dropped(raw.group_id, record.reason or "incomplete", record)
+        token_ids, logprobs = _arrays(raw.buffers)
+        check_counts(record, len(token_ids), len(logprobs))
+    except WireError as error:
+        return Dropped(raw.group_id, f"malformed: {error}")
+    return Finished(
+        group_id=raw.group_id,
+        attempt=raw.attempt,
+        worker_id=raw.worker_id,
+        record=record,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        position=raw.position,
+    )
+
+
+def _arrays(buffers: tuple[Buffer, ...]) -> tuple[Int32s, Float32s]:
+    if len(buffers) != 2:
+        raise WireError(f"{len(buffers)} buffers where token ids and log-probs belong")
+    try:
+        return np.frombuffer(buffers[0], np.int32), np.frombuffer(buffers[1], np.float32)
+    except ValueError as error:
+        raise WireError(str(error)) from None

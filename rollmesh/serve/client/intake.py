@@ -1,0 +1,231 @@
+"""The intake's thread: takes results in, writes them down, acks them, and talks to the router.
+
+Owns the sink's Hub, the Dialer to the router, the two machines and the book; the program's thread
+reaches it through two queues. Invariants: nothing here waits for the program, and nothing decodes
+a result; a result is written before it is acked. Driven by its own thread, from `start` to `close`.
+"""
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+
+import msgspec
+
+from rollmesh.core.errors import JournalError
+from rollmesh.core.ids import IntervalSet
+from rollmesh.core.logs import get_logger
+from rollmesh.serve.client.arrivals import Dropped, RawResult
+from rollmesh.serve.client.asks import Action as AskAction
+from rollmesh.serve.client.asks import (
+    Arrived,
+    Asked,
+    AskEnded,
+    Asks,
+    AsksSettings,
+    Cancelled,
+    Closed,
+)
+from rollmesh.serve.client.book import AnyEntry, Book, GroupBooked, RunBegan
+from rollmesh.serve.client.sink import Action as SinkAction
+from rollmesh.serve.client.sink import Book as BookDrop
+from rollmesh.serve.client.sink import Keep, Kept, Sink
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+from rollmesh.wire.sockets import Dialer, Doorbell, Hub, wait
+
+log = get_logger()
+
+JOIN_S = 5.0
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Command: write `entry`, then fulfil `written`."""
+
+    entry: AnyEntry
+    written: Future[None]
+
+
+class Free(msgspec.Struct, frozen=True):
+    """Command: nothing before `position` is needed any more."""
+
+    position: int
+
+
+Command = Asked | Cancelled | Note | Free
+
+
+class Intake:
+    """See the module. `arrivals` is filled by the thread and emptied by `take`."""
+
+    def __init__(self, hub: Hub, dialer: Dialer, book: Book, settings: AsksSettings) -> None:
+        self._hub = hub
+        self._dialer = dialer
+        self._book = book
+        self._asks = Asks(settings)
+        self._sink = Sink(book.ended)
+        self._bell = Doorbell()
+        self._commands: deque[Command] = deque()
+        self._held_asks: deque[Asked] = deque()
+        self._arrivals: deque[RawResult | Dropped] = deque()
+        self._arrived = threading.Condition()
+        self._closing = False
+        self._fault: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
+
+    def start(self, run_id: str) -> None:
+        """Begin a run of this id and serve; JournalError if the book cannot be written."""
+        self._book.note(RunBegan(run_id))
+        self._book.ended[run_id] = IntervalSet()
+        self._arrivals.extend(self._book.restored())
+        self._thread.start()
+
+    def close(self) -> None:
+        """Carry out what was commanded, say goodbye, and end the thread."""
+        self._closing = True
+        self._bell.ring()
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_S)
+            if self._thread.is_alive():  # stuck in a system call: its sockets are still its own
+                log.error("intake.stuck", waited_s=JOIN_S)
+                return
+        self._dialer.close()
+        self._hub.close()
+        self._book.close()
+        self._bell.close()
+
+    def command(self, command: Command) -> None:
+        """Have the thread do this; from any thread."""
+        self._commands.append(command)
+        self._bell.ring()
+
+    def take(self, timeout_s: float) -> list[RawResult | Dropped]:
+        """All that has arrived, waiting up to `timeout_s` for the first.
+
+        Raises what ended the intake's thread, once everything that had arrived is taken.
+        """
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._arrivals or self._fault, timeout_s)
+            arrivals = list(self._arrivals)
+            self._arrivals.clear()
+        if not arrivals and self._fault:
+            raise self._fault
+        return arrivals
+
+    # the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                wait([self._hub, self._dialer], self._bell, self._asks.beat_s / 2)
+                self._turn()
+            self._turn()
+            self._do_asks(self._asks.step(Closed(), time.monotonic()))
+        except Exception as error:  # door: the thread's end must reach the program
+            log.exception("intake.failed")
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        with self._arrived:
+            self._fault = error
+            self._arrived.notify_all()
+        for command in self._commands:
+            if isinstance(command, Note):
+                command.written.set_exception(error)
+
+    def _turn(self) -> None:
+        """Everything that is there to do now."""
+        for packet in self._dialer.receive():
+            event = Received(ROUTER, packet.message, packet.body, packet.router)
+            self._do_asks(self._asks.step(event, time.monotonic()))
+        for route, packet in self._hub.receive():
+            self._receive_result(route, packet)
+        while self._commands:
+            self._carry_out(self._commands.popleft())
+        while self._held_asks and not self._book.is_full:
+            self._do_asks(self._asks.step(self._held_asks.popleft(), time.monotonic()))
+        self._do_asks(self._asks.step(Ticked(), time.monotonic()))
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Asked():
+                self._ask(command)
+            case Cancelled(group_id):
+                self._held_asks = deque(a for a in self._held_asks if a.group_id != group_id)
+                ended = self._asks.step(command, time.monotonic())
+                self._do_asks(ended or [AskEnded(group_id, command.reason)])
+            case Note(entry, written):
+                try:
+                    self._book.note(entry)
+                    written.set_result(None)
+                except JournalError as error:
+                    written.set_exception(error)
+            case Free(position):
+                self._free(position)
+
+    def _ask(self, asked: Asked) -> None:
+        if self._book.is_full or self._held_asks:
+            if not self._held_asks:
+                log.warning(
+                    "journal.full",
+                    size_bytes=self._book.size_bytes,
+                    fix="raise journal.max_bytes or write checkpoints more often",
+                )
+            self._held_asks.append(asked)
+        else:
+            self._do_asks(self._asks.step(asked, time.monotonic()))
+
+    def _free(self, position: int) -> None:
+        with self._arrived:
+            waiting = [each.position for each in self._arrivals if isinstance(each, RawResult)]
+        try:
+            self._book.free(min([position, *waiting]))
+        except JournalError as error:
+            log.error("journal.failed", error=str(error))
+
+    def _receive_result(self, route: bytes, packet: Packet) -> None:
+        event = Received(route, packet.message, packet.body, packet.router)
+        for action in self._sink.step(event, time.monotonic()):
+            if isinstance(action, Keep):
+                self._keep(action, packet)
+            else:
+                self._do_sink(action)
+
+    def _keep(self, keep: Keep, packet: Packet) -> None:
+        try:
+            result = self._book.keep(keep.message, packet)
+        except JournalError as error:
+            # Not acked: its worker sends it again.
+            log.error("journal.failed", error=str(error))
+            return
+        for action in self._sink.step(Kept(keep), time.monotonic()):
+            self._do_sink(action)
+        self._do_asks(self._asks.step(Arrived(keep.message.group_id), time.monotonic()))
+        self._hand_out(result)
+
+    def _do_asks(self, actions: list[AskAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(_, message, body):
+                    self._dialer.send(Packet(message, self._asks.router, body))
+                case AskEnded():
+                    for drop in self._sink.step(action, time.monotonic()):
+                        self._do_sink(drop)
+
+    def _do_sink(self, action: SinkAction) -> None:
+        match action:
+            case Send(route, message):
+                self._hub.send(route, Packet(message))
+            case BookDrop(group_id, reason):
+                try:
+                    self._book.note(GroupBooked(group_id, reason))
+                except JournalError as error:
+                    log.error("journal.failed", error=str(error))
+                self._hand_out(Dropped(group_id, reason))
+            case Keep():
+                raise AssertionError("a result is kept with its packet")
+
+    def _hand_out(self, arrival: RawResult | Dropped) -> None:
+        with self._arrived:
+            self._arrivals.append(arrival)
+            self._arrived.notify()

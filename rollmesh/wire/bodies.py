@@ -1,0 +1,47 @@
+"""What travels in message bodies, to bytes and back; routers and journals forward it unopened.
+
+    AskGroup, RunGroup   GroupAsk, msgpack
+    GroupFinished        GroupRecord, JSON, since it embeds the messages as the agents' own JSON;
+                         buffers: int32 token ids, float32 log-probs, all rollouts in order
+
+Invariant: what does not decode is a WireError in one line, never another exception. Driven by the
+ends: clients and workers.
+"""
+
+import msgspec
+
+from rollmesh.core.errors import WireError
+from rollmesh.core.types import GroupRecord
+from rollmesh.wire.frames import Buffer
+from rollmesh.wire.messages import GroupAsk
+
+_ask_encoder = msgspec.msgpack.Encoder()
+_ask_decoder = msgspec.msgpack.Decoder(GroupAsk)
+_record_encoder = msgspec.json.Encoder()
+_record_decoder = msgspec.json.Decoder(GroupRecord)
+
+
+def encode_ask(ask: GroupAsk) -> bytes:
+    """The body of an AskGroup."""
+    return _ask_encoder.encode(ask)
+
+
+def decode_ask(body: Buffer) -> GroupAsk:
+    """The inverse of `encode_ask`; WireError on anything else."""
+    try:
+        return _ask_decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a group's ask: {error}") from None
+
+
+def encode_record(record: GroupRecord) -> bytes:
+    """The body of a GroupFinished."""
+    return _record_encoder.encode(record)
+
+
+def decode_record(body: Buffer) -> GroupRecord:
+    """The inverse of `encode_record`; WireError on anything else."""
+    try:
+        return _record_decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a group's record: {error}") from None

@@ -1,0 +1,89 @@
+"""The book: what a restarted client must know stands on disk before it is acted upon."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.errors import JournalError
+from rollmesh.core.ids import GroupId, IntervalSet
+from rollmesh.core.journal import Journal
+from rollmesh.serve.client.book import Book, GroupBooked, Published, RunBegan, StepTaken
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import GroupFinished
+
+CONFIG = JournalConfig(segment_bytes=200, max_bytes=10_000)
+
+
+def group(seq: int) -> GroupId:
+    return GroupId("r1", seq)
+
+
+def keep(book: Book, seq: int, complete: bool = True) -> int:
+    message = GroupFinished(group(seq), 1, "w1", complete)
+    return book.keep(message, Packet(message, "", b"record", (b"ids!", b"lps!"))).position
+
+
+def test_results_that_no_step_took_are_restored_once(tmp_path: Path) -> None:
+    book = Book(tmp_path, CONFIG)
+    book.note(RunBegan("r1"))
+    for seq in range(4):
+        keep(book, seq)
+    book.note(StepTaken(0, (group(0), group(2))))
+    book.note(GroupBooked(group(3), "stale"))
+    book.note(Published(1, 1))
+    book.close()
+    again = Book(tmp_path, CONFIG)
+    [restored] = again.restored()
+    assert (restored.group_id, restored.body) == (group(1), b"record")
+    assert [bytes(buffer) for buffer in restored.buffers] == [b"ids!", b"lps!"]
+    assert again.restored() == []
+    assert again.ended["r1"].intervals() == [(0, 4)]
+    again.close()
+
+
+def test_incomplete_result_leaves_a_line_and_is_not_restored(tmp_path: Path) -> None:
+    book = Book(tmp_path, CONFIG)
+    keep(book, 5, complete=False)
+    book.close()
+    again = Book(tmp_path, CONFIG)
+    assert again.restored() == []
+    assert 5 in again.ended["r1"]
+    again.close()
+
+
+def test_freed_segments_leave_what_has_ended(tmp_path: Path) -> None:
+    book = Book(tmp_path, CONFIG)
+    book.note(RunBegan("r1"))
+    positions = [keep(book, seq) for seq in range(20)]
+    book.ended["r1"] = IntervalSet([(0, 20)])
+    before = book.size_bytes
+    book.free(positions[18])
+    assert book.size_bytes < before
+    book.close()
+    again = Book(tmp_path, CONFIG)
+    assert again.ended["r1"].intervals() == [(0, 20)]
+    assert {raw.group_id.seq for raw in again.restored()} >= {18, 19}
+    again.close()
+
+
+def test_book_over_its_budget_says_so(tmp_path: Path) -> None:
+    book = Book(tmp_path, JournalConfig(segment_bytes=200, max_bytes=50))
+    full = [book.is_full]
+    keep(book, 0)
+    full.append(book.is_full)
+    assert full == [False, True]
+    book.close()
+
+
+@pytest.mark.parametrize("frames", [[], [b"\xc1"], [msgspec.msgpack.encode(["later", 1])]])
+def test_unknown_entry_is_an_error_and_gives_the_journal_back(
+    tmp_path: Path, frames: list[bytes]
+) -> None:
+    journal = Journal(tmp_path / "journal", 200)
+    journal.append(frames)
+    journal.close()
+    with pytest.raises(JournalError, match="unknown"):
+        Book(tmp_path, CONFIG)
+    Journal(tmp_path / "journal", 200).close()
