@@ -1,0 +1,113 @@
+"""Which renderer a model's chats go through, and how that library is loaded into a slim process.
+
+Owns the choice: a family of the library renderers by name or by the model's type, else the
+folder's own chat template. Invariant: a worker never loads the openai SDK on the library's behalf.
+Driven by prompts.py, once per process.
+"""
+
+import sys
+import types
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import orjson
+
+from rollmesh.core.errors import ConfigError, ModelError
+from rollmesh.runtime.templates import TemplateRenderer
+from rollmesh.runtime.tokenizer import Tokenizer
+
+FAMILY_OF_MODEL_TYPE = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "gpt_oss": "gpt-oss"}
+"""`model_type` of config.json where every published model of the type shares one chat format."""
+
+
+class Renderer(Protocol):
+    """What we use of the library renderers; its docs have the meanings."""
+
+    def render_ids(
+        self, messages: list[Any], *, tools: list[Any] | None, add_generation_prompt: bool
+    ) -> list[int]: ...
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[Any] | None, prompt_ids: list[int] | None
+    ) -> Any: ...
+
+    def get_stop_token_ids(self) -> list[int]: ...
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None,
+    ) -> Any: ...
+
+
+class Family(msgspec.Struct, frozen=True):
+    """A renderer and what we know of its format."""
+
+    renderer: Renderer
+    frames_by_marks: bool
+    """Reasoning and calls stand between single `<think>` and `<tool_call>` tokens."""
+
+
+def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
+    """The renderer that `name` asks for: `auto`, `template`, or a family of the library.
+
+    ConfigError on an unknown name, ModelError if the folder lacks what the choice needs.
+    """
+    if name == "auto":
+        name = FAMILY_OF_MODEL_TYPE.get(_model_type(folder), "template")
+    if name == "template":
+        return Family(TemplateRenderer(folder, tokenizer), frames_by_marks=True)
+    library = _import_renderers()
+    try:
+        config = library.config_from_name(name).model_copy(update={"thinking_retention": "all"})
+    except (ValueError, KeyError, AttributeError):
+        raise ConfigError(
+            f"model.renderer: no family {name!r} in the library renderers; "
+            "`auto` and `template` always work"
+        ) from None
+    try:
+        # The direct import keeps some thirty other families out of the process.
+        renderer: Renderer = (
+            library.Qwen3Renderer(tokenizer, config)
+            if name == "qwen3"
+            else library.create_renderer(tokenizer, config)
+        )
+    except (AssertionError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"{folder}: its tokenizer does not fit the renderer {name!r}: {error}; "
+            'set model.renderer = "template"'
+        ) from None
+    return Family(renderer, frames_by_marks=name == "qwen3")
+
+
+def _model_type(folder: Path) -> str:
+    try:
+        return str(orjson.loads((folder / "config.json").read_bytes()).get("model_type", ""))
+    except (OSError, orjson.JSONDecodeError, AttributeError):
+        raise ModelError(
+            f"{folder}: no readable config.json; model.path wants a model folder"
+        ) from None
+
+
+def _import_renderers() -> Any:
+    """The library, without the openai SDK that its HTTP client imports at load.
+
+    That client is not used here, and the SDK costs half a second and 15 MB in every worker. A stub
+    stands in for the moment of the import and goes; later imports of openai get the real one.
+    """
+    if "openai" in sys.modules or "renderers" in sys.modules:
+        import renderers  # noqa: PLC0415 - heavy, see above
+
+        return renderers
+    stub = types.ModuleType("openai")
+    stub.__dict__["AsyncOpenAI"] = object
+    sys.modules["openai"] = stub
+    try:
+        import renderers  # noqa: PLC0415 - must be imported under the stub
+    finally:
+        del sys.modules["openai"]
+    return renderers

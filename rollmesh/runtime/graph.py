@@ -1,0 +1,136 @@
+"""The token graph of one rollout: every distinct token that its engines saw or sampled, once.
+
+Owns flat arrays of ids and log-probs and a row per node; a node holds only the tokens that follow
+its parent's. Invariant: memory is linear in distinct tokens; rows and tokens are only appended, in
+creation order, which is the order the wire carries (core.types.NodeRow). A path from a root is
+exactly the id sequence an engine was given and answered with. Driven by session.py.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from rollmesh.core.types import Branch, NodeRow, SamplingParams, VersionRun
+
+ROOT = -1
+
+
+class Node(msgspec.Struct, gc=False):
+    """One row, mutable until the record is made."""
+
+    parent: int
+    start: int
+    """Where its tokens begin in the graph's array."""
+    num_tokens: int
+    depth_tokens: int
+    """Tokens from the root to its end."""
+    logprob_start: int = 0
+    """Where its log-probs begin, if it is sampled."""
+    sampled: bool = False
+    superseded: bool = False
+    finish_reason: str = ""
+    params: SamplingParams | None = None
+    policy_versions: tuple[VersionRun, ...] = ()
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A finished generation as it enters the graph."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    policy_versions: tuple[VersionRun, ...]
+    params: SamplingParams
+    finish_reason: str
+
+
+class TokenGraph:
+    """Append only."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.token_ids: array[int] = array("i")
+        self.logprobs: array[float] = array("f")
+
+    def add_context(self, parent: int, token_ids: Sequence[int]) -> int:
+        """A node of tokens that nobody sampled; returns its index."""
+        depth = self.depth_of(parent) + len(token_ids)
+        self.nodes.append(Node(parent, len(self.token_ids), len(token_ids), depth))
+        self.token_ids.extend(token_ids)
+        return len(self.nodes) - 1
+
+    def add_sampled(self, parent: int, sampled: Sampled) -> int:
+        """A node of tokens that the model sampled; returns its index."""
+        assert len(sampled.token_ids) == len(sampled.logprobs)
+        node = Node(
+            parent,
+            len(self.token_ids),
+            len(sampled.token_ids),
+            self.depth_of(parent) + len(sampled.token_ids),
+            logprob_start=len(self.logprobs),
+            sampled=True,
+            finish_reason=sampled.finish_reason,
+            params=sampled.params,
+            policy_versions=sampled.policy_versions,
+        )
+        self.nodes.append(node)
+        self.token_ids.extend(sampled.token_ids)
+        self.logprobs.extend(sampled.logprobs)
+        return len(self.nodes) - 1
+
+    def ids_of(self, index: int) -> "array[int]":
+        """The tokens of one node."""
+        node = self.nodes[index]
+        return self.token_ids[node.start : node.start + node.num_tokens]
+
+    def logprobs_of(self, index: int) -> "array[float]":
+        """The log-probs of one sampled node."""
+        node = self.nodes[index]
+        return self.logprobs[node.logprob_start : node.logprob_start + node.num_tokens]
+
+    def depth_of(self, index: int) -> int:
+        """Tokens from the root to the end of this node; 0 for ROOT."""
+        return 0 if index == ROOT else self.nodes[index].depth_tokens
+
+    def path_ids(self, index: int) -> "array[int]":
+        """All tokens from the root down to and with this node."""
+        spans: list[tuple[int, int]] = []
+        while index != ROOT:
+            node = self.nodes[index]
+            stop = node.start + node.num_tokens
+            if spans and spans[-1][0] == stop:
+                # A chain that nothing interrupted is one copy, not one per turn.
+                spans[-1] = (node.start, spans[-1][1])
+            else:
+                spans.append((node.start, stop))
+            index = node.parent
+        path: array[int] = array("i")
+        for start, stop in reversed(spans):
+            path.extend(self.token_ids[start:stop])
+        return path
+
+    def root_of(self, index: int) -> int:
+        """The index of the root above this node."""
+        while self.nodes[index].parent != ROOT:
+            index = self.nodes[index].parent
+        return index
+
+    def rows(self, branch_of_root: dict[int, Branch]) -> list[NodeRow]:
+        """The table as the wire carries it; each node is in its root's branch."""
+        roots: list[int] = []
+        rows: list[NodeRow] = []
+        for index, node in enumerate(self.nodes):
+            roots.append(index if node.parent == ROOT else roots[node.parent])
+            rows.append(
+                NodeRow(
+                    parent=node.parent,
+                    num_tokens=node.num_tokens,
+                    sampled=node.sampled,
+                    policy_versions=node.policy_versions,
+                    branch=branch_of_root[roots[index]],
+                    params=node.params,
+                    finish_reason=node.finish_reason,
+                    superseded=node.superseded,
+                )
+            )
+        return rows

@@ -1,0 +1,189 @@
+"""Chats to prompt tokens and sampled tokens to answers, for one model folder.
+
+Owns the choice between the ways to build a prompt: `first` renders a whole chat; `extend` gives
+only the tokens that follow what was sampled, by the family's own bridge or, where it has none, by
+rendering the new messages behind a fixed prefix and cutting that prefix off. Invariant: what was
+sampled is never tokenised again, and no delta is given unless the prefix came out as a prefix.
+Driven by session.py.
+"""
+
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.runtime.deltas import Answer, DeltaReader, Marks, ToolCall
+from rollmesh.runtime.families import Family, choose_family
+from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.turns import ChatMessage, read_tools
+
+_FIXED_PREFIX = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+_MAX_CACHED_CHATS = 256
+_MAX_CACHED_BYTES = 32 * 1024
+"""A longer chat is rendered each time."""
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """Messages to render, as JSON and as read, with the tools on offer."""
+
+    raws: Sequence[bytes]
+    messages: Sequence[ChatMessage]
+    tools: bytes = b""
+    """A JSON array; empty for none."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.tools) + sum(map(len, self.raws))
+
+
+class Prompts:
+    """One per process; stateless but for the cache that renders a group's first prompt once."""
+
+    def __init__(self, family: Family, tokenizer: Tokenizer) -> None:
+        self._renderer = family.renderer
+        self._tokenizer = tokenizer
+        self._cache: OrderedDict[tuple[bytes, ...], array[int]] = OrderedDict()
+        self._prefixes: dict[bytes, list[int]] = {}
+        self.stop_token_ids: tuple[int, ...] = tuple(family.renderer.get_stop_token_ids())
+        self._opening = self._find_opening()
+        self._marks = self._find_marks(family.frames_by_marks)
+
+    def first(self, chat: Chat) -> "array[int]":
+        """Token ids of a whole chat with the generation prompt; SessionError 400 if it has none."""
+        key = (chat.tools, *chat.raws)
+        if (cached := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
+            return cached
+        ids = array("i", self._render(_for_template(chat), chat.tools, generate=True))
+        if chat.num_bytes <= _MAX_CACHED_BYTES:
+            self._cache[key] = ids
+            if len(self._cache) > _MAX_CACHED_CHATS:
+                self._cache.popitem(last=False)
+        return ids
+
+    def extend(self, sampled_ids: Sequence[int], chat: Chat) -> "array[int] | None":
+        """The ids that follow `sampled_ids` when `chat`'s messages come after them.
+
+        With the turn's missing close, if it was cut short, and the generation prompt. None where
+        this model's format cannot be extended so; then the whole chat has to be rendered.
+        """
+        messages = _for_template(chat)
+        if messages and not any(m["role"] == "assistant" for m in messages):
+            ids = self._bridge(list(sampled_ids), messages, chat.tools)
+            if ids is not None:
+                return ids
+        return self._extend_behind_prefix(sampled_ids, messages, chat.tools)
+
+    def parse(self, token_ids: Sequence[int], reads_calls: bool, call_id_prefix: str) -> Answer:
+        """What the sampled `token_ids` say; calls get ids `<prefix>_0`, `_1`...
+
+        Without `reads_calls` tool-call markup stays text; so do malformed calls.
+        """
+        ids = list(token_ids)
+        parsed = self._renderer.parse_response(ids, tools=None, prompt_ids=self._opening)
+        reasoning = str(parsed.reasoning_content or "")
+        if not parsed.tool_calls:
+            return Answer(str(parsed.content), reasoning)
+        if not reads_calls:
+            return Answer(self._plain_text(ids, bool(reasoning)), reasoning)
+        calls: list[ToolCall] = []
+        broken: list[str] = []
+        for call in parsed.tool_calls:
+            if str(call.status) == "ok":
+                name = f"{call_id_prefix}_{len(calls)}"
+                calls.append(ToolCall(name, str(call.name), _arguments_text(call.arguments)))
+            else:
+                broken.append(f"<tool_call>\n{call.raw}\n</tool_call>")
+        content = "\n".join(filter(None, [str(parsed.content), *broken]))
+        return Answer(content, reasoning, tuple(calls))
+
+    def reader(self, stop: tuple[str, ...], reads_calls: bool) -> DeltaReader:
+        """Cuts one generation's tokens into deltas as they come."""
+        return DeltaReader(self._tokenizer, self._marks, stop, reads_calls)
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text, for log-prob listings."""
+        return self._tokenizer.decode(token_id)
+
+    def _render(self, messages: list[dict[str, Any]], tools: bytes, generate: bool) -> list[int]:
+        return self._renderer.render_ids(
+            messages, tools=_tools(tools), add_generation_prompt=generate
+        )
+
+    def _bridge(
+        self, sampled_ids: list[int], messages: list[dict[str, Any]], tools: bytes
+    ) -> "array[int] | None":
+        # The bridge only looks at the turn before, so the generation prompt stands for the history.
+        rendered = self._renderer.bridge_to_next_turn(
+            self._opening, sampled_ids, messages, tools=_tools(tools)
+        )
+        if rendered is None:
+            return None
+        before = self._opening + sampled_ids
+        if rendered.token_ids[: len(before)] != before:
+            return None
+        return array("i", rendered.token_ids[len(before) :])
+
+    def _extend_behind_prefix(
+        self, sampled_ids: Sequence[int], messages: list[dict[str, Any]], tools: bytes
+    ) -> "array[int] | None":
+        prefix = self._prefixes.get(tools)
+        if prefix is None:
+            prefix = self._render(list(_FIXED_PREFIX), tools, generate=False)
+            self._prefixes = {tools: prefix}
+        whole = self._render([*_FIXED_PREFIX, *messages], tools, generate=True)
+        stops = set(self.stop_token_ids)
+        close = next((n for n in range(len(prefix) - 1, -1, -1) if prefix[n] in stops), None)
+        if close is None or whole[: len(prefix)] != prefix:
+            return None
+        closed = bool(sampled_ids) and sampled_ids[-1] in stops
+        return array("i", whole[close + 1 if closed else close :])
+
+    def _find_opening(self) -> list[int]:
+        """The generation prompt: what every sampled turn follows."""
+        chat = [_FIXED_PREFIX[0]]
+        closed = self._render(chat, b"", generate=False)
+        opened = self._render(chat, b"", generate=True)
+        return opened[len(closed) :] if opened[: len(closed)] == closed else opened
+
+    def _find_marks(self, known: bool) -> Marks:
+        convert = self._tokenizer.convert_tokens_to_ids
+        think = convert("<think>")
+        in_reasoning = think in self._opening and convert("</think>") not in self._opening
+        return Marks(
+            think=think,
+            end_think=convert("</think>"),
+            tool_call=convert("<tool_call>"),
+            stops=frozenset(self.stop_token_ids),
+            opens_in_reasoning=think is not None and in_reasoning,
+            known=known,
+        )
+
+    def _plain_text(self, ids: list[int], has_reasoning: bool) -> str:
+        stops = set(self.stop_token_ids)
+        end = next((n for n, i in enumerate(ids) if i in stops), len(ids))
+        text = self._tokenizer.decode(ids[:end])
+        return (text.partition("</think>")[2] if has_reasoning else text).strip()
+
+
+def load_prompts(folder: Path, renderer: str) -> Prompts:
+    """Tokenizer and renderer of a model folder; ModelError or ConfigError in one line."""
+    tokenizer = load_tokenizer(folder)
+    return Prompts(choose_family(folder, renderer, tokenizer), tokenizer)
+
+
+def _for_template(chat: Chat) -> list[dict[str, Any]]:
+    return [message.for_template() for message in chat.messages]
+
+
+def _tools(raw: bytes) -> list[Any] | None:
+    return read_tools(raw) if raw else None
+
+
+def _arguments_text(arguments: Any) -> str:
+    """As the model writes JSON: with a space after colons and commas."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,105 @@
+"""The scopes of a worker: which groups are running, and the session of each of their rollouts.
+
+Owns every live Session and the table that finds one by a secret. A session is reachable by two
+random 256-bit secrets, kept only as SHA-256: the API key, and the path secret for clients that
+cannot set a key. Invariant: scopes and only scopes; when a group's scope ends nothing of it is left
+here. Driven by the worker, which opens and ends scopes, and by the HTTP edge, which finds sessions.
+"""
+
+import hashlib
+import secrets
+
+import msgspec
+
+from rollmesh.core.clock import Clock, SystemClock
+from rollmesh.core.errors import SessionError
+from rollmesh.core.ids import GroupId, RolloutId, new_id
+from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.session import AnySampler, Session, SessionAsk, SessionKit, Totals
+
+SECRET_BYTES = 32
+
+
+class OpenSession(msgspec.Struct, frozen=True):
+    """How an agent reaches its session; the secrets are nowhere else."""
+
+    session: Session
+    api_key: str
+    path_secret: str
+
+    @property
+    def session_id(self) -> str:
+        return self.session.session_id
+
+
+class Runtime:
+    """One per worker."""
+
+    def __init__(
+        self,
+        sampler: AnySampler,
+        prompts: Prompts,
+        max_context_tokens: int,
+        clock: Clock | None = None,
+    ) -> None:
+        self._totals = Totals()
+        self._kit = SessionKit(
+            sampler, prompts, clock or SystemClock(), max_context_tokens, self._totals
+        )
+        self._sessions: dict[bytes, Session] = {}
+        """By the SHA-256 of either secret."""
+        self._groups: dict[GroupId, list[tuple[Session, bytes, bytes]]] = {}
+
+    def open_session(
+        self, rollout_id: RolloutId, sampling: SamplingPolicy, seed: int
+    ) -> OpenSession:
+        """A new session in the scope of its group; a rollout that is run again gets another."""
+        session = Session(SessionAsk(new_id("s", 6), rollout_id, sampling, seed), self._kit)
+        api_key = "sk-" + secrets.token_urlsafe(SECRET_BYTES)
+        path_secret = secrets.token_urlsafe(SECRET_BYTES)
+        digests = _digest(api_key), _digest(path_secret)
+        for digest in digests:
+            self._sessions[digest] = session
+        self._groups.setdefault(rollout_id.group_id, []).append((session, *digests))
+        return OpenSession(session, api_key, path_secret)
+
+    def find(self, secret: str) -> Session:
+        """The session of a secret; SessionError 401 if there is none."""
+        session = self._sessions.get(_digest(secret))
+        if session is None:
+            raise SessionError(
+                401, "invalid_api_key", "Incorrect API key: no session of this worker has it."
+            )
+        return session
+
+    def end_group(self, group_id: GroupId) -> None:
+        """Seal and evict every session of the group, finished or not. Idempotent."""
+        for session, *digests in self._groups.pop(group_id, []):
+            session.seal("its group has ended")
+            for digest in digests:
+                del self._sessions[digest]
+
+    @property
+    def num_sessions(self) -> int:
+        """Live sessions, sealed ones that wait for their group's ack included."""
+        return len(self._sessions) // 2
+
+    @property
+    def num_calls(self) -> int:
+        """Generations started since the start."""
+        return self._totals.num_calls
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens since the start."""
+        return self._totals.num_tokens
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all sessions: tokens, log-probs and messages."""
+        return sum(entry[0].held_bytes for group in self._groups.values() for entry in group)
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,55 @@
+"""What one generation is sampled with: the agent's wishes under the session's policy.
+
+Owns the meaning of `force | default | allow` and the derivation of seeds. Invariant: under a forced
+seed no two generations of a group share one, and the same ask, rollout and generation give the same
+seed again on any machine. Driven by session.py.
+"""
+
+import hashlib
+
+from rollmesh.core.types import FieldPolicy, SamplingParams, SamplingPolicy, SamplingRule
+from rollmesh.runtime.turns import SamplingAsk
+
+Number = float | int
+
+
+def derive_seed(seed: int, rollout_index: int, generation_index: int) -> int:
+    """63 bits of BLAKE2b over the three: engines keep seeds in a signed 64-bit integer."""
+    text = f"{seed}/{rollout_index}/{generation_index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def resolve(
+    policy: SamplingPolicy,
+    ask: SamplingAsk,
+    *,
+    room_tokens: int,
+    derived_seed: int,
+    stop_token_ids: tuple[int, ...],
+) -> SamplingParams:
+    """The parameters to sample with.
+
+    `room_tokens` is what the context leaves for the answer; it caps max_tokens whatever is asked.
+    """
+    free = policy.penalties.policy is not FieldPolicy.FORCE
+    max_tokens = _pick(policy.max_tokens, ask.max_tokens, room_tokens)
+    seed = _pick(policy.seed, ask.seed, derived_seed)
+    return SamplingParams(
+        max_tokens=max(1, min(int(max_tokens), room_tokens)),
+        temperature=_pick(policy.temperature, ask.temperature, 1.0),
+        top_p=_pick(policy.top_p, ask.top_p, 1.0),
+        top_k=int(_pick(policy.top_k, ask.top_k, -1)),
+        stop=ask.stop,
+        stop_token_ids=stop_token_ids,
+        seed=int(seed),
+        frequency_penalty=(ask.frequency_penalty or 0.0) if free else 0.0,
+        presence_penalty=(ask.presence_penalty or 0.0) if free else 0.0,
+        repetition_penalty=(ask.repetition_penalty or 1.0) if free else 1.0,
+    )
+
+
+def _pick(rule: SamplingRule, asked: Number | None, otherwise: Number) -> Number:
+    """Ours where forced, else theirs, else ours as a default, else the common default."""
+    if rule.policy is not FieldPolicy.FORCE and asked is not None:
+        return asked
+    return otherwise if rule.value is None else rule.value

@@ -1,0 +1,126 @@
+"""Text to token ids and back, over a model folder's tokenizer.json, without transformers.
+
+Owns the folder's vocabulary as a table of bytes per id, so that a decoded stream is cut at whole
+characters and decoding costs a join. Invariant: `decode` gives what the library tokenizers gives
+with special tokens shown, and the pieces of a Detokenizer join to `decode` of all its ids.
+Satisfies the Tokenizer protocol of the library renderers. Driven by prompts.py and deltas.py.
+"""
+
+import codecs
+import functools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from rollmesh.core.errors import ModelError
+
+_SHORT_CHARS = 48
+"""Texts up to this length are encoded once: role tags and separators come back in every turn."""
+
+
+class Tokenizer:
+    """One per process; stateless but for caches."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, name_or_path: str = "") -> None:
+        self.name_or_path = name_or_path
+        self.unk_token_id: int | None = None
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        """Ids are below this."""
+        self._backend = backend
+        self._pieces = _byte_pieces(backend)
+        self._encode_short = functools.lru_cache(maxsize=1024)(self._encode_anew)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False, **_: Any) -> list[int]:
+        """Token ids of `text`; special tokens written in it are recognised, none are added."""
+        assert not add_special_tokens, "a chat template writes its special tokens itself"
+        if len(text) <= _SHORT_CHARS:
+            return list(self._encode_short(text))
+        return list(self._encode_anew(text))
+
+    def decode(self, token_ids: int | Sequence[int], **_: Any) -> str:
+        """The text of `token_ids`, special tokens included; bytes that are no text are U+FFFD."""
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        if self._pieces is None:
+            return self._backend.decode(list(ids), skip_special_tokens=False)
+        pieces = self._pieces
+        return b"".join([pieces[i] for i in ids if i < len(pieces)]).decode("utf-8", "replace")
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+        """The id of a token's text, or None; for a list, a list."""
+        if isinstance(tokens, str):
+            return self._backend.token_to_id(tokens)
+        return [self._backend.token_to_id(token) for token in tokens]
+
+    def stream(self) -> "Detokenizer":
+        """A decoder for one generation's ids as they come."""
+        return Detokenizer(self._backend, self._pieces)
+
+    def _encode_anew(self, text: str) -> Sequence[int]:
+        # The batch call without offsets is faster than `encode`, also for one text.
+        encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return encoded[0].ids
+
+
+class Detokenizer:
+    """Ids to text piece by piece, never cutting a character in two."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, pieces: list[bytes] | None) -> None:
+        self._backend = backend
+        self._pieces = pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stream = DecodeStream(skip_special_tokens=False) if pieces is None else None
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """The text that `token_ids` complete; bytes of an unfinished character wait."""
+        if self._stream is not None:
+            step = self._stream.step
+            return "".join([step(self._backend, i) or "" for i in token_ids])
+        pieces = self._pieces or []
+        return self._utf8.decode(b"".join([pieces[i] for i in token_ids if i < len(pieces)]))
+
+    def end(self) -> str:
+        """What was held back, as U+FFFD."""
+        return self._utf8.decode(b"", final=True)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder; ModelError if it has none."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{folder}: no tokenizer.json in it; model.path wants a model folder")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - door: the library raises bare Exception
+        raise ModelError(f"{path}: not a tokenizer: {error}") from None
+    return Tokenizer(backend, str(folder))
+
+
+def _byte_pieces(backend: tokenizers.Tokenizer) -> list[bytes] | None:
+    """The bytes of each id of a byte-level BPE vocabulary; None for other kinds of tokenizers.
+
+    The mapping of bytes to printable characters is GPT-2's `bytes_to_unicode`.
+    """
+    decoder = orjson.loads(backend.to_str()).get("decoder") or {}
+    if decoder.get("type") != "ByteLevel":
+        return None
+    byte_of = _byte_level_alphabet()
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        try:
+            pieces[token_id] = bytes([byte_of[char] for char in token])
+        except KeyError:
+            pieces[token_id] = token.encode()
+    return pieces
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table.update({chr(256 + n): byte for n, byte in enumerate(others)})
+    return table

@@ -1,0 +1,145 @@
+"""A sampler without engines: generations say what the script says, when the test lets them.
+
+Invariant: the states and wake-ups are those of the real generation machine, which it runs; only the
+engine legs are scripted. Nothing sleeps: a held generation shows tokens when `show` is called and
+ends when `end` or `fail` is. Driven by tests and benchmarks.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from rollmesh.core.clock import Clock
+from rollmesh.runtime.generation import (
+    Action,
+    Event,
+    GenerationMachine,
+    GenerationSettings,
+    GenerationState,
+)
+from rollmesh.runtime.generation_events import (
+    AbortLeg,
+    ChooseEngine,
+    EngineChosen,
+    GenerationRequest,
+    LegFailed,
+    LegFinish,
+    LegSampled,
+    StartLeg,
+    StopMatcher,
+)
+from rollmesh.runtime.legs import Generation
+from rollmesh.testing.clock import FakeClock
+from rollmesh.wire.machine import Ticked
+
+LOGPROB = -0.5
+"""Of every scripted token, minus its index in the generation over 64: exact in float32."""
+
+Script = Callable[[GenerationRequest], Sequence[int]]
+
+
+def logprob_at(index: int) -> float:
+    """The log-prob of a generation's scripted token at `index`."""
+    return LOGPROB - index / 64
+
+
+class ScriptedGeneration(Generation):
+    """A generation whose engine is the test."""
+
+    def __init__(self, machine: GenerationMachine, sampler: "ScriptedSampler") -> None:
+        super().__init__(machine, lambda _, event: self.drive(event))
+        self.leg: StartLeg | None = None
+        """The open leg."""
+        self.num_aborts = 0
+        self._sampler = sampler
+
+    def show(self, *token_ids: int, finish: LegFinish | None = None) -> None:
+        """The engine streams these tokens; with `finish` the leg's stream ends."""
+        assert self.leg is not None, "no leg is open"
+        start = len(self.token_ids)
+        logprobs = [logprob_at(start + n) for n in range(len(token_ids))]
+        version = self._sampler.policy_version
+        event = LegSampled(self.leg.leg, token_ids, logprobs, version, finish)
+        self.leg = None if finish else self.leg
+        self.drive(event)
+
+    def end(self, *token_ids: int, reason: str = "stop") -> None:
+        """The engine streams these last tokens and finishes."""
+        kind = "length" if reason == "length" else "stop"
+        self.show(*token_ids, finish=LegFinish(kind))  # type: ignore[arg-type]
+
+    def fail(self, detail: str, is_refused: bool = False) -> None:
+        """The leg's stream breaks."""
+        assert self.leg is not None, "no leg is open"
+        number, self.leg = self.leg.leg, None
+        self.drive(LegFailed(number, detail, is_refused))
+
+    def drive(self, event: Event) -> None:
+        """Feed one event to the machine and carry out what it asks for."""
+        for action in self.machine.step(event, self._sampler.clock.now_s()):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case ChooseEngine():
+                self.drive(EngineChosen("http://scripted", "i0", self._sampler.policy_version))
+            case StartLeg():
+                self.leg = action
+            case AbortLeg():
+                self.num_aborts += 1
+                if self.leg is not None and self.leg.leg == action.leg:
+                    self.show(finish=LegFinish("abort"))
+            case _:
+                self.wake()
+
+
+class ScriptedSampler:
+    """Satisfies session.AnySampler.
+
+    With a script every generation ends at once with the script's tokens; without one it is held
+    until the test moves it.
+    """
+
+    def __init__(
+        self,
+        script: Script | Iterable[Sequence[int]] | None = None,
+        settings: GenerationSettings | None = None,
+        clock: Clock | None = None,
+        new_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None,
+    ) -> None:
+        self.requests: list[GenerationRequest] = []
+        self.generations: list[ScriptedGeneration] = []
+        self.policy_version = 1
+        self.clock = clock or FakeClock()
+        self.keeps = True
+        """Whether requests and generations are kept for the test to look at."""
+        self._settings = settings or GenerationSettings()
+        self._new_matcher = new_matcher
+        if script is None or callable(script):
+            self._script = script
+        else:
+            answers = iter(script)
+            self._script = lambda _: next(answers)
+
+    def start(self, request: GenerationRequest) -> ScriptedGeneration:
+        """Begin; see the class."""
+        make, stops = self._new_matcher, request.params.stop
+        machine = GenerationMachine(
+            request,
+            self._settings,
+            request.generation_id,
+            self.clock.now_s(),
+            (lambda: make(stops)) if make and stops else None,
+        )
+        generation = ScriptedGeneration(machine, self)
+        if self.keeps:
+            self.requests.append(request)
+            self.generations.append(generation)
+        generation.drive(Ticked())
+        if self._script is not None:
+            generation.end(*self._script(request))
+        return generation
+
+    def tick(self) -> None:
+        """Let every kept generation look at the clock."""
+        for generation in self.generations:
+            if generation.state in (GenerationState.RUNNING, GenerationState.PARKED):
+                generation.drive(Ticked())
