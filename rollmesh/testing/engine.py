@@ -1,0 +1,327 @@
+"""A scripted engine on a real loopback socket: SGLang's native protocol without a model.
+
+    async with ScriptedEngine() as engine:
+        engine.hold()                  # no tokens until allow(n) or release()
+        engine.faults.append(Fault.CUT)  # of the next /generate
+
+The token after a context is a function of the weights and the context alone, so a recorded turn
+proves itself. Invariant: nothing waits by sleeping; what is held is held by a gate that the test
+opens. Driven by tests and benchmarks.
+"""
+
+import asyncio
+import enum
+import types
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import msgspec
+import orjson
+from aiohttp import web
+
+VOCAB_SIZE = 500
+STOP_TOKEN = 0
+
+NextToken = Callable[[int, Sequence[int]], int]
+"""(policy version, context) -> the one token that these weights sample after it."""
+
+
+def chain_token(policy_version: int, context: Sequence[int]) -> int:
+    """Pseudo-random ids from a hash of the version and the context; about one in 16 ends a turn."""
+    digest = zlib.crc32(repr((policy_version, list(context))).encode())
+    return STOP_TOKEN if digest % 16 == 0 else 1 + digest % (VOCAB_SIZE - 1)
+
+
+def endless_token(policy_version: int, context: Sequence[int]) -> int:
+    """As `chain_token`, but never a stop: turns end by their length."""
+    return 1 + zlib.crc32(repr((policy_version, list(context))).encode()) % (VOCAB_SIZE - 1)
+
+
+def logprob_of(policy_version: int, token_id: int) -> float:
+    """What the scripted engine says of a token, exact in float32."""
+    return -(1 + policy_version % 8) / 8 - token_id / 512
+
+
+class Fault(enum.Enum):
+    """What can go wrong with a `/generate`."""
+
+    BAD_REQUEST = "answers 400"
+    ERROR = "answers 500"
+    HANG = "takes the request and never answers"
+    CUT = "closes the connection after a token"
+
+
+class SeenRequest(msgspec.Struct, frozen=True):
+    """A request that came in."""
+
+    path: str
+    body: dict[str, Any]
+
+
+class _Request:
+    """A live `/generate`."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.rid: str = body.get("rid", "")
+        self.prompt: list[int] = body["input_ids"]
+        self.sampling: dict[str, Any] = body["sampling_params"]
+        self.output: list[tuple[int, float]] = []
+        self.versions: list[int] = []
+        self.is_aborted = False
+        self.finish: dict[str, Any] | None = None
+
+
+class ScriptedEngine:
+    """See the module. `url` stays the same over `die` and `restart`."""
+
+    def __init__(
+        self,
+        next_token: NextToken = chain_token,
+        *,
+        is_incremental: bool = True,
+        version: str = "0",
+    ) -> None:
+        self.next_token = next_token
+        self.is_incremental = is_incremental
+        self.weight_version = version
+        self.url = ""
+        self.seen: list[SeenRequest] = []
+        self.faults: deque[Fault] = deque()
+        self.update_error = ""
+        """Weight updates fail with this message."""
+        self.update_is_idle = False
+        """Weight updates claim success and change nothing but the label."""
+        self.is_paused = False
+        self.num_loaded = 0
+        self.lives = 0
+        self._start_version = version
+        self._weights = version
+        self._allowed: int | None = None
+        self._live: dict[str, _Request] = {}
+        self._moved = asyncio.Condition()
+        self._runner: web.ServerRunner | None = None
+        self._port = 0
+
+    async def __aenter__(self) -> Self:
+        await self._serve()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        await self.die()
+
+    # what tests do
+
+    def hold(self) -> None:
+        """Sample nothing until told."""
+        self._allowed = 0
+
+    async def allow(self, num_tokens: int) -> None:
+        """Let so many more tokens be sampled, whosever they are."""
+        self._allowed = (self._allowed or 0) + num_tokens
+        await self._notify()
+
+    async def release(self) -> None:
+        """Sample freely again."""
+        self._allowed = None
+        await self._notify()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds, looking again whenever something happens here."""
+        async with self._moved:
+            await self._moved.wait_for(condition)
+
+    def num_seen(self, path: str) -> int:
+        """Requests for `path` so far."""
+        return sum(request.path == path for request in self.seen)
+
+    async def die(self) -> None:
+        """Vanish: the port is closed and every connection cut."""
+        self._live.clear()
+        runner, self._runner = self._runner, None
+        if runner:
+            await runner.cleanup()
+
+    async def restart(self) -> None:
+        """Come back at the same address with the first weights and no memory."""
+        await self.die()
+        self.weight_version = self._weights = self._start_version
+        self.is_paused = False
+        await self._serve()
+
+    async def _serve(self) -> None:
+        self.lives += 1
+        self._runner = web.ServerRunner(web.Server(self._handle), shutdown_timeout=0.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True).start()
+        self._port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    async def _notify(self) -> None:
+        async with self._moved:
+            self._moved.notify_all()
+
+    # the protocol
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        raw = await request.read()
+        body = orjson.loads(raw) if raw else {}
+        self.seen.append(SeenRequest(request.path, body))
+        await self._notify()
+        if request.path == "/generate":
+            return await self._on_generate(request, body)
+        answer = await self._control(request.path, body)
+        await self._notify()
+        return answer
+
+    async def _control(self, path: str, body: dict[str, Any]) -> web.Response:
+        match path:
+            case "/abort_request":
+                self._abort([body.get("rid", "")])
+            case "/pause_generation":
+                self.is_paused = True
+                if body["mode"] == "abort":
+                    self._abort(list(self._live))
+            case "/continue_generation":
+                self.is_paused = False
+            case "/flush_cache":
+                pass
+            case "/update_weights_from_disk":
+                return self._update(body)
+            case "/model_info":
+                return _json({"model_path": "scripted", "weight_version": self.weight_version})
+            case "/server_info":
+                return _json(
+                    {
+                        "random_seed": self.lives,
+                        "is_paused": self.is_paused,
+                        "incremental_streaming_output": self.is_incremental,
+                    }
+                )
+            case "/v1/loads":
+                load = {"num_running_reqs": len(self._live), "num_waiting_reqs": 0}
+                return _json({"loads": [load]})
+            case _:
+                return web.Response(status=404)
+        return web.Response()
+
+    def _update(self, body: dict[str, Any]) -> web.Response:
+        if self.update_error:
+            return _json({"success": False, "message": self.update_error}, 400)
+        self.num_loaded += 1
+        self.weight_version = body["weight_version"]
+        if not self.update_is_idle:
+            self._weights = self.weight_version
+        return _json({"success": True, "message": "Succeeded to update model weights."})
+
+    def _abort(self, rids: list[str]) -> None:
+        for rid in rids:
+            if rid in self._live:
+                self._live[rid].is_aborted = True
+
+    async def _on_generate(self, http: web.BaseRequest, body: dict[str, Any]) -> web.StreamResponse:
+        fault = self.faults.popleft() if self.faults else None
+        if fault in (Fault.BAD_REQUEST, Fault.ERROR):
+            status = 400 if fault is Fault.BAD_REQUEST else 500
+            return _json({"error": {"message": fault.value}}, status)
+        if body["sampling_params"]["max_new_tokens"] == 0:
+            return _json(self._score(body["input_ids"]))
+        if fault is Fault.HANG:
+            await asyncio.get_running_loop().create_future()
+        request = _Request(body)
+        if request.rid in self._live:
+            return _json({"error": {"message": "Duplicate request ID detected"}}, 400)
+        self._live[request.rid] = request
+        try:
+            return await self._run(http, request, bool(body.get("stream")), fault)
+        finally:
+            self._live.pop(request.rid, None)
+            await self._notify()
+
+    async def _run(
+        self, http: web.BaseRequest, request: _Request, stream: bool, fault: Fault | None
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if stream:
+            await response.prepare(http)
+        while request.finish is None:
+            await self.until(lambda: request.is_aborted or self._may_sample())
+            self._sample(request)
+            if fault is Fault.CUT and http.transport:
+                if stream:
+                    await response.write(b"data: %b\n\n" % self._answer(request))
+                http.transport.abort()
+                raise ConnectionResetError
+            if stream:
+                await response.write(b"data: %b\n\n" % self._answer(request))
+        if not stream:
+            return web.Response(body=self._answer(request, is_whole=True))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _may_sample(self) -> bool:
+        return not self.is_paused and self._allowed != 0
+
+    def _sample(self, request: _Request) -> None:
+        if request.is_aborted:
+            request.finish = {"type": "abort", "message": "Aborted"}
+            return
+        if self._allowed is not None:
+            self._allowed -= 1
+        version = int(self._weights) if self._weights.isdecimal() else -1
+        context = request.prompt + [token for token, _ in request.output]
+        token = self.next_token(version, context)
+        request.output.append((token, logprob_of(version, token)))
+        request.versions.append(version)
+        if token in request.sampling.get("stop_token_ids", ()):
+            request.finish = {"type": "stop", "matched": token}
+        elif len(request.output) >= request.sampling["max_new_tokens"]:
+            request.finish = {"type": "length", "length": len(request.output)}
+
+    def _answer(self, request: _Request, is_whole: bool = False) -> bytes:
+        """All tokens so far, or only the newest where the stream is incremental."""
+        new = request.output
+        if self.is_incremental and not is_whole:
+            new = [] if request.is_aborted else request.output[-1:]
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": request.finish,
+            "prompt_tokens": len(request.prompt),
+            "completion_tokens": len(request.output),
+            "weight_version": self.weight_version,
+            "output_token_logprobs": [[logprob, token, None] for token, logprob in new],
+        }
+        if request.finish:
+            meta["weight_versions"] = _spans(request.versions)
+        return orjson.dumps({"text": "", "output_ids": [t for t, _ in new], "meta_info": meta})
+
+    def _score(self, token_ids: list[int]) -> dict[str, Any]:
+        version = int(self._weights) if self._weights.isdecimal() else -1
+        scores: list[list[float | int | None]] = [[None, token_ids[0], None]]
+        scores += [[logprob_of(version, token), token, None] for token in token_ids[1:]]
+        finish = {"type": "length", "length": 0}
+        return {
+            "output_ids": [],
+            "meta_info": {"input_token_logprobs": scores, "finish_reason": finish},
+        }
+
+
+def _spans(versions: list[int]) -> list[dict[str, Any]]:
+    """SGLang's `weight_versions`: half-open spans of equal versions."""
+    spans: list[dict[str, Any]] = []
+    for at, version in enumerate(versions):
+        if spans and spans[-1]["version"] == str(version):
+            spans[-1]["end"] = at + 1
+        else:
+            spans.append({"version": str(version), "start": at, "end": at + 1})
+    return spans
+
+
+def _json(answer: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(answer), status=status, content_type="application/json")
