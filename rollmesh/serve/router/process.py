@@ -1,0 +1,177 @@
+"""The router process: one synchronous loop that polls, drains, steps the machines and sends.
+
+Owns the Hub, the ledger, the fleet and their clock. Invariants: a turn never blocks on a peer, an
+engine or an HTTP reader: sends are hints that a full queue refuses, HTTP and probes live in the
+side thread; bodies pass through unopened; whatever arrives, the loop goes on. Every message carries
+the router's incarnation, by which peers notice a restart. Driven by `rollmesh router`.
+"""
+
+import os
+import signal
+
+from rollmesh.core.clock import Clock, SystemClock
+from rollmesh.core.config import Config
+from rollmesh.core.ids import new_id
+from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.process import Ready, announce, http_address, listen
+from rollmesh.engine.fleet import Action as FleetAction
+from rollmesh.engine.fleet import Event as FleetEvent
+from rollmesh.engine.fleet import Fleet, PublishTable
+from rollmesh.serve.router.ledger import Ledger
+from rollmesh.serve.router.side import Board, SideThread
+from rollmesh.serve.router.status import status_of
+from rollmesh.serve.router.workers import WorkerState
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.keys import read_keys
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.messages import (
+    EngineFaulted,
+    EnvFailed,
+    FleetAsk,
+    JoinEngine,
+    WorkerHello,
+    WorkerLeft,
+)
+from rollmesh.wire.sockets import Doorbell, Hub, wait
+
+log = get_logger()
+
+
+def run(config: Config, engines: list[str], listen_fd: int | None, ready_fd: int | None) -> None:
+    """Serve until SIGTERM or SIGINT; a second one ends the process at once.
+
+    AddressError if an address is taken, or can be reached by others without keys.
+    """
+    setup("router", config.run_folder() if ready_fd is not None else None)
+    bell, clock = Doorbell(), SystemClock()
+    listening = listen(config.router.http_bind, listen_fd)
+    board = Board(clock)
+    side = SideThread(listening, board, bell)
+    hub = Hub(config.router.bind, read_keys())
+    loop = RouterLoop(config, hub, side, board, clock)
+    stop = _Stop(bell)
+    for url in engines or config.engine.urls:
+        loop.join_engine(url)
+    loop.turn()
+    side.start()
+    announce(ready_fd, Ready("router", os.getpid(), hub.address, http_address(listening)))
+    log.info("router.started", address=hub.address, http_address=http_address(listening))
+    try:
+        while not stop.is_asked:
+            wait([hub], bell, loop.tick_s)
+            loop.turn()
+    finally:
+        side.close()
+        hub.close()
+        log.info("router.stopped")
+
+
+class _Stop:
+    """Remembers the first signal; the second ends the process."""
+
+    def __init__(self, bell: Doorbell) -> None:
+        self.is_asked = False
+        self._bell = bell
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        if self.is_asked:
+            os._exit(1)
+        self.is_asked = True
+        self._bell.ring()
+
+
+class RouterLoop:
+    """One turn of it, and what a turn needs."""
+
+    def __init__(
+        self, config: Config, hub: Hub, side: SideThread, board: Board, clock: Clock
+    ) -> None:
+        self.incarnation = new_id("i")
+        self.tick_s = config.router.beat_s / 2
+        self._hub = hub
+        self._side = side
+        self._board = board
+        self._clock = clock
+        self._ledger = Ledger(config.router, clock.now_s())
+        self._fleet = Fleet()
+        self._num_received = 0
+        self._num_failed = 0
+        self._lost: set[str] = set()
+        self._next_tick_s = clock.now_s()
+
+    def join_engine(self, url: str) -> None:
+        """An engine that the router was started with."""
+        self._step_fleet(Received(b"", JoinEngine(0, url)))
+
+    def turn(self) -> None:
+        """Take what has arrived, then tick if it is time."""
+        for route, packet in self._hub.receive():
+            self._num_received += 1
+            try:
+                self._on_packet(route, packet)
+            except Exception:  # door: one peer's message must not end the mesh
+                self._num_failed += 1
+                log.exception("packet.failed", kind=type(packet.message).__name__)
+        for answer in self._side.take_answers():
+            self._step_fleet(answer)
+        now_s = self._clock.now_s()
+        if now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + self.tick_s
+            self._send(self._ledger.step(Ticked(), now_s))
+            self._step_fleet(Ticked())
+            self._log_losses()
+            self._hang_status()
+
+    def _on_packet(self, route: bytes, packet: Packet) -> None:
+        message = packet.message
+        event = Received(route, message, packet.body, packet.router)
+        if isinstance(message, FleetAsk | EngineFaulted):
+            self._step_fleet(event)
+            return
+        self._send(self._ledger.step(event, self._clock.now_s()))
+        if isinstance(message, WorkerHello):
+            log.info("worker.joined", worker_id=message.worker_id, env=message.env, pid=message.pid)
+            self._send([Send(route, self._fleet.table())])
+        elif isinstance(message, WorkerLeft):
+            log.info("worker.left", worker_id=message.worker_id, reason=message.reason)
+        elif isinstance(message, EnvFailed):
+            log.error("env.failed", worker_id=message.worker_id, env=message.env, why=message.error)
+
+    def _step_fleet(self, event: FleetEvent) -> None:
+        for action in self._fleet.step(event, self._clock.now_s()):
+            self._carry_out(action)
+
+    def _carry_out(self, action: FleetAction) -> None:
+        if isinstance(action, PublishTable):
+            table = self._fleet.table()
+            self._send([Send(route, table) for route in self._ledger.worker_routes()])
+        elif isinstance(action, Send):
+            self._send([action])
+        else:
+            self._side.probe(action)
+
+    def _send(self, sends: list[Send]) -> None:
+        for send in sends:
+            if not send.route:  # ours: an engine joined at the start
+                continue
+            self._hub.send(send.route, Packet(send.message, self.incarnation, send.body))
+
+    def _log_losses(self) -> None:
+        lost = {w.worker_id for w in self._ledger.crew.workers if w.state is WorkerState.LOST}
+        for worker_id in lost - self._lost:
+            log.warning("worker.lost", worker_id=worker_id)
+        for worker_id in self._lost - lost:
+            log.info("worker.returned", worker_id=worker_id)
+        self._lost = lost
+
+    def _hang_status(self) -> None:
+        counts = {
+            "received": self._num_received,
+            "packets_failed": self._num_failed,
+            "malformed": self._hub.num_malformed,
+            "unsent": self._hub.num_unsent,
+        }
+        status = status_of(self.incarnation, self._ledger, self._fleet.table(), counts)
+        self._board.hang(status)

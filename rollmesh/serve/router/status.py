@@ -1,0 +1,137 @@
+"""What the router tells people and Prometheus: a snapshot of ledger and fleet, as plain values.
+
+Invariant: a snapshot is made by the thread that owns the machines and never changes afterwards, so
+any thread may read it. Driven by process.py, once per tick; served by side.py.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from rollmesh.core.metrics import Figure
+from rollmesh.serve.router.ledger import Ledger
+from rollmesh.serve.router.workers import Worker, WorkerState
+from rollmesh.wire.messages import FleetChanged, GroupState
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """One worker, as its last beat says."""
+
+    worker_id: str
+    env: str
+    state: str
+    in_flight: int
+    """Rollouts that it runs or is about to."""
+    num_finished: int
+    num_calls: int
+    num_tokens: int
+    loop_lag_s: float
+    rss_bytes: int
+    held_bytes: int
+    """Finished groups that no sink has acked."""
+    pid: int
+    stalled_in: str
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One engine of the fleet table."""
+
+    url: str
+    phase: str
+    policy_version: int
+    num_running: int
+    num_waiting: int
+    detail: str
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The answer of GET /status."""
+
+    incarnation: str
+    workers: list[WorkerStatus]
+    queue: dict[str, int]
+    """Groups that have not ended, by state."""
+    num_done: int
+    num_failed: int
+    num_cancelled: int
+    num_clients: int
+    engines: list[EngineStatus]
+    counts: dict[str, int]
+    """What happened since the start: asks, refusals, requeues, claims, returns, workers_lost..."""
+
+
+def status_of(
+    incarnation: str, ledger: Ledger, table: FleetChanged, counts: dict[str, int]
+) -> Status:
+    """The state of the router; `counts` are the socket's own."""
+    num_in = ledger.book.num_in
+    open_states = (GroupState.QUEUED, GroupState.ASSIGNED, GroupState.RUNNING)
+    return Status(
+        incarnation=incarnation,
+        workers=[_worker_status(worker) for worker in ledger.crew.workers],
+        queue={state.value: num_in[state] for state in open_states},
+        num_done=num_in[GroupState.DONE],
+        num_failed=num_in[GroupState.FAILED],
+        num_cancelled=num_in[GroupState.CANCELLED],
+        num_clients=len(ledger.book.clients),
+        engines=[
+            EngineStatus(
+                row.url,
+                row.phase.value,
+                row.policy_version,
+                row.num_running,
+                row.num_waiting,
+                row.detail,
+            )
+            for row in table.engines
+        ],
+        counts={**ledger.book.num, **counts},
+    )
+
+
+def _worker_status(worker: Worker) -> WorkerStatus:
+    beat = worker.beat
+    return WorkerStatus(
+        worker_id=worker.worker_id,
+        env=worker.hello.env,
+        state=worker.state.value,
+        in_flight=worker.load,
+        num_finished=beat.num_finished if beat else 0,
+        num_calls=beat.num_calls if beat else 0,
+        num_tokens=beat.num_tokens if beat else 0,
+        loop_lag_s=beat.loop_lag_s if beat else 0.0,
+        rss_bytes=beat.rss_bytes if beat else 0,
+        held_bytes=beat.unacked_bytes if beat else 0,
+        pid=worker.hello.pid,
+        stalled_in=beat.stalled_in if beat else "",
+    )
+
+
+def figures_of(status: Status) -> Iterator[Figure]:
+    """The same for Prometheus."""
+    for state, number in status.queue.items():
+        yield Figure("router_groups", number, "Groups that have not ended.", {"state": state})
+    ended = {
+        "done": status.num_done,
+        "failed": status.num_failed,
+        "cancelled": status.num_cancelled,
+    }
+    for state, number in ended.items():
+        yield Figure("router_groups_ended_total", number, "Groups by end.", {"state": state})
+    for event, number in status.counts.items():
+        yield Figure("router_events_total", number, "What happened, by name.", {"event": event})
+    for worker in status.workers:
+        labels = {"worker_id": worker.worker_id}
+        is_live = worker.state == WorkerState.LIVE.value
+        yield Figure("worker_up", is_live, "Whether its beats come.", labels)
+        yield Figure("worker_rollouts", worker.in_flight, "Rollouts that it runs.", labels)
+        yield Figure("worker_loop_lag_seconds", worker.loop_lag_s, "Event loop's lag.", labels)
+        yield Figure("worker_rss_bytes", worker.rss_bytes, "Resident memory.", labels)
+        yield Figure("worker_unacked_bytes", worker.held_bytes, "Results without an ack.", labels)
+    for engine in status.engines:
+        labels = {"engine": engine.url}
+        is_ready = engine.phase == "ready"
+        yield Figure("engine_ready", is_ready, "Whether it may be used.", labels)
+        yield Figure("engine_policy_version", engine.policy_version, "Of its weights.", labels)
+        yield Figure("engine_running", engine.num_running, "Requests that generate.", labels)
+        yield Figure("engine_waiting", engine.num_waiting, "Requests that wait.", labels)
