@@ -1,0 +1,480 @@
+"""The generation machine: legs, resumption, parking, ends, and random schedules of everything."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from rollmesh.core.errors import EngineRefused, EngineUnavailable
+from rollmesh.core.types import SamplingParams, VersionRun
+from rollmesh.runtime.generation import (
+    Action,
+    Event,
+    GenerationMachine,
+    GenerationSettings,
+    GenerationState,
+)
+from rollmesh.runtime.generation_events import (
+    AbortLeg,
+    ChooseEngine,
+    DropLeg,
+    EngineChosen,
+    EngineLost,
+    FleetMoved,
+    GenerationRequest,
+    Joined,
+    Left,
+    LegFailed,
+    LegFinish,
+    LegSampled,
+    ReportFault,
+    Sealed,
+    StartLeg,
+    StopHit,
+    WakeReaders,
+)
+from rollmesh.testing.engine import STOP_TOKEN, chain_token
+from rollmesh.wire.machine import Ticked
+
+ENGINE = EngineChosen("http://a", "i1", 0)
+PROMPT = [11, 12, 13]
+ABORT = LegFinish("abort")
+
+
+class Bench:
+    """A machine, a clock that stands still, and the actions of the last step."""
+
+    def __init__(self, *, stream: bool = True, **params: object) -> None:
+        fields = {"max_tokens": 10, "stop_token_ids": (STOP_TOKEN,), **params}
+        request = GenerationRequest(
+            generation_id="g",
+            session_key="s",
+            prompt_ids=PROMPT,
+            params=SamplingParams(**fields),  # type: ignore[arg-type]
+            min_policy_version=0,
+            stream=stream,
+        )
+        self.now_s = 0.0
+        self.actions: list[Action] = []
+        self.machine = GenerationMachine(request, GenerationSettings(), "r", 0.0)
+
+    def step(self, event: Event, after_s: float = 0.0) -> list[Action]:
+        self.now_s += after_s
+        self.actions = self.machine.step(event, self.now_s)
+        return self.actions
+
+    def sample(
+        self, leg: int, *token_ids: int, finish: LegFinish | None = None, version: int = 0
+    ) -> list[Action]:
+        logprobs = [-float(token) for token in token_ids]
+        return self.step(LegSampled(leg, token_ids, logprobs, version, finish))
+
+    def said(self, kind: type[Action]) -> list[Action]:
+        return [action for action in self.actions if isinstance(action, kind)]
+
+
+def running(**params: object) -> Bench:
+    """One reader, leg 0 open."""
+    bench = Bench(**params)  # type: ignore[arg-type]
+    assert bench.step(Ticked()) == [ChooseEngine(0)]
+    bench.step(Joined())
+    [start] = bench.step(ENGINE)
+    assert start == StartLeg(0, "r.0", ENGINE.url, 10, "0", True)
+    return bench
+
+
+def test_turn_that_stops_is_committed_with_its_tokens() -> None:
+    bench = running()
+    bench.sample(0, 1, 2)
+    bench.sample(0, 3, STOP_TOKEN, finish=LegFinish("stop", STOP_TOKEN))
+    machine = bench.machine
+    assert machine.state is GenerationState.COMMITTED
+    assert list(machine.sampled.token_ids) == [1, 2, 3, STOP_TOKEN]
+    assert list(machine.sampled.logprobs) == [-1.0, -2.0, -3.0, 0.0]
+    assert (machine.finish_reason, machine.matched_stop) == ("stop", STOP_TOKEN)
+    assert bench.said(WakeReaders)
+    assert machine.is_settled
+
+
+def test_abort_that_nobody_asked_for_is_resumed_from_the_exact_tokens() -> None:
+    bench = running()
+    bench.sample(0, 1, 2, 3)
+    bench.sample(0, finish=ABORT)
+    assert bench.said(ChooseEngine)
+    [start] = bench.step(EngineChosen("http://b", "i1", 1))
+    assert start == StartLeg(1, "r.1", "http://b", 7, "1", True)
+    assert bench.machine.context() == [*PROMPT, 1, 2, 3]
+    bench.sample(1, 4, finish=LegFinish("stop"), version=1)
+    assert bench.machine.finish_reason == "stop"
+    assert bench.machine.sampled.policy_versions == [VersionRun(0, 3), VersionRun(1, 1)]
+
+
+def test_finish_is_length_only_when_all_tokens_are_there() -> None:
+    bench = running(max_tokens=10)
+    bench.sample(0, *range(1, 10), finish=ABORT)
+    assert bench.machine.state is GenerationState.RUNNING
+    bench.step(ENGINE)
+    bench.sample(1, 10, finish=ABORT)
+    assert bench.machine.finish_reason == "length"
+
+
+def test_abort_behind_a_stop_token_is_a_stop() -> None:
+    bench = running()
+    bench.sample(0, 1, STOP_TOKEN, finish=ABORT)
+    assert bench.machine.finish_reason == "stop"
+
+
+def test_engine_that_overshoots_is_cut_at_max_tokens() -> None:
+    bench = running(max_tokens=10)
+    bench.sample(0, *range(1, 15), finish=LegFinish("length"))
+    assert len(bench.machine.sampled) == 10
+    assert len(bench.machine.sampled.logprobs) == 10
+
+
+def test_last_reader_parks_and_a_new_one_resumes() -> None:
+    bench = running()
+    bench.sample(0, 1)
+    assert bench.step(Left()) == [AbortLeg(0, "r.0", ENGINE.url)]
+    assert bench.machine.state is GenerationState.PARKED
+    bench.sample(0, 2, finish=ABORT)
+    assert bench.said(ChooseEngine) == []
+    assert bench.step(Joined(), after_s=29.0) == [ChooseEngine(0)]
+    assert bench.machine.context() == [*PROMPT, 1, 2]
+
+
+def test_one_of_two_readers_may_leave() -> None:
+    bench = running()
+    bench.step(Joined())
+    assert bench.step(Left()) == []
+    assert bench.machine.state is GenerationState.RUNNING
+
+
+def test_reader_who_returns_before_the_abort_took_waits_for_its_end() -> None:
+    bench = running()
+    bench.step(Left())
+    assert bench.step(Joined()) == []
+    bench.sample(0, 1, finish=ABORT)
+    assert bench.said(ChooseEngine)
+
+
+def test_abort_is_repeated_until_the_stream_ends() -> None:
+    bench = running()
+    bench.step(Left())
+    for _ in range(4):
+        assert bench.step(Ticked(), after_s=0.3) == [AbortLeg(0, "r.0", ENGINE.url)]
+    bench.sample(0, finish=ABORT)
+    assert bench.step(Ticked(), after_s=0.3) == []
+
+
+def test_leg_that_ignores_its_abort_is_dropped() -> None:
+    bench = running()
+    bench.step(Left())
+    bench.step(Ticked(), after_s=5.0)
+    assert bench.said(DropLeg) == [DropLeg(0)]
+    assert bench.machine.leg_url is None
+
+
+def test_parked_turn_that_finishes_before_its_abort_is_committed() -> None:
+    bench = running()
+    bench.step(Left())
+    bench.sample(0, 1, finish=LegFinish("stop", 1))
+    assert bench.machine.state is GenerationState.COMMITTED
+
+
+def test_parked_turn_is_void_when_the_retry_window_is_over() -> None:
+    bench = running()
+    bench.step(Left())
+    bench.sample(0, finish=ABORT)
+    bench.step(Ticked(), after_s=30.0)
+    assert bench.machine.state is GenerationState.VOID
+    assert bench.machine.is_settled
+
+
+def test_seal_wakes_readers_and_takes_no_more_tokens() -> None:
+    bench = running()
+    bench.sample(0, 1)
+    bench.step(Sealed("the rollout ended"))
+    assert bench.said(WakeReaders)
+    assert bench.said(AbortLeg)
+    bench.sample(0, 2, finish=ABORT)
+    assert list(bench.machine.sampled.token_ids) == [1]
+    assert str(bench.machine.error) == "the rollout ended"
+    assert bench.machine.is_settled
+
+
+def test_seal_leaves_a_committed_turn_alone() -> None:
+    bench = running()
+    bench.sample(0, 1, finish=LegFinish("stop", 1))
+    assert bench.step(Sealed("late")) == []
+    assert bench.machine.state is GenerationState.COMMITTED
+
+
+def test_failed_leg_is_reported_and_resumed_elsewhere() -> None:
+    bench = running()
+    bench.sample(0, 1)
+    bench.step(LegFailed(0, "connection reset"))
+    assert bench.said(ReportFault) == [ReportFault(ENGINE.url, "i1", "connection reset")]
+    assert bench.said(ChooseEngine)
+
+
+def test_refused_leg_ends_the_turn_with_the_engines_words() -> None:
+    bench = running()
+    bench.step(LegFailed(0, "prompt too long", is_refused=True))
+    assert bench.machine.state is GenerationState.VOID
+    assert isinstance(bench.machine.error, EngineRefused)
+    assert bench.said(WakeReaders)
+
+
+def test_fruitless_legs_back_off_and_end_within_bounds() -> None:
+    bench = running()
+    for leg in range(17):
+        assert bench.machine.state is GenerationState.RUNNING
+        bench.step(LegFailed(leg, "connection refused"))
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+    assert bench.machine.state is GenerationState.VOID
+    assert isinstance(bench.machine.error, EngineUnavailable)
+
+
+def test_waiting_for_an_engine_ends_in_time_but_pauses_do_not_count() -> None:
+    bench = Bench()
+    bench.step(Joined())
+    bench.step(FleetMoved(is_paused=True))
+    bench.step(Ticked(), after_s=1000.0)
+    assert bench.machine.state is GenerationState.RUNNING
+    bench.step(FleetMoved(is_paused=False))
+    bench.step(Ticked(), after_s=119.0)
+    assert bench.said(ChooseEngine)
+    bench.step(Ticked(), after_s=1.0)
+    assert isinstance(bench.machine.error, EngineUnavailable)
+
+
+def test_silent_leg_is_given_up_and_resumed() -> None:
+    bench = running()
+    bench.sample(0, 1)
+    assert bench.step(Ticked(), after_s=59.0) == []
+    bench.step(Ticked(), after_s=1.0)
+    assert bench.said(DropLeg)
+    assert bench.said(ReportFault)
+    assert bench.said(ChooseEngine)
+
+
+def test_plain_leg_is_given_longer_since_it_shows_no_sign_of_life() -> None:
+    bench = Bench(stream=False, max_tokens=1000)
+    bench.step(Joined())
+    bench.step(ENGINE)
+    assert bench.step(Ticked(), after_s=159.0) == []
+    bench.step(Ticked(), after_s=1.0)
+    assert bench.said(DropLeg)
+
+
+def test_lost_engine_drops_its_leg_without_a_report() -> None:
+    bench = running()
+    bench.sample(0, 1)
+    assert bench.step(EngineLost("http://other")) == []
+    bench.step(EngineLost(ENGINE.url))
+    assert bench.actions == [DropLeg(0), ChooseEngine(0)]
+    assert bench.sample(0, 2) == []
+    assert list(bench.machine.sampled.token_ids) == [1]
+
+
+def test_turn_never_goes_on_with_older_weights() -> None:
+    bench = running()
+    bench.sample(0, 1, version=3, finish=ABORT)
+    assert bench.actions[-1] == ChooseEngine(3)
+    assert bench.step(EngineChosen("http://b", "i1", 2)) == []
+    bench.step(EngineChosen("http://b", "i1", 3))
+    bench.sample(1, 2, version=2)
+    assert bench.said(DropLeg)
+    assert bench.said(ReportFault)
+    assert list(bench.machine.sampled.token_ids) == [1]
+
+
+def test_engines_account_of_versions_is_taken_for_the_whole_leg() -> None:
+    bench = running()
+    bench.sample(0, 1, finish=ABORT)
+    bench.step(ENGINE)
+    bench.sample(1, 2, 3, version=1)
+    runs = (VersionRun(0, 1), VersionRun(1, 2))
+    bench.step(LegSampled(1, [4], [-4.0], 1, LegFinish("stop", 4), runs))
+    assert bench.machine.sampled.policy_versions == [VersionRun(0, 2), VersionRun(1, 2)]
+
+
+def test_plain_turn_with_penalties_is_sampled_anew_since_it_cannot_resume() -> None:
+    bench = Bench(stream=False, frequency_penalty=0.5)
+    bench.step(Joined())
+    bench.step(ENGINE)
+    bench.sample(0, 1, 2, finish=ABORT)
+    assert bench.said(ChooseEngine)
+    assert bench.machine.context() == PROMPT
+    assert bench.machine.sampled.policy_versions == []
+
+
+def test_streamed_turn_with_penalties_fails_rather_than_resume_wrongly() -> None:
+    bench = running(frequency_penalty=0.5)
+    bench.sample(0, 1, finish=ABORT)
+    assert isinstance(bench.machine.error, EngineUnavailable)
+
+
+class EndsAt:
+    """A matcher that hits at the n-th token."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.seen = 0
+
+    def push(self, token_ids: Sequence[int]) -> StopHit | None:
+        self.seen += len(token_ids)
+        return StopHit(self.num_tokens, "END") if self.seen >= self.num_tokens else None
+
+
+def test_stop_string_across_legs_ends_the_turn_and_aborts_the_leg() -> None:
+    bench = Bench(stop=("END",))
+    request = bench.machine.request
+    machine = GenerationMachine(request, GenerationSettings(), "r", 0.0, lambda: EndsAt(3))
+    bench.machine = machine
+    bench.step(Joined())
+    bench.step(ENGINE)
+    bench.sample(0, 1, 2, finish=ABORT)
+    bench.step(ENGINE)
+    bench.sample(1, 3, 4)
+    assert list(machine.sampled.token_ids) == [1, 2, 3]
+    assert (machine.finish_reason, machine.matched_stop) == ("stop", "END")
+    assert bench.said(AbortLeg)
+    assert not machine.is_settled
+    bench.sample(1, 5, finish=ABORT)
+    assert machine.is_settled
+    assert list(machine.sampled.token_ids) == [1, 2, 3]
+
+
+class World:
+    """One machine among engines that pause, die, lose aborts and answer late."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        params = SamplingParams(max_tokens=30, stop_token_ids=(STOP_TOKEN,))
+        self.request = GenerationRequest(
+            generation_id="g",
+            session_key="s",
+            prompt_ids=[seed, *PROMPT],
+            params=params,
+            stream=self.rng.random() < 0.5,
+        )
+        settings = GenerationSettings(max_fruitless_legs=10_000, engine_wait_s=10_000.0)
+        self.machine = GenerationMachine(self.request, settings, "r", 0.0)
+        self.now_s = 0.0
+        self.version = 0
+        self.num_readers = 0
+        self.legs: dict[int, list[int]] = {}
+        """Live legs at engines: what each has in its context."""
+        self.aborted: set[int] = set()
+        self.num_woken = 0
+
+    def step(self, event: Event) -> None:
+        before = (len(self.machine.sampled), self.machine.state)
+        woken = 0
+        for action in self.machine.step(event, self.now_s):
+            woken += isinstance(action, WakeReaders)
+            self.carry_out(action)
+        ended = self.machine.state in (GenerationState.COMMITTED, GenerationState.VOID)
+        if before[0] < len(self.machine.sampled) or (ended and before[1] is not self.machine.state):
+            self.num_woken += 1
+            assert woken, "tokens or an end without waking the readers"
+
+    def carry_out(self, action: Action) -> None:
+        match action:
+            case ChooseEngine() if self.rng.random() < 0.7:
+                self.step(EngineChosen("http://a", "i1", self.version))
+            case StartLeg(leg, max_new_tokens=num_left):
+                context = self.machine.context()
+                assert num_left == 30 - (len(context) - 4)
+                self.legs[leg] = context
+            case AbortLeg(leg) if self.rng.random() < 0.5:
+                self.aborted.add(leg)
+            case DropLeg(leg):
+                self.legs.pop(leg, None)
+
+    def disturb(self) -> None:
+        self.now_s += self.rng.choice([0.0, 0.05, 0.3])
+        act = self.rng.randrange(12)
+        if act == 0 and self.num_readers:
+            self.num_readers -= 1
+            self.step(Left())
+        elif act <= 2:
+            self.num_readers += 1
+            self.step(Joined())
+        elif act == 3:
+            self.version += 1
+            self.aborted |= set(self.legs)
+        elif act == 4 and self.legs:
+            leg = self.rng.choice(list(self.legs))
+            del self.legs[leg]
+            self.step(LegFailed(leg, "cut"))
+        elif act == 5:
+            self.step(FleetMoved(self.rng.random() < 0.3))
+        else:
+            self.progress()
+
+    def progress(self) -> None:
+        for leg in list(self.legs):
+            self.sample(leg)
+        self.step(Ticked())
+
+    def sample(self, leg: int) -> None:
+        if leg in self.aborted:
+            del self.legs[leg]
+            self.step(LegSampled(leg, (), (), self.version, ABORT))
+            return
+        context = self.legs[leg]
+        tokens: list[int] = []
+        finish = None
+        for _ in range(self.rng.randint(1, 3)):
+            tokens.append(chain_token(self.version, context))
+            context.append(tokens[-1])
+            if tokens[-1] == STOP_TOKEN:
+                finish = LegFinish("stop", STOP_TOKEN)
+            elif len(context) - 4 == 30:
+                finish = LegFinish("length")
+            if finish:
+                del self.legs[leg]
+                break
+        self.step(LegSampled(leg, tokens, [-float(t) for t in tokens], self.version, finish))
+
+    def check_chain(self) -> None:
+        """Each token follows from the ones before it under the version it is stamped with."""
+        sampled = self.machine.sampled
+        assert len(sampled.token_ids) == len(sampled.logprobs)
+        context = list(self.request.prompt_ids)
+        versions = [r.policy_version for r in sampled.policy_versions for _ in range(r.num_tokens)]
+        assert len(versions) == len(sampled.token_ids)
+        assert versions == sorted(versions)
+        for token, logprob, version in zip(
+            sampled.token_ids, sampled.logprobs, versions, strict=True
+        ):
+            assert token == chain_token(version, context)
+            assert logprob == -float(token)
+            context.append(token)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_schedules_lose_and_double_no_token(seed: int) -> None:
+    world = World(seed)
+    world.step(Ticked())
+    for _ in range(120):
+        world.disturb()
+        world.check_chain()
+    world.step(FleetMoved(is_paused=False))
+    if world.machine.state in (GenerationState.RUNNING, GenerationState.PARKED):
+        world.step(Joined())
+    for _ in range(200):
+        world.now_s += 0.3
+        world.progress()
+    machine = world.machine
+    world.check_chain()
+    assert machine.is_settled
+    assert machine.state is not GenerationState.VOID
+    if machine.finish_reason == "length":
+        assert len(machine.sampled) == 30
+    else:
+        assert machine.finish_reason == "stop"
+        assert machine.sampled.token_ids[-1] == STOP_TOKEN

@@ -1,0 +1,37 @@
+"""Sampled tokens and the runs of versions they came from."""
+
+from rollmesh.core.types import VersionRun
+from rollmesh.runtime.sampled import SampledTokens
+
+
+def sampled(*versions: int) -> SampledTokens:
+    tokens = SampledTokens()
+    for at, version in enumerate(versions):
+        tokens.append([at], [-1.0], version)
+    return tokens
+
+
+def test_neighbouring_tokens_of_one_version_are_one_run() -> None:
+    assert sampled(1, 1, 2).policy_versions == [VersionRun(1, 2), VersionRun(2, 1)]
+
+
+def test_truncation_cuts_runs_and_arrays_alike() -> None:
+    tokens = sampled(1, 1, 2, 2)
+    tokens.truncate(3)
+    assert list(tokens.token_ids) == [0, 1, 2]
+    assert len(tokens.logprobs) == 3
+    assert tokens.policy_versions == [VersionRun(1, 2), VersionRun(2, 1)]
+    tokens.truncate(0)
+    assert tokens.policy_versions == []
+
+
+def test_restated_runs_replace_those_behind_the_offset() -> None:
+    tokens = sampled(1, 2, 2)
+    tokens.restate(1, (VersionRun(1, 1), VersionRun(2, 1)))
+    assert tokens.policy_versions == [VersionRun(1, 2), VersionRun(2, 1)]
+
+
+def test_runs_that_do_not_add_up_are_not_believed() -> None:
+    tokens = sampled(1, 2)
+    tokens.restate(0, (VersionRun(5, 1),))
+    assert tokens.policy_versions == [VersionRun(1, 1), VersionRun(2, 1)]
