@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rollmesh.core.errors import UserError
-from rollmesh.core.process import die_with_launcher
-
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+from rollmesh.core.process import INTERRUPTED, OK, USAGE, die_with_launcher
 
 
 class Verb(NamedTuple):

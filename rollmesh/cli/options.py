@@ -42,3 +42,13 @@ def add_listen(parser: argparse.ArgumentParser) -> None:
 def config_of(options: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Config:
     """The settings that `--config` and `--set` make, over `defaults`; ConfigError in one line."""
     return load_config(options.config, options.overrides, defaults)
+
+
+def add_view(parser: argparse.ArgumentParser) -> None:
+    """`--no-live`, for verbs that show a run."""
+    parser.add_argument(
+        "--no-live",
+        dest="is_live",
+        action="store_false",
+        help="print a plain line now and then instead of a live view",
+    )

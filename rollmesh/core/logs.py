@@ -55,11 +55,11 @@ def get_logger() -> Logger:
     return cast(Logger, structlog.get_logger())
 
 
-def setup(role: str, folder: Path | None) -> None:
+def setup(role: str, folder: Path | None, on_console: bool | None = None) -> None:
     """Send this process's events to `folder/logs/<role>.log` and, for people, to stderr.
 
-    The console form is written where stderr is a terminal or there is no folder. A second call
-    replaces the first.
+    The console form is written where stderr is a terminal or there is no folder, unless
+    `on_console` says otherwise. A second call replaces the first.
     """
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -81,7 +81,9 @@ def setup(role: str, folder: Path | None) -> None:
         handler.close()
     if folder:
         root.addHandler(_file_handler(folder / "logs" / f"{role}.log", shared))
-    if folder is None or sys.stderr.isatty():
+    if on_console is None:
+        on_console = folder is None or sys.stderr.isatty()
+    if on_console:
         root.addHandler(_console_handler(shared))
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)

@@ -17,6 +17,9 @@ import msgspec
 
 from rollmesh.core.errors import AddressError
 
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: done; a fault; the user can mend it, and one line says how; stopped by a signal."""
+
 LAUNCHER_VARIABLE = "ROLLMESH_LAUNCHER"
 """Environment: the pid of the launch process, set for the processes that it starts."""
 

@@ -1,0 +1,19 @@
+"""`rollmesh up mesh.toml`: a run with the user's own settings.
+
+Driven by people.
+"""
+
+from pathlib import Path
+
+from rollmesh.cli.options import add_set, add_view, config_of, parser
+from rollmesh.launch.run import Order, launch
+
+
+def main(argv: list[str]) -> int:
+    """Start the mesh, watch it until it ends; the exit code."""
+    arguments = parser("up", "Start engines, router, workers, trainer and page; watch them.")
+    arguments.add_argument("config", type=Path, help="mesh.toml; `rollmesh init` writes one")
+    add_set(arguments)
+    add_view(arguments)
+    options = arguments.parse_args(argv)
+    return launch(Order(config=config_of(options), is_live=options.is_live))

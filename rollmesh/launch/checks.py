@@ -1,0 +1,52 @@
+"""What is checked before anything starts, so that a mistake costs a second and not a minute.
+
+Invariant: a complaint names the setting, what stands there and what to do. Driven by `run`.
+"""
+
+from pathlib import Path
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+
+from rollmesh.core.config import Config
+from rollmesh.core.errors import AddressError, ModelError
+
+ANSWER_S = 5.0
+MODEL_FILES = ("config.json", "tokenizer.json")
+
+
+async def check(config: Config, makes_model: bool) -> None:
+    """UserError if the run cannot work."""
+    if not makes_model:
+        check_model(config.model.path)
+    if config.engine.urls:
+        async with ClientSession(timeout=ClientTimeout(total=ANSWER_S)) as session:
+            for url in config.engine.urls:
+                await check_engine(session, url)
+
+
+def check_model(path: str) -> None:
+    """ModelError if `path` is no model folder."""
+    if not path:
+        raise ModelError("model.path is not set; name a folder in Hugging Face layout")
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(f"model.path = {path}: no such folder; name one in Hugging Face layout")
+    for name in MODEL_FILES:
+        if not (folder / name).is_file():
+            raise ModelError(f"model.path = {path}: not a model folder: it has no {name}")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(f"model.path = {path}: not a model folder: it has no *.safetensors")
+
+
+async def check_engine(session: ClientSession, url: str) -> None:
+    """AddressError if no engine answers at `url`."""
+    try:
+        async with session.get(f"{url.rstrip('/')}/model_info") as reply:
+            status = reply.status
+    except (ClientError, TimeoutError, ValueError) as error:
+        why = str(error) or f"nothing within {ANSWER_S:g} s"
+        raise AddressError(
+            f"engine.urls: {url} does not answer ({why}); start SGLang there"
+        ) from None
+    if status != 200:
+        raise AddressError(f"engine.urls: {url} is no SGLang: /model_info answers {status}")

@@ -1,0 +1,88 @@
+"""The files of a run that launch itself writes.
+
+Owns the run folder's place, config.json, pids.json, telemetry.jsonl and launch's part of
+summary.json. Invariants: an older run of the same name is moved aside, never overwritten; what
+others read while we write is replaced whole. Driven by `run` and the supervisor.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.config import Config, write_config
+
+
+class Pid(msgspec.Struct, frozen=True):
+    """A line of pids.json: a process that was started, whether or not it still runs."""
+
+    role: str
+    pid: int
+    started_s: float
+    """Unix time."""
+
+
+class RunFolder:
+    """Where one run leaves its files."""
+
+    def __init__(self, config: Config) -> None:
+        """Make the folder, moving an older one aside, and write the settings."""
+        self.path = config.run_folder()
+        self.config_path = self.path / "config.json"
+        self._pids: list[Pid] = []
+        move_aside(self.path)
+        self.logs.mkdir(parents=True)
+        write_config(config, self.config_path)
+
+    @property
+    def logs(self) -> Path:
+        """Where the processes log."""
+        return self.path / "logs"
+
+    def add_pid(self, role: str, pid: int, unix_s: float) -> None:
+        """Record a process that was started."""
+        self._pids.append(Pid(role, pid, unix_s))
+        replace(self.path / "pids.json", msgspec.json.encode(self._pids))
+
+    def add_telemetry(self, line: bytes) -> None:
+        """Append a line to telemetry.jsonl."""
+        with (self.path / "telemetry.jsonl").open("ab") as file:
+            file.write(line + b"\n")
+
+    def add_to_summary(self, more: dict[str, Any]) -> dict[str, Any]:
+        """Put `more` into summary.json beside what the trainer wrote; the whole."""
+        path = self.path / "summary.json"
+        summary = read_summary(path) | more
+        replace(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        return summary
+
+
+def move_aside(folder: Path) -> None:
+    """Rename `folder`, if it is there, to `folder.N` with the next free N."""
+    if not folder.exists():
+        return
+    numbers = [
+        int(each.suffix[1:]) for each in folder.parent.glob(f"{folder.name}.*") if is_old(each)
+    ]
+    folder.rename(folder.with_name(f"{folder.name}.{max(numbers, default=0) + 1}"))
+
+
+def is_old(folder: Path) -> bool:
+    """Whether it bears a number, as older runs do."""
+    return folder.suffix[1:].isdecimal()
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """What the trainer wrote; nothing if it came to nothing."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(content)
+    os.replace(part, path)

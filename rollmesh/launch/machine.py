@@ -1,0 +1,287 @@
+"""Decides which process starts, starts again or stops, and when the run is over.
+
+Owns the life cycles of the children and of the mesh. Invariants: pure, with time handed in; a
+child starts only when all it needs is there; once stopping, nothing starts; ENDED means that every
+child is gone. Driven by the supervisor, which tells it what happened and does what it says.
+
+    child   WAITING --> STARTING --> READY          DONE <-- STARTING (a task, exit code 0)
+                          ^  |         |
+                          |  v         v
+                        BACKING_OFF <--+            and from anywhere: --> STOPPING --> GONE
+
+    mesh    STARTING --> RUNNING --> SAVING --> STOPPING --> ENDED
+               |                        ^
+               +------------------------+
+
+The mesh is SAVING while the trainer, told first, writes what there is; STOPPING when the others
+are told too; what still runs at stop_timeout_s is killed.
+"""
+
+import enum
+
+import msgspec
+
+from rollmesh.core.config import LaunchConfig
+from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE
+from rollmesh.launch.plan import ChildPlan, OnDeath
+
+FIRST_BACK_OFF_S = 0.5
+LONGEST_BACK_OFF_S = 10.0
+LOOP_WINDOW_S = 60.0
+SPARE_S = 1.0
+"""The part of stop_timeout_s that the others have when the trainer uses up its own."""
+
+
+class ChildState(enum.Enum):
+    """Where one process stands."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    DONE = "done"
+    BACKING_OFF = "backing_off"
+    STOPPING = "stopping"
+    GONE = "gone"
+
+
+class MeshState(enum.Enum):
+    """Where the run stands."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    SAVING = "saving"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class Reported(msgspec.Struct, frozen=True):
+    """A child serves."""
+
+    role: str
+
+
+class Exited(msgspec.Struct, frozen=True):
+    """A child's process is gone."""
+
+    role: str
+    code: int
+    """Negative: the signal that ended it."""
+    last_line: str = ""
+    """The last that it said on stderr."""
+
+
+class StopAsked(msgspec.Struct, frozen=True):
+    """The user wants an end; asked again, at once."""
+
+
+class Ticked(msgspec.Struct, frozen=True):
+    """Time went by."""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Start the child's process."""
+
+    role: str
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Tell the child to stop: SIGTERM."""
+
+    role: str
+
+
+class Kill(msgspec.Struct, frozen=True):
+    """End the child and all that it started: SIGKILL."""
+
+    role: str
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Something for people to know."""
+
+    line: str
+
+
+class End(msgspec.Struct, frozen=True):
+    """Why the run ended, and what launch exits with."""
+
+    code: int
+    reason: str
+
+
+Event = Reported | Exited | StopAsked | Ticked
+Action = Start | Tell | Kill | Note
+
+
+class Child:
+    """One process as the machine sees it."""
+
+    def __init__(self, plan: ChildPlan) -> None:
+        self.plan = plan
+        self.state = ChildState.WAITING
+        self.since_s = 0.0
+        """When the state was entered."""
+        self.back_off_s = 0.0
+        self.deaths_s: list[float] = []
+        """Within the last minute."""
+
+    def enter(self, state: ChildState, now_s: float) -> None:
+        """Change state."""
+        self.state = state
+        self.since_s = now_s
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a process."""
+        return self.state in (ChildState.STARTING, ChildState.READY, ChildState.STOPPING)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether those that need it may start."""
+        return self.state in (ChildState.READY, ChildState.DONE)
+
+
+class Supervision:
+    """The machine."""
+
+    def __init__(self, plans: list[ChildPlan], settings: LaunchConfig) -> None:
+        self.state = MeshState.STARTING
+        self.end: End | None = None
+        """Set when the run begins to stop."""
+        self.children = {plan.role: Child(plan) for plan in plans}
+        self._settings = settings
+        self._stopping_since_s = 0.0
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        """What follows from `event`."""
+        match event:
+            case StopAsked():
+                return self._on_stop_asked(now_s)
+            case Reported(role) if role in self.children:
+                return self._on_reported(self.children[role], now_s)
+            case Exited(role) if role in self.children:
+                return [*self._on_exited(self.children[role], event, now_s), *self._go_on(now_s)]
+            case _:
+                return self._go_on(now_s)
+
+    def _on_stop_asked(self, now_s: float) -> list[Action]:
+        if self.end is None:
+            return [*self._stop(End(INTERRUPTED, "stopped"), now_s), *self._go_on(now_s)]
+        return [Kill(role) for role, child in self.children.items() if child.runs]
+
+    def _on_reported(self, child: Child, now_s: float) -> list[Action]:
+        if child.state is ChildState.STARTING:
+            child.enter(ChildState.READY, now_s)
+        return self._go_on(now_s)
+
+    def _on_exited(self, child: Child, event: Exited, now_s: float) -> list[Action]:
+        was = child.state
+        child.enter(ChildState.GONE, now_s)
+        if self.end is not None or not was_alive(was):
+            return []
+        if event.code == OK and child.plan.on_death is OnDeath.NEXT:
+            child.enter(ChildState.DONE, now_s)
+            return []
+        if event.code == OK and child.plan.on_death is OnDeath.FINISH:
+            return self._stop(End(OK, "done"), now_s)
+        if event.code == USAGE:
+            return self._stop(End(USAGE, event.last_line.removeprefix("rollmesh: ")), now_s)
+        if child.plan.on_death in (OnDeath.RESTART, OnDeath.GIVE_UP):
+            return self._restart(child, event, now_s)
+        return self._stop(End(FAILED, how_it_ended(event)), now_s)
+
+    def _restart(self, child: Child, event: Exited, now_s: float) -> list[Action]:
+        recent = [at_s for at_s in child.deaths_s if now_s - at_s < LOOP_WINDOW_S]
+        child.deaths_s = [*recent, now_s]
+        num_deaths = len(child.deaths_s)
+        if num_deaths <= self._settings.max_restarts:
+            child.back_off_s = min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** (num_deaths - 1))
+            child.enter(ChildState.BACKING_OFF, now_s)
+            return [Note(f"{how_it_ended(event)}; started again in {child.back_off_s:g} s")]
+        reason = f"{how_it_ended(event)}, the death number {num_deaths} within a minute"
+        if child.plan.on_death is OnDeath.GIVE_UP:
+            return [Note(f"{reason}; the run goes on without it")]
+        return self._stop(End(FAILED, reason), now_s)
+
+    def _go_on(self, now_s: float) -> list[Action]:
+        """What time and the others' states allow."""
+        if self.end is not None:
+            return self._go_on_stopping(now_s)
+        late = self._late(now_s)
+        if late is not None:
+            limit_s = self._settings.ready_timeout_s
+            reason = f"{late.plan.role} did not report within {limit_s:g} s"
+            return [*self._stop(End(FAILED, reason), now_s), *self._go_on_stopping(now_s)]
+        given_up = ChildState.GONE
+        if all(c.is_there or c.state is given_up for c in self.children.values()):
+            self.state = MeshState.RUNNING
+        return [
+            self._start(child, now_s) for child in self.children.values() if self._may(child, now_s)
+        ]
+
+    def _may(self, child: Child, now_s: float) -> bool:
+        if child.state is ChildState.WAITING:
+            return all(self.children[role].is_there for role in child.plan.needs)
+        is_rested = now_s - child.since_s >= child.back_off_s
+        return child.state is ChildState.BACKING_OFF and is_rested
+
+    def _start(self, child: Child, now_s: float) -> Action:
+        child.enter(ChildState.STARTING, now_s)
+        return Start(child.plan.role)
+
+    def _late(self, now_s: float) -> Child | None:
+        for child in self.children.values():
+            is_starting = child.state is ChildState.STARTING and child.plan.reports
+            if is_starting and now_s - child.since_s >= self._settings.ready_timeout_s:
+                return child
+        return None
+
+    def _stop(self, end: End, now_s: float) -> list[Action]:
+        """Begin to stop: the trainer first."""
+        self.end = end
+        self.state = MeshState.SAVING
+        self._stopping_since_s = now_s
+        for child in self.children.values():
+            if not child.runs:
+                child.enter(ChildState.GONE, now_s)
+        return self._tell(OnDeath.FINISH, now_s)
+
+    def _go_on_stopping(self, now_s: float) -> list[Action]:
+        took_s = now_s - self._stopping_since_s
+        running = [child for child in self.children.values() if child.runs]
+        saving = any(child.plan.on_death is OnDeath.FINISH for child in running)
+        actions: list[Action] = []
+        is_time = took_s >= self._settings.stop_timeout_s - SPARE_S
+        if self.state is MeshState.SAVING and (is_time or not saving):
+            self.state = MeshState.STOPPING
+            actions += self._tell(None, now_s)
+        if not running:
+            self.state = MeshState.ENDED
+        elif took_s >= self._settings.stop_timeout_s:
+            actions += [Kill(child.plan.role) for child in running]
+        return actions
+
+    def _tell(self, only: OnDeath | None, now_s: float) -> list[Action]:
+        told = [
+            child
+            for child in self.children.values()
+            if child.runs
+            and child.state is not ChildState.STOPPING
+            and (only is None or child.plan.on_death is only)
+        ]
+        for child in told:
+            child.enter(ChildState.STOPPING, now_s)
+        return [Tell(child.plan.role) for child in told]
+
+
+def was_alive(state: ChildState) -> bool:
+    """Whether an exit in this state is news."""
+    return state in (ChildState.STARTING, ChildState.READY)
+
+
+def how_it_ended(event: Exited) -> str:
+    """The first half of a line for people."""
+    how = (
+        f"ended with code {event.code}" if event.code >= 0 else f"was ended by signal {-event.code}"
+    )
+    return f"{event.role} {how}" + (f": {event.last_line}" if event.last_line else "")

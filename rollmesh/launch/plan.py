@@ -1,0 +1,155 @@
+"""Which processes a run needs, how each is called, and what it waits for.
+
+Owns the argv of every room. Invariants: pure, from settings to a list; another process's address
+is written `{role}` and filled in when it is known. Driven by `run` and the supervisor.
+
+    warm-start --> engine-0 ---(answers before it is ready: its socket is ours)
+         |
+         +-------> worker-0, worker-1, trainer <--- router <--- urls of the engines
+    dashboard
+"""
+
+import enum
+import sys
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.core.config import Config
+
+
+class OnDeath(enum.Enum):
+    """What the end of a process means to the run."""
+
+    END = "end"
+    """The run cannot go on."""
+    RESTART = "restart"
+    """It is started again, with back-off; in a crash loop the run ends."""
+    GIVE_UP = "give_up"
+    """It is started again, with back-off; in a crash loop the run goes on without it."""
+    FINISH = "finish"
+    """With exit code 0 the run has reached its goal."""
+    NEXT = "next"
+    """With exit code 0 it is done, and those that wait for it start."""
+
+
+class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One process."""
+
+    role: str
+    argv: tuple[str, ...]
+    """The program and its words; launch adds --ready-fd and --listen-fd."""
+    on_death: OnDeath
+    needs: tuple[str, ...] = ()
+    """Roles that must be ready, or done, before it starts."""
+    bind: str = ""
+    """host:port of the listening socket that launch opens for it; '' for none."""
+    bind_key: str = ""
+    """The setting that `bind` stands in, for people."""
+
+    @property
+    def reports(self) -> bool:
+        """Whether it says when it serves; otherwise its end is awaited."""
+        return self.on_death is not OnDeath.NEXT
+
+
+MODEL_ROLE = "warm-start"
+ROLLMESH = (sys.executable, "-m", "rollmesh.cli.main")
+
+
+def plan_mesh(
+    config: Config, config_path: Path, make_model: tuple[str, ...] = ()
+) -> list[ChildPlan]:
+    """The processes of a run; `make_model` is the verb that writes the model first, if any."""
+    model_first = (MODEL_ROLE,) if make_model else ()
+    plans = []
+    if make_model:
+        plans.append(
+            ChildPlan(role=MODEL_ROLE, argv=(*ROLLMESH, *make_model), on_death=OnDeath.NEXT)
+        )
+    engines = [] if config.engine.urls else plan_engines(config, model_first)
+    plans += engines
+    urls = [*config.engine.urls, *(f"{{{plan.role}}}" for plan in engines)]
+    settings = ("--config", str(config_path))
+    plans.append(plan_router(config, settings, urls))
+    for number in range(config.worker.num_workers):
+        plans.append(plan_worker(config, settings, f"worker-{number}", model_first))
+    plans.append(
+        ChildPlan(
+            role="trainer",
+            argv=(*ROLLMESH, "train", *settings, "--router", "{router}"),
+            on_death=OnDeath.FINISH,
+            needs=("router", *model_first),
+        )
+    )
+    if config.dashboard.enabled:
+        plans.append(plan_dashboard(config))
+    return plans
+
+
+def plan_engines(config: Config, needs: tuple[str, ...]) -> list[ChildPlan]:
+    """The embedded engines."""
+    engine = config.engine
+    argv = [*ROLLMESH, "engine", "--model-dir", config.model.path, "--weight-version", "0"]
+    argv += ["--incremental-streaming-output", "--skip-tokenizer-init"]
+    argv += ["--max-running-requests", str(engine.max_running)]
+    argv += ["--max-total-tokens", str(engine.kv_tokens)]
+    argv += ["--num-threads", str(engine.num_threads)]
+    argv += ["--random-seed", str(config.run.seed), "--run-folder", str(config.run_folder())]
+    return [
+        ChildPlan(
+            role=f"engine-{number}",
+            argv=(*argv, "--role", f"engine-{number}"),
+            on_death=OnDeath.END,
+            needs=needs,
+            bind="127.0.0.1:0",
+        )
+        for number in range(engine.num_embedded)
+    ]
+
+
+def plan_router(config: Config, settings: tuple[str, ...], urls: list[str]) -> ChildPlan:
+    """The router, which is told where the engines are before they are up."""
+    engines = tuple(word for url in urls for word in ("--engine", url))
+    return ChildPlan(
+        role="router",
+        argv=(*ROLLMESH, "router", *settings, *engines),
+        on_death=OnDeath.END,
+        bind=config.router.http_bind,
+        bind_key="router.http_bind",
+    )
+
+
+def plan_worker(
+    config: Config, settings: tuple[str, ...], role: str, needs: tuple[str, ...]
+) -> ChildPlan:
+    """One worker; its endpoint's port outlives it, so agents of the next one may keep it."""
+    return ChildPlan(
+        role=role,
+        argv=(*ROLLMESH, "worker", *settings, "--router", "{router}", "--worker-id", role),
+        on_death=OnDeath.RESTART,
+        needs=("router", *needs),
+        bind=config.interception.bind,
+        bind_key="interception.bind",
+    )
+
+
+def plan_dashboard(config: Config) -> ChildPlan:
+    """The page; a run goes on without it."""
+    return ChildPlan(
+        role="dashboard",
+        argv=(*ROLLMESH, "dashboard", str(config.run_folder())),
+        on_death=OnDeath.GIVE_UP,
+        bind=config.dashboard.bind,
+        bind_key="dashboard.bind",
+    )
+
+
+def fill(argv: tuple[str, ...], addresses: dict[str, str]) -> list[str]:
+    """`argv` with `{role}` replaced by that role's address."""
+    filled = []
+    for word in argv:
+        if word.startswith("{") and word.endswith("}"):
+            word = addresses[word[1:-1]]
+        filled.append(word)
+    return filled

@@ -1,0 +1,101 @@
+"""One run from its settings to its summary.
+
+Owns the order: check, make the folder, start, follow, stop, sum up. Invariant: a run that began
+leaves a summary.json, however it ended. Driven by the verbs `up` and `demo`.
+"""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config
+from rollmesh.core.errors import UserError
+from rollmesh.core.logs import setup
+from rollmesh.core.process import FAILED, USAGE
+from rollmesh.core.tail import Tail
+from rollmesh.launch.checks import check
+from rollmesh.launch.folder import RunFolder
+from rollmesh.launch.machine import End
+from rollmesh.launch.plan import plan_mesh
+from rollmesh.launch.progress import Progress
+from rollmesh.launch.sampler import Sampler
+from rollmesh.launch.screen import Scene, Screen, screen_for, summary_table
+from rollmesh.launch.supervisor import Supervisor
+
+LOOK_S = 1.0
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run, and how to show it."""
+
+    config: Config
+    make_model: tuple[str, ...] = ()
+    """The verb, with its words, that writes the model first; empty where it is there."""
+    is_live: bool = True
+    """A live view, where stdout is a terminal."""
+
+
+def launch(order: Order) -> int:
+    """Run it; the exit code. UserError for what the user can mend."""
+    return asyncio.run(Run(order).run())
+
+
+class Run:
+    """One run."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._clock = SystemClock()
+        self._started_s = self._clock.now_s()
+        self._console = Console(highlight=False)
+
+    async def run(self) -> int:
+        """See `launch`."""
+        config = self._order.config
+        await check(config, makes_model=bool(self._order.make_model))
+        folder = RunFolder(config)
+        setup("launch", folder.path, on_console=False)
+        plans = plan_mesh(config, folder.config_path, self._order.make_model)
+        supervisor = Supervisor(plans, config.launch, folder, self._clock)
+        sampler = Sampler(supervisor, folder, self._clock)
+        progress = Progress(config.trainer.num_steps)
+        scene = Scene(config.run.name, progress, sampler, supervisor)
+        with screen_for(scene, self._order.is_live) as screen:
+            async with asyncio.TaskGroup() as tasks:
+                following = [
+                    tasks.create_task(sampler.follow(), name="sampler"),
+                    tasks.create_task(self._watch(scene, screen, folder), name="screen"),
+                ]
+                end = await supervisor.run()
+                for task in following:
+                    task.cancel()
+        self._sum_up(end, folder, sampler)
+        return end.code
+
+    async def _watch(self, scene: Scene, screen: Screen, folder: RunFolder) -> None:
+        metrics = Tail(folder.path / "metrics.jsonl")
+        while True:
+            scene.progress.add(line.data for line in metrics.read())
+            screen.look(self._elapsed_s())
+            await asyncio.sleep(LOOK_S)
+
+    def _sum_up(self, end: End, folder: RunFolder, sampler: Sampler) -> None:
+        if end.code == USAGE:
+            raise UserError(end.reason)
+        more: dict[str, Any] = {
+            "ended": end.reason,
+            "wall_s": round(self._elapsed_s(), 1),
+            "peak_rss_mb": sampler.peak_rss_mb,
+        }
+        self._console.print(summary_table(folder.add_to_summary(more)))
+        if end.code == FAILED:
+            self._console.print(f"the run failed: {end.reason}", markup=False)
+            self._console.print(f"its processes' logs: {folder.logs}", markup=False)
+        else:
+            self._console.print(f"left in {folder.path}", markup=False)
+
+    def _elapsed_s(self) -> float:
+        return self._clock.now_s() - self._started_s

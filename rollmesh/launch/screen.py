@@ -1,0 +1,196 @@
+"""What the terminal shows of a run: a live view, or a plain line now and then.
+
+Owns the layout and nothing else. Invariant: it reads figures that others hold and never slows
+them. Driven by one task of `run`; rich paints.
+"""
+
+import sys
+from typing import Any, NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rollmesh.launch.progress import Progress, cpu_shares, rates
+from rollmesh.launch.sampler import MIB, Sampler
+from rollmesh.launch.supervisor import Supervisor
+
+PLAIN_EVERY = 10
+"""The plain view says a line at every so many looks."""
+NUM_NOTES = 4
+NONE = "-"
+
+
+class Scene(NamedTuple):
+    """What is looked at."""
+
+    name: str
+    progress: Progress
+    sampler: Sampler
+    supervisor: Supervisor
+
+
+class LiveScreen:
+    """Repaints in place."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._live = Live(console=Console(), auto_refresh=False)
+
+    def __enter__(self) -> "LiveScreen":
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def look(self, elapsed_s: float) -> None:
+        """Paint the present."""
+        self._live.update(paint(self._scene, elapsed_s), refresh=True)
+
+
+class PlainScreen:
+    """One line at a time, for logs and pipes."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._num_looks = 0
+        self._num_notes = 0
+        self._page = ""
+
+    def __enter__(self) -> "PlainScreen":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._console.print(Text(line(self._scene)))
+
+    def look(self, elapsed_s: float) -> None:
+        """Say what is new."""
+        notes = self._scene.supervisor.notes
+        for note in notes[self._num_notes :]:
+            self._console.print(Text(note))
+        self._num_notes = len(notes)
+        if self._page != page(self._scene.supervisor):
+            self._page = page(self._scene.supervisor)
+            self._console.print(Text(f"the page: {self._page}"))
+        self._num_looks += 1
+        if self._num_looks % PLAIN_EVERY == 0:
+            self._console.print(Text(f"{clock(elapsed_s)}  {line(self._scene)}"))
+
+
+Screen = LiveScreen | PlainScreen
+
+
+def screen_for(scene: Scene, is_live: bool) -> Screen:
+    """The live view where it is wanted and stdout is a terminal."""
+    return LiveScreen(scene) if is_live and sys.stdout.isatty() else PlainScreen(scene)
+
+
+def paint(scene: Scene, elapsed_s: float) -> RenderableType:
+    """The live view."""
+    progress, supervisor = scene.progress, scene.supervisor
+    left = f"about {clock(progress.seconds_left())} left"
+    head = Table.grid(padding=(0, 2), expand=True)
+    head.add_column(ratio=1)
+    head.add_column(justify="right")
+    bar = ProgressBar(max(progress.num_steps, 1), progress.num_done)
+    head.add_row(bar, f"{clock(elapsed_s)}, {left}")
+    parts: list[RenderableType] = [head, figures(scene), Text(), processes(scene)]
+    if page(supervisor):
+        parts += [Text(), Text(f"the page: {page(supervisor)}", style="bold")]
+    parts += [Text(note, style="yellow") for note in supervisor.notes[-NUM_NOTES:]]
+    state = supervisor.machine.state.value
+    title = f"rollmesh {escape(scene.name)}: {state}, {steps(progress)}"
+    return Panel(Group(*parts), title=title, title_align="left", padding=(1, 2))
+
+
+def figures(scene: Scene) -> Table:
+    """Learning and pace."""
+    progress, now = scene.progress, rates(scene.sampler.before, scene.sampler.last)
+    table = Table.grid(padding=(0, 2))
+    table.add_row("success", f"{share(progress.success())} over the last 10 steps")
+    table.add_row("untrained", share(progress.success_untrained))
+    table.add_row("staleness", ages(progress))
+    table.add_row("rollouts", f"{now.num_in_flight} in flight")
+    table.add_row("pace", f"{now.calls_per_s:,.0f} calls/s, {now.tokens_per_s:,.0f} tokens/s")
+    return table
+
+
+def processes(scene: Scene) -> Table:
+    """Who runs, and what it costs."""
+    sampler = scene.sampler
+    samples = {sample.role: sample for sample in sampler.last.processes}
+    busy = cpu_shares(sampler.before, sampler.last)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading, justify in (
+        ("process", "left"),
+        ("state", "left"),
+        ("MB", "right"),
+        ("CPU", "right"),
+    ):
+        table.add_column(heading, justify=justify, header_style="dim")  # type: ignore[arg-type]
+    for role, child in scene.supervisor.machine.children.items():
+        sample = samples.get(role)
+        memory = f"{sample.rss_bytes / MIB:,.0f}" if sample else NONE
+        cores = f"{busy[sample.pid]:.0%}" if sample and sample.pid in busy else NONE
+        table.add_row(role, child.state.value, memory, cores)
+    return table
+
+
+def line(scene: Scene) -> str:
+    """The plain view."""
+    progress, sampler = scene.progress, scene.sampler
+    now = rates(sampler.before, sampler.last)
+    total_mb = sum(sample.rss_bytes for sample in sampler.last.processes) / MIB
+    return (
+        f"{steps(progress)}  success {share(progress.success())}"
+        f" (untrained {share(progress.success_untrained)})  ages {ages(progress)}"
+        f"  {now.num_in_flight} in flight  {now.calls_per_s:.0f} calls/s"
+        f"  {now.tokens_per_s:.0f} tokens/s  {total_mb:.0f} MB"
+        f"  {clock(progress.seconds_left())} left"
+    )
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """The end of a run."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for key, value in summary.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{name} {number}" for name, number in value.items())
+        table.add_row(key, Text(NONE if value is None else str(value)))
+    return table
+
+
+def page(supervisor: Supervisor) -> str:
+    """Where the page is, once it is there."""
+    ready = supervisor.ready.get("dashboard")
+    return ready.address if ready else ""
+
+
+def steps(progress: Progress) -> str:
+    """`step 3 of 200`"""
+    return f"step {progress.num_done} of {progress.num_steps}"
+
+
+def ages(progress: Progress) -> str:
+    """Shares of the samples by age: `0: 24%, 1: 76%`."""
+    return ", ".join(f"{age}: {part:.0%}" for age, part in progress.ages().items()) or NONE
+
+
+def share(value: float | None) -> str:
+    """Two digits."""
+    return NONE if value is None else f"{value:.2f}"
+
+
+def clock(seconds: float | None) -> str:
+    """`1:05`, `2:01:05`."""
+    if seconds is None:
+        return NONE
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,147 @@
+"""Runs the supervision machine against real processes.
+
+Owns the children's tasks, the listening sockets and the addresses that children learn from each
+other. Invariants: it decides nothing, the machine does; when `run` returns, no process that the
+run started, or that those started, is left. Driven by `run`, on the main thread.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+
+from rollmesh.core.clock import Clock
+from rollmesh.core.config import LaunchConfig
+from rollmesh.core.errors import AddressError
+from rollmesh.core.logs import get_logger
+from rollmesh.core.process import Ready, http_address, listen
+from rollmesh.launch.child import ChildProcess, Hooks
+from rollmesh.launch.folder import RunFolder
+from rollmesh.launch.machine import (
+    Action,
+    ChildState,
+    End,
+    Event,
+    Kill,
+    MeshState,
+    Note,
+    Reported,
+    Start,
+    StopAsked,
+    Supervision,
+    Tell,
+    Ticked,
+)
+from rollmesh.launch.plan import ChildPlan, fill
+from rollmesh.launch.reaper import become_subreaper, kill_descendants
+
+log = get_logger()
+
+TICK_S = 0.1
+
+
+class Supervisor:
+    """A running mesh."""
+
+    def __init__(
+        self, plans: list[ChildPlan], settings: LaunchConfig, folder: RunFolder, clock: Clock
+    ) -> None:
+        self.machine = Supervision(plans, settings)
+        self.ready: dict[str, Ready] = {}
+        """What each child reported last."""
+        self.notes: list[str] = []
+        """For people, oldest first."""
+        self._plans = {plan.role: plan for plan in plans}
+        self._folder = folder
+        self._clock = clock
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._processes: dict[str, ChildProcess] = {}
+        self._sockets = open_sockets(plans)
+        self._addresses = {role: http_address(each) for role, each in self._sockets.items()}
+
+    def pids(self) -> dict[str, int]:
+        """The processes that run now, by role, launch included."""
+        children = {role: each.pid for role, each in self._processes.items() if each.pid}
+        return {"launch": os.getpid(), **children}
+
+    def counts(self) -> dict[str, ChildState]:
+        """Where each child stands."""
+        return {role: child.state for role, child in self.machine.children.items()}
+
+    async def run(self) -> End:
+        """Start, watch, stop; why it ended."""
+        become_subreaper()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._events.put_nowait, StopAsked())
+        self._folder.add_pid("launch", os.getpid(), self._clock.unix_s())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._watch(tasks)
+        finally:
+            kill_descendants()
+            for each in self._sockets.values():
+                each.close()
+        assert self.machine.end is not None
+        return self.machine.end
+
+    async def _watch(self, tasks: asyncio.TaskGroup) -> None:
+        event: Event = Ticked()
+        while True:
+            for action in self.machine.step(event, self._clock.now_s()):
+                self._do(action, tasks)
+            if self.machine.state is MeshState.ENDED:
+                return
+            event = await self._next_event()
+
+    async def _next_event(self) -> Event:
+        try:
+            return await asyncio.wait_for(self._events.get(), TICK_S)
+        except TimeoutError:
+            return Ticked()
+
+    def _do(self, action: Action, tasks: asyncio.TaskGroup) -> None:
+        match action:
+            case Start(role):
+                tasks.create_task(self._child(self._plans[role]), name=role)
+            case Tell(role):
+                self._processes[role].tell()
+            case Kill(role):
+                self._processes[role].kill()
+            case Note(line):
+                self.notes.append(line)
+                log.warning("child.died", line=line)
+
+    async def _child(self, plan: ChildPlan) -> None:
+        """The life of one process."""
+        process = ChildProcess(plan.role, fill(plan.argv, self._addresses), self._folder.logs)
+        self._processes[plan.role] = process
+        hooks = Hooks(self._on_start, self._on_ready if plan.reports else None)
+        exited = await process.run(self._sockets.get(plan.role), hooks)
+        log.info("child.exited", child=plan.role, code=exited.code, line=exited.last_line)
+        self._events.put_nowait(exited)
+
+    def _on_start(self, process: ChildProcess) -> None:
+        log.info("child.started", child=process.role, pid=process.pid)
+        self._folder.add_pid(process.role, process.pid, self._clock.unix_s())
+
+    def _on_ready(self, process: ChildProcess, ready: Ready) -> None:
+        log.info("child.ready", child=process.role, address=ready.address)
+        self.ready[process.role] = ready
+        self._addresses[process.role] = ready.address
+        self._events.put_nowait(Reported(process.role))
+
+
+def open_sockets(plans: list[ChildPlan]) -> dict[str, socket.socket]:
+    """The listening sockets that the plans ask for; AddressError naming the setting."""
+    sockets: dict[str, socket.socket] = {}
+    for plan in plans:
+        if not plan.bind:
+            continue
+        try:
+            sockets[plan.role] = listen(plan.bind)
+        except AddressError as error:
+            for each in sockets.values():
+                each.close()
+            raise AddressError(f"{plan.bind_key} = {error}") from None
+    return sockets
