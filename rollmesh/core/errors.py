@@ -6,7 +6,7 @@
         EnvError           an environment that cannot be imported or does not keep to the interface
         ModelError         a model folder that is not one, or of a type we do not run
         AddressError       an address in use, not reachable, or not allowed
-      WireError            a frame that does not parse; counted, answered where possible, never fatal
+      WireError            a frame that does not parse; counted and answered, never fatal
       EngineError          an engine refused, failed or vanished
         EngineUnavailable  no engine is READY, or it did not answer
         EngineRefused      the engine answered that this request is wrong

@@ -12,7 +12,7 @@ import msgspec
 
 matplotlib.use("Agg")  # no display here, and none wanted
 
-import matplotlib.pyplot as plt  # noqa: E402 - only after the backend is chosen
+import matplotlib.pyplot as plt
 
 MOVING_STEPS = 10
 

@@ -92,9 +92,7 @@ class Weights:
         except concurrent.futures.TimeoutError:
             return None
         except EngineError as error:
-            log.warning(
-                "weights.failed", policy_version=running.policy_version, error=str(error)
-            )
+            log.warning("weights.failed", policy_version=running.policy_version, error=str(error))
             self._running = None
             return None
         self._running = None

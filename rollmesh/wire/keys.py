@@ -101,5 +101,5 @@ def check_bind(bind: str, keys: Keys | None) -> None:
     local = scheme in ("ipc", "inproc") or (scheme == "tcp" and rest.startswith(_LOOPBACK))
     if not local and not keys:
         raise AddressError(
-            f"{bind}: others can reach it and there are no keys; set {KEYS_VARIABLE} or bind 127.0.0.1"
+            f"{bind}: others can reach it; set {KEYS_VARIABLE} to a key file or bind 127.0.0.1"
         )

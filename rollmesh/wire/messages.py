@@ -32,7 +32,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 
 
 class GroupState(enum.StrEnum):
-    """QUEUED -> ASSIGNED -> RUNNING -> DONE | FAILED | CANCELLED; a dead worker's are QUEUED again."""
+    """QUEUED -> ASSIGNED -> RUNNING -> DONE | FAILED | CANCELLED; QUEUED if its worker dies."""
 
     QUEUED = "queued"
     ASSIGNED = "assigned"
