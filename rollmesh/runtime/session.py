@@ -146,6 +146,8 @@ class Session:
         """The tokens of a reply so far, from `start` on."""
         if reply.generation is not None:
             return reply.generation.token_ids[start:]
+        if reply.node == NO_NODE:
+            return ()
         return self._graph.ids_of(reply.node)[start:]
 
     def logprobs(self, reply: Reply) -> Sequence[float]:

@@ -47,6 +47,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     calls_allowed: bool = True
     """False where the agent forbids tool calls (`tool_choice: none`)."""
     ask: SamplingAsk = SamplingAsk()
+    model: str = ""
+    """As the agent names it; given back, otherwise without effect."""
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
