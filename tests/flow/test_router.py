@@ -1,0 +1,318 @@
+"""A real router process, and peers on real sockets: some honest, some dead, some malicious."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import pytest
+
+from rollmesh.core.ids import GroupId
+from rollmesh.core.process import Ready
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import (
+    AnyMessage,
+    AskGroup,
+    ClientBeat,
+    ClientHello,
+    EnginePhase,
+    FleetAnswered,
+    FleetChanged,
+    GroupDelivered,
+    GroupMoved,
+    GroupStarted,
+    GroupState,
+    HeldGroup,
+    JoinEngine,
+    ReadFleet,
+    RouterHello,
+    RunGroup,
+    WorkerBeat,
+    WorkerHello,
+)
+from rollmesh.wire.sockets import Dialer, wait
+
+BEAT_S = 0.1
+MISSED_BEATS = 5
+PATIENCE_S = 10.0
+"""How long a test waits for what must come; only a broken router makes it wait so long."""
+
+FAKE_WORKER = """
+import sys
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import GroupStarted, RunGroup, WorkerBeat, WorkerHello
+from rollmesh.wire.sockets import Dialer, wait
+dialer = Dialer(sys.argv[1], "doomed")
+dialer.send(Packet(WorkerHello("doomed", "guess", 8, 1, "here")))
+while True:
+    wait([dialer], None, 0.05)
+    for packet in dialer.receive():
+        if isinstance(packet.message, RunGroup):
+            dialer.send(Packet(GroupStarted(packet.message.group_id, packet.message.attempt)))
+            print("started", flush=True)
+    dialer.send(Packet(WorkerBeat("doomed", 0, True, 0, 0.0, 0, 0, 0, 0)))
+"""
+
+
+class RouterProcess:
+    """`with RouterProcess() as router:` a router that serves, until the block ends."""
+
+    def __init__(self, folder: Path, bind: str = "tcp://127.0.0.1:0") -> None:
+        values = {"bind": bind, "beat_s": BEAT_S, "missed_beats": MISSED_BEATS}
+        words = [f"run.folder={folder}", *(f"router.{k}={v}" for k, v in values.items())]
+        self._settings = [each for word in words for each in ("--set", word)]
+        self.ready: Ready
+
+    def __enter__(self) -> Self:
+        reading, writing = os.pipe()
+        argv = [sys.executable, "-m", "rollmesh.cli.main", "router", *self._settings]
+        argv += ["--ready-fd", str(writing)]
+        self.process = subprocess.Popen(argv, pass_fds=[writing])
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            self.ready = msgspec.json.decode(pipe.readline(), type=Ready)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        assert self.process.wait(PATIENCE_S) in (0, -signal.SIGKILL)
+
+    def get(self, path: str) -> bytes:
+        with urllib.request.urlopen(self.ready.http_address + path, timeout=PATIENCE_S) as reply:
+            body: bytes = reply.read()
+            return body
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = msgspec.json.decode(self.get("/status"))
+        return status
+
+
+class Peer:
+    """A dialer that keeps everything it hears; while it waits it beats, if it has a beat."""
+
+    def __init__(self, address: str, name: str, beat: AnyMessage | None = None) -> None:
+        self.dialer = Dialer(address, name)
+        self.heard: list[Packet] = []
+        self._beat = beat
+
+    def says(self, message: AnyMessage, body: bytes = b"") -> None:
+        assert self.dialer.send(Packet(message, body=body))
+
+    def poll(self) -> None:
+        wait([self.dialer], None, BEAT_S / 2)
+        self.heard += self.dialer.receive()
+        if self._beat:
+            self.says(self._beat)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [packet.message for packet in self.heard if isinstance(packet.message, kind)]
+
+
+def until(condition: Callable[[], object], *peers: Peer) -> None:
+    """Poll `peers` until `condition` holds."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come"
+        for peer in peers:
+            peer.poll()
+
+
+class Town:
+    """All peers of a test; closed at its end."""
+
+    def __init__(self) -> None:
+        self.peers: list[Peer] = []
+
+    def peer(self, address: str, name: str, beat: AnyMessage | None = None) -> Peer:
+        self.peers.append(Peer(address, name, beat))
+        return self.peers[-1]
+
+    def worker(self, address: str, name: str) -> Peer:
+        peer = self.peer(address, name, WorkerBeat(name, 0, True, 0, 0.0, 0, 0, 0, 0))
+        peer.says(WorkerHello(name, "guess", 8, 1, "here"))
+        return peer
+
+    def client(self, address: str) -> Peer:
+        peer = self.peer(address, "c", ClientBeat("c", 0))
+        peer.says(ClientHello("c"))
+        return peer
+
+
+def ask(seq: int, attempts: int = 0) -> AskGroup:
+    return AskGroup(GroupId("r1", seq), "c", "guess", 4, "tcp://sink", attempts)
+
+
+@pytest.fixture
+def town() -> Iterator[Town]:
+    town = Town()
+    yield town
+    for peer in town.peers:
+        peer.dialer.close()
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[RouterProcess]:
+    with RouterProcess(tmp_path) as running:
+        yield running
+
+
+def test_a_group_goes_to_a_worker_and_its_body_unchanged(router: RouterProcess, town: Town) -> None:
+    asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
+    asker.says(ask(1), body=b"\x00 not for routers \xff")
+    until(lambda: runner.of(RunGroup), runner, asker)
+    [packet] = [p for p in runner.heard if isinstance(p.message, RunGroup)]
+    assert bytes(packet.body) == b"\x00 not for routers \xff"
+    assert packet.router == router.status()["incarnation"]
+    runner.says(GroupStarted(GroupId("r1", 1), 1))
+    runner.says(GroupDelivered(GroupId("r1", 1), 1))
+    until(lambda: asker.of(GroupMoved)[-1:] and asker.of(GroupMoved)[-1].state == "done", asker)
+    states = [moved.state for moved in asker.of(GroupMoved)]
+    assert states[-3:] == [GroupState.ASSIGNED, GroupState.RUNNING, GroupState.DONE]
+
+
+def test_status_health_and_metrics_are_served(router: RouterProcess, town: Town) -> None:
+    runner = town.worker(router.ready.address, "w0")
+    until(lambda: router.status()["workers"], runner)
+    status = router.status()
+    [row] = status["workers"]
+    assert (row["worker_id"], row["env"], row["state"]) == ("w0", "guess", "live")
+    assert status["queue"] == {"queued": 0, "assigned": 0, "running": 0}
+    assert router.get("/healthz") == b"ok\n"
+    assert b'rollmesh_worker_up{worker_id="w0"} 1.0' in router.get("/metrics")
+
+
+def test_garbage_on_the_wire_is_counted_and_survived(router: RouterProcess, town: Town) -> None:
+    vandal = town.peer(router.ready.address, "vandal").dialer
+    for frames in ([b""], [b"\xff" * 40], [b"", b"", b""], [b"\x93\x01\xa0\x91\xa1x", b""]):
+        vandal.socket.send_multipart(frames)
+    until(lambda: router.status()["counts"]["malformed"] == 4)
+    asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
+    asker.says(ask(1))
+    until(lambda: runner.of(RunGroup), runner, asker)
+
+
+def test_clients_that_ask_and_leave_harm_nobody(router: RouterProcess, town: Town) -> None:
+    for number in range(20):
+        passer = town.peer(router.ready.address, f"p{number}")
+        passer.says(ClientHello(f"p{number}"))
+        passer.says(AskGroup(GroupId(f"p{number}", 0), f"p{number}", "none", 4, "tcp://x"))
+        passer.dialer.close()
+    until(lambda: router.status()["num_clients"] >= 1)
+    asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
+    asker.says(ask(1))
+    until(lambda: runner.of(RunGroup), runner, asker)
+    assert router.process.poll() is None
+
+
+def test_a_killed_worker_is_noticed_and_its_group_runs_elsewhere(
+    router: RouterProcess, town: Town
+) -> None:
+    argv = [sys.executable, "-c", FAKE_WORKER, router.ready.address]
+    doomed = subprocess.Popen(argv, stdout=subprocess.PIPE)
+    assert doomed.stdout is not None
+    try:
+        asker = town.client(router.ready.address)
+        asker.says(ask(1))
+        assert doomed.stdout.readline() == b"started\n"
+    finally:
+        doomed.kill()
+        doomed.wait()
+        doomed.stdout.close()
+    killed_s = time.monotonic()
+    runner = town.worker(router.ready.address, "w1")
+    until(lambda: runner.of(RunGroup), runner, asker)
+    assert runner.of(RunGroup) == [RunGroup(GroupId("r1", 1), 2, 4, "tcp://sink")]
+    assert time.monotonic() - killed_s < BEAT_S * MISSED_BEATS + 2.0
+
+
+def test_a_peer_that_does_not_read_stops_nobody(router: RouterProcess, town: Town) -> None:
+    starter, sleeper = (
+        town.peer(router.ready.address, "launch"),
+        town.peer(router.ready.address, "sleeper"),
+    )
+    for number in range(20):
+        starter.says(JoinEngine(number, f"http://127.0.0.1:1/{'long' * 50}{number}"))
+    until(lambda: len(starter.of(FleetAnswered)) == 20, starter)
+
+    def has_overflowed() -> bool:
+        # It asks for far more than its queue of answers holds, and reads none of them.
+        for _ in range(1000):
+            sleeper.dialer.send(Packet(ReadFleet(1)))
+        return bool(router.status()["counts"]["unsent"] > 0)
+
+    until(has_overflowed)
+    asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
+    asker.says(ask(1))
+    until(lambda: runner.of(RunGroup), runner, asker)
+
+
+def test_a_restarted_router_learns_what_runs_and_runs_nothing_twice(
+    tmp_path: Path, town: Town
+) -> None:
+    with RouterProcess(tmp_path) as first:
+        address = first.ready.address
+        asker, runner = town.client(address), town.worker(address, "w0")
+        asker.says(ask(1))
+        until(lambda: runner.of(RunGroup), asker, runner)
+        runner.says(GroupStarted(GroupId("r1", 1), 1))
+        until(lambda: first.status()["queue"]["running"], asker, runner)
+        first.process.kill()
+        first.process.wait()
+    before = runner.heard[-1].router
+    with RouterProcess(tmp_path, bind=address) as second:
+        # Their beats go on; the answer tells them that the router is another one.
+        for peer in (asker, runner):
+            until(partial(has_met_another, peer, before), asker, runner)
+        idle = town.worker(address, "w1")
+        until(lambda: idle.of(RouterHello), idle)
+        asker.says(ask(1, attempts=1))
+        until(lambda: second.status()["queue"]["queued"], asker, runner, idle)
+        runner.says(
+            WorkerHello("w0", "guess", 8, 1, "here", (HeldGroup(GroupId("r1", 1), 1, False),))
+        )
+        until(lambda: second.status()["queue"]["running"], asker, runner, idle)
+        until(lambda: second.status()["counts"]["ticks"] > 20, asker, runner, idle)
+        assert second.status()["queue"] == {"queued": 0, "assigned": 0, "running": 1}
+        runner.says(GroupDelivered(GroupId("r1", 1), 1))
+        until(lambda: second.status()["num_done"], asker, runner, idle)
+    assert [run.attempt for run in runner.of(RunGroup)] == [1]
+    assert idle.of(RunGroup) == []
+
+
+def has_met_another(peer: Peer, router: str) -> bool:
+    return peer.heard[-1].router != router
+
+
+def test_an_engine_joins_by_an_ask_and_the_table_reaches_the_workers(
+    router: RouterProcess, town: Town
+) -> None:
+    runner, starter = (
+        town.worker(router.ready.address, "w0"),
+        town.peer(router.ready.address, "launch"),
+    )
+    starter.says(JoinEngine(7, "http://127.0.0.1:1"))
+    until(lambda: starter.of(FleetAnswered), starter)
+    [answer] = starter.of(FleetAnswered)
+    assert (answer.ask_id, answer.ok) == (7, True)
+    until(lambda: runner.of(FleetChanged) and runner.of(FleetChanged)[-1].engines, runner)
+    [row] = runner.of(FleetChanged)[-1].engines
+    assert (row.url, row.phase) == ("http://127.0.0.1:1", EnginePhase.JOINING)
+
+
+def test_what_reaches_others_needs_keys_or_a_token(tmp_path: Path) -> None:
+    for setting, word in (
+        ("router.bind=tcp://0.0.0.0:0", "ROLLMESH_KEYS"),
+        ("router.http_bind=0.0.0.0:0", "ROLLMESH_ADMIN_TOKEN"),
+    ):
+        argv = [sys.executable, "-m", "rollmesh.cli.main", "router", "--set", setting]
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert done.returncode == 2
+        assert word in done.stderr
+        assert len(done.stderr.splitlines()) == 1
