@@ -1,0 +1,69 @@
+"""The worker's sockets: one Dialer to its router, one to each sink that still wants something.
+
+Invariants: every send is a hint and never waits; the Dialers of sinks that were not used for
+longest are closed, so that clients that come and go leave nothing behind. Driven by worker.py, on
+its loop.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from rollmesh.core.errors import AddressError
+from rollmesh.core.logs import get_logger
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.keys import Keys
+from rollmesh.wire.machine import ROUTER
+from rollmesh.wire.sockets import Dialer
+
+log = get_logger()
+
+MAX_SINKS = 64
+
+Hear = Callable[[bytes, Packet], None]
+"""Told of each packet with its route: ROUTER, or the sink's address."""
+
+
+class Post:
+    """See the module."""
+
+    def __init__(self, router: str, identity: str, keys: Keys | None, hear: Hear) -> None:
+        self._identity = identity
+        self._keys = keys
+        self._hear = hear
+        self._router = Dialer(router, identity, keys)
+        self._sinks: OrderedDict[bytes, Dialer] = OrderedDict()
+
+    def start(self) -> None:
+        """Begin to hand over what the router says."""
+        loop = asyncio.get_running_loop()
+        self._router.attach(loop, lambda packet: self._hear(ROUTER, packet))
+
+    def send(self, route: bytes, packet: Packet) -> None:
+        """Send to the router or to a sink, which is dialled if need be."""
+        if route == ROUTER:
+            self._router.send(packet)
+        elif sink := self._sink(route):
+            sink.send(packet)
+
+    def close(self) -> None:
+        """Close all sockets; what was queued goes out in the background for a moment."""
+        for dialer in (self._router, *self._sinks.values()):
+            dialer.close()
+        self._sinks.clear()
+
+    def _sink(self, route: bytes) -> Dialer | None:
+        sink = self._sinks.get(route)
+        if sink is None:
+            try:
+                sink = Dialer(route.decode("utf-8", "replace"), self._identity, self._keys)
+            except AddressError as error:
+                # The asking client's mistake; it gives up, or goes, and the group is cancelled.
+                log.error("sink.refused", error=str(error))
+                return None
+            sink.attach(asyncio.get_running_loop(), lambda packet: self._hear(route, packet))
+            self._sinks[route] = sink
+            if len(self._sinks) > MAX_SINKS:
+                self._sinks.popitem(last=False)[1].close()
+        self._sinks.move_to_end(route)
+        return sink

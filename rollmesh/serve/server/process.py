@@ -1,0 +1,123 @@
+"""The worker process: loads the environment, serves the edge, works, and goes when told.
+
+Invariants: an environment that does not load is reported to the router and ends the process with
+one line (exit code 2) before anything else starts; the process says Ready only when its edge serves
+and its hello is out; no torch, no numpy. Driven by `rollmesh worker`.
+"""
+
+import asyncio
+import gc
+import os
+import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvloop
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config
+from rollmesh.core.errors import EnvError
+from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.process import Ready, announce, die_with_parent, listen, stop_event
+from rollmesh.envs.env import Env
+from rollmesh.envs.loading import load_env
+from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.generation import GenerationSettings
+from rollmesh.runtime.legs import Sampler, SamplerParts
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.stops import StopStrings
+from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.serve.interception.edge import Edge
+from rollmesh.serve.server.beats import Beats, BeatSettings
+from rollmesh.serve.server.rollouts import Stage
+from rollmesh.serve.server.worker import Worker, WorkerSettings
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.keys import read_keys
+from rollmesh.wire.machine import ROUTER
+from rollmesh.wire.messages import EnvFailed
+from rollmesh.wire.sockets import Dialer
+
+log = get_logger()
+
+GC_THRESHOLDS = (50_000, 20, 50)
+"""Collections of young objects only now and then: cycles are rare here and calls are many."""
+
+
+def run(
+    config: Config, router: str, worker_id: str, listen_fd: int | None, ready_fd: int | None
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until the router lets the worker go.
+
+    EnvError, ModelError or AddressError, one line, where it cannot begin.
+    """
+    die_with_parent()
+    setup(worker_id, config.run_folder() if ready_fd is not None else None)
+    settings = WorkerSettings(worker_id, router, config, read_keys())
+    env = _load_env(settings)
+    listening = listen(config.interception.bind, listen_fd)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings, env, listening, ready_fd))
+
+
+def _load_env(settings: WorkerSettings) -> Env:
+    """The environment; if it does not load the router hears of it at once."""
+    config = settings.config
+    try:
+        return load_env(config.env, config.env_settings)
+    except EnvError as error:
+        dialer = Dialer(settings.router, settings.worker_id, settings.keys)
+        dialer.send(Packet(EnvFailed(settings.worker_id, config.env, str(error))))
+        dialer.close()
+        raise
+
+
+async def _serve(
+    settings: WorkerSettings, env: Env, listening: socket.socket, ready_fd: int | None
+) -> None:
+    config, worker_id = settings.config, settings.worker_id
+    loop = asyncio.get_running_loop()
+    stop = stop_event(loop)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(env.close)
+        worker = Worker(settings)
+        runtime, sampler = _new_runtime(config, worker)
+        stack.push_async_callback(sampler.close)
+        model_name = Path(config.model.path).name or "policy"
+        edge = Edge(runtime, config.interception, model_name)
+        address = await edge.start(listening)
+        stack.push_async_callback(edge.stop)
+        beat_settings = BeatSettings(worker_id, settings.router, config.router.beat_s)
+        beats = Beats(
+            beat_settings, settings.keys, worker.vitals, lambda packet: worker.hear(ROUTER, packet)
+        )
+        stage = Stage(env, runtime, f"{address}/v1", model_name, config.worker, SystemClock())
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        worker.begin(stage)
+        beats.start(loop)
+        stack.callback(beats.close)
+        announce(ready_fd, Ready(worker_id, os.getpid(), address))
+        log.info("worker.started", address=address, env=config.env)
+        await worker.serve(stop)
+    log.info("worker.stopped")
+
+
+def _new_runtime(config: Config, worker: Worker) -> tuple[Runtime, Sampler]:
+    """What the worker samples with: tokens of the model's folder, engines of the fleet table."""
+    folder = Path(config.model.path)
+    tokenizer = load_tokenizer(folder)
+    prompts = Prompts(choose_family(folder, config.model.renderer, tokenizer), tokenizer)
+    parts = SamplerParts(
+        view=worker.view,
+        vocab_size=tokenizer.vocab_size,
+        report=worker.report,
+        new_matcher=lambda stops: StopStrings(stops, tokenizer.stream()),
+    )
+    generation = GenerationSettings(
+        retry_window_s=config.interception.retry_window_s,
+        engine_wait_s=config.interception.engine_wait_s,
+        answer_timeout_s=config.engine.answer_timeout_s,
+    )
+    sampler = Sampler(parts, generation)
+    return Runtime(sampler, prompts, config.model.max_context_tokens), sampler

@@ -1,0 +1,148 @@
+"""One rollout: a session, the environment's agent in it, an outcome, a score.
+
+    run --Transcript--> score --Score--> COMPLETED, or TRUNCATED where a limit ended the agent
+     +--time is over---------> TRUNCATED, without a reward
+     +--AgentFailed, any other error of env code--> AGENT_ERROR
+     +--InfraError--> again in a fresh session; after `num_infra_retries` INFRA_ERROR
+    score --InfraError--> again;  any other error, time is over--> INFRA_ERROR
+
+Invariants: a reward comes from the environment alone, so a fault of the infrastructure is never a
+reward of zero; the session is sealed before its record is read, whatever happened. Driven by
+groups.py.
+"""
+
+import asyncio
+import math
+
+import msgspec
+
+from rollmesh.core.clock import Clock
+from rollmesh.core.config import WorkerConfig
+from rollmesh.core.errors import AgentFailed, InfraError
+from rollmesh.core.ids import RolloutId
+from rollmesh.core.logs import get_logger
+from rollmesh.core.types import Outcome, RolloutRecord, Score
+from rollmesh.envs.env import Endpoint, Env, Transcript
+from rollmesh.runtime.record import SessionRecord
+from rollmesh.runtime.registry import OpenSession, Runtime
+from rollmesh.serve.server.calls import call_env
+from rollmesh.wire.messages import GroupAsk
+
+log = get_logger()
+
+MAX_ERROR_CHARS = 500
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """What rollouts of a worker are played on."""
+
+    env: Env
+    runtime: Runtime
+    base_url: str
+    """Of the interception server, with `/v1`."""
+    model_name: str
+    settings: WorkerConfig
+    clock: Clock
+
+
+class Played(msgspec.Struct):
+    """A rollout that came to its end."""
+
+    record: RolloutRecord
+    session: SessionRecord
+    score: Score | None = None
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    """How one run of a rollout ended."""
+
+    outcome: Outcome
+    error: str = ""
+    score: Score | None = None
+    is_worth_retry: bool = False
+
+
+async def play(stage: Stage, rollout_id: RolloutId, ask: GroupAsk) -> Played:
+    """Run a rollout to its outcome, again where the infrastructure failed it; never raises."""
+    started_s, started_unix_s = stage.clock.now_s(), stage.clock.unix_s()
+    for retries_left in range(stage.settings.num_infra_retries, -1, -1):
+        opened = stage.runtime.open_session(rollout_id, ask.sampling, ask.seed)
+        try:
+            verdict = await _play_once(stage, opened, ask)
+        finally:
+            opened.session.seal("the rollout has ended")
+        if not (verdict.is_worth_retry and retries_left):
+            break
+        log.warning("rollout.retried", rollout_id=str(rollout_id), error=verdict.error)
+    session = opened.session.record()
+    record = RolloutRecord(
+        index=rollout_id.index,
+        outcome=verdict.outcome,
+        error=verdict.error,
+        nodes=session.nodes,
+        num_tokens=session.token_ids.nbytes // 4,
+        num_logprobs=session.logprobs.nbytes // 4,
+        messages=session.messages,
+        num_calls=session.num_calls,
+        num_forks=session.num_forks,
+        started_s=started_unix_s,
+        duration_s=stage.clock.now_s() - started_s,
+    )
+    give_score(record, verdict.score)
+    return Played(record, session, verdict.score)
+
+
+def give_score(record: RolloutRecord, score: Score | None) -> None:
+    """Put the environment's word on the record."""
+    if score is not None:
+        record.reward = float(score.reward)
+        record.metrics = dict(score.metrics)
+
+
+def one_line(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS]
+
+
+def check_score(score: object) -> Score:
+    """The score itself; TypeError or ValueError where it is none."""
+    if not isinstance(score, Score):
+        raise TypeError(f"score gave {type(score).__name__} and not a Score")
+    if not math.isfinite(score.reward):
+        raise ValueError(f"the reward is {score.reward}")
+    return score
+
+
+async def _play_once(stage: Stage, opened: OpenSession, ask: GroupAsk) -> _Verdict:
+    agent = Endpoint(stage.base_url, opened.api_key, stage.model_name)
+    limit = asyncio.timeout(stage.settings.run_timeout_s)
+    try:
+        async with limit:
+            transcript = await stage.env.run(ask.task, agent)
+        if not isinstance(transcript, Transcript):
+            raise TypeError(f"run gave {type(transcript).__name__} and not a Transcript")
+    except InfraError as error:
+        return _Verdict(Outcome.INFRA_ERROR, one_line(error), is_worth_retry=True)
+    except AgentFailed as error:
+        return _Verdict(Outcome.AGENT_ERROR, one_line(error))
+    except Exception as error:  # door: env and agent code may raise anything
+        if limit.expired():
+            after = f"run_timeout_s = {stage.settings.run_timeout_s:g} is over"
+            return _Verdict(Outcome.TRUNCATED, after)
+        log.exception("rollout.failed", rollout_id=str(opened.session.rollout_id))
+        return _Verdict(Outcome.AGENT_ERROR, one_line(error))
+    return await _score(stage, ask, transcript)
+
+
+async def _score(stage: Stage, ask: GroupAsk, transcript: Transcript) -> _Verdict:
+    try:
+        timeout_s = stage.settings.score_timeout_s
+        score = check_score(await call_env(timeout_s, stage.env.score, ask.task, transcript))
+    except InfraError as error:
+        return _Verdict(Outcome.INFRA_ERROR, f"score: {one_line(error)}", is_worth_retry=True)
+    except Exception as error:  # door: env code may raise anything
+        log.exception("score.failed", task_id=ask.task.id)
+        return _Verdict(Outcome.INFRA_ERROR, f"score: {one_line(error)}")
+    outcome = Outcome.TRUNCATED if transcript.truncated else Outcome.COMPLETED
+    return _Verdict(outcome, score=score)

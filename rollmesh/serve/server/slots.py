@@ -1,0 +1,38 @@
+"""The worker's rollout slots: how many rollouts run at once, and who waits for one.
+
+Invariant: at most `max_rollouts` rollouts hold a slot; those that wait get theirs in the order of
+their coming; a cancelled waiter takes nothing. Plain integers, so that the beat thread may read
+them. Driven by groups.py.
+"""
+
+import asyncio
+from types import TracebackType
+
+
+class Slots:
+    """An `async with` per rollout."""
+
+    def __init__(self, max_rollouts: int) -> None:
+        self._free = asyncio.Semaphore(max_rollouts)
+        self.num_open = 0
+        """Rollouts that run or wait for a slot."""
+        self.num_finished = 0
+        """Rollouts that came to their end since the start, cancelled ones not counted."""
+
+    async def __aenter__(self) -> None:
+        self.num_open += 1
+        try:
+            await self._free.acquire()
+        except BaseException:
+            self.num_open -= 1
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._free.release()
+        self.num_open -= 1
+        self.num_finished += kind is None

@@ -1,0 +1,196 @@
+"""The worker: carries out its duties, one task per group, until it has left.
+
+Joins the Duties machine, the sockets, the rollouts and the fleet view; owns the payloads of
+finished groups until their sinks acked them. Invariants: one TaskGroup owns every group's task;
+each group that was begun ends for the machine, however its task ends; whatever a group's code does,
+the worker goes on. Driven by process.py.
+"""
+
+import asyncio
+import os
+import socket
+
+import msgspec
+
+from rollmesh.core.config import Config
+from rollmesh.core.errors import WireError
+from rollmesh.core.ids import GroupId
+from rollmesh.core.logs import get_logger
+from rollmesh.engine.view import FleetView
+from rollmesh.serve.server.beats import Vitals
+from rollmesh.serve.server.duties import (
+    Abort,
+    Action,
+    Begin,
+    Duties,
+    DutiesSettings,
+    Ended,
+    Event,
+    Left,
+    Stopping,
+)
+from rollmesh.serve.server.groups import Payload, empty_payload, run_group
+from rollmesh.serve.server.outbox import Forget
+from rollmesh.serve.server.post import Post
+from rollmesh.serve.server.rollouts import Stage, one_line
+from rollmesh.serve.server.slots import Slots
+from rollmesh.wire.bodies import decode_ask
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.keys import Keys
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+from rollmesh.wire.messages import (
+    AnyMessage,
+    EngineFaulted,
+    FleetChanged,
+    GroupFinished,
+    WorkerLeft,
+)
+
+log = get_logger()
+
+FAREWELL_S = 2.0
+"""How long a stopped worker still tries to deliver what is finished."""
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """Who this worker is and whom it dials."""
+
+    worker_id: str
+    router: str
+    config: Config
+    keys: Keys | None
+
+
+class Worker:
+    """See the module; `view` is its copy of the fleet table."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        config, worker_id = settings.config, settings.worker_id
+        self.view = FleetView()
+        self._worker_id = worker_id
+        self._tick_s = config.router.beat_s / 2
+        self._duties = Duties(
+            DutiesSettings(
+                worker_id=worker_id,
+                env=config.env,
+                max_rollouts=config.worker.max_rollouts,
+                max_unacked_bytes=config.worker.max_unacked_bytes,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                hello_s=config.router.beat_s,
+            )
+        )
+        self._slots = Slots(config.worker.max_rollouts)
+        self._post = Post(settings.router, worker_id, settings.keys, self.hear)
+        self._payloads: dict[GroupId, Payload] = {}
+        self._tasks: dict[GroupId, asyncio.Task[Payload]] = {}
+        self._left = asyncio.Event()
+        self._stage: Stage | None = None
+        self._group: asyncio.TaskGroup | None = None
+
+    def vitals(self) -> Vitals:
+        """For the beats; from any thread."""
+        runtime = self._stage.runtime if self._stage else None
+        return Vitals(
+            num_running=self._slots.num_open,
+            accepting=self._duties.accepting,
+            unacked_bytes=self._duties.outbox.unacked_bytes,
+            num_finished=self._slots.num_finished,
+            num_calls=runtime.num_calls if runtime else 0,
+            num_tokens=runtime.num_tokens if runtime else 0,
+        )
+
+    def report(self, fault: EngineFaulted) -> None:
+        """Tell the router of an engine's fault."""
+        self._post.send(ROUTER, Packet(fault, self._duties.router))
+
+    def hear(self, route: bytes, packet: Packet) -> None:
+        """A packet came in."""
+        if isinstance(packet.message, FleetChanged):
+            self.view.update(packet.message, packet.router)
+        self._step(Received(route, packet.message, packet.body, packet.router))
+
+    def begin(self, stage: Stage) -> None:
+        """Say hello; groups run on `stage` once `serve` is called."""
+        self._stage = stage
+        self._step(Ticked())
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Work until the router lets us go, or until `stop`; then abort, deliver and leave."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                self._post.start()
+                ticker = group.create_task(self._tick())
+                stopped = group.create_task(stop.wait())
+                left = group.create_task(self._left.wait())
+                await asyncio.wait((stopped, left), return_when=asyncio.FIRST_COMPLETED)
+                await self._farewell()
+                for task in (ticker, stopped, left, *self._tasks.values()):
+                    task.cancel()
+        finally:
+            self._post.close()
+
+    async def _tick(self) -> None:
+        while True:
+            self._step(Ticked())
+            await asyncio.sleep(self._tick_s)
+
+    async def _farewell(self) -> None:
+        self._step(Stopping("the worker was stopped"))
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._left.wait()
+        except TimeoutError:
+            num_held = len(self._duties.holds())
+            log.warning("worker.left_undelivered", num_groups=num_held)
+            left = WorkerLeft(self._worker_id, "stopped")
+            self._post.send(ROUTER, Packet(left, self._duties.router))
+
+    def _step(self, event: Event) -> None:
+        assert self._stage is not None
+        for action in self._duties.step(event, self._stage.clock.now_s()):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        assert self._stage is not None
+        match action:
+            case Send(route, message):
+                payload = self._payload_of(message)
+                body, buffers = (payload.body, payload.buffers) if payload else (b"", ())
+                self._post.send(route, Packet(message, self._duties.router, body, buffers))
+            case Begin():
+                assert self._group is not None
+                task = self._group.create_task(self._run(self._stage, action))
+                self._tasks[action.group_id] = task
+                task.add_done_callback(lambda done: self._ended(action.group_id, done))
+            case Abort(group_id, reason):
+                log.info("group.aborted", group_id=str(group_id), reason=reason)
+                self._tasks[group_id].cancel()
+            case Forget(group_id):
+                self._payloads.pop(group_id, None)
+                self._stage.runtime.end_group(group_id)
+            case Left():
+                self._left.set()
+
+    def _payload_of(self, message: AnyMessage) -> Payload | None:
+        return self._payloads[message.group_id] if isinstance(message, GroupFinished) else None
+
+    def _ended(self, group_id: GroupId, task: asyncio.Task[Payload]) -> None:
+        """A group's task is over; an aborted one leaves nothing."""
+        del self._tasks[group_id]
+        if task.cancelled():
+            self._step(Ended(group_id, complete=False, num_bytes=0))
+            return
+        payload = self._payloads[group_id] = task.result()
+        self._step(Ended(group_id, payload.complete, payload.num_bytes))
+
+    async def _run(self, stage: Stage, begin: Begin) -> Payload:
+        try:
+            ask = decode_ask(begin.body)
+            return await run_group(stage, self._slots, begin.group_id, begin.num_samples, ask)
+        except WireError as error:
+            return empty_payload(f"bad_ask: {error}")
+        except Exception as error:  # door: one group must not end the worker
+            log.exception("group.failed", group_id=str(begin.group_id))
+            return empty_payload(f"infra_error: {one_line(error)}")
