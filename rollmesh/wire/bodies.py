@@ -12,7 +12,7 @@ import msgspec
 
 from rollmesh.core.errors import WireError
 from rollmesh.core.types import GroupRecord
-from rollmesh.wire.frames import Buffer
+from rollmesh.wire.frames import UNREADABLE, Buffer
 from rollmesh.wire.messages import GroupAsk
 
 _ask_encoder = msgspec.msgpack.Encoder()
@@ -30,7 +30,7 @@ def decode_ask(body: Buffer) -> GroupAsk:
     """The inverse of `encode_ask`; WireError on anything else."""
     try:
         return _ask_decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise WireError(f"not a group's ask: {error}") from None
 
 
@@ -43,5 +43,5 @@ def decode_record(body: Buffer) -> GroupRecord:
     """The inverse of `encode_record`; WireError on anything else."""
     try:
         return _record_decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise WireError(f"not a group's record: {error}") from None

@@ -18,6 +18,10 @@ PROTOCOL = 1
 
 Buffer = bytes | bytearray | memoryview
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises on bytes from outside: besides its own errors also text that is not UTF-8 and
+nesting without end."""
+
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """What every header holds."""
@@ -58,6 +62,6 @@ def decode(frames: Sequence[Buffer]) -> Packet:
         if envelope.protocol != PROTOCOL:
             raise WireError(f"the peer speaks protocol {envelope.protocol}, we speak {PROTOCOL}")
         message = _messages.decode(envelope.message)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise WireError(f"not a header: {error}") from None
     return Packet(message, envelope.router, frames[1], tuple(frames[2:]))

@@ -1,0 +1,83 @@
+"""One sample of every message, and the file that freezes their bytes.
+
+    python -m tests.golden.wire     writes wire.txt anew; only together with a new PROTOCOL, or
+                                    when a field with a default was appended
+
+Invariant: samples differ from every default, so that a field that moves, or is lost, shows. Driven
+by test_wire.py.
+"""
+
+import types
+import typing
+from pathlib import Path
+
+from rollmesh.core.ids import GroupId
+from rollmesh.wire import messages as m
+from rollmesh.wire.frames import Packet, encode
+
+FILE = Path(__file__).with_name("wire.txt")
+GROUP = GroupId("r7f3a9c1", 300)
+ENGINE = m.EngineRow("http://e:1", "i1", m.EnginePhase.READY, 12, 3, 4, "busy")
+
+SAMPLES: tuple[m.AnyMessage, ...] = (
+    m.ClientHello("c1"),
+    m.ClientBeat("c1", 7),
+    m.ClientLeft("c1"),
+    m.AskGroup(GROUP, "c1", "guess", 16, "tcp://h:1", 1, -2),
+    m.CancelGroup(GROUP, "stale"),
+    m.RouterHello(0.5),
+    m.GroupMoved(GROUP, m.GroupState.ASSIGNED, 2, "worker-0"),
+    m.GroupFailed(GROUP, "attempts_exhausted: 3 have begun"),
+    m.AskRefused(GROUP, "overloaded", 1.5),
+    m.RunGroup(GROUP, 2, 16, "tcp://h:1"),
+    m.CancelRun(GROUP, "stale"),
+    m.FleetChanged(9, (ENGINE,)),
+    m.DrainWorker("update"),
+    m.WorkerHello("worker-0", "guess", 64, 4711, "node-3", (m.HeldGroup(GROUP, 2, True),)),
+    m.WorkerBeat("worker-0", 5, False, 1024, 0.25, 65536, 10, 20, 300, "my_env.py:7 run"),
+    m.WorkerLeft("worker-0", "drained"),
+    m.GroupStarted(GROUP, 2),
+    m.GroupDelivered(GROUP, 2),
+    m.GroupReturned(GROUP, 2, "draining"),
+    m.EnvFailed("worker-0", "guess", "no module named x"),
+    m.EngineFaulted("http://e:1", "i1", "stream cut"),
+    m.GroupFinished(GROUP, 2, "worker-0", True),
+    m.GroupAcked(GROUP, 2, True),
+    m.JoinEngine(3, "http://e:1"),
+    m.BeginUpdate(3, "http://e:1", 12, 30.0),
+    m.FinishUpdate(3, "http://e:1", 12, True, "done"),
+    m.SleepEngine(3, "http://e:1", 30.0),
+    m.WakeEngine(3, "http://e:1", 12),
+    m.RemoveEngine(3, "http://e:1"),
+    m.ReadFleet(3),
+    m.FleetAnswered(3, False, "unknown", 9, (ENGINE,)),
+)
+
+
+def kinds() -> set[type]:
+    """Every type of message that may cross a socket."""
+    found: set[type] = set()
+    waiting: list[object] = [m.AnyMessage]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, types.UnionType) or typing.get_origin(each) is typing.Union:
+            waiting += typing.get_args(each)
+        else:
+            assert isinstance(each, type)
+            found.add(each)
+    return found
+
+
+def frozen(message: m.AnyMessage) -> str:
+    """One line of the file: the name and the header frame in hex."""
+    header, _ = encode(Packet(message, "i5d1e"))
+    return f"{type(message).__name__} {bytes(header).hex()}"
+
+
+def main() -> None:
+    """Write the file."""
+    FILE.write_text("".join(f"{frozen(message)}\n" for message in SAMPLES))
+
+
+if __name__ == "__main__":
+    main()

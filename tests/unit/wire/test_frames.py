@@ -1,0 +1,97 @@
+"""Frames: what was sent is what arrives, and whatever else arrives is a WireError, no more."""
+
+from array import array
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.core.errors import WireError
+from rollmesh.core.ids import GroupId
+from rollmesh.wire.frames import PROTOCOL, Packet, decode, encode
+from rollmesh.wire.messages import ClientHello, GroupAcked, GroupFinished
+
+ACKED = GroupAcked(GroupId("r1", 2), 1, False)
+
+
+def header(*parts: object) -> bytes:
+    return msgspec.msgpack.encode(parts)
+
+
+def test_a_packet_survives_the_way() -> None:
+    ids, logprobs = array("i", [1, -2, 3]), array("f", [0.5])
+    message = GroupFinished(GroupId("r1", 2), 1, "w0", True)
+    packet = Packet(message, "i1", b"record", (ids.tobytes(), memoryview(logprobs).cast("B")))
+    arrived = decode([bytes(frame) for frame in encode(packet)])
+    assert (arrived.message, arrived.router, arrived.body) == (message, "i1", b"record")
+    assert [array("i", arrived.buffers[0]), array("f", arrived.buffers[1])] == [ids, logprobs]
+
+
+def test_body_and_buffers_are_not_copied_when_they_leave() -> None:
+    body, buffer = bytearray(b"body"), memoryview(bytes(8))
+    frames = encode(Packet(ACKED, body=body, buffers=(buffer,)))
+    assert frames[1] is body
+    assert frames[2] is buffer
+
+
+@pytest.mark.parametrize(
+    ("frames", "said"),
+    [
+        ([], "0 frames"),
+        ([b""], "1 frames"),
+        ([b"", b""], "not a header"),
+        ([header(PROTOCOL + 1, "", ["client_hello", "c"]), b""], "protocol 2, we speak 1"),
+        ([header(PROTOCOL, "", ["no_such_kind", "c"]), b""], "not a header"),
+        ([header(PROTOCOL, "", ["client_hello", 7]), b""], "not a header"),
+        ([header(PROTOCOL, "", ["client_hello"]), b""], "not a header"),
+        ([header(PROTOCOL, "", {}), b""], "not a header"),
+        ([b"\x93\x01\xa1\x80\x90", b""], "not a header: 'utf-8'"),
+        ([b"\x93\x01\xa0" + b"\x91" * 10**5, b""], "not a header: .*recursion"),
+    ],
+)
+def test_what_is_no_packet_is_refused_in_one_line(frames: list[bytes], said: str) -> None:
+    with pytest.raises(WireError, match=said) as caught:
+        decode(frames)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_later_peer_may_append_fields() -> None:
+    packet = decode([header(PROTOCOL, "i1", ["client_hello", "c", "new", 1]), b""])
+    assert packet.message == ClientHello("c")
+
+
+@given(st.lists(st.binary(max_size=200), max_size=5))
+def test_random_bytes_never_raise_anything_but_a_wire_error(frames: list[bytes]) -> None:
+    try:
+        packet = decode(frames)
+    except WireError:
+        return
+    assert isinstance(packet, Packet)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=20,
+    )
+)
+def test_any_value_as_a_message_is_a_packet_or_a_wire_error(value: object) -> None:
+    try:
+        packet = decode([header(PROTOCOL, "", value), b""])
+    except WireError:
+        return
+    assert isinstance(packet, Packet)
+
+
+@given(st.data())
+def test_a_damaged_header_is_a_packet_or_a_wire_error(data: st.DataObject) -> None:
+    good = bytearray(encode(Packet(GroupFinished(GroupId("r1", 2), 1, "w0", True), "i1"))[0])
+    at = data.draw(st.integers(0, len(good) - 1))
+    good[at] = data.draw(st.integers(0, 255))
+    try:
+        packet = decode([bytes(good[: data.draw(st.integers(0, len(good)))]), b""])
+    except WireError:
+        return
+    assert isinstance(packet, Packet)

@@ -1,0 +1,159 @@
+"""Hub and Dialer on real loopback sockets: nothing blocks, nothing malformed is fatal."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from rollmesh.core.errors import AddressError
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import ClientBeat, ClientHello, RouterHello
+from rollmesh.wire.sockets import QUEUE_MESSAGES, Dialer, Doorbell, Hub, wait
+
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with closing(Hub("tcp://127.0.0.1:0")) as bound:
+        yield bound
+
+
+@pytest.fixture
+def dialer(hub: Hub) -> Iterator[Dialer]:
+    with closing(Dialer(hub.address, "d1")) as dialled:
+        yield dialled
+
+
+def packets(hub: Hub, number: int) -> list[tuple[bytes, Packet]]:
+    """The next `number` packets."""
+    found: list[tuple[bytes, Packet]] = []
+    while len(found) < number:
+        wait([hub], None, PATIENCE_S)
+        arrived = list(hub.receive())
+        assert arrived, "nothing came"
+        found += arrived
+    return found
+
+
+def test_the_hub_sees_who_speaks_and_can_answer(hub: Hub, dialer: Dialer) -> None:
+    assert dialer.send(Packet(ClientHello("c"), "i0", b"body", (b"buffer",)))
+    [(route, packet)] = packets(hub, 1)
+    assert route == b"d1"
+    assert packet == Packet(ClientHello("c"), "i0", b"body", (b"buffer",))
+    assert hub.send(route, Packet(RouterHello(0.5), "i1"))
+    wait([dialer], None, PATIENCE_S)
+    assert list(dialer.receive()) == [Packet(RouterHello(0.5), "i1")]
+
+
+def test_a_send_to_nobody_says_so_and_is_counted(hub: Hub) -> None:
+    assert not hub.send(b"nobody", Packet(RouterHello(0.5)))
+    assert hub.num_unsent == 1
+
+
+def test_a_malformed_message_is_counted_and_the_next_one_is_heard(hub: Hub, dialer: Dialer) -> None:
+    dialer.socket.send_multipart([b"rubbish"])
+    dialer.socket.send_multipart([b"\xc1", b""])
+    dialer.send(Packet(ClientHello("c")))
+    [(_, packet)] = packets(hub, 1)
+    assert packet.message == ClientHello("c")
+    assert hub.num_malformed == 2
+
+
+def test_a_dialer_skips_what_is_malformed_too(hub: Hub, dialer: Dialer) -> None:
+    dialer.send(Packet(ClientHello("c")))
+    packets(hub, 1)
+    hub.socket.send_multipart([b"d1", b"rubbish"])
+    hub.send(b"d1", Packet(RouterHello(0.5)))
+    wait([dialer], None, PATIENCE_S)
+    assert [p.message for p in dialer.receive()] == [RouterHello(0.5)]
+    assert dialer.num_malformed == 1
+
+
+def test_queues_are_finite_and_a_full_one_does_not_block() -> None:
+    with closing(Dialer("tcp://127.0.0.1:9", "lonely")) as lonely:
+        sent = sum(lonely.send(Packet(ClientHello("c"))) for _ in range(QUEUE_MESSAGES + 100))
+        assert sent == QUEUE_MESSAGES
+        assert lonely.num_unsent == 100
+
+
+def test_a_dialer_may_dial_before_the_hub_is_there(hub: Hub) -> None:
+    address = hub.address
+    hub.close()
+    with closing(Dialer(address, "early")) as early:
+        early.send(Packet(ClientHello("early")))
+        with closing(Hub(address)) as late:
+            [(route, _)] = packets(late, 1)
+            assert route == b"early"
+
+
+def test_a_new_process_of_the_same_name_takes_over_its_route(hub: Hub, dialer: Dialer) -> None:
+    dialer.send(Packet(ClientHello("old")))
+    packets(hub, 1)
+    with closing(Dialer(hub.address, "d1")) as heir:
+        heir.send(Packet(ClientHello("new")))
+        packets(hub, 1)
+        hub.send(b"d1", Packet(RouterHello(0.5)))
+        wait([heir], None, PATIENCE_S)
+        assert [p.message for p in heir.receive()] == [RouterHello(0.5)]
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:notaport", "tcp://no.such.host.invalid:1"])
+def test_a_hub_that_cannot_listen_says_where(bind: str) -> None:
+    with pytest.raises(AddressError):
+        Hub(bind)
+
+
+def test_an_address_in_use_is_refused_in_one_line(hub: Hub) -> None:
+    with pytest.raises(AddressError, match=f"{hub.address}: cannot listen there"):
+        Hub(hub.address)
+
+
+def test_a_dialer_with_no_address_says_how_one_looks() -> None:
+    with pytest.raises(AddressError, match="tcp://host:port"):
+        Dialer("localhost:5", "d")
+
+
+async def test_an_attached_dialer_hands_over_every_packet_on_the_loop(
+    hub: Hub, dialer: Dialer
+) -> None:
+    got: asyncio.Queue[Packet] = asyncio.Queue()
+    dialer.attach(asyncio.get_running_loop(), got.put_nowait)
+    dialer.send(Packet(ClientHello("c")))
+    packets(hub, 1)
+    for number in range(3000):
+        assert hub.send(b"d1", Packet(ClientBeat("c", number)))
+    seen = [await asyncio.wait_for(got.get(), PATIENCE_S) for _ in range(3000)]
+    assert [p.message for p in seen] == [ClientBeat("c", number) for number in range(3000)]
+
+
+async def test_sending_on_an_attached_dialer_loses_no_wake_up(hub: Hub, dialer: Dialer) -> None:
+    got: asyncio.Queue[Packet] = asyncio.Queue()
+    dialer.attach(asyncio.get_running_loop(), got.put_nowait)
+    for number in range(200):
+        dialer.send(Packet(ClientHello("c")))
+        packets(hub, 1)
+        hub.send(b"d1", Packet(ClientBeat("c", number)))
+        # Another send in between may swallow the edge by which the loop would be woken.
+        dialer.send(Packet(ClientHello("c")))
+        packet = await asyncio.wait_for(got.get(), PATIENCE_S)
+        assert packet.message == ClientBeat("c", number)
+        packets(hub, 1)
+
+
+def rung_from_a_thread(bell: Doorbell) -> None:
+    thread = threading.Thread(target=bell.ring)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("ring", [Doorbell.ring, rung_from_a_thread])
+def test_a_bell_ends_a_wait_once(hub: Hub, ring: Callable[[Doorbell], None]) -> None:
+    with closing(Doorbell()) as bell:
+        ring(bell)
+        ring(bell)
+        wait([hub], bell, PATIENCE_S)
+        wait([hub], bell, 0.0)
+        assert list(hub.receive()) == []
