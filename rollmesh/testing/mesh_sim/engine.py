@@ -39,6 +39,8 @@ class _Request(msgspec.Struct):
     num_left: int
     answer: Callable[[EngineChunk], None]
     caller: Node
+    life: int
+    """The caller's, when it called: an answer to the dead reaches nobody."""
 
 
 class SimEngine(Node):
@@ -52,7 +54,7 @@ class SimEngine(Node):
         self.paused = False
         self.running: dict[str, _Request] = {}
         self._held: list[tuple[str, _Request]] = []
-        self._hangups: list[tuple[Node, Callable[[], None]]] = []
+        self._hangups: list[tuple[Node, int, Callable[[], None]]] = []
 
     @property
     def incarnation(self) -> str:
@@ -60,8 +62,8 @@ class SimEngine(Node):
 
     def crash(self) -> None:
         """Every open connection breaks; callers hear of it."""
-        for caller, hang_up in self._hangups:
-            self._network.call(caller, hang_up, 0.01)
+        for caller, life, hang_up in self._hangups:
+            self._network.answer(caller, life, hang_up)
         self.running.clear()
         self._held.clear()
         self._hangups.clear()
@@ -87,12 +89,12 @@ class SimEngine(Node):
 
         def arrive() -> None:
             if not self.alive or self._network.call_fails():
-                self._network.call(caller, hang_up, 0.005)
+                self._network.answer(caller, life, hang_up)
                 return
             if caller.life != life:
                 return
-            entry = _Request(list(context), num_left, answer, caller)
-            self._hangups.append((caller, hang_up))
+            entry = _Request(list(context), num_left, answer, caller, life)
+            self._hangups.append((caller, life, hang_up))
             if self.paused:
                 self._held.append((rid, entry))
             else:
@@ -151,4 +153,4 @@ class SimEngine(Node):
 
     def _answer(self, entry: _Request, chunk: EngineChunk) -> None:
         # A stream keeps its order: every chunk takes the same time.
-        self._kernel.after(0.001, lambda: entry.answer(chunk), entry.caller)
+        self._kernel.after(0.001, lambda: entry.answer(chunk), entry.caller, entry.life)

@@ -12,7 +12,7 @@ from rollmesh.testing.clock import FakeClock
 
 
 class Node:
-    """Something with a life: it can crash (and be born again) and freeze."""
+    """Something with a life: it can start, crash, be born again, and freeze."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -20,6 +20,13 @@ class Node:
         """Counts births; calls for an earlier life are dropped."""
         self.alive = True
         self.frozen_until_s = 0.0
+
+    def start(self) -> None:
+        """Begin to tick."""
+
+    def freeze(self, until_s: float) -> None:
+        """Do nothing until then; what arrives meanwhile waits, in its order."""
+        self.frozen_until_s = max(self.frozen_until_s, until_s)
 
     def crash(self) -> None:
         """Lose everything that is not on disk."""
@@ -44,9 +51,17 @@ class Kernel:
     def now_s(self) -> float:
         return self.clock.now_s()
 
-    def after(self, delay_s: float, call: Callable[[], None], node: Node | None = None) -> None:
-        """Run `call` in `delay_s`, if `node` still lives the life that it lives now."""
-        self._put(self.now_s() + delay_s, node, node.life if node else 0, call)
+    def after(
+        self,
+        delay_s: float,
+        call: Callable[[], None],
+        node: Node | None = None,
+        life: int | None = None,
+    ) -> None:
+        """Run `call` in `delay_s`, if `node` then lives `life`, by default the one it lives now."""
+        if life is None:
+            life = node.life if node else 0
+        self._put(self.now_s() + delay_s, node, life, call)
 
     def run(self, max_events: int, until_s: float, after_each: Callable[[], None]) -> None:
         """Run until the agenda is empty, `max_events` have run, or it is `until_s`."""

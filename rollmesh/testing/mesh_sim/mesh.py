@@ -102,7 +102,7 @@ class Mesh:
                 continue
             if rng.random() < faults.freeze * FATE_S:
                 self.network.num["freeze"] += 1
-                node.frozen_until_s = self.kernel.now_s() + rng.expovariate(0.7)
+                node.freeze(self.kernel.now_s() + rng.expovariate(0.7))
             elif rng.random() < faults.crash * FATE_S and node is not self.client:
                 self.network.num["crash"] += 1
                 self._crash(node)

@@ -62,9 +62,9 @@ class Network:
                 delay_s += rng.expovariate(2.0)
             self._deliver(source.name, target, packet, delay_s)
 
-    def call(self, caller: Node, answer: Callable[[], None], delay_s: float) -> None:
-        """Bring an answer back to `caller`, if it still lives."""
-        self.kernel.after(delay_s + self.kernel.rng.uniform(0.0005, 0.003), answer, caller)
+    def answer(self, caller: Node, life: int, answer: Callable[[], None]) -> None:
+        """Bring an answer back to `caller`, if it still lives the life in which it called."""
+        self.kernel.after(self.kernel.rng.uniform(0.001, 0.01), answer, caller, life)
 
     def call_fails(self) -> bool:
         """Whether this call meets an error on its way."""

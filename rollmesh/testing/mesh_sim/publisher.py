@@ -1,23 +1,125 @@
-"""temp"""
+"""The simulated publisher: the Publisher machine, its calls to engines, and a crash now and then.
 
-from rollmesh.testing.mesh_sim.kernel import Node
+A new life publishes the newest weights again under a fresh version, as a restarted trainer would.
+Driven by the kernel: ticks, the router's answers, the engines' answers.
+"""
+
+from rollmesh.testing.mesh_sim.client import SimClient
+from rollmesh.testing.mesh_sim.engine import SimEngine
+from rollmesh.testing.mesh_sim.kernel import Kernel, Node
+from rollmesh.testing.mesh_sim.network import Network
+from rollmesh.trainer.publisher import (
+    Action,
+    CallEngine,
+    EngineCalled,
+    Event,
+    Probe,
+    PublishAsked,
+    PublishEnded,
+    Publisher,
+    PublisherSettings,
+    UpdatePhase,
+)
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+
+TICK_S = 0.1
+SETTINGS = PublisherSettings(lease_s=1.5, repeat_s=0.2, read_s=0.3, retry_s=0.3)
 
 
 class SimPublisher(Node):
-    def __init__(self, kernel, network, engines, client):
+    """One publisher, in the trainer's process but mortal on its own."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        network: Network,
+        engines: dict[str, SimEngine],
+        client: SimClient,
+    ) -> None:
         super().__init__("publisher")
-        self.k = kernel
-        self.c = client
-        self.e = engines
+        self._kernel = kernel
+        self._network = network
+        self._engines = engines
+        self._client = client
+        self._publisher = Publisher(SETTINGS)
+        self._step = 0
+        self._is_publishing = False
+        self.num_published = 0
+        network.attach(self, self._receive)
 
-    def start(self):
-        self.tick()
+    def start(self) -> None:
+        self._tick()
 
-    def restart(self):
+    def crash(self) -> None:
+        super().crash()
+        self._network.transitions.forget("publisher")
+
+    def restart(self) -> None:
         super().restart()
+        self._publisher = Publisher(SETTINGS)
+        self._is_publishing = False
+        if self._step and self._step not in self._client.to_publish:
+            self._client.to_publish.insert(0, self._step)
         self.start()
 
-    def tick(self):
-        while self.c.to_publish:
-            self.c.published(self.c.to_publish.pop(0))
-        self.k.after(0.1, self.tick, self)
+    def _tick(self) -> None:
+        if self._client.to_publish and not self._is_publishing:
+            self._publish(self._client.to_publish.pop(0))
+        self._give(Ticked())
+        self._kernel.after(TICK_S, self._tick, self)
+
+    def _publish(self, step: int) -> None:
+        steps = self._client.step_of_version
+        policy_version = max(steps) + 1
+        steps[policy_version] = step
+        self._step, self._is_publishing = step, True
+        self._give(PublishAsked(policy_version, f"v{policy_version}", probe_of(policy_version)))
+
+    def _receive(self, source: str, packet: Packet) -> None:
+        assert source == "router"
+        self._give(Received(ROUTER, packet.message, packet.body, packet.router))
+
+    def _give(self, event: Event) -> None:
+        actions: list[Action] = self._publisher.step(event, self._kernel.now_s())
+        phases = {url: phase.value for url, phase in self._publisher.phases().items()}
+        self._network.transitions.watch("publisher", phases)
+        for action in actions:
+            match action:
+                case Send():
+                    self._network.send(self, "router", Packet(action.message))
+                case CallEngine():
+                    self._call(action)
+                case PublishEnded():
+                    self.num_published += 1
+                    self._is_publishing = False
+                    self._client.published(self._step)
+
+    def _call(self, call: CallEngine) -> None:
+        engine, life = self._engines[call.url], self.life
+
+        def arrive() -> None:
+            ok = engine.alive and not self._network.call_fails()
+            if ok:
+                carry_out(engine, call)
+            logprobs = probe_of(engine.policy_version).logprobs
+            called = EngineCalled(call.url, call.serial, ok, "" if ok else "no answer", logprobs)
+            self._network.answer(self, life, lambda: self._give(called))
+
+        self._kernel.after(self._kernel.rng.uniform(0.001, 0.05), arrive)
+
+
+def carry_out(engine: SimEngine, call: CallEngine) -> None:
+    """What the engine does when asked."""
+    match call.phase:
+        case UpdatePhase.PAUSING:
+            engine.pause()
+        case UpdatePhase.LOADING:
+            engine.policy_version = call.target.policy_version
+        case UpdatePhase.RESUMING | UpdatePhase.UNDOING:
+            engine.resume()
+
+
+def probe_of(policy_version: int) -> Probe:
+    """Scores that tell every version from the next."""
+    return Probe((1, 2), (-float(policy_version),))

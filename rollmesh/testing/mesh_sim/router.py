@@ -1,6 +1,6 @@
 """The simulated router process: Ledger and Fleet behind one name, as serve/router joins them.
 
-It keeps nothing over a crash: a new life is a new incarnation, with the engines of its command line.
+It keeps nothing over a crash: a new life is a new incarnation with the engines of its argv.
 Driven by the kernel: ticks, messages, and the answers of engines to probes.
 """
 
@@ -102,7 +102,7 @@ class SimRouter(Node):
                     self._probe(url, serial, resume=True)
 
     def _probe(self, url: str, serial: int, *, resume: bool) -> None:
-        engine = self._engines[url]
+        engine, life = self._engines[url], self.life
 
         def arrive() -> None:
             ok = engine.alive and not self._network.call_fails()
@@ -117,7 +117,7 @@ class SimRouter(Node):
                 num_running=len(engine.running) if ok else 0,
                 detail="" if ok else "does not answer",
             )
-            self._network.call(self, lambda: self._probed(probed), 0.0)
+            self._network.answer(self, life, lambda: self._probed(probed))
 
         self._kernel.after(self._kernel.rng.uniform(0.001, 0.02), arrive)
 
