@@ -94,12 +94,13 @@ class ScriptedEngine:
         self.update_is_idle = False
         """Weight updates claim success and change nothing but the label."""
         self.is_paused = False
-        self.num_loaded = 0
+        self.num_sampled = 0
         self.lives = 0
         self._start_version = version
         self._weights = version
         self._allowed: int | None = None
         self._live: dict[str, _Request] = {}
+        self._handling: dict[asyncio.Transport, asyncio.Task[Any]] = {}
         self._moved = asyncio.Condition()
         self._runner: web.ServerRunner | None = None
         self._port = 0
@@ -141,10 +142,27 @@ class ScriptedEngine:
         """Requests for `path` so far."""
         return sum(request.path == path for request in self.seen)
 
+    @property
+    def num_live(self) -> int:
+        """Requests that are being sampled."""
+        return len(self._live)
+
+    async def update(self, policy_version: int) -> None:
+        """What a publisher does: pause, let the running requests end, change weights, continue."""
+        self.is_paused = True
+        self._abort(list(self._live))
+        await self._notify()
+        await self.until(lambda: all(not live.is_aborted for live in self._live.values()))
+        self.weight_version = self._weights = str(policy_version)
+        self.is_paused = False
+        await self._notify()
+
     async def die(self) -> None:
         """Vanish: the port is closed and every connection cut."""
-        self._live.clear()
         runner, self._runner = self._runner, None
+        for connection, handling in list(self._handling.items()):
+            connection.abort()
+            handling.cancel()
         if runner:
             await runner.cleanup()
 
@@ -157,7 +175,8 @@ class ScriptedEngine:
 
     async def _serve(self) -> None:
         self.lives += 1
-        self._runner = web.ServerRunner(web.Server(self._handle), shutdown_timeout=0.0)
+        server = web.Server(self._track, handler_cancellation=True)
+        self._runner = web.ServerRunner(server, shutdown_timeout=0.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True).start()
         self._port = self._runner.addresses[0][1]
@@ -168,6 +187,16 @@ class ScriptedEngine:
             self._moved.notify_all()
 
     # the protocol
+
+    async def _track(self, request: web.BaseRequest) -> web.StreamResponse:
+        handling, connection = asyncio.current_task(), request.transport
+        assert handling
+        assert connection
+        self._handling[connection] = handling
+        try:
+            return await self._handle(request)
+        finally:
+            del self._handling[connection]
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         raw = await request.read()
@@ -214,7 +243,6 @@ class ScriptedEngine:
     def _update(self, body: dict[str, Any]) -> web.Response:
         if self.update_error:
             return _json({"success": False, "message": self.update_error}, 400)
-        self.num_loaded += 1
         self.weight_version = body["weight_version"]
         if not self.update_is_idle:
             self._weights = self.weight_version
@@ -277,6 +305,7 @@ class ScriptedEngine:
         version = int(self._weights) if self._weights.isdecimal() else -1
         context = request.prompt + [token for token, _ in request.output]
         token = self.next_token(version, context)
+        self.num_sampled += 1
         request.output.append((token, logprob_of(version, token)))
         request.versions.append(version)
         if token in request.sampling.get("stop_token_ids", ()):

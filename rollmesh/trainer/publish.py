@@ -7,7 +7,6 @@ its background loop.
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -68,9 +67,10 @@ class PublishShell:
         is closed first.
         """
         self._open()
+        ask = PublishAsked(policy_version, absolute(folder), probe)
         end: asyncio.Future[PublishReport] = asyncio.get_running_loop().create_future()
         self._ends[policy_version] = end
-        self._step(PublishAsked(policy_version, os.path.abspath(folder), probe))
+        self._step(ask)
         return await end
 
     async def close(self) -> None:
@@ -141,6 +141,11 @@ class PublishShell:
             self._step(EngineCalled(call.url, call.serial, False, str(error)))
         else:
             self._step(EngineCalled(call.url, call.serial, True, "", logprobs))
+
+
+def absolute(folder: Path) -> str:
+    """The path as processes with another working directory know it."""
+    return str(folder.absolute())
 
 
 async def carry_out(client: EngineClient, call: CallEngine) -> tuple[float, ...]:
