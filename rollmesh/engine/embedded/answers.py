@@ -1,0 +1,106 @@
+"""SGLang's answer objects, made from what the step loop settled.
+
+Owns the shape of `{text, output_ids, meta_info}`; field names and meanings are those of SGLang
+0.5.21's /generate. Invariant: an answer reads a request only below the count in its Progress, as
+the step loop may be appending. Driven by the routes.
+"""
+
+import time
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from rollmesh.engine.embedded.asks import Ask
+from rollmesh.engine.embedded.request import Progress, Request
+from rollmesh.engine.embedded.text import TextTail
+
+Answer = dict[str, Any]
+
+
+class Answering:
+    """Answers one ask: once, or piece by piece."""
+
+    def __init__(self, ask: Ask, tokenizer: Tokenizer | None, is_incremental: bool) -> None:
+        """`is_incremental`: each piece holds what is new, else all so far."""
+        self._ask = ask
+        self._is_incremental = is_incremental
+        self._tail = TextTail(tokenizer, ask.skips_special) if tokenizer is not None else None
+        self._num_told = 0
+        self._started_s = time.monotonic()
+
+    def answer(self, progress: Progress) -> Answer:
+        """The next piece; the whole if it is the first and the last."""
+        request = progress.request
+        start, stop = self._num_told, progress.num_output_tokens
+        self._num_told = stop
+        answer: Answer = {}
+        if self._tail is not None:
+            piece = self._text(progress, start, stop)
+            answer["text"] = piece if self._is_incremental else self._tail.text
+        first = start if self._is_incremental else 0
+        answer["output_ids"] = output_ids(request, first, stop)
+        answer["meta_info"] = self._meta_info(progress, first, stop)
+        return answer
+
+    def _text(self, progress: Progress, start: int, stop: int) -> str:
+        assert self._tail is not None
+        finish = progress.finish
+        if finish is not None and finish.type == "stop":
+            stop -= 1  # the stop token is in the ids, not in the text
+        ids = output_ids(progress.request, start, max(start, stop))
+        return self._tail.feed(ids, is_last=finish is not None)
+
+    def _meta_info(self, progress: Progress, first: int, stop: int) -> dict[str, Any]:
+        request, finish = progress.request, progress.finish
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": None if finish is None else finish.as_json(),
+            "prompt_tokens": request.num_prompt_tokens,
+            "weight_version": progress.policy_version,
+            "num_retractions": request.num_retractions,
+            "reasoning_tokens": 0,
+            "completion_tokens": stop,
+            "cached_tokens": request.num_cached,
+            "weight_versions": version_spans(progress),
+            "dp_rank": None,
+        }
+        if self._ask.wants_logprobs:
+            ids = output_ids(request, first, stop)
+            pairs = zip(request.logprobs[first:stop], ids, strict=True)
+            meta["input_token_logprobs"] = prompt_logprobs(request)
+            meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
+            meta["output_token_logprobs_length"] = stop
+        if finish is not None:
+            meta["e2e_latency"] = time.monotonic() - self._started_s
+        return meta
+
+
+def output_ids(request: Request, start: int, stop: int) -> list[int]:
+    """Output tokens `start:stop`."""
+    first = request.num_prompt_tokens
+    ids: list[int] = request.tokens[first + start : first + stop].tolist()
+    return ids
+
+
+def prompt_logprobs(request: Request) -> list[tuple[float | None, int, None]]:
+    """[(None, first id), (log-prob, id)...] from logprob_start on; empty if nothing was scored."""
+    start = request.logprob_start
+    if start is None or start >= request.num_prompt_tokens:
+        return []
+    ids = request.tokens[start : request.num_prompt_tokens].tolist()
+    scores = [None, *request.prompt_logprobs]
+    # An aborted request may be scored in part.
+    return [(score, token, None) for score, token in zip(scores, ids, strict=False)]
+
+
+def version_spans(progress: Progress) -> list[dict[str, Any]]:
+    """Which policy version sampled which output tokens, as half-open spans."""
+    stop = progress.num_output_tokens
+    spans = [span for span in progress.request.versions if span.start < stop]
+    if not spans:
+        return [{"version": progress.policy_version, "start": 0, "end": 0}]
+    ends = [span.start for span in spans[1:]] + [stop]
+    return [
+        {"version": span.policy_version, "start": span.start, "end": end}
+        for span, end in zip(spans, ends, strict=True)
+    ]

@@ -1,0 +1,245 @@
+"""The forward pass of Qwen2, Qwen3 and Llama over a flat batch of tokens, in plain torch.
+
+Owns the weights of one policy version; a weight update builds another Model, so that a step never
+sees half of one. Invariant: a token's keys and values are written before any row of its layer
+attends, so rows of one step may read each other's prefixes. Driven by the Runner.
+
+Shapes: N tokens of a step, B rows (requests) of an attention group, T their padded new tokens,
+S their padded context, H query heads, K key-value heads, G = H / K, D head size, W width, F MLP
+width, V vocabulary, P memory slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rollmesh.core.errors import ModelError
+from rollmesh.engine.embedded.checkpoint import (
+    Architecture,
+    read_architecture,
+    read_weights,
+    rotary_frequencies,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Requests that attend together, padded to the longest.
+
+    The step's tokens of these rows are `start:stop` of N. Where nothing needs padding, `pad_BT` and
+    `unpad_n` are None and no copy is made.
+    """
+
+    start: int
+    stop: int
+    slots_BS: Tensor
+    """Memory slot of each position of each row's context; int64."""
+    mask_BTS: Tensor
+    """0 where token t may see position s, else -inf; in the model's dtype."""
+    pad_BT: Tensor | None
+    """Index into start:stop of each padded token; int64, padding points at 0."""
+    unpad_n: Tensor | None
+    """Index into B * T of each token of start:stop; int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer's weights; projections that share an input are fused."""
+
+    attention_norm_W: Tensor
+    qkv_weight: Tensor
+    """((H + 2K) * D, W); rows of q and k interleaved for complex rotation."""
+    qkv_bias: Tensor | None
+    head_norm: Tensor | None
+    """Qwen3's q and k norms as (H + K, D)."""
+    output_weight: Tensor
+    output_bias: Tensor | None
+    mlp_norm_W: Tensor
+    gate_up_weight: Tensor
+    """(2F, W)."""
+    gate_up_bias: Tensor | None
+    down_weight: Tensor
+    down_bias: Tensor | None
+
+
+class Model:
+    """One policy version's weights and the pass over them."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        """Load the model in `folder`; ModelError if it is none that we run."""
+        self.architecture = arch = read_architecture(folder)
+        self.dtype = dtype
+        weights = read_weights(folder, dtype)
+        try:
+            self._embed_VW = weights["model.embed_tokens.weight"]
+            self._norm_W = weights["model.norm.weight"]
+            # Hugging Face ties by config, and leaves lm_head out of the file.
+            self._head_VW = self._embed_VW if arch.ties_embeddings else weights["lm_head.weight"]
+            self._layers = [build_layer(arch, weights, i) for i in range(arch.num_layers)]
+        except (KeyError, RuntimeError) as error:
+            raise ModelError(f"{folder}: its weights do not fit its config.json: {error}") from None
+        self._check_shapes(folder)
+        self._rotation = rotation_table(arch)
+
+    def _check_shapes(self, folder: Path) -> None:
+        arch = self.architecture
+        if self._embed_VW.shape != (arch.vocab_size, arch.width):
+            raise ModelError(
+                f"{folder}: embeddings of shape {tuple(self._embed_VW.shape)} do not fit "
+                f"config.json's {(arch.vocab_size, arch.width)}"
+            )
+
+    def hidden(
+        self,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        slots_N: Tensor,
+        kv: Tensor,
+        rows: Sequence[Rows],
+    ) -> Tensor:
+        """Final normed hidden states (N, W); writes keys and values of the tokens to `kv`.
+
+        `kv` is (layers, P, 2, K, D); `slots_N` says where each token's keys and values go.
+        """
+        eps = self.architecture.norm_eps
+        width = (self.architecture.width,)
+        rotation_N1D = self._rotation.index_select(0, positions_N).unsqueeze(1)
+        hidden_NW = functional.embedding(tokens_N, self._embed_VW)
+        for layer, kv_layer in zip(self._layers, kv, strict=True):
+            normed_NW = functional.rms_norm(hidden_NW, width, layer.attention_norm_W, eps)
+            attended = self._attend(layer, normed_NW, rotation_N1D, slots_N, kv_layer, rows)
+            hidden_NW = hidden_NW + functional.linear(
+                attended, layer.output_weight, layer.output_bias
+            )
+            normed_NW = functional.rms_norm(hidden_NW, width, layer.mlp_norm_W, eps)
+            gate_NF, up_NF = functional.linear(
+                normed_NW, layer.gate_up_weight, layer.gate_up_bias
+            ).chunk(2, dim=-1)
+            hidden_NW = hidden_NW + functional.linear(
+                functional.silu(gate_NF) * up_NF, layer.down_weight, layer.down_bias
+            )
+        return functional.rms_norm(hidden_NW, width, self._norm_W, eps)
+
+    def logits(self, hidden_NW: Tensor) -> Tensor:
+        """float32 logits (N, V)."""
+        return functional.linear(hidden_NW, self._head_VW).float()
+
+    def _attend(
+        self,
+        layer: Layer,
+        normed_NW: Tensor,
+        rotation_N1D: Tensor,
+        slots_N: Tensor,
+        kv_layer: Tensor,
+        rows: Sequence[Rows],
+    ) -> Tensor:
+        """Attention output (N, H * D) of one layer."""
+        arch = self.architecture
+        num_heads, num_kv = arch.num_heads, arch.num_kv_heads
+        qkv = functional.linear(normed_NW, layer.qkv_weight, layer.qkv_bias)
+        qkv = qkv.view(-1, num_heads + 2 * num_kv, arch.head_dim)
+        qk = qkv[:, : num_heads + num_kv]
+        if layer.head_norm is not None:
+            qk = functional.rms_norm(qk, (arch.head_dim,), None, arch.norm_eps) * layer.head_norm
+        qk = rotate(qk, rotation_N1D).to(self.dtype)
+        key_value = torch.stack((qk[:, num_heads:], qkv[:, num_heads + num_kv :]), dim=1)
+        kv_layer.index_copy_(0, slots_N, key_value)
+        queries = qk[:, :num_heads]
+        outputs = [attend_rows(queries[r.start : r.stop], kv_layer, r) for r in rows]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def attend_rows(queries_nHD: Tensor, kv_layer: Tensor, rows: Rows) -> Tensor:
+    """Attention of one group of rows over their contexts: (n, H * D).
+
+    The G query heads that share a key-value head are laid beside the tokens, so that grouped
+    queries need no copies of keys.
+    """
+    num_kv, head_dim = kv_layer.shape[-2:]
+    num_rows, context = rows.slots_BS.shape
+    group = queries_nHD.shape[1] // num_kv
+    gathered = kv_layer.index_select(0, rows.slots_BS.view(-1))
+    gathered = gathered.view(num_rows, context, 2, num_kv, head_dim)
+    keys, values = gathered.permute(2, 0, 3, 1, 4).unbind(0)
+    if rows.pad_BT is not None:
+        queries_nHD = queries_nHD.index_select(0, rows.pad_BT.view(-1))
+    queries = queries_nHD.reshape(num_rows, -1, num_kv, group, head_dim).transpose(1, 2)
+    queries = queries.reshape(num_rows, num_kv, -1, head_dim)
+    mask = rows.mask_BTS.unsqueeze(1)
+    if mask.shape[2] > 1:
+        mask = mask.repeat_interleave(group, dim=2)
+    mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    mixed = mixed.view(num_rows, num_kv, -1, group, head_dim).transpose(1, 2)
+    mixed = mixed.reshape(-1, num_kv * group * head_dim)
+    return mixed if rows.unpad_n is None else mixed.index_select(0, rows.unpad_n)
+
+
+def rotate(heads: Tensor, rotation_N1D: Tensor) -> Tensor:
+    """Rotary embedding as one complex product; pairs of interleaved dimensions are the plane."""
+    planes = torch.view_as_complex(heads.float().reshape(*heads.shape[:-1], -1, 2))
+    return torch.view_as_real(planes * rotation_N1D).flatten(-2)
+
+
+def rotation_table(arch: Architecture) -> Tensor:
+    """exp(i * position * frequency): complex64 of shape (max_context, D / 2)."""
+    positions = torch.arange(arch.max_context, dtype=torch.float32)
+    angles = torch.outer(positions, rotary_frequencies(arch.rope, arch.head_dim))
+    return torch.complex(angles.cos(), angles.sin())
+
+
+def build_layer(arch: Architecture, weights: dict[str, Tensor], index: int) -> Layer:
+    """Fuse layer `index` out of Hugging Face's tensors; KeyError if one is missing."""
+    layer = f"model.layers.{index}."
+    attention, mlp = layer + "self_attn.", layer + "mlp."
+
+    def fused(prefix: str, kind: str, names: Sequence[str]) -> Tensor | None:
+        """The named projections one over another; None for a bias that the model lacks."""
+        if kind == "bias" and f"{prefix}{names[0]}.bias" not in weights:
+            return None
+        parts = [weights[f"{prefix}{name}.{kind}"] for name in names]
+        parts = [
+            interleave(part, arch.head_dim) if name in ("q_proj", "k_proj") else part
+            for name, part in zip(names, parts, strict=True)
+        ]
+        return torch.cat(parts).contiguous()
+
+    head_norm = None
+    if arch.family == "qwen3":
+        q_norm = interleave(weights[attention + "q_norm.weight"], arch.head_dim)
+        k_norm = interleave(weights[attention + "k_norm.weight"], arch.head_dim)
+        head_norm = torch.cat(
+            (q_norm.expand(arch.num_heads, -1), k_norm.expand(arch.num_kv_heads, -1))
+        )
+    return Layer(
+        attention_norm_W=weights[layer + "input_layernorm.weight"],
+        qkv_weight=require(fused(attention, "weight", ("q_proj", "k_proj", "v_proj"))),
+        qkv_bias=fused(attention, "bias", ("q_proj", "k_proj", "v_proj")),
+        head_norm=head_norm,
+        output_weight=weights[attention + "o_proj.weight"],
+        output_bias=weights.get(attention + "o_proj.bias"),
+        mlp_norm_W=weights[layer + "post_attention_layernorm.weight"],
+        gate_up_weight=require(fused(mlp, "weight", ("gate_proj", "up_proj"))),
+        gate_up_bias=fused(mlp, "bias", ("gate_proj", "up_proj")),
+        down_weight=weights[mlp + "down_proj.weight"],
+        down_bias=weights.get(mlp + "down_proj.bias"),
+    )
+
+
+def require(tensor: Tensor | None) -> Tensor:
+    """A weight, unlike a bias, is always there."""
+    assert tensor is not None
+    return tensor
+
+
+def interleave(tensor: Tensor, head_dim: int) -> Tensor:
+    """Reorder each head's rows from (first halves, second halves) to pairs.
+
+    Hugging Face rotates dimension i with i + D/2; pairs side by side are complex numbers. Scores
+    do not change, as queries and keys are reordered alike.
+    """
+    heads = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:])
+    return heads.transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,283 @@
+"""The HTTP face: SGLang's native routes over the step loop.
+
+Owns names, statuses and bodies of the routes; `docs/engine.md` lists where they differ from SGLang
+on purpose. Invariants: one place (`serve`) turns errors into replies; a client that leaves aborts
+its requests. Driven by aiohttp's low-level server, which saves the cost of an application per call.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from rollmesh.core.errors import EngineRefused, ModelError
+from rollmesh.engine.embedded.answers import Answering
+from rollmesh.engine.embedded.asks import Ask, AskDecoder, Asks
+from rollmesh.engine.embedded.engine import Engine, PauseMode, Update
+from rollmesh.engine.embedded.model import Model
+from rollmesh.engine.embedded.request import Progress
+from rollmesh.engine.embedded.steploop import Reader, StepLoop
+
+Body = TypeVar("Body")
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class AbortBody(msgspec.Struct):
+    """/abort_request."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class PauseBody(msgspec.Struct):
+    """/pause_generation."""
+
+    mode: PauseMode = PauseMode.ABORT
+
+
+class UpdateBody(msgspec.Struct):
+    """/update_weights_from_disk."""
+
+    model_path: str
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class Face(msgspec.Struct, frozen=True):
+    """What the server says of itself, and how it answers."""
+
+    model_path: str
+    tokenizer: Tokenizer | None
+    is_incremental: bool
+    """Streamed events hold only what is new (SGLang's --incremental-streaming-output)."""
+
+
+class Routes:
+    """Handlers by method and path."""
+
+    def __init__(self, steps: StepLoop, engine: Engine, decoder: AskDecoder, face: Face) -> None:
+        self._steps = steps
+        self._engine = engine
+        self._decoder = decoder
+        self._face = face
+        self._model_path = self._served_name = face.model_path
+        self._handlers: dict[str, dict[str, Handler]] = {
+            "/generate": {"POST": self._generate, "PUT": self._generate},
+            "/abort_request": {"POST": self._abort},
+            "/pause_generation": {"POST": self._pause},
+            "/continue_generation": {"POST": self._continue},
+            "/flush_cache": {"POST": self._flush, "GET": self._flush},
+            "/update_weights_from_disk": {"POST": self._update_weights},
+            "/model_info": {"GET": self._model_info},
+            "/get_model_info": {"GET": self._model_info},
+            "/server_info": {"GET": self._server_info},
+            "/get_server_info": {"GET": self._server_info},
+            "/v1/loads": {"GET": self._loads},
+            "/v1/models": {"GET": self._models},
+            "/health": {"GET": self._health},
+            "/health_generate": {"GET": self._health_generate},
+        }
+
+    async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one HTTP request; every refusal becomes a reply here."""
+        handlers = self._handlers.get(request.path)
+        if handlers is None:
+            return reply({"detail": "Not Found"}, status=404)
+        handler = handlers.get(request.method)
+        if handler is None:
+            return reply({"detail": "Method Not Allowed"}, status=405)
+        try:
+            return await handler(request)
+        except EngineRefused as error:
+            return reply({"error": {"message": str(error)}}, status=400)
+
+    async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
+        encode = None if self._face.tokenizer is None else self._encode_text
+        asks = self._decoder.decode(await request.read(), encode)
+        rids = [ask.request.rid for ask in asks.asks]
+        taken = [rid for rid in rids if self._steps.knows(rid) or rids.count(rid) > 1]
+        if taken:
+            raise EngineRefused(f"Duplicate request ID detected: {taken[0]}")
+        readers = [self._steps.submit(ask.request) for ask in asks.asks]
+        try:
+            if asks.streams:
+                return await self._stream(request, asks, readers)
+            answers = [
+                self._answering(ask, False).answer(await reader.next())
+                for ask, reader in zip(asks.asks, readers, strict=True)
+            ]
+            return reply(answers if asks.is_list else answers[0])
+        finally:
+            for rid in rids:
+                if self._steps.knows(rid):  # the client has left
+                    self._steps.abort(rid)
+
+    async def _stream(
+        self, request: web.BaseRequest, asks: Asks, readers: list[Reader]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+
+        async def pump(at: int) -> None:
+            answering = self._answering(asks.asks[at], self._face.is_incremental)
+            progress: Progress | None = None
+            while progress is None or progress.finish is None:
+                progress = await readers[at].next()
+                event = answering.answer(progress)
+                if asks.is_list:
+                    event["index"] = at
+                await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+
+        async with asyncio.TaskGroup() as pumps:
+            for at in range(len(readers)):
+                pumps.create_task(pump(at))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _answering(self, ask: Ask, is_incremental: bool) -> Answering:
+        return Answering(ask, self._face.tokenizer, is_incremental)
+
+    def _encode_text(self, text: str) -> list[int]:
+        assert self._face.tokenizer is not None
+        ids: list[int] = self._face.tokenizer.encode(text).ids
+        return ids
+
+    async def _abort(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = read_body(await request.read(), AbortBody)
+        if body.abort_all or body.rid:
+            self._steps.abort(None if body.abort_all else body.rid)
+        return web.Response()
+
+    async def _pause(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = read_body(await request.read(), PauseBody)
+        await self._steps.ask(lambda engine: engine.pause(body.mode))
+        return reply({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, _request: web.BaseRequest) -> web.StreamResponse:
+        await self._steps.ask(lambda engine: engine.resume())
+        return reply({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _flush(self, _request: web.BaseRequest) -> web.StreamResponse:
+        if await self._steps.ask(lambda engine: engine.flush()):
+            return web.Response(text="Cache flushed.\n")
+        return web.Response(text="Flush cache failed.\n", status=400)
+
+    async def _update_weights(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = read_body(await request.read(), UpdateBody)
+        message = await self._replace_weights(body)
+        if message:
+            return reply({"success": False, "message": message, "num_paused_requests": 0}, 400)
+        self._model_path = self._served_name = body.model_path
+        message = "Succeeded to update model weights."
+        if body.weight_version is not None:
+            message += f" Weight version updated to {body.weight_version}."
+        return reply({"success": True, "message": message, "num_paused_requests": 0})
+
+    async def _replace_weights(self, body: UpdateBody) -> str:
+        """Load beside the running steps, then swap between two; '' or why not."""
+        if body.abort_all_requests:
+            self._steps.abort(None)
+        loop = asyncio.get_running_loop()
+        dtype = self._engine.runner.model.dtype
+        try:
+            model = await loop.run_in_executor(None, Model, Path(body.model_path), dtype)
+        except ModelError as error:
+            return str(error)
+        done: asyncio.Future[str] = loop.create_future()
+
+        def when_done(message: str) -> None:
+            loop.call_soon_threadsafe(done.set_result, message)
+
+        update = Update(model, body.weight_version, body.flush_cache, when_done)
+        await self._steps.ask(lambda engine: engine.update(update))
+        return await done
+
+    async def _model_info(self, _request: web.BaseRequest) -> web.StreamResponse:
+        architecture = self._engine.runner.model.architecture
+        return reply(
+            {
+                "model_path": self._model_path,
+                "served_model_name": self._served_name,
+                "tokenizer_path": self._face.model_path,
+                "is_generation": True,
+                "weight_version": self._engine.policy_version,
+                "model_type": architecture.family,
+                "architectures": [architecture.name],
+            }
+        )
+
+    async def _server_info(self, _request: web.BaseRequest) -> web.StreamResponse:
+        limits = self._engine.limits
+        return reply(
+            {
+                "model_path": self._model_path,
+                "served_model_name": self._served_name,
+                "version": "rollmesh-embedded",
+                "weight_version": self._engine.policy_version,
+                "context_length": self._engine.runner.model.architecture.max_context,
+                "incremental_streaming_output": self._face.is_incremental,
+                "skip_tokenizer_init": self._face.tokenizer is None,
+                "max_total_num_tokens": limits.num_slots,
+                "max_running_requests": limits.max_running,
+                "chunked_prefill_size": limits.max_step_tokens,
+                "internal_states": [],
+            }
+        )
+
+    async def _loads(self, _request: web.BaseRequest) -> web.StreamResponse:
+        # Plain counters of the step loop's; a moment's skew does no harm.
+        scheduler, memory = self._engine.scheduler, self._engine.memory
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": len(scheduler.running),
+            "num_waiting_reqs": len(scheduler.waiting),
+            "num_used_tokens": memory.num_held,
+            "max_total_num_tokens": memory.num_slots,
+            "max_running_requests": self._engine.limits.max_running,
+            "token_usage": memory.num_held / memory.num_slots,
+            "queues": {"waiting": len(scheduler.waiting)},
+            "total_prefill_uncached_tokens": self._engine.runner.num_computed_tokens,
+        }
+        return reply({"timestamp": time.time(), "version": "rollmesh-embedded", "loads": [load]})
+
+    async def _models(self, _request: web.BaseRequest) -> web.StreamResponse:
+        model = {
+            "id": self._served_name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "rollmesh",
+            "root": self._served_name,
+            "max_model_len": self._engine.runner.model.architecture.max_context,
+        }
+        return reply({"object": "list", "data": [model]})
+
+    async def _health(self, _request: web.BaseRequest) -> web.StreamResponse:
+        await self._steps.ask(lambda engine: engine.pace)
+        return web.Response()
+
+    async def _health_generate(self, _request: web.BaseRequest) -> web.StreamResponse:
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        ask = self._decoder.decode(orjson.dumps(body)).asks[0]
+        await self._steps.submit(ask.request).next()
+        return web.Response()
+
+
+def reply(value: Any, status: int = 200) -> web.Response:
+    """A JSON reply."""
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def read_body(raw: bytes, kind: type[Body]) -> Body:
+    """A JSON body as `kind`; EngineRefused in one line if it is not one."""
+    try:
+        return msgspec.json.decode(raw or b"{}", type=kind)
+    except msgspec.MsgspecError as error:
+        raise EngineRefused(f"bad request: {error}") from None

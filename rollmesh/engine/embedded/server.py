@@ -1,0 +1,185 @@
+"""The engine's process: reads its arguments, loads the model, serves until it is told to stop.
+
+Owns the process's settings, its sockets and the order of its start and end. Invariant: it reports
+ready only when requests are answered; a folder that is no model ends it with one line and exit
+code 2. Started by launch, or by hand with `python -m rollmesh.engine.embedded`.
+"""
+
+import argparse
+import asyncio
+import gc
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import uvloop
+from aiohttp import web
+
+from rollmesh.core.errors import UserError
+from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.process import Ready, announce, die_with_parent, http_address, listen, stop_event
+from rollmesh.engine.embedded.asks import AskDecoder
+from rollmesh.engine.embedded.engine import Engine, Limits
+from rollmesh.engine.embedded.model import Model
+from rollmesh.engine.embedded.routes import Face, Routes
+from rollmesh.engine.embedded.steploop import StepLoop
+from rollmesh.engine.embedded.text import load_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_MAX_BODY_BYTES = 64 * 2**20
+_DRAIN_S = 0.2
+
+log = get_logger()
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process was started with."""
+
+    model_dir: Path
+    bind: str = "127.0.0.1:0"
+    listen_fd: int | None = None
+    ready_fd: int | None = None
+    weight_version: str = "default"
+    """The name of the weights it starts with; SGLang's default."""
+    dtype: str = "float32"
+    is_incremental: bool = False
+    skips_tokenizer: bool = False
+    """Answers carry no text, as with SGLang's --skip-tokenizer-init."""
+    num_threads: int = 1
+    seed: int | None = None
+    """Of the seeds of requests that name none; None takes the system's randomness."""
+    run_folder: Path | None = None
+    """Where the log goes; None logs to stderr."""
+    role: str = "engine"
+    limits: Limits = Limits()
+
+
+async def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT; UserError if the model or the address is no good."""
+    loop = asyncio.get_running_loop()
+    stop = stop_event(loop)
+    torch.set_num_threads(settings.num_threads)
+    listening = listen(settings.bind, settings.listen_fd)
+    model = Model(settings.model_dir, DTYPES[settings.dtype])
+    engine = Engine(model, settings.limits, settings.weight_version)
+    steps = StepLoop(engine, loop)
+    runner = web.ServerRunner(face(settings, engine, steps), shutdown_timeout=_DRAIN_S)
+    await runner.setup()
+    steps.start()
+    try:
+        await web.SockSite(runner, listening).start()
+        settle_garbage()
+        report(settings, listening)
+        await first_of(stop, steps.failed)
+    finally:
+        steps.stop()
+        await runner.cleanup()
+
+
+def face(settings: Settings, engine: Engine, steps: StepLoop) -> web.Server:
+    """The HTTP face of `engine`."""
+    tokenizer = None if settings.skips_tokenizer else load_tokenizer(settings.model_dir)
+    routes = Routes(
+        steps,
+        engine,
+        AskDecoder(engine.runner.model.architecture, settings.limits.num_slots, settings.seed),
+        Face(str(settings.model_dir), tokenizer, settings.is_incremental),
+    )
+    return web.Server(
+        routes.serve, handler_cancellation=True, request_factory=make_request, access_log=None
+    )
+
+
+def make_request(*args: Any) -> web.BaseRequest:
+    """aiohttp's own, with room for long prompts."""
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(*args, loop, client_max_size=_MAX_BODY_BYTES)
+
+
+async def first_of(stop: asyncio.Event, failed: asyncio.Future[None]) -> None:
+    """Wait for an order to stop, or raise what ended the step loop."""
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((stopping, failed), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if failed.done():
+        failed.result()
+
+
+def report(settings: Settings, listening: socket.socket) -> None:
+    """Say, in the log and to the parent, that it serves."""
+    address = http_address(listening)
+    log.info("engine.serving", address=address, model=str(settings.model_dir))
+    announce(settings.ready_fd, Ready(role=settings.role, pid=os.getpid(), address=address))
+
+
+def settle_garbage() -> None:
+    """What is alive now stays: collections need not look at it, nor come often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 1000)
+
+
+def parse(argv: Sequence[str] | None) -> Settings:
+    """Settings from the command line; options are named as SGLang's where it has them."""
+    parser = argparse.ArgumentParser(
+        prog="rollmesh engine",
+        description="A small torch engine behind SGLang's native HTTP routes.",
+    )
+    parser.add_argument(
+        "--model-dir", type=Path, required=True, help="folder in Hugging Face layout"
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 picks a free one")
+    parser.add_argument("--listen-fd", type=int, help="serve on this inherited socket")
+    parser.add_argument("--ready-fd", type=int, help="write one JSON line here when serving")
+    parser.add_argument("--run-folder", type=Path, help="log to a file in this folder")
+    parser.add_argument("--role", default="engine", help="this process's name in logs and reports")
+    parser.add_argument("--weight-version", default="default")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--incremental-streaming-output", action="store_true")
+    parser.add_argument("--skip-tokenizer-init", action="store_true", help="answer without text")
+    parser.add_argument("--num-threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--random-seed", type=int, help="seeds requests that name no seed")
+    parser.add_argument("--max-total-tokens", type=int, default=Limits().num_slots)
+    parser.add_argument("--max-running-requests", type=int, default=Limits().max_running)
+    parser.add_argument("--chunked-prefill-size", type=int, default=Limits().max_step_tokens)
+    given = parser.parse_args(argv)
+    return Settings(
+        model_dir=given.model_dir,
+        bind=f"{given.host}:{given.port}",
+        listen_fd=given.listen_fd,
+        ready_fd=given.ready_fd,
+        run_folder=given.run_folder,
+        role=given.role,
+        weight_version=given.weight_version,
+        dtype=given.dtype,
+        is_incremental=given.incremental_streaming_output,
+        skips_tokenizer=given.skip_tokenizer_init,
+        num_threads=given.num_threads,
+        seed=given.random_seed,
+        limits=Limits(
+            num_slots=given.max_total_tokens,
+            max_running=given.max_running_requests,
+            max_step_tokens=given.chunked_prefill_size,
+        ),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the process; its exit code."""
+    settings = parse(argv)
+    if settings.ready_fd is not None:
+        die_with_parent()
+    setup(settings.role, settings.run_folder)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings))
+    except UserError as error:
+        sys.stderr.write(f"rollmesh: {error}\n")
+        return 2
+    return 0
