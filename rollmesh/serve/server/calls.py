@@ -7,10 +7,22 @@ coroutine that blocks, which the beat thread then names. Driven by rollouts.py a
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, overload
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@overload
+async def call_env(
+    timeout_s: float, method: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+) -> T: ...
+
+
+@overload
+async def call_env(
+    timeout_s: float, method: Callable[P, T | Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+) -> T: ...
 
 
 async def call_env(

@@ -18,7 +18,7 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import EnvError
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.process import Ready, announce, die_with_parent, listen, stop_event
+from rollmesh.core.process import Ready, announce, listen, stop_event
 from rollmesh.envs.env import Env
 from rollmesh.envs.loading import load_env
 from rollmesh.runtime.families import choose_family
@@ -51,7 +51,6 @@ def run(
 
     EnvError, ModelError or AddressError, one line, where it cannot begin.
     """
-    die_with_parent()
     setup(worker_id, config.run_folder() if ready_fd is not None else None)
     settings = WorkerSettings(worker_id, router, config, read_keys())
     env = _load_env(settings)

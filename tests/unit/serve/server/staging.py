@@ -1,0 +1,55 @@
+"""A stage without a model or an engine: sessions are real, and nobody calls them."""
+
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from rollmesh.core.config import WorkerConfig
+from rollmesh.core.types import SamplingPolicy, Score, Task
+from rollmesh.envs.env import Endpoint, Env, Transcript
+from rollmesh.runtime.prompts import load_prompts
+from rollmesh.runtime.registry import Runtime
+from rollmesh.serve.server.rollouts import Stage
+from rollmesh.testing.clock import FakeClock
+from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.testing.sampler import ScriptedSampler
+from rollmesh.wire.messages import GroupAsk
+
+ASK = GroupAsk(task=Task(id="t", data={"n": 1}), sampling=SamplingPolicy(), seed=5)
+
+Step = Callable[[Endpoint], Awaitable[Transcript]]
+
+
+class ScriptedEnv(Env):
+    """Each run takes the next step of the script, the last one forever."""
+
+    def __init__(self, *steps: Step | Exception | Transcript, reward: float = 1.0) -> None:
+        self._steps = list(steps)
+        self.reward = reward
+        self.agents: list[Endpoint] = []
+        self.score_fault: Exception | None = None
+
+    def tasks(self, split: str, seed: int) -> Iterator[Task]:
+        del split, seed
+        yield ASK.task
+
+    async def run(self, task: Task, agent: Endpoint) -> Transcript:
+        del task
+        self.agents.append(agent)
+        step = self._steps.pop(0) if len(self._steps) > 1 else self._steps[0]
+        if isinstance(step, Exception):
+            raise step
+        return step if isinstance(step, Transcript) else await step(agent)
+
+    def score(self, task: Task, transcript: Transcript) -> Score:
+        del task, transcript
+        if self.score_fault:
+            raise self.score_fault
+        return Score(self.reward, {"played": 1.0})
+
+
+def new_stage(folder: Path, env: Env, **settings: float) -> Stage:
+    """The stage of a worker; `settings` are those of WorkerConfig."""
+    prompts = load_prompts(write_model_folder(folder), "auto")
+    runtime = Runtime(ScriptedSampler(), prompts, max_context_tokens=100)
+    config = WorkerConfig(**settings)  # type: ignore[arg-type]
+    return Stage(env, runtime, "http://edge/v1", "policy", config, FakeClock())

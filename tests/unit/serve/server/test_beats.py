@@ -1,0 +1,85 @@
+"""Beats: the router hears of a worker whose loop is held, and of the function that holds it."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from rollmesh.serve.server.beats import Beats, BeatSettings, Vitals, describe
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import RouterHello, WorkerBeat
+from rollmesh.wire.sockets import Hub, wait
+
+VITALS = Vitals(
+    num_running=3, accepting=True, unacked_bytes=10, num_finished=4, num_calls=5, num_tokens=6
+)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub("tcp://127.0.0.1:0")
+    yield hub
+    hub.close()
+
+
+def new_beats(hub: Hub, heard: list[Packet]) -> Beats:
+    settings = BeatSettings("w1", hub.address, 0.02)
+    return Beats(settings, None, lambda: VITALS, heard.append)
+
+
+def next_beat(hub: Hub) -> tuple[bytes, WorkerBeat]:
+    for _ in range(100):
+        wait([hub], None, 0.1)
+        for route, packet in hub.receive(1):
+            assert isinstance(packet.message, WorkerBeat)
+            return route, packet.message
+    raise AssertionError("no beat")
+
+
+async def test_beat_carries_the_vitals_and_the_memory(hub: Hub) -> None:
+    beats = new_beats(hub, [])
+    beats.start(asyncio.get_running_loop())
+    _, beat = await asyncio.to_thread(next_beat, hub)
+    beats.close()
+    assert (beat.worker_id, beat.num_running, beat.accepting, beat.num_tokens) == ("w1", 3, True, 6)
+    assert beat.rss_bytes > 2**20
+    assert beat.stalled_in == ""
+
+
+async def test_held_loop_does_not_stop_the_beats_and_is_named(hub: Hub) -> None:
+    beats = new_beats(hub, [])
+    beats.start(asyncio.get_running_loop())
+
+    def hold_the_loop() -> WorkerBeat:
+        while True:
+            _, beat = next_beat(hub)
+            if beat.loop_lag_s > 0.2:
+                return beat
+
+    beat = hold_the_loop()  # on the loop's thread, on purpose
+    beats.close()
+    assert ".py:" in beat.stalled_in
+
+
+async def test_hello_that_comes_on_the_beats_socket_is_handed_to_the_loop(hub: Hub) -> None:
+    heard: list[Packet] = []
+    beats = new_beats(hub, heard)
+    beats.start(asyncio.get_running_loop())
+    route, _ = await asyncio.to_thread(next_beat, hub)
+    hub.send(route, Packet(RouterHello(0.1), "i2"))
+    async with asyncio.timeout(10):
+        while not heard:
+            await asyncio.to_thread(next_beat, hub)
+    beats.close()
+    assert heard[0].router == "i2"
+
+
+def test_beats_can_be_closed_before_they_start(hub: Hub) -> None:
+    new_beats(hub, []).close()
+
+
+def test_function_is_named_with_its_place() -> None:
+    assert describe(sys._getframe()).startswith(  # noqa: SLF001 - the only way to a frame
+        "test_function_is_named_with_its_place (test_beats.py:"
+    )

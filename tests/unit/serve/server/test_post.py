@@ -1,0 +1,78 @@
+"""The worker's sockets: sinks are dialled when needed, forgotten when there are many."""
+
+import asyncio
+
+import pytest
+
+from rollmesh.core.ids import GroupId
+from rollmesh.serve.server import post as post_module
+from rollmesh.serve.server.post import Post
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import ROUTER
+from rollmesh.wire.messages import GroupAcked, GroupFinished, RouterHello
+from rollmesh.wire.sockets import Hub, wait
+
+FINISHED = Packet(GroupFinished(GroupId("r1", 1), 1, "w1", True))
+
+
+def next_route(hub: Hub) -> bytes:
+    for _ in range(100):
+        wait([hub], None, 0.1)
+        for route, _ in hub.receive(1):
+            return route
+    raise AssertionError("nothing came")
+
+
+async def test_router_and_sink_hear_us_and_we_hear_them_by_their_routes() -> None:
+    router, sink = Hub("tcp://127.0.0.1:0"), Hub("tcp://127.0.0.1:0")
+    heard: list[tuple[bytes, Packet]] = []
+    news = asyncio.Event()
+
+    def hear(route: bytes, packet: Packet) -> None:
+        heard.append((route, packet))
+        news.set()
+
+    post = Post(router.address, "w1", None, hear)
+    post.start()
+    post.send(ROUTER, FINISHED)
+    post.send(sink.address.encode(), FINISHED)
+    assert await asyncio.to_thread(next_route, router) == b"w1"
+    assert await asyncio.to_thread(next_route, sink) == b"w1"
+    router.send(b"w1", Packet(RouterHello(1.0)))
+    async with asyncio.timeout(10):
+        await news.wait()
+        news.clear()
+        sink.send(b"w1", Packet(GroupAcked(GroupId("r1", 1), 1, False)))
+        await news.wait()
+    assert [route for route, _ in heard] == [ROUTER, sink.address.encode()]
+    post.close()
+    router.close()
+    sink.close()
+
+
+async def test_bad_sink_address_costs_only_itself() -> None:
+    router = Hub("tcp://127.0.0.1:0")
+    post = Post(router.address, "w1", None, lambda route, packet: None)
+    post.start()
+    for route in (b"nonsense", b"\xff\xfe"):
+        post.send(route, FINISHED)
+    post.send(ROUTER, FINISHED)
+    assert await asyncio.to_thread(next_route, router) == b"w1"
+    post.close()
+    router.close()
+
+
+async def test_sink_that_was_quiet_longest_is_dialled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(post_module, "MAX_SINKS", 1)
+    hubs = [Hub("tcp://127.0.0.1:0") for _ in range(3)]
+    router, first, second = hubs
+    post = Post(router.address, "w1", None, lambda route, packet: None)
+    post.start()
+    for sink in (first, second, first):
+        post.send(sink.address.encode(), FINISHED)
+        assert await asyncio.to_thread(next_route, sink) == b"w1"
+    post.close()
+    for hub in hubs:
+        hub.close()

@@ -1,0 +1,136 @@
+"""One rollout: outcomes tell whose fault it was, and only the environment gives rewards."""
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.errors import AgentFailed, InfraError, SessionError
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.types import Outcome, Score
+from rollmesh.envs.env import Endpoint, Transcript
+from rollmesh.serve.server.rollouts import Played, Stage, check_score, one_line, play
+from tests.unit.serve.server.staging import ASK, ScriptedEnv, new_stage
+
+ROLLOUT = RolloutId(GroupId("r1", 3), 2)
+GOOD = Transcript()
+
+
+async def play_on(stage: Stage) -> Played:
+    return await play(stage, ROLLOUT, ASK)
+
+
+async def test_completed_rollout_has_its_score(tmp_path: Path) -> None:
+    env = ScriptedEnv(GOOD, reward=3)
+    played = await play_on(new_stage(tmp_path, env))
+    assert played.record.outcome is Outcome.COMPLETED
+    assert (played.record.reward, played.record.metrics) == (3.0, {"played": 1.0})
+    assert (played.record.index, played.record.error) == (2, "")
+    assert env.agents[0].base_url == "http://edge/v1"
+    assert env.agents[0].model == "policy"
+
+
+async def test_rollout_cut_by_a_limit_is_truncated_and_keeps_its_score(tmp_path: Path) -> None:
+    played = await play_on(new_stage(tmp_path, ScriptedEnv(Transcript(truncated=True))))
+    assert (played.record.outcome, played.record.reward) == (Outcome.TRUNCATED, 1.0)
+
+
+async def test_rollout_out_of_time_is_truncated_without_a_reward(tmp_path: Path) -> None:
+    async def hang(agent: Endpoint) -> Transcript:
+        del agent
+        await asyncio.get_running_loop().create_future()
+        return GOOD
+
+    played = await play_on(new_stage(tmp_path, ScriptedEnv(hang), run_timeout_s=0.01))
+    assert (played.record.outcome, played.record.reward) == (Outcome.TRUNCATED, None)
+    assert "run_timeout_s" in played.record.error
+
+
+@pytest.mark.parametrize(
+    "fault", [AgentFailed("gave up"), ValueError("bug"), TimeoutError("the agent's own")]
+)
+async def test_agents_fault_is_an_agent_error_and_not_run_again(
+    tmp_path: Path, fault: Exception
+) -> None:
+    env = ScriptedEnv(fault)
+    played = await play_on(new_stage(tmp_path, env))
+    assert (played.record.outcome, played.record.reward) == (Outcome.AGENT_ERROR, None)
+    assert str(fault) in played.record.error
+    assert len(env.agents) == 1
+
+
+async def test_infrastructures_fault_is_run_again_in_a_fresh_session(tmp_path: Path) -> None:
+    env = ScriptedEnv(InfraError("engine gone"), GOOD)
+    stage = new_stage(tmp_path, env)
+    played = await play_on(stage)
+    assert (played.record.outcome, played.record.reward) == (Outcome.COMPLETED, 1.0)
+    first, second = env.agents
+    assert first.api_key != second.api_key
+
+
+async def test_lasting_infrastructure_fault_is_never_a_reward(tmp_path: Path) -> None:
+    env = ScriptedEnv(InfraError("engine gone"))
+    played = await play_on(new_stage(tmp_path, env, num_infra_retries=2))
+    assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
+    assert played.record.error == "InfraError: engine gone"
+    assert len(env.agents) == 3
+
+
+async def test_score_that_fails_for_infrastructure_reasons_is_tried_again(tmp_path: Path) -> None:
+    env = ScriptedEnv(GOOD)
+    env.score_fault = InfraError("judge gone")
+    played = await play_on(new_stage(tmp_path, env, num_infra_retries=1))
+    assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
+    assert len(env.agents) == 2
+
+
+async def test_score_that_breaks_is_no_reward_and_not_the_agents_fault(tmp_path: Path) -> None:
+    env = ScriptedEnv(GOOD)
+    env.score_fault = KeyError("answer")
+    played = await play_on(new_stage(tmp_path, env))
+    assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
+    assert played.record.error.startswith("score: KeyError")
+    assert len(env.agents) == 1
+
+
+async def test_session_is_sealed_when_its_rollout_has_ended(tmp_path: Path) -> None:
+    env = ScriptedEnv(InfraError("gone"), GOOD)
+    stage = new_stage(tmp_path, env)
+    await play_on(stage)
+    for agent in env.agents:
+        session = stage.runtime.find(agent.api_key)
+        assert session.record().num_calls == 0  # a record is of a sealed session only
+    stage.runtime.end_group(ROLLOUT.group_id)
+    with pytest.raises(SessionError):
+        stage.runtime.find(env.agents[0].api_key)
+
+
+async def test_cancelled_rollout_seals_its_session(tmp_path: Path) -> None:
+    started = asyncio.Event()
+
+    async def hang(agent: Endpoint) -> Transcript:
+        del agent
+        started.set()
+        await asyncio.get_running_loop().create_future()
+        return GOOD
+
+    env = ScriptedEnv(hang)
+    stage = new_stage(tmp_path, env)
+    task = asyncio.ensure_future(play_on(stage))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stage.runtime.find(env.agents[0].api_key).record().nodes == []
+
+
+def test_errors_are_one_bounded_line() -> None:
+    assert one_line(TypeError("first\nsecond")) == "TypeError: first"
+    assert len(one_line(ValueError("x" * 9999))) == 500
+
+
+@pytest.mark.parametrize("bad", [1.0, None, Score(math.nan), Score(math.inf)])
+def test_what_is_no_score_is_refused(bad: object) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        check_score(bad)
