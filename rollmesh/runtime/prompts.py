@@ -131,17 +131,25 @@ class Prompts:
     def _extend_behind_prefix(
         self, sampled_ids: Sequence[int], messages: list[dict[str, Any]], tools: bytes
     ) -> "array[int] | None":
-        prefix = self._prefixes.get(tools)
-        if prefix is None:
-            prefix = self._render(list(_FIXED_PREFIX), tools, generate=False)
-            self._prefixes = {tools: prefix}
+        if tools not in self._prefixes:
+            self._prefixes = {tools: self._fixed_prefix(tools)}
+        prefix = self._prefixes[tools]
         whole = self._render([*_FIXED_PREFIX, *messages], tools, generate=True)
-        stops = set(self.stop_token_ids)
-        close = next((n for n in range(len(prefix) - 1, -1, -1) if prefix[n] in stops), None)
-        if close is None or whole[: len(prefix)] != prefix:
+        if not prefix or whole[: len(prefix)] != prefix:
             return None
-        closed = bool(sampled_ids) and sampled_ids[-1] in stops
-        return array("i", whole[close + 1 if closed else close :])
+        closed = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
+        return array("i", whole[len(prefix) if closed else len(prefix) - 1 :])
+
+    def _fixed_prefix(self, tools: bytes) -> list[int]:
+        """A rendered chat up to the token that closes its assistant turn; empty if none does.
+
+        A user message follows it in the making: templates render a last assistant turn differently.
+        """
+        stops = set(self.stop_token_ids)
+        before = self._render([_FIXED_PREFIX[0]], tools, generate=False)
+        ids = self._render([*_FIXED_PREFIX, _FIXED_PREFIX[0]], tools, generate=False)
+        closes = (n for n in range(len(before), len(ids)) if ids[n] in stops)
+        return ids[: next(closes, -1) + 1] if ids[: len(before)] == before else []
 
     def _find_opening(self) -> list[int]:
         """The generation prompt: what every sampled turn follows."""

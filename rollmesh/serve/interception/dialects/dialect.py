@@ -1,8 +1,8 @@
 """What a dialect is: pure functions between an API's bytes and our words.
 
 A dialect knows neither sockets nor sessions. `whole` is the fold of the deltas that `piece` and
-`end` would have streamed. Invariant: whatever bytes come in, `decode` gives a Turn or a SessionError that
-says what is wrong. Implemented once per API in this folder; driven by exchange.py.
+`end` would have streamed. Invariant: whatever bytes come in, `decode` gives a Turn or raises a
+SessionError that says what is wrong. One file per API in this folder; driven by exchange.py.
 """
 
 from typing import Protocol

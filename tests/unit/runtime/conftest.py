@@ -1,0 +1,31 @@
+"""One model folder and its prompts for all tests of the room."""
+
+from pathlib import Path
+
+import pytest
+
+from rollmesh.runtime.prompts import Prompts, load_prompts
+from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.testing.model_folder import write_model_folder
+
+TEXTS = ["system user assistant guess a number higher lower correct I guess hello world"] * 4
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("model"), TEXTS)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return load_tokenizer(model_folder)
+
+
+@pytest.fixture(scope="session")
+def prompts(model_folder: Path) -> Prompts:
+    return load_prompts(model_folder, "auto")
+
+
+@pytest.fixture(scope="session")
+def template_prompts(model_folder: Path) -> Prompts:
+    return load_prompts(model_folder, "template")

@@ -1,0 +1,46 @@
+"""Which renderer a folder gets, and what its import does not load."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.errors import ConfigError, ModelError
+from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.templates import TemplateRenderer
+from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.testing.model_folder import write_model_folder
+
+
+def test_a_known_model_type_gets_its_family(model_folder: Path, tokenizer: Tokenizer) -> None:
+    family = choose_family(model_folder, "auto", tokenizer)
+    assert type(family.renderer).__name__ == "Qwen3Renderer"
+    assert family.frames_by_marks
+
+
+def test_an_unknown_model_type_gets_the_folders_own_template(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, model_type="never_heard_of")
+    family = choose_family(folder, "auto", load_tokenizer(folder))
+    assert isinstance(family.renderer, TemplateRenderer)
+
+
+def test_an_unknown_family_is_refused_by_name(model_folder: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"model\.renderer: no family 'gwen'"):
+        choose_family(model_folder, "gwen", tokenizer)
+
+
+def test_a_folder_without_a_config_is_no_model_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ModelError, match=r"no readable config\.json"):
+        choose_family(tmp_path, "auto", tokenizer)
+
+
+def test_the_library_is_loaded_without_the_openai_sdk(model_folder: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from rollmesh.runtime.prompts import load_prompts;"
+        f"load_prompts(Path({str(model_folder)!r}), 'auto');"
+        "heavy = {'openai', 'torch', 'transformers', 'numpy', 'jinja2'} & set(sys.modules);"
+        "assert not heavy, heavy; import openai; assert openai.AsyncOpenAI is not object"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

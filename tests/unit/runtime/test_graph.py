@@ -1,0 +1,51 @@
+"""Nodes of new tokens only, and the paths they make."""
+
+from array import array
+
+from rollmesh.core.types import SamplingParams, VersionRun
+from rollmesh.runtime.graph import ROOT, Sampled, TokenGraph
+
+PARAMS = SamplingParams(max_tokens=8)
+
+
+def sampled(*token_ids: int) -> Sampled:
+    logprobs = [-float(i) for i in token_ids]
+    runs = (VersionRun(3, len(token_ids)),)
+    return Sampled(token_ids, logprobs, runs, PARAMS, "stop")
+
+
+def forked() -> TokenGraph:
+    graph = TokenGraph()
+    a = graph.add_context(ROOT, [1, 2])
+    b = graph.add_sampled(a, sampled(3, 4))
+    graph.add_sampled(a, sampled(5))
+    c = graph.add_context(b, [6])
+    graph.add_sampled(c, sampled(7))
+    return graph
+
+
+def test_a_path_is_what_the_engine_was_given() -> None:
+    graph = forked()
+    assert list(graph.path_ids(4)) == [1, 2, 3, 4, 6, 7]
+    assert list(graph.path_ids(2)) == [1, 2, 5]
+    assert graph.depth_of(4) == 6
+    assert graph.depth_of(ROOT) == 0
+
+
+def test_each_token_is_held_once() -> None:
+    graph = forked()
+    assert graph.token_ids == array("i", [1, 2, 3, 4, 5, 6, 7])
+    assert graph.logprobs == array("f", [-3, -4, -5, -7])
+    assert list(graph.ids_of(1)) == [3, 4]
+    assert list(graph.logprobs_of(4)) == [-7]
+
+
+def test_rows_come_in_order_with_their_roots_branch() -> None:
+    graph = forked()
+    other = graph.add_context(ROOT, [9])
+    rows = graph.rows({0: "main", other: "side"})
+    assert [row.parent for row in rows] == [-1, 0, 0, 1, 3, -1]
+    assert [row.branch for row in rows] == ["main"] * 5 + ["side"]
+    assert rows[1].policy_versions == (VersionRun(3, 2),)
+    assert rows[0].params is None
+    assert graph.root_of(4) == 0

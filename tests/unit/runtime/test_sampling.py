@@ -1,0 +1,43 @@
+"""The session's policy over the agent's wishes."""
+
+import msgspec
+
+from rollmesh.core.types import EVAL_SAMPLING, SamplingParams, SamplingPolicy
+from rollmesh.runtime.sampling import derive_seed, resolve
+from rollmesh.runtime.turns import SamplingAsk
+
+ASK = SamplingAsk(temperature=0.0, top_p=0.5, seed=1, frequency_penalty=1.0, max_tokens=9)
+
+
+def params(policy: SamplingPolicy, ask: SamplingAsk, room_tokens: int = 100) -> SamplingParams:
+    return resolve(policy, ask, room_tokens=room_tokens, derived_seed=77, stop_token_ids=(2,))
+
+
+def test_training_forces_what_would_make_siblings_equal() -> None:
+    got = params(SamplingPolicy(), ASK)
+    assert (got.temperature, got.top_p, got.seed, got.frequency_penalty) == (1.0, 1.0, 77, 0.0)
+    assert got.max_tokens == 9
+    assert got.stop_token_ids == (2,)
+
+
+def test_evaluation_gives_the_agent_what_it_asks() -> None:
+    got = params(EVAL_SAMPLING, ASK)
+    assert (got.temperature, got.top_p, got.seed, got.frequency_penalty) == (0.0, 0.5, 1, 1.0)
+    assert params(EVAL_SAMPLING, SamplingAsk()).seed == 77
+
+
+def test_max_tokens_never_leaves_the_context() -> None:
+    assert params(SamplingPolicy(), SamplingAsk(max_tokens=500), room_tokens=40).max_tokens == 40
+    assert params(SamplingPolicy(), SamplingAsk()).max_tokens == 100
+
+
+def test_seeds_differ_by_ask_rollout_and_generation_and_fit_63_bits() -> None:
+    seeds = {derive_seed(a, b, c) for a in range(4) for b in range(4) for c in range(4)}
+    assert len(seeds) == 64
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3)
+
+
+def test_params_go_over_the_wire_as_they_are() -> None:
+    got = params(SamplingPolicy(), ASK)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(got), type=SamplingParams) == got

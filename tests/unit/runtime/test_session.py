@@ -1,0 +1,315 @@
+"""Calls, retries, forks and the end of a session, against scripted generations."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+
+from rollmesh.core.errors import SessionError
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.deltas import Answer
+from rollmesh.runtime.generation import GenerationSettings
+from rollmesh.runtime.history import ForkCause
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.reply import Reply
+from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
+from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.turns import SamplingAsk, Turn
+from rollmesh.testing.clock import FakeClock
+from rollmesh.testing.sampler import ScriptedSampler, logprob_at
+
+USER = {"role": "user", "content": "guess"}
+MORE = {"role": "user", "content": "higher"}
+TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
+TO_THE_END = 1 << 62
+
+
+def said(content: str) -> dict[str, object]:
+    return {"role": "assistant", "content": content}
+
+
+def turn(*messages: dict[str, object], is_retry: bool = False, tools: bytes = b"") -> Turn:
+    raws = [msgspec.json.encode(message) for message in messages]
+    return Turn(messages=raws, digest=hash((*raws, tools)), is_retry=is_retry, tools=tools)
+
+
+def open_session(
+    sampler: ScriptedSampler, prompts: Prompts, max_context_tokens: int = 4096
+) -> Session:
+    runtime = Runtime(sampler, prompts, max_context_tokens, sampler.clock)
+    rollout_id = RolloutId(GroupId("r", 0), 0)
+    return runtime.open_session(rollout_id, SamplingPolicy(), seed=7).session
+
+
+async def call(session: Session, asked: Turn) -> tuple[Reply, Answer]:
+    """What an exchange does, without HTTP."""
+    reply = await session.attach(asked)
+    reply.join()
+    try:
+        await reply.wait(TO_THE_END)
+        answer = session.finish(reply)
+        session.delivered(reply)
+        return reply, answer
+    finally:
+        reply.leave()
+
+
+@pytest.fixture
+def say(tokenizer: Tokenizer) -> Callable[[str], Sequence[int]]:
+    """Token ids of a finished turn."""
+    return lambda text: tokenizer.encode(text + "<|im_end|>")
+
+
+Say = Callable[[str], Sequence[int]]
+
+
+async def test_the_next_prompt_is_the_exact_tokens_so_far_and_the_new_message(
+    prompts: Prompts, tokenizer: Tokenizer, say: Say
+) -> None:
+    # Sampled letter by letter, as no tokenizer would cut it.
+    letters = [i for char in "I guess 4" for i in tokenizer.encode(char)] + [*say("")]
+    assert letters != say("I guess 4")
+    sampler = ScriptedSampler([letters, say("5")])
+    session = open_session(sampler, prompts)
+    first, answer = await call(session, turn(USER))
+    await call(session, turn(USER, said(answer.content), MORE))
+    before, after = (list(request.prompt_ids) for request in sampler.requests)
+    assert after[: len(before) + len(letters)] == before + letters
+    rest = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(after[len(before) + len(letters) :]) == rest
+    assert session.finish_reason(first) == "stop"
+
+
+async def test_the_record_holds_each_token_once_with_its_logprob(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler([say("4"), say("5")])
+    session = open_session(sampler, prompts)
+    await call(session, turn(USER))
+    await call(session, turn(USER, said("4"), MORE))
+    session.seal("done")
+    record = session.record()
+    assert [(n.parent, n.sampled, n.branch) for n in record.nodes] == [
+        (-1, False, "main"),
+        (0, True, "main"),
+        (1, False, "main"),
+        (2, True, "main"),
+    ]
+    ids = array("i", bytes(record.token_ids))
+    assert list(ids) == [*sampler.requests[1].prompt_ids, *say("5")]
+    expected = [logprob_at(n) for text in ("4", "5") for n in range(len(say(text)))]
+    assert list(array("f", bytes(record.logprobs))) == expected
+    assert (record.num_calls, record.num_forks) == (2, 0)
+    shown = msgspec.json.decode(record.messages)
+    assert [message["content"] for message in shown] == ["guess", "4", "higher", "5"]
+
+
+async def test_the_same_body_attaches_while_it_is_undelivered(prompts: Prompts, say: Say) -> None:
+    sampler = ScriptedSampler()
+    session = open_session(sampler, prompts)
+    one, two = await session.attach(turn(USER)), await session.attach(turn(USER))
+    assert one is two
+    sampler.generations[0].end(*say("4"))
+    assert session.finish(one) == session.finish(two)
+    assert session.num_calls == 1
+
+
+async def test_a_reader_that_left_finds_its_generation_parked_and_resumes_it(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler()
+    session = open_session(sampler, prompts)
+    reply = await session.attach(turn(USER))
+    reply.join()
+    generation = sampler.generations[0]
+    generation.show(*say("4")[:1])
+    reply.leave()
+    assert generation.num_aborts == 1
+    again = await session.attach(turn(USER))
+    assert again is reply
+    again.join()
+    assert generation.leg is not None
+    generation.end(*say("4")[1:])
+    assert session.finish(again).content == "4"
+    assert list(session.token_ids(again)) == list(say("4"))
+    again.leave()
+
+
+async def test_a_generation_that_nobody_comes_back_for_is_void(prompts: Prompts, say: Say) -> None:
+    clock = FakeClock()
+    sampler = ScriptedSampler(None, GenerationSettings(retry_window_s=30.0), clock)
+    session = open_session(sampler, prompts)
+    reply = await session.attach(turn(USER))
+    reply.join()
+    sampler.generations[0].show(*say("4")[:1])
+    reply.leave()
+    clock.advance(31.0)
+    sampler.tick()
+    another = await session.attach(turn(USER))
+    assert another is not reply
+    sampler.generations[1].end(*say("5"))
+    session.finish(another)
+    session.delivered(another)
+    session.seal("done")
+    rows = [(n.finish_reason, n.num_tokens) for n in session.record().nodes if n.sampled]
+    assert rows == [("void", 1), ("stop", len(say("5")))]
+
+
+async def test_a_marked_retry_after_delivery_is_answered_again(prompts: Prompts, say: Say) -> None:
+    session = open_session(ScriptedSampler([say("4")]), prompts)
+    first, answer = await call(session, turn(USER))
+    again, same = await call(session, turn(USER, is_retry=True))
+    assert again is first
+    assert same == answer
+    assert session.num_calls == 1
+
+
+async def test_the_same_body_after_delivery_is_a_sibling_that_supersedes(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler([say("4"), say("5")])
+    session = open_session(sampler, prompts)
+    await call(session, turn(USER))
+    _, answer = await call(session, turn(USER))
+    assert answer.content == "5"
+    session.seal("done")
+    rows = [(n.parent, n.superseded) for n in session.record().nodes if n.sampled]
+    assert rows == [(0, True), (0, False)]
+    assert sampler.requests[0].params.seed != sampler.requests[1].params.seed
+
+
+async def test_sealing_wakes_every_waiter_with_410(prompts: Prompts) -> None:
+    session = open_session(ScriptedSampler(), prompts)
+    reply = await session.attach(turn(USER))
+    async with asyncio.TaskGroup() as group:
+        waiting = [group.create_task(_status_at_the_end(session, reply)) for _ in range(2)]
+        group.create_task(_seal(session))
+    assert [task.result() for task in waiting] == [410, 410]
+    with pytest.raises(SessionError, match="the rollout ended") as caught:
+        await session.attach(turn(USER))
+    assert caught.value.status == 410
+
+
+async def _status_at_the_end(session: Session, reply: Reply) -> int:
+    await reply.wait(TO_THE_END)
+    with pytest.raises(SessionError) as caught:
+        session.finish(reply)
+    return caught.value.status
+
+
+async def _seal(session: Session) -> None:
+    session.seal("the rollout ended")
+
+
+async def test_what_was_sampled_but_not_delivered_is_void(prompts: Prompts, say: Say) -> None:
+    sampler = ScriptedSampler()
+    session = open_session(sampler, prompts)
+    finished = await session.attach(turn(USER))
+    sampler.generations[0].end(*say("4"))
+    session.finish(finished)
+    await session.attach(turn(USER, said("4"), MORE))
+    sampler.generations[1].show(*say("5")[:1])
+    session.seal("the rollout ended")
+    rows = [n.finish_reason for n in session.record().nodes if n.sampled]
+    assert rows == ["void", "void"]
+
+
+@pytest.mark.parametrize(("is_refused", "status"), [(True, 400), (False, 503)])
+async def test_a_failed_generation_gives_its_status_and_a_retry_starts_anew(
+    prompts: Prompts, say: Say, is_refused: bool, status: int
+) -> None:
+    settings = GenerationSettings(max_fruitless_legs=0)
+    sampler = ScriptedSampler(None, settings)
+    session = open_session(sampler, prompts)
+    reply = await session.attach(turn(USER))
+    sampler.generations[0].fail("no", is_refused)
+    with pytest.raises(SessionError) as caught:
+        session.finish(reply)
+    assert caught.value.status == status
+    assert (caught.value.retry_after_s is not None) == (status == 503)
+    another = await session.attach(turn(USER, is_retry=True))
+    sampler.generations[1].end(*say("4"))
+    assert session.finish(another).content == "4"
+
+
+async def test_a_prompt_that_leaves_no_room_is_refused_in_openais_words(
+    prompts: Prompts,
+) -> None:
+    session = open_session(ScriptedSampler(), prompts, max_context_tokens=4)
+    with pytest.raises(SessionError, match="This model's maximum context length is 4") as caught:
+        await session.attach(turn(USER))
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+
+
+async def test_long_text_is_tokenised_off_the_loop_and_matched_again(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler(lambda _: say("4"))
+    session = open_session(sampler, prompts, max_context_tokens=100_000)
+    long = turn({"role": "user", "content": "x " * OFF_LOOP_BYTES})
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(session.attach(long)) for _ in range(3)]
+    assert len({id(task.result()) for task in calls}) == 1
+    assert session.num_calls == 1
+    session.seal("done")
+    assert [n.parent for n in session.record().nodes] == [-1, 0]
+
+
+async def test_an_edited_history_forks_and_says_so(prompts: Prompts, say: Say) -> None:
+    session = open_session(ScriptedSampler(lambda _: say("4")), prompts)
+    await call(session, turn(USER))
+    await call(session, turn(USER, said("7"), MORE))
+    assert session.forks == {ForkCause.HISTORY_EDITED: 1}
+    session.seal("done")
+    assert [n.parent for n in session.record().nodes] == [-1, 0, -1, 2]
+
+
+async def test_a_lone_call_without_tools_is_a_side_branch(prompts: Prompts, say: Say) -> None:
+    session = open_session(ScriptedSampler(lambda _: say("4")), prompts)
+    title = turn({"role": "system", "content": "make a title"}, USER)
+    await call(session, title)
+    await call(session, turn(USER, tools=TOOLS))
+    await call(session, turn(USER, said("4"), MORE, tools=TOOLS))
+    session.seal("done")
+    assert [n.branch for n in session.record().nodes] == ["side"] * 2 + ["main"] * 4
+
+
+async def test_tool_calls_are_known_by_id_when_the_agent_comes_back(
+    prompts: Prompts, say: Say
+) -> None:
+    markup = '<tool_call>\n{"name": "f", "arguments": {"a":   1}}\n</tool_call>'
+    sampler = ScriptedSampler([say(markup), say("done")])
+    session = open_session(sampler, prompts)
+    reply, answer = await call(session, turn(USER, tools=TOOLS))
+    assert session.finish_reason(reply) == "tool_calls"
+    (made,) = answer.tool_calls
+    function = {"name": "f", "arguments": '{"a":1}'}
+    echo = {"role": "assistant", "tool_calls": [{"id": made.id, "function": function}]}
+    result = {"role": "tool", "tool_call_id": made.id, "content": "42"}
+    await call(session, turn(USER, echo, result, tools=TOOLS))
+    prompt = list(sampler.requests[1].prompt_ids)
+    start = len(sampler.requests[0].prompt_ids)
+    assert prompt[start : start + len(say(markup))] == list(say(markup))
+    assert not session.forks
+
+
+async def test_a_stop_string_ends_the_text_but_its_tokens_stay(prompts: Prompts, say: Say) -> None:
+    session = open_session(ScriptedSampler([say("go Observation: x")]), prompts)
+    asked = turn(USER)
+    asked = msgspec.structs.replace(asked, ask=SamplingAsk(stop=("Observation:",)))
+    reply, answer = await call(session, asked)
+    assert answer.content == "go"
+    assert list(session.token_ids(reply)) == list(say("go Observation: x"))
+
+
+async def test_a_session_never_goes_back_to_older_weights(prompts: Prompts, say: Say) -> None:
+    sampler = ScriptedSampler(lambda _: say("4"))
+    sampler.policy_version = 5
+    session = open_session(sampler, prompts)
+    await call(session, turn(USER))
+    await call(session, turn(USER, said("4"), MORE))
+    assert [request.min_policy_version for request in sampler.requests] == [-1, 5]

@@ -1,0 +1,66 @@
+"""Ids and text, whole and in pieces."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.core.errors import ModelError
+from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+
+TEXT = "hello world \u00e9\u4f60 \U0001f642<|im_end|><think>x</think>"
+
+
+def test_decode_gives_what_the_library_gives(model_folder: Path, tokenizer: Tokenizer) -> None:
+    library = tokenizers.Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    ids = tokenizer.encode(TEXT)
+    assert ids == library.encode(TEXT, add_special_tokens=False).ids
+    assert tokenizer.decode(ids) == TEXT == library.decode(ids, skip_special_tokens=False)
+
+
+def test_a_short_text_is_encoded_the_same_each_time(tokenizer: Tokenizer) -> None:
+    first = tokenizer.encode("user\n")
+    first.append(0)
+    assert tokenizer.encode("user\n") == first[:-1]
+
+
+def test_unknown_ids_are_no_text_and_no_crash(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([tokenizer.vocab_size + 7]) == ""
+
+
+@given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 200), max_size=6))
+def test_pieces_join_to_the_whole_wherever_they_are_cut(
+    tokenizer: Tokenizer, text: str, cuts: list[int]
+) -> None:
+    ids = tokenizer.encode(text)
+    stream = tokenizer.stream()
+    bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    pieces = [stream.feed(ids[a:b]) for a, b in pairwise(bounds)]
+    assert "".join(pieces) + stream.end() == tokenizer.decode(ids)
+
+
+def test_a_character_is_never_cut_in_two(tokenizer: Tokenizer) -> None:
+    stream = tokenizer.stream()
+    pieces = [stream.feed([i]) for i in tokenizer.encode("\u4f60")]
+    assert [p for p in pieces if p] == ["\u4f60"]
+    broken = tokenizer.stream()
+    assert broken.feed(tokenizer.encode("\u4f60")[:1]) == ""
+    assert broken.end() == "\ufffd"
+
+
+def test_other_kinds_of_tokenizers_stream_through_the_library() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.decode([0, 1]) == "a b"
+    assert tokenizer.stream().feed([0, 1]).split() == ["a", "b"]
+
+
+def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer\.json in it; model\.path"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json: not a tokenizer"):
+        load_tokenizer(tmp_path)
