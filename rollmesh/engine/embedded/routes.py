@@ -17,6 +17,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from rollmesh.core.errors import EngineRefused, ModelError
+from rollmesh.core.ids import new_id
 from rollmesh.engine.embedded.answers import Answering
 from rollmesh.engine.embedded.asks import Ask, AskDecoder, Asks
 from rollmesh.engine.embedded.engine import Engine, PauseMode, Update
@@ -68,6 +69,7 @@ class Routes:
         self._decoder = decoder
         self._face = face
         self._model_path = self._served_name = face.model_path
+        self._incarnation = new_id("e")
         self._handlers: dict[str, dict[str, Handler]] = {
             "/generate": {"POST": self._generate, "PUT": self._generate},
             "/abort_request": {"POST": self._abort},
@@ -221,6 +223,7 @@ class Routes:
                 "model_path": self._model_path,
                 "served_model_name": self._served_name,
                 "version": "rollmesh-embedded",
+                "incarnation": self._incarnation,
                 "weight_version": self._engine.policy_version,
                 "context_length": self._engine.runner.model.architecture.max_context,
                 "incremental_streaming_output": self._face.is_incremental,
