@@ -5,7 +5,7 @@ Invariant: a complaint names the setting, what stands there and what to do. Driv
 
 from pathlib import Path
 
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientError, ClientSession, ClientTimeout, InvalidURL
 
 from rollmesh.core.config import Config
 from rollmesh.core.errors import AddressError, ModelError
@@ -43,7 +43,9 @@ async def check_engine(session: ClientSession, url: str) -> None:
     try:
         async with session.get(f"{url.rstrip('/')}/model_info") as reply:
             status = reply.status
-    except (ClientError, TimeoutError, ValueError) as error:
+    except InvalidURL:
+        raise AddressError(f"engine.urls: {url} is no address; write http://HOST:PORT") from None
+    except (ClientError, TimeoutError) as error:
         why = str(error) or f"nothing within {ANSWER_S:g} s"
         raise AddressError(
             f"engine.urls: {url} does not answer ({why}); start SGLang there"

@@ -19,7 +19,6 @@ from rollmesh.launch.child import ChildProcess, Hooks
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.machine import (
     Action,
-    ChildState,
     End,
     Event,
     Kill,
@@ -64,16 +63,16 @@ class Supervisor:
         children = {role: each.pid for role, each in self._processes.items() if each.pid}
         return {"launch": os.getpid(), **children}
 
-    def counts(self) -> dict[str, ChildState]:
-        """Where each child stands."""
-        return {role: child.state for role, child in self.machine.children.items()}
+    def stop(self) -> None:
+        """End the run in order; asked again, at once."""
+        self._events.put_nowait(StopAsked())
 
     async def run(self) -> End:
         """Start, watch, stop; why it ended."""
         become_subreaper()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._events.put_nowait, StopAsked())
+            loop.add_signal_handler(number, self.stop)
         self._folder.add_pid("launch", os.getpid(), self._clock.unix_s())
         try:
             async with asyncio.TaskGroup() as tasks:

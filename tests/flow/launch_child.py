@@ -1,0 +1,109 @@
+"""A child of a supervisor that behaves as a test says.
+
+Owns the behaviours. Invariant: it keeps to the protocol of core/process.py, and writes its role to
+a FIFO when it has reported, so that tests need not poll. Driven by test_launch.py.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+from rollmesh.core.process import Ready, announce, die_with_launcher, http_address, listen
+
+
+def serves(_: argparse.Namespace) -> None:
+    """Ends when told to."""
+
+
+def done(_: argparse.Namespace) -> None:
+    sys.exit(0)
+
+
+def breaks(_: argparse.Namespace) -> None:
+    sys.exit("ValueError: it broke")
+
+
+def deaf(options: argparse.Namespace) -> None:
+    """Hears that it shall end, says so, and goes on."""
+    signal.signal(signal.SIGTERM, lambda *_: mark(options, f"{options.role} heard"))
+
+
+def saves(options: argparse.Namespace) -> None:
+    """Writes a file when told to stop."""
+
+    def save(*_: object) -> None:
+        options.path.write_text("saved")
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+
+
+def parent(options: argparse.Namespace) -> None:
+    """Starts a process that leaves its session and does not hear SIGTERM."""
+    code = "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print(flush=True); s.pause()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE
+    )
+    assert child.stdout
+    child.stdout.readline()
+    options.path.write_text(str(child.pid))
+
+
+class Answer(BaseHTTPRequestHandler):
+    """The router's /status, as small as can be."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"workers": [], "num_done": 3}')
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def run(options: argparse.Namespace) -> None:
+    """Behave, report, and wait for the end."""
+    if options.behaviour == "mistaken":
+        sys.stderr.write("noise\nrollmesh: the key is wrong; mend it\n")
+        sys.exit(2)
+    address = ""
+    if options.listen_fd is not None:
+        listening = listen("", options.listen_fd)
+        address = http_address(listening)
+    behave = {"serves": serves, "deaf": deaf, "saves": saves, "parent": parent}
+    behave.get(options.behaviour, serves)(options)
+    announce(options.ready_fd, Ready(options.role, os.getpid(), address, address))
+    mark(options, options.role)
+    {"done": done, "breaks": breaks}.get(options.behaviour, serves)(options)
+    if options.listen_fd is not None:
+        serve(listening)
+    while True:
+        signal.pause()
+
+
+def mark(options: argparse.Namespace, line: str) -> None:
+    """Tell the test."""
+    with open(options.fifo, "w") as fifo:
+        fifo.write(f"{line}\n")
+
+
+def serve(listening: socket.socket) -> None:
+    """Answer requests on the inherited socket."""
+    server = HTTPServer(("", 0), Answer, bind_and_activate=False)
+    server.socket = listening
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    die_with_launcher()
+    parser = argparse.ArgumentParser()
+    for name in ("fifo", "role", "behaviour", "path"):
+        parser.add_argument(name, type=Path if name == "path" else str)
+    parser.add_argument("--ready-fd", type=int)
+    parser.add_argument("--listen-fd", type=int)
+    run(parser.parse_args())

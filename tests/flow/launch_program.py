@@ -1,0 +1,39 @@
+"""A supervisor over the children that a test describes; run as a process of its own.
+
+Owns nothing: argv names a run folder and a JSON file of plans. Invariant: what it prints last is
+the run's end as JSON. Driven by test_launch.py, since a supervisor ends every process below it.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config, LaunchConfig, RunConfig
+from rollmesh.core.logs import setup
+from rollmesh.launch.folder import RunFolder
+from rollmesh.launch.plan import ChildPlan
+from rollmesh.launch.sampler import Sampler
+from rollmesh.launch.supervisor import Supervisor
+
+
+async def main(folder: Path, plans: list[ChildPlan]) -> None:
+    config = Config(
+        run=RunConfig(name=folder.name, folder=str(folder.parent)),
+        launch=LaunchConfig(stop_timeout_s=2.0, ready_timeout_s=20.0),
+    )
+    run_folder, clock = RunFolder(config), SystemClock()
+    setup("launch", run_folder.path, on_console=False)
+    supervisor = Supervisor(plans, config.launch, run_folder, clock)
+    sampler = Sampler(supervisor, run_folder, clock)
+    sampling = asyncio.create_task(sampler.follow())
+    end = await supervisor.run()
+    sampling.cancel()
+    sys.stdout.buffer.write(msgspec.json.encode({"end": end, "notes": supervisor.notes}))
+
+
+if __name__ == "__main__":
+    described = msgspec.json.decode(Path(sys.argv[2]).read_bytes(), type=list[ChildPlan])
+    asyncio.run(main(Path(sys.argv[1]), described))

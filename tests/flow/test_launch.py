@@ -1,0 +1,219 @@
+"""A supervisor over real processes: they start in order, are watched, and none is left."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from rollmesh.launch.folder import Pid
+from rollmesh.launch.plan import ChildPlan, OnDeath
+
+HERE = Path(__file__).parent
+END_WITHIN_S = 20.0
+
+
+class Mesh:
+    """A run whose children behave as a test says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "run"
+        self.side_file = folder / "side"
+        self._plans: list[ChildPlan] = []
+        self._plans_path = folder / "plans.json"
+        self._fifo_path = folder / "fifo"
+        os.mkfifo(self._fifo_path)
+        self._fifo = os.fdopen(os.open(self._fifo_path, os.O_RDWR), "r")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def add(
+        self, role: str, behaviour: str, on_death: OnDeath, *needs: str, bind: str = ""
+    ) -> None:
+        words = [sys.executable, str(HERE / "launch_child.py"), str(self._fifo_path)]
+        words += [role, behaviour, str(self.side_file)]
+        plan = ChildPlan(
+            role=role,
+            argv=tuple(words),
+            on_death=on_death,
+            needs=needs,
+            bind=bind,
+            bind_key="x.bind",
+        )
+        self._plans.append(plan)
+
+    def start(self, *wait_for: str) -> None:
+        """Start it, and wait until these children have reported."""
+        self._plans_path.write_bytes(msgspec.json.encode(self._plans))
+        words = [sys.executable, str(HERE / "launch_program.py")]
+        words += [str(self.folder), str(self._plans_path)]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+        waiting = set(wait_for)
+        while waiting:
+            waiting.discard(self.next_line())
+
+    def next_line(self) -> str:
+        """What a child said next: its role, when it has reported."""
+        return self._fifo.readline().strip()
+
+    def pids(self) -> dict[str, int]:
+        """The latest process of each role."""
+        rows = msgspec.json.decode((self.folder / "pids.json").read_bytes(), type=list[Pid])
+        return {row.role: row.pid for row in rows}
+
+    def signal(self, number: int) -> None:
+        assert self.process
+        self.process.send_signal(number)
+
+    def result(self) -> dict[str, Any]:
+        """How it ended; every process that it started is gone by then."""
+        assert self.process
+        out, _ = self.process.communicate(timeout=END_WITHIN_S)
+        assert [pid for pid in self.pids().values() if psutil.pid_exists(pid)] == []
+        told: dict[str, Any] = msgspec.json.decode(out)
+        return told
+
+    def close(self) -> None:
+        self._fifo.close()
+        if self.process:
+            with self.process:  # closes its pipe and waits
+                self.process.kill()
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Mesh]:
+    mesh = Mesh(tmp_path)
+    yield mesh
+    mesh.close()
+
+
+def test_a_run_ends_well_when_its_goal_is_reached(mesh: Mesh) -> None:
+    mesh.add("model", "done", OnDeath.NEXT)
+    mesh.add("router", "serves", OnDeath.END, "model")
+    mesh.add("trainer", "done", OnDeath.FINISH, "router")
+    mesh.start()
+    assert [mesh.next_line() for _ in range(3)] == ["model", "router", "trainer"]
+    assert mesh.result() == {"end": {"code": 0, "reason": "done"}, "notes": []}
+    assert list(mesh.pids()) == ["launch", "model", "router", "trainer"]
+
+
+def test_a_users_mistake_in_a_child_ends_the_run_with_its_line(mesh: Mesh) -> None:
+    mesh.add("router", "serves", OnDeath.END)
+    mesh.add("worker", "mistaken", OnDeath.RESTART, "router")
+    mesh.start()
+    assert mesh.result()["end"] == {"code": 2, "reason": "the key is wrong; mend it"}
+
+
+def test_a_fault_in_a_child_ends_the_run_with_its_last_line(mesh: Mesh) -> None:
+    mesh.add("router", "breaks", OnDeath.END)
+    mesh.start()
+    reason = "router ended with code 1: ValueError: it broke"
+    assert mesh.result()["end"] == {"code": 1, "reason": reason}
+    assert (mesh.folder / "logs" / "router.out").read_text().endswith("it broke\n")
+
+
+def test_a_killed_worker_is_started_again(mesh: Mesh) -> None:
+    mesh.add("worker", "serves", OnDeath.RESTART)
+    mesh.start("worker")
+    first = mesh.pids()["worker"]
+    os.kill(first, signal.SIGKILL)
+    assert mesh.next_line() == "worker"
+    assert mesh.pids()["worker"] != first
+    mesh.signal(signal.SIGTERM)
+    told = mesh.result()
+    assert told["notes"] == ["worker was ended by signal 9; started again in 0.5 s"]
+    assert told["end"]["code"] == 130
+
+
+def test_ctrl_c_lets_the_trainer_save_and_leaves_no_process(mesh: Mesh) -> None:
+    mesh.add("router", "serves", OnDeath.END)
+    mesh.add("trainer", "saves", OnDeath.FINISH, "router")
+    mesh.start("router", "trainer")
+    mesh.signal(signal.SIGINT)
+    assert mesh.result()["end"] == {"code": 130, "reason": "stopped"}
+    assert mesh.side_file.read_text() == "saved"
+
+
+def test_a_child_that_does_not_hear_is_killed_in_time(mesh: Mesh) -> None:
+    mesh.add("router", "deaf", OnDeath.END)
+    mesh.add("trainer", "deaf", OnDeath.FINISH)
+    mesh.start("router", "trainer")
+    mesh.signal(signal.SIGINT)
+    assert mesh.process
+    assert mesh.process.wait(timeout=5.0) == 0
+    assert mesh.result()["end"]["code"] == 130
+
+
+def test_a_second_ctrl_c_kills_at_once(mesh: Mesh) -> None:
+    mesh.add("trainer", "deaf", OnDeath.FINISH)
+    mesh.start("trainer")
+    mesh.signal(signal.SIGINT)
+    assert mesh.next_line() == "trainer heard"
+    mesh.signal(signal.SIGINT)
+    assert mesh.process
+    assert mesh.process.wait(timeout=1.0) == 0  # stop_timeout_s is 2
+    assert mesh.result()["end"] == {"code": 130, "reason": "stopped"}
+
+
+def test_grandchildren_that_left_their_session_are_ended_too(mesh: Mesh) -> None:
+    mesh.add("worker", "parent", OnDeath.RESTART)
+    mesh.start("worker")
+    grandchild = int(mesh.side_file.read_text())
+    assert psutil.pid_exists(grandchild)
+    mesh.signal(signal.SIGINT)
+    mesh.result()
+    assert not psutil.pid_exists(grandchild)
+
+
+def test_children_die_with_a_launch_that_is_killed(mesh: Mesh) -> None:
+    mesh.add("router", "deaf", OnDeath.END)
+    mesh.start("router")
+    router = psutil.Process(mesh.pids()["router"])
+    mesh.signal(signal.SIGKILL)
+    gone, left = psutil.wait_procs([router], timeout=5.0)
+    assert (gone, left) == ([router], [])
+
+
+def test_a_child_serves_on_the_socket_that_launch_opened(mesh: Mesh) -> None:
+    mesh.add("router", "serves", OnDeath.END, bind="127.0.0.1:0")
+    mesh.start("router")
+    address = listening_address(mesh.pids()["router"])
+    assert httpx.get(f"{address}/status").json()["num_done"] == 3
+    mesh.signal(signal.SIGTERM)
+    mesh.result()
+
+
+def test_telemetry_holds_every_process_and_what_the_router_says(mesh: Mesh) -> None:
+    mesh.add("router", "serves", OnDeath.END, bind="127.0.0.1:0")
+    mesh.start("router")
+    row = first_row_with_router(mesh.folder / "telemetry.jsonl")
+    assert row["router"] == {"workers": [], "num_done": 3}
+    assert [each["role"] for each in row["processes"]] == ["launch", "router"]
+    assert all(each["rss_bytes"] > 10**6 for each in row["processes"])
+    mesh.signal(signal.SIGTERM)
+    mesh.result()
+
+
+def listening_address(pid: int) -> str:
+    """Where the process listens."""
+    [listening] = [c for c in psutil.Process(pid).net_connections() if c.status == "LISTEN"]
+    return f"http://{listening.laddr.ip}:{listening.laddr.port}"
+
+
+def first_row_with_router(path: Path) -> dict[str, Any]:
+    """The first telemetry line in which the router answered."""
+    words = ["tail", "-n", "+1", "-F", str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tail:
+        assert tail.stdout
+        for line in tail.stdout:
+            row: dict[str, Any] = msgspec.json.decode(line)
+            if row["router"]:
+                tail.terminate()
+                return row
+    raise AssertionError("telemetry ended")

@@ -1,0 +1,92 @@
+"""Mistakes are told before anything starts, with the setting's name."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rollmesh.core.config import Config, EngineConfig, ModelConfig
+from rollmesh.core.errors import AddressError, ModelError
+from rollmesh.core.process import http_address, listen
+from rollmesh.launch.checks import check
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+class Server(TestServer):
+    """Answers /model_info, and nothing else."""
+
+    def __init__(self) -> None:
+        app = web.Application()
+        app.router.add_get("/model_info", self.model_info)
+        super().__init__(app)
+        self.num_asked = 0
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        self.num_asked += 1
+        return web.json_response({})
+
+    def url(self, path: str = "") -> str:
+        return str(self.make_url(path))
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    await server.start_server()
+    yield server
+    await server.close()
+
+
+def config_of(model: Path | str, *urls: str) -> Config:
+    return Config(model=ModelConfig(path=str(model)), engine=EngineConfig(urls=urls))
+
+
+async def test_a_model_folder_and_engines_that_answer_pass(model: Path, server: Server) -> None:
+    await check(config_of(model, server.url("/"), server.url()), makes_model=False)
+    assert server.num_asked == 2
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+async def test_a_folder_that_lacks_a_part_is_no_model(model: Path, name: str) -> None:
+    (model / name).unlink()
+    with pytest.raises(ModelError, match=r"model\.path = .* not a model folder: it has no"):
+        await check(config_of(model), makes_model=False)
+
+
+async def test_a_missing_folder_is_named_with_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.path = .*/none: no such folder"):
+        await check(config_of(tmp_path / "none"), makes_model=False)
+    with pytest.raises(ModelError, match=r"model\.path is not set"):
+        await check(config_of(""), makes_model=False)
+
+
+async def test_a_model_that_will_be_made_need_not_be_there(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "none")
+    with pytest.raises(ModelError):
+        await check(config, makes_model=False)
+    await check(config, makes_model=True)
+
+
+async def test_an_engine_that_does_not_answer_is_named(model: Path) -> None:
+    with listen("127.0.0.1:0") as taken:
+        url = http_address(taken)
+    with pytest.raises(AddressError, match=rf"engine\.urls: {url} does not answer"):
+        await check(config_of(model, url), makes_model=False)
+
+
+async def test_an_address_that_is_no_url_is_named(model: Path) -> None:
+    with pytest.raises(AddressError, match=r"engine\.urls: nonsense is no address"):
+        await check(config_of(model, "nonsense"), makes_model=False)
+
+
+async def test_a_server_that_is_no_engine_is_named(model: Path, server: Server) -> None:
+    with pytest.raises(AddressError, match=r"is no SGLang: /model_info answers 404"):
+        await check(config_of(model, server.url("/other")), makes_model=False)

@@ -1,0 +1,60 @@
+"""The run folder: nothing is overwritten, and readers see whole files."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.core.config import Config, RunConfig, load_config
+from rollmesh.launch.folder import RunFolder
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(run=RunConfig(name="demo", folder=str(tmp_path)))
+
+
+def test_the_settings_are_written_as_they_were_resolved(config: Config) -> None:
+    folder = RunFolder(config)
+    assert load_config(folder.config_path) == config
+    assert folder.logs.is_dir()
+
+
+def test_older_runs_are_moved_aside_in_order(config: Config, tmp_path: Path) -> None:
+    for number in range(3):
+        (RunFolder(config).path / "mark").write_text(str(number))
+    marks = {path.parent.name: path.read_text() for path in tmp_path.glob("*/mark")}
+    assert marks == {"demo": "2", "demo.1": "0", "demo.2": "1"}
+
+
+def test_a_gap_in_the_numbers_is_not_filled(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "demo.7").mkdir()
+    (tmp_path / "demo.notes").mkdir()
+    RunFolder(config)
+    RunFolder(config)
+    assert (tmp_path / "demo.8").is_dir()
+
+
+def test_every_process_that_was_started_is_recorded(config: Config) -> None:
+    folder = RunFolder(config)
+    folder.add_pid("router", 11, 100.0)
+    folder.add_pid("worker-0", 12, 101.0)
+    pids = msgspec.json.decode((folder.path / "pids.json").read_bytes())
+    assert pids == [
+        {"role": "router", "pid": 11, "started_s": 100.0},
+        {"role": "worker-0", "pid": 12, "started_s": 101.0},
+    ]
+
+
+def test_the_summary_keeps_what_the_trainer_wrote(config: Config) -> None:
+    folder = RunFolder(config)
+    (folder.path / "summary.json").write_text('{"num_lost": 0, "wall_s": 1}')
+    whole = {"num_lost": 0, "wall_s": 2.5}
+    assert folder.add_to_summary({"wall_s": 2.5}) == whole
+    assert msgspec.json.decode((folder.path / "summary.json").read_bytes()) == whole
+
+
+def test_a_run_whose_trainer_wrote_nothing_has_a_summary_too(config: Config) -> None:
+    folder = RunFolder(config)
+    assert folder.add_to_summary({"ended": "stopped"}) == {"ended": "stopped"}
+    assert not list(folder.path.glob("*.part"))

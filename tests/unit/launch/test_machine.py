@@ -1,0 +1,272 @@
+"""The supervision machine: who starts when, who starts again, and how a run ends."""
+
+import random
+
+import pytest
+
+from rollmesh.core.config import LaunchConfig
+from rollmesh.launch.machine import (
+    LOOP_WINDOW_S,
+    SPARE_S,
+    Action,
+    ChildState,
+    End,
+    Event,
+    Exited,
+    Kill,
+    MeshState,
+    Note,
+    Reported,
+    Start,
+    StopAsked,
+    Supervision,
+    Tell,
+    Ticked,
+)
+from rollmesh.launch.plan import ChildPlan, OnDeath
+from rollmesh.testing.clock import FakeClock
+
+SETTINGS = LaunchConfig(ready_timeout_s=30.0, stop_timeout_s=4.0, max_restarts=2)
+
+
+def plan(role: str, on_death: OnDeath, *needs: str) -> ChildPlan:
+    return ChildPlan(role=role, argv=(role,), on_death=on_death, needs=needs)
+
+
+PLANS = [
+    plan("engine", OnDeath.END),
+    plan("router", OnDeath.END),
+    plan("worker", OnDeath.RESTART, "router"),
+    plan("trainer", OnDeath.FINISH, "router"),
+    plan("page", OnDeath.GIVE_UP),
+]
+
+
+class Stage:
+    """A machine and its clock."""
+
+    def __init__(self, plans: list[ChildPlan] = PLANS) -> None:
+        self.machine = Supervision(plans, SETTINGS)
+        self.clock = FakeClock()
+
+    def tell(self, event: Event, after_s: float = 0.0) -> list[Action]:
+        self.clock.advance(after_s)
+        return self.machine.step(event, self.clock.now_s())
+
+    def run_all(self) -> None:
+        self.tell(Ticked())
+        for role in self.machine.children:
+            self.tell(Reported(role))
+
+    def mesh(self) -> MeshState:
+        return self.machine.state
+
+    def state(self, role: str) -> ChildState:
+        return self.machine.children[role].state
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+@pytest.fixture
+def running() -> Stage:
+    stage = Stage()
+    stage.run_all()
+    assert stage.mesh() is MeshState.RUNNING
+    return stage
+
+
+def test_a_child_starts_only_when_all_it_needs_is_there(stage: Stage) -> None:
+    assert stage.tell(Ticked()) == [Start("engine"), Start("router"), Start("page")]
+    assert stage.tell(Reported("engine")) == []
+    assert stage.tell(Reported("router")) == [Start("worker"), Start("trainer")]
+
+
+def test_the_mesh_runs_when_every_child_has_reported(stage: Stage) -> None:
+    stage.tell(Ticked())
+    for role in ("engine", "router", "page", "worker"):
+        stage.tell(Reported(role))
+        assert stage.mesh() is MeshState.STARTING
+    stage.tell(Reported("trainer"))
+    assert stage.mesh() is MeshState.RUNNING
+
+
+def test_a_task_lets_the_others_start_when_it_is_done() -> None:
+    stage = Stage([plan("model", OnDeath.NEXT), plan("engine", OnDeath.END, "model")])
+    assert stage.tell(Ticked()) == [Start("model")]
+    assert stage.tell(Exited("model", 0)) == [Start("engine")]
+    assert stage.state("model") is ChildState.DONE
+
+
+def test_a_task_has_all_the_time_it_needs_but_must_not_fail() -> None:
+    stage = Stage([plan("model", OnDeath.NEXT), plan("engine", OnDeath.END, "model")])
+    stage.tell(Ticked())
+    assert stage.tell(Ticked(), after_s=1000.0) == []
+    stage.tell(Exited("model", 1, "ValueError: no"))
+    assert stage.machine.end == End(1, "model ended with code 1: ValueError: no")
+
+
+def test_a_child_that_does_not_report_in_time_ends_the_start(stage: Stage) -> None:
+    stage.tell(Ticked())
+    stage.tell(Ticked(), after_s=29.0)
+    assert stage.machine.end is None
+    stage.tell(Ticked(), after_s=1.0)
+    assert stage.machine.end == End(1, "engine did not report within 30 s")
+
+
+def test_a_users_mistake_ends_the_run_with_its_own_line(stage: Stage) -> None:
+    stage.tell(Ticked())
+    stage.tell(Exited("engine", 2, "rollmesh: model.path = x: no such folder"))
+    assert stage.machine.end == End(2, "model.path = x: no such folder")
+
+
+@pytest.mark.parametrize("role", ["engine", "router"])
+def test_the_death_of_what_cannot_be_replaced_ends_the_run(running: Stage, role: str) -> None:
+    running.tell(Exited(role, -9))
+    assert running.machine.end == End(1, f"{role} was ended by signal 9")
+
+
+def test_a_trainer_that_fails_ends_the_run_as_failed(running: Stage) -> None:
+    running.tell(Exited("trainer", 1, "RuntimeError: nan"))
+    assert running.machine.end == End(1, "trainer ended with code 1: RuntimeError: nan")
+
+
+def test_a_trainer_that_is_done_ends_the_run_well(running: Stage) -> None:
+    actions = running.tell(Exited("trainer", 0))
+    assert running.machine.end == End(0, "done")
+    assert actions == [Tell("engine"), Tell("router"), Tell("worker"), Tell("page")]
+
+
+def test_a_worker_that_dies_starts_again_after_a_pause_that_grows(running: Stage) -> None:
+    [note] = running.tell(Exited("worker", -9))
+    assert isinstance(note, Note)
+    assert "worker was ended by signal 9" in note.line
+    assert running.tell(Ticked(), after_s=0.4) == []
+    assert running.tell(Ticked(), after_s=0.2) == [Start("worker")]
+    running.tell(Exited("worker", 1))
+    assert running.tell(Ticked(), after_s=0.9) == []
+    assert running.tell(Ticked(), after_s=0.2) == [Start("worker")]
+    assert running.machine.end is None
+
+
+def test_a_worker_in_a_crash_loop_ends_the_run_with_the_reason(running: Stage) -> None:
+    for _ in range(SETTINGS.max_restarts):
+        running.tell(Exited("worker", 1, "boom"))
+        running.tell(Ticked(), after_s=5.0)
+    running.tell(Exited("worker", 1, "boom"))
+    assert running.machine.end == End(
+        1, "worker ended with code 1: boom, the death number 3 within a minute"
+    )
+
+
+def test_deaths_far_apart_are_no_crash_loop(running: Stage) -> None:
+    for _ in range(10):
+        running.tell(Exited("worker", 1))
+        assert running.tell(Ticked(), after_s=LOOP_WINDOW_S) == [Start("worker")]
+        running.tell(Reported("worker"))
+    assert running.machine.end is None
+
+
+def test_a_run_goes_on_without_a_page_that_keeps_dying(running: Stage) -> None:
+    for _ in range(SETTINGS.max_restarts + 1):
+        running.tell(Exited("page", 1))
+        running.tell(Ticked(), after_s=5.0)
+    assert running.machine.end is None
+    assert running.state("page") is ChildState.GONE
+    assert running.mesh() is MeshState.RUNNING
+
+
+def test_a_stop_lets_the_trainer_save_before_the_others_go(running: Stage) -> None:
+    assert running.tell(StopAsked()) == [Tell("trainer")]
+    assert running.mesh() is MeshState.SAVING
+    others = [Tell("engine"), Tell("router"), Tell("worker"), Tell("page")]
+    assert running.tell(Exited("trainer", 0)) == others
+    assert running.mesh() is MeshState.STOPPING
+    for role in ("engine", "router", "worker", "page"):
+        running.tell(Exited(role, 0))
+    assert running.mesh() is MeshState.ENDED
+    assert running.machine.end == End(130, "stopped")
+
+
+def test_a_slow_trainer_does_not_use_up_the_others_time(running: Stage) -> None:
+    running.tell(StopAsked())
+    assert running.tell(Ticked(), after_s=4.0 - SPARE_S - 0.1) == []
+    assert len(running.tell(Ticked(), after_s=0.2)) == 4
+
+
+def test_what_still_runs_when_time_is_up_is_killed(running: Stage) -> None:
+    running.tell(StopAsked())
+    running.tell(Exited("trainer", 0))
+    running.tell(Exited("engine", 0))
+    killed = running.tell(Ticked(), after_s=4.0)
+    assert killed == [Kill("router"), Kill("worker"), Kill("page")]
+
+
+def test_a_second_stop_kills_at_once(running: Stage) -> None:
+    running.tell(StopAsked())
+    killed = running.tell(StopAsked())
+    assert killed == [Kill(role) for role in running.machine.children]
+
+
+def test_a_stop_while_starting_starts_nothing_more(stage: Stage) -> None:
+    stage.tell(Ticked())
+    assert stage.tell(StopAsked()) == [Tell("engine"), Tell("router"), Tell("page")]
+    assert stage.tell(Reported("router")) == []
+    assert stage.state("worker") is ChildState.GONE
+
+
+def test_a_stop_before_anything_started_is_the_end() -> None:
+    stage = Stage()
+    stage.tell(StopAsked())
+    assert stage.mesh() is MeshState.ENDED
+
+
+def test_a_worker_that_dies_while_stopping_stays_dead(running: Stage) -> None:
+    running.tell(StopAsked())
+    running.tell(Exited("worker", 1))
+    actions = running.tell(Ticked(), after_s=2.0)
+    assert Start("worker") not in actions
+    assert running.machine.end == End(130, "stopped")
+
+
+def test_words_of_an_unknown_child_change_nothing(running: Stage) -> None:
+    assert running.tell(Exited("stranger", 1)) == []
+    assert running.tell(Reported("stranger")) == []
+    assert running.mesh() is MeshState.RUNNING
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_story_ends_with_every_child_gone(seed: int) -> None:
+    """Random deaths, reports and pauses, then a stop: processes started are processes ended."""
+    chance, stage = random.Random(seed), Stage()
+    alive: set[str] = set()
+    event: Event = Ticked()
+    for number in range(400):
+        for action in stage.tell(event, after_s=chance.random()):
+            if isinstance(action, Start):
+                assert action.role not in alive
+                assert stage.machine.end is None
+                alive.add(action.role)
+            elif isinstance(action, Tell | Kill):
+                assert action.role in alive
+        if stage.mesh() is MeshState.ENDED:
+            break
+        event = some_event(chance, alive, is_late=number > 60)
+    assert stage.mesh() is MeshState.ENDED
+    assert alive == set()
+
+
+def some_event(chance: random.Random, alive: set[str], is_late: bool) -> Event:
+    """What may happen next to the processes in `alive`, which loses those that end."""
+    dice = chance.random()
+    if is_late and dice < 0.1:
+        return StopAsked()
+    if alive and dice < 0.3:
+        role = chance.choice(sorted(alive))
+        alive.discard(role)
+        return Exited(role, chance.choice([0, 1, -9]))
+    if alive and dice < 0.7:
+        return Reported(chance.choice(sorted(alive)))
+    return Ticked()

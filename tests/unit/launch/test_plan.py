@@ -1,0 +1,64 @@
+"""The plan names the right processes, with the right words."""
+
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.config import Config, DashboardConfig, EngineConfig, ModelConfig, WorkerConfig
+from rollmesh.launch.plan import ChildPlan, OnDeath, fill, plan_mesh
+
+CONFIG = Config(model=ModelConfig(path="some/model"), worker=WorkerConfig(num_workers=3))
+PATH = Path("runs/mesh/config.json")
+
+
+def by_role(plans: list[ChildPlan]) -> dict[str, ChildPlan]:
+    return {plan.role: plan for plan in plans}
+
+
+def test_a_mesh_has_engines_a_router_workers_a_trainer_and_a_page() -> None:
+    plans = by_role(plan_mesh(CONFIG, PATH))
+    workers = ["worker-0", "worker-1", "worker-2"]
+    assert list(plans) == ["engine-0", "router", *workers, "trainer", "dashboard"]
+    assert plans["worker-1"].needs == ("router",)
+    assert plans["worker-1"].argv[-2:] == ("--worker-id", "worker-1")
+    assert plans["trainer"].on_death is OnDeath.FINISH
+
+
+def test_the_router_learns_the_engine_before_it_is_up() -> None:
+    router = by_role(plan_mesh(CONFIG, PATH))["router"]
+    assert router.needs == ()
+    assert fill(router.argv, {"engine-0": "http://h:1"})[-2:] == ["--engine", "http://h:1"]
+
+
+def test_a_users_engines_take_the_place_of_the_embedded_one() -> None:
+    config = Config(engine=EngineConfig(urls=("http://a:1", "http://b:2")))
+    plans = by_role(plan_mesh(config, PATH))
+    assert not any(role.startswith("engine") for role in plans)
+    words = plans["router"].argv
+    assert words[-4:] == ("--engine", "http://a:1", "--engine", "http://b:2")
+
+
+def test_what_needs_the_model_waits_until_it_is_made() -> None:
+    plans = by_role(plan_mesh(CONFIG, PATH, make_model=("make-model", "some/model")))
+    waiting = [role for role, plan in plans.items() if "warm-start" in plan.needs]
+    assert waiting == ["engine-0", "worker-0", "worker-1", "worker-2", "trainer"]
+    assert not plans["warm-start"].reports
+
+
+def test_the_page_may_be_left_out() -> None:
+    config = Config(dashboard=DashboardConfig(enabled=False))
+    assert "dashboard" not in by_role(plan_mesh(config, PATH))
+
+
+def test_every_need_is_somebodys_role() -> None:
+    plans = by_role(plan_mesh(CONFIG, PATH, make_model=("make-model",)))
+    assert {need for plan in plans.values() for need in plan.needs} <= plans.keys()
+
+
+def test_only_whole_words_are_filled_in() -> None:
+    assert fill(("a{b}", "{b}"), {"b": "tcp://x"}) == ["a{b}", "tcp://x"]
+
+
+def test_an_unknown_address_is_our_own_mistake() -> None:
+    with pytest.raises(KeyError):
+        fill(("{nobody}",), {})
