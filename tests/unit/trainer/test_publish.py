@@ -1,0 +1,152 @@
+"""The publisher's shell: a real Dialer to a fleet on a real Hub, scripted engines behind it."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.config import PublishConfig
+from rollmesh.core.errors import EngineUnavailable
+from rollmesh.engine.client import open_session
+from rollmesh.engine.fleet import ContinueEngine, EngineProbed, Fleet, ProbeEngine
+from rollmesh.engine.probe import probe_engine
+from rollmesh.testing.engine import ScriptedEngine, logprob_of
+from rollmesh.trainer.publish import PublishShell
+from rollmesh.trainer.publisher import Probe
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.messages import EnginePhase, JoinEngine
+from rollmesh.wire.sockets import Doorbell, Hub, wait
+
+
+class FleetHub:
+    """The fleet's part of a router, on a thread; probes run on the test's loop."""
+
+    def __init__(self, *urls: str) -> None:
+        self.fleet = Fleet()
+        self.hub = Hub("tcp://127.0.0.1:0")
+        self.bell = Doorbell()
+        self.answers: list[EngineProbed] = []
+        self.stopped = False
+        self.loop = asyncio.get_running_loop()
+        self.probes: list[asyncio.Future[None]] = []
+        for url in urls:
+            self.step(Received(b"", JoinEngine(0, url)))
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def step(self, event: Received | EngineProbed | Ticked) -> None:
+        for action in self.fleet.step(event, time.monotonic()):
+            match action:
+                case Send(route, message) if route:
+                    self.hub.send(route, Packet(message, "router"))
+                case ProbeEngine() | ContinueEngine():
+                    probe = asyncio.run_coroutine_threadsafe(self.probe(action), self.loop)
+                    self.probes.append(asyncio.wrap_future(probe, loop=self.loop))
+
+    async def probe(self, ask: ProbeEngine | ContinueEngine) -> None:
+        async with open_session() as session:
+            self.answers.append(await probe_engine(ask, session))
+        self.bell.ring()
+
+    def run(self) -> None:
+        while not self.stopped:
+            wait([self.hub], self.bell, 0.05)
+            for route, packet in self.hub.receive():
+                self.step(Received(route, packet.message))
+            while self.answers:
+                self.step(self.answers.pop())
+            self.step(Ticked())
+
+    async def close(self) -> None:
+        self.stopped = True
+        self.bell.ring()
+        await asyncio.to_thread(self.thread.join)
+        await asyncio.gather(*self.probes)
+        self.hub.close()
+        self.bell.close()
+
+
+class Mesh:
+    """Two engines, their fleet, and a publisher."""
+
+    def __init__(self, *engines: ScriptedEngine) -> None:
+        self.engines = engines
+        self.hub = FleetHub(*(engine.url for engine in engines))
+        self.shell = PublishShell(self.hub.hub.address, PublishConfig())
+
+    def phases(self) -> list[EnginePhase]:
+        return [row.phase for row in self.hub.fleet.table().engines]
+
+
+@pytest.fixture
+async def mesh() -> AsyncIterator[Mesh]:
+    async with ScriptedEngine() as first, ScriptedEngine() as second:
+        mesh = Mesh(first, second)
+        yield mesh
+        await mesh.shell.close()
+        await mesh.hub.close()
+
+
+def probe_of(version: int) -> Probe:
+    return Probe((1, 2, 3), (logprob_of(version, 2), logprob_of(version, 3)))
+
+
+async def test_all_engines_serve_the_published_weights(mesh: Mesh, tmp_path: Path) -> None:
+    for version in (1, 2):
+        report = await mesh.shell.publish(version, tmp_path, probe_of(version))
+        assert set(report.updated) == {engine.url for engine in mesh.engines}
+        assert report.failed == ()
+        assert report.gap_s < 1.0
+    assert [engine.weight_version for engine in mesh.engines] == ["2", "2"]
+    assert not any(engine.is_paused for engine in mesh.engines)
+    assert set(mesh.phases()) == {EnginePhase.READY}
+
+
+async def test_engine_gets_the_folder_as_an_absolute_path(mesh: Mesh) -> None:
+    await mesh.shell.publish(1, Path("relative"))
+    [path] = {
+        request.body["model_path"]
+        for engine in mesh.engines
+        for request in engine.seen
+        if request.path == "/update_weights_from_disk"
+    }
+    assert Path(path).is_absolute()
+
+
+async def test_engine_that_cannot_load_is_reported_and_the_other_serves(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    bad, good = mesh.engines
+    bad.update_error = "no such folder"
+    report = await mesh.shell.publish(1, tmp_path)
+    assert report.updated == (good.url,)
+    assert "no such folder" in report.failed[0]
+    assert not bad.is_paused
+
+
+async def test_weights_that_did_not_arrive_are_found_out(mesh: Mesh, tmp_path: Path) -> None:
+    idle, good = mesh.engines
+    idle.update_is_idle = True
+    report = await mesh.shell.publish(1, tmp_path, probe_of(1))
+    assert report.updated == (good.url,)
+    assert idle.url in report.failed[0]
+
+
+async def test_dead_engine_does_not_hold_up_a_publication(mesh: Mesh, tmp_path: Path) -> None:
+    dead, good = mesh.engines
+    await dead.die()
+    report = await mesh.shell.publish(1, tmp_path)
+    assert report.updated == (good.url,)
+    assert report.failed
+
+
+async def test_close_ends_a_publication_that_cannot_end(tmp_path: Path) -> None:
+    shell = PublishShell("tcp://127.0.0.1:1", PublishConfig())
+    publication, _ = await asyncio.gather(
+        shell.publish(1, tmp_path), shell.close(), return_exceptions=True
+    )
+    assert isinstance(publication, EngineUnavailable)
