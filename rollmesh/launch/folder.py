@@ -29,11 +29,10 @@ class RunFolder:
     def __init__(self, config: Config) -> None:
         """Make the folder, moving an older one aside, and write the settings."""
         self.path = config.run_folder()
-        self.config_path = self.path / "config.json"
         self._pids: list[Pid] = []
         move_aside(self.path)
         self.logs.mkdir(parents=True)
-        write_config(config, self.config_path)
+        write_config(config, config_path(config))
 
     @property
     def logs(self) -> Path:
@@ -56,6 +55,11 @@ class RunFolder:
         summary = read_summary(path) | more
         replace(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         return summary
+
+
+def config_path(config: Config) -> Path:
+    """Where the run's processes read their settings."""
+    return config.run_folder() / "config.json"
 
 
 def move_aside(folder: Path) -> None:

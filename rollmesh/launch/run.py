@@ -1,7 +1,7 @@
 """One run from its settings to its summary.
 
-Owns the order: check, make the folder, start, follow, stop, sum up. Invariant: a run that began
-leaves a summary.json, however it ended. Driven by the verbs `up` and `demo`.
+Owns the order: check, make the folder, start, follow, stop, sum up. Invariants: a mistake that can
+be seen early moves no older run aside; a run that began leaves a summary.json, however it ended. Driven by the verbs `up` and `demo`.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from rollmesh.core.logs import setup
 from rollmesh.core.process import FAILED, USAGE
 from rollmesh.core.tail import Tail
 from rollmesh.launch.checks import check
-from rollmesh.launch.folder import RunFolder
+from rollmesh.launch.folder import RunFolder, config_path
 from rollmesh.launch.machine import End
 from rollmesh.launch.plan import plan_mesh
 from rollmesh.launch.progress import Progress
 from rollmesh.launch.sampler import Sampler
 from rollmesh.launch.screen import Scene, Screen, screen_for, summary_table
-from rollmesh.launch.supervisor import Supervisor
+from rollmesh.launch.supervisor import Supervisor, open_mesh
 
 LOOK_S = 1.0
 
@@ -56,10 +56,10 @@ class Run:
         """See `launch`."""
         config = self._order.config
         await check(config, makes_model=bool(self._order.make_model))
+        mesh = open_mesh(plan_mesh(config, config_path(config), self._order.make_model))
         folder = RunFolder(config)
         setup("launch", folder.path, on_console=False)
-        plans = plan_mesh(config, folder.config_path, self._order.make_model)
-        supervisor = Supervisor(plans, config.launch, folder, self._clock)
+        supervisor = Supervisor(mesh, config.launch, folder, self._clock)
         sampler = Sampler(supervisor, folder, self._clock)
         progress = Progress(config.trainer.num_steps)
         scene = Scene(config.run.name, progress, sampler, supervisor)

@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import socket
+from typing import NamedTuple
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.config import LaunchConfig
@@ -39,23 +40,31 @@ log = get_logger()
 TICK_S = 0.1
 
 
+class Mesh(NamedTuple):
+    """What is to run."""
+
+    plans: list[ChildPlan]
+    sockets: dict[str, socket.socket]
+    """By role: the sockets that the plans ask for."""
+
+
 class Supervisor:
     """A running mesh."""
 
     def __init__(
-        self, plans: list[ChildPlan], settings: LaunchConfig, folder: RunFolder, clock: Clock
+        self, mesh: "Mesh", settings: LaunchConfig, folder: RunFolder, clock: Clock
     ) -> None:
-        self.machine = Supervision(plans, settings)
+        self.machine = Supervision(mesh.plans, settings)
         self.ready: dict[str, Ready] = {}
         """What each child reported last."""
         self.notes: list[str] = []
         """For people, oldest first."""
-        self._plans = {plan.role: plan for plan in plans}
+        self._plans = {plan.role: plan for plan in mesh.plans}
         self._folder = folder
         self._clock = clock
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._processes: dict[str, ChildProcess] = {}
-        self._sockets = open_sockets(plans)
+        self._sockets = mesh.sockets
         self._addresses = {role: http_address(each) for role, each in self._sockets.items()}
 
     def pids(self) -> dict[str, int]:
@@ -131,16 +140,16 @@ class Supervisor:
         self._events.put_nowait(Reported(process.role))
 
 
-def open_sockets(plans: list[ChildPlan]) -> dict[str, socket.socket]:
-    """The listening sockets that the plans ask for; AddressError naming the setting."""
-    sockets: dict[str, socket.socket] = {}
+def open_mesh(plans: list[ChildPlan]) -> Mesh:
+    """Listen where the plans want it; AddressError naming the setting, before anything starts."""
+    mesh = Mesh(plans, {})
     for plan in plans:
         if not plan.bind:
             continue
         try:
-            sockets[plan.role] = listen(plan.bind)
+            mesh.sockets[plan.role] = listen(plan.bind)
         except AddressError as error:
-            for each in sockets.values():
+            for each in mesh.sockets.values():
                 each.close()
             raise AddressError(f"{plan.bind_key} = {error}") from None
-    return sockets
+    return mesh

@@ -16,7 +16,7 @@ from rollmesh.core.logs import setup
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.plan import ChildPlan
 from rollmesh.launch.sampler import Sampler
-from rollmesh.launch.supervisor import Supervisor
+from rollmesh.launch.supervisor import Supervisor, open_mesh
 
 
 async def main(folder: Path, plans: list[ChildPlan]) -> None:
@@ -26,7 +26,7 @@ async def main(folder: Path, plans: list[ChildPlan]) -> None:
     )
     run_folder, clock = RunFolder(config), SystemClock()
     setup("launch", run_folder.path, on_console=False)
-    supervisor = Supervisor(plans, config.launch, run_folder, clock)
+    supervisor = Supervisor(open_mesh(plans), config.launch, run_folder, clock)
     sampler = Sampler(supervisor, run_folder, clock)
     sampling = asyncio.create_task(sampler.follow())
     end = await supervisor.run()

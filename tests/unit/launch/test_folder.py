@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.config import Config, RunConfig, load_config
-from rollmesh.launch.folder import RunFolder
+from rollmesh.launch.folder import RunFolder, config_path
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def config(tmp_path: Path) -> Config:
 
 def test_the_settings_are_written_as_they_were_resolved(config: Config) -> None:
     folder = RunFolder(config)
-    assert load_config(folder.config_path) == config
+    assert load_config(config_path(config)) == config
     assert folder.logs.is_dir()
 
 

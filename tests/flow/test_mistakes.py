@@ -1,0 +1,66 @@
+"""What a user gets wrong is told in one line by the real command, with exit code 2."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.process import listen
+
+
+def rollmesh(*words: str, cwd: Path) -> tuple[int, str]:
+    """Exit code and stderr of `rollmesh WORDS`."""
+    argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
+    ended = subprocess.run(argv, capture_output=True, text=True, cwd=cwd, timeout=60, check=False)
+    return ended.returncode, ended.stderr
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def mesh_toml(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "mesh.toml"
+    path.write_text(f'[model]\npath = "{model}"\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.num_step=3", "unknown key 'trainer.num_step'"),
+        ("trainer.num_steps=-3", "trainer.num_steps: expected `int` >= 0"),
+        ("model.path=nowhere", "model.path = nowhere: no such folder"),
+        ("dashboard.bind=nonsense", "dashboard.bind = nonsense: cannot listen there"),
+        ('engine.urls=["http://127.0.0.1:9"]', "engine.urls: http://127.0.0.1:9 does not answer"),
+    ],
+)
+def test_a_mistake_in_the_settings(
+    tmp_path: Path, mesh_toml: Path, override: str, told: str
+) -> None:
+    code, err = rollmesh("up", str(mesh_toml), "--set", override, cwd=tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("rollmesh: ")
+    assert told in err
+
+
+def test_a_settings_file_that_is_not_there(tmp_path: Path) -> None:
+    code, err = rollmesh("up", "none.toml", cwd=tmp_path)
+    assert code == 2
+    assert err == "rollmesh: none.toml: No such file or directory; `rollmesh init` writes one\n"
+
+
+def test_a_port_that_is_taken(tmp_path: Path, mesh_toml: Path) -> None:
+    with listen("127.0.0.1:0") as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, err = rollmesh("up", str(mesh_toml), "--set", f"dashboard.bind={bind}", cwd=tmp_path)
+    assert code == 2
+    assert err.startswith(f"rollmesh: dashboard.bind = {bind}: cannot listen there: address")
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,32 @@
+"""The dispatcher: verbs are found, mistakes are one line, nothing heavy is loaded."""
+
+import pytest
+
+from rollmesh.cli.main import VERBS, load, main
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in VERBS)
+
+
+def test_no_verb_is_a_mistake_that_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: rollmesh VERB" in capsys.readouterr().out
+
+
+def test_an_unknown_verb_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dance"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "rollmesh: no verb 'dance'; `rollmesh --help` lists them\n"
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_is_where_the_table_says(name: str) -> None:
+    assert callable(load(VERBS[name]))
+
+
+def test_a_users_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "no/such/run"]) == 2
+    assert capsys.readouterr().err.startswith("rollmesh: no/such/run: no such run folder")
