@@ -79,10 +79,7 @@ class Pacer:
         self._ready: dict[GroupId, ReadyGroup] = {}
         self._step_of_version = {0: 0}
         self._num_asked = 0
-
-    @property
-    def num_ready(self) -> int:
-        return len(self._ready)
+        self._newest_position = -1
 
     def ask(self) -> None:
         """Ask for as many groups as the bound allows."""
@@ -149,10 +146,10 @@ class Pacer:
         """Rollouts asked for and neither trained nor dropped."""
         return (self._staleness.num_running + len(self._ready)) * self._asking.num_samples
 
-    def close(self) -> None:
-        """Cancel what still runs; what is ready stays in the journal."""
-        for group_id in self._client.open_groups():
-            self._client.cancel(group_id, "the run ended")
+    def oldest_position(self) -> int:
+        """Where in the journal the oldest result stands that no step has taken."""
+        ready = (group.finished.position for group in self._ready.values())
+        return min(ready, default=self._newest_position + 1)
 
     def _ask_one(self, num_samples: int, is_eval: bool = False) -> GroupId:
         asking = self._asking
@@ -171,15 +168,23 @@ class Pacer:
 
     def _book(self, arrival: Arrival) -> None:
         match arrival:
+            case _ if arrival.group_id.run_id != self._client.run_id:
+                self._records.drop(arrival.group_id, 0, "of an earlier run")
             case Dropped():
-                num_rollouts = self._asking.num_samples
-                self._records.drop(arrival.group_id, num_rollouts, arrival.reason)
-                self._tally.num_dropped += num_rollouts
-                self._staleness.step(GroupEnded(arrival.group_id))
+                self._book_dropped(arrival)
             case Finished():
                 self._book_finished(arrival)
 
+    def _book_dropped(self, dropped: Dropped) -> None:
+        for rollout in dropped.record.rollouts if dropped.record else ():
+            self._tally.outcomes[rollout.outcome] += 1
+        num_rollouts = self._asking.num_samples
+        self._records.drop(dropped.group_id, num_rollouts, dropped.reason)
+        self._tally.num_dropped += num_rollouts
+        self._staleness.step(GroupEnded(dropped.group_id))
+
     def _book_finished(self, finished: Finished) -> None:
+        self._newest_position = max(self._newest_position, finished.position)
         group = ReadyGroup(finished, self._cut(finished))
         for rollout, samples in zip(finished.record.rollouts, group.samples, strict=True):
             self._tally.outcomes[rollout.outcome] += 1

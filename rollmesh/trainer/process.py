@@ -55,7 +55,6 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
         TrainLoop(config, parts, stop).run()
     finally:
         tally.num_open = pacer.num_open()
-        pacer.close()
         background.close()
         client.close()
         records.close()

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from rollmesh.core.errors import EngineError
-from rollmesh.trainer.publish import PublishReport
+from rollmesh.trainer.publisher import PublishReport
 
 log = structlog.get_logger()
 

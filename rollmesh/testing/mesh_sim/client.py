@@ -97,9 +97,8 @@ class SimClient(Node):
         self._do_asks(self.asks.step(Ticked(), self._kernel.now_s()))
         while self.wants_more and self.staleness.capacity:
             self._ask()
-        if self.asks.open and self._kernel.rng.random() < 0.01:
+        if self.asks.open and self._network.strikes("cancel"):
             group_id = self._kernel.rng.choice(list(self.asks.open))
-            self._network.num["cancel"] += 1
             self._do_asks(self.asks.step(Cancelled(group_id, "why not"), self._kernel.now_s()))
         self._train()
         self._kernel.after(TICK_S, self._tick, self)
@@ -137,10 +136,8 @@ class SimClient(Node):
                 packet = Packet(action.message, "", action.body)
                 self._network.send(self, action.route.decode(), packet)
             case Keep():
-                if self._kernel.rng.random() < 0.02:
-                    self._network.num["not_kept"] += 1
-                    return
-                self._keep(action)
+                if not self._network.strikes("not_kept"):
+                    self._keep(action)
             case Book(group_id, reason):
                 self.endings.append(Ending(group_id, reason))
                 self.staleness.step(GroupEnded(group_id))

@@ -88,7 +88,7 @@ class SimEngine(Node):
         life = caller.life
 
         def arrive() -> None:
-            if not self.alive or self._network.call_fails():
+            if not self.alive or self._network.strikes("call_error"):
                 self._network.answer(caller, life, hang_up)
                 return
             if caller.life != life:

@@ -19,7 +19,17 @@ from rollmesh.testing.mesh_sim.publisher import SimPublisher
 from rollmesh.testing.mesh_sim.router import SimRouter
 from rollmesh.testing.mesh_sim.worker import SimWorker
 
-CHAOS = Faults(drop=0.05, duplicate=0.05, slow=0.05, call_error=0.05, crash=0.15, freeze=0.1)
+CHAOS = Faults(
+    drop=0.05,
+    duplicate=0.05,
+    slow=0.05,
+    call_error=0.05,
+    crash=0.15,
+    freeze=0.1,
+    cancel=0.01,
+    not_kept=0.02,
+    reader_left=0.03,
+)
 FATE_S = 0.25
 """How often fate looks at each node."""
 CALM_S = 120.0

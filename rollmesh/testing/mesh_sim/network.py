@@ -28,6 +28,12 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """Per second and node."""
     freeze: float = 0.0
     """Per second and node."""
+    cancel: float = 0.0
+    """Per tick: the client changes its mind about a group."""
+    not_kept: float = 0.0
+    """A result that the journal could not write."""
+    reader_left: float = 0.0
+    """Per tick and turn: the agent's connection breaks."""
 
 
 class Network:
@@ -47,31 +53,25 @@ class Network:
 
     def send(self, source: Node, target: str, packet: Packet) -> None:
         """One message; whether it arrives, once, twice or late is the dice's matter."""
-        faults, rng = self.faults, self.kernel.rng
-        if rng.random() < faults.drop:
-            self.num["drop"] += 1
+        if self.strikes("drop"):
             return
-        copies = 1
-        if rng.random() < faults.duplicate:
-            self.num["duplicate"] += 1
-            copies = 2
-        for _ in range(copies):
-            delay_s = rng.uniform(0.0005, 0.003)
-            if rng.random() < faults.slow:
-                self.num["slow"] += 1
-                delay_s += rng.expovariate(2.0)
+        for _ in range(2 if self.strikes("duplicate") else 1):
+            delay_s = self.kernel.rng.uniform(0.0005, 0.003)
+            if self.strikes("slow"):
+                delay_s += self.kernel.rng.expovariate(2.0)
             self._deliver(source.name, target, packet, delay_s)
 
     def answer(self, caller: Node, life: int, answer: Callable[[], None]) -> None:
         """Bring an answer back to `caller`, if it still lives the life in which it called."""
         self.kernel.after(self.kernel.rng.uniform(0.001, 0.01), answer, caller, life)
 
-    def call_fails(self) -> bool:
-        """Whether this call meets an error on its way."""
-        if self.kernel.rng.random() < self.faults.call_error:
-            self.num["call_error"] += 1
-            return True
-        return False
+    def strikes(self, fault: str) -> bool:
+        """Whether this fault happens now; counted if it does."""
+        chance: float = getattr(self.faults, fault)
+        if self.kernel.rng.random() >= chance:
+            return False
+        self.num[fault] += 1
+        return True
 
     def _deliver(self, source: str, target: str, packet: Packet, delay_s: float) -> None:
         known = self._receivers.get(target)

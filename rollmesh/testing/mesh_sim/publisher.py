@@ -99,7 +99,7 @@ class SimPublisher(Node):
         engine, life = self._engines[call.url], self.life
 
         def arrive() -> None:
-            ok = engine.alive and not self._network.call_fails()
+            ok = engine.alive and not self._network.strikes("call_error")
             if ok:
                 carry_out(engine, call)
             logprobs = probe_of(engine.policy_version).logprobs

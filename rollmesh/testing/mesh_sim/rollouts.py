@@ -44,8 +44,8 @@ class Runner(Protocol):
     def rollout_over(self, rollout: "SimRollout") -> None:
         """All turns are there, or an error is."""
 
-    def count(self, fault: str) -> None:
-        """One more of this fault."""
+    def strikes(self, fault: str) -> bool:
+        """Whether this fault happens now."""
 
     def note(self, machine: str, before: str, after: str) -> None:
         """One transition."""
@@ -95,8 +95,7 @@ class SimRollout:
         if self.is_over:
             return
         rng = self._kernel.rng
-        if self.machine.num_readers and rng.random() < 0.03:
-            self._run.count("reader_left")
+        if self.machine.num_readers and self._run.strikes("reader_left"):
             self.step(Left())
         elif not self.machine.num_readers and rng.random() < 0.3:
             self.step(Joined())

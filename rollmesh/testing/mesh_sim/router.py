@@ -105,7 +105,7 @@ class SimRouter(Node):
         engine, life = self._engines[url], self.life
 
         def arrive() -> None:
-            ok = engine.alive and not self._network.call_fails()
+            ok = engine.alive and not self._network.strikes("call_error")
             if ok and resume:
                 engine.resume()
             probed = EngineProbed(

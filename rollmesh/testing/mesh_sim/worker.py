@@ -166,8 +166,8 @@ class SimWorker(Node):
 
     # what rollouts need
 
-    def count(self, fault: str) -> None:
-        self._network.num[fault] += 1
+    def strikes(self, fault: str) -> bool:
+        return self._network.strikes(fault)
 
     def note(self, machine: str, before: str, after: str) -> None:
         self._network.transitions.note(machine, before, after)
