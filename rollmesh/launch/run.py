@@ -1,7 +1,8 @@
 """One run from its settings to its summary.
 
 Owns the order: check, make the folder, start, follow, stop, sum up. Invariants: a mistake that can
-be seen early moves no older run aside; a run that began leaves a summary.json, however it ended. Driven by the verbs `up` and `demo`.
+be seen early moves no older run aside; a run that began leaves a summary.json, however it ended.
+Driven by the verbs `up` and `demo`.
 """
 
 import asyncio
