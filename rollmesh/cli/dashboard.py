@@ -1,6 +1,7 @@
 """`rollmesh dashboard RUN_FOLDER`: the page of a running or finished run.
 
-Driven by people and by launch.
+Invariant: nothing is written and nobody is asked; the page reads the run's files, so it may be
+opened beside the run's own page, or long after it. Driven by people and by launch.
 """
 
 from rollmesh.cli.options import parser

@@ -1,6 +1,7 @@
 """Arguments that several verbs share.
 
-Invariant: an argument of one name means the same with every verb. Driven by the verbs.
+Invariant: an argument of one name means the same with every verb, and settings are laid over each
+other in one order: defaults, the file, `--set`. Driven by the verbs.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """`rollmesh status [RUN_FOLDER]`: how a run stands, from the files it leaves.
 
-Invariant: it reads what the page reads, so both say the same. Driven by people.
+Invariant: it reads what the page reads, so both say the same, and it works on a run that lives, has
+ended or was killed. Driven by people.
 """
 
 import time

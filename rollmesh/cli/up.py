@@ -1,6 +1,7 @@
 """`rollmesh up mesh.toml`: a run with the user's own settings.
 
-Driven by people.
+Invariant: it ends only when every process that it started has ended, and its exit code says how
+the run went. Driven by people, and in containers as the main process.
 """
 
 from pathlib import Path

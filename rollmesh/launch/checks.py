@@ -1,6 +1,7 @@
 """What is checked before anything starts, so that a mistake costs a second and not a minute.
 
-Invariant: a complaint names the setting, what stands there and what to do. Driven by `run`.
+Invariant: a complaint names the setting, what stands there and what to do; nothing is written or
+started meanwhile. Driven by `run`.
 """
 
 from pathlib import Path
