@@ -40,7 +40,8 @@ class Runner:
         sizes = np.array([chunk.stop - chunk.start for chunk in batch])
         ends = np.cumsum(sizes)
         tokens_N = np.concatenate([c.request.tokens[c.start : c.stop] for c in batch])
-        positions_N = np.concatenate([np.arange(c.start, c.stop) for c in batch])
+        first_N = np.repeat(ends - sizes - np.array([chunk.start for chunk in batch]), sizes)
+        positions_N = np.arange(ends[-1]) - first_N
         rows_N = np.repeat(np.array([c.request.row for c in batch]), sizes)
         self.num_computed_tokens += len(tokens_N)
         hidden_NW = self.model.hidden(

@@ -8,12 +8,13 @@ code 2. Started by launch, or by hand with `python -m rollmesh.engine.embedded`.
 import argparse
 import asyncio
 import gc
+import logging
 import os
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -95,10 +96,12 @@ def face(settings: Settings, engine: Engine, steps: StepLoop) -> web.Server:
     )
 
 
-def make_request(*args: Any) -> web.BaseRequest:
-    """aiohttp's own, with room for long prompts."""
+def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
+    """aiohttp's own request, with room for long prompts."""
     loop = asyncio.get_running_loop()
-    return web.BaseRequest(*args, loop, client_max_size=_MAX_BODY_BYTES)
+    return web.BaseRequest(
+        message, payload, protocol, writer, task, loop, client_max_size=_MAX_BODY_BYTES
+    )
 
 
 async def first_of(stop: asyncio.Event, failed: asyncio.Future[None]) -> None:
@@ -171,7 +174,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the process; its exit code."""
+    """Run the process: 2 after a user's mistake, else it does not return."""
     settings = parse(argv)
     if settings.ready_fd is not None:
         die_with_parent()
@@ -182,4 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         sys.stderr.write(f"rollmesh: {error}\n")
         return 2
-    return 0
+    leave()
+
+
+def leave() -> NoReturn:
+    """End the process now: everything is closed, and torch's own teardown takes over a second."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(0)
