@@ -78,10 +78,9 @@ class Mesh:
         self.kernel.run(num_events, float("inf"), self._checks.after_event)
 
     def calm(self) -> None:
-        """No more faults; AssertionError if something does not come to its end."""
+        """No more faults (a freeze ends by itself); AssertionError if something does not come to its end."""
         self.network.faults = Faults()
         for node in self._mortals():
-            node.frozen_until_s = 0.0
             if not node.alive:
                 node.restart()
         deadline_s = self.kernel.now_s() + CALM_S
