@@ -93,6 +93,8 @@ class Session:
         self.state = SessionState.OPEN
         self.num_calls = 0
         self.forks: Counter[ForkCause] = Counter()
+        self.engine_fault = ""
+        """Why the newest ended call got no answer; '' if it got one. Not the agent's fault."""
         self._ask = ask
         self._kit = kit
         self._graph = TokenGraph()
@@ -315,6 +317,7 @@ class Session:
         self._enter(reply, generation, finish)
         reply.state = ReplyState.COMMITTED
         reply.answer = answer
+        self.engine_fault = ""
         raw, message = as_message(answer)
         self._history.add_sampled(reply.context, raw, message, reply.node)
 
@@ -357,7 +360,7 @@ class Session:
         error = generation.error
         if isinstance(error, EngineRefused):
             return SessionError(400, "engine_refused", f"the engine refused the request: {error}")
-        why = str(error or "the generation ended without a result")
+        why = self.engine_fault = str(error or "the generation ended without a result")
         return SessionError(503, "engine_unavailable", why, RETRY_AFTER_S)
 
     def _gone(self) -> SessionError:

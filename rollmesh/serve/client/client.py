@@ -50,7 +50,6 @@ class RolloutClient:
         self.run_id = new_id("r")
         self._lock = threading.Lock()
         self._next_seq = 0
-        self._open: set[GroupId] = set()
         client_id = new_id("c")
         with ExitStack() as undo:
             book = undo.enter_context(closing(Book(folder, journal)))
@@ -87,7 +86,6 @@ class RolloutClient:
         with self._lock:
             group_id = GroupId(self.run_id, self._next_seq)
             self._next_seq += 1
-            self._open.add(group_id)
         ask = GroupAsk(task=task, sampling=sampling, seed=seed, is_eval=is_eval)
         self._intake.command(
             Asked(
@@ -106,18 +104,10 @@ class RolloutClient:
 
     def take(self, timeout_s: float) -> list[Arrival]:
         """What has ended since the last call, waiting up to `timeout_s` for the first."""
-        arrivals = [
+        return [
             open_result(each) if isinstance(each, RawResult) else each
             for each in self._intake.take(timeout_s)
         ]
-        with self._lock:
-            self._open.difference_update(arrival.group_id for arrival in arrivals)
-        return arrivals
-
-    def open_groups(self) -> list[GroupId]:
-        """What was asked for here and not handed out yet."""
-        with self._lock:
-            return sorted(self._open)
 
     def note_step(self, step: int, group_ids: Sequence[GroupId]) -> None:
         """Write down, before the act, that `step` trains these groups; JournalError if it fails."""

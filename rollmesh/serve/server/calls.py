@@ -16,13 +16,15 @@ T = TypeVar("T")
 @overload
 async def call_env(
     timeout_s: float, method: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
-) -> T: ...
+) -> T:
+    """A coroutine method."""
 
 
 @overload
 async def call_env(
     timeout_s: float, method: Callable[P, T | Awaitable[T]], *args: P.args, **kwargs: P.kwargs
-) -> T: ...
+) -> T:
+    """A method of which only its author knows."""
 
 
 async def call_env(

@@ -3,7 +3,7 @@
     run --Transcript--> score --Score--> COMPLETED, or TRUNCATED where a limit ended the agent
      +--time is over---------> TRUNCATED, without a reward
      +--AgentFailed, any other error of env code--> AGENT_ERROR
-     +--InfraError--> again in a fresh session; after `num_infra_retries` INFRA_ERROR
+     +--InfraError, or its last call got no answer--> again in a fresh session, then INFRA_ERROR
     score --InfraError--> again;  any other error, time is over--> INFRA_ERROR
 
 Invariants: a reward comes from the environment alone, so a fault of the infrastructure is never a
@@ -125,14 +125,24 @@ async def _play_once(stage: Stage, opened: OpenSession, ask: GroupAsk) -> _Verdi
     except InfraError as error:
         return _Verdict(Outcome.INFRA_ERROR, one_line(error), is_worth_retry=True)
     except AgentFailed as error:
-        return _Verdict(Outcome.AGENT_ERROR, one_line(error))
+        return _blame(opened, one_line(error))
     except Exception as error:  # door: env and agent code may raise anything
         if limit.expired():
             after = f"run_timeout_s = {stage.settings.run_timeout_s:g} is over"
             return _Verdict(Outcome.TRUNCATED, after)
         log.exception("rollout.failed", rollout_id=str(opened.session.rollout_id))
-        return _Verdict(Outcome.AGENT_ERROR, one_line(error))
+        return _blame(opened, one_line(error))
+    if opened.session.engine_fault:
+        # An agent may swallow a failed call and go on to lose: that is no reward of zero.
+        return _blame(opened, "")
     return await _score(stage, ask, transcript)
+
+
+def _blame(opened: OpenSession, error: str) -> _Verdict:
+    """Whose fault a failed run is: the agent's, unless its last call got no answer."""
+    if fault := opened.session.engine_fault:
+        return _Verdict(Outcome.INFRA_ERROR, fault[:MAX_ERROR_CHARS], is_worth_retry=True)
+    return _Verdict(Outcome.AGENT_ERROR, error)
 
 
 async def _score(stage: Stage, ask: GroupAsk, transcript: Transcript) -> _Verdict:

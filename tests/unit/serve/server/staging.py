@@ -6,8 +6,10 @@ from pathlib import Path
 from rollmesh.core.config import WorkerConfig
 from rollmesh.core.types import SamplingPolicy, Score, Task
 from rollmesh.envs.env import Endpoint, Env, Transcript
-from rollmesh.runtime.prompts import load_prompts
+from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.server.rollouts import Stage
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.model_folder import write_model_folder
@@ -47,9 +49,12 @@ class ScriptedEnv(Env):
         return Score(self.reward, {"played": 1.0})
 
 
-def new_stage(folder: Path, env: Env, **settings: float) -> Stage:
+def new_stage(
+    folder: Path, env: Env, sampler: ScriptedSampler | None = None, **settings: float
+) -> Stage:
     """The stage of a worker; `settings` are those of WorkerConfig."""
-    prompts = load_prompts(write_model_folder(folder), "auto")
-    runtime = Runtime(ScriptedSampler(), prompts, max_context_tokens=100)
+    tokenizer = load_tokenizer(write_model_folder(folder))
+    prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
+    runtime = Runtime(sampler or ScriptedSampler(), prompts, max_context_tokens=100)
     config = WorkerConfig(**settings)  # type: ignore[arg-type]
     return Stage(env, runtime, "http://edge/v1", "policy", config, FakeClock())

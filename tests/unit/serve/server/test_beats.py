@@ -75,8 +75,9 @@ async def test_hello_that_comes_on_the_beats_socket_is_handed_to_the_loop(hub: H
     assert heard[0].router == "i2"
 
 
-def test_beats_can_be_closed_before_they_start(hub: Hub) -> None:
+def test_beats_closed_before_they_start_leave_no_peer(hub: Hub) -> None:
     new_beats(hub, []).close()
+    assert list(hub.receive()) == []
 
 
 def test_function_is_named_with_its_place() -> None:

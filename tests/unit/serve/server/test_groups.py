@@ -20,7 +20,7 @@ GOOD = Transcript()
 
 
 async def run(folder: Path, env: Env, **settings: float) -> tuple[Payload, GroupRecord]:
-    stage = new_stage(folder, env, **settings)
+    stage = new_stage(folder, env, None, **settings)
     payload = await run_group(stage, Slots(2), GROUP, 3, ASK)
     return payload, decode_record(payload.body)
 

@@ -1,6 +1,7 @@
 """One rollout: outcomes tell whose fault it was, and only the environment gives rewards."""
 
 import asyncio
+import contextlib
 import math
 from pathlib import Path
 
@@ -10,7 +11,10 @@ from rollmesh.core.errors import AgentFailed, InfraError, SessionError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import Outcome, Score
 from rollmesh.envs.env import Endpoint, Transcript
+from rollmesh.runtime.generation import GenerationSettings
+from rollmesh.runtime.turns import Turn
 from rollmesh.serve.server.rollouts import Played, Stage, check_score, one_line, play
+from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.serve.server.staging import ASK, ScriptedEnv, new_stage
 
 ROLLOUT = RolloutId(GroupId("r1", 3), 2)
@@ -75,6 +79,32 @@ async def test_lasting_infrastructure_fault_is_never_a_reward(tmp_path: Path) ->
     assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
     assert played.record.error == "InfraError: engine gone"
     assert len(env.agents) == 3
+
+
+@pytest.mark.parametrize("end", [GOOD, AgentFailed("no answer"), ValueError("no answer")])
+async def test_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
+    tmp_path: Path, end: Transcript | Exception
+) -> None:
+    sampler = ScriptedSampler(settings=GenerationSettings(max_fruitless_legs=0))
+
+    async def swallow(agent: Endpoint) -> Transcript:
+        session = stage.runtime.find(agent.api_key)
+        turn = Turn(messages=[b'{"role":"user","content":"hi"}'])
+        reply = await session.attach(turn)
+        reply.join()
+        sampler.generations[-1].fail("engine gone")
+        with contextlib.suppress(SessionError):
+            session.finish(reply)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    env = ScriptedEnv(swallow)
+    stage = new_stage(tmp_path, env, sampler, num_infra_retries=1)
+    played = await play_on(stage)
+    assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
+    assert "no engine" in played.record.error
+    assert len(env.agents) == 2
 
 
 async def test_score_that_fails_for_infrastructure_reasons_is_tried_again(tmp_path: Path) -> None:
