@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ class FleetHub:
         self.answers: list[EngineProbed] = []
         self.stopped = False
         self.loop = asyncio.get_running_loop()
-        self.probes: list[asyncio.Future[None]] = []
+        self.probes: list[Future[None]] = []
         for url in urls:
             self.step(Received(b"", JoinEngine(0, url)))
         self.thread = threading.Thread(target=self.run)
@@ -45,7 +46,7 @@ class FleetHub:
                     self.hub.send(route, Packet(message, "router"))
                 case ProbeEngine() | ContinueEngine():
                     probe = asyncio.run_coroutine_threadsafe(self.probe(action), self.loop)
-                    self.probes.append(asyncio.wrap_future(probe, loop=self.loop))
+                    self.probes.append(probe)
 
     async def probe(self, ask: ProbeEngine | ContinueEngine) -> None:
         async with open_session() as session:
@@ -65,7 +66,7 @@ class FleetHub:
         self.stopped = True
         self.bell.ring()
         await asyncio.to_thread(self.thread.join)
-        await asyncio.gather(*self.probes)
+        await asyncio.gather(*map(asyncio.wrap_future, self.probes))
         self.hub.close()
         self.bell.close()
 

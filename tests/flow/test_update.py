@@ -1,0 +1,220 @@
+"""Weights updated in mid-generation: a real router, a real engine, a real publisher.
+
+What a turn recorded is checked against the engine's own scores of it: tokens before the update
+under the old weights, tokens after it under the new ones.
+"""
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import orjson
+import pytest
+
+from rollmesh.core.config import PublishConfig
+from rollmesh.core.process import Ready
+from rollmesh.core.types import SamplingParams
+from rollmesh.engine.client import EngineClient, open_session
+from rollmesh.engine.view import FleetView
+from rollmesh.runtime.generation_events import GenerationRequest
+from rollmesh.runtime.legs import Generation, Sampler, SamplerParts
+from rollmesh.trainer.publish import PublishShell
+from rollmesh.trainer.publisher import Probe
+from rollmesh.trainer.tiny import TinyShape, write_tiny_model
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import BeginUpdate, FleetChanged, WorkerBeat, WorkerHello
+from rollmesh.wire.sockets import Dialer
+
+PROMPT = tuple(range(5, 30))
+SHAPE = TinyShape()
+PATIENCE_S = 30.0
+
+
+class Process:
+    """A process of the mesh that has reported ready."""
+
+    def __init__(self, *argv: str) -> None:
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", *argv, "--ready-fd", str(writing)]
+        self.popen = subprocess.Popen(command, pass_fds=[writing])
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            self.ready = msgspec.json.decode(pipe.readline(), type=Ready)
+
+    def end(self) -> None:
+        self.popen.send_signal(signal.SIGTERM)
+        assert self.popen.wait(PATIENCE_S) in (0, -signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two sets of weights of one shape."""
+    folders = [tmp_path_factory.mktemp("model") / f"v{seed}" for seed in range(2)]
+    for seed, folder in enumerate(folders):
+        write_tiny_model(folder, ["higher lower correct"] * 50, SHAPE, seed)
+        for name in ("config.json", "generation_config.json"):
+            forget_stops(folder / name)
+    return folders
+
+
+def forget_stops(path: Path) -> None:
+    """Make turns end by their length alone."""
+    tree = orjson.loads(path.read_bytes())
+    path.write_bytes(orjson.dumps({**tree, "eos_token_id": None}))
+
+
+@pytest.fixture
+def engine(models: list[Path]) -> Iterator[str]:
+    """The address of an engine that serves the first weights as version 0."""
+    process = Process(
+        "rollmesh.engine.embedded",
+        *("--model-dir", str(models[0]), "--weight-version", "0"),
+        "--incremental-streaming-output",
+    )
+    yield process.ready.address
+    process.end()
+
+
+@pytest.fixture
+def router(engine: str, tmp_path: Path) -> Iterator[str]:
+    """The address of a router that knows the engine."""
+    settings = ["--set", f"run.folder={tmp_path}", "--set", "router.beat_s=0.1"]
+    process = Process("rollmesh.cli.main", "router", *settings, "--engine", engine)
+    yield process.ready.address
+    process.end()
+
+
+class Worker:
+    """What a worker has of the fleet: a view that the router feeds, and a sampler."""
+
+    def __init__(self, router: str) -> None:
+        self.view = FleetView()
+        self.dialer = Dialer(router, "worker-0")
+        self.dialer.attach(asyncio.get_running_loop(), self.on_packet)
+        self.dialer.send(Packet(WorkerHello("worker-0", "echo", 8, 1, "here")))
+        self.beat()
+        parts = SamplerParts(view=self.view, vocab_size=SHAPE.vocab_size, report=print)
+        self.sampler = Sampler(parts)
+
+    def on_packet(self, packet: Packet) -> None:
+        if isinstance(packet.message, FleetChanged):
+            self.view.update(packet.message, packet.router)
+
+    def beat(self) -> None:
+        self.dialer.send(Packet(WorkerBeat("worker-0", 0, True, 0, 0.0, 0, 0, 0, 0)))
+        self.timer = asyncio.get_running_loop().call_later(0.1, self.beat)
+
+    def start(self, key: str, *, stream: bool, num_tokens: int) -> Generation:
+        request = GenerationRequest(
+            generation_id=key,
+            session_key=key,
+            prompt_ids=PROMPT,
+            params=SamplingParams(max_tokens=num_tokens, seed=zlib.crc32(key.encode())),
+            min_policy_version=0,
+            stream=stream,
+        )
+        generation = self.sampler.start(request)
+        generation.join()
+        return generation
+
+    async def close(self) -> None:
+        await self.sampler.close()
+        self.timer.cancel()
+        self.dialer.close()
+
+
+@pytest.fixture
+async def worker(router: str) -> AsyncIterator[Worker]:
+    worker = Worker(router)
+    yield worker
+    await worker.close()
+
+
+@pytest.fixture
+async def shell(router: str) -> AsyncIterator[PublishShell]:
+    shell = PublishShell(router, PublishConfig(probe_tolerance=0.01))
+    yield shell
+    await shell.close()
+
+
+async def scores(engine: str, token_ids: Sequence[int], key: str) -> list[float]:
+    async with open_session() as session:
+        return await EngineClient(engine, session, SHAPE.vocab_size).score(token_ids, key)
+
+
+async def check_part(
+    engine: str, generation: Generation, policy_version: int, begin: int, end: int
+) -> None:
+    """The engine, now at `policy_version`, scores tokens begin..end as they were recorded."""
+    told = await scores(engine, [*PROMPT, *generation.token_ids], str(policy_version))
+    recorded = generation.logprobs[begin:end]
+    offset = len(PROMPT) - 1
+    for mine, theirs in zip(recorded, told[offset + begin : offset + end], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-3)
+
+
+async def longest_gap_s(turn: Generation) -> float:
+    """Longest time between two tokens from now on, as a reader sees it."""
+    times = [time.monotonic()]
+    while await turn.wait(len(turn.token_ids)):
+        times.append(time.monotonic())
+    gap_s = max(after - before for before, after in itertools.pairwise(times))
+    print(f"longest gap between tokens: {gap_s * 1000:.0f} ms")  # noqa: T201 - seen with -s
+    return gap_s
+
+
+async def test_running_turns_go_on_with_new_weights_from_their_exact_tokens(
+    worker: Worker, shell: PublishShell, engine: str, models: list[Path]
+) -> None:
+    turns = [worker.start(f"turn {n}", stream=n % 2 == 0, num_tokens=400) for n in range(6)]
+    for turn in turns[::2]:
+        assert await turn.wait(20)
+    gap = asyncio.ensure_future(longest_gap_s(turns[0]))
+    report = await shell.publish(1, models[1])
+    assert report.updated == (engine,)
+    for turn in turns:
+        await turn.wait_end()
+        assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", 400, None)
+        assert [run.policy_version for run in turn.policy_versions] == [0, 1]
+    # Generous, since test machines stall; an idle one shows tens of milliseconds.
+    assert await gap < 2.0
+    for turn in turns:
+        await check_part(engine, turn, 1, turn.policy_versions[0].num_tokens, 400)
+    # The first weights again, under a version of their own: they still say what they said.
+    await shell.publish(2, models[0])
+    for turn in turns:
+        await check_part(engine, turn, 2, 0, turn.policy_versions[0].num_tokens)
+
+
+async def test_probe_of_other_weights_fences_the_engine_until_the_right_ones_come(
+    worker: Worker, shell: PublishShell, engine: str, models: list[Path]
+) -> None:
+    report = await shell.publish(1, models[1])
+    truth = Probe(PROMPT, tuple(await scores(engine, PROMPT, "1")))
+    report = await shell.publish(2, models[0], truth)
+    assert "log-probs differ" in report.failed[0]
+    report = await shell.publish(3, models[1], truth)
+    assert report.updated == (engine,)
+
+
+async def test_publisher_that_vanishes_in_mid_update_wedges_no_turn(
+    worker: Worker, router: str, engine: str
+) -> None:
+    turn = worker.start("turn", stream=True, num_tokens=60)
+    assert await turn.wait(5)
+    publisher = Dialer(router, "doomed publisher")
+    publisher.send(Packet(BeginUpdate(1, engine, 1, 0.5)))
+    async with open_session() as session:
+        await EngineClient(engine, session).pause()
+    publisher.close()
+    await turn.wait_end()
+    assert (turn.finish_reason, len(turn.token_ids)) == ("length", 60)
+    assert [run.policy_version for run in turn.policy_versions] == [0]
