@@ -6,6 +6,7 @@ Driven by the verbs `up` and `demo`.
 """
 
 import asyncio
+import sys
 from typing import Any
 
 import msgspec
@@ -27,6 +28,8 @@ from rollmesh.launch.screen import Scene, Screen, screen_for, summary_table
 from rollmesh.launch.supervisor import Supervisor, open_mesh
 
 LOOK_S = 1.0
+PIPE_WIDTH = 200
+"""Where stdout is no terminal, lines are cut for no one."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +54,7 @@ class Run:
         self._order = order
         self._clock = SystemClock()
         self._started_s = self._clock.now_s()
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
     async def run(self) -> int:
         """See `launch`."""

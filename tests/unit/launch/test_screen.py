@@ -1,0 +1,106 @@
+"""What the terminal says of a run."""
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console, RenderableType
+
+from rollmesh.core.config import Config, LaunchConfig, RunConfig
+from rollmesh.core.process import Ready
+from rollmesh.launch.folder import RunFolder
+from rollmesh.launch.machine import Ticked
+from rollmesh.launch.plan import ChildPlan, OnDeath
+from rollmesh.launch.progress import Progress
+from rollmesh.launch.sampler import MIB, ProcessSample, Sampler, Telemetry
+from rollmesh.launch.screen import PLAIN_EVERY, PlainScreen, Scene, clock, paint, summary_table
+from rollmesh.launch.supervisor import Mesh, Supervisor
+from rollmesh.testing.clock import FakeClock
+
+
+def telemetry(time_s: float, calls: int, cpu_s: float) -> Telemetry:
+    worker = {"worker_id": "w", "in_flight": 114, "num_calls": calls, "num_tokens": 2 * calls}
+    process = ProcessSample("router", 7, 62 * MIB, cpu_s)
+    return Telemetry(time_s, [process], {"workers": [worker]})
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    """A run in mid-flight."""
+    folder = RunFolder(Config(run=RunConfig(name="demo", folder=str(tmp_path))))
+    plans = [ChildPlan(role="router", argv=("x",), on_death=OnDeath.END)]
+    supervisor = Supervisor(Mesh(plans, {}), LaunchConfig(), folder, FakeClock())
+    supervisor.machine.step(Ticked(), 0.0)
+    supervisor.ready["dashboard"] = Ready("dashboard", 9, "http://127.0.0.1:5")
+    sampler = Sampler(supervisor, folder, FakeClock())
+    sampler.before, sampler.last = telemetry(10.0, 0, 1.0), telemetry(12.0, 1200, 1.5)
+    progress = Progress(num_steps=200)
+    row = {"step": 0, "success": 0.7, "success_untrained": 0.66, "age_histogram": {"0": 1, "1": 3}}
+    progress.add([msgspec.json.encode({"time_s": 2.0 * s, **row, "step": s}) for s in range(20)])
+    return Scene("demo", progress, sampler, supervisor)
+
+
+def text_of(renderable: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(renderable)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_live_view_tells_learning_pace_processes_and_page(scene: Scene) -> None:
+    text = text_of(paint(scene, elapsed_s=65.0))
+    for told in (
+        "rollmesh demo: starting, step 20 of 200",
+        "1:05, about 6:00 left",
+        "0.70 over the last 10 steps",
+        "0: 25%, 1: 75%",
+        "114 in flight",
+        "600 calls/s, 1,200 tokens/s",
+        "the page: http://127.0.0.1:5",
+    ):
+        assert told in text
+    [row] = [line.split() for line in text.splitlines() if "router" in line]
+    assert row[1:5] == ["router", "starting", "62", "25%"]
+
+
+def test_the_live_view_shows_the_latest_notes(scene: Scene) -> None:
+    scene.supervisor.notes += [f"note {number}" for number in range(9)]
+    text = text_of(paint(scene, elapsed_s=65.0))
+    assert "note 8" in text
+    assert "note 4" not in text
+
+
+def test_the_plain_view_says_a_line_now_and_then(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with PlainScreen(scene) as screen:
+        scene.supervisor.notes.append("worker-0 died")
+        for second in range(PLAIN_EVERY):
+            screen.look(float(second))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["worker-0 died", "the page: http://127.0.0.1:5"]
+    assert lines[2].startswith("0:09  step 20 of 200  success 0.70 (untrained 0.66)")
+    assert lines[3].endswith("62 MB  6:00 left")
+    assert len(lines) == 4
+
+
+def test_a_run_that_has_told_nothing_is_shown_with_dashes(scene: Scene) -> None:
+    scene.sampler.before = scene.sampler.last = Telemetry(0.0, [], None)
+    fresh = scene._replace(progress=Progress(num_steps=5))
+    text = text_of(paint(fresh, elapsed_s=0.0))
+    assert "step 0 of 5" in text
+    assert "about - left" in text
+
+
+def test_the_summary_is_a_line_per_figure() -> None:
+    text = text_of(summary_table({"num_lost": 0, "success": None, "peak_rss_mb": {"a": 1, "b": 2}}))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines == ["num_lost 0", "success -", "peak_rss_mb a 1, b 2"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(None, "-"), (-3, "0:00"), (65, "1:05"), (3665, "1:01:05")]
+)
+def test_times_are_told_as_clocks(seconds: float | None, told: str) -> None:
+    assert clock(seconds) == told
