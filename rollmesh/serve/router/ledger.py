@@ -230,10 +230,13 @@ class Ledger:
             self.crew.hand_back(worker, group, message.reason)
 
     def _speaker(self, route: bytes) -> Worker | None:
-        """The worker at `route`; one that we do not know is asked for its hello."""
+        """The worker at `route`: since it speaks, it lives. A stranger is asked for its hello."""
         worker = self.crew.workers.at(route)
         if worker is None:
             self._hello(route)
+            return None
+        worker.heard_s = self.book.now_s
+        self.crew.revive(worker)
         return worker
 
     def _hello(self, route: bytes) -> None:

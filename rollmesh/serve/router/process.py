@@ -98,7 +98,6 @@ class RouterLoop:
         self._fleet = Fleet()
         self._num_received = 0
         self._num_failed = 0
-        self._num_ticks = 0
         self._lost: set[str] = set()
         self._next_tick_s = clock.now_s()
 
@@ -120,7 +119,6 @@ class RouterLoop:
         now_s = self._clock.now_s()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self.tick_s
-            self._num_ticks += 1
             self._send(self._ledger.step(Ticked(), now_s))
             self._step_fleet(Ticked())
             self._log_losses()
@@ -170,7 +168,6 @@ class RouterLoop:
 
     def _hang_status(self) -> None:
         counts = {
-            "ticks": self._num_ticks,
             "received": self._num_received,
             "packets_failed": self._num_failed,
             "malformed": self._hub.num_malformed,

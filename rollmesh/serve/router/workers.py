@@ -44,11 +44,6 @@ class Worker:
         return self.hello.worker_id
 
     @property
-    def num_seated(self) -> int:
-        """Rollouts of the groups that it has."""
-        return self._seated
-
-    @property
     def load(self) -> int:
         """Slots in use. What was given since the last beat but one may not show in it yet."""
         if self.beat is None:

@@ -1,0 +1,204 @@
+"""A small town of peers whose messages are lost, doubled and late, around one real ledger.
+
+The peers are models, a few lines each, that do what the contract asks and no more; what must hold
+of the ledger's own tables is asserted after every step. (The simulator runs the real machines
+together; this one reaches corners that honest peers do not.) Driven by test_book.py.
+"""
+
+import heapq
+import random
+from collections import Counter
+
+from rollmesh.core.config import RouterConfig
+from rollmesh.core.ids import GroupId
+from rollmesh.serve.router.ledger import Ledger
+from rollmesh.serve.router.workers import WorkerState
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.messages import (
+    AnyMessage,
+    AskGroup,
+    CancelGroup,
+    CancelRun,
+    ClientBeat,
+    GroupDelivered,
+    GroupFailed,
+    GroupReturned,
+    GroupStarted,
+    GroupState,
+    HeldGroup,
+    RouterHello,
+    RunGroup,
+    WorkerBeat,
+    WorkerHello,
+)
+
+SETTINGS = RouterConfig(
+    beat_s=1.0, missed_beats=4, max_attempts=4, client_grace_s=20.0, max_queued_groups=12
+)
+NUM_WORKERS = 3
+NUM_GROUPS = 12
+
+
+class Town:
+    """One run of `seed`."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self.ledger = Ledger(SETTINGS, 0.0)
+        self.num_restarts = 0
+        self.pids = dict.fromkeys((f"w{n}" for n in range(NUM_WORKERS)), 1)
+        self.frozen_until_s = dict.fromkeys(self.pids, 0.0)
+        self.runs: dict[str, dict[GroupId, int]] = {name: {} for name in self.pids}
+        self.delivered: set[GroupId] = set()
+        self.open: dict[GroupId, int] = {}
+        """What the client wants, with the attempts that it heard of."""
+        self.ends: Counter[GroupId] = Counter()
+        self.num_asked = 0
+        self.is_calm = False
+        self._agenda: list[tuple[float, int, str, AnyMessage]] = []
+        self._count = 0
+
+    def run(self, chaos_s: float, calm_s: float) -> None:
+        """So long with faults, so long without."""
+        while self.now_s < chaos_s + calm_s:
+            self.is_calm = self.now_s >= chaos_s
+            self.now_s += 0.5
+            self._peers_act()
+            self._deliver()
+            self._take(self.ledger.step(Ticked(), self.now_s))
+            self.check()
+
+    def check(self) -> None:
+        """What holds after every step."""
+        book, crew = self.ledger.book, self.ledger.crew
+        held_by: Counter[GroupId] = Counter()
+        for worker in crew.workers:
+            held_by.update(list(worker.groups))
+            seated = sum(group.num_samples for group in worker.groups.values())
+            assert worker.load <= seated
+            assert all(g.worker_id == worker.worker_id for g in worker.groups.values())
+            assert worker.state is WorkerState.LIVE or not worker.groups
+        in_queue = {group.group_id for group in book.queue.of_env("guess")}
+        assert len(in_queue) == len(book.queue)
+        for group_id, group in book.groups.items():
+            is_queued = group.state is GroupState.QUEUED
+            assert held_by[group_id] == (not is_queued)
+            assert ((group_id in in_queue) + (group_id in book.held)) == is_queued
+            assert group.attempt <= SETTINGS.max_attempts
+        assert len(held_by) + len(in_queue) + len(book.held) == len(book.groups)
+        counted = Counter(group.state for group in book.groups.values())
+        for state in (GroupState.QUEUED, GroupState.ASSIGNED, GroupState.RUNNING):
+            assert book.num_in[state] == counted[state]
+
+    # the wire
+
+    def _say(self, route: str, message: AnyMessage) -> None:
+        self._put("router", route, message)
+
+    def _put(self, target: str, route: str, message: AnyMessage) -> None:
+        rng, copies = self.rng, 1
+        if not self.is_calm:
+            copies = rng.choices((0, 1, 2), (8, 84, 8))[0]
+        for _ in range(copies):
+            delay_s = 0.1 if self.is_calm else rng.expovariate(3.0)
+            self._count += 1
+            key = f"{target} {route}"
+            heapq.heappush(self._agenda, (self.now_s + delay_s, self._count, key, message))
+
+    def _deliver(self) -> None:
+        while self._agenda and self._agenda[0][0] <= self.now_s:
+            _, _, key, message = heapq.heappop(self._agenda)
+            target, route = key.split()
+            if target == "router":
+                event = Received(route.encode(), message)
+                self._take(self.ledger.step(event, self.now_s))
+                self.check()
+            elif target == "c":
+                self._client_hears(message)
+            elif self.frozen_until_s[target] > self.now_s:
+                self._put(target, "router", message)
+            else:
+                self._worker_hears(target, message)
+
+    def _take(self, sends: list[Send]) -> None:
+        for send in sends:
+            target = send.route.decode()
+            if isinstance(send.message, RunGroup):
+                worker = self.ledger.crew.workers.at(send.route)
+                assert worker is not None
+                assert worker.state is WorkerState.LIVE
+                assert 1 <= send.message.attempt <= SETTINGS.max_attempts
+            self._put(target, "router", send.message)
+
+    # peers
+
+    def _peers_act(self) -> None:
+        rng = self.rng
+        if not self.is_calm and self.num_asked < NUM_GROUPS and rng.random() < 0.5:
+            self.open[GroupId("r1", self.num_asked)] = 0
+            self.num_asked += 1
+        self._say("c", ClientBeat("c", len(self.open)))
+        for group_id, attempts in list(self.open.items()):
+            if not self.is_calm and rng.random() < 0.01:
+                self._end(group_id)
+                self._say("c", CancelGroup(group_id, "enough"))
+            elif rng.random() < 0.3:
+                ask = AskGroup(group_id, "c", "guess", 4, "tcp://sink", attempts)
+                self._say("c", ask)
+        for name in self.pids:
+            self._worker_acts(name)
+        if not self.is_calm and rng.random() < 0.01:
+            self.num_restarts += 1
+            self.ledger = Ledger(SETTINGS, self.now_s)
+
+    def _worker_acts(self, name: str) -> None:
+        rng, runs = self.rng, self.runs[name]
+        if self.frozen_until_s[name] > self.now_s:
+            return
+        if not self.is_calm and rng.random() < 0.02:
+            self.frozen_until_s[name] = self.now_s + rng.uniform(1.0, 8.0)
+        if not self.is_calm and rng.random() < 0.02:
+            self.pids[name] += 1
+            runs.clear()
+            self._hello(name)
+        self._say(name, WorkerBeat(name, 4 * len(runs), True, 0, 0.0, 0, 0, 0, 0))
+        for group_id, attempt in list(runs.items()):
+            if rng.random() < 0.2:
+                del runs[group_id]
+                self.delivered.add(group_id)
+                self._end(group_id)
+                self._say(name, GroupDelivered(group_id, attempt))
+
+    def _hello(self, name: str) -> None:
+        holds = tuple(HeldGroup(each, attempt, False) for each, attempt in self.runs[name].items())
+        self._say(name, WorkerHello(name, "guess", 8, self.pids[name], "here", holds))
+
+    def _worker_hears(self, name: str, message: AnyMessage) -> None:
+        runs = self.runs[name]
+        match message:
+            case RouterHello():
+                if self.ledger.crew.workers.get(name) is None:
+                    self._hello(name)
+            case RunGroup(group_id=group_id, attempt=attempt):
+                if group_id in self.delivered:
+                    self._say(name, GroupDelivered(group_id, attempt))
+                elif group_id not in runs and not self.is_calm and self.rng.random() < 0.1:
+                    self._say(name, GroupReturned(group_id, attempt, "not now"))
+                else:
+                    runs[group_id] = max(attempt, runs.get(group_id, 0))
+                    self._say(name, GroupStarted(group_id, attempt))
+            case CancelRun(group_id=group_id):
+                runs.pop(group_id, None)
+
+    def _client_hears(self, message: AnyMessage) -> None:
+        attempt = getattr(message, "attempt", 0)
+        group_id = getattr(message, "group_id", None)
+        if isinstance(message, GroupFailed):
+            self._end(message.group_id)
+        elif group_id in self.open:
+            self.open[group_id] = max(self.open[group_id], attempt)
+
+    def _end(self, group_id: GroupId) -> None:
+        if self.open.pop(group_id, None) is not None:
+            self.ends[group_id] += 1

@@ -1,0 +1,95 @@
+"""A ledger on a clock that the test moves, and short words for what its peers say."""
+
+from typing import TypeVar
+
+from rollmesh.core.config import RouterConfig
+from rollmesh.core.ids import GroupId
+from rollmesh.serve.router.ledger import Ledger
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.messages import (
+    AskGroup,
+    ClientBeat,
+    GroupStarted,
+    GroupState,
+    HeldGroup,
+    Message,
+    WorkerBeat,
+    WorkerHello,
+)
+
+M = TypeVar("M", bound=Message)
+SETTINGS = RouterConfig(
+    beat_s=1.0, missed_beats=3, max_attempts=3, client_grace_s=10.0, max_queued_groups=8
+)
+SETTLED_S = 3.0
+CLIENT = b"client"
+
+
+def group(seq: int) -> GroupId:
+    return GroupId("r1", seq)
+
+
+def hello(worker: str, *holds: HeldGroup, env: str = "guess", pid: int = 1) -> WorkerHello:
+    return WorkerHello(worker, env, max_rollouts=8, pid=pid, host="here", holds=holds)
+
+
+def beat(worker: str, num_running: int = 0, accepting: bool = True, lag_s: float = 0) -> WorkerBeat:
+    return WorkerBeat(worker, num_running, accepting, 0, lag_s, 0, 0, 0, 0)
+
+
+def ask(
+    seq: int, *, n: int = 4, attempts: int = 0, client: str = "c", env: str = "guess", prio: int = 0
+) -> AskGroup:
+    return AskGroup(group(seq), client, env, n, "tcp://sink", attempts, prio)
+
+
+class Story:
+    """A ledger that listens to whatever the test lets its peers say."""
+
+    def __init__(self, settings: RouterConfig = SETTINGS, started_s: float = 0.0) -> None:
+        self.now_s = started_s
+        self.ledger = Ledger(settings, started_s)
+
+    def says(self, route: bytes | str, message: Message, body: bytes = b"") -> list[Send]:
+        route = route.encode() if isinstance(route, str) else route
+        return self.ledger.step(Received(route, message, body), self.now_s)  # type: ignore[arg-type]
+
+    def worker(self, name: str, *holds: HeldGroup, pid: int = 1) -> list[Send]:
+        return self.says(name, hello(name, *holds, pid=pid))
+
+    def asks(self, message: AskGroup, body: bytes = b"ask") -> list[Send]:
+        return self.says(message.client_id, message, body)
+
+    def passes(self, seconds: float, *beating: str) -> list[Send]:
+        """Half a beat at a time; the workers named beat each time, so does the client `c`."""
+        sends: list[Send] = []
+        for _ in range(round(seconds / 0.5)):
+            self.now_s += 0.5
+            for name in beating:
+                sends += self.says(name, ClientBeat(name, 0) if name == "c" else beat(name))
+            sends += self.ledger.step(Ticked(), self.now_s)
+        return sends
+
+    def state(self, seq: int) -> GroupState | None:
+        found = self.ledger.book.groups.get(group(seq))
+        return found.state if found else None
+
+    def holder(self, seq: int) -> str:
+        return self.ledger.book.groups[group(seq)].worker_id
+
+    def is_empty(self) -> bool:
+        book = self.ledger.book
+        return not book.groups and not len(book.queue) and not book.held
+
+
+def only(sends: list[Send], kind: type[M], route: bytes | str | None = None) -> list[M]:
+    wanted = route.encode() if isinstance(route, str) else route
+    return [s.message for s in sends if isinstance(s.message, kind) and wanted in (None, s.route)]
+
+
+def running(story: Story, seq: int = 1, worker: str = "w0") -> None:
+    """One worker, one group that it runs."""
+    story.worker(worker)
+    story.asks(ask(seq))
+    story.says(worker, GroupStarted(group(seq), 1))
+    assert story.state(seq) is GroupState.RUNNING

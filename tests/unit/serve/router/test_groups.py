@@ -1,0 +1,88 @@
+"""The queue: priority first, then turns among clients, and nothing is kept of what left."""
+
+import pytest
+
+from rollmesh.core.ids import GroupId
+from rollmesh.serve.router.groups import TRANSITIONS, FairQueue, Group
+from rollmesh.wire.messages import GroupState
+
+
+def waiting(seq: int, client: str = "c", env: str = "guess", priority: int = 0) -> Group:
+    return Group(GroupId("r1", seq), env, 4, "tcp://sink", client, priority, b"12345")
+
+
+def drained(queue: FairQueue, env: str = "guess") -> list[int]:
+    order = []
+    while group := queue.head(env):
+        queue.take(group)
+        order.append(group.group_id.seq)
+    return order
+
+
+def test_a_client_is_served_in_its_order() -> None:
+    queue = FairQueue()
+    for seq in (3, 1, 2):
+        queue.push(waiting(seq))
+    assert drained(queue) == [3, 1, 2]
+
+
+def test_what_comes_back_goes_first() -> None:
+    queue = FairQueue()
+    queue.push(waiting(1))
+    queue.push(waiting(2), first=True)
+    assert drained(queue) == [2, 1]
+
+
+def test_a_client_with_little_waits_for_one_turn_of_each_other() -> None:
+    queue = FairQueue()
+    for seq in range(4):
+        queue.push(waiting(seq, "greedy"))
+    for seq in (10, 11):
+        queue.push(waiting(seq, "other"))
+    queue.push(waiting(20, "modest"))
+    assert drained(queue) == [0, 10, 20, 1, 11, 2, 3]
+
+
+def test_a_higher_priority_goes_before_all_turns() -> None:
+    queue = FairQueue()
+    queue.push(waiting(1, "a"))
+    queue.push(waiting(2, "b", priority=1))
+    queue.push(waiting(3, "a", priority=-1))
+    assert drained(queue) == [2, 1, 3]
+
+
+def test_environments_do_not_wait_for_each_other() -> None:
+    queue = FairQueue()
+    queue.push(waiting(1, env="echo"))
+    queue.push(waiting(2))
+    assert drained(queue) == [2]
+    assert [g.group_id.seq for g in queue.of_env("echo")] == [1]
+
+
+def test_a_group_may_leave_from_the_middle() -> None:
+    queue = FairQueue()
+    groups = [waiting(seq) for seq in range(3)]
+    for group in groups:
+        queue.push(group)
+    assert queue.remove(groups[1])
+    assert not queue.remove(groups[1])
+    assert drained(queue) == [0, 2]
+
+
+def test_length_and_bytes_follow_and_nothing_is_kept() -> None:
+    queue = FairQueue()
+    groups = [waiting(seq, f"c{seq}", f"env{seq}", seq) for seq in range(5)]
+    for group in groups:
+        queue.push(group)
+    assert (len(queue), queue.num_bytes) == (5, 25)
+    for group in groups:
+        queue.remove(group)
+    assert (len(queue), queue.num_bytes) == (0, 0)
+    assert all(queue.head(group.env) is None for group in groups)
+
+
+@pytest.mark.parametrize("state", list(GroupState))
+def test_a_group_that_ended_stays_so_and_every_other_can_end(state: GroupState) -> None:
+    ends = {GroupState.DONE, GroupState.FAILED, GroupState.CANCELLED}
+    following = set(TRANSITIONS[state])
+    assert following == set() if state in ends else ends <= following

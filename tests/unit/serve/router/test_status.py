@@ -1,0 +1,51 @@
+"""The snapshot says how things stand, and Prometheus hears the same."""
+
+from rollmesh.core.metrics import Exposition
+from rollmesh.serve.router.status import Status, figures_of, status_of
+from rollmesh.wire.messages import EnginePhase, EngineRow, FleetChanged, GroupDelivered
+from tests.unit.serve.router.story import Story, ask, beat, group
+
+TABLE = FleetChanged(1, (EngineRow("http://e:1", "i1", EnginePhase.READY, 12, 3, 4, ""),))
+
+
+def a_status() -> Status:
+    story = Story()
+    story.worker("w0")
+    for seq in range(4):
+        story.asks(ask(seq))
+    story.says("w0", GroupDelivered(group(0), 1))
+    story.says("w0", beat("w0", num_running=4))
+    return status_of("i9", story.ledger, TABLE, {"malformed": 2})
+
+
+def test_groups_are_counted_by_state() -> None:
+    status = a_status()
+    assert status.queue == {"queued": 1, "assigned": 2, "running": 0}
+    assert (status.num_done, status.num_clients, status.incarnation) == (1, 1, "i9")
+    assert status.counts["asks"] == 4
+    assert status.counts["malformed"] == 2
+
+
+def test_workers_and_engines_are_named() -> None:
+    status = a_status()
+    [worker], [engine] = status.workers, status.engines
+    assert (worker.worker_id, worker.state, worker.in_flight, worker.pid) == ("w0", "live", 8, 1)
+    assert (engine.phase, engine.policy_version, engine.num_waiting) == ("ready", 12, 4)
+
+
+def test_a_snapshot_does_not_change_when_the_router_goes_on() -> None:
+    story = Story()
+    status = status_of("i9", story.ledger, TABLE, {})
+    story.asks(ask(1))
+    assert status.queue["queued"] == 0
+
+
+def test_every_figure_can_be_scraped() -> None:
+    exposition = Exposition("router")
+    exposition.add(lambda: figures_of(a_status()))
+    text = exposition.render().decode()
+    assert 'rollmesh_router_groups{state="queued"} 1.0' in text
+    assert 'rollmesh_router_groups_ended_total{state="done"} 1.0' in text
+    assert 'rollmesh_router_events_total{event="asks"} 4.0' in text
+    assert 'rollmesh_worker_up{worker_id="w0"} 1.0' in text
+    assert 'rollmesh_engine_policy_version{engine="http://e:1"} 12.0' in text
