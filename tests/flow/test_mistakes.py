@@ -64,3 +64,35 @@ def test_a_port_that_is_taken(tmp_path: Path, mesh_toml: Path) -> None:
     assert code == 2
     assert err.startswith(f"rollmesh: dashboard.bind = {bind}: cannot listen there: address")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ("no_such_package:Env", "no_such_package"),
+        ("nonsense", "nonsense"),
+        ("pathlib:Path", "pathlib:Path"),
+    ],
+)
+def test_an_environment_that_cannot_be_loaded(tmp_path: Path, env: str, told: str) -> None:
+    words = ["worker", "--router", "tcp://127.0.0.1:9", "--worker-id", "worker-0"]
+    code, err = rollmesh(*words, "--set", f"env={env}", cwd=tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert told in err
+
+
+def test_an_engine_whose_model_folder_is_not_one(tmp_path: Path) -> None:
+    code, err = rollmesh("engine", "--model-dir", str(tmp_path), cwd=tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"rollmesh: {tmp_path}")
+
+
+def test_a_run_folder_that_is_not_there(tmp_path: Path) -> None:
+    code, err = rollmesh("dashboard", "runs/none", cwd=tmp_path)
+    assert (code, err) == (2, "rollmesh: runs/none: no such run folder; runs stand in runs/NAME\n")
+
+
+def test_a_page_for_the_whole_network(tmp_path: Path) -> None:
+    code, err = rollmesh("dashboard", str(tmp_path), "--host", "0.0.0.0", cwd=tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "loopback only" in err

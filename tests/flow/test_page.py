@@ -67,8 +67,9 @@ def address(run: FakeRun) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[webdriver.Chrome]:
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
     options = webdriver.ChromeOptions()
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
     options.binary_location = CHROMIUM or ""
     for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "window-size=1280,940"):
         options.add_argument(f"--{flag}")
