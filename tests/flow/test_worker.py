@@ -79,8 +79,12 @@ class Mesh:
         self._stack = stack
         write_model_folder(folder / "model")
         self.engine = engine
-        words = ["router", *self.settings(), "--engine", engine.url]
-        self.router = stack.enter_context(running(folder, *words))
+        self.router = self.start_router()
+
+    def start_router(self, bind: str = "tcp://127.0.0.1:0") -> Process:
+        words = ["router", *self.settings(), "--set", f"router.bind={bind}"]
+        words += ["--engine", self.engine.url]
+        return self._stack.enter_context(running(self.folder, *words))
 
     def settings(self, env: str = "echo", **env_settings: object) -> list[str]:
         values = {
@@ -196,6 +200,25 @@ async def test_group_goes_elsewhere_at_once_when_its_worker_is_stopped(mesh: Mes
     [finished] = await take(client)
     assert isinstance(finished, Finished)
     assert finished.worker_id == "worker-1"
+
+
+async def test_group_outlives_its_router_and_runs_once(mesh: Mesh) -> None:
+    await asyncio.to_thread(mesh.worker, "worker-0")
+    client = mesh.client()
+    mesh.engine.hold()
+    running_id, waiting_id = ask(client, num_samples=2), ask(client, env="nobody-has-it")
+    await mesh.engine.until(lambda: mesh.engine.num_seen("/generate") == 2)
+    address = mesh.router.ready.address
+    await asyncio.to_thread(mesh.router.kill)
+    mesh.router = await asyncio.to_thread(mesh.start_router, address)
+    await mesh.engine.release()
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+    assert (finished.group_id, finished.attempt) == (running_id, 1)
+    assert_exact(finished)
+    assert mesh.engine.num_seen("/generate") == 4
+    client.cancel(waiting_id, "enough")
+    assert await take(client) == [Dropped(waiting_id, "enough")]
 
 
 async def test_cancelled_group_is_aborted_at_the_engine(mesh: Mesh) -> None:
