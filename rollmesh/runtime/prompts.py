@@ -11,14 +11,13 @@ import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rollmesh.runtime.deltas import Answer, DeltaReader, Marks, ToolCall
-from rollmesh.runtime.families import Family, choose_family
-from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.families import Family
+from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.runtime.turns import ChatMessage, read_tools
 
 _FIXED_PREFIX = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -176,12 +175,6 @@ class Prompts:
         end = next((n for n, i in enumerate(ids) if i in stops), len(ids))
         text = self._tokenizer.decode(ids[:end])
         return (text.partition("</think>")[2] if has_reasoning else text).strip()
-
-
-def load_prompts(folder: Path, renderer: str) -> Prompts:
-    """Tokenizer and renderer of a model folder; ModelError or ConfigError in one line."""
-    tokenizer = load_tokenizer(folder)
-    return Prompts(choose_family(folder, renderer, tokenizer), tokenizer)
 
 
 def _for_template(chat: Chat) -> list[dict[str, Any]]:

@@ -81,11 +81,6 @@ class Runtime:
                 del self._sessions[digest]
 
     @property
-    def num_sessions(self) -> int:
-        """Live sessions, sealed ones that wait for their group's ack included."""
-        return len(self._sessions) // 2
-
-    @property
     def num_calls(self) -> int:
         """Generations started since the start."""
         return self._totals.num_calls

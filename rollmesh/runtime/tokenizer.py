@@ -25,11 +25,14 @@ _SHORT_CHARS = 48
 class Tokenizer:
     """One per process; stateless but for caches."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, name_or_path: str = "") -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, name_or_path: str = "", vocab_size: int = 0
+    ) -> None:
+        """`vocab_size` is the model's; its embedding often has more rows than there are texts."""
         self.name_or_path = name_or_path
         self.unk_token_id: int | None = None
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        """Ids are below this."""
+        self.vocab_size: int = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
+        """Ids are below this; a model may sample one that has no text."""
         self._backend = backend
         self._pieces = _byte_pieces(backend)
         self._encode_short = functools.lru_cache(maxsize=1024)(self._encode_anew)
@@ -96,7 +99,16 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - door: the library raises bare Exception
         raise ModelError(f"{path}: not a tokenizer: {error}") from None
-    return Tokenizer(backend, str(folder))
+    return Tokenizer(backend, str(folder), _model_vocab_size(folder))
+
+
+def _model_vocab_size(folder: Path) -> int:
+    """By config.json, 0 where it does not say; multimodal models say it of their text part."""
+    try:
+        config = orjson.loads((folder / "config.json").read_bytes())
+        return int(config.get("vocab_size") or config.get("text_config", {})["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
 
 
 def _byte_pieces(backend: tokenizers.Tokenizer) -> list[bytes] | None:

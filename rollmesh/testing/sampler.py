@@ -5,6 +5,7 @@ engine legs are scripted. Nothing sleeps: a held generation shows tokens when `s
 ends when `end` or `fail` is. Driven by tests and benchmarks.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from rollmesh.core.clock import Clock
@@ -56,8 +57,8 @@ class ScriptedGeneration(Generation):
         assert self.leg is not None, "no leg is open"
         start = len(self.token_ids)
         logprobs = [logprob_at(start + n) for n in range(len(token_ids))]
-        version = self._sampler.policy_version
-        event = LegSampled(self.leg.leg, token_ids, logprobs, version, finish)
+        policy_version = self._sampler.policy_version
+        event = LegSampled(self.leg.leg, token_ids, logprobs, policy_version, finish)
         self.leg = None if finish else self.leg
         self.drive(event)
 
@@ -76,6 +77,7 @@ class ScriptedGeneration(Generation):
         """Feed one event to the machine and carry out what it asks for."""
         for action in self.machine.step(event, self._sampler.clock.now_s()):
             self._carry_out(action)
+        self._sampler.moved.set()
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -109,6 +111,8 @@ class ScriptedSampler:
         self.generations: list[ScriptedGeneration] = []
         self.policy_version = 1
         self.clock = clock or FakeClock()
+        self.moved = asyncio.Event()
+        """Set after every event of every generation."""
         self.keeps = True
         """Whether requests and generations are kept for the test to look at."""
         self._settings = settings or GenerationSettings()
@@ -137,6 +141,12 @@ class ScriptedSampler:
         if self._script is not None:
             generation.end(*self._script(request))
         return generation
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait for generations to move until `is_so()`."""
+        while not is_so():
+            self.moved.clear()
+            await self.moved.wait()
 
     def tick(self) -> None:
         """Let every kept generation look at the clock."""

@@ -14,7 +14,6 @@ import socket
 from collections import Counter
 
 import orjson
-import structlog
 from aiohttp import web
 
 from rollmesh.core.config import InterceptionConfig
@@ -31,8 +30,6 @@ BACKLOG = 1024
 
 DIALECTS: dict[str, Dialect] = {"/chat/completions": ChatDialect()}
 """By the end of the path."""
-
-log = structlog.get_logger()
 
 
 class Edge:

@@ -14,10 +14,10 @@ import enum
 
 import aiohttp
 import msgspec
-import structlog
 from aiohttp import web
 
 from rollmesh.core.errors import Overloaded, SessionError
+from rollmesh.core.logs import get_logger
 from rollmesh.runtime.deltas import Delta, DeltaReader
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.reply import Reply
@@ -32,7 +32,7 @@ _TO_THE_END = 1 << 62
 _JSON = {"Content-Type": "application/json"}
 _EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class ExchangeState(enum.StrEnum):
@@ -82,7 +82,7 @@ class Exchange:
         except (asyncio.CancelledError, ConnectionError):
             self.state = ExchangeState.ABANDONED
             raise
-        except Exception:
+        except Exception:  # door: a fault of ours must not take other calls along
             self.state = ExchangeState.FAILED
             log.exception("exchange.broken")
             return await self._refuse(SessionError(500, "internal_error", "a fault in the server"))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.prompts import Prompts, load_prompts
+from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.model_folder import write_model_folder
 
@@ -22,10 +23,10 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def prompts(model_folder: Path) -> Prompts:
-    return load_prompts(model_folder, "auto")
+def prompts(model_folder: Path, tokenizer: Tokenizer) -> Prompts:
+    return Prompts(choose_family(model_folder, "auto", tokenizer), tokenizer)
 
 
 @pytest.fixture(scope="session")
-def template_prompts(model_folder: Path) -> Prompts:
-    return load_prompts(model_folder, "template")
+def template_prompts(model_folder: Path, tokenizer: Tokenizer) -> Prompts:
+    return Prompts(choose_family(model_folder, "template", tokenizer), tokenizer)

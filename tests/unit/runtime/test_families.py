@@ -37,8 +37,10 @@ def test_a_folder_without_a_config_is_no_model_folder(tmp_path: Path, tokenizer:
 
 def test_the_library_is_loaded_without_the_openai_sdk(model_folder: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from rollmesh.runtime.prompts import load_prompts;"
-        f"load_prompts(Path({str(model_folder)!r}), 'auto');"
+        "import sys; from pathlib import Path; from rollmesh.runtime.families import choose_family;"
+        "from rollmesh.runtime.tokenizer import load_tokenizer;"
+        f"folder = Path({str(model_folder)!r});"
+        "choose_family(folder, 'auto', load_tokenizer(folder));"
         "heavy = {'openai', 'torch', 'transformers', 'numpy', 'jinja2'} & set(sys.modules);"
         "assert not heavy, heavy; import openai; assert openai.AsyncOpenAI is not object"
     )

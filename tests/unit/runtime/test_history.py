@@ -6,10 +6,10 @@ import pytest
 from rollmesh.runtime.history import ForkCause, History, Match, Spot
 from rollmesh.runtime.turns import Turn, read_message
 
-SYSTEM = {"role": "system", "content": "rules"}
-USER = {"role": "user", "content": "guess"}
-SAID = {"role": "assistant", "content": "4"}
-MORE = {"role": "user", "content": "higher"}
+SYSTEM: dict[str, object] = {"role": "system", "content": "rules"}
+USER: dict[str, object] = {"role": "user", "content": "guess"}
+SAID: dict[str, object] = {"role": "assistant", "content": "4"}
+MORE: dict[str, object] = {"role": "user", "content": "higher"}
 TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
 
 
@@ -106,7 +106,7 @@ def test_a_fork_says_its_cause(held: Held, asked: Turn, cause: ForkCause) -> Non
 
 def test_going_back_to_an_earlier_turn_is_a_rewind(held: Held) -> None:
     held.ask(turn(SYSTEM, USER, SAID, MORE))
-    other = {"role": "user", "content": "lower"}
+    other: dict[str, object] = {"role": "user", "content": "lower"}
     match, _ = held.ask(turn(SYSTEM, USER, SAID, other))
     assert (match.spot.node, match.cause) == (1, ForkCause.REWOUND)
 

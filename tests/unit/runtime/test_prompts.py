@@ -15,8 +15,8 @@ def chat(*messages: dict[str, object], tools: bytes = b"") -> Chat:
     return Chat(raws, [read_message(raw, n) for n, raw in enumerate(raws)], tools)
 
 
-USER = {"role": "user", "content": "guess"}
-MORE = {"role": "user", "content": "higher"}
+USER: dict[str, object] = {"role": "user", "content": "guess"}
+MORE: dict[str, object] = {"role": "user", "content": "higher"}
 
 
 @pytest.mark.parametrize("which", ["prompts", "template_prompts"])
@@ -50,7 +50,7 @@ def test_foreign_assistant_messages_are_rendered_behind_a_fixed_prefix(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
     said = tokenizer.encode("I guess 4<|im_end|>")
-    foreign = {"role": "assistant", "content": "lower"}
+    foreign: dict[str, object] = {"role": "assistant", "content": "lower"}
     delta = prompts.extend(said, chat(USER, foreign, MORE))
     assert delta is not None
     assert tokenizer.decode(delta) == (

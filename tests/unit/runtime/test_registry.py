@@ -46,11 +46,11 @@ async def test_the_end_of_a_group_leaves_nothing(prompts: Prompts) -> None:
     other = runtime.open_session(RolloutId(GroupId("r", 1), 0), SamplingPolicy(), 0)
     reply = await opened.session.attach(Turn(messages=[b'{"role":"user","content":"x"}']))
     opened.session.finish(reply)
-    assert (runtime.num_sessions, runtime.num_calls, runtime.num_tokens) == (3, 1, 2)
+    assert (runtime.num_calls, runtime.num_tokens) == (1, 2)
     assert runtime.held_bytes > 0
     runtime.end_group(GROUP)
     runtime.end_group(GROUP)
-    assert (runtime.num_sessions, runtime.held_bytes) == (1, 0)
+    assert runtime.held_bytes == 0
     assert opened.session.state is again.session.state is SessionState.SEALED
     with pytest.raises(SessionError):
         runtime.find(opened.api_key)

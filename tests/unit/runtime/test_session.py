@@ -22,8 +22,8 @@ from rollmesh.runtime.turns import SamplingAsk, Turn
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedSampler, logprob_at
 
-USER = {"role": "user", "content": "guess"}
-MORE = {"role": "user", "content": "higher"}
+USER: dict[str, object] = {"role": "user", "content": "guess"}
+MORE: dict[str, object] = {"role": "user", "content": "higher"}
 TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
 TO_THE_END = 1 << 62
 
@@ -288,8 +288,11 @@ async def test_tool_calls_are_known_by_id_when_the_agent_comes_back(
     assert session.finish_reason(reply) == "tool_calls"
     (made,) = answer.tool_calls
     function = {"name": "f", "arguments": '{"a":1}'}
-    echo = {"role": "assistant", "tool_calls": [{"id": made.id, "function": function}]}
-    result = {"role": "tool", "tool_call_id": made.id, "content": "42"}
+    echo: dict[str, object] = {
+        "role": "assistant",
+        "tool_calls": [{"id": made.id, "function": function}],
+    }
+    result: dict[str, object] = {"role": "tool", "tool_call_id": made.id, "content": "42"}
     await call(session, turn(USER, echo, result, tools=TOOLS))
     prompt = list(sampler.requests[1].prompt_ids)
     start = len(sampler.requests[0].prompt_ids)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rollmesh.core.errors import ModelError
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.testing.model_folder import write_model_folder
 
 TEXT = "hello world \u00e9\u4f60 \U0001f642<|im_end|><think>x</think>"
 
@@ -49,6 +50,15 @@ def test_a_character_is_never_cut_in_two(tokenizer: Tokenizer) -> None:
     broken = tokenizer.stream()
     assert broken.feed(tokenizer.encode("\u4f60")[:1]) == ""
     assert broken.end() == "\ufffd"
+
+
+def test_the_vocabulary_is_the_models_where_that_is_larger(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path)
+    assert load_tokenizer(folder).vocab_size < 4096
+    (folder / "config.json").write_text('{"vocab_size": 4096}')
+    assert load_tokenizer(folder).vocab_size == 4096
+    (folder / "config.json").write_text('{"text_config": {"vocab_size": 5000}}')
+    assert load_tokenizer(folder).vocab_size == 5000
 
 
 def test_other_kinds_of_tokenizers_stream_through_the_library() -> None:

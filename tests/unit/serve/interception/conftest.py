@@ -1,0 +1,104 @@
+"""An edge on a free port over scripted generations, and a client for it."""
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from rollmesh.core.config import InterceptionConfig
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.process import listen
+from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.registry import OpenSession, Runtime
+from rollmesh.runtime.stops import StopStrings
+from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.serve.interception.edge import Edge
+from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.testing.sampler import ScriptedSampler
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(write_model_folder(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer: Tokenizer) -> Prompts:
+    folder = Path(tokenizer.name_or_path)
+    return Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
+
+
+class Desk:
+    """A running edge with one session, and the client side of it."""
+
+    def __init__(
+        self, runtime: Runtime, sampler: ScriptedSampler, tokenizer: Tokenizer, base: str
+    ) -> None:
+        self.runtime = runtime
+        self.sampler = sampler
+        self.tokenizer = tokenizer
+        self.base = base
+        self.opened: OpenSession = runtime.open_session(
+            RolloutId(GroupId("r", 0), 0), SamplingPolicy(), seed=7
+        )
+        self.client = aiohttp.ClientSession()
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of `text`."""
+        return self.tokenizer.encode(text)
+
+    def say(self, text: str, at: int = -1) -> None:
+        """A held generation ends with `text`."""
+        self.sampler.generations[at].end(*self.ids(text + "<|im_end|>"))
+
+    def post(
+        self,
+        body: object,
+        path: str = "/v1/chat/completions",
+        headers: dict[str, str] | None = None,
+    ) -> Any:
+        """A request context; `body` is bytes, or what becomes JSON."""
+        raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        auth = {"Authorization": f"Bearer {self.opened.api_key}"}
+        return self.client.post(self.base + path, data=raw, headers={**auth, **(headers or {})})
+
+    async def answer(
+        self, body: object, path: str = "/v1/chat/completions", **headers: str
+    ) -> tuple[int, Any]:
+        """Status and decoded JSON of one request."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.post(body, path, named) as response:
+            return response.status, msgspec.json.decode(await response.read())
+
+
+MakeDesk = Callable[..., Any]
+
+
+@pytest.fixture
+async def make_desk(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[MakeDesk]:
+    """`await make_desk("said", ...)` scripts the replies; without any they are held."""
+    desks: list[tuple[Desk, Edge]] = []
+
+    async def make(
+        *said: str, config: InterceptionConfig | None = None, max_context_tokens: int = 4096
+    ) -> Desk:
+        script = [tokenizer.encode(text + "<|im_end|>") for text in said] if said else None
+        sampler = ScriptedSampler(
+            script, new_matcher=lambda stops: StopStrings(stops, tokenizer.stream())
+        )
+        runtime = Runtime(sampler, prompts, max_context_tokens, sampler.clock)
+        edge = Edge(runtime, config or InterceptionConfig(), "policy")
+        base = await edge.start(listen("127.0.0.1:0"))
+        desks.append((Desk(runtime, sampler, tokenizer, base), edge))
+        return desks[-1][0]
+
+    yield make
+    for desk, edge in desks:
+        desk.runtime.end_group(GroupId("r", 0))
+        await desk.client.close()
+        await edge.stop()

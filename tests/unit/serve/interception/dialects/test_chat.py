@@ -1,0 +1,106 @@
+"""The chat dialect: what is read, what is refused, what is returned when asked."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.core.errors import SessionError
+from rollmesh.serve.interception.dialects.chat import ChatDialect
+from tests.unit.serve.interception.conftest import MakeDesk
+
+USER = {"role": "user", "content": "guess"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def decode(**fields: object) -> Any:
+    body = msgspec.json.encode({"messages": [USER], **fields})
+    return ChatDialect().decode(body, 1, False)
+
+
+def test_sampling_fields_are_read_under_all_their_names() -> None:
+    turn = decode(max_tokens=5, max_completion_tokens=7, stop="x", temperature=0, seed=2**70)
+    assert turn.ask.max_tokens == 7
+    assert turn.ask.stop == ("x",)
+    assert turn.ask.temperature == 0
+    assert 0 <= turn.ask.seed < 2**63
+    assert decode(stop=["a", ""]).ask.stop == ("a",)
+
+
+def test_nulls_and_unknown_keys_are_accepted() -> None:
+    turn = decode(tools=None, stop=None, stream=None, n=None, store=False, session_id="x", user=[])
+    assert turn.tools == b""
+    assert not turn.stream
+    assert decode(tools=[]).tools == b""
+
+
+def test_tool_choice_none_forbids_calls() -> None:
+    assert decode(tools=[TOOL]).reads_calls
+    assert not decode(tools=[TOOL], tool_choice="none").reads_calls
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"n": 2}, "n: 2 choices asked"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format: 'json_schema'"),
+        ({"temperature": -1}, "temperature"),
+        ({"messages": []}, "messages: expected at least one"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(fields: dict[str, object], why: str) -> None:
+    with pytest.raises(SessionError, match=why) as caught:
+        decode(**fields)
+    assert caught.value.status == 400
+
+
+async def test_tool_calls_come_whole_with_stable_ids(make_desk: MakeDesk) -> None:
+    desk = await make_desk(f"I call {CALL}{CALL}")
+    _, answer = await desk.answer({"messages": [USER], "tools": [TOOL], "model": "mine"})
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I call"
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"] for call in calls] == [{"name": "f", "arguments": '{"a": 1}'}] * 2
+    session_id = desk.opened.session_id
+    assert [call["id"] for call in calls] == [f"call_{session_id}_0_{n}" for n in range(2)]
+    assert answer["id"] == f"chatcmpl-{session_id}-0"
+    assert answer["model"] == "mine"
+
+
+async def test_streamed_tool_calls_are_indexed(make_desk: MakeDesk) -> None:
+    desk = await make_desk(CALL)
+    async with desk.post({"messages": [USER], "tools": [TOOL], "stream": True}) as response:
+        lines = (await response.read()).split(b"\n\n")
+    last = msgspec.json.decode(lines[-3][6:])["choices"][0]
+    assert last["finish_reason"] == "tool_calls"
+    assert last["delta"]["tool_calls"][0]["index"] == 0
+
+
+async def test_token_ids_and_logprobs_are_returned_when_asked(make_desk: MakeDesk) -> None:
+    desk = await make_desk("I guess 4", "I guess 4")
+    asked = {"messages": [USER], "logprobs": True, "return_token_ids": True}
+    _, answer = await desk.answer(asked)
+    (choice,) = answer["choices"]
+    ids = desk.ids("I guess 4<|im_end|>")
+    assert choice["token_ids"] == ids
+    assert answer["prompt_token_ids"] == list(desk.sampler.requests[0].prompt_ids)
+    content = choice["logprobs"]["content"]
+    assert "".join(token["token"] for token in content) == "I guess 4<|im_end|>"
+    assert [token["logprob"] for token in content] == [-0.5 - n / 64 for n in range(len(ids))]
+    async with desk.post({**asked, "stream": True}) as response:
+        lines = (await response.read()).split(b"\n\n")
+    chunks = [msgspec.json.decode(line[6:])["choices"][0] for line in lines[:-2]]
+    assert [i for chunk in chunks for i in chunk["token_ids"]] == ids
+    streamed = [token for chunk in chunks for token in chunk["logprobs"]["content"]]
+    assert streamed == content
+
+
+async def test_neither_is_returned_unasked(make_desk: MakeDesk) -> None:
+    desk = await make_desk("4")
+    _, answer = await desk.answer({"messages": [USER]})
+    assert "prompt_token_ids" not in answer
+    assert answer["choices"][0]["logprobs"] is None
+    assert "token_ids" not in answer["choices"][0]

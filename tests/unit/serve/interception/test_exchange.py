@@ -1,0 +1,207 @@
+"""Exchanges over a real socket: plain, streamed, cut, retried, sealed."""
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from rollmesh.core.config import InterceptionConfig
+from rollmesh.runtime.generation import GenerationState
+from tests.unit.serve.interception.conftest import Desk, MakeDesk
+
+USER = {"role": "user", "content": "guess"}
+ASK: dict[str, Any] = {"messages": [USER]}
+STREAM: dict[str, Any] = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
+
+
+async def started(desk: Desk, num: int = 1) -> None:
+    """Until the edge has asked for so many generations and reads the last."""
+    made = desk.sampler.generations
+    await desk.sampler.until(lambda: len(made) == num and made[-1].machine.num_readers > 0)
+
+
+async def events(response: aiohttp.ClientResponse) -> list[Any]:
+    """The decoded events of a stream, `[DONE]` as None."""
+    found: list[Any] = []
+    async for line in response.content:
+        if line.startswith(b"data: "):
+            data = line[6:].strip()
+            found.append(None if data == b"[DONE]" else msgspec.json.decode(data))
+    return found
+
+
+async def test_a_stream_folds_to_the_plain_answer(make_desk: MakeDesk) -> None:
+    desk = await make_desk("I guess 4", "I guess 4")
+    async with desk.post(STREAM) as response:
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        *chunks, last, usage, done = await events(response)
+    _, plain = await desk.answer(ASK)
+    choices = [chunk["choices"][0] for chunk in [*chunks, last]]
+    text = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert choices[0]["delta"]["role"] == "assistant"
+    assert text == plain["choices"][0]["message"]["content"] == "I guess 4"
+    assert [c["finish_reason"] for c in choices] == [None] * len(chunks) + ["stop"]
+    assert usage["choices"] == []
+    assert usage["usage"] == plain["usage"]
+    assert done is None
+    assert len({chunk["id"] for chunk in [*chunks, last, usage]}) == 1
+
+
+async def test_tokens_are_streamed_as_they_come(make_desk: MakeDesk) -> None:
+    desk = await make_desk()
+    async with asyncio.TaskGroup() as group:
+        opening = group.create_task(desk.post(STREAM).__aenter__())
+        await started(desk)
+        assert not opening.done()
+        generation = desk.sampler.generations[0]
+        generation.show(*desk.ids("I"))
+        response = await opening
+        first = await response.content.readuntil(b"\n\n")
+        assert b'"content":"I"' in first
+        generation.show(*desk.ids(" guess"))
+        second = await response.content.readuntil(b"\n\n")
+        assert b'"content":" guess"' in second
+        desk.say(" 4")
+        rest = await events(response)
+        assert rest[0]["choices"][0]["delta"]["content"] == " 4"
+        response.release()
+
+
+async def test_an_idle_stream_is_kept_alive_by_comments(make_desk: MakeDesk) -> None:
+    desk = await make_desk(config=InterceptionConfig(keepalive_s=0.01))
+    async with desk.post(STREAM) as response:
+        assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+        desk.say("4")
+        assert (await events(response))[-1] is None
+
+
+@pytest.mark.parametrize("ask", [ASK, STREAM])
+async def test_a_client_that_hangs_up_parks_the_generation_and_its_retry_resumes(
+    make_desk: MakeDesk, ask: dict[str, Any]
+) -> None:
+    desk = await make_desk()
+    async with asyncio.TaskGroup() as group:
+        lost = group.create_task(desk.answer(ask))
+        await started(desk)
+        generation = desk.sampler.generations[0]
+        generation.show(*desk.ids("I guess"))
+        lost.cancel()
+        await desk.sampler.until(lambda: generation.state is GenerationState.PARKED)
+        assert generation.num_aborts == 1
+        again = group.create_task(_read(desk, ask))
+        await started(desk)
+        desk.say(" 4")
+    assert b"I guess" in again.result()
+    assert len(desk.sampler.generations) == 1
+    assert generation.state is GenerationState.COMMITTED
+
+
+async def _read(desk: Desk, ask: dict[str, Any], **headers: str) -> bytes:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with desk.post(ask, headers=named) as response:
+        return bytes(await response.read())
+
+
+@pytest.mark.parametrize("mark", ["x_stainless_retry_count", "Idempotency_Key"])
+@pytest.mark.parametrize("ask", [ASK, STREAM])
+async def test_a_marked_retry_is_answered_again_byte_for_byte(
+    make_desk: MakeDesk, mark: str, ask: dict[str, Any]
+) -> None:
+    desk = await make_desk("<think>hm</think>4", "5")
+    sent = {mark: "1"}
+    first = await _read(desk, ask, **(sent if mark == "Idempotency_Key" else {}))
+    again = await _read(desk, ask, **sent)
+    if ask is ASK:
+        assert again == first
+    else:
+        # A stream is cut where tokens came; what it says is the same.
+        assert _said(again) == _said(first)
+    assert desk.runtime.num_calls == 1
+
+
+def _said(stream: bytes) -> list[str]:
+    chunks = [msgspec.json.decode(p[6:]) for p in stream.split(b"\n\n") if p.startswith(b"data: {")]
+    texts = [c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]]
+    return [chunks[0]["id"], str(chunks[0]["created"]), "".join(texts)]
+
+
+@pytest.mark.parametrize("ask", [ASK, STREAM])
+async def test_a_sealed_session_wakes_its_waiters_with_410(
+    make_desk: MakeDesk, ask: dict[str, Any]
+) -> None:
+    desk = await make_desk()
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(desk.answer(ask))
+        await started(desk)
+        desk.opened.session.seal("the rollout ended")
+    status, answer = waiting.result()
+    assert (status, answer["error"]["code"]) == (410, "session_sealed")
+    assert (await desk.answer(ask))[0] == 410
+
+
+async def test_a_failure_after_the_first_byte_is_an_event(make_desk: MakeDesk) -> None:
+    desk = await make_desk()
+    async with asyncio.TaskGroup() as group:
+        opening = group.create_task(desk.post(STREAM).__aenter__())
+        await started(desk)
+        desk.sampler.generations[0].show(*desk.ids("I"))
+        response = await opening
+        desk.opened.session.seal("the rollout ended")
+        *_, last = await events(response)
+        response.release()
+    assert last["error"]["code"] == "session_sealed"
+
+
+async def test_an_engine_that_fails_gives_503_with_retry_after(make_desk: MakeDesk) -> None:
+    desk = await make_desk()
+    async with asyncio.TaskGroup() as group:
+        opening = group.create_task(desk.post(ASK).__aenter__())
+        await started(desk)
+        desk.sampler.generations[0].seal("the engine is on fire")
+        response = await opening
+        assert response.status == 503
+        assert response.headers["Retry-After"] == "1"
+        response.release()
+
+
+async def test_a_context_overflow_is_a_400_that_agents_understand(make_desk: MakeDesk) -> None:
+    desk = await make_desk("4", max_context_tokens=8)
+    status, answer = await desk.answer(ASK)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["message"].startswith("This model's maximum context length is 8 tokens")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"messages": "hi"}',
+        b'{"messages": []}',
+        b'{"messages": [7]}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}',
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}',
+        b"[" * 100_000,
+        b'{"messages":[' + b"[" * 10_000,
+    ],
+)
+async def test_a_malformed_body_is_a_400_and_nothing_worse(
+    make_desk: MakeDesk, body: bytes
+) -> None:
+    desk = await make_desk("4")
+    status, answer = await desk.answer(body)
+    assert status == 400, answer
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert (await desk.answer(ASK))[0] == 200
+
+
+async def test_a_stop_string_ends_the_answer(make_desk: MakeDesk) -> None:
+    desk = await make_desk("go on Observation: x")
+    _, answer = await desk.answer({**ASK, "stop": ["Observation:"]})
+    assert answer["choices"][0]["message"]["content"] == "go on"
+    assert answer["choices"][0]["finish_reason"] == "stop"
