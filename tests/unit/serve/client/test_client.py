@@ -1,5 +1,6 @@
 """RolloutClient on real sockets: what is asked for is handed out once, and survives a restart."""
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -74,18 +75,28 @@ def ask(client: RolloutClient) -> GroupId:
     )
 
 
-def deliver(client: RolloutClient, group_id: GroupId, attempt: int = 1) -> GroupAcked:
-    """Send a complete result as a worker does; the sink's ack."""
-    worker = Dialer(client.address, f"w{attempt}")
-    body = encode_record(GroupRecord(task=Task(id="t")))
+def send_result(worker: Dialer, group_id: GroupId, attempt: int = 1, task_id: str = "t") -> None:
+    """Send a complete result as a worker does."""
+    body = encode_record(GroupRecord(task=Task(id=task_id)))
     worker.send(Packet(GroupFinished(group_id, attempt, "w1", True), "", body, (b"", b"")))
+
+
+def next_ack(worker: Dialer) -> GroupAcked:
     for _ in range(200):
         wait([worker], None, 0.1)
-        for packet in worker.receive():
+        for packet in worker.receive(1):
             assert isinstance(packet.message, GroupAcked)
-            worker.close()
             return packet.message
     raise AssertionError("no ack")
+
+
+def deliver(client: RolloutClient, group_id: GroupId, attempt: int = 1) -> GroupAcked:
+    """Send a complete result; the sink's ack."""
+    worker = Dialer(client.address, f"w{attempt}")
+    send_result(worker, group_id, attempt)
+    ack = next_ack(worker)
+    worker.close()
+    return ack
 
 
 def test_ask_reaches_the_router_and_its_result_is_acked_and_taken(
@@ -168,6 +179,28 @@ def test_asks_wait_while_the_journal_is_full(router: FakeRouter, tmp_path: Path)
     client.close()
     router.expect(ClientLeft)
     assert not any(isinstance(packet.message, AskGroup) for _, packet in router.packets)
+
+
+def test_result_that_cannot_be_written_is_not_acked_until_it_can(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    client = open_client(router, tmp_path)
+    unwritten, foreign = ask(client), GroupId("another-run", 0)
+    worker = Dialer(client.address, "w1")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        send_result(worker, unwritten, task_id="too long for the disk" * 2**16)
+        send_result(worker, foreign)  # needs no writing: its ack says that both were seen
+        assert next_ack(worker).group_id == foreign
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert client.take(timeout_s=0) == []
+    send_result(worker, unwritten)
+    assert next_ack(worker) == GroupAcked(unwritten, 1, duplicate=False)
+    assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [unwritten]
+    worker.close()
+    client.close()
 
 
 def test_take_comes_back_empty_after_its_time(router: FakeRouter, tmp_path: Path) -> None:
