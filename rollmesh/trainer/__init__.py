@@ -1,0 +1,1 @@
+"""From finished groups to new weights: advantages, batches, loss, steps, and the demo's model."""
