@@ -42,8 +42,8 @@ class _FinishReason(msgspec.Struct):
     status_code: int | None = None
 
 
-class _Span(msgspec.Struct):
-    version: str
+class _Span(msgspec.Struct, rename={"weight_version": "version"}):
+    weight_version: str
     start: int
     end: int
 
@@ -228,9 +228,9 @@ def _runs(meta: _MetaInfo) -> tuple[VersionRun, ...]:
     at = 0
     runs: list[VersionRun] = []
     for span in meta.weight_versions or ():
-        version = policy_version_of(span.version)
-        if span.start != at or version == UNVERSIONED:
+        policy_version = policy_version_of(span.weight_version)
+        if span.start != at or policy_version == UNVERSIONED:
             return ()
-        runs.append(VersionRun(version, span.end - span.start))
+        runs.append(VersionRun(policy_version, span.end - span.start))
         at = span.end
     return tuple(runs) if at == meta.completion_tokens else ()

@@ -123,9 +123,10 @@ class _Engine:
         """Maybe left paused: the next probe resumes it first."""
 
     def set(self, phase: EnginePhase, detail: str = "", policy_version: int | None = None) -> None:
-        version = self.row.policy_version if policy_version is None else policy_version
+        if policy_version is None:
+            policy_version = self.row.policy_version
         self.row = msgspec.structs.replace(
-            self.row, phase=phase, detail=detail, policy_version=version
+            self.row, phase=phase, detail=detail, policy_version=policy_version
         )
 
 

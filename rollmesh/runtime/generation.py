@@ -136,7 +136,8 @@ class GenerationMachine:
         self._new_matcher = new_matcher if request.params.stop else None
         self._matcher = self._new_matcher() if self._new_matcher else None
         self._leg: _Leg | None = None
-        self._min_policy_version = request.min_policy_version
+        self.min_policy_version = request.min_policy_version
+        """The newest that the session has seen."""
         self._num_fruitless = 0
         self._is_paused = False
         self._seen_s = now_s
@@ -160,11 +161,6 @@ class GenerationMachine:
     def leg_incarnation(self) -> str:
         """Of the engine of the current leg, or ''."""
         return self._leg.incarnation if self._leg else ""
-
-    @property
-    def min_policy_version(self) -> int:
-        """The newest version seen so far."""
-        return self._min_policy_version
 
     def context(self) -> list[int]:
         """The prompt and all tokens so far: what a leg begins with."""
@@ -217,7 +213,7 @@ class GenerationMachine:
     def _on_chosen(self, chosen: EngineChosen) -> list[Action]:
         if self.state is not GenerationState.RUNNING or self._leg:
             return []
-        if chosen.policy_version < self._min_policy_version:
+        if chosen.policy_version < self.min_policy_version:
             return []
         params = self.request.params
         start = StartLeg(
@@ -244,7 +240,7 @@ class GenerationMachine:
             self._leg = None
         if self._is_ended:
             return []
-        if event.token_ids and event.policy_version < self._min_policy_version:
+        if event.token_ids and event.policy_version < self.min_policy_version:
             return self._on_older_weights(leg, event.policy_version)
         self._append(event, leg.offset)
         woken: list[Action] = [WakeReaders()] if event.token_ids else []
@@ -265,10 +261,10 @@ class GenerationMachine:
             # The engine's own account of the leg is exact where weights changed under it.
             self.sampled.restate(offset, event.policy_versions)
         for run in self.sampled.policy_versions[-1:]:
-            self._min_policy_version = max(self._min_policy_version, run.policy_version)
+            self.min_policy_version = max(self.min_policy_version, run.policy_version)
 
     def _on_older_weights(self, leg: _Leg, policy_version: int) -> list[Action]:
-        detail = f"serves version {policy_version}, the session saw {self._min_policy_version}"
+        detail = f"serves version {policy_version}, the session saw {self.min_policy_version}"
         self._leg = None
         report = ReportFault(leg.url, leg.incarnation, detail)
         return [
@@ -328,7 +324,7 @@ class GenerationMachine:
             self._restart()
         if self._clock_s < self._not_before_s:
             return []
-        return [ChooseEngine(self._min_policy_version)]
+        return [ChooseEngine(self.min_policy_version)]
 
     def _restart(self) -> None:
         """Nobody has seen the tokens, and a resumed leg would not penalise them: sample anew."""

@@ -123,11 +123,6 @@ class Generation:
             await waiter
         return True
 
-    async def wait_end(self) -> None:
-        """Until it is COMMITTED or VOID."""
-        while self.state in (GenerationState.RUNNING, GenerationState.PARKED):
-            await self.wait(len(self.token_ids))
-
     def wake(self) -> None:
         """Let every waiter look again; the sampler's."""
         waiters, self._waiters = self._waiters, []
@@ -169,11 +164,6 @@ class Sampler:
         self._rid_prefix = new_id("g")
         self._num_started = 0
         parts.view.listeners.append(self._on_table)
-
-    @property
-    def num_live(self) -> int:
-        """Generations that are not settled."""
-        return len(self._live)
 
     def start(self, request: GenerationRequest) -> Generation:
         """Begin to sample; the caller joins at once, since only a reader's leaving parks it."""
@@ -308,7 +298,7 @@ class Sampler:
                 self._drive(generation, told)
         except EngineError as error:
             event = LegFailed(start.leg, str(error), isinstance(error, EngineRefused))
-        except Exception as error:
+        except Exception as error:  # door: a leg's fault must reach its machine
             log.error("leg.broken", rid=start.rid, exc_info=True)
             event = LegFailed(start.leg, f"{type(error).__name__}: {error}")
         finally:

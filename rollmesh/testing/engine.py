@@ -21,6 +21,8 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from rollmesh.engine.answers import policy_version_of
+
 VOCAB_SIZE = 500
 STOP_TOKEN = 0
 
@@ -81,11 +83,11 @@ class ScriptedEngine:
         next_token: NextToken = chain_token,
         *,
         is_incremental: bool = True,
-        version: str = "0",
+        weight_version: str = "0",
     ) -> None:
         self.next_token = next_token
         self.is_incremental = is_incremental
-        self.weight_version = version
+        self.weight_version = weight_version
         self.url = ""
         self.seen: list[SeenRequest] = []
         self.faults: deque[Fault] = deque()
@@ -96,8 +98,8 @@ class ScriptedEngine:
         self.is_paused = False
         self.num_sampled = 0
         self.lives = 0
-        self._start_version = version
-        self._weights = version
+        self._start_version = weight_version
+        self._weights = weight_version
         self._allowed: int | None = None
         self._live: dict[str, _Request] = {}
         self._handling: dict[asyncio.Transport, asyncio.Task[Any]] = {}
@@ -302,12 +304,12 @@ class ScriptedEngine:
             return
         if self._allowed is not None:
             self._allowed -= 1
-        version = int(self._weights) if self._weights.isdecimal() else -1
+        policy_version = policy_version_of(self._weights)
         context = request.prompt + [token for token, _ in request.output]
-        token = self.next_token(version, context)
+        token = self.next_token(policy_version, context)
         self.num_sampled += 1
-        request.output.append((token, logprob_of(version, token)))
-        request.versions.append(version)
+        request.output.append((token, logprob_of(policy_version, token)))
+        request.versions.append(policy_version)
         if token in request.sampling.get("stop_token_ids", ()):
             request.finish = {"type": "stop", "matched": token}
         elif len(request.output) >= request.sampling["max_new_tokens"]:
@@ -331,9 +333,9 @@ class ScriptedEngine:
         return orjson.dumps({"text": "", "output_ids": [t for t, _ in new], "meta_info": meta})
 
     def _score(self, token_ids: list[int]) -> dict[str, Any]:
-        version = int(self._weights) if self._weights.isdecimal() else -1
+        policy_version = policy_version_of(self._weights)
         scores: list[list[float | int | None]] = [[None, token_ids[0], None]]
-        scores += [[logprob_of(version, token), token, None] for token in token_ids[1:]]
+        scores += [[logprob_of(policy_version, token), token, None] for token in token_ids[1:]]
         finish = {"type": "length", "length": 0}
         return {
             "output_ids": [],
@@ -344,11 +346,11 @@ class ScriptedEngine:
 def _spans(versions: list[int]) -> list[dict[str, Any]]:
     """SGLang's `weight_versions`: half-open spans of equal versions."""
     spans: list[dict[str, Any]] = []
-    for at, version in enumerate(versions):
-        if spans and spans[-1]["version"] == str(version):
+    for at, policy_version in enumerate(versions):
+        if spans and spans[-1]["version"] == str(policy_version):
             spans[-1]["end"] = at + 1
         else:
-            spans.append({"version": str(version), "start": at, "end": at + 1})
+            spans.append({"version": str(policy_version), "start": at, "end": at + 1})
     return spans
 
 

@@ -75,6 +75,7 @@ class PublishShell:
 
     async def close(self) -> None:
         """Stop; a lease still held is undone by the router when it lapses."""
+        log.info("publisher.closed", unfinished=self._publisher.phases())
         if self._timer:
             self._timer.cancel()
         for call in self._calls:

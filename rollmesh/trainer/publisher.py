@@ -320,8 +320,9 @@ class Publisher:
         update.failure = ""
         update.begun_s = now_s
         update.phase = UpdatePhase.BEGINNING
-        version = update.target.policy_version
-        ask = BeginUpdate(self._next_ask(), update.url, version, self._settings.lease_s)
+        policy_version = update.target.policy_version
+        lease_s = self._settings.lease_s
+        ask = BeginUpdate(self._next_ask(), update.url, policy_version, lease_s)
         return self._ask(update, ask, now_s)
 
     def _call(self, update: _Update, phase: UpdatePhase, now_s: float) -> list[Action]:
@@ -339,8 +340,8 @@ class Publisher:
         """Give the engine back, updated (FINISHING) or not (FAILING)."""
         update.phase = phase
         ok = phase is UpdatePhase.FINISHING
-        version = update.target.policy_version
-        ask = FinishUpdate(self._next_ask(), update.url, version, ok, update.failure)
+        policy_version = update.target.policy_version
+        ask = FinishUpdate(self._next_ask(), update.url, policy_version, ok, update.failure)
         return self._ask(update, ask, now_s)
 
     def _wait(self, update: _Update, now_s: float) -> None:

@@ -35,7 +35,9 @@ from rollmesh.wire.sockets import Dialer
 
 PROMPT = tuple(range(5, 30))
 SHAPE = TinyShape()
+VOCAB_SIZE = SHAPE.max_vocab
 PATIENCE_S = 30.0
+TO_THE_END = 2**31
 
 
 class Process:
@@ -101,7 +103,7 @@ class Worker:
         self.dialer.attach(asyncio.get_running_loop(), self.on_packet)
         self.dialer.send(Packet(WorkerHello("worker-0", "echo", 8, 1, "here")))
         self.beat()
-        parts = SamplerParts(view=self.view, vocab_size=SHAPE.vocab_size, report=print)
+        parts = SamplerParts(view=self.view, vocab_size=VOCAB_SIZE, report=print)
         self.sampler = Sampler(parts)
 
     def on_packet(self, packet: Packet) -> None:
@@ -147,7 +149,7 @@ async def shell(router: str) -> AsyncIterator[PublishShell]:
 
 async def scores(engine: str, token_ids: Sequence[int], key: str) -> list[float]:
     async with open_session() as session:
-        return await EngineClient(engine, session, SHAPE.vocab_size).score(token_ids, key)
+        return await EngineClient(engine, session, VOCAB_SIZE).score(token_ids, key)
 
 
 async def check_part(
@@ -181,7 +183,7 @@ async def test_running_turns_go_on_with_new_weights_from_their_exact_tokens(
     report = await shell.publish(1, models[1])
     assert report.updated == (engine,)
     for turn in turns:
-        await turn.wait_end()
+        await turn.wait(TO_THE_END)
         assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", 400, None)
         assert [run.policy_version for run in turn.policy_versions] == [0, 1]
     # Generous, since test machines stall; an idle one shows tens of milliseconds.
@@ -215,6 +217,6 @@ async def test_publisher_that_vanishes_in_mid_update_wedges_no_turn(
     async with open_session() as session:
         await EngineClient(engine, session).pause()
     publisher.close()
-    await turn.wait_end()
+    await turn.wait(TO_THE_END)
     assert (turn.finish_reason, len(turn.token_ids)) == ("length", 60)
     assert [run.policy_version for run in turn.policy_versions] == [0]

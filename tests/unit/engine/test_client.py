@@ -139,8 +139,11 @@ async def test_aborted_leg_keeps_its_tokens(engine: ScriptedEngine, client: Engi
     await chunks.aclose()  # type: ignore[attr-defined]
 
 
-async def test_abort_of_an_unknown_request_is_no_error(client: EngineClient) -> None:
+async def test_abort_of_an_unknown_request_is_no_error(
+    engine: ScriptedEngine, client: EngineClient
+) -> None:
     await client.abort("nobody")
+    assert engine.num_seen("/abort_request") == 1
 
 
 async def test_update_changes_the_weights(engine: ScriptedEngine, client: EngineClient) -> None:

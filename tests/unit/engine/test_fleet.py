@@ -62,14 +62,16 @@ class Bench:
         self.now_s += after_s
         return self.take(self.fleet.step(Ticked(), self.now_s))
 
-    def answer(self, url: str, version: int = 0, incarnation: str = "i1", ok: bool = True) -> None:
+    def answer(
+        self, url: str, policy_version: int = 0, incarnation: str = "i1", ok: bool = True
+    ) -> None:
         ask = self.pending.pop(url)
         probed = EngineProbed(
             url=url,
             serial=ask.serial,
             ok=ok,
             incarnation=incarnation,
-            policy_version=version,
+            policy_version=policy_version,
             detail="" if ok else "connection refused",
         )
         self.take(self.fleet.step(probed, self.now_s))
@@ -82,10 +84,10 @@ class Bench:
         return self.row(url).phase
 
 
-def ready(*urls: str, version: int = 0) -> Bench:
+def ready(*urls: str, policy_version: int = 0) -> Bench:
     bench = Bench(*urls)
     for url in urls:
-        bench.answer(url, version)
+        bench.answer(url, policy_version)
         assert bench.phase(url) is EnginePhase.READY
     return bench
 
@@ -93,13 +95,13 @@ def ready(*urls: str, version: int = 0) -> Bench:
 def test_engine_is_ready_after_its_first_good_probe() -> None:
     bench = Bench(A)
     assert bench.phase() is EnginePhase.JOINING
-    bench.answer(A, version=0)
+    bench.answer(A, policy_version=0)
     assert bench.row() == EngineRow(A, "i1", EnginePhase.READY, 0)
 
 
 def test_engine_without_a_version_waits_for_a_publisher() -> None:
     bench = Bench(A)
-    bench.answer(A, version=-1)
+    bench.answer(A, policy_version=-1)
     assert bench.phase() is EnginePhase.JOINING
     assert "no version" in bench.row().detail
     assert bench.ask(BeginUpdate(2, A, 0, 30.0)).ok
@@ -141,7 +143,7 @@ def test_lapsed_lease_continues_the_engine_and_keeps_its_old_version() -> None:
     bench.ask(BeginUpdate(2, A, 1, 5.0))
     assert not [a for a in bench.tick(4.9) if isinstance(a, ContinueEngine)]
     assert [a.url for a in bench.tick(0.1) if isinstance(a, ContinueEngine)] == [A]
-    bench.answer(A, version=0)
+    bench.answer(A, policy_version=0)
     assert bench.row().phase is EnginePhase.READY
     assert bench.row().policy_version == 0
     late = bench.ask(FinishUpdate(3, A, 1, True))
@@ -153,7 +155,7 @@ def test_weights_that_a_vanished_publisher_did_not_verify_are_not_used() -> None
     bench = ready(A)
     bench.ask(BeginUpdate(2, A, 1, 5.0))
     bench.tick(5.0)
-    bench.answer(A, version=1)
+    bench.answer(A, policy_version=1)
     assert bench.phase() is EnginePhase.JOINING
     assert "verified" in bench.row().detail
     bench.ask(BeginUpdate(4, A, 2, 5.0), route=b"next publisher")
@@ -168,7 +170,7 @@ def test_failed_update_fences_the_engine_until_another_succeeds() -> None:
     assert bench.phase() is EnginePhase.FENCED
     assert "shape differs" in bench.row().detail
     assert [a.url for a in bench.tick(1.0) if isinstance(a, ContinueEngine)] == [A]
-    bench.answer(A, version=0)
+    bench.answer(A, policy_version=0)
     assert bench.phase() is EnginePhase.JOINING
     bench.ask(BeginUpdate(4, A, 1, 5.0))
     bench.ask(FinishUpdate(5, A, 1, True))
@@ -176,18 +178,18 @@ def test_failed_update_fences_the_engine_until_another_succeeds() -> None:
 
 
 def test_restarted_engine_joins_again_and_waits_when_the_fleet_is_newer() -> None:
-    bench = ready(A, B, version=3)
+    bench = ready(A, B, policy_version=3)
     bench.tick(1.0)
-    bench.answer(A, version=0, incarnation="i2")
+    bench.answer(A, policy_version=0, incarnation="i2")
     assert bench.phase(A) is EnginePhase.JOINING
     assert "the fleet is at 3" in bench.row(A).detail
     assert bench.phase(B) is EnginePhase.READY
 
 
 def test_sole_engine_that_restarts_is_used_at_what_it_came_up_with() -> None:
-    bench = ready(A, version=3)
+    bench = ready(A, policy_version=3)
     bench.tick(1.0)
-    bench.answer(A, version=0, incarnation="i2")
+    bench.answer(A, policy_version=0, incarnation="i2")
     assert bench.row() == EngineRow(A, "i2", EnginePhase.READY, 0)
 
 
@@ -196,7 +198,7 @@ def test_ready_engine_that_is_behind_serves_on_until_its_own_update() -> None:
     bench.ask(BeginUpdate(2, A, 1, 5.0))
     bench.ask(FinishUpdate(3, A, 1, True))
     bench.tick(1.0)
-    bench.answer(B, version=0)
+    bench.answer(B, policy_version=0)
     assert bench.phase(B) is EnginePhase.READY
 
 
@@ -244,7 +246,7 @@ def test_probe_sent_before_an_update_cannot_judge_it() -> None:
     bench = ready(A)
     bench.tick(1.0)
     bench.ask(BeginUpdate(2, A, 1, 5.0))
-    bench.answer(A, version=0)
+    bench.answer(A, policy_version=0)
     assert bench.phase() is EnginePhase.UPDATING
     bench.ask(FinishUpdate(3, A, 1, True))
     assert bench.row().policy_version == 1
@@ -299,13 +301,13 @@ class RealEngine:
         self.is_up, self.is_paused = True, False
 
 
-def random_ask(rng: random.Random, url: str, version: int) -> FleetAsk:
+def random_ask(rng: random.Random, url: str, policy_version: int) -> FleetAsk:
     asks: list[FleetAsk] = [
         JoinEngine(1, url),
-        BeginUpdate(1, url, version, rng.choice([0.5, 5.0])),
-        FinishUpdate(1, url, version, rng.random() < 0.7, "why"),
+        BeginUpdate(1, url, policy_version, rng.choice([0.5, 5.0])),
+        FinishUpdate(1, url, policy_version, rng.random() < 0.7, "why"),
         SleepEngine(1, url, 2.0),
-        WakeEngine(1, url, version),
+        WakeEngine(1, url, policy_version),
         ReadFleet(1),
     ]
     return rng.choice(asks)

@@ -12,7 +12,7 @@ async def probe(ask: ProbeEngine | ContinueEngine) -> EngineProbed:
 
 
 async def test_probe_reads_version_and_load() -> None:
-    async with ScriptedEngine(version="3") as engine:
+    async with ScriptedEngine(weight_version="3") as engine:
         probed = await probe(ProbeEngine(engine.url, 7))
     assert probed.ok
     assert (probed.url, probed.serial, probed.policy_version) == (engine.url, 7, 3)
@@ -45,7 +45,7 @@ async def test_dead_engine_answers_not_ok_with_a_reason() -> None:
 
 
 async def test_weights_without_a_number_have_no_version() -> None:
-    async with ScriptedEngine(version="default") as engine:
+    async with ScriptedEngine(weight_version="default") as engine:
         assert (await probe(ProbeEngine(engine.url, 1))).policy_version == -1
 
 

@@ -7,9 +7,9 @@ A, B = "http://a", "http://b"
 
 
 def row(
-    url: str, version: int = 0, phase: EnginePhase = EnginePhase.READY, running: int = 0
+    url: str, policy_version: int = 0, phase: EnginePhase = EnginePhase.READY, running: int = 0
 ) -> EngineRow:
-    return EngineRow(url, "i1", phase, version, num_running=running)
+    return EngineRow(url, "i1", phase, policy_version, num_running=running)
 
 
 def view_of(*rows: EngineRow) -> FleetView:
@@ -34,7 +34,7 @@ def test_only_ready_engines_are_chosen() -> None:
 
 
 def test_session_never_hops_to_older_weights() -> None:
-    view = view_of(row(A, version=3), row(B, version=4, running=50))
+    view = view_of(row(A, policy_version=3), row(B, policy_version=4, running=50))
     assert chosen(view, min_version=4) == B
     assert chosen(view, min_version=5) is None
 

@@ -92,13 +92,13 @@ async def mesh() -> AsyncIterator[Mesh]:
         await mesh.hub.close()
 
 
-def probe_of(version: int) -> Probe:
-    return Probe((1, 2, 3), (logprob_of(version, 2), logprob_of(version, 3)))
+def probe_of(policy_version: int) -> Probe:
+    return Probe((1, 2, 3), (logprob_of(policy_version, 2), logprob_of(policy_version, 3)))
 
 
 async def test_all_engines_serve_the_published_weights(mesh: Mesh, tmp_path: Path) -> None:
-    for version in (1, 2):
-        report = await mesh.shell.publish(version, tmp_path, probe_of(version))
+    for policy_version in (1, 2):
+        report = await mesh.shell.publish(policy_version, tmp_path, probe_of(policy_version))
         assert set(report.updated) == {engine.url for engine in mesh.engines}
         assert report.failed == ()
         assert report.gap_s < 1.0

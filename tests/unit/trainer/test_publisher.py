@@ -24,12 +24,12 @@ from rollmesh.wire.messages import AnyMessage, EnginePhase, JoinEngine
 A, B = "http://a", "http://b"
 
 
-def probe_of(version: int) -> Probe:
-    return Probe((1, 2, 3), (-1.0 - version, -2.0 - version))
+def probe_of(policy_version: int) -> Probe:
+    return Probe((1, 2, 3), (-1.0 - policy_version, -2.0 - policy_version))
 
 
-def target(version: int) -> PublishAsked:
-    return PublishAsked(version, f"v{version}", probe_of(version))
+def target(policy_version: int) -> PublishAsked:
+    return PublishAsked(policy_version, f"v{policy_version}", probe_of(policy_version))
 
 
 class ModelEngine:
@@ -134,7 +134,7 @@ class Mesh:
     def phase(self, url: str = A) -> EnginePhase:
         return next(row.phase for row in self.fleet.table().engines if row.url == url)
 
-    def version(self, url: str = A) -> int:
+    def policy_version(self, url: str = A) -> int:
         return next(row.policy_version for row in self.fleet.table().engines if row.url == url)
 
 
@@ -163,7 +163,7 @@ def test_publication_takes_each_engine_through_the_steps_in_order() -> None:
         "resuming",
         "scoring",
     ]
-    assert (mesh.phase(), mesh.version()) == (EnginePhase.READY, 1)
+    assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 1)
     assert not mesh.engines[A].is_paused
     assert mesh.publisher.phases() == {}
 
@@ -185,7 +185,7 @@ def test_empty_fleet_ends_a_publication_at_once_and_serves_who_comes_later() -> 
     mesh.engines[A] = ModelEngine()
     mesh.to_fleet.append(JoinEngine(0, A))
     mesh.run(3.0)
-    assert (mesh.phase(), mesh.version()) == (EnginePhase.READY, 1)
+    assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 1)
 
 
 @pytest.mark.parametrize("step", ["pausing", "flushing", "loading", "resuming", "scoring"])
@@ -202,7 +202,7 @@ def test_engine_that_fails_a_step_is_fenced_resumed_and_tried_again(step: str) -
     assert not mesh.engines[A].is_paused
     mesh.engines[A].broken = None
     mesh.run(5.0)
-    assert (mesh.phase(), mesh.version()) == (EnginePhase.READY, 1)
+    assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 1)
 
 
 def test_update_that_changed_nothing_is_found_out_by_the_probe() -> None:
@@ -247,7 +247,7 @@ def test_engine_that_restarts_later_is_brought_up_again() -> None:
     mesh.run(1.0)
     mesh.engines[A].restart()
     mesh.run(5.0)
-    assert (mesh.phase(), mesh.version()) == (EnginePhase.READY, 1)
+    assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 1)
     assert mesh.engines[A].weights == 1
 
 
@@ -276,10 +276,10 @@ def test_publisher_killed_at_any_step_wedges_nobody(num_calls: int) -> None:
     mesh.run(5.0)
     assert not mesh.engines[A].is_paused
     assert mesh.phase() in (EnginePhase.READY, EnginePhase.JOINING)
-    assert mesh.phase() is EnginePhase.JOINING or mesh.engines[A].weights == mesh.version()
+    assert mesh.phase() is EnginePhase.JOINING or mesh.engines[A].weights == mesh.policy_version()
     mesh.publish(target(2))
     mesh.run(2.0)
-    assert (mesh.phase(), mesh.version()) == (EnginePhase.READY, 2)
+    assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 2)
 
 
 def test_newer_target_replaces_one_that_is_on_its_way() -> None:
@@ -303,7 +303,7 @@ def test_router_that_lost_its_table_is_asked_again() -> None:
     mesh.fleet = Fleet()
     mesh.to_fleet.append(JoinEngine(0, A))
     mesh.run(15.0)
-    assert (mesh.phase(), mesh.version()) == (EnginePhase.READY, 1)
+    assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 1)
     assert mesh.reports
 
 
@@ -316,7 +316,7 @@ def test_random_losses_and_crashes_end_with_every_engine_at_the_newest_version(s
     rng = random.Random(seed)
     mesh = Mesh(A, B, lease_s=3.0)
     mesh.deliver()
-    version = 0
+    policy_version = 0
     for _ in range(12):
         engine = mesh.engines[rng.choice([A, B])]
         act = rng.randrange(5)
@@ -328,16 +328,16 @@ def test_random_losses_and_crashes_end_with_every_engine_at_the_newest_version(s
         elif act == 2:
             engine.is_idle = not engine.is_idle
         else:
-            version += 1
-            mesh.publish(target(version))
+            policy_version += 1
+            mesh.publish(target(policy_version))
         mesh.run(rng.choice([0.1, 1.0, 4.0]), rng)
-    version += 1
-    mesh.publish(target(version))
+    policy_version += 1
+    mesh.publish(target(policy_version))
     for engine in mesh.engines.values():
         engine.is_up, engine.broken, engine.is_idle = True, None, False
     mesh.run(20.0)
-    assert [report.policy_version for report in mesh.reports] == list(range(1, version + 1))
+    assert [report.policy_version for report in mesh.reports] == list(range(1, policy_version + 1))
     for url, engine in mesh.engines.items():
-        assert (mesh.phase(url), mesh.version(url)) == (EnginePhase.READY, version)
-        assert engine.weights == version
+        assert (mesh.phase(url), mesh.policy_version(url)) == (EnginePhase.READY, policy_version)
+        assert engine.weights == policy_version
         assert not engine.is_paused
