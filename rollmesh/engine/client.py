@@ -32,6 +32,9 @@ CONTROL_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 5.0
 """For what an engine answers by heart."""
 
+KEEPALIVE_S = 4.0
+"""SGLang's server closes connections that were idle for 5 s; a request must not meet that."""
+
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -77,7 +80,7 @@ _encoder = msgspec.json.Encoder()
 def open_session() -> aiohttp.ClientSession:
     """A session whose requests cost little: no cookies, no timers, connections kept."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=READ_TIMEOUT_S),
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),

@@ -13,11 +13,11 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import structlog
 
 from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.errors import EngineError, EngineRefused
 from rollmesh.core.ids import new_id
+from rollmesh.core.logs import get_logger
 from rollmesh.core.types import VersionRun
 from rollmesh.engine.client import EngineClient, LegRequest, open_session
 from rollmesh.engine.view import FleetView
@@ -48,13 +48,13 @@ from rollmesh.runtime.generation_events import (
     WakeReaders,
 )
 from rollmesh.wire.machine import Ticked
-from rollmesh.wire.messages import EngineFaulted, EnginePhase
+from rollmesh.wire.messages import EngineFaulted, EnginePhase, EngineRow
 
 TICK_S = 0.1
 AVOID_S = 1.0
 """An engine that failed a leg is chosen for so long only where there is no other."""
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class Generation:
@@ -219,17 +219,13 @@ class Sampler:
         view = self._parts.view
         for generation in list(self._live):
             machine = generation.machine
-            url = machine.leg_url
-            if url is None:
-                is_paused = view.is_paused(machine.min_policy_version)
+            row = view.find(machine.leg_url) if machine.leg_url else None
+            if machine.leg_url and (row is None or _is_lost(row, machine.leg_incarnation)):
+                self._drive(generation, EngineLost(machine.leg_url))
+            if machine.leg_url and row:
+                is_paused = row.phase is EnginePhase.UPDATING
             else:
-                row = view.find(url)
-                gone = row is None or row.phase in (EnginePhase.FENCED, EnginePhase.GONE)
-                if row is None or gone or row.incarnation != machine.leg_incarnation:
-                    self._drive(generation, EngineLost(url))
-                    is_paused = view.is_paused(machine.min_policy_version)
-                else:
-                    is_paused = row.phase is EnginePhase.UPDATING
+                is_paused = view.is_paused(machine.min_policy_version)
             self._drive(generation, FleetMoved(is_paused))
 
     # actions
@@ -321,3 +317,11 @@ class Sampler:
             client = EngineClient(url, self._session, self._parts.vocab_size)
             self._clients[url] = client
         return client
+
+
+def _is_lost(row: EngineRow, incarnation: str) -> bool:
+    """Whether the life of the engine that a leg began with is over."""
+    if row.phase in (EnginePhase.FENCED, EnginePhase.GONE):
+        return True
+    # An engine that was updated before its first probe has no incarnation yet.
+    return bool(incarnation) and row.incarnation != incarnation

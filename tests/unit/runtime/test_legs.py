@@ -191,6 +191,19 @@ async def test_hanging_leg_is_dropped_when_its_engine_is_fenced(
     assert list(generation.token_ids) == expected(6)
 
 
+async def test_leg_is_kept_when_its_engine_is_probed_for_the_first_time(
+    engine: ScriptedEngine, bench: Bench
+) -> None:
+    engine.hold()
+    bench.push(incarnation="")
+    generation = bench.start()
+    await engine.until(lambda: engine.num_live == 1)
+    bench.push()
+    await engine.release()
+    await generation.wait(TO_THE_END)
+    assert engine.num_seen("/generate") == 1
+
+
 async def test_refusal_reaches_the_reader_as_an_error(engine: ScriptedEngine, bench: Bench) -> None:
     engine.faults.append(Fault.BAD_REQUEST)
     generation = bench.start()
