@@ -10,11 +10,13 @@ Invariants: loopback unless the listening socket says otherwise; no access log, 
 secrets; a handler is cancelled when its client hangs up. Driven by the worker process.
 """
 
+import logging
 import socket
 from collections import Counter
 
 import orjson
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
@@ -48,6 +50,7 @@ class Edge:
             request_factory=self._make_request,
             handler_cancellation=True,
             access_log=None,
+            logger=_new_http_logger(),
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
@@ -106,6 +109,21 @@ class Edge:
             task.get_loop(),  # type: ignore[attr-defined]
             client_max_size=self._kit.max_body_bytes,
         )
+
+
+class _ClientFaults(logging.Filter):
+    """Drops what clients did wrong: they were answered, and the lines quote their headers."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError | ConnectionError)
+
+
+def _new_http_logger() -> logging.Logger:
+    logger = logging.getLogger("rollmesh.edge")
+    if not logger.filters:
+        logger.addFilter(_ClientFaults())
+    return logger
 
 
 _JSON = {"Content-Type": "application/json"}
