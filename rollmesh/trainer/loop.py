@@ -13,16 +13,16 @@ import time
 from typing import Any
 
 import msgspec
-import structlog
 
 from rollmesh.core.config import Config
+from rollmesh.core.logs import get_logger
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.trainer.pacer import Batch, Pacer, spans_versions, successes_of
 from rollmesh.trainer.policy import Policy, StepReport
 from rollmesh.trainer.records import RunRecords, Tally, mean, share
 from rollmesh.trainer.weights import Bring, Weights
 
-log = structlog.get_logger()
+log = get_logger()
 
 COLLECT_S = 0.02
 """How long to wait for arrivals before looking at everything else again."""

@@ -9,11 +9,9 @@ import signal
 import threading
 from pathlib import Path
 
-import structlog
-
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
-from rollmesh.core.logs import setup
+from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, announce, die_with_parent
 from rollmesh.core.types import FieldPolicy, SamplingPolicy, SamplingRule
 from rollmesh.envs.loading import load_env
@@ -28,7 +26,7 @@ from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from rollmesh.trainer.weights import BackgroundLoop, Weights
 from rollmesh.wire.keys import read_keys
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 def run(config: Config, router: str, ready_fd: int | None) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import structlog
 
 from rollmesh.core.config import PublishConfig
 from rollmesh.core.errors import EngineError, EngineUnavailable
 from rollmesh.core.ids import new_id
+from rollmesh.core.logs import get_logger
 from rollmesh.engine.client import EngineClient, open_session
 from rollmesh.trainer.publisher import (
     Action,
@@ -39,7 +39,7 @@ from rollmesh.wire.sockets import Dialer
 
 TICK_S = 0.1
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class PublishShell:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 
 from rollmesh.core.errors import EngineError
+from rollmesh.core.logs import get_logger
 from rollmesh.trainer.publisher import PublishReport
 
-log = structlog.get_logger()
+log = get_logger()
 
 Bring = Callable[[int, Path], Coroutine[Any, Any, PublishReport]]
 """Bring the weights in a folder to all engines, under a policy version."""
