@@ -52,6 +52,7 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _DEFAULTS = SamplingBody()
+_NO_TOKENS = np.array(0, dtype=np.int64)
 _NOT_RUN = SamplingBody.__struct_fields__[SamplingBody.__struct_fields__.index("no_stop_trim") :]
 
 
@@ -129,10 +130,7 @@ class AskDecoder:
             texts = [body.text] if isinstance(body.text, str) else body.text
             return [encode_text(text) for text in texts], not isinstance(body.text, str)
         is_list = bool(ids) and isinstance(ids[0], list)
-        prompts = ids if is_list else [ids]
-        if not all(isinstance(p, list) and (is_list is False or p) for p in prompts) or not ids:
-            raise EngineRefused("input_ids cannot be empty")
-        return prompts, is_list
+        return (ids if is_list else [ids]), is_list
 
     def _ask(self, body: GenerateBody, prompt: list[int], at: int | None) -> Ask:
         params = pick(body.sampling_params, at) or _DEFAULTS
@@ -155,12 +153,14 @@ class AskDecoder:
 
     def _checked(self, prompt: list[int]) -> Tokens:
         """The prompt as int32; refused if empty, too long or out of vocabulary."""
-        if not prompt:
+        if prompt == []:
             raise EngineRefused("input_ids cannot be empty")
         try:
             tokens = np.array(prompt, dtype=np.int64)
         except (TypeError, ValueError, OverflowError):
-            raise EngineRefused("input_ids must be a list of token ids or a list of such") from None
+            tokens = _NO_TOKENS
+        if tokens.ndim != 1:
+            raise EngineRefused("input_ids must be a list of token ids or a list of such lists")
         vocab_size = self._architecture.vocab_size
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             bad = prompt[int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])]

@@ -62,12 +62,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 async def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; UserError if the model or the address is no good."""
+    with listen(settings.bind, settings.listen_fd) as listening:
+        torch.set_num_threads(settings.num_threads)
+        model = Model(settings.model_dir, DTYPES[settings.dtype])
+        engine = Engine(model, settings.limits, settings.weight_version)
+        setup(settings.role, settings.run_folder)
+        await run(settings, engine, listening)
+
+
+async def run(settings: Settings, engine: Engine, listening: socket.socket) -> None:
+    """Serve `engine` on `listening` until told to stop."""
     loop = asyncio.get_running_loop()
     stop = stop_event(loop)
-    torch.set_num_threads(settings.num_threads)
-    listening = listen(settings.bind, settings.listen_fd)
-    model = Model(settings.model_dir, DTYPES[settings.dtype])
-    engine = Engine(model, settings.limits, settings.weight_version)
     steps = StepLoop(engine, loop)
     runner = web.ServerRunner(face(settings, engine, steps), shutdown_timeout=_DRAIN_S)
     await runner.setup()
@@ -178,7 +184,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parse(argv)
     if settings.ready_fd is not None:
         die_with_parent()
-    setup(settings.role, settings.run_folder)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))

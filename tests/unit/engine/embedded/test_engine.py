@@ -1,0 +1,240 @@
+"""Orders between steps: aborts, pauses, updates; and draws that depend on the seed alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollmesh.engine.embedded.engine import Engine, Pace, PauseMode, Update
+from rollmesh.engine.embedded.model import Model
+from rollmesh.engine.embedded.request import ABORTED, Phase
+from tests.unit.engine.embedded.driving import ask, finish_all, make_engine, output, random_prompt
+from tests.unit.engine.embedded.tiny_models import write_model
+
+
+def update(
+    engine: Engine, model: Model, policy_version: str | None, *, flushes: bool = True
+) -> list[str]:
+    """Order an update; the list gets its answer."""
+    answers: list[str] = []
+    engine.update(Update(model, policy_version, flushes, answers.append))
+    return answers
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_batch(model: Model) -> None:
+    prompt = random_prompt(30)
+    alone = ask(prompt, "alone", new=12, seed=77)
+    finish_all(make_engine(model), alone)
+    crowd = [ask(random_prompt(5 + s, s), str(s), new=20, seed=s) for s in range(12)]
+    engine = make_engine(model, max_step_tokens=16)
+    for request in crowd:
+        engine.submit(request)
+        engine.step()
+    among = ask(prompt, "among", new=12, seed=77)
+    finish_all(engine, among)
+    assert output(among) == output(alone)
+    other = ask(prompt, "other", new=12, seed=78)
+    finish_all(engine, other)
+    assert output(other) != output(alone)
+
+
+def test_a_generation_that_is_cut_and_resumed_from_its_tokens_goes_on_alike(model: Model) -> None:
+    prompt = random_prompt(20)
+    whole = ask(prompt, "whole", new=12, seed=5)
+    finish_all(make_engine(model), whole)
+    engine = make_engine(model)
+    first = ask(prompt, "leg-1", new=5, seed=5)
+    finish_all(engine, first)
+    second = ask(prompt + output(first), "leg-2", new=7, seed=5)
+    finish_all(engine, second)
+    assert output(first) + output(second) == output(whole)
+
+
+def test_abort_in_mid_generation_keeps_what_there_is(model: Model) -> None:
+    engine = make_engine(model)
+    request = ask(random_prompt(10), "1", new=50)
+    engine.submit(request)
+    for _ in range(4):
+        engine.step()
+    engine.abort("1")
+    (progress,) = engine.step()
+    assert progress.finish == ABORTED
+    assert progress.num_output_tokens == len(request.logprobs) == 4
+    assert not engine.has_work
+    assert engine.memory.num_held == 0
+
+
+def test_abort_before_the_request_is_known_does_nothing(model: Model) -> None:
+    engine = make_engine(model)
+    engine.abort("later")
+    request = ask(random_prompt(5), "later", new=3)
+    (progress,) = finish_all(engine, request)
+    assert progress.num_output_tokens == 3
+
+
+def test_abort_reaches_waiting_requests_and_spares_others(model: Model) -> None:
+    engine = make_engine(model, max_running=1)
+    runs, waits = ask(random_prompt(5), "1", new=3), ask(random_prompt(5), "2", new=3)
+    engine.submit(runs)
+    engine.submit(waits)
+    engine.step()
+    engine.abort("2")
+    ended = {p.request.rid: p.num_output_tokens for p in finish_all(engine) if p.finish}
+    assert ended == {"2": 0, "1": 3}
+
+
+def test_pause_abort_ends_all_and_holds_new_ones(model: Model) -> None:
+    engine = make_engine(model)
+    engine.submit(ask(random_prompt(5), "1", new=30))
+    engine.step()
+    engine.pause(PauseMode.ABORT)
+    assert [p.finish for p in engine.step()] == [ABORTED]
+    late = ask(random_prompt(5), "2", new=2)
+    engine.submit(late)
+    assert engine.step() == []
+    assert late.phase is Phase.WAITING
+    engine.resume()
+    assert [p.request.rid for p in finish_all(engine)] == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_retractions"), [(PauseMode.RETRACT, 1), (PauseMode.IN_PLACE, 0)]
+)
+def test_a_paused_request_waits_and_then_ends_as_if_nothing_had_been(
+    model: Model, mode: PauseMode, num_retractions: int
+) -> None:
+    undisturbed = ask(random_prompt(15), "1", new=10, seed=3)
+    finish_all(make_engine(model), undisturbed)
+    engine = make_engine(model)
+    request = ask(random_prompt(15), "2", new=10, seed=3)
+    engine.submit(request)
+    for _ in range(4):
+        engine.step()
+    engine.pause(mode)
+    assert engine.pace is Pace.PAUSED
+    assert engine.step() == []
+    assert request.num_output_tokens == 4
+    assert engine.flush() is (mode is PauseMode.RETRACT), "memory in use is not flushed"
+    engine.resume()
+    finish_all(engine)
+    assert request.num_retractions == num_retractions
+    assert output(request) == output(undisturbed)
+
+
+def test_flush_forgets_prefixes_and_refuses_while_requests_run(model: Model) -> None:
+    engine = make_engine(model)
+    prompt = random_prompt(20)
+    request = ask(prompt, "1", new=3)
+    engine.submit(request)
+    assert not engine.flush()
+    engine.step()
+    assert not engine.flush()
+    finish_all(engine)
+    assert engine.flush()
+    again = ask(prompt, "2", new=1)
+    finish_all(engine, again)
+    assert again.num_cached == 0
+
+
+def test_an_update_while_paused_splits_a_request_into_version_spans(
+    model: Model, other_model: Model
+) -> None:
+    engine = make_engine(model)
+    request = ask(random_prompt(10), "1", new=9)
+    engine.submit(request)
+    for _ in range(4):
+        engine.step()
+    engine.pause(PauseMode.RETRACT)
+    assert update(engine, other_model, "1") == [""]
+    assert engine.policy_version == "1"
+    engine.resume()
+    (progress,) = finish_all(engine)
+    spans = [(span.policy_version, span.start) for span in request.versions]
+    assert spans == [("0", 0), ("1", 4)]
+    assert progress.policy_version == "1"
+    assert request.num_output_tokens == 9
+
+
+def test_an_update_waits_for_what_is_under_way_and_newcomers_wait_for_it(
+    model: Model, other_model: Model
+) -> None:
+    engine = make_engine(model)
+    early, late = ask(random_prompt(10), "1", new=6), ask(random_prompt(10, 1), "2", new=2)
+    engine.submit(early)
+    engine.step()
+    answers = update(engine, other_model, "1")
+    engine.submit(late)
+    assert answers == []
+    while early.phase is not Phase.FINISHED:
+        assert late.phase is Phase.WAITING
+        engine.step()
+    assert answers == [""]
+    finish_all(engine)
+    assert [span.policy_version for span in early.versions] == ["0"]
+    assert [span.policy_version for span in late.versions] == ["1"]
+
+
+def test_abort_while_an_update_waits_reaches_those_that_wait_for_it(
+    model: Model, other_model: Model
+) -> None:
+    engine = make_engine(model)
+    engine.submit(ask(random_prompt(10), "1", new=6))
+    engine.step()
+    answers = update(engine, other_model, "1")
+    engine.submit(ask(random_prompt(5), "2"))
+    engine.abort(None)
+    assert sorted(p.request.rid for p in engine.step() if p.finish == ABORTED) == ["1", "2"]
+    assert answers == [""]
+
+
+def test_old_prefixes_do_not_serve_new_weights(model: Model, other_model: Model) -> None:
+    engine = make_engine(model)
+    prompt = random_prompt(20)
+    finish_all(engine, ask(prompt, "1", new=1))
+    assert update(engine, other_model, "1") == [""]
+    mixed = ask(prompt, "2", new=4, seed=1)
+    finish_all(engine, mixed)
+    fresh = ask(prompt, "3", new=4, seed=1)
+    finish_all(make_engine(other_model), fresh)
+    assert mixed.num_cached == 0
+    assert output(mixed) == output(fresh)
+    assert mixed.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+
+
+def test_an_update_that_cannot_be_made_says_why_and_changes_nothing(
+    model: Model, other_model: Model, tmp_path: Path
+) -> None:
+    engine = make_engine(model)
+    wider = Model(write_model(tmp_path, intermediate_size=64, vocab_size=97), torch.float32)
+    assert update(engine, wider, "1") == [
+        "the new weights are of another architecture than the present ones"
+    ]
+    engine.submit(ask(random_prompt(10), "1", new=9))
+    engine.step()
+    engine.pause(PauseMode.IN_PLACE)
+    (why,) = update(engine, other_model, "1")
+    assert "flush_cache false" in why
+    assert engine.policy_version == "0"
+    assert update(engine, other_model, "1", flushes=False) == [""]
+    assert engine.policy_version == "1"
+
+
+def test_a_second_update_is_refused_while_one_waits(model: Model, other_model: Model) -> None:
+    engine = make_engine(model)
+    engine.submit(ask(random_prompt(10), "1", new=9))
+    engine.step()
+    first, second = update(engine, other_model, "1"), update(engine, other_model, "2")
+    assert second == ["another weight update is waiting"]
+    finish_all(engine)
+    assert first == [""]
+    assert engine.policy_version == "1"
+
+
+def test_progress_is_told_at_each_token_only_to_those_that_stream(model: Model) -> None:
+    engine = make_engine(model)
+    streams, plain = (
+        ask(random_prompt(5), "1", new=3, streams=True),
+        ask(random_prompt(5), "2", new=3),
+    )
+    told = [(p.request.rid, p.num_output_tokens) for p in finish_all(engine, streams, plain)]
+    assert told == [("1", 1), ("1", 2), ("1", 3), ("2", 3)]
