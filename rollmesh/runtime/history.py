@@ -24,6 +24,7 @@ class ForkCause(enum.StrEnum):
 
     TOOLS_CHANGED = "tools_changed"
     SYSTEM_CHANGED = "system_changed"
+    RESTARTED = "restarted"
     COMPACTED = "compacted"
     HISTORY_EDITED = "history_edited"
     REWOUND = "rewound"
@@ -180,7 +181,8 @@ def _cause(
     if not known_tools:
         return ForkCause.TOOLS_CHANGED
     if num_walked == 0:
-        return ForkCause.SYSTEM_CHANGED
+        is_system = ROLES[new[0].role] == "system"
+        return ForkCause.SYSTEM_CHANGED if is_system else ForkCause.RESTARTED
     if any(ROLES[message.role] == "assistant" for message in new):
         return ForkCause.HISTORY_EDITED
     return ForkCause.COMPACTED

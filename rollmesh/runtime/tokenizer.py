@@ -36,6 +36,7 @@ class Tokenizer:
         self._backend = backend
         self._pieces = _byte_pieces(backend)
         self._encode_short = functools.lru_cache(maxsize=1024)(self._encode_anew)
+        self._token_to_id = functools.lru_cache(maxsize=256)(backend.token_to_id)
 
     def encode(self, text: str, *, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """Token ids of `text`; special tokens written in it are recognised, none are added."""
@@ -55,8 +56,8 @@ class Tokenizer:
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
         """The id of a token's text, or None; for a list, a list."""
         if isinstance(tokens, str):
-            return self._backend.token_to_id(tokens)
-        return [self._backend.token_to_id(token) for token in tokens]
+            return self._token_to_id(tokens)
+        return [self._token_to_id(token) for token in tokens]
 
     def stream(self) -> "Detokenizer":
         """A decoder for one generation's ids as they come."""

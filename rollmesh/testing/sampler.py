@@ -46,7 +46,7 @@ class ScriptedGeneration(Generation):
     """A generation whose engine is the test."""
 
     def __init__(self, machine: GenerationMachine, sampler: "ScriptedSampler") -> None:
-        super().__init__(machine, lambda _, event: self.drive(event))
+        super().__init__(machine, _drive)
         self.leg: StartLeg | None = None
         """The open leg."""
         self.num_aborts = 0
@@ -91,6 +91,11 @@ class ScriptedGeneration(Generation):
                     self.show(finish=LegFinish("abort"))
             case _:
                 self.wake()
+
+
+def _drive(generation: Generation, event: Event) -> None:
+    assert isinstance(generation, ScriptedGeneration)
+    generation.drive(event)
 
 
 class ScriptedSampler:

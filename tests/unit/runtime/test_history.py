@@ -92,6 +92,7 @@ def test_tools_in_other_spelling_are_the_same_tools() -> None:
     [
         (turn(SYSTEM, USER, SAID, MORE, tools=TOOLS), ForkCause.TOOLS_CHANGED),
         (turn({"role": "system", "content": "other"}, USER), ForkCause.SYSTEM_CHANGED),
+        (turn(MORE), ForkCause.RESTARTED),
         (turn(SYSTEM, {"role": "user", "content": "in short"}), ForkCause.COMPACTED),
         (
             turn(SYSTEM, USER, {"role": "assistant", "content": "5"}, MORE),
