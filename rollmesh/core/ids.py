@@ -41,14 +41,6 @@ class RolloutId(msgspec.Struct, frozen=True, order=True, array_like=True):
         return f"{self.group_id}/{self.index}"
 
 
-def parse_group_id(text: str) -> GroupId:
-    """The inverse of `str(group_id)`; ValueError on anything else."""
-    run_id, _, seq = text.rpartition("/")
-    if not run_id or "/" in run_id:
-        raise ValueError(f"{text!r} is not a group id of the form RUN/SEQ")
-    return GroupId(run_id, int(seq))
-
-
 def new_id(prefix: str, num_bytes: int = 4) -> str:
     """A fresh random id such as `r7f3a9c1`, for runs, processes and incarnations."""
     return prefix + secrets.token_hex(num_bytes)

@@ -1,6 +1,7 @@
 """The clock that stands still until told; for tests and for the simulator.
 
-Invariant: time moves only by `advance_to` and `advance`, and never back.
+Invariant: time moves only by `advance_to` and `advance`, and never back. Driven by the test, or by
+the simulator's kernel.
 """
 
 

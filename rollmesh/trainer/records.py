@@ -28,7 +28,7 @@ LOGPROB_DIGITS = 5
 
 
 class RunRecords:
-    """Appends the rows; every row is one write, so that a reader sees whole lines or a torn last."""
+    """Appends rows; each is one write, so that a reader sees whole lines or a torn last one."""
 
     def __init__(self, folder: Path, clock: Clock) -> None:
         self._folder = folder

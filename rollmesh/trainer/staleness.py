@@ -128,10 +128,6 @@ class StalenessManager:
         return self._num[Phase.READY]
 
     @property
-    def num_training(self) -> int:
-        return self._num[Phase.TRAINING]
-
-    @property
     def published_step(self) -> int:
         return self._published_step
 

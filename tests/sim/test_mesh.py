@@ -4,17 +4,20 @@ A seed that ever failed is added to KEPT_SEEDS with what it found.
 """
 
 import collections
-from typing import Any
 
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.engine.fleet import Fleet
+from rollmesh.engine.fleet import Action as FleetAction
+from rollmesh.engine.fleet import EngineProbed, Fleet
+from rollmesh.engine.fleet import Event as FleetEvent
 from rollmesh.runtime.generation import GenerationMachine
 from rollmesh.serve.client.sink import Sink
 from rollmesh.serve.router.ledger import Ledger
+from rollmesh.testing.mesh_sim.machines import Machines
 from rollmesh.testing.mesh_sim.mesh import Report, simulate
 from rollmesh.testing.mesh_sim.network import Faults
+from rollmesh.wire.machine import Received, Send, Ticked
 
 NUM_SEEDS = 1000
 SEEDS_PER_TEST = 100
@@ -130,40 +133,35 @@ def test_every_fault_and_every_transition_occurred(seen: Report) -> None:
     assert set(seen.transitions) >= TRANSITIONS
 
 
-def broken_sink_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    def has_ended(_sink: Sink, _group_id: GroupId) -> bool:
+class SinkThatTakesEverything(Sink):
+    def has_ended(self, _group_id: GroupId) -> bool:
         return False
 
-    monkeypatch.setattr(Sink, "has_ended", has_ended)
+
+class LegThatForgetsAToken(GenerationMachine):
+    def context(self) -> list[int]:
+        return [*self.request.prompt_ids, *self.sampled.token_ids[1:]]
 
 
-def broken_leg_forgets_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    def context(machine: GenerationMachine) -> list[int]:
-        return [*machine.request.prompt_ids, *machine.sampled.token_ids[1:]]
-
-    monkeypatch.setattr(GenerationMachine, "context", context)
+class LedgerWithoutATick(Ledger):
+    def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
+        return [] if isinstance(event, Ticked) else super().step(event, now_s)
 
 
-def broken_ledger_never_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "_on_tick", lambda _ledger, _now_s: None)
-
-
-def broken_fleet_ignores_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fleet, "_on_probed", lambda _fleet, _probed, _now_s: None)
+class FleetThatHearsNoProbe(Fleet):
+    def step(self, event: FleetEvent, now_s: float) -> list[FleetAction]:
+        return [] if isinstance(event, EngineProbed) else super().step(event, now_s)
 
 
 @pytest.mark.parametrize(
-    "mutate",
+    "machines",
     [
-        broken_sink_takes_everything,
-        broken_leg_forgets_a_token,
-        broken_ledger_never_looks_at_the_clock,
-        broken_fleet_ignores_probes,
+        Machines(sink=SinkThatTakesEverything),
+        Machines(generation=LegThatForgetsAToken),
+        Machines(ledger=LedgerWithoutATick),
+        Machines(fleet=FleetThatHearsNoProbe),
     ],
 )
-def test_the_simulator_notices_a_broken_machine(
-    mutate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutate(monkeypatch)
+def test_the_simulator_notices_a_broken_machine(machines: Machines) -> None:
     with pytest.raises(AssertionError):
-        collections.deque(map(simulate, range(20)), maxlen=0)
+        collections.deque((simulate(seed, machines=machines) for seed in range(20)), maxlen=0)

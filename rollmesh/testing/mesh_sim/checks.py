@@ -1,6 +1,7 @@
 """What must hold in the simulated mesh: after every event, and once it has come to rest.
 
-Each check raises AssertionError in words that name the group or the node. Driven by mesh.py.
+Invariant: a check raises AssertionError in words that name the group or the node, and costs little
+enough to run after each of millions of events. Driven by mesh.py.
 """
 
 from rollmesh.core.ids import GroupId

@@ -16,7 +16,7 @@ from rollmesh.serve.client.asks import (
     AsksSettings,
     Cancelled,
 )
-from rollmesh.serve.client.sink import Book, Keep, Kept, Sink
+from rollmesh.serve.client.sink import Book, Keep, Kept
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.turns import GroupTurns
@@ -63,7 +63,7 @@ class SimClient(Node):
         self._network = network
         self._num_to_ask = num_groups
         self.asks = Asks(AsksSettings(client_id=self.name, sink=self.name, beat_s=BEAT_S))
-        self.sink = Sink({"run": IntervalSet()})
+        self.sink = network.machines.sink({"run": IntervalSet()})
         self.staleness = StalenessManager(
             StalenessSettings(batch=2, max_staleness=2, max_running=6)
         )

@@ -14,6 +14,7 @@ from rollmesh.testing.mesh_sim.checks import RunningChecks, unsettled
 from rollmesh.testing.mesh_sim.client import SimClient
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
+from rollmesh.testing.mesh_sim.machines import REAL, Machines
 from rollmesh.testing.mesh_sim.network import Faults, Network
 from rollmesh.testing.mesh_sim.publisher import SimPublisher
 from rollmesh.testing.mesh_sim.router import SimRouter
@@ -54,9 +55,9 @@ class Report(msgspec.Struct):
 class Mesh:
     """One client, one router, a publisher, workers and engines."""
 
-    def __init__(self, seed: int, faults: Faults, num_groups: int) -> None:
+    def __init__(self, seed: int, faults: Faults, num_groups: int, machines: Machines) -> None:
         self.kernel = Kernel(seed)
-        self.network = Network(self.kernel, faults)
+        self.network = Network(self.kernel, faults, machines)
         names = ["engine-0", "engine-1"]
         self.engines = {name: SimEngine(name, self.kernel, self.network) for name in names}
         self.router = SimRouter(self.kernel, self.network, self.engines)
@@ -78,7 +79,7 @@ class Mesh:
         self.kernel.run(num_events, float("inf"), self._checks.after_event)
 
     def calm(self) -> None:
-        """No more faults (a freeze ends by itself); AssertionError if something does not come to its end."""
+        """No more faults, though a freeze ends by itself; all must come to its end, or AssertionError."""
         self.network.faults = Faults()
         for node in self._mortals():
             if not node.alive:
@@ -128,10 +129,14 @@ class Mesh:
 
 
 def simulate(
-    seed: int, num_events: int = 1500, num_groups: int = 24, faults: Faults = CHAOS
+    seed: int,
+    num_events: int = 1500,
+    num_groups: int = 24,
+    faults: Faults = CHAOS,
+    machines: Machines = REAL,
 ) -> Report:
     """One run: at least `num_events` events with faults, then calm until all is at rest."""
-    mesh = Mesh(seed, faults, num_groups)
+    mesh = Mesh(seed, faults, num_groups, machines)
     mesh.start()
     mesh.chaos(num_events)
     mesh.calm()

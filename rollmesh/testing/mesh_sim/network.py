@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
+from rollmesh.testing.mesh_sim.machines import Machines
 from rollmesh.testing.mesh_sim.transitions import Transitions
 from rollmesh.wire.frames import Packet, decode, encode
 
@@ -39,8 +40,10 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
 class Network:
     """Carries packets between nodes by name."""
 
-    def __init__(self, kernel: Kernel, faults: Faults) -> None:
+    def __init__(self, kernel: Kernel, faults: Faults, machines: Machines) -> None:
         self.kernel = kernel
+        self.machines = machines
+        """What the nodes on this network are built from."""
         self.faults = faults
         self.num = collections.Counter[str]()
         """How often each fault occurred."""

@@ -37,6 +37,7 @@ class Runner(Protocol):
     """What a rollout needs of its worker."""
 
     name: str
+    new_machine: type[GenerationMachine]
 
     def carry_out(self, rollout: "SimRollout", machine: GenerationMachine, action: Action) -> None:
         """Do what the machine asks for."""
@@ -86,7 +87,7 @@ class SimRollout:
             stream=self._kernel.rng.random() < 0.5,
         )
         rid = f"{self._run.name}/{self.session_key}/{self._num_begun}"
-        self.machine = GenerationMachine(request, SETTINGS, rid, self._kernel.now_s())
+        self.machine = self._run.new_machine(request, SETTINGS, rid, self._kernel.now_s())
         self.step(Joined())
         self.step(Ticked())
 

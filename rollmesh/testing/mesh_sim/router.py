@@ -9,12 +9,10 @@ from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import (
     ContinueEngine,
     EngineProbed,
-    Fleet,
     FleetSettings,
     ProbeEngine,
     PublishTable,
 )
-from rollmesh.serve.router.ledger import Ledger
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
@@ -60,8 +58,8 @@ class SimRouter(Node):
         return len(self.ledger.book.groups)
 
     def _begin_life(self) -> None:
-        self.ledger = Ledger(SETTINGS, self._kernel.now_s())
-        self.fleet = Fleet(FLEET)
+        self.ledger = self._network.machines.ledger(SETTINGS, self._kernel.now_s())
+        self.fleet = self._network.machines.fleet(FLEET)
 
     def _now_s(self) -> float:
         return self._kernel.now_s()

@@ -1,5 +1,6 @@
 """Which state changes a simulation has seen, as `machine: before > after`, so that a test can ask
-whether every drawn arrow was walked. Pure bookkeeping; driven by the nodes.
+whether every drawn arrow was walked. Invariant: it only watches; a crash is no transition. Driven
+by the nodes, with the states of their machines.
 """
 
 import collections

@@ -1,6 +1,7 @@
 """A simulated worker: Duties for its groups, a rollout's machine for each turn, legs to engines.
 
-Crashing loses all of it. Driven by the kernel: ticks, messages, and the answers of engines.
+Invariant: crashing loses all of it, and an answer to an earlier life reaches nobody. Driven by the
+kernel: ticks, messages, and the answers of engines.
 """
 
 import msgspec
@@ -54,6 +55,7 @@ class SimWorker(Node):
         self._kernel = kernel
         self._network = network
         self._engines = engines
+        self.new_machine = network.machines.generation
         self._forget_all()
         network.attach(self, self._receive)
 
