@@ -9,7 +9,7 @@ Driven by the cli; the set of keys is frozen by tests/house.
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -20,6 +20,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+AdvantageRule = Literal["grpo", "mean", "leave_one_out"]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -149,6 +150,8 @@ class TrainerConfig(Section, frozen=True):
     """AdamW's."""
     num_minibatches: Positive = 1
     """Optimiser steps per train step."""
+    advantage: AdvantageRule = "grpo"
+    """A reward against its siblings': `grpo` (less mean, over std), `mean`, `leave_one_out`."""
     clip_low: Share = 0.2
     """Policy ratio is clipped below 1 - clip_low."""
     clip_high: Annotated[float, msgspec.Meta(gt=0)] = 0.28

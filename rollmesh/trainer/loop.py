@@ -1,6 +1,6 @@
 """The train loop: ask, collect, take a batch, step, publish, record; until done or told to stop.
 
-    MEASURING -> TRAINING -> ENDED          (a stop leads to ENDED from anywhere)
+    PUBLISHING -> MEASURING -> TRAINING -> ENDED          (a stop leads to ENDED from anywhere)
 
 Invariants: what a step consumes is in the journal before the step begins; a step never waits for
 its publication, only the next publication does; generation goes on while a step runs, since asks
@@ -51,6 +51,10 @@ class TrainLoop:
     def run(self) -> None:
         """Measure the untrained policy, train `num_steps` steps, save the checkpoint."""
         trainer = self._config.trainer
+        # Whatever the engines were started with: from here on they sample from our weights.
+        self._publish(num_steps=0)
+        while self._parts.weights.is_publishing and not self._stop.is_set():
+            self._look_at_publication(timeout_s=0.5)
         if trainer.eval_rollouts:
             self._measure(trainer.eval_rollouts)
         for step in range(trainer.num_steps):
@@ -98,11 +102,11 @@ class TrainLoop:
             self._look_at_publication(timeout_s=0.5)
         if weights.is_publishing:
             return
-        folder = weights.next_folder()
-        self._parts.policy.save(folder)
+        policy, folder = self._parts.policy, weights.next_folder()
+        policy.save(folder, weights.policy_version)
         self._parts.pacer.publishing(weights.policy_version, num_steps)
         self._parts.client.note_published(weights.policy_version, num_steps)
-        weights.publish(num_steps, folder, self._parts.bring)
+        weights.publish(num_steps, folder, self._parts.bring, policy.probe())
 
     def _look_at_publication(self, timeout_s: float) -> None:
         step = self._parts.weights.settled(timeout_s)

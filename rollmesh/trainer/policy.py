@@ -1,0 +1,240 @@
+"""The policy in training: recompute log-probs of exact tokens, step the weights, write them out.
+
+    one train step:  advantages -> minibatches of whole groups -> per minibatch: batches of like
+                     length, forward, loss, backward; clip the gradient; AdamW
+
+Invariants: log-probs are recomputed by the definition under which they were recorded (softmax of
+logits / temperature over the whole vocabulary); samples of the very weights held now that disagree
+with the recording by more than `max_logprob_gap` do not train, and say so; the weights change in
+`step` alone. Driven by the train loop, on its thread.
+Shapes: B rows, T tokens, K kept positions, N trained tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rollmesh.core.config import TrainerConfig
+from rollmesh.core.ids import GroupId
+from rollmesh.core.logs import get_logger
+from rollmesh.serve.client.samples import Sample
+from rollmesh.trainer.advantages import sample_advantages
+from rollmesh.trainer.batches import TokenBatch, pack
+from rollmesh.trainer.checkpoint import load_model, save_model
+from rollmesh.trainer.loss import Loss, TokenTerms, policy_loss, token_logprobs
+from rollmesh.trainer.publisher import Probe
+
+log = get_logger()
+
+BETAS = (0.9, 0.95)
+"""AdamW's; the short second memory fits a policy whose gradients change scale as it learns."""
+PROBE_TOKENS = 32
+PROBE_STRIDE = 7919
+"""A prime, so that the probe's tokens are spread over any vocabulary."""
+MAX_BATCH_TOKENS = 4096
+"""Padded tokens of one forward pass."""
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one train step did; means over trained tokens, as they were before the step."""
+
+    loss: float
+    entropy: float
+    """Nats."""
+    kl: float
+    """From the recorded to the current policy: mean of exp(d) - 1 - d, d = current - recorded
+    (Schulman 2020, "Approximating KL divergence")."""
+    clip_fraction: float
+    grad_norm: float
+    """Before clipping; the mean over the step's minibatches."""
+    learning_rate: float
+    logprob_gap_mean: float | None
+    """|recorded - recomputed| over tokens of the weights held as the step began; None if no token
+    is of them."""
+    logprob_gap_max: float | None
+    num_tokens: int
+    num_masked: int
+    """Samples left out because that gap was too large."""
+
+
+class Policy:
+    """A model folder's weights, an optimiser, and which policy version the weights are."""
+
+    def __init__(self, path: str, settings: TrainerConfig) -> None:
+        torch.set_num_threads(settings.num_threads)
+        self._source = Path(path)
+        self._settings = settings
+        self._model = load_model(self._source).to(settings.device)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=settings.learning_rate,
+            betas=BETAS,
+            weight_decay=settings.weight_decay,
+        )
+        self._policy_version: int | None = 0
+
+    def step(self, samples: Sequence[Sample], step: int) -> StepReport:
+        """Train once on `samples`, all of one batch; `step` counts from 0."""
+        rate = self._rate(step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        meter = _Meter()
+        plan = self._plan(samples)
+        # Batches of a single minibatch meet the very weights that are proximal to them.
+        proximals = self._proximals(plan) if len(plan) > 1 else None
+        for at, batches in enumerate(plan):
+            self._minibatch(batches, proximals[at] if proximals else None, meter)
+        self._policy_version = None
+        report = meter.report(rate)
+        if report.num_masked:
+            log.warning("samples.masked", num=report.num_masked, gap=report.logprob_gap_max)
+        return report
+
+    def save(self, folder: Path, policy_version: int | None = None) -> None:
+        """Write a folder that stock transformers loads; whole at every moment that it exists.
+
+        `policy_version` is the name under which these weights will sample, if they will.
+        """
+        save_model(self._model, self._source, folder)
+        if policy_version is not None:
+            self._policy_version = policy_version
+
+    @torch.no_grad()
+    def probe(self) -> Probe:
+        """What these weights say of a fixed text; an engine that holds them must agree."""
+        vocab_size = int(self._model.config.vocab_size)
+        token_ids = [(PROBE_STRIDE * (at + 1)) % vocab_size for at in range(PROBE_TOKENS)]
+        ids_BT = torch.tensor([token_ids], device=self._settings.device)
+        logits_BTV = self._model(input_ids=ids_BT, use_cache=False).logits
+        logprobs_TV = torch.log_softmax(logits_BTV[0, :-1].float(), -1)
+        logprobs_T = logprobs_TV.gather(-1, ids_BT[0, 1:, None])[:, 0]
+        return Probe(tuple(token_ids), tuple(logprobs_T.tolist()))
+
+    def _rate(self, step: int) -> float:
+        rise = min(1.0, (step + 1) / max(1, self._settings.warmup_steps))
+        return self._settings.learning_rate * rise
+
+    def _plan(self, samples: Sequence[Sample]) -> list[list[TokenBatch]]:
+        """The batches of each minibatch."""
+        advantages = sample_advantages(samples, self._settings.advantage)
+        plan = []
+        for rows in _minibatches(samples, self._settings.num_minibatches):
+            chosen = [samples[row] for row in rows]
+            packed = pack(chosen, advantages[rows], MAX_BATCH_TOKENS, self._settings.device)
+            plan.append(list(packed))
+        return plan
+
+    @torch.no_grad()
+    def _proximals(self, plan: list[list[TokenBatch]]) -> list[list[Tensor]]:
+        return [[self._forward(batch)[0] for batch in batches] for batches in plan]
+
+    def _minibatch(
+        self, batches: list[TokenBatch], proximals: list[Tensor] | None, meter: "_Meter"
+    ) -> None:
+        """One optimiser step."""
+        for at, batch in enumerate(batches):
+            logprobs_N, entropies_N = self._forward(batch)
+            terms = TokenTerms(
+                logprobs_N=logprobs_N,
+                entropies_N=entropies_N if self._settings.entropy_coef else entropies_N.detach(),
+                proximal_N=proximals[at] if proximals else logprobs_N.detach(),
+                recorded_N=batch.recorded_N,
+                advantages_N=batch.advantages_N,
+                weights_N=batch.weights_N,
+            )
+            terms = self._without_strangers(batch, terms, meter)
+            loss = policy_loss(terms, self._settings)
+            torch.autograd.backward(loss.value)
+            meter.add(terms, loss)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self._model.parameters(), self._settings.max_grad_norm
+        )
+        meter.grad_norms.append(float(norm))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """(log-probs [N], entropies [N]) of the trained tokens under the weights held now."""
+        logits_BKV = self._model(
+            input_ids=batch.token_ids_BT, use_cache=False, logits_to_keep=batch.kept_K
+        ).logits
+        return token_logprobs(
+            logits_BKV[batch.rows_N, batch.columns_N], batch.targets_N, batch.temperatures_N
+        )
+
+    def _without_strangers(
+        self, batch: TokenBatch, terms: TokenTerms, meter: "_Meter"
+    ) -> TokenTerms:
+        """Measure the gap on tokens of these very weights; samples beyond the bound weigh nothing.
+
+        Such a sample was not made by the model that its recording names, so its ratio is noise.
+        """
+        if self._policy_version is None:
+            return terms
+        own_N = batch.policy_versions_N == self._policy_version
+        gaps_N = (terms.proximal_N - terms.recorded_N).abs() * own_N
+        meter.add_gaps(gaps_N, own_N)
+        strange_N = gaps_N > self._settings.max_logprob_gap
+        if not strange_N.any():
+            return terms
+        strangers = torch.tensor(sorted(set(batch.samples_N[strange_N].tolist())))
+        meter.num_masked += len(strangers)
+        is_stranger_N = torch.isin(batch.samples_N, strangers.to(batch.samples_N))
+        return terms._replace(weights_N=terms.weights_N.masked_fill(is_stranger_N, 0.0))
+
+
+class _Meter:
+    """Sums over the batches of one train step."""
+
+    def __init__(self) -> None:
+        self.grad_norms: list[float] = []
+        self.num_masked = 0
+        self._num_tokens = 0
+        self._num_clipped = 0
+        self._loss = 0.0
+        self._entropy = 0.0
+        self._kl = 0.0
+        self._num_own = 0
+        self._gap = 0.0
+        self._gap_max = 0.0
+
+    def add(self, terms: TokenTerms, loss: Loss) -> None:
+        drift_N = terms.proximal_N - terms.recorded_N
+        self._num_tokens += len(drift_N)
+        self._num_clipped += loss.num_clipped
+        self._loss += float(loss.value.detach())
+        self._entropy += float(terms.entropies_N.detach().sum())
+        self._kl += float((torch.expm1(drift_N) - drift_N).sum())
+
+    def add_gaps(self, gaps_N: Tensor, own_N: Tensor) -> None:
+        self._num_own += int(own_N.sum())
+        self._gap += float(gaps_N.sum())
+        self._gap_max = max(self._gap_max, float(gaps_N.max()))
+
+    def report(self, learning_rate: float) -> StepReport:
+        num = max(1, self._num_tokens)
+        return StepReport(
+            loss=self._loss / max(1, len(self.grad_norms)),
+            entropy=self._entropy / num,
+            kl=self._kl / num,
+            clip_fraction=self._num_clipped / num,
+            grad_norm=sum(self.grad_norms) / max(1, len(self.grad_norms)),
+            learning_rate=learning_rate,
+            logprob_gap_mean=self._gap / self._num_own if self._num_own else None,
+            logprob_gap_max=self._gap_max if self._num_own else None,
+            num_tokens=self._num_tokens,
+            num_masked=self.num_masked,
+        )
+
+
+def _minibatches(samples: Sequence[Sample], num: int) -> list[list[int]]:
+    """Rows of `samples` dealt into at most `num` minibatches, whole groups each."""
+    rows_of_group: dict[GroupId, list[int]] = {}
+    for row, sample in enumerate(samples):
+        rows_of_group.setdefault(sample.group_id, []).append(row)
+    groups = list(rows_of_group.values())
+    dealt = [groups[start::num] for start in range(min(num, len(groups)))]
+    return [[row for group in part for row in group] for part in dealt]
