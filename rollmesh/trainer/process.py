@@ -28,6 +28,9 @@ from rollmesh.wire.keys import read_keys
 
 log = get_logger()
 
+CLOSE_S = 2.0
+"""How long the publisher may take to let go of the engines."""
+
 
 def run(config: Config, router: str, ready_fd: int | None) -> None:
     """Train until done or told to stop by SIGTERM or SIGINT."""
@@ -53,6 +56,7 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
         TrainLoop(config, parts, stop).run()
     finally:
         tally.num_open = pacer.num_open()
+        background.call(shell.close(), CLOSE_S)
         background.close()
         client.close()
         records.close()

@@ -19,12 +19,12 @@ import msgspec
 
 from rollmesh.core.errors import EngineError
 from rollmesh.core.logs import get_logger
-from rollmesh.trainer.publisher import PublishReport
+from rollmesh.trainer.publisher import Probe, PublishReport
 
 log = get_logger()
 
-Bring = Callable[[int, Path], Coroutine[Any, Any, PublishReport]]
-"""Bring the weights in a folder to all engines, under a policy version."""
+Bring = Callable[[int, Path, Probe], Coroutine[Any, Any, PublishReport]]
+"""Bring the weights in a folder to all engines under a policy version, and try them by a probe."""
 
 
 class BackgroundLoop:
@@ -74,9 +74,9 @@ class Weights:
         self.policy_version += 1
         return self._folder / f"v{self.policy_version:06d}"
 
-    def publish(self, step: int, folder: Path, bring: Bring) -> None:
+    def publish(self, step: int, folder: Path, bring: Bring, probe: Probe) -> None:
         """Begin to bring the weights after `step` steps, saved in `folder`, to the engines."""
-        future = self._background.submit(bring(self.policy_version, folder))
+        future = self._background.submit(bring(self.policy_version, folder, probe))
         self._running = _Publication(self.policy_version, step, future)
 
     def settled(self, timeout_s: float = 0.0) -> int | None:
