@@ -1,19 +1,23 @@
 """The verbs that run one process of a mesh: engine, router, worker, train, make-model.
 
-Invariant: nothing of a room is imported before its own verb is called; torch and its weight stay
-out of every other process. Driven by launch, or by hand on another machine.
+Invariants: nothing of a room is imported before its own verb is called, so that torch and its
+weight stay out of every other process; a process that launch holds imports first and then waits.
+Driven by launch, or by hand on another machine.
 """
 
 # ruff: noqa: PLC0415 - each room is imported by its own verb only
 
+import argparse
+
 from rollmesh.cli.options import add_listen, add_room, config_of, parser
+from rollmesh.core.process import wait_for_go
 
 
 def engine(argv: list[str]) -> int:
     """The embedded torch engine; it owns its arguments."""
     from rollmesh.engine.embedded.server import main
 
-    return main(argv)
+    return main(pass_gate(argv))
 
 
 def router(argv: list[str]) -> int:
@@ -52,9 +56,21 @@ def train(argv: list[str]) -> int:
     arguments = parser("train", "Train on the rollouts of a mesh.")
     add_room(arguments)
     arguments.add_argument("--router", required=True, help="tcp:// address of the router")
-    options = arguments.parse_args(argv)
+    options = arguments.parse_args(pass_gate(argv))
     run(config_of(options), options.router, options.ready_fd)
     return 0
+
+
+def pass_gate(argv: list[str]) -> list[str]:
+    """Wait until launch lets us go, where it holds us; `argv` without its word for that.
+
+    Called when the libraries are loaded: what takes seconds is done while the model is made.
+    """
+    arguments = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    arguments.add_argument("--go-fd", type=int)
+    options, rest = arguments.parse_known_args(argv)
+    wait_for_go(options.go_fd)
+    return rest
 
 
 def make_model(argv: list[str]) -> int:

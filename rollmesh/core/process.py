@@ -2,7 +2,8 @@
 
 Protocol with launch: a child started with `--ready-fd N` writes one JSON line, a Ready, to that
 inherited descriptor when it serves and closes it; `--listen-fd N` is a listening socket that launch
-owns and the child serves on. Invariant: a process that reports is reachable at once. Driven by the
+owns and the child serves on. A child started with `--go-fd N` loads its libraries and then waits
+until launch closes the other end of that pipe. Invariant: a process that reports is reachable at once. Driven by the
 main function of each room.
 """
 
@@ -43,6 +44,13 @@ def announce(ready_fd: int | None, ready: Ready) -> None:
         return
     with os.fdopen(ready_fd, "wb") as pipe:
         pipe.write(msgspec.json.encode(ready) + b"\n")
+
+
+def wait_for_go(go_fd: int | None) -> None:
+    """Wait until launch lets us go; nothing to wait for if there is no descriptor."""
+    if go_fd is not None:
+        with os.fdopen(go_fd, "rb") as pipe:
+            pipe.read()
 
 
 def listen(bind: str, listen_fd: int | None = None) -> socket.socket:

@@ -1,7 +1,7 @@
 """One process of the mesh, from its start to its end.
 
-Owns the process, its report pipe and the file of its output. Invariants: it leads a session of its
-own, so that the terminal's Ctrl-C reaches launch alone; it dies with launch; what it prints goes to
+Owns the process, its pipes and the file of its output. Invariants: it leads a session of its own,
+so that the terminal's Ctrl-C reaches launch alone; it dies with launch; what it prints goes to
 `logs/<role>.out`, whose last line says why it ended. Driven by the supervisor, one task per child.
 """
 
@@ -17,6 +17,7 @@ import msgspec
 
 from rollmesh.core.process import LAUNCHER_VARIABLE, Ready
 from rollmesh.launch.machine import Exited
+from rollmesh.launch.plan import ChildPlan
 from rollmesh.launch.reaper import signal_group
 
 LAST_BYTES = 4096
@@ -27,75 +28,66 @@ class Hooks(NamedTuple):
     """Whom a child's task tells."""
 
     started: "Callable[[ChildProcess], None]"
-    ready: "Callable[[ChildProcess, Ready], None] | None"
-    """None for a child that makes no report."""
+    ready: "Callable[[ChildProcess, Ready], None]"
+
+
+class Pipe(NamedTuple):
+    """A pipe; the child is passed one end by number."""
+
+    reading: BinaryIO
+    writing: BinaryIO
+
+    def close(self) -> None:
+        """Close both ends; again does nothing."""
+        self.reading.close()
+        self.writing.close()
+
+
+def new_pipe() -> Pipe:
+    """An unbuffered pipe; its ends reach only the processes that they are passed to."""
+    reading, writing = os.pipe()
+    return Pipe(os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0))
 
 
 class ChildProcess:
     """A process that keeps to the protocol of core/process.py."""
 
-    def __init__(self, role: str, argv: list[str], log_folder: Path) -> None:
-        self.role = role
+    def __init__(self, plan: ChildPlan, argv: list[str], log_folder: Path) -> None:
+        """`argv` is the plan's, with the addresses filled in."""
+        self.role = plan.role
         self.pid = 0
         """0 before the start and after the end."""
+        self._plan = plan
+        self._argv = argv
+        self._output = log_folder / f"{plan.role}.out"
+        self._report = new_pipe()
+        self._gate = new_pipe()
+        """While our end is open, the child waits."""
         self._early_signal = 0
         """What it is sent as soon as it has a pid."""
-        self._argv = argv
-        self._output = log_folder / f"{role}.out"
 
-    async def run(self, listening: socket.socket | None, hooks: "Hooks") -> Exited:
+    async def run(self, listening: socket.socket | None, hooks: Hooks) -> Exited:
         """Start it, say so, pass its report on, and return when it has ended."""
-        self._output.parent.mkdir(parents=True, exist_ok=True)
-        reading, writing = os.pipe()
-        with os.fdopen(reading, "rb") as pipe, self._output.open("ab") as output:
-            try:
-                process = await self._start(listening, writing if hooks.ready else None, output)
-            finally:
-                os.close(writing)
+        try:
+            process = await self._start(listening)
+            self._report.writing.close()
             self.pid = process.pid
             hooks.started(self)
             if self._early_signal:
                 signal_group(self.pid, self._early_signal)
             async with asyncio.TaskGroup() as tasks:
-                report = tasks.create_task(self._pass_report(pipe, hooks), name=self.role)
+                report = tasks.create_task(self._pass_report(hooks), name=self.role)
                 code = await process.wait()
                 self.pid = 0
                 report.cancel()
+        finally:
+            self._report.close()
+            self._gate.close()
         return Exited(self.role, code, last_line(self._output))
 
-    async def _start(
-        self, listening: socket.socket | None, ready_fd: int | None, output: BinaryIO
-    ) -> asyncio.subprocess.Process:
-        argv, passed = list(self._argv), []
-        if ready_fd is not None:
-            argv += ["--ready-fd", str(ready_fd)]
-            passed.append(ready_fd)
-        if listening is not None:
-            argv += ["--listen-fd", str(listening.fileno())]
-            passed.append(listening.fileno())
-        return await asyncio.create_subprocess_exec(
-            *argv,
-            pass_fds=passed,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env={**os.environ, LAUNCHER_VARIABLE: str(os.getpid())},
-        )
-
-    async def _pass_report(self, pipe: BinaryIO, hooks: "Hooks") -> None:
-        """Hand on the one line that the child writes when it serves, if it ever does."""
-        reader = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), pipe
-        )
-        try:
-            line = await reader.readline()
-        finally:
-            transport.close()
-        if line and hooks.ready:
-            hooks.ready(self, msgspec.json.decode(line, type=Ready))
+    def release(self) -> None:
+        """Let it go on from its gate."""
+        self._gate.writing.close()
 
     def tell(self) -> None:
         """Ask it to stop."""
@@ -110,6 +102,41 @@ class ChildProcess:
             signal_group(self.pid, number)
         else:
             self._early_signal = number
+
+    async def _start(self, listening: socket.socket | None) -> asyncio.subprocess.Process:
+        passed: dict[str, int] = {}
+        if self._plan.reports:
+            passed["--ready-fd"] = self._report.writing.fileno()
+        if self._plan.gate:
+            passed["--go-fd"] = self._gate.reading.fileno()
+        if listening is not None:
+            passed["--listen-fd"] = listening.fileno()
+        words = [word for name, number in passed.items() for word in (name, str(number))]
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        with self._output.open("ab") as output:
+            return await asyncio.create_subprocess_exec(
+                *self._argv,
+                *words,
+                pass_fds=tuple(passed.values()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**os.environ, LAUNCHER_VARIABLE: str(os.getpid())},
+            )
+
+    async def _pass_report(self, hooks: Hooks) -> None:
+        """Hand on the one line that the child writes when it serves, if it ever does."""
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._report.reading
+        )
+        try:
+            line = await reader.readline()
+        finally:
+            transport.close()
+        if line:
+            hooks.ready(self, msgspec.json.decode(line, type=Ready))
 
 
 def last_line(path: Path) -> str:

@@ -4,10 +4,12 @@ Owns the life cycles of the children and of the mesh. Invariants: pure, with tim
 child starts only when all it needs is there; once stopping, nothing starts; ENDED means that every
 child is gone. Driven by the supervisor, which tells it what happened and does what it says.
 
-    child   WAITING --> STARTING --> READY          DONE <-- STARTING (a task, exit code 0)
-                          ^  |         |
-                          |  v         v
-                        BACKING_OFF <--+            and from anywhere: --> STOPPING --> GONE
+    child   WAITING --> HELD --> STARTING --> READY     DONE <-- STARTING (a task, exit code 0)
+                         ^  |        |          |
+                         |  v        v          v
+                        BACKING_OFF <+----------+       and from anywhere: --> STOPPING --> GONE
+
+A child is HELD while it loads its libraries and what its gate waits for is not there yet.
 
     mesh    STARTING --> RUNNING --> SAVING --> STOPPING --> ENDED
                |                        ^
@@ -36,6 +38,7 @@ class ChildState(enum.Enum):
     """Where one process stands."""
 
     WAITING = "waiting"
+    HELD = "held"
     STARTING = "starting"
     READY = "ready"
     DONE = "done"
@@ -84,6 +87,12 @@ class Start(msgspec.Struct, frozen=True):
     role: str
 
 
+class Release(msgspec.Struct, frozen=True):
+    """Let the child go on from its gate."""
+
+    role: str
+
+
 class Tell(msgspec.Struct, frozen=True):
     """Tell the child to stop: SIGTERM."""
 
@@ -110,7 +119,7 @@ class End(msgspec.Struct, frozen=True):
 
 
 Event = Reported | Exited | StopAsked | Ticked
-Action = Start | Tell | Kill | Note
+Action = Start | Release | Tell | Kill | Note
 
 
 class Child:
@@ -133,7 +142,7 @@ class Child:
     @property
     def runs(self) -> bool:
         """Whether there is a process."""
-        return self.state in (ChildState.STARTING, ChildState.READY, ChildState.STOPPING)
+        return was_alive(self.state) or self.state is ChildState.STOPPING
 
     @property
     def is_there(self) -> bool:
@@ -215,19 +224,24 @@ class Supervision:
         given_up = ChildState.GONE
         if all(c.is_there or c.state is given_up for c in self.children.values()):
             self.state = MeshState.RUNNING
-        return [
-            self._start(child, now_s) for child in self.children.values() if self._may(child, now_s)
-        ]
+        actions: list[Action] = []
+        for child in self.children.values():
+            if self._may_start(child, now_s):
+                child.enter(ChildState.HELD, now_s)
+                actions.append(Start(child.plan.role))
+            if child.state is ChildState.HELD and self._are_there(child.plan.gate):
+                child.enter(ChildState.STARTING, now_s)
+                actions += [Release(child.plan.role)] if child.plan.gate else []
+        return actions
 
-    def _may(self, child: Child, now_s: float) -> bool:
+    def _may_start(self, child: Child, now_s: float) -> bool:
         if child.state is ChildState.WAITING:
-            return all(self.children[role].is_there for role in child.plan.needs)
+            return self._are_there(child.plan.needs)
         is_rested = now_s - child.since_s >= child.back_off_s
         return child.state is ChildState.BACKING_OFF and is_rested
 
-    def _start(self, child: Child, now_s: float) -> Action:
-        child.enter(ChildState.STARTING, now_s)
-        return Start(child.plan.role)
+    def _are_there(self, roles: tuple[str, ...]) -> bool:
+        return all(self.children[role].is_there for role in roles)
 
     def _late(self, now_s: float) -> Child | None:
         for child in self.children.values():
@@ -276,7 +290,7 @@ class Supervision:
 
 def was_alive(state: ChildState) -> bool:
     """Whether an exit in this state is news."""
-    return state in (ChildState.STARTING, ChildState.READY)
+    return state in (ChildState.HELD, ChildState.STARTING, ChildState.READY)
 
 
 def how_it_ended(event: Exited) -> str:

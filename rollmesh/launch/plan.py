@@ -3,9 +3,8 @@
 Owns the argv of every room. Invariants: pure, from settings to a list; another process's address
 is written `{role}` and filled in when it is known. Driven by `run` and the supervisor.
 
-    warm-start --> engine-0 ---(answers before it is ready: its socket is ours)
-         |
-         +-------> worker-0, worker-1, trainer <--- router <--- urls of the engines
+    warm-start ==gate==> engine-0 (its socket is ours, so its address is known before it serves)
+               ==gate==> worker-0, worker-1, trainer <--needs-- router
     dashboard
 """
 
@@ -41,7 +40,9 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The program and its words; launch adds --ready-fd and --listen-fd."""
     on_death: OnDeath
     needs: tuple[str, ...] = ()
-    """Roles that must be ready, or done, before it starts."""
+    """Roles that must be ready, or done, before it is started."""
+    gate: tuple[str, ...] = ()
+    """Roles that must be ready, or done, before it may do more than load its libraries."""
     bind: str = ""
     """host:port of the listening socket that launch opens for it; '' for none."""
     bind_key: str = ""
@@ -79,7 +80,8 @@ def plan_mesh(
             role="trainer",
             argv=(*ROLLMESH, "train", *settings, "--router", "{router}"),
             on_death=OnDeath.FINISH,
-            needs=("router", *model_first),
+            needs=("router",),
+            gate=model_first,
         )
     )
     if config.dashboard.enabled:
@@ -87,7 +89,7 @@ def plan_mesh(
     return plans
 
 
-def plan_engines(config: Config, needs: tuple[str, ...]) -> list[ChildPlan]:
+def plan_engines(config: Config, gate: tuple[str, ...]) -> list[ChildPlan]:
     """The embedded engines."""
     engine = config.engine
     argv = [*ROLLMESH, "engine", "--model-dir", config.model.path, "--weight-version", "0"]
@@ -101,7 +103,7 @@ def plan_engines(config: Config, needs: tuple[str, ...]) -> list[ChildPlan]:
             role=f"engine-{number}",
             argv=(*argv, "--role", f"engine-{number}"),
             on_death=OnDeath.END,
-            needs=needs,
+            gate=gate,
             bind="127.0.0.1:0",
         )
         for number in range(engine.num_embedded)
@@ -121,14 +123,15 @@ def plan_router(config: Config, settings: tuple[str, ...], urls: list[str]) -> C
 
 
 def plan_worker(
-    config: Config, settings: tuple[str, ...], role: str, needs: tuple[str, ...]
+    config: Config, settings: tuple[str, ...], role: str, gate: tuple[str, ...]
 ) -> ChildPlan:
     """One worker; its endpoint's port outlives it, so agents of the next one may keep it."""
     return ChildPlan(
         role=role,
         argv=(*ROLLMESH, "worker", *settings, "--router", "{router}", "--worker-id", role),
         on_death=OnDeath.RESTART,
-        needs=("router", *needs),
+        needs=("router",),
+        gate=gate,
         bind=config.interception.bind,
         bind_key="interception.bind",
     )

@@ -25,6 +25,7 @@ from rollmesh.launch.machine import (
     Kill,
     MeshState,
     Note,
+    Release,
     Reported,
     Start,
     StopAsked,
@@ -111,7 +112,12 @@ class Supervisor:
     def _do(self, action: Action, tasks: asyncio.TaskGroup) -> None:
         match action:
             case Start(role):
-                tasks.create_task(self._child(self._plans[role]), name=role)
+                plan = self._plans[role]
+                argv = fill(plan.argv, self._addresses)
+                self._processes[role] = ChildProcess(plan, argv, self._folder.logs)
+                tasks.create_task(self._child(plan), name=role)
+            case Release(role):
+                self._processes[role].release()
             case Tell(role):
                 self._processes[role].tell()
             case Kill(role):
@@ -122,9 +128,8 @@ class Supervisor:
 
     async def _child(self, plan: ChildPlan) -> None:
         """The life of one process."""
-        process = ChildProcess(plan.role, fill(plan.argv, self._addresses), self._folder.logs)
-        self._processes[plan.role] = process
-        hooks = Hooks(self._on_start, self._on_ready if plan.reports else None)
+        process = self._processes[plan.role]
+        hooks = Hooks(self._on_start, self._on_ready)
         exited = await process.run(self._sockets.get(plan.role), hooks)
         log.info("child.exited", child=plan.role, code=exited.code, line=exited.last_line)
         self._events.put_nowait(exited)

@@ -13,7 +13,14 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from rollmesh.core.process import Ready, announce, die_with_launcher, http_address, listen
+from rollmesh.core.process import (
+    Ready,
+    announce,
+    die_with_launcher,
+    http_address,
+    listen,
+    wait_for_go,
+)
 
 
 def serves(_: argparse.Namespace) -> None:
@@ -106,4 +113,7 @@ if __name__ == "__main__":
         parser.add_argument(name, type=Path if name == "path" else str)
     parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--listen-fd", type=int)
-    run(parser.parse_args())
+    parser.add_argument("--go-fd", type=int)
+    given = parser.parse_args()
+    wait_for_go(given.go_fd)
+    run(given)

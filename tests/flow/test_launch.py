@@ -33,19 +33,10 @@ class Mesh:
         self._fifo = os.fdopen(os.open(self._fifo_path, os.O_RDWR), "r")
         self.process: subprocess.Popen[bytes] | None = None
 
-    def add(
-        self, role: str, behaviour: str, on_death: OnDeath, *needs: str, bind: str = ""
-    ) -> None:
+    def add(self, role: str, behaviour: str, on_death: OnDeath, *needs: str, **more: Any) -> None:
         words = [sys.executable, str(HERE / "launch_child.py"), str(self._fifo_path)]
         words += [role, behaviour, str(self.side_file)]
-        plan = ChildPlan(
-            role=role,
-            argv=tuple(words),
-            on_death=on_death,
-            needs=needs,
-            bind=bind,
-            bind_key="x.bind",
-        )
+        plan = ChildPlan(role=role, argv=tuple(words), on_death=on_death, needs=needs, **more)
         self._plans.append(plan)
 
     def start(self, *wait_for: str) -> None:
@@ -101,6 +92,23 @@ def test_a_run_ends_well_when_its_goal_is_reached(mesh: Mesh) -> None:
     assert [mesh.next_line() for _ in range(3)] == ["model", "router", "trainer"]
     assert mesh.result() == {"end": {"code": 0, "reason": "done"}, "notes": []}
     assert list(mesh.pids()) == ["launch", "model", "router", "trainer"]
+
+
+def test_a_gated_child_is_held_until_its_gate_opens(mesh: Mesh) -> None:
+    mesh.add("trainer", "done", OnDeath.FINISH, gate=("model",))
+    mesh.add("model", "done", OnDeath.NEXT)
+    mesh.start()
+    assert [mesh.next_line() for _ in range(2)] == ["model", "trainer"]
+    assert mesh.result()["end"]["code"] == 0
+    assert list(mesh.pids()) == ["launch", "trainer", "model"]
+
+
+def test_a_held_child_can_be_stopped(mesh: Mesh) -> None:
+    mesh.add("model", "serves", OnDeath.NEXT)
+    mesh.add("trainer", "saves", OnDeath.FINISH, gate=("model",))
+    mesh.start("model")
+    mesh.signal(signal.SIGINT)
+    assert mesh.result()["end"] == {"code": 130, "reason": "stopped"}
 
 
 def test_a_users_mistake_in_a_child_ends_the_run_with_its_line(mesh: Mesh) -> None:

@@ -16,6 +16,7 @@ from rollmesh.launch.machine import (
     Kill,
     MeshState,
     Note,
+    Release,
     Reported,
     Start,
     StopAsked,
@@ -29,8 +30,8 @@ from rollmesh.testing.clock import FakeClock
 SETTINGS = LaunchConfig(ready_timeout_s=30.0, stop_timeout_s=4.0, max_restarts=2)
 
 
-def plan(role: str, on_death: OnDeath, *needs: str) -> ChildPlan:
-    return ChildPlan(role=role, argv=(role,), on_death=on_death, needs=needs)
+def plan(role: str, on_death: OnDeath, *needs: str, gate: tuple[str, ...] = ()) -> ChildPlan:
+    return ChildPlan(role=role, argv=(role,), on_death=on_death, needs=needs, gate=gate)
 
 
 PLANS = [
@@ -98,6 +99,38 @@ def test_a_task_lets_the_others_start_when_it_is_done() -> None:
     assert stage.tell(Ticked()) == [Start("model")]
     assert stage.tell(Exited("model", 0)) == [Start("engine")]
     assert stage.state("model") is ChildState.DONE
+
+
+def test_a_gated_child_is_started_early_and_held_until_its_gate_opens() -> None:
+    held = plan("engine", OnDeath.END, gate=("model",))
+    stage = Stage([plan("model", OnDeath.NEXT), held])
+    assert stage.tell(Ticked()) == [Start("model"), Start("engine")]
+    assert stage.state("engine") is ChildState.HELD
+    assert stage.tell(Ticked(), after_s=1000.0) == []
+    assert stage.tell(Exited("model", 0)) == [Release("engine")]
+    assert stage.tell(Ticked(), after_s=29.0) == []
+    stage.tell(Ticked(), after_s=1.0)
+    assert stage.machine.end == End(1, "engine did not report within 30 s")
+
+
+def test_a_gated_child_that_starts_again_passes_at_once() -> None:
+    gated = plan("worker", OnDeath.RESTART, gate=("model",))
+    stage = Stage([plan("model", OnDeath.NEXT), gated])
+    stage.tell(Ticked())
+    stage.tell(Exited("model", 0))
+    stage.tell(Exited("worker", -9))
+    assert stage.tell(Ticked(), after_s=1.0) == [Start("worker"), Release("worker")]
+
+
+def test_a_held_child_stops_and_dies_like_any_other() -> None:
+    held = plan("engine", OnDeath.END, gate=("model",))
+    stage = Stage([plan("model", OnDeath.NEXT), held])
+    stage.tell(Ticked())
+    assert stage.tell(StopAsked()) == [Tell("model"), Tell("engine")]
+    again = Stage([plan("model", OnDeath.NEXT), held])
+    again.tell(Ticked())
+    again.tell(Exited("engine", 1))
+    assert again.machine.end == End(1, "engine ended with code 1")
 
 
 def test_a_task_has_all_the_time_it_needs_but_must_not_fail() -> None:
@@ -240,7 +273,8 @@ def test_words_of_an_unknown_child_change_nothing(running: Stage) -> None:
 @pytest.mark.parametrize("seed", range(50))
 def test_every_story_ends_with_every_child_gone(seed: int) -> None:
     """Random deaths, reports and pauses, then a stop: processes started are processes ended."""
-    chance, stage = random.Random(seed), Stage()
+    gated = [plan("model", OnDeath.NEXT), plan("tool", OnDeath.RESTART, "page", gate=("model",))]
+    chance, stage = random.Random(seed), Stage([*PLANS, *gated])
     alive: set[str] = set()
     event: Event = Ticked()
     for number in range(400):
@@ -249,7 +283,7 @@ def test_every_story_ends_with_every_child_gone(seed: int) -> None:
                 assert action.role not in alive
                 assert stage.machine.end is None
                 alive.add(action.role)
-            elif isinstance(action, Tell | Kill):
+            elif isinstance(action, Tell | Kill | Release):
                 assert action.role in alive
         if stage.mesh() is MeshState.ENDED:
             break

@@ -40,7 +40,7 @@ def test_a_users_engines_take_the_place_of_the_embedded_one() -> None:
 
 def test_what_needs_the_model_waits_until_it_is_made() -> None:
     plans = by_role(plan_mesh(CONFIG, PATH, make_model=("make-model", "some/model")))
-    waiting = [role for role, plan in plans.items() if "warm-start" in plan.needs]
+    waiting = [role for role, plan in plans.items() if "warm-start" in plan.gate]
     assert waiting == ["engine-0", "worker-0", "worker-1", "worker-2", "trainer"]
     assert not plans["warm-start"].reports
 
@@ -52,7 +52,7 @@ def test_the_page_may_be_left_out() -> None:
 
 def test_every_need_is_somebodys_role() -> None:
     plans = by_role(plan_mesh(CONFIG, PATH, make_model=("make-model",)))
-    assert {need for plan in plans.values() for need in plan.needs} <= plans.keys()
+    assert {role for plan in plans.values() for role in (*plan.needs, *plan.gate)} <= plans.keys()
 
 
 def test_only_whole_words_are_filled_in() -> None:
