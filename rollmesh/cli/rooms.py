@@ -44,7 +44,7 @@ def worker(argv: list[str]) -> int:
     add_listen(arguments)
     arguments.add_argument("--router", required=True, help="tcp:// address of the router")
     arguments.add_argument("--worker-id", required=True, help="its name in the mesh")
-    options = arguments.parse_args(argv)
+    options = arguments.parse_args(pass_gate(argv))
     run(config_of(options), options.router, options.worker_id, options.listen_fd, options.ready_fd)
     return 0
 
