@@ -101,7 +101,7 @@ class Asks(msgspec.Struct, frozen=True):
 class AskDecoder:
     """Knows the model's limits and hands out ids and seeds where a body names none."""
 
-    def __init__(self, architecture: Architecture, num_slots: int, seed: int | None) -> None:
+    def __init__(self, architecture: Architecture, num_slots: int, seed: int) -> None:
         self._architecture = architecture
         self._max_context = min(architecture.max_context, num_slots)
         self._seeds = random.Random(seed)

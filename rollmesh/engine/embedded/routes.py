@@ -6,6 +6,7 @@ its requests. Driven by aiohttp's low-level server, which saves the cost of an a
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -58,6 +59,8 @@ class Face(msgspec.Struct, frozen=True):
     tokenizer: Tokenizer | None
     is_incremental: bool
     """Streamed events hold only what is new (SGLang's --incremental-streaming-output)."""
+    random_seed: int
+    """Of the seeds of requests that name none."""
 
 
 class Routes:
@@ -137,11 +140,15 @@ class Routes:
                     event["index"] = at
                 await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
 
-        async with asyncio.TaskGroup() as pumps:
-            for at in range(len(readers)):
-                pumps.create_task(pump(at))
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+        try:
+            async with asyncio.TaskGroup() as pumps:
+                for at in range(1, len(readers)):
+                    pumps.create_task(pump(at))
+                await pump(0)
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+        except* ConnectionResetError:
+            pass  # the client has left; _generate aborts what it asked for
         return response
 
     def _answering(self, ask: Ask, is_incremental: bool) -> Answering:
@@ -231,6 +238,8 @@ class Routes:
                 "max_total_num_tokens": limits.num_slots,
                 "max_running_requests": limits.max_running,
                 "chunked_prefill_size": limits.max_step_tokens,
+                "random_seed": self._face.random_seed,
+                "pid": os.getpid(),
                 "internal_states": [],
             }
         )

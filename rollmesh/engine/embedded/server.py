@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Answers carry no text, as with SGLang's --skip-tokenizer-init."""
     num_threads: int = 1
     seed: int | None = None
-    """Of the seeds of requests that name none; None takes the system's randomness."""
+    """Of the seeds of requests that name none; None draws one."""
     run_folder: Path | None = None
     """Where the log goes; None logs to stderr."""
     role: str = "engine"
@@ -91,11 +92,12 @@ async def run(settings: Settings, engine: Engine, listening: socket.socket) -> N
 def face(settings: Settings, engine: Engine, steps: StepLoop) -> web.Server:
     """The HTTP face of `engine`."""
     tokenizer = None if settings.skips_tokenizer else load_tokenizer(settings.model_dir)
+    seed = secrets.randbits(30) if settings.seed is None else settings.seed
     routes = Routes(
         steps,
         engine,
-        AskDecoder(engine.runner.model.architecture, settings.limits.num_slots, settings.seed),
-        Face(str(settings.model_dir), tokenizer, settings.is_incremental),
+        AskDecoder(engine.runner.model.architecture, settings.limits.num_slots, seed),
+        Face(str(settings.model_dir), tokenizer, settings.is_incremental, seed),
     )
     return web.Server(
         routes.serve, handler_cancellation=True, request_factory=make_request, access_log=None

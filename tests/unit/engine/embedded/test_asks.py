@@ -173,7 +173,13 @@ def test_wrong_sampling_is_refused_in_one_line(
 
 
 def test_fields_that_ask_for_nothing_pass(decoder: AskDecoder) -> None:
-    params: dict[str, Any] = {"stop": [], "regex": None, "min_p": 0, "n": 1, "repetition_penalty": 1}
+    params: dict[str, Any] = {
+        "stop": [],
+        "regex": None,
+        "min_p": 0,
+        "n": 1,
+        "repetition_penalty": 1,
+    }
     asks = decode(decoder, input_ids=PROMPT, sampling_params=params, top_logprobs_num=0, zzz=1)
     np.testing.assert_array_equal(asks.asks[0].request.tokens[:3], PROMPT)
 

@@ -1,6 +1,7 @@
 """Draws: right distribution, support and log-probs, and nothing but the seed decides."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -30.0])
 PROBS = LOGITS.softmax(-1)
 
 
-def draw_many(num: int, **params: float | int) -> tuple[list[int], list[float]]:
+def draw_many(num: int, **params: Any) -> tuple[list[int], list[float]]:
     samplings = [Sampling(seed=seed, **params) for seed in range(num)]
     return draw(LOGITS.expand(num, -1), samplings, [5] * num)
 
