@@ -1,0 +1,112 @@
+"""The real thing, made short: `rollmesh demo` trains, ends well, and can be stopped.
+
+Real processes and real sockets, through the command that users type.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+STOPS_WITHIN_S = 5.0
+SHORT = {
+    "trainer.num_steps": 3,
+    "trainer.groups_per_step": 2,
+    "trainer.samples_per_group": 4,
+    "trainer.max_running_groups": 4,
+    "trainer.eval_rollouts": 8,
+}
+
+
+def start(folder: Path, **settings: object) -> subprocess.Popen[str]:
+    """`rollmesh demo` in `folder`."""
+    words = [sys.executable, "-m", "rollmesh.cli.main", "demo", "--no-live", "--seed", "1"]
+    for key, value in (SHORT | settings).items():
+        words += ["--set", f"{key}={value}"]
+    return subprocess.Popen(
+        words, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def follow(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a file that is being written."""
+    words = ["tail", "-n", "+1", "-F", str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tail:
+        assert tail.stdout
+        try:
+            for line in tail.stdout:
+                yield msgspec.json.decode(line)
+        finally:
+            tail.terminate()
+
+
+def read(path: Path) -> Any:
+    return msgspec.json.decode(path.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a short run that came to its end."""
+    folder = tmp_path_factory.mktemp("demo")
+    with start(folder) as process:
+        out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, out
+    assert "num_lost" in out
+    return folder / "runs" / "demo"
+
+
+def test_a_run_loses_nothing_and_says_so(ended: Path) -> None:
+    summary = read(ended / "summary.json")
+    assert summary["num_steps"] == 3
+    assert summary["num_lost"] == 0
+    assert summary["success_untrained"] is not None
+    assert summary["ended"] == "done"
+    assert summary["wall_s"] > 0
+    assert {"engine-0", "router", "worker-0", "worker-1", "trainer"} <= set(summary["peak_rss_mb"])
+
+
+def test_a_run_leaves_all_its_files(ended: Path) -> None:
+    left = {path.name for path in ended.iterdir()}
+    assert {"config.json", "pids.json", "learning.png", "checkpoint", "model"} <= left
+    steps = [
+        row["step"]
+        for line in (ended / "metrics.jsonl").read_bytes().splitlines()
+        if "success" in (row := msgspec.json.decode(line))
+    ]
+    assert steps == [0, 1, 2]
+    telemetry = (ended / "telemetry.jsonl").read_bytes().splitlines()
+    assert any(msgspec.json.decode(line)["router"] for line in telemetry)
+
+
+def test_a_run_leaves_no_process(ended: Path) -> None:
+    pids = [row["pid"] for row in read(ended / "pids.json")]
+    assert len(pids) == 8
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+
+
+def test_the_page_of_an_ended_run_reads_its_trajectories(ended: Path) -> None:
+    words = [sys.executable, "-m", "rollmesh.cli.main", "status", str(ended)]
+    told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout
+    assert told.startswith("demo: finished, step 3 of 3\n")
+
+
+def test_ctrl_c_in_mid_run_ends_everything_in_time(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "demo"
+    with start(tmp_path, **{"trainer.num_steps": 10_000}) as process:
+        next(row for row in follow(run / "metrics.jsonl") if row["step"] == 2)
+        pids = [row["pid"] for row in read(run / "pids.json")]
+        os.kill(process.pid, signal.SIGINT)
+        process.communicate(timeout=STOPS_WITHIN_S)
+    assert process.returncode == 130
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+    summary = read(run / "summary.json")
+    assert summary["ended"] == "stopped"
+    assert summary["num_steps"] >= 3
+    assert (run / "checkpoint" / "config.json").is_file()
