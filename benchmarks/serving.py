@@ -1,13 +1,12 @@
 """How much one router process carries: whole groups, bare asks, and both beside a deaf peer.
 
-    python -m benchmarks.serving [--groups 20000]
+    python -m benchmarks.serving [--groups 20000] [--quick] [--json] [--check]
 
 Invariant: a real router process on loopback, driven by one client and one worker in this process;
 bodies have the size of a real ask. Figures are per second of wall time (this process shares the
 machine) and per second of the router's own CPU. Driven by `make bench`.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Self
 import msgspec
 import psutil
 
+from benchmarks._report import parser, report
 from rollmesh.core.ids import GroupId
 from rollmesh.core.process import Ready
 from rollmesh.wire.frames import Packet
@@ -44,6 +44,7 @@ class Bench:
     """A router process, a client and a worker."""
 
     def __init__(self, folder: str) -> None:
+        self.figures: dict[str, float] = {}
         reading, writing = os.pipe()
         argv = [sys.executable, "-m", "rollmesh.cli.main", "router"]
         argv += ["--set", f"run.folder={folder}", "--set", "router.missed_beats=1000"]
@@ -71,15 +72,13 @@ class Bench:
         self._process.wait()
 
     def measure(self, what: str, work: Callable[[], int]) -> None:
-        """Print how fast `work` went; it returns how many it did."""
+        """Note how fast `work` went; it returns how many it did."""
         cpu_s, began_s = self._cpu_s(), time.perf_counter()
         number = work()
         wall_s, cpu_s = time.perf_counter() - began_s, self._cpu_s() - cpu_s
-        rss_mb = self._usage.memory_info().rss / 2**20
-        print(
-            f"{what:<34}{number / wall_s:>9,.0f}/s wall{number / cpu_s:>9,.0f}/s router cpu"
-            f"{rss_mb:>7.0f} MB"
-        )
+        self.figures[f"{what}_per_wall_s"] = number / wall_s
+        self.figures[f"{what}_per_router_cpu_s"] = number / cpu_s
+        self.figures["router_rss_mb"] = self._usage.memory_info().rss / 1e6
 
     def _cpu_s(self) -> float:
         times = self._usage.cpu_times()
@@ -128,16 +127,19 @@ def ask(run_id: str, seq: int, env: str = "bench") -> AskGroup:
 
 
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving")
-    parser.add_argument("--groups", type=int, default=20_000)
-    num_groups = parser.parse_args().groups
+    """Measure and report; the goals of serving belong to a later issue."""
+    arguments = parser("serving")
+    arguments.add_argument("--groups", type=int, default=20_000)
+    options = arguments.parse_args()
+    num_groups = options.groups // 10 if options.quick else options.groups
     with tempfile.TemporaryDirectory() as folder, Bench(folder) as bench:
-        bench.measure("whole groups", lambda: bench.run_groups("r1", num_groups))
-        bench.measure("asks said again", lambda: bench.repeat_asks(2 * num_groups))
+        bench.measure("groups", lambda: bench.run_groups("r1", num_groups))
+        bench.measure("repeated_asks", lambda: bench.repeat_asks(2 * num_groups))
         deaf = bench.deafen_a_peer()
-        bench.measure("whole groups beside a deaf peer", lambda: bench.run_groups("r2", num_groups))
+        bench.measure("groups_beside_a_deaf_peer", lambda: bench.run_groups("r2", num_groups))
         deaf.close()
+        figures = bench.figures
+    report(options, figures, goals=[])
 
 
 if __name__ == "__main__":

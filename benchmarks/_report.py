@@ -1,0 +1,51 @@
+"""What every benchmark shares: its arguments, its table, its last line of JSON, its verdict.
+
+    --quick   shorter, with the same goals      --json    the last line is one JSON object
+    --check   exit code 1 if a goal is missed
+
+Invariant: a goal names a figure and is missed only by that figure; goals are not lowered. Driven
+by the benchmarks' main functions.
+"""
+
+import argparse
+import json
+import operator
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+COMPARE = {"<=": operator.le, ">=": operator.ge}
+
+
+class Goal(NamedTuple):
+    """`figure` should be `relation` (`<=` or `>=`) `bound`."""
+
+    figure: str
+    relation: str
+    bound: float
+
+    def is_met(self, figures: dict[str, float]) -> bool:
+        """Whether the figure keeps the bound."""
+        return bool(COMPARE[self.relation](figures[self.figure], self.bound))
+
+
+def parser(name: str) -> argparse.ArgumentParser:
+    """The arguments that all benchmarks take."""
+    arguments = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
+    arguments.add_argument("--quick", action="store_true", help="shorter, with the same goals")
+    arguments.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    arguments.add_argument("--check", action="store_true", help="exit 1 if a goal is missed")
+    return arguments
+
+
+def report(options: argparse.Namespace, figures: dict[str, float], goals: Sequence[Goal]) -> None:
+    """Print the table and, if asked, the JSON; ends the process."""
+    missed = [goal for goal in goals if not goal.is_met(figures)]
+    for name, value in figures.items():
+        bounds = [f"goal {g.relation} {g.bound:g}" for g in goals if g.figure == name]
+        marks = ["MISSED" for g in missed if g.figure == name]
+        print(f"{name:<44}{value:>14,.3f}  {' '.join(bounds + marks)}".rstrip())
+    if options.json:
+        spoken = {"goals": [list(g) for g in goals], "missed": [g.figure for g in missed]}
+        print(json.dumps({"figures": figures} | spoken))
+    sys.exit(1 if options.check and missed else 0)
