@@ -17,7 +17,7 @@ SETTINGS: dict[str, Any] = {
     "run": {"name": "demo"},
     "model": {"max_context_tokens": 512},
     "sampling": {"max_tokens": 16},
-    "trainer": {"eval_rollouts": 1000},
+    "trainer": {"eval_rollouts": 1000, "num_steps": 100},
 }
 
 ABOUT = """\

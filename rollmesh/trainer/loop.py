@@ -72,11 +72,13 @@ class TrainLoop:
         self._parts.records.flush()
 
     def _next_batch(self, step: int) -> Batch | None:
-        pacer = self._parts.pacer
+        pacer, trainer = self._parts.pacer, self._config.trainer
         while not self._stop.is_set():
             self._look_at_publication(0.0)
             batch = pacer.take(step)
-            pacer.ask()  # before the step, so that workers are busy while it computes
+            # Before the step, so that workers are busy while it computes.
+            num_steps_left = trainer.num_steps - step - bool(batch)
+            pacer.ask(num_steps_left * trainer.groups_per_step)
             if batch:
                 return batch
             pacer.collect(COLLECT_S)

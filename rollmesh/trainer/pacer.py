@@ -81,9 +81,10 @@ class Pacer:
         self._num_asked = 0
         self._newest_position = -1
 
-    def ask(self) -> None:
-        """Ask for as many groups as the bound allows."""
-        for _ in range(self._staleness.capacity):
+    def ask(self, num_needed: int) -> None:
+        """Ask for as many groups as the bound allows, while fewer than `num_needed` wait to train."""
+        under_way = self._staleness.num_running + self._staleness.num_ready
+        for _ in range(min(self._staleness.capacity, num_needed - under_way)):
             group_id = self._ask_one(self._asking.num_samples)
             self._staleness.step(GroupAsked(group_id))
 
