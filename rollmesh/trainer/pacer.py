@@ -82,7 +82,7 @@ class Pacer:
         self._newest_position = -1
 
     def ask(self, num_needed: int) -> None:
-        """Ask for as many groups as the bound allows, while fewer than `num_needed` wait to train."""
+        """Ask for groups as the bound allows, until `num_needed` are under way to be trained."""
         under_way = self._staleness.num_running + self._staleness.num_ready
         for _ in range(min(self._staleness.capacity, num_needed - under_way)):
             group_id = self._ask_one(self._asking.num_samples)

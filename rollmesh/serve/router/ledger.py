@@ -128,7 +128,7 @@ class Ledger:
         env, group_id = ask.env, ask.group_id
         if ask.num_samples < 1:
             return GroupFailed(group_id, "bad_ask: num_samples must be at least 1")
-        if ask.attempts >= self.settings.max_attempts:
+        if ask.attempts >= self.settings.max_attempts and self._is_settled:
             return GroupFailed(group_id, f"attempts_exhausted: {ask.attempts} have begun")
         if env in self._env_errors and not self.crew.workers.serve(env):
             return GroupFailed(group_id, f"env_failed: {self._env_errors[env]}")
@@ -151,7 +151,7 @@ class Ledger:
             attempt=max(ask.attempts, 0),
         )
         self.book.open(group)
-        if group.attempt > 0 and self.book.now_s < self._settled_s:
+        if group.attempt > 0 and not self._is_settled:
             self.book.held[group.group_id] = group
         else:
             self.book.wait(group)
@@ -252,12 +252,24 @@ class Ledger:
                 peer.heard_s += gap_s
         self._look_for_lost_workers(now_s)
         self._look_for_lost_clients(now_s)
-        if now_s >= self._settled_s:
-            for group in list(self.book.held.values()):
-                self.book.wait(group)
-                self.crew.stir(group.env)
+        if self._is_settled:
+            self._release_held()
         self.crew.look_after_groups()
         self.book.tear_old_notes()
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether workers had time to claim what began under an earlier router."""
+        return self.book.now_s >= self._settled_s
+
+    def _release_held(self) -> None:
+        """Nobody claimed these: they run again, if an attempt is left."""
+        for group in list(self.book.held.values()):
+            if group.attempt >= self.settings.max_attempts:
+                self.crew.fail(group, f"attempts_exhausted: {group.attempt} have begun")
+            else:
+                self.book.wait(group)
+                self.crew.stir(group.env)
 
     def _look_for_lost_workers(self, now_s: float) -> None:
         for worker in self.crew.workers:

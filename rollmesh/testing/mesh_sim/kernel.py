@@ -42,6 +42,7 @@ class Kernel:
     """The agenda, the clock and the dice."""
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self.rng = random.Random(seed)
         self.clock = FakeClock()
         self.num_events = 0

@@ -160,6 +160,21 @@ def test_the_claim_may_come_before_the_ask(story: Story) -> None:
     assert worker.load == 0
 
 
+def test_a_group_in_its_last_attempt_waits_for_its_worker_after_a_restart(story: Story) -> None:
+    assert not only(story.asks(ask(1, attempts=3)), GroupFailed)
+    story.worker("w0", HeldGroup(group(1), 3, False))
+    assert story.holder(1) == "w0"
+    assert not only(story.passes(9, "w0", "c"), GroupFailed)
+
+
+def test_a_group_without_an_attempt_left_fails_when_nobody_claims_it(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1, attempts=3))
+    [failed] = only(story.passes(SETTLED_S, "w0", "c"), GroupFailed)
+    assert failed.reason.startswith("attempts_exhausted: 3 have begun")
+    assert story.is_empty()
+
+
 def test_what_nobody_claims_is_queued_after_three_beats(story: Story) -> None:
     story.worker("w0")
     assert not only(story.asks(ask(1, attempts=1)), RunGroup)
