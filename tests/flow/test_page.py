@@ -104,14 +104,14 @@ def test_the_page_shows_the_curve_and_follows_the_run(
     browser: webdriver.Chrome, address: str, run: FakeRun
 ) -> None:
     browser.get(address)
-    wait(browser, lambda _: "39 of 60" in text_of(browser, "#tiles"))
+    wait(browser, lambda _: "40 of 60" in text_of(browser, "#tiles"))
     assert browser.execute_script(DRAWN_PIXELS) > 1000
     assert "0.66" in text_of(browser, "#success-key")
     assert len(all_of(browser, "#ages tbody tr")) == 3
     assert "worker-1" in text_of(browser, "#workers")
     assert "engine-0" in text_of(browser, "#memory-key")
     run.add_steps(3)
-    wait(browser, lambda _: "42 of 60" in text_of(browser, "#tiles"))
+    wait(browser, lambda _: "43 of 60" in text_of(browser, "#tiles"))
     run.finish()
     wait(browser, lambda _: text_of(browser, "#phase") == "finished")
     assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
@@ -135,6 +135,15 @@ def test_a_trajectory_shows_its_messages_and_coloured_tokens(
     picture = tmp_path / "page.png"
     assert browser.save_screenshot(str(picture))
     assert picture.stat().st_size > 20_000
+
+
+def test_a_trajectory_has_an_address_of_its_own(
+    browser: webdriver.Chrome, address: str, run: FakeRun
+) -> None:
+    rollout_id = run.add_rollout(step=7)
+    browser.get(f"{address}/#{rollout_id}")
+    wait(browser, lambda _: rollout_id in text_of(browser, "#viewer h3"))
+    assert all_of(browser, ".tokens .sampled")
 
 
 def test_what_a_rollout_says_is_text_and_never_markup(

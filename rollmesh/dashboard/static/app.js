@@ -43,4 +43,6 @@ function follow() {
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
 setInterval(drawSoon, REDRAW_MS);
+addEventListener("hashchange", () => rollouts.openNamed());
+rollouts.openNamed();
 follow();

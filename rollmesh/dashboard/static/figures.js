@@ -1,7 +1,7 @@
 // The figures in words and tables: tiles, the staleness histogram, engines and workers.
 
 import { byId, element, fillTable } from "./dom.js";
-import { clock, count, megabytes, percent, share } from "./format.js";
+import { clock, count, isNumber, megabytes, percent, share } from "./format.js";
 
 const ETA_STEPS = 20;
 const MEAN_STEPS = 10;
@@ -26,7 +26,7 @@ function drawTiles({ run, steps, learning, telemetry }) {
   const recent = steps.slice(-MEAN_STEPS).map((row) => row.success);
   const mean = recent.length ? recent.reduce((a, b) => a + b) / recent.length : null;
   const tiles = [
-    ["Step", count(last.step), run.num_steps ? ` of ${run.num_steps}` : ""],
+    ["Steps", count(isNumber(last.step) ? last.step + 1 : 0), run.num_steps ? ` of ${run.num_steps}` : ""],
     [`Success, last ${MEAN_STEPS}`, share(mean), ""],
     ["Untrained", share(run.success_untrained), ""],
     ["Policy version", count(last.policy_version), ""],

@@ -39,8 +39,15 @@ export class Rollouts {
     button.setAttribute("aria-current", String(button.dataset.id === this.#openId));
   }
 
+  /** Open the rollout that the page's address names, if it names one. */
+  openNamed() {
+    const id = decodeURIComponent(location.hash.slice(1));
+    if (id && id !== this.#openId) this.open(id);
+  }
+
   async open(id) {
     this.#openId = id;
+    history.replaceState(null, "", `#${id}`);
     this.#list.querySelectorAll("button").forEach((button) => this.#mark(button));
     const reply = await fetch(`/api/trajectories/${id.split("/").map(encodeURIComponent).join("/")}`);
     const told = await reply.json();
