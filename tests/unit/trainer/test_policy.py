@@ -1,0 +1,156 @@
+"""The policy in training: exact log-probs, honest reports, and steps in the right direction."""
+
+import itertools
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollmesh.core.config import TrainerConfig
+from rollmesh.serve.client.samples import Sample
+from rollmesh.trainer.policy import Policy
+from tests.unit.trainer.samples import new_sample
+
+SETTINGS = TrainerConfig(learning_rate=1e-3, max_logprob_gap=0.05)
+LONG, SHORT = [1, 2, 3, 4, 5, 6], [1, 2, 7, 8]
+
+
+def recorded(
+    folder: Path, token_ids: list[int], temperature: float = 1.0
+) -> npt.NDArray[np.float64]:
+    """Log-probs of `token_ids` by transformers alone; 0 for the first."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0].double() / temperature
+    logprobs = torch.log_softmax(logits[:-1], -1)[range(len(token_ids) - 1), token_ids[1:]]
+    return np.array([0.0, *logprobs.tolist()])
+
+
+def pair(folder: Path, temperature: float = 1.0, policy_version: int = 0) -> list[Sample]:
+    """A group of two rollouts, the first better, with exact recordings."""
+    masks = [[0, 0, 1, 0, 1, 1], [0, 0, 1, 1]]
+    return [
+        new_sample(
+            token_ids,
+            mask,
+            index=index,
+            reward=1.0 - index,
+            logprobs=recorded(folder, token_ids, temperature),
+            temperature=temperature,
+            policy_version=policy_version,
+        )
+        for index, (token_ids, mask) in enumerate(zip((LONG, SHORT), masks, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_recorded_logprobs_are_recomputed_exactly(tiny_folder: Path, temperature: float) -> None:
+    report = Policy(str(tiny_folder), SETTINGS).step(pair(tiny_folder, temperature), 0)
+    assert report.logprob_gap_max is not None
+    assert report.logprob_gap_max < 1e-4
+    assert report.kl == pytest.approx(0.0, abs=1e-6)
+    assert (report.num_tokens, report.num_masked) == (5, 0)
+
+
+def test_step_makes_the_better_rollout_likelier(tiny_folder: Path, tmp_path: Path) -> None:
+    policy = Policy(str(tiny_folder), SETTINGS)
+    good, bad = pair(tiny_folder)
+    for step in range(3):
+        policy.step([good, bad], step)
+    policy.save(tmp_path / "after")
+    gains = [
+        (recorded(tmp_path / "after", s.token_ids.tolist()) - s.logprobs)[s.loss_mask].mean()
+        for s in (good, bad)
+    ]
+    assert gains[0] > 0.05 > -0.05 > gains[1]
+
+
+def test_equal_rewards_change_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    policy = Policy(str(tiny_folder), SETTINGS)
+    samples = [msgspec.structs.replace(sample, reward=1.0) for sample in pair(tiny_folder)]
+    report = policy.step(samples, 0)
+    policy.save(tmp_path / "after")
+    assert (report.loss, report.grad_norm) == (0.0, 0.0)
+    assert recorded(tmp_path / "after", LONG) == pytest.approx(recorded(tiny_folder, LONG))
+
+
+def test_sample_that_these_weights_did_not_make_is_masked(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    good, bad = pair(tiny_folder)
+    false = msgspec.structs.replace(good, logprobs=good.logprobs - np.float32(0.1))
+    policy = Policy(str(tiny_folder), SETTINGS)
+    report = policy.step([false, bad], 0)
+    assert report.num_masked == 1
+    assert report.logprob_gap_max == pytest.approx(0.1, abs=1e-3)
+    policy.save(tmp_path / "after")
+    only_bad = Policy(str(tiny_folder), SETTINGS)
+    silent = msgspec.structs.replace(good, weight=0.0)
+    only_bad.step([silent, bad], 0)
+    only_bad.save(tmp_path / "expected")
+    assert recorded(tmp_path / "after", LONG) == pytest.approx(
+        recorded(tmp_path / "expected", LONG), abs=1e-6
+    )
+
+
+def test_gap_is_measured_on_the_weights_held_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    policy = Policy(str(tiny_folder), SETTINGS)
+    samples = pair(tiny_folder)
+    assert policy.step(samples, 0).logprob_gap_max is not None
+    stale = policy.step(samples, 1)  # the weights moved on, under no name
+    assert (stale.logprob_gap_max, stale.logprob_gap_mean, stale.num_masked) == (None, None, 0)
+    assert stale.kl > 0.0
+    policy.save(tmp_path / "v1", policy_version=1)
+    policy.save(tmp_path / "checkpoint")  # a copy does not change what they are called
+    fresh = pair(tmp_path / "v1", policy_version=1)
+    gap = policy.step([*fresh, *samples], 2).logprob_gap_max
+    assert gap is not None
+    assert gap < 1e-4
+
+
+def test_minibatches_step_more_often_and_clip_against_the_first_weights(
+    tiny_folder: Path,
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, num_minibatches=2, learning_rate=0.05)
+    first, second = pair(tiny_folder), pair(tiny_folder)
+    for index, sample in enumerate(second):
+        other = new_sample([], [], seq=1, index=index).rollout_id
+        second[index] = msgspec.structs.replace(sample, rollout_id=other)
+    once = Policy(str(tiny_folder), msgspec.structs.replace(settings, num_minibatches=1))
+    assert once.step([*first, *second], 0).clip_fraction == 0.0
+    report = Policy(str(tiny_folder), settings).step([*first, *second], 0)
+    assert report.clip_fraction > 0.0
+    assert report.kl == pytest.approx(0.0, abs=1e-6)  # the proximal weights made the samples
+    assert report.num_tokens == 10
+
+
+def test_learning_rate_rises_over_the_warmup(tiny_folder: Path) -> None:
+    settings = msgspec.structs.replace(SETTINGS, warmup_steps=4)
+    policy = Policy(str(tiny_folder), settings)
+    rates = [policy.step(pair(tiny_folder), step).learning_rate for step in (0, 1, 3, 9)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 1e-3, 1e-3])
+
+
+def test_entropy_bonus_spreads_the_policy(tiny_folder: Path) -> None:
+    settings = msgspec.structs.replace(SETTINGS, entropy_coef=1.0)
+    policy = Policy(str(tiny_folder), settings)
+    samples = [msgspec.structs.replace(sample, reward=1.0) for sample in pair(tiny_folder)]
+    entropies = [policy.step(samples, step).entropy for step in range(4)]
+    assert all(later > earlier for earlier, later in itertools.pairwise(entropies))
+
+
+def test_step_without_samples_changes_nothing_and_says_so(tiny_folder: Path) -> None:
+    report = Policy(str(tiny_folder), SETTINGS).step([], 0)
+    assert (report.num_tokens, report.loss, report.grad_norm) == (0, 0.0, 0.0)
+    assert math.isfinite(report.entropy)
+
+
+def test_report_goes_into_a_metrics_row(tiny_folder: Path) -> None:
+    report = Policy(str(tiny_folder), SETTINGS).step(pair(tiny_folder), 0)
+    row = msgspec.structs.asdict(report)
+    assert msgspec.json.decode(msgspec.json.encode(row)) == pytest.approx(row)
