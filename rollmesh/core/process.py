@@ -3,8 +3,8 @@
 Protocol with launch: a child started with `--ready-fd N` writes one JSON line, a Ready, to that
 inherited descriptor when it serves and closes it; `--listen-fd N` is a listening socket that launch
 owns and the child serves on. A child started with `--go-fd N` loads its libraries and then waits
-until launch closes the other end of that pipe. Invariant: a process that reports is reachable at once. Driven by the
-main function of each room.
+until launch closes the other end of that pipe. Invariant: a process that reports is reachable at
+once. Driven by the main function of each room.
 """
 
 import asyncio

@@ -54,7 +54,7 @@ def write_model_folder(
     end, start = (tokenizer.token_to_id(text) for text in ("<|im_end|>", "<|endoftext|>"))
     _write(folder / "config.json", {"model_type": model_type, "eos_token_id": end})
     _write(folder / "generation_config.json", {"eos_token_id": [end, start]})
-    settings = {"eos_token": "<|im_end|>", "chat_template": chat_template}
+    settings: dict[str, object] = {"eos_token": "<|im_end|>", "chat_template": chat_template}
     _write(folder / "tokenizer_config.json", settings)
     return folder
 

@@ -37,9 +37,7 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
     die_with_parent()
     folder = config.run_folder()
     setup("trainer", folder)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
     policy = Policy(config.model.path, config.trainer)
     client = RolloutClient(router, config.journal, folder, read_keys())
@@ -61,6 +59,20 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
         client.close()
         records.close()
         write_books(folder, tally)
+
+
+def stop_by_signal() -> threading.Event:
+    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+    stop = threading.Event()
+
+    def on_signal(*_: object) -> None:
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    return stop
 
 
 def write_books(folder: Path, tally: Tally) -> None:

@@ -79,7 +79,7 @@ class Mesh:
         self.kernel.run(num_events, float("inf"), self._checks.after_event)
 
     def calm(self) -> None:
-        """No more faults, but a freeze ends by itself; AssertionError if all is not at rest in time."""
+        """No more faults; a freeze ends by itself. AssertionError if all is not at rest in time."""
         self.network.faults = Faults()
         for node in self._mortals():
             if not node.alive:
