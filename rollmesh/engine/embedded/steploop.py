@@ -97,7 +97,7 @@ class StepLoop:
                 progress = self._engine.step()
                 if progress:
                     self._loop.call_soon_threadsafe(self._deliver, progress)
-        except Exception as error:
+        except Exception as error:  # door: the step thread; its fault ends the process
             log.error("step_loop.failed", exc_info=error)
             self._loop.call_soon_threadsafe(self._fail, error)
 
