@@ -17,7 +17,7 @@ BREACHES = {
     "engine/a.py": "def late():\n    import torch.nn\n    import numpy.linalg\n",
     "trainer/a.py": "",
     "launch/a.py": "import rollmesh.trainer.a\n",
-    "runtime/a.py": "from rich import live\n",
+    "runtime/a.py": "from rich import live\nimport structlog\n",
     "serve/router/a.py": "import rollmesh.serve.interception.a\n",
     "serve/server/a.py": "import rollmesh.serve.client.a\n",
     "serve/client/a.py": "import numpy\n",
