@@ -14,14 +14,14 @@ def new_sample(
     """A sample; `fields` override log-probs of -1, version 0, reward 0, weight 1, temperature 1."""
     loss_mask = np.array(mask, np.bool_)
     logprobs = np.array(fields.pop("logprobs", np.full(len(mask), -1.0)), np.float32)
-    version = fields.pop("policy_version", 0)
+    sampled_by = fields.pop("policy_version", 0)
     given: dict[str, Any] = {
         "rollout_id": RolloutId(GroupId("r", seq), index),
         "branch": "main",
         "token_ids": np.array(token_ids, np.int32),
         "logprobs": np.where(loss_mask, logprobs, np.float32(0.0)),
         "loss_mask": loss_mask,
-        "policy_versions": np.where(loss_mask, version, -1).astype(np.int32),
+        "policy_versions": np.where(loss_mask, sampled_by, -1).astype(np.int32),
         "reward": 0.0,
         "weight": 1.0,
         "temperature": 1.0,
