@@ -124,7 +124,7 @@ class RunView:
         return {"time_s": row.time_s, **msgspec.to_builtins(row)}
 
     def _see_time(self, time_s: float) -> None:
-        if self._first_time_s is None:
+        if self._first_time_s is None or time_s < self._first_time_s:
             self._first_time_s = time_s
 
 

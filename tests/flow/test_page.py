@@ -23,9 +23,10 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from rollmesh.core.process import Ready
 from rollmesh.testing.run_folder import FakeRun
+from tests.flow.demo import start
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-WAIT_S = 20.0
+WAIT_S = 60.0
 SCRIPT = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
 DRAWN_PIXELS = """
 const canvas = document.querySelector("#success canvas");
@@ -144,6 +145,26 @@ def test_a_trajectory_has_an_address_of_its_own(
     browser.get(f"{address}/#{rollout_id}")
     wait(browser, lambda _: rollout_id in text_of(browser, "#viewer h3"))
     assert all_of(browser, ".tokens .sampled")
+
+
+def test_the_page_of_a_running_demo_shows_it_learn(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    """Its picture is kept where ROLLMESH_SCREENSHOT says, for the README."""
+    with start(tmp_path, **{"trainer.num_steps": 10_000}) as demo:
+        assert demo.stdout
+        line = next(line for line in demo.stdout if line.startswith("the page: "))
+        browser.get(line.removeprefix("the page: ").strip())
+        wait(browser, lambda _: all_of(browser, "#rollout-list button"))
+        wait(browser, lambda _: int(browser.execute_script(DRAWN_PIXELS)) > 1000)
+        all_of(browser, "#rollout-list button")[0].send_keys(Keys.ENTER)
+        wait(browser, lambda _: all_of(browser, ".tokens .sampled"))
+        assert "log-prob" in (all_of(browser, ".sampled[title]")[0].get_attribute("title") or "")
+        assert text_of(browser, "#phase") == "running"
+        picture = Path(os.environ.get("ROLLMESH_SCREENSHOT") or tmp_path / "page.png")
+        assert browser.save_screenshot(str(picture))
+        demo.send_signal(signal.SIGINT)
+        demo.communicate(timeout=10)
 
 
 def test_what_a_rollout_says_is_text_and_never_markup(

@@ -7,48 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
+from tests.flow.demo import follow, read, start
+
 STOPS_WITHIN_S = 5.0
-SHORT = {
-    "trainer.num_steps": 3,
-    "trainer.groups_per_step": 2,
-    "trainer.samples_per_group": 4,
-    "trainer.max_running_groups": 4,
-    "trainer.eval_rollouts": 8,
-}
-
-
-def start(folder: Path, **settings: object) -> subprocess.Popen[str]:
-    """`rollmesh demo` in `folder`."""
-    words = [sys.executable, "-m", "rollmesh.cli.main", "demo", "--no-live", "--seed", "1"]
-    for key, value in (SHORT | settings).items():
-        words += ["--set", f"{key}={value}"]
-    return subprocess.Popen(
-        words, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-def follow(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a file that is being written."""
-    words = ["tail", "-n", "+1", "-F", str(path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tail:
-        assert tail.stdout
-        try:
-            for line in tail.stdout:
-                yield msgspec.json.decode(line)
-        finally:
-            tail.terminate()
-
-
-def read(path: Path) -> Any:
-    return msgspec.json.decode(path.read_bytes())
 
 
 @pytest.fixture(scope="module")

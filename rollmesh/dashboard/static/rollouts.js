@@ -27,7 +27,7 @@ export class Rollouts {
     const button = element("button", { type: "button", title: summary.rollout_id, onclick: () => this.open(summary.rollout_id) },
       element("span", { class: style }, summary.outcome === "completed" ? reward : summary.outcome),
       element("span", {}, summary.task_id),
-      element("span", { class: "muted" }, `${count(summary.num_calls)} calls`),
+      element("span", { class: "muted" }, calls(summary)),
       element("span", { class: "muted" }, summary.step === null ? "not yet" : `step ${summary.step}`),
       element("span", { class: "muted" }, clock(summary.time_s - (run.started_s ?? summary.time_s))));
     button.dataset.id = summary.rollout_id;
@@ -57,10 +57,12 @@ export class Rollouts {
   }
 }
 
+const calls = ({ num_calls: num }) => (num === 1 ? "1 call" : `${count(num)} calls`);
+
 function readable({ trajectory, pieces }) {
   const { samples } = trajectory;
   const facts = [trajectory.task_id, trajectory.outcome, trajectory.reward === null ? null : `reward ${share(trajectory.reward)}`,
-    `${count(trajectory.num_calls)} calls`, trajectory.step === null ? null : `trained in step ${trajectory.step}`, trajectory.worker_id];
+    calls(trajectory), trajectory.step === null ? null : `step ${trajectory.step}`, trajectory.worker_id];
   const readout = element("p", { class: "readout" }, "Point at a token for its id, log-probability and policy version.");
   const texts = samples.flatMap((sample, at) => [
     samples.length > 1 ? element("h3", {}, `Sample ${at + 1} of ${samples.length}`) : null,

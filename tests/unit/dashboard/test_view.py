@@ -88,6 +88,13 @@ def test_the_phase_follows_the_files() -> None:
     assert view.phase(10_000.0) is RunPhase.FINISHED
 
 
+def test_the_run_began_with_its_first_line_whichever_file_it_stands_in() -> None:
+    view = RunView()
+    view.add_step(StepRow(time_s=120.0, step=0, success=0.5))
+    view.add_telemetry(telemetry(100.0, calls=0))
+    assert view.head(130.0)["started_s"] == 100.0
+
+
 def test_a_long_run_has_a_small_picture() -> None:
     view = RunView()
     for second in range(3000):
