@@ -89,6 +89,7 @@ class _Rows:
             if sample.temperature <= 0.0:
                 raise ConfigError("sampling.temperature must be above 0: training needs chance")
         self._counts = [int(sample.loss_mask.sum()) for sample in self._chosen]
+        assert all(self._counts), "a sample has a token that trains"
 
     def tensors(
         self, advantages: npt.NDArray[np.float32], num_rollouts: int, device: str
