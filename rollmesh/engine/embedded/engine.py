@@ -150,8 +150,7 @@ class Engine:
 
     def _swap(self, update: Update) -> str:
         """Make the swap; '' or why it was refused."""
-        if update.model.architecture != self.runner.model.architecture:
-            return "the new weights are of another architecture than the present ones"
+        assert update.model.architecture == self.runner.model.architecture, "memory is of its shape"
         if update.flushes and not self.flush():
             return (
                 "cannot flush the cache while paused requests hold it; ask with flush_cache false"

@@ -69,9 +69,15 @@ class Layer:
 class Model:
     """One policy version's weights and the pass over them."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Load the model in `folder`; ModelError if it is none that we run."""
-        self.architecture = arch = read_architecture(folder)
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, architecture: Architecture | None = None
+    ) -> None:
+        """Load the model in `folder`; ModelError if it is none that we run.
+
+        With an `architecture`, the folder's weights are taken as one of it and its config.json is
+        not read; so a weight update needs no more than safetensors, as with SGLang.
+        """
+        self.architecture = arch = architecture or read_architecture(folder)
         self.dtype = dtype
         weights = read_weights(folder, dtype)
         try:
@@ -87,11 +93,19 @@ class Model:
 
     def _check_shapes(self, folder: Path) -> None:
         arch = self.architecture
-        if self._embed_VW.shape != (arch.vocab_size, arch.width):
-            raise ModelError(
-                f"{folder}: embeddings of shape {tuple(self._embed_VW.shape)} do not fit "
-                f"config.json's {(arch.vocab_size, arch.width)}"
-            )
+        width, heads = arch.width, arch.num_heads * arch.head_dim
+        expected = {"embed_tokens": (self._embed_VW, (arch.vocab_size, width))}
+        expected["lm_head"] = (self._head_VW, (arch.vocab_size, width))
+        for index, layer in enumerate(self._layers):
+            rows = heads + 2 * arch.num_kv_heads * arch.head_dim
+            expected[f"layer {index}'s q, k and v"] = (layer.qkv_weight, (rows, width))
+            expected[f"layer {index}'s o_proj"] = (layer.output_weight, (width, heads))
+        for name, (tensor, shape) in expected.items():
+            if tensor.shape != shape:
+                raise ModelError(
+                    f"{folder}: {name} of shape {tuple(tensor.shape)} does not fit the model's "
+                    f"architecture, which has {shape}"
+                )
 
     def hidden(
         self,

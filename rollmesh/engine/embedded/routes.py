@@ -8,7 +8,8 @@ its requests. Driven by aiohttp's low-level server, which saves the cost of an a
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,12 +20,14 @@ from tokenizers import Tokenizer
 
 from rollmesh.core.errors import EngineRefused, ModelError
 from rollmesh.core.ids import new_id
-from rollmesh.engine.embedded.answers import Answering
+from rollmesh.engine.embedded.answers import Answer, Answering
 from rollmesh.engine.embedded.asks import Ask, AskDecoder, Asks
 from rollmesh.engine.embedded.engine import Engine, PauseMode, Update
 from rollmesh.engine.embedded.model import Model
 from rollmesh.engine.embedded.request import Progress
 from rollmesh.engine.embedded.steploop import Reader, StepLoop
+
+_DONE = b"data: [DONE]\n\n"
 
 Body = TypeVar("Body")
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -120,36 +123,33 @@ class Routes:
             ]
             return reply(answers if asks.is_list else answers[0])
         finally:
-            for rid in rids:
-                if self._steps.knows(rid):  # the client has left
-                    self._steps.abort(rid)
+            for reader in readers:
+                self._steps.leave(reader)
 
     async def _stream(
         self, request: web.BaseRequest, asks: Asks, readers: list[Reader]
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-
-        async def pump(at: int) -> None:
-            answering = self._answering(asks.asks[at], self._face.is_incremental)
-            progress: Progress | None = None
-            while progress is None or progress.finish is None:
-                progress = await readers[at].next()
-                event = answering.answer(progress)
-                if asks.is_list:
-                    event["index"] = at
-                await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
-
+        streams = [
+            self._events(ask, reader) for ask, reader in zip(asks.asks, readers, strict=True)
+        ]
         try:
-            async with asyncio.TaskGroup() as pumps:
-                for at in range(1, len(readers)):
-                    pumps.create_task(pump(at))
-                await pump(0)
-            await response.write(b"data: [DONE]\n\n")
-            await response.write_eof()
+            if asks.is_list:
+                await write_interleaved(response, streams)
+            else:
+                await write_events(response, streams[0])
         except* ConnectionResetError:
             pass  # the client has left; _generate aborts what it asked for
         return response
+
+    async def _events(self, ask: Ask, reader: Reader) -> AsyncIterator[Answer]:
+        """An answer piece for all that has come since the last; the last one ends it."""
+        answering = self._answering(ask, self._face.is_incremental)
+        progress: Progress | None = None
+        while progress is None or progress.finish is None:
+            progress = await reader.next()
+            yield answering.answer(progress)
 
     def _answering(self, ask: Ask, is_incremental: bool) -> Answering:
         return Answering(ask, self._face.tokenizer, is_incremental)
@@ -195,9 +195,10 @@ class Routes:
         if body.abort_all_requests:
             self._steps.abort(None)
         loop = asyncio.get_running_loop()
-        dtype = self._engine.runner.model.dtype
+        present = self._engine.runner.model
+        load = partial(Model, Path(body.model_path), present.dtype, present.architecture)
         try:
-            model = await loop.run_in_executor(None, Model, Path(body.model_path), dtype)
+            model = await loop.run_in_executor(None, load)
         except ModelError as error:
             return str(error)
         done: asyncio.Future[str] = loop.create_future()
@@ -280,6 +281,35 @@ class Routes:
         ask = self._decoder.decode(orjson.dumps(body)).asks[0]
         await self._steps.submit(ask.request).next()
         return web.Response()
+
+
+async def write_events(response: web.StreamResponse, events: AsyncIterator[Answer]) -> None:
+    """One prompt's events; the last goes out in one packet with the end of the stream."""
+    async for event in events:
+        if event["meta_info"]["finish_reason"] is None:
+            await response.write(frame(event))
+        else:
+            await response.write_eof(frame(event) + _DONE)
+
+
+async def write_interleaved(
+    response: web.StreamResponse, streams: list[AsyncIterator[Answer]]
+) -> None:
+    """Events of several prompts as they come, each with its prompt's index."""
+
+    async def pump(index: int) -> None:
+        async for event in streams[index]:
+            await response.write(frame({**event, "index": index}))
+
+    async with asyncio.TaskGroup() as pumps:
+        for index in range(len(streams)):
+            pumps.create_task(pump(index))
+    await response.write_eof(_DONE)
+
+
+def frame(event: Answer) -> bytes:
+    """A server-sent event."""
+    return b"data: " + orjson.dumps(event) + b"\n\n"
 
 
 def reply(value: Any, status: int = 200) -> web.Response:

@@ -76,6 +76,12 @@ class StepLoop:
         self._orders.put(lambda engine: engine.submit(request))
         return reader
 
+    def leave(self, reader: Reader) -> None:
+        """The reader has gone: abort its request, unless it has ended."""
+        rid = reader.request.rid
+        if self._readers.get(rid) is reader:  # the id may be another request's by now
+            self.abort(rid)
+
     def abort(self, rid: str | None) -> None:
         """Order an abort of one request, or of all."""
         self._orders.put(lambda engine: engine.abort(rid))

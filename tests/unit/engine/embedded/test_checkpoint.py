@@ -69,8 +69,18 @@ def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="do not fit its config"):
         Model(tmp_path, torch.float32)
     write_config(tmp_path, vocab_size=100)
-    with pytest.raises(ModelError, match="embeddings of shape"):
+    with pytest.raises(ModelError, match=r"embed_tokens of shape \(96, 32\) does not fit"):
         Model(tmp_path, torch.float32)
+    write_config(tmp_path, num_attention_heads=2)
+    with pytest.raises(ModelError, match="layer 0's q, k and v of shape"):
+        Model(tmp_path, torch.float32)
+
+
+def test_weights_alone_are_enough_where_the_architecture_is_known(
+    tmp_path: Path, model: Model
+) -> None:
+    (write_model(tmp_path) / "config.json").unlink()
+    assert Model(tmp_path, torch.float32, model.architecture).architecture == model.architecture
 
 
 def test_sharded_weights_equal_those_in_one_file(tmp_path: Path) -> None:

@@ -51,6 +51,20 @@ async def test_orders_are_obeyed_in_their_order_between_steps(steps: StepLoop) -
     assert progress.num_output_tokens == 0
 
 
+async def test_a_reader_that_left_aborts_its_own_request_and_no_later_one(
+    steps: StepLoop,
+) -> None:
+    first = steps.submit(ask(random_prompt(5), "1", new=2))
+    await first.next()
+    second = steps.submit(ask(random_prompt(5), "1", new=2))
+    steps.leave(first)
+    progress = await second.next()
+    assert progress.num_output_tokens == 2
+    third = steps.submit(ask(random_prompt(5), "1", new=200))
+    steps.leave(third)
+    assert (await third.next()).finish == ABORTED
+
+
 async def test_many_requests_end_together(steps: StepLoop) -> None:
     readers = [steps.submit(ask(random_prompt(9, s), str(s), new=3, seed=s)) for s in range(20)]
     ended = await asyncio.gather(*(reader.next() for reader in readers))
