@@ -46,7 +46,7 @@ def run(options: Options, say: Callable[[str], None]) -> None:
     """Serve until told to stop, and `say` where; UserError if it cannot."""
     if not options.run_folder.is_dir():
         raise UserError(f"{options.run_folder}: no such run folder; runs stand in runs/NAME")
-    if options.host not in LOOPBACK:
+    if options.listen_fd is None and options.host not in LOOPBACK:
         raise AddressError(
             f"{options.host}: the page has no login and is served on loopback only; "
             f"keep --host 127.0.0.1 and reach it through `ssh -L {options.port}:127.0.0.1:"

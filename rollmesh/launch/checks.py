@@ -12,17 +12,30 @@ from rollmesh.core.config import Config
 from rollmesh.core.errors import AddressError, ModelError
 
 ANSWER_S = 5.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MODEL_FILES = ("config.json", "tokenizer.json")
 
 
 async def check(config: Config, makes_model: bool) -> None:
     """UserError if the run cannot work."""
+    check_page(config.dashboard.bind)
     if not makes_model:
         check_model(config.model.path)
     if config.engine.urls:
         async with ClientSession(timeout=ClientTimeout(total=ANSWER_S)) as session:
             for url in config.engine.urls:
                 await check_engine(session, url)
+
+
+def check_page(bind: str) -> None:
+    """AddressError if others could reach the page, which has no login."""
+    host = bind.rpartition(":")[0].strip("[]")
+    if host in LOOPBACK:
+        return
+    raise AddressError(
+        f"dashboard.bind = {bind}: the page has no login; bind 127.0.0.1:PORT and reach it "
+        "through `ssh -L`"
+    )
 
 
 def check_model(path: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollmesh.core.config import Config, EngineConfig, ModelConfig
+from rollmesh.core.config import Config, DashboardConfig, EngineConfig, ModelConfig
 from rollmesh.core.errors import AddressError, ModelError
 from rollmesh.core.process import http_address, listen
 from rollmesh.launch.checks import check
@@ -73,6 +73,13 @@ async def test_a_model_that_will_be_made_need_not_be_there(tmp_path: Path) -> No
     with pytest.raises(ModelError):
         await check(config, makes_model=False)
     await check(config, makes_model=True)
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0:80", "[::]:80", "10.0.0.1:80", ":80"])
+async def test_a_page_that_others_could_reach_is_refused(model: Path, bind: str) -> None:
+    config = Config(model=ModelConfig(path=str(model)), dashboard=DashboardConfig(bind=bind))
+    with pytest.raises(AddressError, match=r"dashboard\.bind = .* has no login"):
+        await check(config, makes_model=False)
 
 
 async def test_an_engine_that_does_not_answer_is_named(model: Path) -> None:
