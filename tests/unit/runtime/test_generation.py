@@ -1,6 +1,5 @@
 """The generation machine: legs, resumption, parking, ends, and random schedules of everything."""
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -33,12 +32,11 @@ from rollmesh.runtime.generation_events import (
     StopHit,
     WakeReaders,
 )
-from rollmesh.testing.engine import STOP_TOKEN, chain_token
+from rollmesh.testing.engine import STOP_TOKEN
 from rollmesh.wire.machine import Ticked
+from tests.unit.runtime.generation_world import ABORT, PROMPT, World
 
 ENGINE = EngineChosen("http://a", "i1", 0)
-PROMPT = [11, 12, 13]
-ABORT = LegFinish("abort")
 
 
 class Bench:
@@ -64,10 +62,10 @@ class Bench:
         return self.actions
 
     def sample(
-        self, leg: int, *token_ids: int, finish: LegFinish | None = None, version: int = 0
+        self, leg: int, *token_ids: int, finish: LegFinish | None = None, policy_version: int = 0
     ) -> list[Action]:
         logprobs = [-float(token) for token in token_ids]
-        return self.step(LegSampled(leg, token_ids, logprobs, version, finish))
+        return self.step(LegSampled(leg, token_ids, logprobs, policy_version, finish))
 
     def said(self, kind: type[Action]) -> list[Action]:
         return [action for action in self.actions if isinstance(action, kind)]
@@ -104,7 +102,7 @@ def test_abort_that_nobody_asked_for_is_resumed_from_the_exact_tokens() -> None:
     [start] = bench.step(EngineChosen("http://b", "i1", 1))
     assert start == StartLeg(1, "r.1", "http://b", 7, "1", True)
     assert bench.machine.context() == [*PROMPT, 1, 2, 3]
-    bench.sample(1, 4, finish=LegFinish("stop"), version=1)
+    bench.sample(1, 4, finish=LegFinish("stop"), policy_version=1)
     assert bench.machine.finish_reason == "stop"
     assert bench.machine.sampled.policy_versions == [VersionRun(0, 3), VersionRun(1, 1)]
 
@@ -280,11 +278,11 @@ def test_lost_engine_drops_its_leg_without_a_report() -> None:
 
 def test_turn_never_goes_on_with_older_weights() -> None:
     bench = running()
-    bench.sample(0, 1, version=3, finish=ABORT)
+    bench.sample(0, 1, policy_version=3, finish=ABORT)
     assert bench.actions[-1] == ChooseEngine(3)
     assert bench.step(EngineChosen("http://b", "i1", 2)) == []
     bench.step(EngineChosen("http://b", "i1", 3))
-    bench.sample(1, 2, version=2)
+    bench.sample(1, 2, policy_version=2)
     assert bench.said(DropLeg)
     assert bench.said(ReportFault)
     assert list(bench.machine.sampled.token_ids) == [1]
@@ -294,7 +292,7 @@ def test_engines_account_of_versions_is_taken_for_the_whole_leg() -> None:
     bench = running()
     bench.sample(0, 1, finish=ABORT)
     bench.step(ENGINE)
-    bench.sample(1, 2, 3, version=1)
+    bench.sample(1, 2, 3, policy_version=1)
     runs = (VersionRun(0, 1), VersionRun(1, 2))
     bench.step(LegSampled(1, [4], [-4.0], 1, LegFinish("stop", 4), runs))
     assert bench.machine.sampled.policy_versions == [VersionRun(0, 2), VersionRun(1, 2)]
@@ -345,115 +343,6 @@ def test_stop_string_across_legs_ends_the_turn_and_aborts_the_leg() -> None:
     bench.sample(1, 5, finish=ABORT)
     assert machine.is_settled
     assert list(machine.sampled.token_ids) == [1, 2, 3]
-
-
-class World:
-    """One machine among engines that pause, die, lose aborts and answer late."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        params = SamplingParams(max_tokens=30, stop_token_ids=(STOP_TOKEN,))
-        self.request = GenerationRequest(
-            generation_id="g",
-            session_key="s",
-            prompt_ids=[seed, *PROMPT],
-            params=params,
-            stream=self.rng.random() < 0.5,
-        )
-        settings = GenerationSettings(max_fruitless_legs=10_000, engine_wait_s=10_000.0)
-        self.machine = GenerationMachine(self.request, settings, "r", 0.0)
-        self.now_s = 0.0
-        self.version = 0
-        self.num_readers = 0
-        self.legs: dict[int, list[int]] = {}
-        """Live legs at engines: what each has in its context."""
-        self.aborted: set[int] = set()
-        self.num_woken = 0
-
-    def step(self, event: Event) -> None:
-        before = (len(self.machine.sampled), self.machine.state)
-        woken = 0
-        for action in self.machine.step(event, self.now_s):
-            woken += isinstance(action, WakeReaders)
-            self.carry_out(action)
-        ended = self.machine.state in (GenerationState.COMMITTED, GenerationState.VOID)
-        if before[0] < len(self.machine.sampled) or (ended and before[1] is not self.machine.state):
-            self.num_woken += 1
-            assert woken, "tokens or an end without waking the readers"
-
-    def carry_out(self, action: Action) -> None:
-        match action:
-            case ChooseEngine() if self.rng.random() < 0.7:
-                self.step(EngineChosen("http://a", "i1", self.version))
-            case StartLeg(leg, max_new_tokens=num_left):
-                context = self.machine.context()
-                assert num_left == 30 - (len(context) - 4)
-                self.legs[leg] = context
-            case AbortLeg(leg) if self.rng.random() < 0.5:
-                self.aborted.add(leg)
-            case DropLeg(leg):
-                self.legs.pop(leg, None)
-
-    def disturb(self) -> None:
-        self.now_s += self.rng.choice([0.0, 0.05, 0.3])
-        act = self.rng.randrange(12)
-        if act == 0 and self.num_readers:
-            self.num_readers -= 1
-            self.step(Left())
-        elif act <= 2:
-            self.num_readers += 1
-            self.step(Joined())
-        elif act == 3:
-            self.version += 1
-            self.aborted |= set(self.legs)
-        elif act == 4 and self.legs:
-            leg = self.rng.choice(list(self.legs))
-            del self.legs[leg]
-            self.step(LegFailed(leg, "cut"))
-        elif act == 5:
-            self.step(FleetMoved(self.rng.random() < 0.3))
-        else:
-            self.progress()
-
-    def progress(self) -> None:
-        for leg in list(self.legs):
-            self.sample(leg)
-        self.step(Ticked())
-
-    def sample(self, leg: int) -> None:
-        if leg in self.aborted:
-            del self.legs[leg]
-            self.step(LegSampled(leg, (), (), self.version, ABORT))
-            return
-        context = self.legs[leg]
-        tokens: list[int] = []
-        finish = None
-        for _ in range(self.rng.randint(1, 3)):
-            tokens.append(chain_token(self.version, context))
-            context.append(tokens[-1])
-            if tokens[-1] == STOP_TOKEN:
-                finish = LegFinish("stop", STOP_TOKEN)
-            elif len(context) - 4 == 30:
-                finish = LegFinish("length")
-            if finish:
-                del self.legs[leg]
-                break
-        self.step(LegSampled(leg, tokens, [-float(t) for t in tokens], self.version, finish))
-
-    def check_chain(self) -> None:
-        """Each token follows from the ones before it under the version it is stamped with."""
-        sampled = self.machine.sampled
-        assert len(sampled.token_ids) == len(sampled.logprobs)
-        context = list(self.request.prompt_ids)
-        versions = [r.policy_version for r in sampled.policy_versions for _ in range(r.num_tokens)]
-        assert len(versions) == len(sampled.token_ids)
-        assert versions == sorted(versions)
-        for token, logprob, version in zip(
-            sampled.token_ids, sampled.logprobs, versions, strict=True
-        ):
-            assert token == chain_token(version, context)
-            assert logprob == -float(token)
-            context.append(token)
 
 
 @pytest.mark.parametrize("seed", range(150))

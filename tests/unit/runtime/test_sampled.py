@@ -6,8 +6,8 @@ from rollmesh.runtime.sampled import SampledTokens
 
 def sampled(*versions: int) -> SampledTokens:
     tokens = SampledTokens()
-    for at, version in enumerate(versions):
-        tokens.append([at], [-1.0], version)
+    for at, policy_version in enumerate(versions):
+        tokens.append([at], [-1.0], policy_version)
     return tokens
 
 

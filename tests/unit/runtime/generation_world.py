@@ -1,0 +1,145 @@
+"""Engines, readers and a fleet that behave at random around one generation machine.
+
+Invariant: every token that an engine samples follows from its context and weights, so a turn proves
+itself. Driven by test_generation.py, seed by seed.
+"""
+
+import random
+
+from rollmesh.core.types import SamplingParams
+from rollmesh.runtime.generation import (
+    Action,
+    Event,
+    GenerationMachine,
+    GenerationSettings,
+    GenerationState,
+)
+from rollmesh.runtime.generation_events import (
+    AbortLeg,
+    ChooseEngine,
+    DropLeg,
+    EngineChosen,
+    FleetMoved,
+    GenerationRequest,
+    Joined,
+    Left,
+    LegFailed,
+    LegFinish,
+    LegSampled,
+    StartLeg,
+    WakeReaders,
+)
+from rollmesh.testing.engine import STOP_TOKEN, chain_token
+from rollmesh.wire.machine import Ticked
+
+PROMPT = [11, 12, 13]
+ABORT = LegFinish("abort")
+
+
+class World:
+    """One machine among engines that pause, die, lose aborts and answer late."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        params = SamplingParams(max_tokens=30, stop_token_ids=(STOP_TOKEN,))
+        self.request = GenerationRequest(
+            generation_id="g",
+            session_key="s",
+            prompt_ids=[seed, *PROMPT],
+            params=params,
+            stream=self.rng.random() < 0.5,
+        )
+        settings = GenerationSettings(max_fruitless_legs=10_000, engine_wait_s=10_000.0)
+        self.machine = GenerationMachine(self.request, settings, "r", 0.0)
+        self.now_s = 0.0
+        self.policy_version = 0
+        self.num_readers = 0
+        self.legs: dict[int, list[int]] = {}
+        """Live legs at engines: what each has in its context."""
+        self.aborted: set[int] = set()
+        self.num_woken = 0
+
+    def step(self, event: Event) -> None:
+        before = (len(self.machine.sampled), self.machine.state)
+        woken = 0
+        for action in self.machine.step(event, self.now_s):
+            woken += isinstance(action, WakeReaders)
+            self.carry_out(action)
+        ended = self.machine.state in (GenerationState.COMMITTED, GenerationState.VOID)
+        if before[0] < len(self.machine.sampled) or (ended and before[1] is not self.machine.state):
+            self.num_woken += 1
+            assert woken, "tokens or an end without waking the readers"
+
+    def carry_out(self, action: Action) -> None:
+        match action:
+            case ChooseEngine() if self.rng.random() < 0.7:
+                self.step(EngineChosen("http://a", "i1", self.policy_version))
+            case StartLeg(leg, max_new_tokens=num_left):
+                context = self.machine.context()
+                assert num_left == 30 - (len(context) - 4)
+                self.legs[leg] = context
+            case AbortLeg(leg) if self.rng.random() < 0.5:
+                self.aborted.add(leg)
+            case DropLeg(leg):
+                self.legs.pop(leg, None)
+
+    def disturb(self) -> None:
+        self.now_s += self.rng.choice([0.0, 0.05, 0.3])
+        act = self.rng.randrange(12)
+        if act == 0 and self.num_readers:
+            self.num_readers -= 1
+            self.step(Left())
+        elif act <= 2:
+            self.num_readers += 1
+            self.step(Joined())
+        elif act == 3:
+            self.policy_version += 1
+            self.aborted |= set(self.legs)
+        elif act == 4 and self.legs:
+            leg = self.rng.choice(list(self.legs))
+            del self.legs[leg]
+            self.step(LegFailed(leg, "cut"))
+        elif act == 5:
+            self.step(FleetMoved(self.rng.random() < 0.3))
+        else:
+            self.progress()
+
+    def progress(self) -> None:
+        for leg in list(self.legs):
+            self.sample(leg)
+        self.step(Ticked())
+
+    def sample(self, leg: int) -> None:
+        if leg in self.aborted:
+            del self.legs[leg]
+            self.step(LegSampled(leg, (), (), self.policy_version, ABORT))
+            return
+        context = self.legs[leg]
+        tokens: list[int] = []
+        finish = None
+        for _ in range(self.rng.randint(1, 3)):
+            tokens.append(chain_token(self.policy_version, context))
+            context.append(tokens[-1])
+            if tokens[-1] == STOP_TOKEN:
+                finish = LegFinish("stop", STOP_TOKEN)
+            elif len(context) - 4 == 30:
+                finish = LegFinish("length")
+            if finish:
+                del self.legs[leg]
+                break
+        self.step(LegSampled(leg, tokens, [-float(t) for t in tokens], self.policy_version, finish))
+
+    def check_chain(self) -> None:
+        """Each token follows from the ones before it under the version it is stamped with."""
+        sampled = self.machine.sampled
+        assert len(sampled.token_ids) == len(sampled.logprobs)
+        context = list(self.request.prompt_ids)
+        versions = [r.policy_version for r in sampled.policy_versions for _ in range(r.num_tokens)]
+        assert len(versions) == len(sampled.token_ids)
+        assert versions == sorted(versions)
+        for token, logprob, policy_version in zip(
+            sampled.token_ids, sampled.logprobs, versions, strict=True
+        ):
+            assert token == chain_token(policy_version, context)
+            assert logprob == -float(token)
+            context.append(token)
