@@ -12,7 +12,7 @@ from pathlib import Path
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.process import Ready, announce, die_with_parent
+from rollmesh.core.process import Ready, announce
 from rollmesh.core.types import FieldPolicy, SamplingPolicy, SamplingRule
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
@@ -34,7 +34,6 @@ CLOSE_S = 2.0
 
 def run(config: Config, router: str, ready_fd: int | None) -> None:
     """Train until done or told to stop by SIGTERM or SIGINT."""
-    die_with_parent()
     folder = config.run_folder()
     setup("trainer", folder)
     stop = stop_by_signal()
