@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 SHORT = {
-    "trainer.num_steps": 3,
+    "trainer.num_steps": 6,
     "trainer.groups_per_step": 2,
     "trainer.samples_per_group": 4,
     "trainer.max_running_groups": 4,

@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.flow.demo import follow, read, start
 
@@ -22,7 +25,7 @@ STOPS_WITHIN_S = 5.0
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a short run that came to its end."""
     folder = tmp_path_factory.mktemp("demo")
-    with start(folder) as process:
+    with start(folder, **{"publish.keep_versions": 10}) as process:
         out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
     assert "num_lost" in out
@@ -31,7 +34,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_loses_nothing_and_says_so(ended: Path) -> None:
     summary = read(ended / "summary.json")
-    assert summary["num_steps"] == 3
+    assert summary["num_steps"] == 6
     assert summary["num_lost"] == 0
     assert summary["success_untrained"] is not None
     assert summary["ended"] == "done"
@@ -47,9 +50,39 @@ def test_a_run_leaves_all_its_files(ended: Path) -> None:
         for line in (ended / "metrics.jsonl").read_bytes().splitlines()
         if "success" in (row := msgspec.json.decode(line))
     ]
-    assert steps == [0, 1, 2]
+    assert steps == [0, 1, 2, 3, 4, 5]
     telemetry = (ended / "telemetry.jsonl").read_bytes().splitlines()
     assert any(msgspec.json.decode(line)["router"] for line in telemetry)
+
+
+def test_every_recorded_token_is_exact_under_the_weights_of_its_version(ended: Path) -> None:
+    models: dict[int, Any] = {}
+    num_tokens = 0
+    for line in (ended / "trajectories.jsonl").read_bytes().splitlines():
+        for sample in msgspec.json.decode(line)["samples"]:
+            for policy_version in set(sample["policy_versions"]) - {-1}:
+                if policy_version not in models:
+                    folder = ended / "weights" / f"v{policy_version:06d}"
+                    models[policy_version] = AutoModelForCausalLM.from_pretrained(folder)
+                gaps = logprob_gaps(models[policy_version], sample, policy_version)
+                assert max(gaps) <= 1e-3
+                num_tokens += len(gaps)
+    assert len(models) >= 2
+    assert num_tokens >= 100
+
+
+@torch.no_grad()
+def logprob_gaps(model: Any, sample: dict[str, Any], policy_version: int) -> list[float]:
+    """|recorded - teacher-forced| of the sample's tokens of one version, by stock transformers."""
+    token_ids = torch.tensor([sample["token_ids"]])
+    logprobs_TV = torch.log_softmax(model(token_ids).logits[0], -1)
+    return [
+        abs(recorded - float(logprobs_TV[at - 1, token]))
+        for at, (token, recorded, sampled_by) in enumerate(
+            zip(sample["token_ids"], sample["logprobs"], sample["policy_versions"], strict=True)
+        )
+        if sampled_by == policy_version
+    ]
 
 
 def test_a_run_leaves_no_process(ended: Path) -> None:
@@ -61,7 +94,7 @@ def test_a_run_leaves_no_process(ended: Path) -> None:
 def test_the_page_of_an_ended_run_reads_its_trajectories(ended: Path) -> None:
     words = [sys.executable, "-m", "rollmesh.cli.main", "status", str(ended)]
     told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout
-    assert told.startswith("demo: finished, step 3 of 3\n")
+    assert told.startswith("demo: finished, step 6 of 6\n")
 
 
 def test_ctrl_c_in_mid_run_ends_everything_in_time(tmp_path: Path) -> None:
