@@ -241,6 +241,14 @@ class Config(Section, frozen=True):
     dashboard: DashboardConfig = DashboardConfig()
     launch: LaunchConfig = LaunchConfig()
 
+    def __post_init__(self) -> None:
+        most = self.trainer.max_staleness + 1
+        if self.publish.every_steps > most:
+            raise ValueError(
+                f"publish.every_steps = {self.publish.every_steps} lets no sample be within "
+                f"trainer.max_staleness = {self.trainer.max_staleness}; use at most {most}"
+            )
+
     def run_folder(self) -> Path:
         """Where this run's files stand."""
         return Path(self.run.folder) / self.run.name
@@ -284,7 +292,7 @@ def explain(message: str) -> str:
         name = text.split("`")[1]
         full = f"{key}.{name}" if key else name
         return f"unknown key {full!r}; `rollmesh init` writes a file with every key"
-    return f"{key or 'the file'}: {text[0].lower()}{text[1:]}"
+    return f"{key}: {text[0].lower()}{text[1:]}" if key else text
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -9,12 +9,13 @@ thread.
 import random
 import threading
 from collections.abc import Iterator
+from typing import Protocol
 
 import msgspec
 
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import Branch, SamplingPolicy, Task
-from rollmesh.serve.client.client import Arrival, Dropped, Finished, RolloutClient
+from rollmesh.serve.client.client import Arrival, Dropped, Finished
 from rollmesh.serve.client.samples import Sample, cut
 from rollmesh.trainer.records import RunRecords, Tally
 from rollmesh.trainer.staleness import (
@@ -60,12 +61,33 @@ class Batch(msgspec.Struct):
         return [s for group in self.groups for rollout in group.samples for s in rollout]
 
 
+class Client(Protocol):
+    """What the pacer needs of a RolloutClient."""
+
+    run_id: str
+
+    def ask(
+        self,
+        task: Task,
+        *,
+        env: str,
+        num_samples: int,
+        sampling: SamplingPolicy,
+        seed: int,
+        is_eval: bool = False,
+    ) -> GroupId:
+        """Ask for a group; its id, at once."""
+
+    def take(self, timeout_s: float) -> list[Arrival]:
+        """What has ended since the last call."""
+
+
 class Pacer:
     """Asks within the bound; `collect` and `take` are called in turn until a batch is there."""
 
     def __init__(
         self,
-        client: RolloutClient,
+        client: Client,
         staleness: StalenessManager,
         tasks: Iterator[Task],
         asking: Asking,
@@ -145,7 +167,8 @@ class Pacer:
 
     def num_open(self) -> int:
         """Rollouts asked for and neither trained nor dropped."""
-        return (self._staleness.num_running + len(self._ready)) * self._asking.num_samples
+        ready = (samples for group in self._ready.values() for samples in group.samples)
+        return self._staleness.num_running * self._asking.num_samples + sum(map(bool, ready))
 
     def oldest_position(self) -> int:
         """Where in the journal the oldest result stands that no step has taken."""

@@ -1,0 +1,111 @@
+"""A client without a mesh: the test says what ends, and how.
+
+Invariant: like a RolloutClient it mints ids at once and hands every ending out once. Driven by
+tests of what stands on a client.
+"""
+
+import numpy as np
+
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import (
+    GroupRecord,
+    NodeRow,
+    Outcome,
+    RolloutRecord,
+    SamplingParams,
+    SamplingPolicy,
+    Task,
+    VersionRun,
+)
+from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
+
+PROMPT = (7, 8, 9)
+ANSWER = (1, 2)
+
+
+class ScriptedClient:
+    """`asked` is what was asked for and has not ended."""
+
+    def __init__(self) -> None:
+        self.run_id = "run"
+        self.asked: dict[GroupId, tuple[Task, int]] = {}
+        self._num_asked = 0
+        self._arrivals: list[Arrival] = []
+
+    def ask(
+        self,
+        task: Task,
+        *,
+        env: str,
+        num_samples: int,
+        sampling: SamplingPolicy,
+        seed: int,
+        is_eval: bool = False,
+    ) -> GroupId:
+        """Mint an id."""
+        del env, sampling, seed, is_eval
+        group_id = GroupId(self.run_id, self._num_asked)
+        self._num_asked += 1
+        self.asked[group_id] = (task, num_samples)
+        return group_id
+
+    def take(self, timeout_s: float) -> list[Arrival]:
+        """What was ended since the last call; never waits."""
+        del timeout_s
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def finish(
+        self,
+        group_id: GroupId,
+        outcomes: dict[int, Outcome] | None = None,
+        policy_versions: tuple[int, ...] = (0,),
+    ) -> None:
+        """End the group: siblings complete unless `outcomes` says otherwise.
+
+        A sibling's answer is sampled by `policy_versions`, one token each, the last for the rest.
+        """
+        task, num_samples = self.asked.pop(group_id)
+        named = outcomes or {}
+        rollouts = [
+            rollout(index, named.get(index, Outcome.COMPLETED), policy_versions)
+            for index in range(num_samples)
+        ]
+        self._arrivals.append(
+            Finished(
+                group_id=group_id,
+                attempt=1,
+                worker_id="worker-0",
+                record=GroupRecord(task=task, rollouts=rollouts),
+                token_ids=np.array((PROMPT + ANSWER) * num_samples, np.int32),
+                logprobs=np.array((-0.5, -0.25) * num_samples, np.float32),
+                position=group_id.seq,
+            )
+        )
+
+    def drop(self, group_id: GroupId, reason: str) -> None:
+        """End the group without a result."""
+        self.asked.pop(group_id, None)
+        self._arrivals.append(Dropped(group_id, reason))
+
+
+def rollout(index: int, outcome: Outcome, policy_versions: tuple[int, ...]) -> RolloutRecord:
+    """One turn of two tokens."""
+    versions = (policy_versions * 2)[: len(ANSWER)]
+    answer = NodeRow(
+        parent=0,
+        num_tokens=len(ANSWER),
+        sampled=True,
+        policy_versions=tuple(VersionRun(each, 1) for each in sorted(versions)),
+        params=SamplingParams(max_tokens=8),
+        finish_reason="stop",
+    )
+    is_rewarded = outcome in (Outcome.COMPLETED, Outcome.TRUNCATED)
+    return RolloutRecord(
+        index=index,
+        outcome=outcome,
+        reward=float(index % 2) if is_rewarded else None,
+        nodes=[NodeRow(parent=-1, num_tokens=len(PROMPT), sampled=False), answer],
+        num_tokens=len(PROMPT) + len(ANSWER),
+        num_logprobs=len(ANSWER),
+    )

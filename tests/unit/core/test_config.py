@@ -1,0 +1,80 @@
+"""Settings are read once, checked once, and a mistake in them is one line that names the key."""
+
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.config import Config, load_config, write_config
+from rollmesh.core.errors import ConfigError
+
+
+def refused(tmp_path: Path, text: str) -> str:
+    """What a user is told of this mesh.toml."""
+    file = tmp_path / "mesh.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    told = str(caught.value)
+    assert told.startswith(f"{file}: ")
+    assert "\n" not in told
+    return told.removeprefix(f"{file}: ")
+
+
+def test_defaults_are_whole() -> None:
+    assert load_config(None) == Config()
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    config = load_config(None, ["trainer.num_steps=7", 'engine.urls=["http://a:1"]', "env=m:E"])
+    write_config(config, tmp_path / "run" / "config.json")
+    assert load_config(tmp_path / "run" / "config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[router]\nmax_worker = 3", "unknown key 'router.max_worker'; `rollmesh init` writes"),
+        ("foo = 1", "unknown key 'foo'; `rollmesh init` writes a file with every key"),
+        ('[router]\nbeat_s = "x"', "router.beat_s: expected `float`, got `str`"),
+        ("[trainer]\nclip_low = 2.0", "trainer.clip_low: expected `float` <= 1.0"),
+        ("[engine]\nurls = ['a', 3]", "engine.urls[1]: expected `str`, got `int`"),
+        ('[trainer]\ntrain_branches = ["x"]', "trainer.train_branches[0]: invalid enum value 'x'"),
+        ("router = 3", "router: expected `object`, got `int`"),
+        ("[router", "not valid: "),
+        ("[publish]\nevery_steps = 5", "publish.every_steps = 5 lets no sample be within"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, text: str, told: str) -> None:
+    assert refused(tmp_path, text).startswith(told)
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no-such\.toml: .*`rollmesh init` writes one"):
+        load_config(tmp_path / "no-such.toml")
+
+
+@pytest.mark.parametrize("override", ["router.beat_s", "=3", ""])
+def test_an_override_without_a_value_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"write it as section\.key=value"):
+        load_config(None, [override])
+
+
+def test_an_override_below_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'env' is not a section"):
+        load_config(None, ["env=guess", "env.x=1"])
+
+
+def test_later_settings_win_table_by_table(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.toml"
+    file.write_text("[trainer]\nnum_steps = 2\n[run]\nseed = 5\n")
+    defaults = {"trainer": {"num_steps": 1, "groups_per_step": 3}}
+    config = load_config(file, ["run.seed=6"], defaults)
+    trainer = config.trainer
+    assert (trainer.num_steps, trainer.groups_per_step, config.run.seed) == (2, 3, 6)
+
+
+def test_a_bare_word_is_a_string_and_the_rest_is_toml() -> None:
+    config = load_config(None, ["model.path=/m/x", "dashboard.enabled=false", "run.name = one "])
+    assert config.model.path == "/m/x"
+    assert config.dashboard.enabled is False
+    assert config.run.name == "one"

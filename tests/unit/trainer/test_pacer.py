@@ -1,0 +1,180 @@
+"""Every rollout asked for is trained, dropped with its reason, or open: never lost."""
+
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import Outcome, SamplingPolicy, Task
+from rollmesh.serve.client.client import Arrival
+from rollmesh.testing.client import ScriptedClient
+from rollmesh.testing.clock import FakeClock
+from rollmesh.trainer.pacer import Asking, Batch, Pacer
+from rollmesh.trainer.records import RunRecords, Tally
+from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
+
+ASKING = Asking(env="guess", num_samples=4, sampling=SamplingPolicy(), seed=0, branches=("main",))
+MANY = 10**6
+
+
+class Stage:
+    """A pacer with a batch of two groups and a staleness of one step."""
+
+    def __init__(self, folder: Path, client: ScriptedClient | None = None) -> None:
+        self.client = client or ScriptedClient()
+        self.tally = Tally()
+        self.folder = folder
+        settings = StalenessSettings(batch=2, max_staleness=1, max_running=100)
+        tasks = (Task(id=f"t{number}") for number in itertools.count())
+        self.records = RunRecords(folder, FakeClock())
+        books = (self.records, self.tally)
+        self.pacer = Pacer(self.client, StalenessManager(settings), tasks, ASKING, books)
+
+    def open(self) -> list[GroupId]:
+        return list(self.client.asked)
+
+    def batch(self, step: int) -> Batch:
+        self.pacer.collect(0.0)
+        batch = self.pacer.take(step)
+        assert batch is not None
+        return batch
+
+    def lost(self) -> int:
+        self.tally.num_open = self.pacer.num_open()
+        lost: int = self.tally.summary()["num_lost"]
+        return lost
+
+    def rows(self, name: str) -> list[dict[str, object]]:
+        self.records.flush()
+        lines = (self.folder / name).read_bytes().splitlines()
+        return [msgspec.json.decode(line) for line in lines]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(tmp_path)
+    yield stage
+    stage.records.close()
+
+
+def test_asks_fill_the_bound_and_no_more(stage: Stage) -> None:
+    stage.pacer.ask(MANY)
+    stage.pacer.ask(MANY)
+    assert len(stage.open()) == 4
+    assert stage.lost() == 0
+
+
+def test_a_run_near_its_end_asks_for_what_it_will_take(stage: Stage) -> None:
+    stage.pacer.ask(num_needed=3)
+    assert len(stage.open()) == 3
+
+
+def test_a_trained_batch_is_counted_and_written(stage: Stage) -> None:
+    stage.pacer.ask(MANY)
+    for group_id in stage.open():
+        stage.client.finish(group_id)
+    batch = stage.batch(step=0)
+    assert batch.group_ids() == [GroupId("run", 0), GroupId("run", 1)]
+    assert len(batch.samples()) == 8
+    stage.pacer.trained(batch)
+    assert (stage.tally.num_trained, stage.tally.num_samples, stage.lost()) == (8, 8, 0)
+    assert [row["step"] for row in stage.rows("trajectories.jsonl")] == [0] * 8
+
+
+def test_a_failed_sibling_is_dropped_with_its_reason_and_the_rest_trains(stage: Stage) -> None:
+    stage.pacer.ask(MANY)
+    first, second, *_ = stage.open()
+    stage.client.finish(first, {2: Outcome.AGENT_ERROR})
+    stage.client.finish(second)
+    stage.pacer.collect(0.0)
+    assert stage.lost() == 0
+    batch = stage.batch(step=0)
+    stage.pacer.trained(batch)
+    assert len(batch.samples()) == 7
+    [drop] = stage.rows("drops.jsonl")
+    assert (drop["index"], str(drop["reason"]).split(":")[0]) == (2, "agent_error")
+    assert stage.lost() == 0
+
+
+def test_a_group_in_which_nothing_trains_makes_room(stage: Stage) -> None:
+    stage.pacer.ask(MANY)
+    first, *_ = stage.open()
+    stage.client.finish(first, dict.fromkeys(range(4), Outcome.AGENT_ERROR))
+    stage.pacer.collect(0.0)
+    stage.pacer.ask(MANY)
+    assert len(stage.open()) == 4
+    assert (stage.tally.num_dropped, stage.lost()) == (4, 0)
+
+
+def test_a_dropped_group_is_booked_and_makes_room(stage: Stage) -> None:
+    stage.pacer.ask(MANY)
+    stage.client.drop(stage.open()[0], "attempts_exhausted: 3 have begun")
+    stage.pacer.collect(0.0)
+    stage.pacer.ask(MANY)
+    assert len(stage.open()) == 4
+    [drop] = stage.rows("drops.jsonl")
+    assert drop["reason"] == "attempts_exhausted: 3 have begun"
+    assert stage.lost() == 0
+
+
+def test_a_group_past_the_bound_is_dropped_with_its_age(stage: Stage) -> None:
+    stage.pacer.ask(MANY)
+    stage.client.finish(stage.open()[0])
+    stage.pacer.collect(0.0)
+    assert stage.pacer.take(step=3) is None
+    [drop] = stage.rows("drops.jsonl")
+    assert drop["reason"] == "stale: age 3"
+    assert stage.lost() == 0
+
+
+def test_age_counts_train_steps_and_not_versions(stage: Stage) -> None:
+    stage.pacer.publishing(policy_version=7, step=2)
+    stage.pacer.publishing(policy_version=9, step=3)
+    stage.pacer.ask(MANY)
+    for group_id in stage.open():
+        stage.client.finish(group_id, policy_versions=(7, 9))
+    batch = stage.batch(step=3)
+    stage.pacer.trained(batch)
+    assert set(stage.tally.ages) == {1}
+    assert stage.tally.num_two_versions == 8
+
+
+def test_results_of_an_earlier_run_do_not_train(stage: Stage) -> None:
+    stage.pacer.ask(MANY)
+    stage.client.asked[GroupId("before", 5)] = (Task(id="old"), 4)
+    stage.client.finish(GroupId("before", 5))
+    stage.pacer.collect(0.0)
+    assert stage.rows("drops.jsonl")[0]["reason"] == "of an earlier run"
+    assert stage.lost() == 0
+
+
+class ClientThatFinishes(ScriptedClient):
+    """Every group of one ends as soon as somebody looks."""
+
+    def take(self, timeout_s: float) -> list[Arrival]:
+        for group_id in [g for g, (_, num_samples) in self.asked.items() if num_samples == 1]:
+            self.finish(group_id)
+        return super().take(timeout_s)
+
+
+def test_evaluation_is_measured_and_never_counted(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, ClientThatFinishes())
+    stage.pacer.ask(MANY)
+    assert stage.pacer.evaluate(6, threading.Event()) == [0.0] * 6
+    assert (stage.tally.num_asked, stage.lost()) == (16, 0)
+    assert len(stage.open()) == 4
+    stage.records.close()
+
+
+def test_the_journal_is_needed_from_the_oldest_group_that_waits(stage: Stage) -> None:
+    stage.pacer.ask(MANY)
+    first, second, third, _ = stage.open()
+    for group_id in (second, first, third):
+        stage.client.finish(group_id)
+    batch = stage.batch(step=0)
+    assert stage.pacer.oldest_position() == third.seq
+    assert batch.group_ids() == [first, second]
