@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -79,9 +80,8 @@ def test_queues_are_finite_and_a_full_one_does_not_block() -> None:
         assert lonely.num_unsent == 100
 
 
-def test_a_dialer_may_dial_before_the_hub_is_there(hub: Hub) -> None:
-    address = hub.address
-    hub.close()
+def test_a_dialer_may_dial_before_the_hub_is_there(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/hub"
     with closing(Dialer(address, "early")) as early:
         early.send(Packet(ClientHello("early")))
         with closing(Hub(address)) as late:
