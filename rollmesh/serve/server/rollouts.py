@@ -25,7 +25,7 @@ from rollmesh.core.types import Outcome, RolloutRecord, Score
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.runtime.record import SessionRecord
 from rollmesh.runtime.registry import OpenSession, Runtime
-from rollmesh.serve.server.calls import call_env
+from rollmesh.serve.server.calls import call_env, fenced
 from rollmesh.wire.messages import GroupAsk
 
 log = get_logger()
@@ -119,7 +119,8 @@ async def _play_once(stage: Stage, opened: OpenSession, ask: GroupAsk) -> _Verdi
     limit = asyncio.timeout(stage.settings.run_timeout_s)
     try:
         async with limit:
-            transcript = await stage.env.run(ask.task, agent)
+            with fenced():
+                transcript = await stage.env.run(ask.task, agent)
         if not isinstance(transcript, Transcript):
             raise TypeError(f"run gave {type(transcript).__name__} and not a Transcript")
     except InfraError as error:

@@ -177,12 +177,10 @@ class Worker:
         return self._payloads[message.group_id] if isinstance(message, GroupFinished) else None
 
     def _ended(self, group_id: GroupId, task: asyncio.Task[Payload]) -> None:
-        """A group's task is over; an aborted one leaves nothing."""
+        """A group's task is over; the machine knows whether anybody still wants what it left."""
         del self._tasks[group_id]
-        if task.cancelled():
-            self._step(Ended(group_id, complete=False, num_bytes=0))
-            return
-        payload = self._payloads[group_id] = task.result()
+        payload = empty_payload("cancelled") if task.cancelled() else task.result()
+        self._payloads[group_id] = payload
         self._step(Ended(group_id, payload.complete, payload.num_bytes))
 
     async def _run(self, stage: Stage, begin: Begin) -> Payload:

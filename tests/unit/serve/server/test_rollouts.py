@@ -64,6 +64,19 @@ async def test_agents_fault_is_an_agent_error_and_not_run_again(
     assert len(env.agents) == 1
 
 
+@pytest.mark.parametrize("stray", [asyncio.CancelledError(), SystemExit(3)])
+async def test_stray_cancellation_or_exit_of_an_agent_is_its_own_error(
+    tmp_path: Path, stray: BaseException
+) -> None:
+    async def escape(agent: Endpoint) -> Transcript:
+        del agent
+        raise stray
+
+    played = await play_on(new_stage(tmp_path, ScriptedEnv(escape)))
+    assert (played.record.outcome, played.record.reward) == (Outcome.AGENT_ERROR, None)
+    assert played.record.error.startswith("EscapedError: ")
+
+
 async def test_infrastructures_fault_is_run_again_in_a_fresh_session(tmp_path: Path) -> None:
     env = ScriptedEnv(InfraError("engine gone"), GOOD)
     stage = new_stage(tmp_path, env)
