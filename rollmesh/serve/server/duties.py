@@ -7,15 +7,15 @@
 
 Invariants: a group is here once, under the newest attempt number that the router gave it; a router
 that does not know us (a new incarnation) is told all that we hold before anything else; what was
-acked is remembered, so that a late RunGroup of it is answered and not run again. The body of a
-RunGroup is not opened. Driven by process.py and by the simulator, who beat for it.
+acked is remembered for long, so that a late RunGroup of it is answered and not run again. The body
+of a RunGroup is not opened. Driven by process.py and by the simulator, who beat for it.
 """
 
 import enum
 
 import msgspec
 
-from rollmesh.core.ids import GroupId, IntervalSet
+from rollmesh.core.ids import GroupId
 from rollmesh.serve.server.outbox import Forget, Outbox, OutboxSettings, Packed, Unwanted
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
@@ -34,8 +34,9 @@ from rollmesh.wire.messages import (
     WorkerLeft,
 )
 
-MAX_REMEMBERED_RUNS = 64
-"""Runs whose delivered groups are remembered; the one that was quiet longest goes first."""
+MAX_REMEMBERED_GROUPS = 4096
+"""Delivered groups that are remembered. Not as intervals: a worker sees only its share of a run, so
+they would never grow together. Of a forgotten one the sink says that it is a duplicate."""
 
 
 class WorkerState(enum.StrEnum):
@@ -116,7 +117,7 @@ class Duties:
         self.running: dict[GroupId, Running] = {}
         self.aborting: set[GroupId] = set()
         self.outbox = Outbox(settings.outbox)
-        self._delivered: dict[str, IntervalSet] = {}
+        self._delivered: dict[GroupId, None] = {}
         self._awaits_hello = True
         self._next_hello_s = float("-inf")
 
@@ -190,7 +191,7 @@ class Duties:
 
     def _asked_to_run(self, ask: RunGroup, body: Buffer) -> list[Action]:
         group_id, attempt = ask.group_id, ask.attempt
-        if group_id.seq in self._delivered.get(group_id.run_id, ()):
+        if group_id in self._delivered:
             return [Send(ROUTER, GroupDelivered(group_id, attempt))]
         started = Send(ROUTER, GroupStarted(group_id, attempt))
         if running := self.running.get(group_id):
@@ -245,8 +246,6 @@ class Duties:
         return Send(ROUTER, hello)
 
     def _remember(self, group_id: GroupId) -> None:
-        delivered = self._delivered.pop(group_id.run_id, None) or IntervalSet()
-        delivered.add(group_id.seq)
-        self._delivered[group_id.run_id] = delivered
-        while len(self._delivered) > MAX_REMEMBERED_RUNS:
+        self._delivered[group_id] = None
+        if len(self._delivered) > MAX_REMEMBERED_GROUPS:
             del self._delivered[next(iter(self._delivered))]

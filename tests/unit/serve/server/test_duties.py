@@ -5,6 +5,7 @@ import random
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.serve.client.sink import Keep, Kept, Sink
 from rollmesh.serve.server.duties import (
+    MAX_REMEMBERED_GROUPS,
     Abort,
     Action,
     Begin,
@@ -119,6 +120,17 @@ def test_late_ask_for_a_delivered_group_is_answered_and_not_run() -> None:
     end(duties, ONE)
     assert ack(duties, ONE) == [Send(ROUTER, GroupDelivered(ONE, 1)), Forget(ONE)]
     assert run(duties, ONE, attempt=2) == [Send(ROUTER, GroupDelivered(ONE, 2))]
+
+
+def test_memory_of_delivered_groups_is_bounded() -> None:
+    duties = new_duties()
+    for seq in range(0, 2 * MAX_REMEMBERED_GROUPS + 2, 2):  # the others go to another worker
+        run(duties, GroupId("r1", seq))
+        end(duties, GroupId("r1", seq))
+        ack(duties, GroupId("r1", seq))
+    assert Begin(GroupId("r1", 0), 4, b"ask") in run(duties, GroupId("r1", 0), attempt=2)
+    kept = GroupId("r1", 2)
+    assert run(duties, kept, attempt=2) == [Send(ROUTER, GroupDelivered(kept, 2))]
 
 
 def test_new_router_hears_of_all_that_is_held_before_anything_else() -> None:
