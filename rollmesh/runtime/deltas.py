@@ -86,20 +86,29 @@ class DeltaReader:
         self._sent: dict[Stage, list[str]] = {Stage.REASONING: [], Stage.CONTENT: []}
 
     def feed(self, token_ids: Sequence[int]) -> Delta | None:
-        """The piece that `token_ids` complete; None while there is nothing to send."""
+        """The piece that `token_ids` complete; None while there is nothing to send.
+
+        A frame ends a character that was left unfinished, as it does in the finished parse.
+        """
         self._num_tokens += len(token_ids)
+        if self._stage is Stage.HELD:
+            return None
         reasoning, content = self._sent[Stage.REASONING], self._sent[Stage.CONTENT]
         num_before = len(reasoning), len(content)
         start = 0
         for at, token_id in enumerate(token_ids):
             if token_id in self._frames:
-                self._take(token_ids[start:at])
+                self._take(self._text.feed(token_ids[start:at]))
                 start = at
+                if self._is_noise(token_id):
+                    start += 1
+                    continue
+                self._take(self._text.end())
                 stage = self._stage_after(token_id)
                 if stage is not None:
                     self._enter(stage)
                     start += 1
-        self._take(token_ids[start:])
+        self._take(self._text.feed(token_ids[start:]))
         self._send(final=False)
         if (len(reasoning), len(content)) == num_before:
             return None
@@ -131,15 +140,19 @@ class DeltaReader:
             return Stage.CONTENT
         return None
 
+    def _is_noise(self, token_id: int) -> bool:
+        """An opening of what is open already; the finished parse leaves it out too."""
+        return self._stage is Stage.REASONING and token_id == self._marks.think
+
     def _enter(self, stage: Stage) -> None:
         self._send(final=True)
         self._waiting = ""
         self._stage = stage
 
-    def _take(self, token_ids: Sequence[int]) -> None:
-        if self._stage is Stage.HELD or not token_ids:
+    def _take(self, text: str) -> None:
+        if self._stage is Stage.HELD:
             return
-        self._waiting += self._text.feed(token_ids)
+        self._waiting += text
         if self._stage is Stage.OPENING and self._waiting.strip():
             self._stage = Stage.CONTENT
 

@@ -84,11 +84,12 @@ class Prompts:
         """
         ids = list(token_ids)
         parsed = self._renderer.parse_response(ids, tools=None, prompt_ids=self._opening)
-        reasoning = str(parsed.reasoning_content or "")
+        # A reply that was cut while it reasoned comes with its outer white space.
+        reasoning = str(parsed.reasoning_content or "").strip()
         if not parsed.tool_calls:
             return Answer(str(parsed.content), reasoning)
         if not reads_calls:
-            return Answer(self._plain_text(ids, bool(reasoning)), reasoning)
+            return self._without_calls(ids)
         calls: list[ToolCall] = []
         broken: list[str] = []
         for call in parsed.tool_calls:
@@ -170,11 +171,23 @@ class Prompts:
             known=known,
         )
 
-    def _plain_text(self, ids: list[int], has_reasoning: bool) -> str:
-        stops = set(self.stop_token_ids)
-        end = next((n for n, i in enumerate(ids) if i in stops), len(ids))
-        text = self._tokenizer.decode(ids[:end])
-        return (text.partition("</think>")[2] if has_reasoning else text).strip()
+    def _without_calls(self, ids: list[int]) -> Answer:
+        """The reply where tool-call markup is text like any other, wherever it stands."""
+        marks, decode = self._marks, self._tokenizer.decode
+        ids = ids[: next((n for n, i in enumerate(ids) if i in marks.stops), len(ids))]
+        opening = _index(ids, marks.think)
+        if decode(ids[:opening]).strip() or opening == len(ids):
+            if not marks.opens_in_reasoning:
+                return Answer(decode(ids).strip())
+            opening = -1
+        close = _index(ids, marks.end_think, opening + 1)
+        reasoning = [i for i in ids[opening + 1 : close] if i != marks.think]
+        return Answer(decode(ids[close + 1 :]).strip(), decode(reasoning).strip())
+
+
+def _index(ids: list[int], token_id: int | None, start: int = 0) -> int:
+    """Where `token_id` first stands from `start` on; behind the end if it does not."""
+    return next((n for n in range(start, len(ids)) if ids[n] == token_id), len(ids))
 
 
 def _for_template(chat: Chat) -> list[dict[str, Any]]:

@@ -351,10 +351,11 @@ class Session:
             head.reads_calls,
             f"call_{head.id.replace('-', '_')}",
         )
-        cuts = [at for stop in head.params.stop if (at := answer.content.find(stop)) >= 0]
-        if not cuts:
-            return answer
-        return Answer(answer.content[: min(cuts)].rstrip(), answer.reasoning, answer.tool_calls)
+        # Ours to cut: a stop string may stand in either, and its tokens stay what they are.
+        content, reasoning = (
+            _before(head.params.stop, text) for text in (answer.content, answer.reasoning)
+        )
+        return Answer(content, reasoning, answer.tool_calls)
 
     def _failure(self, generation: LiveGeneration) -> SessionError:
         error = generation.error
@@ -372,3 +373,9 @@ class Session:
 
 def _new_part(match: Match, turn: Turn) -> Chat:
     return Chat(turn.messages[match.num_held :], match.new, turn.tools)
+
+
+def _before(stops: tuple[str, ...], text: str) -> str:
+    """`text` up to the first stop string in it."""
+    cuts = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(cuts)].rstrip() if cuts else text

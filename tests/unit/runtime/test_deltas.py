@@ -47,6 +47,38 @@ def test_deltas_fold_to_the_answer_however_tokens_arrive(
     assert deltas[-1].num_tokens == len(ids)
 
 
+PIECES = [
+    *("hello", " world", "\n", " ", "<think>", "</think>", "<tool_call>", "</tool_call>"),
+    *(CALL, "\xe9", "\xe9 cut in two"),
+]
+
+
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), max_size=8),
+    size=st.integers(1, 4),
+    reads_calls=st.booleans(),
+    ends=st.booleans(),
+)
+def test_deltas_fold_to_the_answer_whatever_a_model_says(
+    prompts: Prompts,
+    tokenizer: Tokenizer,
+    pieces: list[str],
+    size: int,
+    reads_calls: bool,
+    ends: bool,
+) -> None:
+    ids: list[int] = []
+    for piece in pieces:
+        encoded = tokenizer.encode(piece)
+        ids += encoded[:1] if piece.endswith("in two") else encoded
+    ids += tokenizer.encode("<|im_end|>") if ends else []
+    reader = prompts.reader((), reads_calls)
+    deltas = [reader.feed(ids[at : at + size]) for at in range(0, len(ids), size)]
+    answer = prompts.parse(ids, reads_calls, "call")
+    told = fold([*filter(None, deltas), reader.end(answer, len(ids))])
+    assert told == (answer.content, answer.reasoning, len(answer.tool_calls))
+
+
 def test_text_is_sent_as_it_comes(prompts: Prompts, tokenizer: Tokenizer) -> None:
     reader = prompts.reader((), reads_calls=False)
     first = reader.feed(tokenizer.encode("hello"))

@@ -85,3 +85,19 @@ def test_calls_get_ids_and_broken_ones_stay_text(prompts: Prompts, tokenizer: To
 def test_reasoning_is_told_from_content(prompts: Prompts, tokenizer: Tokenizer) -> None:
     answer = prompts.parse(tokenizer.encode("<think>\nhm\n</think>\n\n4<|im_end|>"), False, "x")
     assert (answer.reasoning, answer.content) == ("hm", "4")
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "reasoning"),
+    [
+        ("<think>why</think>A<tool_call>B", "A<tool_call>B", "why"),
+        ("<think>why<tool_call>B", "", "why<tool_call>B"),
+        ("A <think>why</think><tool_call>B", "A <think>why</think><tool_call>B", ""),
+        ("<think>\nwas cut ", "", "was cut"),
+    ],
+)
+def test_nothing_that_was_said_is_lost_where_calls_are_not_read(
+    prompts: Prompts, tokenizer: Tokenizer, said: str, content: str, reasoning: str
+) -> None:
+    answer = prompts.parse(tokenizer.encode(said), False, "call")
+    assert (answer.content, answer.reasoning) == (content, reasoning)

@@ -309,6 +309,13 @@ async def test_a_stop_string_ends_the_text_but_its_tokens_stay(prompts: Prompts,
     assert list(session.token_ids(reply)) == list(say("go Observation: x"))
 
 
+async def test_a_stop_string_in_the_reasoning_ends_it_too(prompts: Prompts, say: Say) -> None:
+    session = open_session(ScriptedSampler([say("<think>hm STOP")]), prompts)
+    asked = msgspec.structs.replace(turn(USER), ask=SamplingAsk(stop=("STOP",)))
+    _, answer = await call(session, asked)
+    assert (answer.content, answer.reasoning) == ("", "hm")
+
+
 async def test_a_session_never_goes_back_to_older_weights(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler(lambda _: say("4"))
     sampler.policy_version = 5
