@@ -7,6 +7,9 @@ markers all find their way. Invariant: each distinct message is stored once; a l
 of the request, and only unknown messages are parsed. Driven by session.py.
 
     root --system--> . --user--> [context node] --assistant--> [sampled node] --tool--> [context]
+
+A request that ends with the model's own answer gets a bare spot behind it, without a message, so
+that the answer's spot keeps its node; lookups see through it.
 """
 
 import enum
@@ -17,6 +20,8 @@ import msgspec
 from rollmesh.runtime.turns import ROLES, ChatMessage, Turn, read_message, read_tools
 
 NO_NODE = -1
+
+_BARE = hash("asked with nothing new after an answer")
 
 
 class ForkCause(enum.StrEnum):
@@ -48,7 +53,10 @@ class Spot:
         """A later request already went on from here."""
 
     def child(self, key: int) -> "Spot | None":
-        return self.children.get(key) if self.children else None
+        if not self.children:
+            return None
+        found, bare = self.children.get(key), self.children.get(_BARE)
+        return bare.child(key) if found is None and bare is not None else found
 
     def adopt(self, spot: "Spot", keys: Iterable[int]) -> None:
         """Make `spot` a child under each key; a newer sibling of the same meaning wins."""
@@ -62,7 +70,7 @@ class Spot:
         raws: list[bytes] = []
         spot: Spot | None = self
         while spot is not None and spot.parent is not None:
-            raws.append(spot.raw)
+            raws += [spot.raw] if spot.raw else []
             spot = spot.parent
         raws.reverse()
         return raws
@@ -113,6 +121,8 @@ class History:
             if spot.sampled:
                 anchor, num_held = spot, num_walked
         whole = num_walked == len(turn.messages)
+        if whole and spot.sampled:
+            spot = spot.child(_BARE) or spot
         if whole and spot.node != NO_NODE and not spot.sampled:
             return Match(spot, num_walked, [], tools_key)
         new = [read_message(turn.messages[n], n) for n in range(num_held, len(turn.messages))]
@@ -133,6 +143,8 @@ class History:
             if child is None:
                 child = self._new_spot(spot, raw, [hash(raw), *message.meanings()])
             spot = child
+        if spot.sampled:
+            spot = spot.child(_BARE) or self._new_spot(spot, b"", [_BARE])
         spot.node = node
         return spot
 
@@ -163,7 +175,7 @@ def _find_by_meaning(spot: Spot, raw: bytes, position: int) -> Spot | None:
     if not spot.children:
         return None
     for key in read_message(raw, position).meanings():
-        child = spot.children.get(key)
+        child = spot.child(key)
         if child is not None:
             spot.children[hash(raw)] = child
             return child

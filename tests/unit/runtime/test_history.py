@@ -112,6 +112,20 @@ def test_going_back_to_an_earlier_turn_is_a_rewind(held: Held) -> None:
     assert (match.spot.node, match.cause) == (1, ForkCause.REWOUND)
 
 
+def test_asking_on_after_an_answer_leaves_the_answer_its_tokens(held: Held) -> None:
+    asked_on = turn(SYSTEM, USER, SAID)
+    match, context = held.ask(asked_on)
+    assert (match.spot.node, match.num_held, match.new) == (1, 3, [])
+    assert held.ask(asked_on)[0].is_held
+    assert held.ask(turn(SYSTEM, USER, SAID, MORE))[0].spot.node == 1
+    more: dict[str, object] = {"role": "assistant", "content": "or 5"}
+    answer = held.say(context, more)
+    match, last = held.ask(turn(SYSTEM, USER, SAID, more, MORE))
+    assert match.spot is answer
+    shown = [msgspec.json.decode(raw)["content"] for raw in last.messages()]
+    assert shown == ["rules", "guess", "4", "or 5", "higher"]
+
+
 def test_each_message_is_held_once(held: Held) -> None:
     before = held.history.num_bytes
     asked = turn(SYSTEM, USER, SAID, MORE)

@@ -84,6 +84,20 @@ async def test_the_next_prompt_is_the_exact_tokens_so_far_and_the_new_message(
     assert session.finish_reason(first) == "stop"
 
 
+async def test_a_call_that_ends_with_an_answer_does_not_spoil_the_next_prompt(
+    prompts: Prompts, tokenizer: Tokenizer, say: Say
+) -> None:
+    sampler = ScriptedSampler([say("4"), say("5"), say("6")])
+    session = open_session(sampler, prompts)
+    await call(session, turn(USER))
+    await call(session, turn(USER, said("4")))
+    await call(session, turn(USER, said("4"), MORE))
+    first, _, last = (list(request.prompt_ids) for request in sampler.requests)
+    rest = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(last) == tokenizer.decode([*first, *say("4")]) + rest
+    assert last[: len(first)] == first
+
+
 async def test_the_record_holds_each_token_once_with_its_logprob(
     prompts: Prompts, say: Say
 ) -> None:
