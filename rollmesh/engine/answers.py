@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollmesh.core.errors import EngineRefused, EngineUnavailable
+from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
 from rollmesh.core.types import VersionRun
 
 UNVERSIONED = -1
@@ -113,14 +113,21 @@ def policy_version_of(text: str) -> int:
     return int(text) if text.isdecimal() else UNVERSIONED
 
 
-def decode_answer(raw: bytes | bytearray | memoryview) -> Answer:
-    """EngineUnavailable if `raw` is no answer, or is one that tells of an error."""
+def is_refusal(status: int) -> bool:
+    """Whether an HTTP status says that the request itself is wrong, and not only its moment."""
+    return 400 <= status < 500 and status not in (408, 425, 429)
+
+
+def decode_answer(
+    raw: bytes | bytearray | memoryview, told: type[EngineError] = EngineUnavailable
+) -> Answer:
+    """EngineUnavailable if `raw` is no answer, `told` if it is one that tells of an error."""
     try:
         answer = _answers.decode(raw)
     except msgspec.MsgspecError as error:
         raise EngineUnavailable(f"answered what is no answer: {error}") from None
     if answer.error:
-        raise EngineUnavailable(answer.error.message)
+        raise told(answer.error.message)
     return answer
 
 
@@ -218,7 +225,7 @@ def _finish(reason: _FinishReason) -> Finish:
         return Finish("stop", matched)
     if reason.type == "length":
         return Finish("length")
-    if reason.status_code is not None and 400 <= reason.status_code < 500:
+    if reason.status_code is not None and is_refusal(reason.status_code):
         raise EngineRefused(reason.message)
     return Finish("abort")
 

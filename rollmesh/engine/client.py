@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from rollmesh.core.errors import EngineRefused, EngineUnavailable
+from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine import answers
 from rollmesh.engine.answers import Answer, EngineLoad, LegChunk, ModelInfo
@@ -126,8 +126,11 @@ class EngineClient:
             logprob_start_len=0,
             extra_key=extra_key,
         )
-        async with asyncio.timeout(CONTROL_TIMEOUT_S):
-            raw = await self._generate(_encoder.encode(body))
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                raw = await self._generate(_encoder.encode(body))
+        except TimeoutError as error:
+            raise EngineUnavailable(f"{self.url}: {_line(error)} while scoring") from None
         return answers.scores_of(answers.decode_answer(raw))
 
     async def abort(self, rid: str) -> None:
@@ -221,7 +224,7 @@ class EngineClient:
                 if response.status != 200:
                     raise self._refusal(response.status, await response.read())
                 # Read to its very end, or the connection could not be used again.
-                async for answer in _events(response.content):
+                async for answer in _events(response.content, self.url):
                     chunk = answers.chunk_of(answer, num_seen)
                     num_seen += len(chunk.token_ids)
                     is_finished = chunk.finish is not None
@@ -253,14 +256,15 @@ class EngineClient:
         return raw
 
     def _refusal(self, status: int, raw: bytes) -> EngineRefused | EngineUnavailable:
-        kind = EngineRefused if 400 <= status < 500 else EngineUnavailable
+        kind = EngineRefused if answers.is_refusal(status) else EngineUnavailable
         return kind(f"{self.url}: HTTP {status}: {answers.error_text(raw)}")
 
 
-async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[Answer]:
+async def _events(stream: aiohttp.StreamReader, url: str) -> AsyncIterator[Answer]:
     """The answers in a server-sent event stream, until its end.
 
-    Of cumulative answers that arrive together only the newest is decoded.
+    Of cumulative answers that arrive together only the newest is decoded. SGLang tells of a bad
+    request by a first event with an error, where it would answer a plain call with 400.
     """
     pending = b""
     num_seen = 0
@@ -271,7 +275,12 @@ async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[Answer]:
         if payloads and payloads[-1] == b"[DONE]":
             payloads.pop()
         for payload in payloads[-1:] if conflates else payloads:
-            answer = answers.decode_answer(payload)
+            try:
+                answer = answers.decode_answer(
+                    payload, EngineUnavailable if num_seen else EngineRefused
+                )
+            except EngineError as error:
+                raise type(error)(f"{url}: {error}") from None
             conflates = conflates or answers.is_cumulative(answer, num_seen)
             num_seen = answer.meta_info.completion_tokens
             yield answer

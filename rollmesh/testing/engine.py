@@ -50,9 +50,14 @@ class Fault(enum.Enum):
     """What can go wrong with a `/generate`."""
 
     BAD_REQUEST = "answers 400"
+    BAD_EVENT = "answers a stream by an error event, as SGLang does where a plain call gets 400"
+    BUSY = "answers 429"
     ERROR = "answers 500"
     HANG = "takes the request and never answers"
     CUT = "closes the connection after a token"
+
+
+_STATUS = {Fault.BAD_REQUEST: 400, Fault.BAD_EVENT: 400, Fault.BUSY: 429, Fault.ERROR: 500}
 
 
 class SeenRequest(msgspec.Struct, frozen=True):
@@ -257,9 +262,9 @@ class ScriptedEngine:
 
     async def _on_generate(self, http: web.BaseRequest, body: dict[str, Any]) -> web.StreamResponse:
         fault = self.faults.popleft() if self.faults else None
-        if fault in (Fault.BAD_REQUEST, Fault.ERROR):
-            status = 400 if fault is Fault.BAD_REQUEST else 500
-            return _json({"error": {"message": fault.value}}, status)
+        if fault in _STATUS:
+            status = 200 if fault is Fault.BAD_EVENT and body.get("stream") else _STATUS[fault]
+            return _refusal(fault, status)
         if body["sampling_params"]["max_new_tokens"] == 0:
             return _json(self._score(body["input_ids"]))
         if fault is Fault.HANG:
@@ -356,3 +361,10 @@ def _spans(versions: list[int]) -> list[dict[str, Any]]:
 
 def _json(answer: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(answer), status=status, content_type="application/json")
+
+
+def _refusal(fault: Fault, status: int) -> web.Response:
+    raw = orjson.dumps({"error": {"message": fault.value}})
+    if status == 200:
+        raw = b"data: %b\n\ndata: [DONE]\n\n" % raw
+    return web.Response(body=raw, status=status)

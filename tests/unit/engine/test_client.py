@@ -103,6 +103,8 @@ async def test_id_that_is_no_token_never_reaches_the_engine(
     ("fault", "kind"),
     [
         (Fault.BAD_REQUEST, EngineRefused),
+        (Fault.BAD_EVENT, EngineRefused),
+        (Fault.BUSY, EngineUnavailable),
         (Fault.ERROR, EngineUnavailable),
         (Fault.CUT, EngineUnavailable),
     ],
