@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.core.errors import EngineError
+from rollmesh.core.errors import EngineError, SessionError
 from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.runtime.deltas import Answer
 from rollmesh.runtime.generation import GenerationState
@@ -77,7 +77,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
 class Reply:
     """See the module. Attributes are written by the session alone."""
 
-    __slots__ = ("answer", "context", "generation", "head", "node", "state")
+    __slots__ = ("answer", "context", "failure", "generation", "head", "node", "state")
 
     def __init__(self, head: ReplyHead, context: Spot, generation: LiveGeneration) -> None:
         self.head = head
@@ -87,6 +87,8 @@ class Reply:
         self.node = NO_NODE
         self.answer: Answer | None = None
         """Parsed at the commit, dropped after delivery."""
+        self.failure: SessionError | None = None
+        """Why it is VOID, for each of its readers; None where the session's end is the reason."""
 
     @property
     def is_running(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from rollmesh.core.clock import Clock
-from rollmesh.core.errors import EngineRefused, SessionError
+from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable, SessionError
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import SamplingPolicy, VersionRun
 from rollmesh.runtime.deltas import Answer, DeltaReader
@@ -133,7 +133,7 @@ class Session:
         if reply.state is ReplyState.SAMPLING:
             self._commit(reply)
         if reply.state is ReplyState.VOID:
-            raise self._gone()
+            raise reply.failure or self._gone()
         if reply.answer is None:
             reply.answer = self._parse(reply, None)
         return reply.answer
@@ -311,7 +311,7 @@ class Session:
         assert generation is not None
         if generation.state is not GenerationState.COMMITTED:
             self._void(reply)
-            raise self._failure(generation)
+            return
         answer = self._parse(reply, generation)
         finish = "tool_calls" if answer.tool_calls else generation.finish_reason
         self._enter(reply, generation, finish)
@@ -325,6 +325,8 @@ class Session:
         """No good end: what was sampled is kept as a void node, for the books."""
         generation = reply.generation
         assert generation is not None
+        if self.state is SessionState.OPEN:
+            reply.failure = self._failure(generation.error)
         if len(generation.token_ids):
             self._enter(reply, generation, VOID_FINISH)
         else:
@@ -357,18 +359,17 @@ class Session:
         )
         return Answer(content, reasoning, answer.tool_calls)
 
-    def _failure(self, generation: LiveGeneration) -> SessionError:
-        error = generation.error
+    def _failure(self, error: EngineError | None) -> SessionError:
         if isinstance(error, EngineRefused):
             return SessionError(400, "engine_refused", f"the engine refused the request: {error}")
-        why = self.engine_fault = str(error or "the generation ended without a result")
+        why = str(error or "the generation ended without a result")
+        if isinstance(error, EngineUnavailable):
+            self.engine_fault = why
         return SessionError(503, "engine_unavailable", why, RETRY_AFTER_S)
 
     def _gone(self) -> SessionError:
-        if self.state is SessionState.SEALED:
-            why = f"this rollout's session is over: {self._sealed_because}"
-            return SessionError(410, "session_sealed", why)
-        return SessionError(503, "engine_unavailable", "the generation was given up", RETRY_AFTER_S)
+        why = f"this rollout's session is over: {self._sealed_because}"
+        return SessionError(410, "session_sealed", why)
 
 
 def _new_part(match: Match, turn: Turn) -> Chat:

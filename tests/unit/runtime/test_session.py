@@ -250,6 +250,22 @@ async def test_a_failed_generation_gives_its_status_and_a_retry_starts_anew(
     assert session.finish(another).content == "4"
 
 
+@pytest.mark.parametrize(("is_refused", "status"), [(True, 400), (False, 503)])
+async def test_another_call_does_not_hide_why_one_failed(
+    prompts: Prompts, say: Say, is_refused: bool, status: int
+) -> None:
+    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
+    session = open_session(sampler, prompts)
+    readers = [await session.attach(turn(USER)) for _ in range(2)]
+    sampler.generations[0].fail("out of memory", is_refused)
+    await session.attach(turn(MORE))  # comes in before the readers were woken
+    for reader in readers:
+        with pytest.raises(SessionError) as caught:
+            session.finish(reader)
+        assert caught.value.status == status
+    assert bool(session.engine_fault) == (not is_refused)
+
+
 async def test_a_prompt_that_leaves_no_room_is_refused_in_openais_words(
     prompts: Prompts,
 ) -> None:
