@@ -48,8 +48,9 @@ class FleetView:
         for row in table.engines:
             load = self._loads.setdefault(row.url, _Load())
             load.num_others = max(0, row.num_running + row.num_waiting - load.num_own)
-        for url in [u for u, load in self._loads.items() if u not in self._rows and not load.total]:
-            del self._loads[url]
+        for url in self._loads.keys() - self._rows.keys():
+            if not self._loads[url].num_own:
+                del self._loads[url]
         for listener in self.listeners:
             listener()
 

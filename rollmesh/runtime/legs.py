@@ -209,11 +209,12 @@ class Sampler:
             self._live.discard(generation)
 
     def _tick(self) -> None:
-        for generation in list(self._live):
-            self._drive(generation, Ticked())
+        # Armed first: no fault below may stop the time of all generations.
         self._timer = None
         if self._live:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        for generation in list(self._live):
+            self._drive(generation, Ticked())
 
     def _on_table(self) -> None:
         view = self._parts.view

@@ -131,9 +131,11 @@ class Prompts:
     def _extend_behind_prefix(
         self, sampled_ids: Sequence[int], messages: list[dict[str, Any]], tools: bytes
     ) -> "array[int] | None":
-        if tools not in self._prefixes:
-            self._prefixes = {tools: self._fixed_prefix(tools)}
-        prefix = self._prefixes[tools]
+        prefix = self._prefixes.get(tools)
+        if prefix is None:
+            # Long texts come here in threads: whoever is last is remembered.
+            prefix = self._fixed_prefix(tools)
+            self._prefixes = {tools: prefix}
         whole = self._render([*_FIXED_PREFIX, *messages], tools, generate=True)
         if not prefix or whole[: len(prefix)] != prefix:
             return None

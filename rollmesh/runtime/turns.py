@@ -69,6 +69,12 @@ class Part(msgspec.Struct):
 
     type: str = "text"
     text: str | None = None
+    refusal: str | None = None
+    """What an assistant says instead of a text."""
+
+    def said(self) -> str | None:
+        """Its text; None where it is something else, such as an image."""
+        return self.refusal if self.text is None else self.text
 
 
 class Function(msgspec.Struct):
@@ -108,7 +114,7 @@ class ChatMessage(msgspec.Struct):
     def text(self) -> str:
         """The content as one string; parts are joined without a separator."""
         if isinstance(self.content, list):
-            return "".join([p if isinstance(p, str) else p.text or "" for p in self.content])
+            return "".join([p if isinstance(p, str) else p.said() or "" for p in self.content])
         return self.content or ""
 
     def meanings(self) -> list[int]:
@@ -153,7 +159,7 @@ def read_message(raw: bytes, position: int) -> ChatMessage:
         raise _bad_message(position, f"unknown role {message.role!r}")
     if isinstance(message.content, list):
         for part in message.content:
-            if isinstance(part, Part) and part.text is None:
+            if isinstance(part, Part) and part.said() is None:
                 raise _bad_message(
                     position, f"content of type {part.type!r}: this model reads text only"
                 )

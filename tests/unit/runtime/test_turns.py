@@ -21,6 +21,11 @@ def test_parts_and_strings_mean_the_same() -> None:
     assert meanings(role="user", content=parts) == meanings(role="user", content="ab")
 
 
+def test_refusal_part_of_an_assistant_is_text() -> None:
+    parts = [{"type": "refusal", "refusal": "no"}]
+    assert meanings(role="assistant", content=parts) == meanings(role="assistant", content="no")
+
+
 def test_cache_markers_and_extra_keys_mean_nothing() -> None:
     marked = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
     assert meanings(role="user", content=marked, extra=1) == meanings(role="user", content="a")
