@@ -97,6 +97,8 @@ class Intake:
     def command(self, command: Command) -> None:
         """Have the thread do this; from any thread."""
         self._commands.append(command)
+        if self._fault:
+            self._fail_notes(self._fault)
         self._bell.ring()
 
     def take(self, timeout_s: float) -> list[RawResult | Dropped]:
@@ -129,8 +131,12 @@ class Intake:
         with self._arrived:
             self._fault = error
             self._arrived.notify_all()
-        for command in self._commands:
-            if isinstance(command, Note):
+        self._fail_notes(error)
+
+    def _fail_notes(self, error: Exception) -> None:
+        """Nobody carries them out any more; whoever wrote them must not wait."""
+        for command in list(self._commands):
+            if isinstance(command, Note) and not command.written.done():
                 command.written.set_exception(error)
 
     def _turn(self) -> None:
