@@ -102,8 +102,8 @@ class Mesh:
         router = self.router.ready.address
         return ["worker", *self.settings(env), "--router", router, "--worker-id", worker_id]
 
-    def worker(self, worker_id: str) -> Process:
-        return self._stack.enter_context(running(self.folder, *self.worker_words(worker_id)))
+    def worker(self, worker_id: str, env: str = "echo") -> Process:
+        return self._stack.enter_context(running(self.folder, *self.worker_words(worker_id, env)))
 
     def client(self) -> RolloutClient:
         folder = self.folder / "client"
@@ -247,6 +247,38 @@ async def test_environment_that_does_not_load_is_known_at_once(mesh: Mesh) -> No
     assert dropped.group_id == waiting
     assert dropped.reason.startswith("env_failed: ")
     assert "no_such_module" in dropped.reason
+
+
+NUM_JUDGED = 40
+JUDGES = f"""
+import threading
+from rollmesh.core.types import Score, Task
+from rollmesh.envs.env import Env, Transcript
+
+class Judges(Env):
+    def __init__(self, **settings):
+        self.all_here = threading.Barrier({NUM_JUDGED})
+
+    def tasks(self, split, seed):
+        yield Task(id="t")
+
+    async def run(self, task, agent):
+        return Transcript()
+
+    def score(self, task, transcript):
+        self.all_here.wait({PATIENCE_S / 2})
+        return Score(reward=1.0)
+"""
+
+
+async def test_every_rollout_may_be_in_a_blocking_score_at_once(mesh: Mesh) -> None:
+    (mesh.folder / "judges.py").write_text(JUDGES)
+    await asyncio.to_thread(mesh.worker, "worker-0", "judges:Judges")
+    client = mesh.client()
+    ask(client, num_samples=NUM_JUDGED, env="judges:Judges")
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+    assert {r.reward for r in finished.record.rollouts} == {1.0}
 
 
 class SlowSink:

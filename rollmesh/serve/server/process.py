@@ -9,6 +9,7 @@ import asyncio
 import gc
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -39,6 +40,10 @@ from rollmesh.wire.messages import EnvFailed
 from rollmesh.wire.sockets import Dialer
 
 log = get_logger()
+
+OWN_THREADS = 4
+"""For prompts, beside a thread for each rollout: asyncio's few would make a score that blocks
+hold up the others, until their time is over, and every long prompt too."""
 
 GC_THRESHOLDS = (50_000, 20, 50)
 """Collections of young objects only now and then: cycles are rare here and calls are many."""
@@ -77,6 +82,8 @@ async def _serve(
     config, worker_id = settings.config, settings.worker_id
     loop = asyncio.get_running_loop()
     stop = stop_event(loop)
+    num_threads = config.worker.max_rollouts + OWN_THREADS
+    loop.set_default_executor(ThreadPoolExecutor(num_threads, "calls"))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(env.close)
         worker = Worker(settings)
