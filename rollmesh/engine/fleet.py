@@ -136,6 +136,8 @@ class Fleet:
     def __init__(self, settings: FleetSettings | None = None) -> None:
         self._settings = settings or FleetSettings()
         self._engines: dict[str, _Engine] = {}
+        self._published = UNVERSIONED
+        """What a publisher verified last; an engine that was restarted waits for it, even alone."""
         self._epoch = 0
         self._serial = 0
         self._pushed_s = float("-inf")
@@ -236,7 +238,7 @@ class Fleet:
         engine.holder = b""
         engine.faults_s.clear()
         if ask.ok:
-            engine.trusted = ask.policy_version
+            engine.trusted = self._published = ask.policy_version
             engine.set(EnginePhase.READY, "", ask.policy_version)
             engine.next_probe_s = now_s
             return ""
@@ -307,7 +309,7 @@ class Fleet:
 
     def _judge(self, engine: _Engine, served: int, now_s: float) -> None:
         """Decide by the weights that an answering engine says it serves."""
-        newest = self.policy_version()
+        newest = max(self.policy_version(), self._published)
         is_ready = engine.row.phase is EnginePhase.READY
         if served == UNVERSIONED:
             engine.set(EnginePhase.JOINING, "its weights have no version yet", served)

@@ -193,6 +193,19 @@ def test_sole_engine_that_restarts_is_used_at_what_it_came_up_with() -> None:
     assert bench.row() == EngineRow(A, "i2", EnginePhase.READY, 0)
 
 
+def test_sole_engine_that_restarts_waits_for_what_was_published() -> None:
+    bench = ready(A)
+    bench.ask(BeginUpdate(2, A, 3, 5.0))
+    bench.ask(FinishUpdate(3, A, 3, True))
+    bench.tick(1.0)
+    bench.answer(A, policy_version=0, incarnation="i2")
+    assert bench.phase(A) is EnginePhase.JOINING
+    assert "the fleet is at 3" in bench.row(A).detail
+    bench.ask(BeginUpdate(4, A, 3, 5.0))
+    bench.ask(FinishUpdate(5, A, 3, True))
+    assert bench.phase(A) is EnginePhase.READY
+
+
 def test_ready_engine_that_is_behind_serves_on_until_its_own_update() -> None:
     bench = ready(A, B)
     bench.ask(BeginUpdate(2, A, 1, 5.0))
