@@ -30,7 +30,10 @@ def router(argv: list[str]) -> int:
     arguments.add_argument(
         "--engine", dest="engines", action="append", default=[], help="URL of an engine"
     )
+    arguments.add_argument("--bind", metavar="ADDRESS", help="instead of router.bind")
     options = arguments.parse_args(argv)
+    if options.bind:
+        options.overrides.append(f"router.bind={options.bind}")
     run(config_of(options), options.engines, options.listen_fd, options.ready_fd)
     return 0
 

@@ -38,6 +38,8 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     argv: tuple[str, ...]
     """The program and its words; launch adds --ready-fd and --listen-fd."""
+    again: tuple[str, ...] = ()
+    """More words, where it is not the first process of its role."""
     on_death: OnDeath
     needs: tuple[str, ...] = ()
     """Roles that must be ready, or done, before it is started."""
@@ -90,7 +92,7 @@ def plan_mesh(
 
 
 def plan_engines(config: Config, gate: tuple[str, ...]) -> list[ChildPlan]:
-    """The embedded engines."""
+    """The embedded engines; the publisher brings one that was started again up to date."""
     engine = config.engine
     argv = [*ROLLMESH, "engine", "--model-dir", config.model.path, "--weight-version", "0"]
     argv += ["--incremental-streaming-output", "--skip-tokenizer-init"]
@@ -102,7 +104,7 @@ def plan_engines(config: Config, gate: tuple[str, ...]) -> list[ChildPlan]:
         ChildPlan(
             role=f"engine-{number}",
             argv=(*argv, "--role", f"engine-{number}"),
-            on_death=OnDeath.END,
+            on_death=OnDeath.RESTART,
             gate=gate,
             bind="127.0.0.1:0",
         )
@@ -111,12 +113,16 @@ def plan_engines(config: Config, gate: tuple[str, ...]) -> list[ChildPlan]:
 
 
 def plan_router(config: Config, settings: tuple[str, ...], urls: list[str]) -> ChildPlan:
-    """The router, which is told where the engines are before they are up."""
+    """The router, which is told where the engines are before they are up.
+
+    The next one listens where the last one did; peers dial again and say what they hold.
+    """
     engines = tuple(word for url in urls for word in ("--engine", url))
     return ChildPlan(
         role="router",
         argv=(*ROLLMESH, "router", *settings, *engines),
-        on_death=OnDeath.END,
+        again=("--bind", "{router}"),
+        on_death=OnDeath.RESTART,
         bind=config.router.http_bind,
         bind_key="router.http_bind",
     )

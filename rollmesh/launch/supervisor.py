@@ -113,7 +113,8 @@ class Supervisor:
         match action:
             case Start(role):
                 plan = self._plans[role]
-                argv = fill(plan.argv, self._addresses)
+                again = plan.again if role in self.ready else ()
+                argv = fill((*plan.argv, *again), self._addresses)
                 self._processes[role] = ChildProcess(plan, argv, self._folder.logs)
                 tasks.create_task(self._child(plan), name=role)
             case Release(role):

@@ -84,6 +84,8 @@ def run(options: argparse.Namespace) -> None:
         address = http_address(listening)
     behave = {"serves": serves, "deaf": deaf, "saves": saves, "parent": parent}
     behave.get(options.behaviour, serves)(options)
+    if options.bind:
+        mark(options, options.bind)
     announce(options.ready_fd, Ready(options.role, os.getpid(), address, address))
     mark(options, options.role)
     {"done": done, "breaks": breaks}.get(options.behaviour, serves)(options)
@@ -109,6 +111,7 @@ def serve(listening: socket.socket) -> None:
 if __name__ == "__main__":
     die_with_launcher()
     parser = argparse.ArgumentParser()
+    parser.add_argument("--bind")
     for name in ("fifo", "role", "behaviour", "path"):
         parser.add_argument(name, type=Path if name == "path" else str)
     parser.add_argument("--ready-fd", type=int)

@@ -139,6 +139,18 @@ def test_a_killed_worker_is_started_again(mesh: Mesh) -> None:
     assert told["end"]["code"] == 130
 
 
+def test_the_next_process_of_a_role_is_told_the_address_of_the_last(mesh: Mesh) -> None:
+    more = {"bind": "127.0.0.1:0", "again": ("--bind", "{router}")}
+    mesh.add("router", "serves", OnDeath.RESTART, **more)
+    mesh.start("router")
+    address = listening_address(mesh.pids()["router"])
+    os.kill(mesh.pids()["router"], signal.SIGKILL)
+    assert [mesh.next_line(), mesh.next_line()] == [address, "router"]
+    assert listening_address(mesh.pids()["router"]) == address
+    mesh.signal(signal.SIGTERM)
+    mesh.result()
+
+
 def test_ctrl_c_lets_the_trainer_save_and_leaves_no_process(mesh: Mesh) -> None:
     mesh.add("router", "serves", OnDeath.END)
     mesh.add("trainer", "saves", OnDeath.FINISH, "router")

@@ -112,15 +112,14 @@ def test_ctrl_c_in_mid_run_ends_everything_in_time(tmp_path: Path) -> None:
     assert (run / "checkpoint" / "config.json").is_file()
 
 
-def test_a_run_that_loses_a_worker_loses_no_rollout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["worker-1", "router", "engine-0"])
+def test_a_run_that_loses_a_process_loses_no_rollout(tmp_path: Path, role: str) -> None:
     run = tmp_path / "runs" / "demo"
-    with start(tmp_path, **{"trainer.num_steps": 150}) as process:
+    with start(tmp_path, **{"trainer.num_steps": 60}) as process:
         next(row for row in follow(run / "metrics.jsonl") if row["step"] == 5)
-        os.kill(
-            {row["role"]: row["pid"] for row in read(run / "pids.json")}["worker-1"], signal.SIGKILL
-        )
+        os.kill({row["role"]: row["pid"] for row in read(run / "pids.json")}[role], signal.SIGKILL)
         out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
-    assert "worker-1 was ended by signal 9; started again in 0.5 s" in out
+    assert f"{role} was ended by signal 9; started again in 0.5 s" in out
     summary = read(run / "summary.json")
-    assert (summary["num_steps"], summary["num_lost"]) == (150, 0)
+    assert (summary["num_steps"], summary["num_lost"]) == (60, 0)

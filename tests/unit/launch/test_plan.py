@@ -30,6 +30,16 @@ def test_the_router_learns_the_engine_before_it_is_up() -> None:
     assert fill(router.argv, {"engine-0": "http://h:1"})[-2:] == ["--engine", "http://h:1"]
 
 
+def test_the_next_router_listens_where_the_last_one_did() -> None:
+    router = by_role(plan_mesh(CONFIG, PATH))["router"]
+    assert router.on_death is OnDeath.RESTART
+    assert fill(router.again, {"router": "tcp://h:1"}) == ["--bind", "tcp://h:1"]
+
+
+def test_an_engine_that_dies_does_not_end_the_run() -> None:
+    assert by_role(plan_mesh(CONFIG, PATH))["engine-0"].on_death is OnDeath.RESTART
+
+
 def test_a_users_engines_take_the_place_of_the_embedded_one() -> None:
     config = Config(engine=EngineConfig(urls=("http://a:1", "http://b:2")))
     plans = by_role(plan_mesh(config, PATH))
