@@ -17,7 +17,13 @@ SETTINGS: dict[str, Any] = {
     "run": {"name": "demo"},
     "model": {"max_context_tokens": 512},
     "sampling": {"max_tokens": 16},
-    "trainer": {"eval_rollouts": 1000, "num_steps": 100},
+    "trainer": {
+        "eval_rollouts": 1000,
+        "num_steps": 100,
+        "learning_rate": 5e-4,
+        "entropy_coef": 0.01,
+        "max_importance_weight": 2.0,
+    },
 }
 
 ABOUT = """\
