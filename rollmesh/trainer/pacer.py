@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from rollmesh.core.errors import EnvError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import Branch, SamplingPolicy, Task
 from rollmesh.serve.client.client import Arrival, Dropped, Finished
@@ -28,6 +29,10 @@ from rollmesh.trainer.staleness import (
     StepPublished,
     TakeBatch,
 )
+
+BARREN_ROUNDS = 4
+"""So many times max_running groups in a row that give nothing to train end the run: an environment
+that always fails would be asked for ever, and an engine may be away for a while."""
 
 
 class Asking(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +107,8 @@ class Pacer:
         self._step_of_version = {0: 0}
         self._num_asked = 0
         self._newest_position = -1
+        self._num_barren = 0
+        """Groups in a row that gave nothing to train."""
 
     def ask(self, num_needed: int) -> None:
         """Ask for groups as the bound allows, until `num_needed` are under way to be trained."""
@@ -111,7 +118,10 @@ class Pacer:
             self._staleness.step(GroupAsked(group_id))
 
     def collect(self, timeout_s: float) -> None:
-        """Book what has arrived, waiting up to `timeout_s` for the first."""
+        """Book what has arrived, waiting up to `timeout_s` for the first.
+
+        EnvError where nothing that arrives trains any more.
+        """
         for arrival in self._client.take(timeout_s):
             self._book(arrival)
 
@@ -176,13 +186,13 @@ class Pacer:
         return min(ready, default=self._newest_position + 1)
 
     def _ask_one(self, num_samples: int, is_eval: bool = False) -> GroupId:
-        asking = self._asking
+        asking, task = self._asking, next(self._tasks)
         seed = random.Random(f"{asking.seed}/{self._num_asked}").getrandbits(63)
         self._num_asked += 1
         if not is_eval:
             self._tally.num_asked += num_samples
         return self._client.ask(
-            next(self._tasks),
+            task,
             env=asking.env,
             num_samples=num_samples,
             sampling=asking.sampling,
@@ -205,11 +215,11 @@ class Pacer:
         num_rollouts = self._asking.num_samples
         self._records.drop(dropped.group_id, num_rollouts, dropped.reason)
         self._tally.num_dropped += num_rollouts
-        self._staleness.step(GroupEnded(dropped.group_id))
+        self._end_barren(dropped.group_id, dropped.reason)
 
     def _book_finished(self, finished: Finished) -> None:
         self._newest_position = max(self._newest_position, finished.position)
-        group = ReadyGroup(finished, self._cut(finished))
+        group, why = ReadyGroup(finished, self._cut(finished)), ""
         for rollout, samples in zip(finished.record.rollouts, group.samples, strict=True):
             self._tally.outcomes[rollout.outcome] += 1
             self._tally.workers[finished.worker_id] += 1
@@ -220,11 +230,21 @@ class Pacer:
         samples_of_all = [sample for samples in group.samples for sample in samples]
         if not samples_of_all:
             self._write(group, None)
-            self._staleness.step(GroupEnded(finished.group_id))
+            self._end_barren(finished.group_id, why)
             return
+        self._num_barren = 0
         self._ready[finished.group_id] = group
         oldest_step = self._oldest_step(samples_of_all)
         self._staleness.step(GroupArrived(finished.group_id, oldest_step))
+
+    def _end_barren(self, group_id: GroupId, why: str) -> None:
+        self._staleness.step(GroupEnded(group_id))
+        self._num_barren += 1
+        if self._num_barren >= BARREN_ROUNDS * self._staleness.settings.max_running:
+            raise EnvError(
+                f'env = "{self._asking.env}": the last {self._num_barren} groups gave nothing to '
+                f"train ({why}); drops.jsonl and the workers' logs in the run folder say more"
+            )
 
     def _cut(self, finished: Finished) -> list[list[Sample]]:
         by_rollout: dict[int, list[Sample]] = {r.index: [] for r in finished.record.rollouts}

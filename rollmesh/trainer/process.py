@@ -23,6 +23,7 @@ from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.records import RunRecords, Tally, write_summary
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
+from rollmesh.trainer.tasks import endless_tasks
 from rollmesh.trainer.weights import BackgroundLoop, Weights
 from rollmesh.wire.keys import read_keys
 
@@ -43,7 +44,7 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
     client.start()
     announce(ready_fd, Ready("trainer", os.getpid(), client.address))
     records, tally = RunRecords(folder, SystemClock()), Tally()
-    tasks = env.tasks("train", config.run.seed)
+    tasks = endless_tasks(env, config.env, config.run.seed)
     pacer = Pacer(client, staleness_of(config), tasks, asking_of(config), (records, tally))
     background = BackgroundLoop("publisher")
     shell = PublishShell(router, config.publish, read_keys())

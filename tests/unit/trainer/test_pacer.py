@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rollmesh.core.errors import EnvError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Outcome, SamplingPolicy, Task
 from rollmesh.serve.client.client import Arrival
@@ -178,3 +179,28 @@ def test_the_journal_is_needed_from_the_oldest_group_that_waits(stage: Stage) ->
     batch = stage.batch(step=0)
     assert stage.pacer.oldest_position() == third.seq
     assert batch.group_ids() == [first, second]
+
+
+def drop_groups(stage: Stage, num_groups: int) -> None:
+    for _ in range(num_groups):
+        stage.pacer.ask(num_needed=1)
+        [group_id] = stage.open()
+        stage.client.drop(group_id, "agent_error: it broke")
+        stage.pacer.collect(0.0)
+
+
+def test_an_environment_that_never_gives_anything_to_train_ends_the_run(stage: Stage) -> None:
+    drop_groups(stage, 399)
+    with pytest.raises(EnvError, match=r'env = "guess": the last 400 groups .*\(agent_error: it b'):
+        drop_groups(stage, 1)
+
+
+def test_a_group_that_trains_is_a_new_beginning(stage: Stage) -> None:
+    drop_groups(stage, 399)
+    stage.pacer.ask(num_needed=1)
+    stage.client.finish(stage.open()[0])
+    stage.pacer.collect(0.0)
+    stage.pacer.ask(num_needed=2)
+    stage.client.drop(stage.open()[0], "agent_error: it broke")
+    stage.pacer.collect(0.0)
+    assert stage.lost() == 0
