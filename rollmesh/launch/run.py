@@ -24,7 +24,7 @@ from rollmesh.launch.machine import End
 from rollmesh.launch.plan import plan_mesh
 from rollmesh.launch.progress import Progress
 from rollmesh.launch.sampler import Sampler
-from rollmesh.launch.screen import Scene, Screen, screen_for, summary_table
+from rollmesh.launch.screen import Scene, Screen, screen_for, summary_table, unread
 from rollmesh.launch.supervisor import Supervisor, open_mesh
 
 LOOK_S = 1.0
@@ -87,14 +87,19 @@ class Run:
             await asyncio.sleep(LOOK_S)
 
     def _sum_up(self, end: End, folder: RunFolder, sampler: Sampler) -> None:
-        if end.code == USAGE:
-            raise UserError(end.reason)
         more: dict[str, Any] = {
             "ended": end.reason,
             "wall_s": round(self._elapsed_s(), 1),
             "peak_rss_mb": sampler.peak_rss_mb,
         }
-        self._console.print(summary_table(folder.add_to_summary(more)))
+        summary = folder.add_to_summary(more)
+        if end.code == USAGE:
+            raise UserError(end.reason)
+        with unread():
+            self._show(end, summary, folder)
+
+    def _show(self, end: End, summary: dict[str, Any], folder: RunFolder) -> None:
+        self._console.print(summary_table(summary))
         if end.code == FAILED:
             self._console.print(f"the run failed: {end.reason}", markup=False)
             self._console.print(f"its processes' logs: {folder.logs}", markup=False)

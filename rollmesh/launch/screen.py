@@ -4,7 +4,10 @@ Owns the layout and nothing else. Invariant: it reads figures that others hold a
 them. Driven by one task of `run`; rich paints.
 """
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
@@ -23,6 +26,16 @@ PLAIN_EVERY = 10
 """The plain view says a line at every so many looks."""
 NUM_NOTES = 4
 NONE = "-"
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """What is shown may find no reader (a closed terminal, `| head`): the run goes on unseen."""
+    try:
+        yield
+    except (OSError, SystemExit):  # rich makes a SystemExit of a broken pipe
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 class Scene(NamedTuple):
@@ -46,11 +59,13 @@ class LiveScreen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.stop()
+        with unread():
+            self._live.stop()
 
     def look(self, elapsed_s: float) -> None:
         """Paint the present."""
-        self._live.update(paint(self._scene, elapsed_s), refresh=True)
+        with unread():
+            self._live.update(paint(self._scene, elapsed_s), refresh=True)
 
 
 class PlainScreen:
@@ -67,10 +82,15 @@ class PlainScreen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._console.print(Text(line(self._scene)))
+        with unread():
+            self._console.print(Text(line(self._scene)))
 
     def look(self, elapsed_s: float) -> None:
         """Say what is new."""
+        with unread():
+            self._say(elapsed_s)
+
+    def _say(self, elapsed_s: float) -> None:
         notes = self._scene.supervisor.notes
         for note in notes[self._num_notes :]:
             self._console.print(Text(note))

@@ -81,7 +81,7 @@ class Supervisor:
         """Start, watch, stop; why it ended."""
         become_subreaper()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
         self._folder.add_pid("launch", os.getpid(), self._clock.unix_s())
         try:

@@ -151,11 +151,14 @@ def test_the_next_process_of_a_role_is_told_the_address_of_the_last(mesh: Mesh) 
     mesh.result()
 
 
-def test_ctrl_c_lets_the_trainer_save_and_leaves_no_process(mesh: Mesh) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_run_lets_the_trainer_save_and_leaves_no_process(
+    mesh: Mesh, number: signal.Signals
+) -> None:
     mesh.add("router", "serves", OnDeath.END)
     mesh.add("trainer", "saves", OnDeath.FINISH, "router")
     mesh.start("router", "trainer")
-    mesh.signal(signal.SIGINT)
+    mesh.signal(number)
     assert mesh.result()["end"] == {"code": 130, "reason": "stopped"}
     assert mesh.side_file.read_text() == "saved"
 

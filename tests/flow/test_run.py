@@ -112,6 +112,16 @@ def test_ctrl_c_in_mid_run_ends_everything_in_time(tmp_path: Path) -> None:
     assert (run / "checkpoint" / "config.json").is_file()
 
 
+def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    with start(tmp_path) as process:
+        assert process.stdout
+        process.stdout.readline()
+        process.stdout.close()
+        process.wait(timeout=100)
+    assert process.returncode == 0
+    assert read(tmp_path / "runs" / "demo" / "summary.json")["ended"] == "done"
+
+
 @pytest.mark.parametrize("role", ["worker-1", "router", "engine-0"])
 def test_a_run_that_loses_a_process_loses_no_rollout(tmp_path: Path, role: str) -> None:
     run = tmp_path / "runs" / "demo"
