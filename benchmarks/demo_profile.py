@@ -73,10 +73,11 @@ def count(row: dict[str, Any], what: str) -> int:
 
 
 def profile(run: Path) -> dict[str, float]:
-    """Figures between the first and the last look at which rollouts finished."""
-    telemetry = rows(run / "telemetry.jsonl")
-    busy = [row for row in telemetry if num_finished(row)]
-    first, last = busy[0], max(busy, key=lambda row: (num_finished(row), -row["time_s"]))
+    """Figures between the first and the last look at which rollouts finished and all were there."""
+    busy = [row for row in rows(run / "telemetry.jsonl") if num_finished(row)]
+    first = busy[0]
+    whole = [row for row in busy if set(roles(row)) >= set(roles(first))]
+    last = max(whole, key=lambda row: (num_finished(row), -row["time_s"]))
     wall_s = last["time_s"] - first["time_s"]
     num_calls = count(last, "num_calls") - count(first, "num_calls")
     cpu_s = {role: cpu_of(last, role) - cpu_of(first, role) for role in roles(last)}
