@@ -104,6 +104,7 @@ class Pacer:
         self._asking = asking
         self._records, self._tally = books
         self._ready: dict[GroupId, ReadyGroup] = {}
+        self._in_step: Batch | None = None
         self._step_of_version = {0: 0}
         self._num_asked = 0
         self._newest_position = -1
@@ -132,6 +133,7 @@ class Pacer:
             match action:
                 case BatchTaken():
                     batch = Batch(step, [self._ready.pop(g) for g in action.group_ids])
+                    self._in_step = batch
                 case GroupStale():
                     stale = self._ready.pop(action.group_id)
                     self._drop(stale, f"stale: age {action.age}")
@@ -139,6 +141,7 @@ class Pacer:
 
     def trained(self, batch: Batch) -> None:
         """Book a batch that its step consumed."""
+        self._in_step = None
         for group in batch.groups:
             self._write(group, batch.step)
             for rollout in group.samples:
@@ -177,7 +180,8 @@ class Pacer:
 
     def num_open(self) -> int:
         """Rollouts asked for and neither trained nor dropped."""
-        ready = (samples for group in self._ready.values() for samples in group.samples)
+        groups = [*self._ready.values(), *(self._in_step.groups if self._in_step else ())]
+        ready = (samples for group in groups for samples in group.samples)
         return self._staleness.num_running * self._asking.num_samples + sum(map(bool, ready))
 
     def oldest_position(self) -> int:

@@ -86,6 +86,14 @@ def test_a_trained_batch_is_counted_and_written(stage: Stage) -> None:
     assert [row["step"] for row in stage.rows("trajectories.jsonl")] == [0] * 8
 
 
+def test_a_batch_whose_step_fails_is_open_and_not_lost(stage: Stage) -> None:
+    stage.pacer.ask(MANY)
+    for group_id in stage.open():
+        stage.client.finish(group_id)
+    stage.batch(step=0)
+    assert (stage.lost(), stage.tally.num_open) == (0, 16)
+
+
 def test_a_failed_sibling_is_dropped_with_its_reason_and_the_rest_trains(stage: Stage) -> None:
     stage.pacer.ask(MANY)
     first, second, *_ = stage.open()
