@@ -11,6 +11,7 @@ import signal
 
 from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.config import Config
+from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, announce, http_address, listen
@@ -47,7 +48,7 @@ def run(config: Config, engines: list[str], listen_fd: int | None, ready_fd: int
     listening = listen(config.router.http_bind, listen_fd)
     board = Board(clock)
     side = SideThread(listening, board, bell)
-    hub = Hub(config.router.bind, read_keys())
+    hub = open_hub(config.router.bind)
     loop = RouterLoop(config, hub, side, board, clock)
     stop = _Stop(bell)
     for url in engines or config.engine.urls:
@@ -64,6 +65,14 @@ def run(config: Config, engines: list[str], listen_fd: int | None, ready_fd: int
         side.close()
         hub.close()
         log.info("router.stopped")
+
+
+def open_hub(bind: str) -> Hub:
+    """The router's Hub; AddressError names the setting."""
+    try:
+        return Hub(bind, read_keys())
+    except AddressError as error:
+        raise AddressError(f"router.bind = {error}") from None
 
 
 class _Stop:
