@@ -141,8 +141,11 @@ class ChildProcess:
 
 def last_line(path: Path) -> str:
     """The last line that is not blank; '' if there is none."""
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - LAST_BYTES))
-        lines = file.read().decode(errors="replace").split("\n")
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - LAST_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:  # the run folder may be removed under us
+        return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -2,16 +2,20 @@
 
 Owns the run folder's place, config.json, pids.json, telemetry.jsonl and launch's part of
 summary.json. Invariants: an older run of the same name is moved aside, never overwritten; what
-others read while we write is replaced whole. Driven by `run` and the supervisor.
+others read while we write is replaced whole; once the run has begun, a full disk or a folder that
+was removed is remembered as `fault` and ends nothing. Driven by `run` and the supervisor.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rollmesh.core.config import Config, write_config
+from rollmesh.core.errors import ConfigError
 
 
 class Pid(msgspec.Struct, frozen=True):
@@ -27,12 +31,23 @@ class RunFolder:
     """Where one run leaves its files."""
 
     def __init__(self, config: Config) -> None:
-        """Make the folder, moving an older one aside, and write the settings."""
+        """Make the folder, moving an older one aside, and write the settings.
+
+        ConfigError if that cannot be.
+        """
         self.path = config.run_folder()
+        self.fault = ""
+        """What could not be written since, in one line."""
         self._pids: list[Pid] = []
-        move_aside(self.path)
-        self.logs.mkdir(parents=True)
-        write_config(config, config_path(config))
+        try:
+            move_aside(self.path)
+            self.logs.mkdir(parents=True)
+            write_config(config, config_path(config))
+        except OSError as error:
+            raise ConfigError(
+                f"run.folder = {config.run.folder}: cannot make {self.path} there: {why(error)}; "
+                "name another"
+            ) from None
 
     @property
     def logs(self) -> Path:
@@ -42,19 +57,29 @@ class RunFolder:
     def add_pid(self, role: str, pid: int, unix_s: float) -> None:
         """Record a process that was started."""
         self._pids.append(Pid(role, pid, unix_s))
-        replace(self.path / "pids.json", msgspec.json.encode(self._pids))
+        with self._writing("pids.json"):
+            replace(self.path / "pids.json", msgspec.json.encode(self._pids))
 
     def add_telemetry(self, line: bytes) -> None:
         """Append a line to telemetry.jsonl."""
-        with (self.path / "telemetry.jsonl").open("ab") as file:
+        path = self.path / "telemetry.jsonl"
+        with self._writing(path.name), path.open("ab") as file:
             file.write(line + b"\n")
 
     def add_to_summary(self, more: dict[str, Any]) -> dict[str, Any]:
         """Put `more` into summary.json beside what the trainer wrote; the whole."""
         path = self.path / "summary.json"
         summary = read_summary(path) | more
-        replace(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        with self._writing(path.name):
+            replace(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         return summary
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.fault = f"{self.path / name} could not be written: {why(error)}"
 
 
 def config_path(config: Config) -> Path:
@@ -83,6 +108,11 @@ def read_summary(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
         return {}
+
+
+def why(error: OSError) -> str:
+    """The system's reason, in the middle of a sentence."""
+    return str(error.strerror).lower()
 
 
 def replace(path: Path, content: bytes) -> None:

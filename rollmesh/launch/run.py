@@ -100,6 +100,8 @@ class Run:
 
     def _show(self, end: End, summary: dict[str, Any], folder: RunFolder) -> None:
         self._console.print(summary_table(summary))
+        if folder.fault:
+            self._console.print(folder.fault, markup=False)
         if end.code == FAILED:
             self._console.print(f"the run failed: {end.reason}", markup=False)
             self._console.print(f"its processes' logs: {folder.logs}", markup=False)

@@ -15,13 +15,14 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.config import LaunchConfig
 from rollmesh.core.errors import AddressError
 from rollmesh.core.logs import get_logger
-from rollmesh.core.process import Ready, http_address, listen
+from rollmesh.core.process import FAILED, Ready, http_address, listen
 from rollmesh.launch.child import ChildProcess, Hooks
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.machine import (
     Action,
     End,
     Event,
+    Exited,
     Kill,
     MeshState,
     Note,
@@ -131,7 +132,10 @@ class Supervisor:
         """The life of one process."""
         process = self._processes[plan.role]
         hooks = Hooks(self._on_start, self._on_ready)
-        exited = await process.run(self._sockets.get(plan.role), hooks)
+        try:
+            exited = await process.run(self._sockets.get(plan.role), hooks)
+        except OSError as error:  # no process, memory, descriptor or disk is left for it
+            exited = Exited(plan.role, FAILED, f"it could not be started: {error}")
         log.info("child.exited", child=plan.role, code=exited.code, line=exited.last_line)
         self._events.put_nowait(exited)
 

@@ -1,6 +1,7 @@
 """A supervisor over real processes: they start in order, are watched, and none is left."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +37,11 @@ class Mesh:
     def add(self, role: str, behaviour: str, on_death: OnDeath, *needs: str, **more: Any) -> None:
         words = [sys.executable, str(HERE / "launch_child.py"), str(self._fifo_path)]
         words += [role, behaviour, str(self.side_file)]
-        plan = ChildPlan(role=role, argv=tuple(words), on_death=on_death, needs=needs, **more)
+        self.add_plan(
+            ChildPlan(role=role, argv=tuple(words), on_death=on_death, needs=needs, **more)
+        )
+
+    def add_plan(self, plan: ChildPlan) -> None:
         self._plans.append(plan)
 
     def start(self, *wait_for: str) -> None:
@@ -124,6 +129,24 @@ def test_a_fault_in_a_child_ends_the_run_with_its_last_line(mesh: Mesh) -> None:
     reason = "router ended with code 1: ValueError: it broke"
     assert mesh.result()["end"] == {"code": 1, "reason": reason}
     assert (mesh.folder / "logs" / "router.out").read_text().endswith("it broke\n")
+
+
+def test_a_program_that_cannot_be_started_ends_the_run_with_its_reason(mesh: Mesh) -> None:
+    mesh.add("router", "serves", OnDeath.END)
+    mesh.add_plan(ChildPlan(role="engine", argv=("/no/such/program",), on_death=OnDeath.END))
+    mesh.start()
+    reason = mesh.result()["end"]["reason"]
+    assert reason.startswith("engine ended with code 1: it could not be started: [Errno 2]")
+
+
+def test_a_run_whose_folder_is_removed_ends_in_order(mesh: Mesh) -> None:
+    mesh.add("router", "serves", OnDeath.END)
+    mesh.start("router")
+    shutil.rmtree(mesh.folder)
+    mesh.signal(signal.SIGINT)
+    assert mesh.process
+    out, _ = mesh.process.communicate(timeout=END_WITHIN_S)
+    assert msgspec.json.decode(out)["end"] == {"code": 130, "reason": "stopped"}
 
 
 def test_a_killed_worker_is_started_again(mesh: Mesh) -> None:

@@ -1,11 +1,13 @@
 """The run folder: nothing is overwritten, and readers see whole files."""
 
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from rollmesh.core.config import Config, RunConfig, load_config
+from rollmesh.core.errors import ConfigError
 from rollmesh.launch.folder import RunFolder, config_path
 
 
@@ -58,3 +60,19 @@ def test_a_run_whose_trainer_wrote_nothing_has_a_summary_too(config: Config) -> 
     folder = RunFolder(config)
     assert folder.add_to_summary({"ended": "stopped"}) == {"ended": "stopped"}
     assert not list(folder.path.glob("*.part"))
+
+
+def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = Config(run=RunConfig(folder=str(tmp_path / "file")))
+    with pytest.raises(ConfigError, match=r"run.folder = .*file: cannot make .*not a directory"):
+        RunFolder(config)
+
+
+def test_a_folder_that_is_removed_ends_nothing(config: Config) -> None:
+    folder = RunFolder(config)
+    shutil.rmtree(folder.path)
+    folder.add_pid("router", 1, 0.0)
+    folder.add_telemetry(b"{}")
+    assert folder.add_to_summary({"wall_s": 2.5}) == {"wall_s": 2.5}
+    assert folder.fault.endswith("summary.json could not be written: no such file or directory")
