@@ -236,6 +236,11 @@ class Pacer:
             self._write(group, None)
             self._end_barren(finished.group_id, why)
             return
+        foreign = versions_of(samples_of_all) - self._step_of_version.keys()
+        if foreign:  # an engine of an earlier run that came back
+            self._drop(group, f"foreign: policy version {min(foreign)} is not of this run")
+            self._staleness.step(GroupEnded(finished.group_id))
+            return
         self._num_barren = 0
         self._ready[finished.group_id] = group
         oldest_step = self._oldest_step(samples_of_all)
@@ -258,8 +263,7 @@ class Pacer:
         return list(by_rollout.values())
 
     def _oldest_step(self, samples: list[Sample]) -> int:
-        oldest = min(int(s.policy_versions[s.loss_mask].min()) for s in samples)
-        return self._step_of_version[oldest]
+        return self._step_of_version[min(versions_of(samples))]
 
     def _drop(self, group: ReadyGroup, reason: str) -> None:
         num_rollouts = sum(1 for rollout in group.samples if rollout)
@@ -279,6 +283,11 @@ class Pacer:
                 step=step,
                 worker_id=finished.worker_id,
             )
+
+
+def versions_of(samples: list[Sample]) -> set[int]:
+    """The policy versions of the trained tokens."""
+    return {int(each) for s in samples for each in set(s.policy_versions[s.loss_mask].tolist())}
 
 
 def spans_versions(sample: Sample) -> bool:

@@ -161,6 +161,8 @@ class Publisher:
         """Read since the target was set."""
         self._first_ask_id = 0
         self._updates: dict[str, _Update] = {}
+        self._verified: dict[str, int] = {}
+        """What we brought to each engine; an equal number may be another run's weights."""
         self._failures: dict[str, str] = {}
         self._num_asks = 0
         self._num_calls = 0
@@ -216,7 +218,8 @@ class Publisher:
     def _is_current(self, row: EngineRow) -> bool:
         assert self._target
         is_ready = row.phase is EnginePhase.READY
-        return is_ready and row.policy_version >= self._target.policy_version
+        versions = {row.policy_version, self._verified.get(row.url)}
+        return is_ready and versions == {self._target.policy_version}
 
     def _end(self, now_s: float) -> list[Action]:
         assert self._target
@@ -250,6 +253,7 @@ class Publisher:
             return self._call(update, UpdatePhase.PAUSING, now_s)
         if phase is UpdatePhase.FINISHING and answer.ok:
             del self._updates[update.url]
+            self._verified[update.url] = update.target.policy_version
             self._failures.pop(update.url, None)
             return []
         if phase is UpdatePhase.FINISHING:

@@ -94,6 +94,16 @@ def test_a_batch_whose_step_fails_is_open_and_not_lost(stage: Stage) -> None:
     assert (stage.lost(), stage.tally.num_open) == (0, 16)
 
 
+def test_tokens_of_another_runs_weights_are_dropped_by_name(stage: Stage) -> None:
+    stage.pacer.ask(MANY)
+    first, *_ = stage.open()
+    stage.client.finish(first, policy_versions=(0, 30))
+    stage.pacer.collect(0.0)
+    [drop] = stage.rows("drops.jsonl")
+    assert drop["reason"] == "foreign: policy version 30 is not of this run"
+    assert (stage.tally.num_dropped, stage.lost()) == (4, 0)
+
+
 def test_a_failed_sibling_is_dropped_with_its_reason_and_the_rest_trains(stage: Stage) -> None:
     stage.pacer.ask(MANY)
     first, second, *_ = stage.open()

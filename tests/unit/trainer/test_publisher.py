@@ -168,12 +168,27 @@ def test_publication_takes_each_engine_through_the_steps_in_order() -> None:
     assert mesh.publisher.phases() == {}
 
 
-def test_engine_that_has_the_version_is_left_alone() -> None:
+@pytest.mark.parametrize("left_at", [1, 30])
+def test_an_engine_that_another_run_left_at_an_equal_or_higher_number_is_updated(
+    left_at: int,
+) -> None:
+    mesh = Mesh(A)
+    mesh.engines[A].label = mesh.engines[A].weights = left_at
+    mesh.run(1.0)
+    mesh.publish(PublishAsked(1, "v1", probe_of(1)))
+    mesh.run(2.0)
+    assert mesh.reports[0].updated == (A,)
+    assert UpdatePhase.LOADING in [phase for _, phase in mesh.was_called]
+    assert mesh.engines[A].label == 1
+
+
+def test_an_engine_that_was_updated_is_left_alone() -> None:
     mesh = Mesh(A)
     mesh.run(1.0)
-    mesh.publish(target(0))
-    mesh.run(1.0)
-    assert mesh.reports[0].updated == (A,)
+    mesh.publish(target(1))
+    mesh.run(2.0)
+    mesh.was_called.clear()
+    mesh.run(5.0)
     assert mesh.was_called == []
 
 
