@@ -44,9 +44,9 @@ def main(argv: list[str]) -> int:
     if options.seed is not None:
         options.overrides.append(f"run.seed={options.seed}")
     config = with_model(config_of(options, SETTINGS))
-    print(ABOUT)
     make_model = ("make-model", config.model.path, "--seed", str(config.run.seed))
-    return launch(Order(config=config, make_model=make_model, is_live=options.is_live))
+    is_live = options.is_live
+    return launch(Order(config=config, make_model=make_model, is_live=is_live, about=ABOUT))
 
 
 def with_model(config: Config) -> Config:

@@ -40,6 +40,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """The verb, with its words, that writes the model first; empty where it is there."""
     is_live: bool = True
     """A live view, where stdout is a terminal."""
+    about: str = ""
+    """Said first."""
 
 
 def launch(order: Order) -> int:
@@ -60,6 +62,9 @@ class Run:
         """See `launch`."""
         config = self._order.config
         await check(config, makes_model=bool(self._order.make_model))
+        if self._order.about:
+            with unread():
+                self._console.print(self._order.about, markup=False)
         mesh = open_mesh(plan_mesh(config, config_path(config), self._order.make_model))
         folder = RunFolder(config)
         setup("launch", folder.path, on_console=False)
