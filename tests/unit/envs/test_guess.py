@@ -55,9 +55,10 @@ async def test_endpoint_that_fails_is_no_lost_game() -> None:
 
 @pytest.mark.parametrize(
     ("text", "guess"),
-    [("4", 4), (" 4.\n", 4), ("I say 7!", 7), ("", None), ("0", None), ("8", None), ("1 2", None)],
+    [("4", 4), ("7", 7), ("", None), ("0", None), ("8", None), ("04", None), ("1 2", None)]
+    + [(text, None) for text in ("4.", " 4", "4\n", "I say 4!", "4\u0664", "\u0664", "-4")],
 )
-def test_answer_is_read_as_its_only_number_in_range(text: str, guess: int | None) -> None:
+def test_answer_counts_only_as_a_bare_number_in_range(text: str, guess: int | None) -> None:
     assert GuessEnv().parse(text) == guess
 
 
