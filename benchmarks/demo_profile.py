@@ -3,7 +3,7 @@
     python -m benchmarks.demo_profile [--quick] [--json] [--check]
 
 It runs `rollmesh demo` in a folder of its own and reads what that leaves, as anyone could.
-Invariant: figures come from the run's telemetry.jsonl and from psutil. A role's busy share is its
+Invariant: figures come from the run's own files and from psutil. A role's busy share is its
 CPU seconds over the wall seconds in which rollouts finished: the role whose share is nearest to a
 whole core is the bottleneck. Driven by `make bench`.
 """
@@ -57,9 +57,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def first_rollout_s(run: Path, began_s: float) -> float:
-    """From the start of the first process to the first rollout that finished anywhere."""
-    busy = (row for row in rows(run / "telemetry.jsonl") if num_finished(row))
-    return float(next(busy)["time_s"]) - began_s
+    """From the start of the first process to the first finished rollout in the trainer's books."""
+    with open(run / "trajectories.jsonl", "rb") as file:
+        return float(msgspec.json.decode(file.readline())["time_s"]) - began_s
 
 
 def num_finished(row: dict[str, Any]) -> int:
