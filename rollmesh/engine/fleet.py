@@ -57,6 +57,9 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The table goes to the workers this often, and at once when a phase or version changes."""
     gone_s: float = 10.0
     """A removed engine is shown as GONE so long, then forgotten."""
+    believes_engines: bool = False
+    """No publisher reports here, as to a stand-alone gateway: what an engine says it serves counts,
+    and weights without a version are weights."""
 
 
 class EngineProbed(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,7 +298,7 @@ class Fleet:
             num_running=probed.num_running,
             num_waiting=probed.num_waiting,
         )
-        if engine.trusted is _Trust.FRESH:
+        if engine.trusted is _Trust.FRESH or self._settings.believes_engines:
             engine.trusted = probed.policy_version
         self._judge(engine, probed.policy_version, now_s)
 
@@ -311,7 +314,7 @@ class Fleet:
         """Decide by the weights that an answering engine says it serves."""
         newest = max(self.policy_version(), self._published)
         is_ready = engine.row.phase is EnginePhase.READY
-        if served == UNVERSIONED:
+        if served == UNVERSIONED and not self._settings.believes_engines:
             engine.set(EnginePhase.JOINING, "its weights have no version yet", served)
         elif served != engine.trusted:
             engine.set(EnginePhase.JOINING, f"nobody verified its weights {served}", served)

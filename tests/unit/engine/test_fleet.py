@@ -36,8 +36,8 @@ PUBLISHER = b"publisher"
 class Bench:
     """A fleet, a clock that stands still, and engines that answer probes as told."""
 
-    def __init__(self, *urls: str) -> None:
-        self.fleet = Fleet(FleetSettings())
+    def __init__(self, *urls: str, settings: FleetSettings | None = None) -> None:
+        self.fleet = Fleet(settings)
         self.now_s = 0.0
         self.pending: dict[str, ProbeEngine | ContinueEngine] = {}
         self.num_pushes = 0
@@ -381,3 +381,13 @@ def test_random_schedules_never_wedge_an_engine_nor_show_an_older_table(seed: in
         assert bench.ask(BeginUpdate(7, url, 9, 5.0)).ok
         assert bench.ask(FinishUpdate(8, url, 9, True)).ok
         assert bench.phase(url) is EnginePhase.READY
+
+
+def test_where_no_publisher_reports_an_engines_own_word_on_its_weights_counts() -> None:
+    bench = Bench(A, settings=FleetSettings(believes_engines=True))
+    bench.tick()
+    bench.answer(A, policy_version=-1)
+    assert bench.row().phase is EnginePhase.READY
+    bench.tick(1.0)
+    bench.answer(A, policy_version=5)
+    assert (bench.row().phase, bench.row().policy_version) == (EnginePhase.READY, 5)
