@@ -73,6 +73,11 @@ class SamplingPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Forced to None means: derived from (rollout, generation)."""
     max_tokens: SamplingRule = SamplingRule(FieldPolicy.DEFAULT, 512)
     """Forced or defaulted tokens per turn; always capped by the context length."""
+    min_p: SamplingRule = SamplingRule(FieldPolicy.FORCE, 0.0)
+    logit_bias: SamplingRule = SamplingRule(FieldPolicy.FORCE)
+    """Forced means none."""
+    grammar: SamplingRule = SamplingRule(FieldPolicy.ALLOW)
+    """Response formats and the like; forced means none, and then nothing holds answers to them."""
 
 
 EVAL_SAMPLING = SamplingPolicy(
@@ -81,8 +86,17 @@ EVAL_SAMPLING = SamplingPolicy(
     top_k=SamplingRule(FieldPolicy.DEFAULT, -1),
     penalties=SamplingRule(FieldPolicy.ALLOW),
     seed=SamplingRule(FieldPolicy.ALLOW),
+    min_p=SamplingRule(FieldPolicy.DEFAULT, 0.0),
+    logit_bias=SamplingRule(FieldPolicy.ALLOW),
 )
 """Evaluation: what the agent asks for is what it gets."""
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer's text must match; the engine's grammar backend holds the model to it."""
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    text: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +113,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)"""
+    grammar: Grammar | None = None
 
 
 class VersionRun(msgspec.Struct, frozen=True, array_like=True):

@@ -106,11 +106,14 @@ class Session:
         self._sealed_because = ""
         self._min_policy_version = -1
 
-    async def attach(self, turn: Turn) -> Reply:
-        """The reply to `turn`: the one it already has, or a new one.
+    async def attach(self, turn: Turn) -> tuple[Reply, ...]:
+        """The replies to `turn`, one per choice: those it already has, or new ones.
 
         SessionError: 400 unreadable messages or context overflow, 410 sealed.
         """
+        return (await self._attach(turn),)
+
+    async def _attach(self, turn: Turn) -> Reply:
         reply = self._known(turn)
         if reply is not None:
             return reply

@@ -6,12 +6,14 @@ SessionError 400 naming the message. Meanings are equal for part lists and strin
 for moved cache markers and for extra keys. Driven by the dialects and by history.py.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 import orjson
 
 from rollmesh.core.errors import SessionError
+from rollmesh.core.types import Grammar
 
 ROLES = {
     "system": "system",
@@ -34,18 +36,43 @@ class SamplingAsk(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
+    min_p: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
     stop: tuple[str, ...] = ()
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Whether the model may, must not or must call a tool, or which one."""
+
+    kind: Literal["auto", "none", "required", "named"] = "auto"
+    name: str = ""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One decoded request."""
 
     messages: list[bytes]
-    """Each a JSON object, unopened."""
+    """History units in the dialect's own JSON, unopened, in order; system text is the first."""
+    messages_raw: bytes = b""
+    """More units, behind those: a JSON array whose elements they are, unopened.
+
+    Cheaper than the list where a history grows at its end: what was there before is not split.
+    """
+    read: "ReadUnit | None" = None
+    """Reads a unit that is not held yet; None where units are chat messages."""
     tools: bytes = b""
-    """A JSON array, unopened; empty where the agent offers none."""
-    calls_allowed: bool = True
-    """False where the agent forbids tool calls (`tool_choice: none`)."""
+    """A JSON array in chat shape, unopened; empty where the agent offers none."""
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_calls: bool = True
+    """False where the turn is to end after one tool call."""
+    num_choices: int = 1
+    num_top_logprobs: int = 0
+    previous_reply: str = ""
+    """ReplyHead.id of the reply to go on from; then the units are what follows it."""
+    prompt_ids: tuple[int, ...] | None = None
+    prompt_text: str | None = None
+    """A raw prompt instead of messages: either as tokens or as text."""
     ask: SamplingAsk = SamplingAsk()
     model: str = ""
     """As the agent names it; given back, otherwise without effect."""
@@ -61,7 +88,18 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def reads_calls(self) -> bool:
         """Whether tool-call markup in the answer is a call, not text."""
-        return bool(self.tools) and self.calls_allowed
+        return bool(self.tools) and self.tool_choice.kind != "none"
+
+
+class ImageRef(msgspec.Struct, frozen=True, weakref=True, gc=False):
+    """An image that a message shows; its bytes are in the process once, see blobs.py."""
+
+    digest: str
+    """Of its bytes, or of its address where it has none here."""
+    media_type: str
+    data: bytes = b""
+    url: str = ""
+    """Where the engine may fetch it; '' where `data` has it."""
 
 
 class Part(msgspec.Struct):
@@ -71,6 +109,8 @@ class Part(msgspec.Struct):
     text: str | None = None
     refusal: str | None = None
     """What an assistant says instead of a text."""
+    image: ImageRef | None = None
+    """Of a part of type `image`; put in by the readers."""
 
     def said(self) -> str | None:
         """Its text; None where it is something else, such as an image."""
@@ -145,6 +185,9 @@ class ChatMessage(msgspec.Struct):
             message["tool_call_id"] = self.tool_call_id
         return message
 
+
+ReadUnit = Callable[[bytes, int], list[ChatMessage]]
+"""Reads one history unit; the number is its position, for the text of a SessionError 400."""
 
 _decoder = msgspec.json.Decoder(ChatMessage)
 

@@ -92,7 +92,7 @@ class Exchange:
         session = self._kit.runtime.find(find_secret(request.raw_path, request.headers))
         turn = await self._read()
         self.state = ExchangeState.MATCHED
-        reply = await session.attach(turn)
+        (reply,) = await session.attach(turn)
         self.state = ExchangeState.ATTACHED
         reply.join()
         try:

@@ -44,7 +44,7 @@ async def test_the_end_of_a_group_leaves_nothing(prompts: Prompts) -> None:
     opened = runtime.open_session(RolloutId(GROUP, 0), SamplingPolicy(), 0)
     again = runtime.open_session(RolloutId(GROUP, 0), SamplingPolicy(), 0)
     other = runtime.open_session(RolloutId(GroupId("r", 1), 0), SamplingPolicy(), 0)
-    reply = await opened.session.attach(Turn(messages=[b'{"role":"user","content":"x"}']))
+    (reply,) = await opened.session.attach(Turn(messages=[b'{"role":"user","content":"x"}']))
     opened.session.finish(reply)
     assert (runtime.num_calls, runtime.num_tokens) == (1, 2)
     assert runtime.held_bytes > 0

@@ -47,7 +47,7 @@ def open_session(
 
 async def call(session: Session, asked: Turn) -> tuple[Reply, Answer]:
     """What an exchange does, without HTTP."""
-    reply = await session.attach(asked)
+    (reply,) = await session.attach(asked)
     reply.join()
     try:
         await reply.wait(TO_THE_END)
@@ -125,7 +125,7 @@ async def test_the_record_holds_each_token_once_with_its_logprob(
 async def test_the_same_body_attaches_while_it_is_undelivered(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts)
-    one, two = await session.attach(turn(USER)), await session.attach(turn(USER))
+    (one,), (two,) = await session.attach(turn(USER)), await session.attach(turn(USER))
     assert one is two
     sampler.generations[0].end(*say("4"))
     assert session.finish(one) == session.finish(two)
@@ -137,13 +137,13 @@ async def test_a_reader_that_left_finds_its_generation_parked_and_resumes_it(
 ) -> None:
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts)
-    reply = await session.attach(turn(USER))
+    (reply,) = await session.attach(turn(USER))
     reply.join()
     generation = sampler.generations[0]
     generation.show(*say("4")[:1])
     reply.leave()
     assert generation.num_aborts == 1
-    again = await session.attach(turn(USER))
+    (again,) = await session.attach(turn(USER))
     assert again is reply
     again.join()
     assert generation.leg is not None
@@ -157,13 +157,13 @@ async def test_a_generation_that_nobody_comes_back_for_is_void(prompts: Prompts,
     clock = FakeClock()
     sampler = ScriptedSampler(None, GenerationSettings(retry_window_s=30.0), clock)
     session = open_session(sampler, prompts)
-    reply = await session.attach(turn(USER))
+    (reply,) = await session.attach(turn(USER))
     reply.join()
     sampler.generations[0].show(*say("4")[:1])
     reply.leave()
     clock.advance(31.0)
     sampler.tick()
-    another = await session.attach(turn(USER))
+    (another,) = await session.attach(turn(USER))
     assert another is not reply
     sampler.generations[1].end(*say("5"))
     session.finish(another)
@@ -198,7 +198,7 @@ async def test_the_same_body_after_delivery_is_a_sibling_that_supersedes(
 
 async def test_sealing_wakes_every_waiter_with_410(prompts: Prompts) -> None:
     session = open_session(ScriptedSampler(), prompts)
-    reply = await session.attach(turn(USER))
+    (reply,) = await session.attach(turn(USER))
     async with asyncio.TaskGroup() as group:
         waiting = [group.create_task(_status_at_the_end(session, reply)) for _ in range(2)]
         group.create_task(_seal(session))
@@ -222,7 +222,7 @@ async def _seal(session: Session) -> None:
 async def test_what_was_sampled_but_not_delivered_is_void(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts)
-    finished = await session.attach(turn(USER))
+    (finished,) = await session.attach(turn(USER))
     sampler.generations[0].end(*say("4"))
     session.finish(finished)
     await session.attach(turn(USER, said("4"), MORE))
@@ -239,13 +239,13 @@ async def test_a_failed_generation_gives_its_status_and_a_retry_starts_anew(
     settings = GenerationSettings(max_fruitless_legs=0)
     sampler = ScriptedSampler(None, settings)
     session = open_session(sampler, prompts)
-    reply = await session.attach(turn(USER))
+    (reply,) = await session.attach(turn(USER))
     sampler.generations[0].fail("no", is_refused)
     with pytest.raises(SessionError) as caught:
         session.finish(reply)
     assert caught.value.status == status
     assert (caught.value.retry_after_s is not None) == (status == 503)
-    another = await session.attach(turn(USER, is_retry=True))
+    (another,) = await session.attach(turn(USER, is_retry=True))
     sampler.generations[1].end(*say("4"))
     assert session.finish(another).content == "4"
 
@@ -256,7 +256,7 @@ async def test_another_call_does_not_hide_why_one_failed(
 ) -> None:
     sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
     session = open_session(sampler, prompts)
-    readers = [await session.attach(turn(USER)) for _ in range(2)]
+    readers = [(await session.attach(turn(USER)))[0] for _ in range(2)]
     sampler.generations[0].fail("out of memory", is_refused)
     await session.attach(turn(MORE))  # comes in before the readers were woken
     for reader in readers:
@@ -283,7 +283,7 @@ async def test_long_text_is_tokenised_off_the_loop_and_matched_again(
     long = turn({"role": "user", "content": "x " * OFF_LOOP_BYTES})
     async with asyncio.TaskGroup() as group:
         calls = [group.create_task(session.attach(long)) for _ in range(3)]
-    assert len({id(task.result()) for task in calls}) == 1
+    assert len({id(task.result()[0]) for task in calls}) == 1
     assert session.num_calls == 1
     session.seal("done")
     assert [n.parent for n in session.record().nodes] == [-1, 0]

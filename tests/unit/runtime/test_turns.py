@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.turns import Turn, read_message, read_tools
+from rollmesh.runtime.turns import ToolChoice, Turn, read_message, read_tools
 
 
 def meanings(**fields: object) -> list[int]:
@@ -94,4 +94,4 @@ def test_tools_must_be_a_list_of_objects() -> None:
 def test_calls_are_read_only_where_tools_are_offered_and_allowed() -> None:
     assert not Turn(messages=[]).reads_calls
     assert Turn(messages=[], tools=b"[{}]").reads_calls
-    assert not Turn(messages=[], tools=b"[{}]", calls_allowed=False).reads_calls
+    assert not Turn(messages=[], tools=b"[{}]", tool_choice=ToolChoice("none")).reads_calls

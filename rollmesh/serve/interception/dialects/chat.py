@@ -13,7 +13,7 @@ import orjson
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.deltas import Delta, ToolCall
-from rollmesh.runtime.turns import SamplingAsk, Turn
+from rollmesh.runtime.turns import SamplingAsk, ToolChoice, Turn
 from rollmesh.serve.interception.view import ReplyView
 
 MAX_SEED = 2**63 - 1
@@ -78,7 +78,7 @@ class ChatDialect:
         return Turn(
             messages=[bytes(raw) for raw in asked.messages],
             tools=b"" if tools in (b"", b"null", b"[]") else tools,
-            calls_allowed=asked.tool_choice != "none",
+            tool_choice=ToolChoice("none" if asked.tool_choice == "none" else "auto"),
             ask=_sampling(asked),
             model=asked.model or "",
             stream=bool(asked.stream),

@@ -103,7 +103,7 @@ async def test_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
     async def swallow(agent: Endpoint) -> Transcript:
         session = stage.runtime.find(agent.api_key)
         turn = Turn(messages=[b'{"role":"user","content":"hi"}'])
-        reply = await session.attach(turn)
+        (reply,) = await session.attach(turn)
         reply.join()
         sampler.generations[-1].fail("engine gone")
         with contextlib.suppress(SessionError):
