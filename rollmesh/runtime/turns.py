@@ -91,7 +91,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.tools) and self.tool_choice.kind != "none"
 
 
-class ImageRef(msgspec.Struct, frozen=True, weakref=True, gc=False):
+class ImageRef(msgspec.Struct, frozen=True, weakref=True):
     """An image that a message shows; its bytes are in the process once, see blobs.py."""
 
     digest: str
