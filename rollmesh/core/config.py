@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.types import Branch
+from rollmesh.core.types import Branch, FieldPolicy, SamplingPolicy, SamplingRule
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -113,6 +113,14 @@ class SamplingConfig(Section, frozen=True):
     max_tokens: Positive = 512
     """Tokens per turn where the agent names none."""
 
+    def policy(self) -> SamplingPolicy:
+        """The rules of a training session."""
+        return SamplingPolicy(
+            temperature=SamplingRule(FieldPolicy.FORCE, self.temperature),
+            top_p=SamplingRule(FieldPolicy.FORCE, self.top_p),
+            max_tokens=SamplingRule(FieldPolicy.DEFAULT, self.max_tokens),
+        )
+
 
 class InterceptionConfig(Section, frozen=True):
     """The HTTP edge that agents talk to."""
@@ -127,6 +135,8 @@ class InterceptionConfig(Section, frozen=True):
     """An idle stream gets a comment this often."""
     engine_wait_s: PositiveSeconds = 120.0
     """A call waits so long (paused time not counted) for an engine that is READY, then gets 503."""
+    retention_s: PositiveSeconds = 3600.0
+    """The stand-alone gateway forgets a session that nobody used or asked about for this long."""
 
 
 class TrainerConfig(Section, frozen=True):

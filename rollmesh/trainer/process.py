@@ -13,7 +13,6 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, announce
-from rollmesh.core.types import FieldPolicy, SamplingPolicy, SamplingRule
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.trainer.loop import Parts, TrainLoop
@@ -95,15 +94,10 @@ def staleness_of(config: Config) -> StalenessManager:
 
 def asking_of(config: Config) -> Asking:
     """What all asks of the run share; training forces the sampling that the loss assumes."""
-    sampling = config.sampling
     return Asking(
         env=config.env,
         num_samples=config.trainer.samples_per_group,
-        sampling=SamplingPolicy(
-            temperature=SamplingRule(FieldPolicy.FORCE, sampling.temperature),
-            top_p=SamplingRule(FieldPolicy.FORCE, sampling.top_p),
-            max_tokens=SamplingRule(FieldPolicy.DEFAULT, sampling.max_tokens),
-        ),
+        sampling=config.sampling.policy(),
         seed=config.run.seed,
         branches=config.trainer.train_branches,
     )
