@@ -22,13 +22,7 @@ from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, announce, listen, stop_event
 from rollmesh.envs.env import Env
 from rollmesh.envs.loading import load_env
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.generation import GenerationSettings
-from rollmesh.runtime.legs import Sampler, SamplerParts
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.stops import StopStrings
-from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.runtime.assembly import GC_THRESHOLDS, new_runtime
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.serve.server.beats import Beats, BeatSettings
 from rollmesh.serve.server.rollouts import Stage
@@ -44,9 +38,6 @@ log = get_logger()
 OWN_THREADS = 4
 """For prompts, beside a thread for each rollout: asyncio's few would make a score that blocks
 hold up the others, until their time is over, and every long prompt too."""
-
-GC_THRESHOLDS = (50_000, 20, 50)
-"""Collections of young objects only now and then: cycles are rare here and calls are many."""
 
 
 def run(
@@ -87,7 +78,7 @@ async def _serve(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(env.close)
         worker = Worker(settings)
-        runtime, sampler = _new_runtime(config, worker)
+        runtime, sampler = new_runtime(config, worker.view, worker.report)
         stack.push_async_callback(sampler.close)
         model_name = Path(config.model.path).name or "policy"
         edge = Edge(runtime, config.interception, model_name)
@@ -107,23 +98,3 @@ async def _serve(
         log.info("worker.started", address=address, env=config.env)
         await worker.serve(stop)
     log.info("worker.stopped")
-
-
-def _new_runtime(config: Config, worker: Worker) -> tuple[Runtime, Sampler]:
-    """What the worker samples with: tokens of the model's folder, engines of the fleet table."""
-    folder = Path(config.model.path)
-    tokenizer = load_tokenizer(folder)
-    prompts = Prompts(choose_family(folder, config.model.renderer, tokenizer), tokenizer)
-    parts = SamplerParts(
-        view=worker.view,
-        vocab_size=tokenizer.vocab_size,
-        report=worker.report,
-        new_matcher=lambda stops: StopStrings(stops, tokenizer.stream()),
-    )
-    generation = GenerationSettings(
-        retry_window_s=config.interception.retry_window_s,
-        engine_wait_s=config.interception.engine_wait_s,
-        answer_timeout_s=config.engine.answer_timeout_s,
-    )
-    sampler = Sampler(parts, generation)
-    return Runtime(sampler, prompts, config.model.max_context_tokens), sampler
