@@ -1,0 +1,235 @@
+"""HTTP/1.1 to engines and providers: pooled connections, answers told by callbacks, no task a call.
+
+    call:  CONNECTING --connected--> SENT --head, data...--> ended | failed | closed by its caller
+
+Owns every connection to an origin. Invariants: `send` never tells anything at once; a request that
+meets a connection which the server has just closed is sent once more, if no byte of an answer came;
+idle connections are closed before the server closes them. There is no time limit on an answer:
+whoever waits closes the call. Driven by client.py and by the relay.
+"""
+
+import asyncio
+import re
+import ssl
+import types
+from collections.abc import Iterable, Sequence
+from typing import Self
+from urllib.parse import urlsplit
+
+import msgspec
+
+from rollmesh.core.errors import AddressError, EngineUnavailable
+from rollmesh.engine.connection import Call, Connection, Headers, Receiver, Target, one_line
+
+IDLE_S = 4.0
+"""Idle connections are closed after this; SGLang's server closes its own after 5 s."""
+CONNECT_TIMEOUT_S = 5.0
+_CLOSED = "this process hung up"
+_TARGET = re.compile(r"[\x21-\x7e]+")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\x20-\x7e\x80-\xff\t]*")
+
+
+class Response(msgspec.Struct, frozen=True):
+    """A whole answer."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+def target(method: str, url: str, headers: Iterable[tuple[str, str]] = ()) -> Target:
+    """The target of `method` requests to `url`, sent with these headers beside Host and length.
+
+    AddressError if `url` is no http(s) URL; ValueError if a header could break out of its line.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        raise AddressError(f"{url}: not an http:// or https:// URL") from None
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    is_plain = bool(_TARGET.fullmatch(path) and _TARGET.fullmatch(parts.netloc))
+    if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
+        raise AddressError(f"{url}: not an http:// or https:// URL")
+    if "@" in parts.netloc:
+        raise AddressError(f"{parts.hostname}: name and password in a URL are not supported")
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {parts.netloc}"]
+    for name, value in headers:
+        if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+            raise ValueError(f"header {name!r} holds what no header may")
+        lines.append(f"{name}: {value}")
+    return Target(
+        origin=f"{parts.scheme}://{parts.hostname}:{port}",
+        host=parts.hostname,
+        port=port,
+        is_tls=parts.scheme == "https",
+        is_head=method == "HEAD",
+        prelude="\r\n".join([*lines, ""]).encode("latin-1"),
+    )
+
+
+class HttpClient:
+    """Calls any number of origins; used from one event loop, as `async with HttpClient()`."""
+
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        """`tls` is for https; by default the system's authorities are trusted."""
+        self._tls = tls
+        self._idle: dict[str, list[Connection]] = {}
+        self._connections: set[Connection] = set()
+        self._opening: dict[asyncio.Task[None], Call] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._emptied: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def send(self, target: Target, body: Sequence[bytes], receiver: Receiver) -> Call:
+        """Begin a call; no body means a request without one. Never tells anything at once."""
+        call = Call(target, body, receiver)
+        idle = self._idle.get(target.origin)
+        oldest_s = asyncio.get_running_loop().time() - IDLE_S
+        while idle:
+            connection = idle.pop()
+            if connection.idle_since_s > oldest_s and _is_open(connection):
+                connection.begin(call)
+                return call
+            connection.hang_up()
+        self.connect(call)
+        return call
+
+    async def fetch(
+        self, target: Target, body: Sequence[bytes] = (), *, timeout_s: float
+    ) -> Response:
+        """A whole answer, whatever its status; EngineUnavailable also when time is over."""
+        whole = _Whole()
+        call = self.send(target, body, whole)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await whole.response
+        except TimeoutError:
+            told = f"{target.origin}: no answer within {timeout_s:g} s"
+            raise EngineUnavailable(told) from None
+        finally:
+            call.close()
+
+    async def close(self) -> None:
+        """End every call with an error and every connection."""
+        if self._sweeper:
+            self._sweeper.cancel()
+        self._emptied = asyncio.get_running_loop().create_future()
+        opening = dict(self._opening)
+        for task, call in opening.items():
+            task.cancel()
+            call.attach()
+            call.receiver.on_error(EngineUnavailable(f"{call.target.origin}: {_CLOSED}"))
+        await asyncio.gather(*opening, return_exceptions=True)
+        for connection in self._connections:
+            connection.hang_up()
+        if self._connections:
+            await self._emptied
+
+    @property
+    def num_connections(self) -> int:
+        """Open ones, idle or busy."""
+        return len(self._connections)
+
+    # what connections say
+
+    def connect(self, call: Call) -> None:
+        """Carry `call` by a new connection."""
+        loop = asyncio.get_running_loop()
+        if self._emptied:
+            gone = EngineUnavailable(f"{call.target.origin}: {_CLOSED}")
+            loop.call_soon(call.receiver.on_error, gone)
+            return
+        opening = loop.create_task(self._open(call), name="http.connect")
+        self._opening[opening] = call
+        opening.add_done_callback(lambda done: self._opening.pop(done))
+        call.attach(opening=opening)
+
+    def opened(self, connection: Connection) -> None:
+        """It is there."""
+        self._connections.add(connection)
+
+    def rest(self, connection: Connection) -> None:
+        """It is free for another call."""
+        loop = asyncio.get_running_loop()
+        connection.idle_since_s = loop.time()
+        self._idle.setdefault(connection.origin, []).append(connection)
+        if self._sweeper is None:
+            self._sweeper = loop.call_later(IDLE_S, self._sweep)
+
+    def lost(self, connection: Connection) -> None:
+        """It is gone; the sweep takes it out of the idle ones."""
+        self._connections.discard(connection)
+        if self._emptied and not self._connections and not self._emptied.done():
+            self._emptied.set_result(None)
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        oldest_s = loop.time() - IDLE_S
+        for origin, idle in list(self._idle.items()):
+            kept = [each for each in idle if each.idle_since_s > oldest_s and _is_open(each)]
+            for connection in set(idle).difference(kept):
+                connection.hang_up()
+            self._idle[origin] = kept
+            if not kept:
+                del self._idle[origin]
+        self._sweeper = loop.call_later(IDLE_S, self._sweep) if self._idle else None
+
+    async def _open(self, call: Call) -> None:
+        target = call.target
+        if target.is_tls and self._tls is None:
+            self._tls = ssl.create_default_context()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(self, target.origin),
+                    target.host,
+                    target.port,
+                    ssl=self._tls if target.is_tls else None,
+                )
+        except (OSError, TimeoutError) as error:
+            call.attach()
+            told = f"{target.origin}: cannot connect: {one_line(error)}"
+            call.receiver.on_error(EngineUnavailable(told))
+            return
+        connection.begin(call)
+
+
+class _Whole:
+    """Gathers an answer for `fetch`."""
+
+    def __init__(self) -> None:
+        self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._status = 0
+        self._headers: Headers = []
+        self._pieces: list[bytes] = []
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status, self._headers = status, headers
+
+    def on_data(self, data: bytes) -> None:
+        self._pieces.append(data)
+
+    def on_end(self) -> None:
+        if not self.response.done():
+            body = b"".join(self._pieces)
+            self.response.set_result(Response(self._status, self._headers, body))
+
+    def on_error(self, error: EngineUnavailable) -> None:
+        if not self.response.done():
+            self.response.set_exception(error)
+
+
+def _is_open(connection: Connection) -> bool:
+    return connection.transport is not None and not connection.transport.is_closing()

@@ -1,0 +1,144 @@
+"""Servers that a test scripts byte by byte, and a receiver that writes down what it hears.
+
+Invariant: a script is played once for each connection and sees what the client really sent; nothing
+waits by sleeping. Driven by test_http.py and test_connection.py.
+"""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from rollmesh.core.errors import EngineUnavailable
+from rollmesh.engine.connection import Headers
+from rollmesh.engine.http import HttpClient, Response, target
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+PATIENCE_S = 5.0
+
+
+class Wire:
+    """One connection as its server's script sees it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self.writer = writer
+
+    async def read(self) -> bytes:
+        """One request."""
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        _, is_told, rest = head.partition(b"Content-Length: ")
+        length = int(rest.split(b"\r\n")[0]) if is_told else 0
+        return head + await self._reader.readexactly(length)
+
+    async def answer(self, *pieces: bytes) -> None:
+        """Each piece in a write of its own."""
+        for piece in pieces:
+            self.writer.write(piece)
+            await self.writer.drain()
+
+    async def gone(self) -> None:
+        """Until the client hangs up."""
+        with contextlib.suppress(ConnectionError):
+            while await self._reader.read(2**16):
+                pass
+
+
+Script = Callable[[Wire], Awaitable[None]]
+
+
+class Server:
+    """Plays a script on each connection, then cuts it."""
+
+    def __init__(self, script: Script) -> None:
+        self.url = ""
+        self.num_connections = 0
+        self._script = script
+        self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """The callback of asyncio.start_server."""
+        self.num_connections += 1
+        task = asyncio.current_task()
+        assert task
+        self._serving[task] = writer
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await self._script(Wire(reader, writer))
+        writer.close()
+        del self._serving[task]
+
+    async def cut(self) -> None:
+        """End every connection and its script."""
+        serving = dict(self._serving)
+        for writer in serving.values():
+            writer.transport.abort()
+        await asyncio.gather(*serving)
+
+
+@contextlib.asynccontextmanager
+async def serving(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[Server]:
+    server = Server(script)
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls)
+    port = listening.sockets[0].getsockname()[1]
+    server.url = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
+    try:
+        yield server
+    finally:
+        listening.close()
+        await listening.wait_closed()
+        await server.cut()
+
+
+def saying(*pieces: bytes) -> Script:
+    """Answers one request with these pieces."""
+
+    async def script(wire: Wire) -> None:
+        await wire.read()
+        await wire.answer(*pieces)
+
+    return script
+
+
+async def forever(wire: Wire) -> None:
+    """Answers every request."""
+    while True:
+        await wire.read()
+        await wire.answer(OK)
+
+
+class Ear:
+    """A receiver that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self.data: list[bytes] = []
+        self.ends: list[EngineUnavailable | None] = []
+        self._moved = asyncio.Event()
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self.status, self.headers = status, headers
+        self._moved.set()
+
+    def on_data(self, data: bytes) -> None:
+        self.data.append(data)
+        self._moved.set()
+
+    def on_end(self) -> None:
+        self.ends.append(None)
+        self._moved.set()
+
+    def on_error(self, error: EngineUnavailable) -> None:
+        self.ends.append(error)
+        self._moved.set()
+
+    async def until(self, is_so: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_so():
+                self._moved.clear()
+                await self._moved.wait()
+
+
+async def get(client: HttpClient, url: str, method: str = "GET") -> Response:
+    return await client.fetch(target(method, url), timeout_s=PATIENCE_S)

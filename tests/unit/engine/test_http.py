@@ -1,0 +1,256 @@
+"""The pooled client: which connection carries a call, targets, https, and its end."""
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.errors import AddressError, EngineUnavailable
+from rollmesh.engine import http
+from rollmesh.engine.http import HttpClient, target
+from tests.unit.engine.http_peer import CHUNKED, OK, PATIENCE_S, Ear, Wire, forever, get, serving
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[HttpClient]:
+    async with HttpClient() as client:
+        yield client
+    assert client.num_connections == 0
+
+
+async def test_request_is_its_head_and_the_pieces_of_its_body(client: HttpClient) -> None:
+    requests: list[bytes] = []
+
+    async def script(wire: Wire) -> None:
+        requests.append(await wire.read())
+        await wire.answer(OK)
+
+    async with serving(script) as server:
+        to = target("POST", f"{server.url}/generate?a=b", [("X-Key", "k")])
+        response = await client.fetch(to, [b'{"a":', b"1}"], timeout_s=PATIENCE_S)
+    assert (response.status, response.body) == (200, b"ok")
+    host = server.url.removeprefix("http://").encode()
+    head = b"POST /generate?a=b HTTP/1.1\r\nHost: %b\r\nX-Key: k\r\nContent-Length: 7\r\n\r\n"
+    assert requests == [head % host + b'{"a":1}']
+
+
+async def test_request_on_a_connection_closed_under_us_is_sent_again(client: HttpClient) -> None:
+    closed = asyncio.Event()
+    requests: list[bytes] = []
+
+    async def script(wire: Wire) -> None:
+        requests.append(await wire.read())
+        await wire.answer(OK)
+        if len(requests) == 1:
+            requests.append(await wire.read())
+            closed.set()
+        else:
+            await wire.gone()
+
+    async with serving(script) as server:
+        to = target("POST", server.url)
+        for _ in range(2):
+            assert (await client.fetch(to, [b"x"], timeout_s=PATIENCE_S)).body == b"ok"
+        assert closed.is_set()
+        assert server.num_connections == 2
+    assert len(requests) == 3
+    assert requests[1] == requests[2]
+
+
+async def test_first_request_of_a_connection_is_not_sent_again(client: HttpClient) -> None:
+    async def script(wire: Wire) -> None:
+        await wire.read()
+
+    async with serving(script) as server:
+        with pytest.raises(EngineUnavailable, match="before the answer's end"):
+            await get(client, server.url)
+        assert server.num_connections == 1
+
+
+async def test_idle_connections_are_closed_in_time(
+    client: HttpClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "IDLE_S", 0.02)
+    gone = asyncio.Event()
+
+    async def script(wire: Wire) -> None:
+        await wire.read()
+        await wire.answer(OK)
+        await wire.gone()
+        gone.set()
+
+    async with serving(script) as server:
+        await get(client, server.url)
+        async with asyncio.timeout(PATIENCE_S):
+            await gone.wait()
+        assert (await get(client, server.url)).body == b"ok"
+        assert server.num_connections == 2
+
+
+async def test_calls_at_once_have_a_connection_each_and_leave_them_to_the_next(
+    client: HttpClient,
+) -> None:
+    async with serving(forever) as server:
+        for _ in range(3):
+            await asyncio.gather(*[get(client, server.url) for _ in range(8)])
+        assert server.num_connections == 8
+
+
+async def test_call_begun_while_another_ends_uses_its_connection(client: HttpClient) -> None:
+    second = Ear()
+
+    class First(Ear):
+        def on_end(self) -> None:
+            client.send(to, (), second)
+
+    async with serving(forever) as server:
+        to = target("GET", server.url)
+        client.send(to, (), First())
+        await second.until(lambda: second.ends)
+        assert server.num_connections == 1
+    assert second.data == [b"ok"]
+
+
+async def test_closed_call_hangs_up_and_hears_nothing_more(client: HttpClient) -> None:
+    gone = asyncio.Event()
+
+    async def script(wire: Wire) -> None:
+        await wire.read()
+        await wire.answer(CHUNKED + b"1\r\na\r\n")
+        await wire.gone()
+        gone.set()
+
+    ear = Ear()
+    async with serving(script) as server:
+        call = client.send(target("GET", server.url), (), ear)
+        await ear.until(lambda: ear.data)
+        call.close()
+        call.close()
+        async with asyncio.timeout(PATIENCE_S):
+            await gone.wait()
+    assert ear.ends == []
+
+
+async def test_call_closed_before_it_is_connected_is_never_sent(client: HttpClient) -> None:
+    async with serving(forever) as server:
+        ear = Ear()
+        client.send(target("GET", server.url), (), ear).close()
+        await get(client, server.url)
+        assert server.num_connections == 1
+    assert (ear.data, ear.ends) == ([], [])
+
+
+async def test_client_that_closes_ends_every_call_with_an_error() -> None:
+    reached = asyncio.Event()
+
+    async def script(wire: Wire) -> None:
+        await wire.read()
+        reached.set()
+        await wire.gone()
+
+    client, running, late = HttpClient(), Ear(), Ear()
+    async with serving(script) as server:
+        to = target("GET", server.url)
+        client.send(to, (), running)
+        await asyncio.wait_for(reached.wait(), PATIENCE_S)
+        client.send(to, (), late)
+        await client.close()
+        with pytest.raises(EngineUnavailable):
+            await client.fetch(to, timeout_s=PATIENCE_S)
+    assert [len(ear.ends) for ear in (running, late)] == [1, 1]
+    assert None not in running.ends + late.ends
+
+
+async def test_answer_that_takes_too_long_is_given_up(client: HttpClient) -> None:
+    gone = asyncio.Event()
+
+    async def script(wire: Wire) -> None:
+        await wire.gone()
+        gone.set()
+
+    async with serving(script) as server:
+        with pytest.raises(EngineUnavailable, match=r"no answer within 0.05 s"):
+            await client.fetch(target("GET", server.url), timeout_s=0.05)
+        await asyncio.wait_for(gone.wait(), PATIENCE_S)
+
+
+async def test_refused_connection_is_unavailable(client: HttpClient) -> None:
+    async with serving(forever) as server:
+        pass
+    with pytest.raises(EngineUnavailable, match="cannot connect"):
+        await get(client, server.url)
+
+
+# targets
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "engine:30000", "ftp://a", "http://", "http://a:b", "http://a/b c", "http://u:p@a/"],
+)
+def test_what_is_no_url_is_said_at_once(url: str) -> None:
+    with pytest.raises(AddressError):
+        target("GET", url)
+
+
+@pytest.mark.parametrize("header", [("a b", "c"), ("a:", "c"), ("a", "b\r\nc: d"), ("", "c")])
+def test_header_cannot_smuggle_another(header: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match="header"):
+        target("GET", "http://a", [header])
+
+
+def test_targets_of_one_server_share_its_connections() -> None:
+    first, second = target("GET", "http://a:80/x"), target("POST", "http://a/y?z#f")
+    assert first.origin == second.origin
+    assert b" /y?z HTTP/1.1" in second.prelude
+    assert target("GET", "https://a").port == 443
+    assert b"Host: [::1]:9\r\n" in target("GET", "http://[::1]:9").prelude
+
+
+# https
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    openssl = shutil.which("openssl")
+    assert openssl, "tests of https make their certificate with openssl"
+    folder = tmp_path_factory.mktemp("tls")
+    pair = folder / "cert.pem", folder / "key.pem"
+    argv = f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost".split()
+    argv += [
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-out",
+        str(pair[0]),
+        "-keyout",
+        str(pair[1]),
+    ]
+    subprocess.run(argv, check=True, capture_output=True)
+    return pair
+
+
+async def test_https_is_spoken_to_a_server_that_is_trusted(
+    certificate: tuple[Path, Path],
+) -> None:
+    ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    ours.load_cert_chain(*certificate)
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    async with serving(forever, ours) as server, HttpClient(trusting) as client:
+        for _ in range(2):
+            assert (await get(client, server.url)).body == b"ok"
+        assert server.num_connections == 1
+
+
+async def test_https_server_that_nobody_vouches_for_is_not_spoken_to(
+    client: HttpClient, certificate: tuple[Path, Path]
+) -> None:
+    ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    ours.load_cert_chain(*certificate)
+    async with serving(forever, ours) as server:
+        with pytest.raises(EngineUnavailable, match="certificate"):
+            await get(client, server.url)
