@@ -14,11 +14,26 @@ import msgspec
 import orjson
 
 from rollmesh.core.errors import ConfigError, ModelError
+from rollmesh.runtime.calls import CallStyle
 from rollmesh.runtime.templates import TemplateRenderer
 from rollmesh.runtime.tokenizer import Tokenizer
 
 FAMILY_OF_MODEL_TYPE = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "gpt_oss": "gpt-oss"}
 """`model_type` of config.json where every published model of the type shares one chat format."""
+
+
+STYLE_OF_FAMILY = {
+    "qwen3": CallStyle.JSON,
+    "qwen3-vl": CallStyle.JSON,
+    "prime-qwen3": CallStyle.XML,
+    "qwen3.5": CallStyle.XML,
+    "qwen3.6": CallStyle.XML,
+    "qwen3.8": CallStyle.XML,
+    "nemotron-3": CallStyle.XML,
+    "nemotron-3-ultra": CallStyle.XML,
+    "nemotron-3.5": CallStyle.XML,
+}
+"""Families that frame by marks; the others are read when their replies have ended (parsed.py)."""
 
 
 class Renderer(Protocol):
@@ -48,8 +63,9 @@ class Family(msgspec.Struct, frozen=True):
     """A renderer and what we know of its format."""
 
     renderer: Renderer
-    frames_by_marks: bool
-    """Reasoning and calls stand between single `<think>` and `<tool_call>` tokens."""
+    style: CallStyle | None
+    """How it writes calls, where reasoning and calls stand between single `<think>` and
+    `<tool_call>` tokens; None where the library alone can read it."""
 
 
 def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
@@ -60,7 +76,7 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
     if name == "auto":
         name = FAMILY_OF_MODEL_TYPE.get(_model_type(folder), "template")
     if name == "template":
-        return Family(TemplateRenderer(folder, tokenizer), frames_by_marks=True)
+        return Family(TemplateRenderer(folder, tokenizer), CallStyle.JSON)
     library = _import_renderers()
     try:
         config = library.config_from_name(name).model_copy(update={"thinking_retention": "all"})
@@ -81,7 +97,7 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
             f"{folder}: its tokenizer does not fit the renderer {name!r}: {error}; "
             'set model.renderer = "template"'
         ) from None
-    return Family(renderer, frames_by_marks=name == "qwen3")
+    return Family(renderer, STYLE_OF_FAMILY.get(name))
 
 
 def _model_type(folder: Path) -> str:

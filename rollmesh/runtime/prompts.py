@@ -7,7 +7,6 @@ sampled is never tokenised again, and no delta is given unless the prefix came o
 Driven by session.py.
 """
 
-import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,12 +14,17 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.runtime.deltas import Answer, DeltaReader, Marks, ToolCall
+from rollmesh.core.types import Grammar
+from rollmesh.runtime.calls import CallStyle, call_opening, sole_function
+from rollmesh.runtime.deltas import Answer, DeltaReader, Reading
 from rollmesh.runtime.families import Family
+from rollmesh.runtime.marked import MarkedReader, Marks
+from rollmesh.runtime.parsed import ParsedReader
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.turns import ChatMessage, read_tools
+from rollmesh.runtime.turns import ChatMessage, ToolChoice, read_tools
 
 _FIXED_PREFIX = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+_EMPTY_REASONING = "\n</think>\n\n"
 _MAX_CACHED_CHATS = 256
 _MAX_CACHED_BYTES = 32 * 1024
 """A longer chat is rendered each time."""
@@ -49,7 +53,8 @@ class Prompts:
         self._prefixes: dict[bytes, list[int]] = {}
         self.stop_token_ids: tuple[int, ...] = tuple(family.renderer.get_stop_token_ids())
         self._opening = self._find_opening()
-        self._marks = self._find_marks(family.frames_by_marks)
+        self._marks = self._find_marks(family.style) if family.style else None
+        self._text_marks = (self._marks or Marks()).without_calls()
 
     def first(self, chat: Chat) -> "array[int]":
         """Token ids of a whole chat with the generation prompt; SessionError 400 if it has none."""
@@ -78,32 +83,50 @@ class Prompts:
         return self._extend_behind_prefix(sampled_ids, messages, chat.tools)
 
     def parse(self, token_ids: Sequence[int], reads_calls: bool, call_id_prefix: str) -> Answer:
-        """What the sampled `token_ids` say; calls get ids `<prefix>_0`, `_1`...
+        """What the sampled `token_ids` say: the fold of their deltas."""
+        reader = self.reader((), reads_calls, call_id_prefix)
+        reader.feed(token_ids)
+        reader.end(len(token_ids))
+        return reader.answer()
 
-        Without `reads_calls` tool-call markup stays text; so do malformed calls.
+    def reader(
+        self,
+        stop: tuple[str, ...],
+        reads_calls: bool,
+        call_id_prefix: str = "call",
+        lead: tuple[int, ...] = (),
+        tools: bytes = b"",
+    ) -> DeltaReader:
+        """Cuts one generation's tokens into deltas as they come; Reading has the meanings."""
+        reading = Reading(stop, reads_calls, call_id_prefix, lead, tools)
+        if self._marks is None:
+            return ParsedReader(self._renderer, self._tokenizer, self._opening, reading)
+        marks = self._marks if reads_calls else self._text_marks
+        return MarkedReader(self._tokenizer, marks, reading)
+
+    def lead(
+        self, tool_choice: ToolChoice, grammar: Grammar | None, tools: bytes
+    ) -> tuple[int, ...]:
+        """Tokens to put behind the generation prompt as context, before anything is sampled.
+
+        A required call is begun, and a reasoning that the prompt has opened is closed before a
+        call or a grammar. Nothing where the family's frames are not known: the model stays free.
         """
-        ids = list(token_ids)
-        parsed = self._renderer.parse_response(ids, tools=None, prompt_ids=self._opening)
-        # A reply that was cut while it reasoned comes with its outer white space.
-        reasoning = str(parsed.reasoning_content or "").strip()
-        if not parsed.tool_calls:
-            return Answer(str(parsed.content), reasoning)
-        if not reads_calls:
-            return self._without_calls(ids)
-        calls: list[ToolCall] = []
-        broken: list[str] = []
-        for call in parsed.tool_calls:
-            if str(call.status) == "ok":
-                name = f"{call_id_prefix}_{len(calls)}"
-                calls.append(ToolCall(name, str(call.name), _arguments_text(call.arguments)))
-            else:
-                broken.append(f"<tool_call>\n{call.raw}\n</tool_call>")
-        content = "\n".join(filter(None, [str(parsed.content), *broken]))
-        return Answer(content, reasoning, tuple(calls))
+        marks = self._marks
+        is_forced = tool_choice.kind in ("required", "named") and bool(tools)
+        if marks is None or not (is_forced or grammar):
+            return ()
+        text = _EMPTY_REASONING if marks.opens_in_reasoning else ""
+        if is_forced and marks.tool_call is not None:
+            name = tool_choice.name or sole_function(tools)
+            text += "<tool_call>\n" + call_opening(marks.style, name)
+        return tuple(self._tokenizer.encode(text))
 
-    def reader(self, stop: tuple[str, ...], reads_calls: bool) -> DeltaReader:
-        """Cuts one generation's tokens into deltas as they come."""
-        return DeltaReader(self._tokenizer, self._marks, stop, reads_calls)
+    @property
+    def call_end_ids(self) -> tuple[int, ...]:
+        """Further ends of a turn that may hold one call only."""
+        end = self._marks.end_tool_call if self._marks else None
+        return () if end is None else (end,)
 
     def token_text(self, token_id: int) -> str:
         """One token's text, for log-prob listings."""
@@ -160,36 +183,19 @@ class Prompts:
         opened = self._render(chat, b"", generate=True)
         return opened[len(closed) :] if opened[: len(closed)] == closed else opened
 
-    def _find_marks(self, known: bool) -> Marks:
+    def _find_marks(self, style: CallStyle) -> Marks:
         convert = self._tokenizer.convert_tokens_to_ids
-        think = convert("<think>")
-        in_reasoning = think in self._opening and convert("</think>") not in self._opening
+        think, end_think = convert("<think>"), convert("</think>")
+        in_reasoning = think in self._opening and end_think not in self._opening
         return Marks(
             think=think,
-            end_think=convert("</think>"),
+            end_think=end_think,
             tool_call=convert("<tool_call>"),
+            end_tool_call=convert("</tool_call>"),
             stops=frozenset(self.stop_token_ids),
             opens_in_reasoning=think is not None and in_reasoning,
-            known=known,
+            style=style,
         )
-
-    def _without_calls(self, ids: list[int]) -> Answer:
-        """The reply where tool-call markup is text like any other, wherever it stands."""
-        marks, decode = self._marks, self._tokenizer.decode
-        ids = ids[: next((n for n, i in enumerate(ids) if i in marks.stops), len(ids))]
-        opening = _index(ids, marks.think)
-        if decode(ids[:opening]).strip() or opening == len(ids):
-            if not marks.opens_in_reasoning:
-                return Answer(decode(ids).strip())
-            opening = -1
-        close = _index(ids, marks.end_think, opening + 1)
-        reasoning = [i for i in ids[opening + 1 : close] if i != marks.think]
-        return Answer(decode(ids[close + 1 :]).strip(), decode(reasoning).strip())
-
-
-def _index(ids: list[int], token_id: int | None, start: int = 0) -> int:
-    """Where `token_id` first stands from `start` on; behind the end if it does not."""
-    return next((n for n in range(start, len(ids)) if ids[n] == token_id), len(ids))
 
 
 def _for_template(chat: Chat) -> list[dict[str, Any]]:
@@ -198,8 +204,3 @@ def _for_template(chat: Chat) -> list[dict[str, Any]]:
 
 def _tools(raw: bytes) -> list[Any] | None:
     return read_tools(raw) if raw else None
-
-
-def _arguments_text(arguments: Any) -> str:
-    """As the model writes JSON: with a space after colons and commas."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -171,7 +171,9 @@ class Session:
 
     def reader(self, reply: Reply) -> DeltaReader:
         """Cuts the reply's tokens into deltas."""
-        return self._kit.prompts.reader(reply.head.params.stop, reply.head.reads_calls)
+        head = reply.head
+        prefix = f"call_{head.id.replace('-', '_')}"
+        return self._kit.prompts.reader(head.params.stop, head.reads_calls, prefix)
 
     def token_text(self, token_id: int) -> str:
         """One token's text."""

@@ -46,3 +46,14 @@ class StopStrings:
                 self._tail[len(self._tail) - keep :] if keep < len(self._tail) else self._tail
             )
         return None
+
+
+def begun(text: str, words: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that one of `words` begins with, short of all of it."""
+    longest = 0
+    for word in words:
+        for size in range(min(len(word) - 1, len(text)), longest, -1):
+            if text.endswith(word[:size]):
+                longest = size
+                break
+    return longest

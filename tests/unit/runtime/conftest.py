@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.families import Family, choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.model_folder import write_model_folder
@@ -23,8 +23,13 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def prompts(model_folder: Path, tokenizer: Tokenizer) -> Prompts:
-    return Prompts(choose_family(model_folder, "auto", tokenizer), tokenizer)
+def family(model_folder: Path, tokenizer: Tokenizer) -> Family:
+    return choose_family(model_folder, "auto", tokenizer)
+
+
+@pytest.fixture(scope="session")
+def prompts(family: Family, tokenizer: Tokenizer) -> Prompts:
+    return Prompts(family, tokenizer)
 
 
 @pytest.fixture(scope="session")

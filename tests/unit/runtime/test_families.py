@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.errors import ConfigError, ModelError
+from rollmesh.runtime.calls import CallStyle
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.templates import TemplateRenderer
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -16,7 +17,7 @@ from rollmesh.testing.model_folder import write_model_folder
 def test_a_known_model_type_gets_its_family(model_folder: Path, tokenizer: Tokenizer) -> None:
     family = choose_family(model_folder, "auto", tokenizer)
     assert type(family.renderer).__name__ == "Qwen3Renderer"
-    assert family.frames_by_marks
+    assert family.style is CallStyle.JSON
 
 
 def test_an_unknown_model_type_gets_the_folders_own_template(tmp_path: Path) -> None:

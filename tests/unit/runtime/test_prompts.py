@@ -78,7 +78,7 @@ def test_calls_get_ids_and_broken_ones_stay_text(prompts: Prompts, tokenizer: To
     assert [(c.id, c.name, c.arguments) for c in answer.tool_calls] == [
         ("call_s_0_0", "f", '{"a": 1}')
     ]
-    assert answer.content == f"so\n{broken}"
+    assert answer.content == f"so {broken}"
     assert prompts.parse(ids, False, "x").content == f"so {good}{broken}"
 
 
