@@ -1,23 +1,28 @@
-"""The HTTP server inside a worker: finds the dialect of a request and runs its exchange.
+"""The HTTP server that agents talk to: finds the dialect of a request and runs its exchange.
 
 Routes are suffixes, so that clients may put any prefix before /v1 or leave /v1 out:
 
-    POST .../chat/completions    an exchange in that dialect
-    GET  .../models              the one model
-    GET  /healthz                no key needed
+    POST .../chat/completions  .../completions  .../responses  .../messages
+                                 an exchange in that dialect
+    POST .../messages/count_tokens
+    GET  .../models  .../models/{id}
+    GET  /healthz  /openapi.json       no key needed
 
 Invariants: loopback unless the listening socket says otherwise; no access log, since paths may hold
-secrets; a handler is cancelled when its client hangs up. Driven by the worker process.
+secrets; a handler is cancelled when its client hangs up; an exchange is in the table while it runs
+and gone at any end. Driven by the worker process and the gateway.
 """
 
 import logging
 import socket
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from urllib.parse import unquote
 
-import orjson
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
+from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
 from rollmesh.core.process import http_address
@@ -26,22 +31,45 @@ from rollmesh.serve.interception.auth import find_secret
 from rollmesh.serve.interception.dialects.chat import ChatDialect
 from rollmesh.serve.interception.dialects.dialect import Dialect
 from rollmesh.serve.interception.exchange import Exchange, ExchangeKit, ExchangeState, refusal
+from rollmesh.serve.interception.models import model_list, one_model
+from rollmesh.serve.interception.view import EdgeView
 
 SHUTDOWN_S = 1.0
 BACKLOG = 1024
+COUNT_SUFFIX = "/messages/count_tokens"
 
-DIALECTS: dict[str, Dialect] = {"/chat/completions": ChatDialect()}
-"""By the end of the path."""
+DIALECTS: dict[str, Dialect] = {
+    "/chat/completions": ChatDialect(),
+}
+"""By the end of the path; a longer end stands before one that ends it."""
+
+Control = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse | None]]
+"""Asked before any route of ours, with the path; None where the request is not for it."""
 
 
 class Edge:
     """`start` serves until `stop`."""
 
-    def __init__(self, runtime: Runtime, config: InterceptionConfig, model_name: str) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: InterceptionConfig,
+        model_name: str,
+        control: Control | None = None,
+    ) -> None:
         self.num_exchanges: Counter[ExchangeState] = Counter()
         """Ended exchanges by their last state."""
-        self._kit = ExchangeKit(runtime, model_name, config.max_body_bytes, config.keepalive_s)
+        self._open: set[Exchange] = set()
+        self._control = control
+        self._kit = ExchangeKit(
+            runtime, SystemClock(), EdgeView(model_name), config.max_body_bytes, config.keepalive_s
+        )
         self._runner: web.ServerRunner | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Exchanges that have not ended."""
+        return len(self._open)
 
     async def start(self, listening: socket.socket) -> str:
         """Serve on the socket; returns its base address, `http://host:port`."""
@@ -65,38 +93,49 @@ class Edge:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.raw_path.partition("?")[0].rstrip("/")
+        if self._control is not None:
+            response = await self._control(request, path)
+            if response is not None:
+                return response
         if request.method == "POST":
             for suffix, dialect in DIALECTS.items():
                 if path.endswith(suffix):
                     return await self._exchange(request, dialect)
+            if path.endswith(COUNT_SUFFIX):
+                return await self._exchange(request, DIALECTS["/messages"], counts=True)
         elif request.method == "GET":
-            if path.endswith("/healthz"):
-                return web.Response(body=b'{"status":"ok"}', headers=_JSON)
-            if path.endswith("/models"):
-                return self._models(request, path)
-        known = ", ".join(f"POST /v1{suffix}" for suffix in DIALECTS)
-        why = f"no such route here; there are {known}, GET /v1/models and GET /healthz"
-        return _refuse(SessionError(404, "unknown_route", why))
+            return self._look_up(request, path)
+        return self._unknown()
 
-    async def _exchange(self, request: web.BaseRequest, dialect: Dialect) -> web.StreamResponse:
+    async def _exchange(
+        self, request: web.BaseRequest, dialect: Dialect, counts: bool = False
+    ) -> web.StreamResponse:
         exchange = Exchange(request, dialect, self._kit)
+        self._open.add(exchange)
         try:
-            return await exchange.run()
+            return await (exchange.run_count() if counts else exchange.run())
         finally:
+            self._open.discard(exchange)
             self.num_exchanges[exchange.state] += 1
 
-    def _models(self, request: web.BaseRequest, path: str) -> web.Response:
+    def _look_up(self, request: web.BaseRequest, path: str) -> web.Response:
+        if path.endswith("/healthz"):
+            return web.Response(body=b'{"status":"ok"}', headers=_JSON)
+        _, mark, model = path.rpartition("/models")
+        if not mark or model[:1] not in ("", "/"):
+            return self._unknown()
         try:
             self._kit.runtime.find(find_secret(path, request.headers))
         except SessionError as error:
             return _refuse(error)
-        model = {
-            "id": self._kit.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "rollmesh",
-        }
-        return web.Response(body=orjson.dumps({"object": "list", "data": [model]}), headers=_JSON)
+        name = self._kit.view.model_name
+        body = one_model(_unquoted(model[1:])) if model else model_list(name)
+        return web.Response(body=body, headers=_JSON)
+
+    def _unknown(self) -> web.Response:
+        known = ", ".join(f"POST /v1{suffix}" for suffix in [*DIALECTS, COUNT_SUFFIX])
+        why = f"no such route here; there are {known}, GET /v1/models and GET /healthz"
+        return _refuse(SessionError(404, "unknown_route", why))
 
     def _make_request(self, *parts: object) -> web.BaseRequest:
         message, payload, protocol, writer, task = parts
@@ -124,6 +163,11 @@ def _new_http_logger() -> logging.Logger:
     if not logger.filters:
         logger.addFilter(_ClientFaults())
     return logger
+
+
+def _unquoted(name: str) -> str:
+    """A name from a path, as text that every encoder takes."""
+    return unquote(name).encode("utf-8", "replace").decode()
 
 
 _JSON = {"Content-Type": "application/json"}

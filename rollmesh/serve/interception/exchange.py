@@ -5,32 +5,32 @@
     any --client hangs up--> ABANDONED        any --error--> FAILED        any --sealed--> SEALED
 
 Invariants: the raw body goes as soon as it is decoded; no byte leaves before the first token or the
-keep-alive time, so an early failure keeps its true status; at every end the reply is left, which
-parks a generation that nobody reads. Errors become replies in one place, `run`. Driven by edge.py.
+keep-alive time, so an early failure keeps its true status; at every end the replies are left, which
+parks a generation that nobody reads. Errors become replies in one place, `_guard`. Driven by
+edge.py.
 """
 
 import asyncio
 import enum
+from collections.abc import Awaitable, Sequence
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
+from rollmesh.core.clock import Clock
 from rollmesh.core.errors import Overloaded, SessionError
 from rollmesh.core.logs import get_logger
-from rollmesh.runtime.deltas import Delta, DeltaReader
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.reply import Reply
 from rollmesh.runtime.session import Session
-from rollmesh.runtime.turns import Turn
+from rollmesh.serve.interception.answer import Answer
 from rollmesh.serve.interception.auth import find_secret
-from rollmesh.serve.interception.dialects.dialect import Dialect
-from rollmesh.serve.interception.view import ReplyView
+from rollmesh.serve.interception.dialects.dialect import Asked, Call, Dialect, Stream
+from rollmesh.serve.interception.view import EdgeView, ReplyView
 
-KEEP_ALIVE = b": keep-alive\n\n"
+SAMPLING_HEADER = "x-rollmesh-sampling"
 _TO_THE_END = 1 << 62
-_JSON = {"Content-Type": "application/json"}
-_EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 log = get_logger()
 
@@ -52,7 +52,8 @@ class ExchangeKit(msgspec.Struct, frozen=True):
     """What all exchanges of an edge share."""
 
     runtime: Runtime
-    model_name: str
+    clock: Clock
+    view: EdgeView
     max_body_bytes: int
     keepalive_s: float
 
@@ -60,130 +61,211 @@ class ExchangeKit(msgspec.Struct, frozen=True):
 class Exchange:
     """See the module."""
 
+    __slots__ = ("_answer", "_dialect", "_kit", "_request", "_stream", "state")
+
     def __init__(self, request: web.BaseRequest, dialect: Dialect, kit: ExchangeKit) -> None:
         self.state = ExchangeState.RECEIVED
         self._request = request
         self._dialect = dialect
         self._kit = kit
-        self._response: web.StreamResponse | None = None
-        """Once the first byte of a stream left."""
+        self._answer = Answer(request)
+        self._stream: Stream | None = None
+        """Of a streamed answer, once its replies are known."""
 
     async def run(self) -> web.StreamResponse:
-        """Answer the request; every error ends here."""
+        """Answer the request."""
+        return await self._guard(self._sample())
+
+    async def run_count(self) -> web.StreamResponse:
+        """Answer with the number of tokens that the request would be sampled after."""
+        return await self._guard(self._count())
+
+    async def _guard(self, work: Awaitable[web.StreamResponse]) -> web.StreamResponse:
+        """Every error of an exchange ends here."""
         try:
-            return await self._answer()
+            return await work
         except SessionError as error:
             self.state = ExchangeState.SEALED if error.status == 410 else ExchangeState.FAILED
-            return await self._refuse(error)
+            return self._refuse(error)
         except Overloaded as error:
             self.state = ExchangeState.FAILED
-            refusal = SessionError(429, "overloaded", str(error), error.retry_after_s)
-            return await self._refuse(refusal)
+            return self._refuse(SessionError(429, "overloaded", str(error), error.retry_after_s))
         except (asyncio.CancelledError, ConnectionError):
             self.state = ExchangeState.ABANDONED
             raise
         except Exception:  # door: a fault of ours must not take other calls along
             self.state = ExchangeState.FAILED
             log.exception("exchange.broken")
-            return await self._refuse(SessionError(500, "internal_error", "a fault in the server"))
+            return self._refuse(SessionError(500, "internal_error", "a fault in the server"))
 
-    async def _answer(self) -> web.StreamResponse:
-        request = self._request
-        session = self._kit.runtime.find(find_secret(request.raw_path, request.headers))
-        turn = await self._read()
-        self.state = ExchangeState.MATCHED
-        (reply,) = await session.attach(turn)
-        self.state = ExchangeState.ATTACHED
-        reply.join()
+    async def _sample(self) -> web.StreamResponse:
+        session, call = await self._match()
+        replies: list[Reply] = []
+        views: list[ReplyView] = []
         try:
-            view = ReplyView(session, reply, turn, self._kit.model_name)
-            if turn.stream:
-                return await self._stream(session, reply, view)
-            return await self._whole(session, reply, view)
+            for turn in call.turns:
+                for reply in await session.attach(turn):
+                    reply.join()
+                    replies.append(reply)
+                    views.append(ReplyView(session, reply, turn, self._kit.view))
+            self.state = ExchangeState.ATTACHED
+            if self._request.headers.get(SAMPLING_HEADER):
+                params = msgspec.json.encode(views[0].head.params)
+                self._answer.add_header(SAMPLING_HEADER.encode(), params)
+            if call.is_streamed:
+                response = await self._send_events(session, replies, call.stream(views))
+            else:
+                response = await self._send_whole(session, replies, call, views)
+            await self._answer.drain()
+            for reply in replies:
+                session.delivered(reply)
+            self.state = ExchangeState.DELIVERED
+            return response
         finally:
-            reply.leave()
+            for reply in replies:
+                reply.leave()
 
-    async def _read(self) -> Turn:
-        request, max_bytes = self._request, self._kit.max_body_bytes
-        if (request.content_length or 0) > max_bytes:
+    async def _count(self) -> web.StreamResponse:
+        session, call = await self._match()
+        num_tokens = sum([session.count(turn) for turn in call.turns])
+        response = self._answer.send_whole(b'{"input_tokens":%d}' % num_tokens, self._now_s())
+        self.state = ExchangeState.DELIVERED
+        return response
+
+    async def _match(self) -> tuple[Session, Call]:
+        request = self._request
+        headers = request.headers
+        session = self._kit.runtime.find(find_secret(request.raw_path, headers))
+        body = await self._read()
+        key = headers.get("Idempotency-Key")
+        resent = headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        digest = hash(body) if key is None else hash((body, key))
+        call = self._dialect.decode(Asked(body, digest, resent or key is not None))
+        self.state = ExchangeState.MATCHED
+        return session, call
+
+    async def _read(self) -> bytes:
+        """The body; a sender that falls silent for the keep-alive time is refused."""
+        content, max_bytes = self._request.content, self._kit.max_body_bytes
+        if (self._request.content_length or 0) > max_bytes:
             raise _too_large(max_bytes)
+        chunks: list[bytes] = []
+        num_bytes = 0
         try:
-            body = await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise _too_large(max_bytes) from None
+            if content.is_eof():
+                chunks.append(content.read_nowait())
+            while not content.at_eof():
+                async with asyncio.timeout(self._kit.keepalive_s):
+                    chunks.append(await content.readany())
+                num_bytes += len(chunks[-1])
+                if num_bytes > max_bytes:
+                    break
+        except TimeoutError:
+            raise SessionError(408, "body_timeout", "the body stopped coming") from None
         except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, web.RequestPayloadError):
             raise SessionError(400, "invalid_body", "the body breaks off or is garbled") from None
-        key = request.headers.get("Idempotency-Key")
-        resent = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        digest = hash(body) if key is None else hash((body, key))
-        return self._dialect.decode(body, digest, resent or key is not None)
+        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+        return body
 
-    async def _whole(self, session: Session, reply: Reply, view: ReplyView) -> web.StreamResponse:
-        await reply.wait(_TO_THE_END)
-        answer = session.finish(reply)
-        delta = Delta(answer.content, answer.reasoning, answer.tool_calls, view.num_tokens)
-        response = web.Response(body=self._dialect.whole(view, delta), headers=_JSON)
+    async def _send_whole(
+        self, session: Session, replies: Sequence[Reply], call: Call, views: Sequence[ReplyView]
+    ) -> web.StreamResponse:
+        for reply in replies:
+            await reply.wait(_TO_THE_END)
+            session.finish(reply)
+        body = call.whole(views)
         self.state = ExchangeState.STREAMING
-        await response.prepare(self._request)
-        await response.write_eof()
-        self._delivered(session, reply)
-        return response
+        return self._answer.send_whole(body, self._now_s())
 
-    async def _stream(self, session: Session, reply: Reply, view: ReplyView) -> web.StreamResponse:
+    async def _send_events(
+        self, session: Session, replies: Sequence[Reply], stream: Stream
+    ) -> web.StreamResponse:
+        self._stream = stream
+        heart = _Heart(self._answer, self._kit)
+        try:
+            if len(replies) == 1:
+                await self._send_choice(session, replies[0], stream, 0)
+            else:
+                await self._send_choices(session, replies, stream)
+        finally:
+            heart.stop()
+        if rest := stream.close():
+            self._answer.send(rest, self._now_s())
+        return self._answer.close()
+
+    async def _send_choices(
+        self, session: Session, replies: Sequence[Reply], stream: Stream
+    ) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for n, reply in enumerate(replies):
+                    group.create_task(self._send_choice(session, reply, stream, n))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _send_choice(
+        self, session: Session, reply: Reply, stream: Stream, choice: int
+    ) -> None:
+        """Send deltas while tokens come: one write with all that has arrived."""
         reader = session.reader(reply)
-        num_sent = await self._stream_pieces(session, reply, view, reader)
-        answer = session.finish(reply)
-        last = reader.end(answer, view.num_tokens)
-        response = await self._write(self._dialect.end(view, last, num_sent))
-        await response.write_eof()
-        self._delivered(session, reply)
-        return response
-
-    async def _stream_pieces(
-        self, session: Session, reply: Reply, view: ReplyView, reader: DeltaReader
-    ) -> int:
-        """Stream deltas while tokens come; the number of tokens that they covered."""
-        num_read = num_sent = 0
-        while True:
-            try:
-                async with asyncio.timeout(self._kit.keepalive_s):
-                    more = await reply.wait(num_read)
-            except TimeoutError:
-                await self._write(KEEP_ALIVE)
-                continue
-            if not more:
-                return num_sent
+        num_read = 0
+        while await reply.wait(num_read):
             token_ids = session.token_ids(reply, num_read)
             num_read += len(token_ids)
             delta = reader.feed(token_ids)
             if delta is not None:
-                await self._write(self._dialect.piece(view, delta, num_sent))
-                num_sent = delta.num_tokens
+                await self._send(stream.piece(choice, delta))
+        session.finish(reply)
+        rest = session.token_ids(reply, num_read)
+        delta = reader.feed(rest) if len(rest) else None
+        events = stream.piece(choice, delta) if delta is not None else b""
+        last = reader.end(num_read + len(rest))
+        await self._send(events + stream.end(choice, last))
 
-    async def _write(self, events: bytes) -> web.StreamResponse:
-        if self._response is None:
-            self._response = web.StreamResponse(headers=_EVENTS)
+    async def _send(self, events: bytes) -> None:
+        if events:
             self.state = ExchangeState.STREAMING
-            await self._response.prepare(self._request)
-        await self._response.write(events)
-        return self._response
+            self._answer.send(events, self._now_s())
+            await self._answer.drain()
 
-    async def _refuse(self, error: SessionError) -> web.StreamResponse:
+    def _refuse(self, error: SessionError) -> web.StreamResponse:
         """An error reply; after the first byte of a stream, an error event."""
-        if self._response is not None:
-            await self._response.write(self._dialect.error_event(error))
-            await self._response.write_eof()
-            return self._response
-        return refusal(self._dialect.error(error), error)
+        if not self._answer.is_open:
+            return refusal(self._dialect.error(error), error)
+        assert self._stream is not None, "a plain answer fails before its first byte"
+        try:
+            self._answer.send(self._stream.error(error), self._now_s())
+            return self._answer.close()
+        except ConnectionError:
+            self.state = ExchangeState.ABANDONED
+            raise
 
-    def _delivered(self, session: Session, reply: Reply) -> None:
-        session.delivered(reply)
-        self.state = ExchangeState.DELIVERED
+    def _now_s(self) -> float:
+        return self._kit.clock.unix_s()
+
+
+class _Heart:
+    """Keeps an idle stream alive by comments, on one timer."""
+
+    def __init__(self, answer: Answer, kit: ExchangeKit) -> None:
+        self._answer = answer
+        self._kit = kit
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(kit.keepalive_s, self._beat)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _beat(self) -> None:
+        self._timer = self._loop.call_later(self._kit.keepalive_s, self._beat)
+        self._answer.beat(self._kit.clock.unix_s())
 
 
 def refusal(body: bytes, error: SessionError) -> web.Response:
     """The HTTP response of an error whose body a dialect has encoded."""
-    headers = dict(_JSON)
+    headers = {"Content-Type": "application/json"}
     if error.retry_after_s is not None:
         headers["Retry-After"] = f"{max(1, round(error.retry_after_s))}"
     return web.Response(body=body, status=error.status, headers=headers)

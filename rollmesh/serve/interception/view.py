@@ -6,28 +6,41 @@ is byte-equal. Made by exchange.py, read by the dialects.
 
 from collections.abc import Sequence
 
+from rollmesh.runtime.deltas import Answer
 from rollmesh.runtime.reply import Reply, ReplyHead
 from rollmesh.runtime.session import Session
 from rollmesh.runtime.turns import Turn
+from rollmesh.serve.interception.dialects.listing import TokenListing
 
 
 class ReplyView:
     """One reply as one exchange shows it."""
 
-    def __init__(self, session: Session, reply: Reply, turn: Turn, default_model: str) -> None:
+    def __init__(self, session: Session, reply: Reply, turn: Turn, edge: "EdgeView") -> None:
         self.turn = turn
-        self.model = turn.model or default_model
+        self.model = turn.model or edge.model_name
         self._session = session
         self._reply = reply
+        self._listing = edge.listing
 
     @property
     def head(self) -> ReplyHead:
         return self._reply.head
 
     @property
+    def answer(self) -> Answer:
+        """What a committed reply says."""
+        return self._session.finish(self._reply)
+
+    @property
     def finish_reason(self) -> str:
         """`stop`, `length` or `tool_calls`; of a committed reply."""
         return self._session.finish_reason(self._reply)
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended a committed reply, if one did."""
+        return self._session.matched_stop(self._reply)
 
     @property
     def num_tokens(self) -> int:
@@ -38,13 +51,43 @@ class ReplyView:
         """The exact tokens that the reply was sampled after."""
         return list(self._session.prompt_ids(self._reply))
 
+    def prompt_text(self) -> str:
+        """The prompt as text, token by token."""
+        return "".join(map(self._session.token_text, self._session.prompt_ids(self._reply)))
+
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Sampled tokens `start` to `stop`."""
-        return list(self._session.token_ids(self._reply))[start:stop]
+        return list(self._session.token_ids(self._reply, start)[: stop - start])
 
-    def tokens(self, start: int, stop: int) -> list[tuple[str, float]]:
-        """Text and log-prob of the sampled tokens `start` to `stop`."""
-        ids = self.token_ids(start, stop)
-        logprobs: Sequence[float] = self._session.logprobs(self._reply)[start:stop]
-        text = self._session.token_text
-        return [(text(i), logprob) for i, logprob in zip(ids, logprobs, strict=True)]
+    def token_text(self, token_id: int) -> str:
+        """One token's text."""
+        return self._session.token_text(token_id)
+
+    def logprobs(self, start: int, stop: int) -> list[float]:
+        """Log-probs of the sampled tokens `start` to `stop`."""
+        return list(self._session.logprobs(self._reply)[start:stop])
+
+    def top_logprobs(self, start: int, stop: int) -> Sequence[Sequence[tuple[float, int]]]:
+        """The likeliest alternatives of those tokens; empty where none were asked for."""
+        if not self.turn.num_top_logprobs:
+            return ()
+        num, rows = self.turn.num_top_logprobs, self._session.top_logprobs(self._reply)
+        return [row[:num] for row in rows[start:stop]]
+
+    def listed_tokens(self, start: int, stop: int) -> bytes:
+        """The JSON array that lists those tokens with their log-probs."""
+        return self._listing.rows(
+            self._session.token_text,
+            self.token_ids(start, stop),
+            self.logprobs(start, stop),
+            self.top_logprobs(start, stop),
+        )
+
+
+class EdgeView:
+    """What all replies of an edge are shown with."""
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        """For requests that name no model."""
+        self.listing = TokenListing()

@@ -1,11 +1,17 @@
 """What a dialect is: pure functions between an API's bytes and our words.
 
-A dialect knows neither sockets nor sessions. `whole` is the fold of the deltas that `piece` and
-`end` would have streamed. Invariant: whatever bytes come in, `decode` gives a Turn or raises a
-SessionError that says what is wrong. One file per API in this folder; driven by exchange.py.
+    body --Dialect.decode--> Call --turns--> session --replies--> Call.whole | Call.stream
+
+A Call is one request as read: the turns that it asks for, and how its answers are written. A Stream
+keeps what events must agree on (indexes, sequence numbers) and folds to what `whole` says. A
+dialect knows neither sockets nor sessions. Invariant: whatever bytes come in, `decode` gives a Call
+or raises a SessionError that says what is wrong. Driven by exchange.py.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
+
+import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.deltas import Delta
@@ -13,23 +19,55 @@ from rollmesh.runtime.turns import Turn
 from rollmesh.serve.interception.view import ReplyView
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """A request's body, and what its headers say of it."""
+
+    body: bytes
+    digest: int = 0
+    """Identifies the body (and its Idempotency-Key) within this process."""
+    is_retry: bool = False
+    """The client says that it sent this before."""
+
+
+class Stream(Protocol):
+    """The events of one answer; choices may come in any order."""
+
+    def piece(self, choice: int, delta: Delta) -> bytes:
+        """Events of the next delta of a choice; the first piece opens the stream."""
+
+    def end(self, choice: int, delta: Delta) -> bytes:
+        """Events of what is left of a choice, and of its finish."""
+
+    def close(self) -> bytes:
+        """What follows the last choice."""
+
+    def error(self, error: SessionError) -> bytes:
+        """The event of a failure after the first byte."""
+
+
+class Call(Protocol):
+    """One request as read."""
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """What to sample: one turn but for batched raw prompts."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is a stream of events."""
+
+    def whole(self, views: Sequence[ReplyView]) -> bytes:
+        """The body of a plain answer; `views` are the ended replies of all turns, in order."""
+
+    def stream(self, views: Sequence[ReplyView]) -> Stream:
+        """A writer of the answer's events."""
+
+
 class Dialect(Protocol):
     """One API."""
 
-    def decode(self, body: bytes, digest: int, is_retry: bool) -> Turn:
+    def decode(self, asked: Asked) -> Call:
         """The request; SessionError 400 where it is none."""
-
-    def whole(self, view: ReplyView, delta: Delta) -> bytes:
-        """The body of a plain answer."""
-
-    def piece(self, view: ReplyView, delta: Delta, start: int) -> bytes:
-        """Stream events of a delta whose tokens begin at `start`; 0 opens the stream."""
-
-    def end(self, view: ReplyView, delta: Delta, start: int) -> bytes:
-        """Stream events of what is left, the finish reason, and whatever closes the stream."""
 
     def error(self, error: SessionError) -> bytes:
         """The body of a failed answer."""
-
-    def error_event(self, error: SessionError) -> bytes:
-        """The stream event of a failure after the first byte."""

@@ -6,7 +6,10 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
+from rollmesh.core.types import Grammar
+from rollmesh.runtime.turns import ToolChoice
 from rollmesh.serve.interception.dialects.chat import ChatDialect
+from rollmesh.serve.interception.dialects.dialect import Asked
 from tests.unit.serve.interception.conftest import MakeDesk
 
 USER = {"role": "user", "content": "guess"}
@@ -16,7 +19,8 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 def decode(**fields: object) -> Any:
     body = msgspec.json.encode({"messages": [USER], **fields})
-    return ChatDialect().decode(body, 1, False)
+    (turn,) = ChatDialect().decode(Asked(body)).turns
+    return turn
 
 
 def test_sampling_fields_are_read_under_all_their_names() -> None:
@@ -41,13 +45,69 @@ def test_tool_choice_none_forbids_calls() -> None:
 
 
 @pytest.mark.parametrize(
+    ("choice", "meant"),
+    [
+        ("auto", ToolChoice()),
+        ("none", ToolChoice("none")),
+        ("required", ToolChoice("required")),
+        ({"type": "function", "function": {"name": "f"}}, ToolChoice("named", "f")),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required"}}, ToolChoice("required")),
+        (None, ToolChoice()),
+    ],
+)
+def test_every_form_of_tool_choice_is_read(choice: object, meant: ToolChoice) -> None:
+    assert decode(tools=[TOOL], tool_choice=choice).tool_choice == meant
+
+
+def test_functions_of_old_are_tools_and_a_call_ends_the_turn() -> None:
+    turn = decode(functions=[TOOL["function"]], function_call={"name": "f"})
+    assert msgspec.json.decode(turn.tools) == [TOOL]
+    assert turn.tool_choice == ToolChoice("named", "f")
+    assert not turn.parallel_calls
+    assert decode(functions=[TOOL["function"]], function_call="none").tool_choice.kind == "none"
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, ("json_schema", '{"type": "object"}')),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+            ("json_schema", '{"a":1}'),
+        ),
+        ({"guided_json": {"a": 1}}, ("json_schema", '{"a":1}')),
+        ({"guided_json": '{"a": 1}'}, ("json_schema", '{"a": 1}')),
+        ({"json_schema": '{"a": 1}'}, ("json_schema", '{"a": 1}')),
+        ({"regex": "a+"}, ("regex", "a+")),
+        ({"guided_regex": "a+"}, ("regex", "a+")),
+        ({"guided_choice": ["a.b", "c"]}, ("regex", "(a\\.b|c)")),
+        ({"ebnf": "root ::= a"}, ("ebnf", "root ::= a")),
+        ({"guided_grammar": "root ::= a"}, ("ebnf", "root ::= a")),
+        ({"structured_outputs": {"regex": "a+"}}, ("regex", "a+")),
+    ],
+)
+def test_every_constraint_becomes_a_grammar(
+    fields: dict[str, object], grammar: tuple[Any, str] | None
+) -> None:
+    assert decode(**fields).ask.grammar == (None if grammar is None else Grammar(*grammar))
+
+
+@pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"n": 2}, "n: 2 choices asked"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"response_format": {"type": "json_schema"}}, "response_format: 'json_schema'"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"response_format": {"type": "json_schema"}}, "schema: expected a JSON schema"),
+        ({"response_format": {"type": "xml"}}, "response_format: 'xml'"),
+        ({"regex": "a", "ebnf": "b"}, "more than one constraint"),
         ({"temperature": -1}, "temperature"),
-        ({"messages": []}, "messages: expected at least one"),
+        ({"messages": []}, "messages"),
+        ({"tool_choice": "required"}, "no tool offered"),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "'g' is not among"),
+        ({"tools": [TOOL], "tool_choice": "perhaps"}, "'perhaps' is no choice"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(fields: dict[str, object], why: str) -> None:
@@ -71,12 +131,34 @@ async def test_tool_calls_come_whole_with_stable_ids(make_desk: MakeDesk) -> Non
 
 
 async def test_streamed_tool_calls_are_indexed(make_desk: MakeDesk) -> None:
-    desk = await make_desk(CALL)
+    desk = await make_desk(CALL + CALL)
     async with desk.post({"messages": [USER], "tools": [TOOL], "stream": True}) as response:
         lines = (await response.read()).split(b"\n\n")
-    last = msgspec.json.decode(lines[-3][6:])["choices"][0]
-    assert last["finish_reason"] == "tool_calls"
-    assert last["delta"]["tool_calls"][0]["index"] == 0
+    choices = [msgspec.json.decode(line[6:])["choices"][0] for line in lines[:-2]]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    pieces = [piece for each in choices for piece in each["delta"].get("tool_calls", [])]
+    texts = {0: "", 1: ""}
+    for piece in pieces:
+        texts[piece["index"]] += piece["function"]["arguments"]
+    assert texts == {0: '{"a": 1}', 1: '{"a": 1}'}
+    named = [piece for piece in pieces if "id" in piece]
+    assert [(p["function"]["name"], p["type"]) for p in named] == [("f", "function")] * 2
+    assert len({piece["id"] for piece in named}) == 2
+
+
+async def test_functions_of_old_get_a_function_call(make_desk: MakeDesk) -> None:
+    desk = await make_desk(CALL, CALL)
+    asked = {"messages": [USER], "functions": [TOOL["function"]]}
+    _, answer = await desk.answer(asked)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"] == {"name": "f", "arguments": '{"a": 1}'}
+    async with desk.post({**asked, "stream": True}) as response:
+        lines = (await response.read()).split(b"\n\n")
+    choices = [msgspec.json.decode(line[6:])["choices"][0] for line in lines[:-2]]
+    calls = [each["delta"].get("function_call", {}) for each in choices]
+    assert "".join(call.get("arguments", "") for call in calls) == '{"a": 1}'
+    assert [call["name"] for call in calls if "name" in call] == ["f"]
 
 
 async def test_token_ids_and_logprobs_are_returned_when_asked(make_desk: MakeDesk) -> None:

@@ -1,0 +1,53 @@
+"""Which tools a request offers, and which it wants called, over all dialects' ways to say it.
+
+Invariant: a choice that nothing on offer can meet is refused in one line. Driven by the dialects.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+from rollmesh.runtime.turns import ToolChoice, read_tools
+from rollmesh.serve.interception.dialects.frames import refusal
+
+_KINDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+
+
+def as_choice(asked: Any) -> ToolChoice:
+    """A `tool_choice` (or `function_call`) in our words; SessionError 400 where it is none.
+
+    Strings, `{"type": "function", "function": {"name"}}` (chat), `{"type": "function", "name"}`
+    (responses), `{"type": "tool", "name"}`, `{"type": "any"}` (messages), `{"name"}` (functions)
+    and `{"type": "allowed_tools", "mode"}` all occur.
+    """
+    if asked is None:
+        return ToolChoice()
+    kind = asked.get("type") if isinstance(asked, dict) else asked
+    if kind == "allowed_tools":
+        allowed = asked.get("allowed_tools", asked)
+        kind = allowed.get("mode", "auto") if isinstance(allowed, dict) else "auto"
+    if isinstance(kind, str) and kind in _KINDS:
+        return ToolChoice(_KINDS[kind])  # type: ignore[arg-type]
+    if isinstance(asked, dict):
+        named = asked.get("function") or asked.get("custom") or asked
+        name = named.get("name") if isinstance(named, dict) else None
+        if isinstance(name, str) and name:
+            return ToolChoice("named", name)
+    raise refusal("invalid_tool_choice", f"tool_choice: {kind!r} is no choice that we know")
+
+
+def check_named(choice: ToolChoice, tools: bytes) -> None:
+    """Whether the tool that has to be called is on offer; `tools` in chat shape."""
+    if choice.kind in ("auto", "none"):
+        return
+    if not tools:
+        raise refusal("invalid_tool_choice", "tool_choice: a call is required, but no tool offered")
+    if choice.kind == "named" and choice.name not in _names(tools):
+        why = f"tool_choice: {choice.name!r} is not among the tools"
+        raise refusal("invalid_tool_choice", why)
+
+
+@lru_cache(maxsize=64)
+def _names(tools: bytes) -> frozenset[str]:
+    functions = [tool.get("function", tool) for tool in read_tools(tools)]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return frozenset(name for name in names if isinstance(name, str))
