@@ -83,10 +83,16 @@ def read(reader: DeltaReader, ids: Sequence[int], sizes: Iterable[int]) -> Answe
 
 
 def marks_of(tokenizer: Tokenizer, style: CallStyle, opens: bool = False) -> Marks:
-    names = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-    ids = [tokenizer.convert_tokens_to_ids(name) for name in names]
-    stop = frozenset([tokenizer.convert_tokens_to_ids(END)])
-    return Marks(*ids, stops=stop, opens_in_reasoning=opens, style=style)
+    convert = tokenizer.convert_tokens_to_ids
+    return Marks(
+        convert("<think>"),
+        convert("</think>"),
+        convert("<tool_call>"),
+        convert("</tool_call>"),
+        frozenset([convert(END)]),
+        opens,
+        style,
+    )
 
 
 def encoded(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[int]:
@@ -156,13 +162,11 @@ def test_text_reasoning_and_calls_are_sent_as_they_come(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
     reader = prompts.reader((), True, "c")
-    told: list[tuple[str, str, str]] = []
-    for token_id in tokenizer.encode(f"<think>hm, so</think>I guess{CALL}{END}"):
-        if delta := reader.feed([token_id]):
-            told.append((delta.reasoning, delta.content, "".join(c.arguments for c in delta.calls)))
-    assert len([1 for reasoning, _, _ in told if reasoning]) > 1
-    assert len([1 for _, content, _ in told if content]) > 1
-    assert len([1 for _, _, arguments in told if arguments]) > 5
+    ids = tokenizer.encode(f"<think>hm, so</think>I guess{CALL}{END}")
+    deltas = [delta for i in ids if (delta := reader.feed([i]))]
+    assert len([1 for delta in deltas if delta.reasoning]) > 1
+    assert len([1 for delta in deltas if delta.content]) > 1
+    assert len([1 for delta in deltas if delta.calls]) > 5
     assert reader.end(0).calls == ()
 
 
