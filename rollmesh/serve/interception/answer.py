@@ -41,7 +41,7 @@ class Answer:
         self.is_open = True
         keeps = self._request.keep_alive
         self._write(self._head(b"application/json", _SIZED % len(body), keeps, now_s) + body)
-        return _KEPT if keeps else _CLOSED
+        return written(keeps)
 
     def send(self, events: bytes, now_s: float) -> None:
         """Events of a stream."""
@@ -59,7 +59,7 @@ class Answer:
         """End a stream."""
         if self._is_chunked:
             self._write(_LAST_CHUNK)
-        return _KEPT if self._keeps_stream else _CLOSED
+        return written(self._keeps_stream)
 
     def beat(self, now_s: float) -> None:
         """Send a comment where nothing was sent since the last beat; a lost client is no matter."""
@@ -122,6 +122,11 @@ class _Written(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         return None
+
+
+def written(keeps: bool) -> web.StreamResponse:
+    """What a handler returns for an answer that it wrote itself; whether its connection is kept."""
+    return _KEPT if keeps else _CLOSED
 
 
 _KEPT, _CLOSED = _Written(True), _Written(False)
