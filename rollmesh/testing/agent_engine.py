@@ -88,8 +88,10 @@ class ScriptedAgent:
         self._kept: dict[tuple[int, ...], list[int]] = {}
 
     def next_token(self, policy_version: int, context: Sequence[int]) -> int:
-        """The token after `context`; the same for every policy version."""
+        """The token after `context`, the same for every policy version; without a chat, an end."""
         del policy_version
+        if self._start not in context:
+            return self._end
         opened = len(context) - 1 - list(reversed(context)).index(self._start)
         answer = self._answer(tuple(context[:opened]))
         said = list(context[opened + len(self._opening) :])

@@ -68,6 +68,7 @@ def test_an_opened_call_is_closed_and_a_foreign_opening_ends_the_turn(
     forced = speak(agent, tokenizer, TOOLS + OPENING + "<tool_call>")
     assert tokenizer.decode(forced) == whole.partition("<tool_call>")[2]
     assert tokenizer.decode(speak(agent, tokenizer, OPENING + "Zebra")) == "<|im_end|>"
+    assert tokenizer.decode(speak(agent, tokenizer, "no chat")) == "<|im_end|>"
 
 
 async def test_it_speaks_behind_a_real_generate(agent: ScriptedAgent, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,68 @@
+"""The anthropic SDK, by hand: Messages with tools, each turn counted before it is asked.
+
+The key goes as `x-api-key` (0.x) or as Bearer (2.x), as each generation does by itself.
+"""
+
+from typing import Any
+
+import anthropic
+
+from tests.clients.drivers.toolbox import (
+    MAX_TURNS,
+    PARAMETERS,
+    QUESTION,
+    SYSTEM,
+    TOOL_NAME,
+    TOOL_TEXT,
+    Diary,
+    order,
+)
+
+TOOLS = [{"name": TOOL_NAME, "description": TOOL_TEXT, "input_schema": PARAMETERS}]
+
+
+def messages(client: Any, stream: bool, diary: Diary) -> None:
+    """The assistant's blocks go back as they came."""
+    history: list[Any] = [{"role": "user", "content": QUESTION}]
+    for _ in range(MAX_TURNS):
+        body: dict[str, Any] = {"messages": history, "tools": TOOLS, "system": SYSTEM}
+        counted = client.messages.count_tokens(model="policy", **body).input_tokens
+        message = _once(client, stream, max_tokens=400, **body)
+        usage = message.usage
+        asked = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        assert counted == asked, f"counted {counted} tokens, then asked with {asked}"
+        history.append({"role": "assistant", "content": [b.model_dump() for b in message.content]})
+        results = []
+        for block in message.content:
+            if block.type == "tool_use":
+                result = diary.use(block.name, block.input)
+                results.append({"type": "tool_result", "tool_use_id": block.id, "content": result})
+            elif block.type == "thinking":
+                diary.reasoning.append(block.thinking)
+            else:
+                diary.final = block.text
+        if message.stop_reason != "tool_use":
+            return
+        history.append({"role": "user", "content": results})
+
+
+def _once(client: Any, stream: bool, **body: Any) -> Any:
+    if not stream:
+        return client.messages.create(model="policy", **body)
+    with client.messages.stream(model="policy", **body) as events:
+        for _ in events:
+            pass
+        return events.get_final_message()
+
+
+def main() -> None:
+    """Run the task once."""
+    ask, diary = order(), Diary()
+    root = ask.base_url.removesuffix("/v1")
+    client = anthropic.Anthropic(base_url=root, api_key=ask.api_key, max_retries=0)
+    messages(client, ask.stream, diary)
+    diary.close()
+
+
+if __name__ == "__main__":
+    main()

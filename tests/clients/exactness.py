@@ -1,0 +1,91 @@
+"""Whether a session's samples are what the engine saw and said, token for token.
+
+The scripted model is a function of its context, so the requests that the engine was sent tell
+everything that it answered; nothing here trusts what the gateway wrote down.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from rollmesh.testing.agent_engine import ScriptedAgent
+from rollmesh.testing.engine import ScriptedEngine, logprob_of
+
+
+class Call(NamedTuple):
+    """One `/generate`."""
+
+    prompt: list[int]
+    answer: list[int]
+
+    @property
+    def whole(self) -> list[int]:
+        return self.prompt + self.answer
+
+
+def calls_of(engine: ScriptedEngine, agent: ScriptedAgent) -> list[Call]:
+    """What the engine was asked, in order, and what its model says to that."""
+    calls = []
+    for request in engine.seen:
+        if request.path != "/generate":
+            continue
+        prompt, sampling = request.body["input_ids"], request.body["sampling_params"]
+        if sampling["max_new_tokens"] == 0:
+            continue
+        answer: list[int] = []
+        while len(answer) < sampling["max_new_tokens"]:
+            answer.append(agent.next_token(0, prompt + answer))
+            if answer[-1] in sampling["stop_token_ids"]:
+                break
+        calls.append(Call(prompt, answer))
+    return calls
+
+
+def num_extending(calls: Sequence[Call]) -> int:
+    """Calls whose prompt begins with all tokens, sampled ones too, of an earlier call."""
+    return sum(
+        any(call.prompt[: len(before.whole)] == before.whole for before in calls[:n])
+        for n, call in enumerate(calls)
+    )
+
+
+def faults(
+    calls: Sequence[Call], samples: Sequence[dict[str, Any]], agent: ScriptedAgent
+) -> list[str]:
+    """What is not as it must be, a line each; empty where all is exact."""
+    found = [*_unproven(samples, agent)]
+    for n, call in enumerate(calls):
+        begin, end = len(call.prompt), len(call.whole)
+        masks = [
+            sample["loss_mask"][begin:end]
+            for sample in samples
+            if sample["token_ids"][:end] == call.whole
+        ]
+        if not masks:
+            found.append(f"call {n}: no sample begins with its prompt and answer")
+            continue
+        trained = [sum(map(bool, mask)) for mask in masks]
+        if sorted(trained) != [0] * (len(masks) - 1) + [end - begin]:
+            found.append(f"call {n}: of {end - begin} sampled tokens its samples train {trained}")
+    num_trained = sum(sum(map(bool, sample["loss_mask"])) for sample in samples)
+    num_sampled = sum(len(call.answer) for call in calls)
+    if num_trained != num_sampled:
+        found.append(f"{num_trained} tokens train, {num_sampled} were sampled")
+    return found
+
+
+def _unproven(samples: Sequence[dict[str, Any]], agent: ScriptedAgent) -> Iterable[str]:
+    """Trained tokens that the model does not say there, or not with that log-prob."""
+    for n, sample in enumerate(samples):
+        ids, logprobs, mask = sample["token_ids"], sample["logprobs"], sample["loss_mask"]
+        if not len(ids) == len(logprobs) == len(mask) == len(sample["policy_versions"]):
+            yield f"sample {n}: its arrays differ in length"
+            continue
+        for at in range(len(ids)):
+            if not mask[at]:
+                continue
+            if ids[at] != agent.next_token(0, ids[:at]):
+                yield f"sample {n}, token {at}: not what the model says there"
+                break
+            if logprobs[at] != logprob_of(0, ids[at]):
+                yield f"sample {n}, token {at}: log-prob {logprobs[at]}, not the engine's"
+                break

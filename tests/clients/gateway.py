@@ -1,0 +1,91 @@
+"""A `rollmesh gateway` process before a scripted engine, and its admin API as a test needs it."""
+
+import asyncio
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import aiohttp
+
+from tests.clients.harnesses import REPO
+
+START_S = 20.0
+
+
+class Opened(NamedTuple):
+    """A session as `POST /admin/sessions` hands it out."""
+
+    session_id: str
+    api_key: str
+    base_url: str
+    path_url: str
+
+
+class Gateway:
+    """`async with Gateway(folder, engine.url) as gateway:`; `folder` is the model's."""
+
+    def __init__(self, folder: Path, *engine_urls: str, options: tuple[str, ...] = ()) -> None:
+        self._folder = folder
+        self._engine_urls = engine_urls
+        self._options = options
+        self._token_file = folder / "admin-token"
+        self._process: asyncio.subprocess.Process | None = None
+        self._client: aiohttp.ClientSession | None = None
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        engines = [word for url in self._engine_urls for word in ("--engine", url)]
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "rollmesh.cli.main", "gateway", *engines),
+            *("--model-dir", str(self._folder), "--host", "127.0.0.1", "--port", "0"),
+            *("--admin-token-file", str(self._token_file), *self._options),
+            stdout=asyncio.subprocess.PIPE,
+            cwd=REPO,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        async with asyncio.timeout(START_S):
+            self.url = await self._announced(self._process)
+        token = self._token_file.read_text().strip()
+        self._client = aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"})
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        if self._client is not None:
+            await self._client.close()
+        assert self._process is not None
+        if self._process.returncode is None:
+            self._process.terminate()
+        await self._process.communicate()
+
+    async def open(self, **body: object) -> Opened:
+        """A new session."""
+        told = await self.ask("POST", "/admin/sessions", body)
+        return Opened(**{name: told[name] for name in Opened._fields})
+
+    async def finish(self, opened: Opened) -> Any:
+        """End it; its account."""
+        return await self.ask("POST", f"/admin/sessions/{opened.session_id}/finish", {})
+
+    async def ask(self, method: str, path: str, body: object = None) -> Any:
+        """A call of the admin API."""
+        assert self._client is not None
+        async with self._client.request(method, self.url + path, json=body) as response:
+            told = await response.json()
+            assert response.ok, f"{method} {path}: {response.status} {told}"
+            return told
+
+    async def _announced(self, process: asyncio.subprocess.Process) -> str:
+        """The address in its first line that has one."""
+        assert process.stdout is not None
+        async for line in process.stdout:
+            _, found, rest = line.decode().partition("http://")
+            if found:
+                return f"http://{rest.split()[0].rstrip('/')}"
+        raise AssertionError(f"the gateway ended: {await process.wait()}")

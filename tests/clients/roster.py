@@ -1,0 +1,187 @@
+"""The clients: which package in which version, the dialects it speaks, and how it is started.
+
+A row of docs/clients.md is one client in one dialect and mode. Whoever is in this interpreter's
+environment (`home` '') runs in `make test` too; the others live in .venv-clients/HOME.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from rollmesh.testing.agent_engine import Say, Use
+from tests.clients import harnesses
+from tests.clients.harnesses import Command, Visit
+from tests.clients.script import ANSWER, WriteUse, bash
+
+CHAT, RESPONSES, LINKED, MESSAGES = "chat", "responses", "responses-linked", "messages"
+PLAIN, STREAM = "plain", "stream"
+
+
+class Client(NamedTuple):
+    """See the module."""
+
+    name: str
+    package: str
+    home: str
+    dialects: tuple[str, ...]
+    start: Callable[[Visit], Command]
+    modes: tuple[str, ...] = (PLAIN, STREAM)
+    use: WriteUse = bash
+    """How the model calls this client's shell tool."""
+    ending: Say | None = None
+    """The model's last turn, where it is no text."""
+    reports: bool = True
+    """It is a driver of ours, which tells what it saw."""
+    sees_reasoning: bool = False
+    """Its report has the model's reasoning."""
+    num_asides: int = 0
+    """Calls beside the task, such as for a title; each is a branch of its own."""
+
+
+class Row(NamedTuple):
+    """One task."""
+
+    client: Client
+    dialect: str
+    mode: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.client.package}-{self.dialect}-{self.mode}"
+
+
+def _driver(home: str, script: str) -> Callable[[Visit], Command]:
+    return lambda visit: harnesses.driver(visit, home, script)
+
+
+def _described(command: str) -> Use:
+    return Use("bash", json.dumps({"command": command, "description": "Look"}))
+
+
+def _exec(command: str) -> Use:
+    return Use("exec_command", json.dumps({"cmd": command}))
+
+
+_SUBMIT = Say(
+    ANSWER, uses=(Use("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}'),)
+)
+_OPENAI = (CHAT, RESPONSES, LINKED)
+_ALL = (CHAT, RESPONSES, MESSAGES)
+
+ROSTER = (
+    Client(
+        "openai SDK", "openai 3.52.0", "", _OPENAI, _driver("", "openai_sdk"), sees_reasoning=True
+    ),
+    Client(
+        "openai SDK",
+        "openai 2.54.0",
+        "openai-2",
+        _OPENAI,
+        _driver("openai-2", "openai_sdk"),
+        sees_reasoning=True,
+    ),
+    Client(
+        "openai SDK",
+        "openai 1.109.1",
+        "openai-1",
+        _OPENAI,
+        _driver("openai-1", "openai_sdk"),
+        sees_reasoning=True,
+    ),
+    Client(
+        "anthropic SDK",
+        "anthropic 2.11.0",
+        "",
+        (MESSAGES,),
+        _driver("", "anthropic_sdk"),
+        sees_reasoning=True,
+    ),
+    Client(
+        "anthropic SDK",
+        "anthropic 0.125.0",
+        "anthropic-0",
+        (MESSAGES,),
+        _driver("anthropic-0", "anthropic_sdk"),
+        sees_reasoning=True,
+    ),
+    Client(
+        "litellm SDK",
+        "litellm 1.106.2",
+        "litellm",
+        _ALL,
+        _driver("litellm", "litellm_sdk"),
+        sees_reasoning=True,
+    ),
+    Client(
+        "langgraph agent",
+        "langchain-openai 1.7.3, langchain-anthropic 1.7.7",
+        "langchain",
+        _ALL,
+        _driver("langchain", "langgraph_agent"),
+    ),
+    Client(
+        "pydantic-ai agent",
+        "pydantic-ai-slim 2.68.0",
+        "pydantic-ai",
+        _ALL,
+        _driver("pydantic-ai", "pydantic_agent"),
+    ),
+    Client(
+        "openai-agents",
+        "openai-agents 0.24.0",
+        "openai-agents",
+        (CHAT, RESPONSES),
+        _driver("openai-agents", "openai_agents"),
+    ),
+    Client(
+        "mini-swe-agent",
+        "mini-swe-agent 2.4.6",
+        "mini",
+        (CHAT,),
+        harnesses.mini,
+        modes=(PLAIN,),
+        ending=_SUBMIT,
+        reports=False,
+    ),
+    Client(
+        "pi",
+        "@mariozechner/pi-coding-agent 0.73.1",
+        "pi",
+        _ALL,
+        harnesses.pi,
+        modes=(STREAM,),
+        reports=False,
+    ),
+    Client(
+        "codex",
+        "@openai/codex 0.169.0",
+        "codex",
+        (RESPONSES,),
+        harnesses.codex,
+        modes=(STREAM,),
+        use=_exec,
+        reports=False,
+    ),
+    Client(
+        "opencode",
+        "opencode-ai 1.18.33",
+        "opencode",
+        _ALL,
+        harnesses.opencode,
+        modes=(STREAM,),
+        use=_described,
+        reports=False,
+        num_asides=1,
+    ),
+)
+
+
+def rows(clients: tuple[Client, ...] = ROSTER) -> Iterator[Row]:
+    """Every task of these clients."""
+    for client in clients:
+        for dialect in client.dialects:
+            for mode in client.modes:
+                yield Row(client, dialect, mode)
+
+
+IN_HOUSE = tuple(client for client in ROSTER if not client.home)

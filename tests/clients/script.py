@@ -1,0 +1,42 @@
+"""What the scripted model does in a client's task, and the files that the task is about.
+
+Three turns: a call, two calls at once, the answer. Its spacing, numbers, letters and outer white
+space are what harnesses are known to change when they send a turn back.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from rollmesh.testing.agent_engine import Say, Script, Use, steps
+
+COMMANDS = ("ls", "cat notes.txt", "cat 'caf\u00e9.txt'")
+ANSWER = "The notes hide the word zebra \U0001f993."
+REASONINGS = ("The folder first:  what is in it?", "Both files, then.", "")
+TITLE = "Hidden words"
+
+WriteUse = Callable[[str], Use]
+"""A shell command as a call of the client's own tool."""
+
+
+def write_files(folder: Path) -> None:
+    """The working directory of a task."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "notes.txt").write_text("zebra\n")
+    (folder / "caf\u00e9.txt").write_text("closed \u2615\n")
+
+
+def bash(command: str) -> Use:
+    """The drivers' tool; most harnesses write its arguments back in another spacing."""
+    return Use("bash", f'{{"command":   {json.dumps(command)}, "timeout": 5.0}}')
+
+
+def task(use: WriteUse = bash, answer: Say | None = None) -> Script:
+    """The three turns; `answer` for clients that end in another way than by a text."""
+    look, *read = map(use, COMMANDS)
+    return steps(
+        Say("Let me look\u2026", reasoning=REASONINGS[0], uses=(look,)),
+        Say("", reasoning=REASONINGS[1], uses=tuple(read)),
+        answer or Say(f" {ANSWER}\n"),
+        aside=Say(TITLE),
+    )

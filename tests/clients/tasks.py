@@ -1,0 +1,110 @@
+"""One client's task from its start to its account: engine, gateway, session, client, judgement."""
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.testing.agent_engine import ScriptedAgent
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.model_folder import write_model_folder
+from tests.clients.exactness import calls_of, faults, num_extending
+from tests.clients.gateway import Gateway, Opened
+from tests.clients.harnesses import Command, Visit
+from tests.clients.matrix import Ran
+from tests.clients.roster import STREAM, Row
+from tests.clients.script import ANSWER, COMMANDS, REASONINGS, bash, task, write_files
+
+CLIENT_S = 90.0
+
+
+class Ended(NamedTuple):
+    """How a client ended."""
+
+    code: int
+    output: str
+    """Of stdout and stderr, as they came."""
+
+
+class Stage(NamedTuple):
+    """A model, its engine and the gateway before it."""
+
+    agent: ScriptedAgent
+    engine: ScriptedEngine
+    gateway: Gateway
+
+
+def model_folder(folder: Path) -> Path:
+    """With some words of the task as single tokens, so that its texts could be cut otherwise."""
+    return write_model_folder(folder, [ANSWER, *COMMANDS, *REASONINGS] * 9)
+
+
+async def perform(row: Row, folder: Path) -> Ran:
+    """Run the row's task in `folder`; AssertionError says in a line what is not as it must be."""
+    model = model_folder(folder / "model")
+    agent = ScriptedAgent(load_tokenizer(model), task(row.client.use, row.client.ending))
+    async with (
+        ScriptedEngine(agent.next_token) as engine,
+        Gateway(model, engine.url) as gateway,
+    ):
+        opened = await gateway.open(metadata={"client": row.id})
+        ended = await visit(row, folder, opened)
+        account = await gateway.finish(opened)
+        return judge(row, Stage(agent, engine, gateway), ended, account)
+
+
+async def visit(row: Row, folder: Path, opened: Opened) -> Ended:
+    """Let the row's client do the task."""
+    home, work = folder / "home", folder / "work"
+    home.mkdir()
+    write_files(work)
+    command = row.client.start(
+        Visit(home, work, opened.base_url, opened.api_key, row.dialect, row.mode == STREAM)
+    )
+    return await run(command, work)
+
+
+async def run(command: Command, work: Path) -> Ended:
+    """The command's end; it is killed when it takes too long."""
+    process = await asyncio.create_subprocess_exec(
+        *command.argv,
+        cwd=work,
+        env=command.env,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(CLIENT_S):
+            said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode is not None
+    return Ended(process.returncode, said.decode(errors="replace"))
+
+
+def judge(row: Row, stage: Stage, ended: Ended, account: dict[str, Any]) -> Ran:
+    """What it came to; AssertionError where it is not exact, or not what the client must see."""
+    assert ended.code == 0, f"exit {ended.code}: {ended.output[-2000:]}"
+    if row.client.reports:
+        told = json.loads(ended.output.splitlines()[-1])
+        wanted = [["bash", json.loads(bash(command).arguments)] for command in COMMANDS]
+        assert told["final"] == ANSWER, told["final"]
+        assert told["calls"] == wanted, told["calls"]
+        if row.client.sees_reasoning:
+            assert [*filter(None, told["reasoning"])] == [*filter(None, REASONINGS)]
+    else:
+        assert ANSWER in ended.output, ended.output[-2000:]
+    calls = calls_of(stage.engine, stage.agent)
+    found = faults(calls, account["samples"], stage.agent)
+    assert not found, "; ".join(found)
+    forks = Counter(fork["cause"] for fork in account["forks"])
+    num_extended = num_extending(calls)
+    assert len(calls) == 3 + row.client.num_asides, f"{len(calls)} calls"
+    assert num_extended == 2, f"{num_extended} of the task's last two calls extend the one before"
+    assert forks.total() == row.client.num_asides, f"forks: {dict(forks)}"
+    return Ran(row, len(calls), num_extended, forks, account["healed"])
