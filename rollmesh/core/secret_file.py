@@ -1,0 +1,45 @@
+"""Secrets that stand in files: one line each, readable by their owner alone.
+
+Invariant: a file that others can read is refused, and one that we make is 0600 from its first
+byte. Driven by the gateway's command.
+"""
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from rollmesh.core.errors import ConfigError
+
+SECRET_BYTES = 32
+
+
+def read_secret(path: Path) -> str:
+    """The secret; ConfigError in one line where there is none that only its owner can read."""
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text().strip()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file; it should hold one line") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {str(error.strerror).lower()}; name another file") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"{path}: others can read it; chmod 600 {path}")
+    if not text.isascii() or not text.isprintable() or not text or " " in text:
+        raise ConfigError(f"{path}: it should hold one line of letters and digits, the secret")
+    return text
+
+
+def read_or_make_secret(path: Path) -> str:
+    """The secret in `path`, which is made, random and 0600, if there is no such file."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return read_secret(path)
+    except OSError as error:
+        why = str(error.strerror).lower()
+        raise ConfigError(f"{path}: cannot make it: {why}; name another file") from None
+    secret = secrets.token_urlsafe(SECRET_BYTES)
+    with open(file, "w") as opened:
+        opened.write(secret + "\n")
+    return secret

@@ -1,0 +1,50 @@
+"""Secrets in files: made for their owner alone, refused where others can read them."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.errors import ConfigError
+from rollmesh.core.secret_file import read_or_make_secret, read_secret
+
+
+def test_a_missing_file_is_made_random_and_for_its_owner_alone(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    secret = read_or_make_secret(one)
+    assert stat.S_IMODE(one.stat().st_mode) == 0o600
+    assert len(secret) >= 43
+    assert read_or_make_secret(one) == read_secret(one) == secret
+    assert read_or_make_secret(two) != secret
+
+
+@pytest.mark.parametrize(
+    ("raw", "mode", "told"),
+    [
+        (b"secret\n", 0o640, "others can read it; chmod 600"),
+        (b"secret\n", 0o604, "others can read it; chmod 600"),
+        (b"\n", 0o600, "it should hold one line"),
+        (b"two words\n", 0o600, "it should hold one line"),
+        (b"a\nb\n", 0o600, "it should hold one line"),
+        (b"\xff\xfe", 0o600, "not a text file"),
+    ],
+)
+def test_a_file_that_is_no_good_secret_is_refused_in_one_line(
+    tmp_path: Path, raw: bytes, mode: int, told: str
+) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(raw)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=told) as raised:
+        read_or_make_secret(path)
+    assert str(raised.value).startswith(f"{path}: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_place_where_none_can_be_made_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot make it: no such file or directory"):
+        read_or_make_secret(tmp_path / "nowhere" / "token")
+    with pytest.raises(ConfigError, match="no such file or directory"):
+        read_secret(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is a directory"):
+        read_or_make_secret(tmp_path)
