@@ -1,14 +1,15 @@
 """Text to token ids and back, over a model folder's tokenizer.json, without transformers.
 
 Owns the folder's vocabulary as a table of bytes per id, so that a decoded stream is cut at whole
-characters and decoding costs a join. Invariant: `decode` gives what the library tokenizers gives
-with special tokens shown, and the pieces of a Detokenizer join to `decode` of all its ids.
-Satisfies the Tokenizer protocol of the library renderers. Driven by prompts.py and deltas.py.
+characters and decoding costs a join. Invariants: ids are those of the library tokenizers, whoever
+encodes (encoder.py); `decode` gives what it gives with special tokens shown, and the pieces of a
+Detokenizer join to `decode` of all its ids. Satisfies the Tokenizer protocol of the library
+renderers. Driven by prompts.py and marked.py.
 """
 
 import codecs
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from rollmesh.core.errors import ModelError
+from rollmesh.runtime.encoder import MAX_CHARS, fast_encoder
 
 _SHORT_CHARS = 48
 """Texts up to this length are encoded once: role tags and separators come back in every turn."""
@@ -34,7 +36,12 @@ class Tokenizer:
         self.vocab_size: int = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
         """Ids are below this; a model may sample one that has no text."""
         self._backend = backend
-        self._pieces = _byte_pieces(backend)
+        spec = orjson.loads(backend.to_str())
+        self._pieces = _byte_pieces(backend, spec)
+        fast = fast_encoder(backend, spec, self._pieces) if self._pieces else None
+        self.is_fast = fast is not None
+        """Whether text is encoded by tiktoken; else by the library tokenizers."""
+        self._encode_fast = fast.encode if fast else self._encode_slow
         self._encode_short = functools.lru_cache(maxsize=1024)(self._encode_anew)
         self._token_to_id = functools.lru_cache(maxsize=256)(backend.token_to_id)
 
@@ -43,15 +50,14 @@ class Tokenizer:
         assert not add_special_tokens, "a chat template writes its special tokens itself"
         if len(text) <= _SHORT_CHARS:
             return list(self._encode_short(text))
-        return list(self._encode_anew(text))
+        return self._encode_anew(text)
 
     def decode(self, token_ids: int | Sequence[int], **_: Any) -> str:
         """The text of `token_ids`, special tokens included; bytes that are no text are U+FFFD."""
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         if self._pieces is None:
             return self._backend.decode(list(ids), skip_special_tokens=False)
-        pieces = self._pieces
-        return b"".join([pieces[i] for i in ids if i < len(pieces)]).decode("utf-8", "replace")
+        return _join(self._pieces, ids).decode("utf-8", "replace")
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
         """The id of a token's text, or None; for a list, a list."""
@@ -63,7 +69,10 @@ class Tokenizer:
         """A decoder for one generation's ids as they come."""
         return Detokenizer(self._backend, self._pieces)
 
-    def _encode_anew(self, text: str) -> Sequence[int]:
+    def _encode_anew(self, text: str) -> list[int]:
+        return self._encode_fast(text) if len(text) <= MAX_CHARS else self._encode_slow(text)
+
+    def _encode_slow(self, text: str) -> list[int]:
         # The batch call without offsets is faster than `encode`, also for one text.
         encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return encoded[0].ids
@@ -78,13 +87,12 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stream = DecodeStream(skip_special_tokens=False) if pieces is None else None
 
-    def feed(self, token_ids: Iterable[int]) -> str:
+    def feed(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids` complete; bytes of an unfinished character wait."""
         if self._stream is not None:
             step = self._stream.step
             return "".join([step(self._backend, i) or "" for i in token_ids])
-        pieces = self._pieces or []
-        return self._utf8.decode(b"".join([pieces[i] for i in token_ids if i < len(pieces)]))
+        return self._utf8.decode(_join(self._pieces or [], token_ids))
 
     def end(self) -> str:
         """What was held back, as U+FFFD."""
@@ -112,12 +120,20 @@ def _model_vocab_size(folder: Path) -> int:
         return 0
 
 
-def _byte_pieces(backend: tokenizers.Tokenizer) -> list[bytes] | None:
+def _join(pieces: list[bytes], token_ids: Sequence[int]) -> bytes:
+    """The bytes of `token_ids`; ids without a text, which a model may sample, have none."""
+    try:
+        return b"".join([pieces[i] for i in token_ids])
+    except IndexError:
+        return b"".join([pieces[i] for i in token_ids if i < len(pieces)])
+
+
+def _byte_pieces(backend: tokenizers.Tokenizer, spec: dict[str, Any]) -> list[bytes] | None:
     """The bytes of each id of a byte-level BPE vocabulary; None for other kinds of tokenizers.
 
     The mapping of bytes to printable characters is GPT-2's `bytes_to_unicode`.
     """
-    decoder = orjson.loads(backend.to_str()).get("decoder") or {}
+    decoder = spec.get("decoder") or {}
     if decoder.get("type") != "ByteLevel":
         return None
     byte_of = _byte_level_alphabet()

@@ -7,7 +7,7 @@ import pytest
 from rollmesh.runtime.families import Family, choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
-from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.testing.model_folder import write_large_folder, write_model_folder
 
 TEXTS = ["system user assistant guess a number higher lower correct I guess hello world"] * 4
 
@@ -15,6 +15,11 @@ TEXTS = ["system user assistant guess a number higher lower correct I guess hell
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_folder(tmp_path_factory.mktemp("model"), TEXTS)
+
+
+@pytest.fixture(scope="session")
+def large_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_large_folder(tmp_path_factory.mktemp("large"))
 
 
 @pytest.fixture(scope="session")
