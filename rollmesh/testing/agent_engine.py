@@ -83,16 +83,18 @@ class ScriptedAgent:
     def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
         self._tokenizer = tokenizer
         self._script = script
-        self._start, self._end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+        self._start: int = tokenizer.convert_tokens_to_ids("<|im_start|>")
+        self._end: int = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self._opening = [self._start, *tokenizer.encode("assistant\n")]
         self._kept: dict[tuple[int, ...], list[int]] = {}
 
     def next_token(self, policy_version: int, context: Sequence[int]) -> int:
         """The token after `context`, the same for every policy version; without a chat, an end."""
         del policy_version
-        if self._start not in context:
+        backwards = range(len(context) - 1, -1, -1)
+        opened = next((n for n in backwards if context[n] == self._start), None)
+        if opened is None:
             return self._end
-        opened = len(context) - 1 - list(reversed(context)).index(self._start)
         answer = self._answer(tuple(context[:opened]))
         said = list(context[opened + len(self._opening) :])
         return answer[_place_behind(said, answer)]

@@ -12,7 +12,7 @@ from rollmesh.testing.engine import ScriptedEngine, logprob_of
 
 
 class Call(NamedTuple):
-    """One `/generate`."""
+    """One turn as the engine saw it."""
 
     prompt: list[int]
     answer: list[int]
@@ -23,8 +23,11 @@ class Call(NamedTuple):
 
 
 def calls_of(engine: ScriptedEngine, agent: ScriptedAgent) -> list[Call]:
-    """What the engine was asked, in order, and what its model says to that."""
-    calls = []
+    """What the engine was asked, in order, and what its model says to that.
+
+    A turn that was cut and resumed is one call: the rest of it ends as the whole would have.
+    """
+    calls: dict[tuple[int, ...], Call] = {}
     for request in engine.seen:
         if request.path != "/generate":
             continue
@@ -36,8 +39,8 @@ def calls_of(engine: ScriptedEngine, agent: ScriptedAgent) -> list[Call]:
             answer.append(agent.next_token(0, prompt + answer))
             if answer[-1] in sampling["stop_token_ids"]:
                 break
-        calls.append(Call(prompt, answer))
-    return calls
+        calls.setdefault((*prompt, *answer), Call(prompt, answer))
+    return list(calls.values())
 
 
 def num_extending(calls: Sequence[Call]) -> int:

@@ -84,12 +84,12 @@ def pi(visit: Visit) -> Command:
     return Command(argv, environment(visit, PI_OFFLINE="1"))
 
 
-def codex(visit: Visit) -> Command:
-    """Responses only, streamed."""
+def codex(visit: Visit, idle_ms: int = 60_000) -> Command:
+    """Responses only, streamed; after `idle_ms` without an event it resends, up to five times."""
     config = (
         'model = "policy"\nmodel_provider = "gateway"\n[model_providers.gateway]\n'
         f'name = "gateway"\nbase_url = "{visit.base_url}"\nenv_key = "GATEWAY_KEY"\n'
-        'wire_api = "responses"\n'
+        f'wire_api = "responses"\nstream_idle_timeout_ms = {idle_ms}\n'
     )
     folder = visit.home / ".codex"
     folder.mkdir(parents=True)

@@ -1,13 +1,15 @@
 """One client's task from its start to its account: engine, gateway, session, client, judgement."""
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollmesh.runtime.tokenizer import load_tokenizer
-from rollmesh.testing.agent_engine import ScriptedAgent
+from rollmesh.testing.agent_engine import Script, ScriptedAgent
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
 from tests.clients.exactness import calls_of, faults, num_extending
@@ -41,18 +43,26 @@ def model_folder(folder: Path) -> Path:
     return write_model_folder(folder, [ANSWER, *COMMANDS, *REASONINGS] * 9)
 
 
-async def perform(row: Row, folder: Path) -> Ran:
-    """Run the row's task in `folder`; AssertionError says in a line what is not as it must be."""
-    model = model_folder(folder / "model")
-    agent = ScriptedAgent(load_tokenizer(model), task(row.client.use, row.client.ending))
+@contextlib.asynccontextmanager
+async def open_stage(folder: Path, script: Script, *options: str) -> AsyncIterator[Stage]:
+    """A stage whose model follows `script`; `options` go to the gateway."""
+    model = model_folder(folder)
+    agent = ScriptedAgent(load_tokenizer(model), script)
     async with (
         ScriptedEngine(agent.next_token) as engine,
-        Gateway(model, engine.url) as gateway,
+        Gateway(model, engine.url, options=options) as gateway,
     ):
-        opened = await gateway.open(metadata={"client": row.id})
+        yield Stage(agent, engine, gateway)
+
+
+async def perform(row: Row, folder: Path) -> Ran:
+    """Run the row's task in `folder`; AssertionError says in a line what is not as it must be."""
+    script = task(row.client.use, row.client.ending)
+    async with open_stage(folder / "model", script) as stage:
+        opened = await stage.gateway.open(metadata={"client": row.id})
         ended = await visit(row, folder, opened)
-        account = await gateway.finish(opened)
-        return judge(row, Stage(agent, engine, gateway), ended, account)
+        account = await stage.gateway.finish(opened)
+        return judge(row, stage, ended, account)
 
 
 async def visit(row: Row, folder: Path, opened: Opened) -> Ended:
