@@ -18,6 +18,7 @@ import numpy.typing as npt
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import Branch, GroupRecord, NodeRow, Outcome, RolloutRecord
+from rollmesh.runtime.samples import Claim, claims_of, reasons_of, temperature_of
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
@@ -131,18 +132,9 @@ class _Paths:
             token_at += node.num_tokens
             logprob_at += node.num_tokens if node.sampled else 0
 
-    def to_root(self, row: int) -> list[int]:
-        """The rows from the root down to `row`."""
-        path = []
-        while row >= 0:
-            path.append(row)
-            row = self.nodes[row].parent
-        return path[::-1]
-
-    def sample(
-        self, path: list[int], trained: set[int], rollout_id: RolloutId, shares: tuple[float, float]
-    ) -> Sample:
-        """The sample of `path` whose rows in `trained` train; `shares` is (reward, weight)."""
+    def sample(self, claim: Claim, rollout_id: RolloutId, shares: tuple[float, float]) -> Sample:
+        """The sample of a claim; `shares` is (reward, weight)."""
+        path = claim.path
         length = sum(self.nodes[row].num_tokens for row in path)
         token_ids = np.empty(length, np.int32)
         logprobs = np.zeros(length, np.float32)
@@ -153,7 +145,7 @@ class _Paths:
             node, token_start = self.nodes[row], self.token_starts[row]
             end = at + node.num_tokens
             token_ids[at:end] = self.token_ids[token_start : token_start + node.num_tokens]
-            if row in trained:
+            if row in claim.trained:
                 logprob_start = self.logprob_starts[row]
                 logprobs[at:end] = self.logprobs[logprob_start : logprob_start + node.num_tokens]
                 loss_mask[at:end] = True
@@ -169,7 +161,7 @@ class _Paths:
             policy_versions=policy_versions,
             reward=shares[0],
             weight=shares[1],
-            temperature=_temperature(last),
+            temperature=temperature_of(last),
         )
 
 
@@ -188,63 +180,22 @@ def _cut_rollout(
     result.unused.extend(
         Unused(rollout_id, num_tokens, reason) for reason, num_tokens in unused.items()
     )
-    claims = _claims(paths, [not reason for reason in reasons])
-    num_trained = sum(rollout.nodes[row].num_tokens for _, rows in claims for row in rows)
-    for path, trained in claims:
-        share = sum(rollout.nodes[row].num_tokens for row in trained) / num_trained
+    claims = claims_of(rollout.nodes, [not reason for reason in reasons])
+    num_trained = sum(rollout.nodes[row].num_tokens for each in claims for row in each.trained)
+    for claim in claims:
+        share = sum(rollout.nodes[row].num_tokens for row in claim.trained) / num_trained
         assert rollout.reward is not None
-        result.samples.append(paths.sample(path, trained, rollout_id, (rollout.reward, share)))
-
-
-def _claims(paths: _Paths, trains: list[bool]) -> list[tuple[list[int], set[int]]]:
-    """(path, rows that train on it) of each sample, by creation of its last node.
-
-    Children stand after their parents, so that going backwards every last node comes before what
-    it stands on; each claims what nobody below claimed. A row sampled at another temperature ends
-    a sample of its own.
-    """
-    claimed = [False] * len(trains)
-    claims = []
-    for last in range(len(trains) - 1, -1, -1):
-        if not trains[last] or claimed[last]:
-            continue
-        path = paths.to_root(last)
-        temperature = _temperature(paths.nodes[last])
-        trained = {
-            row
-            for row in path
-            if trains[row] and not claimed[row] and _temperature(paths.nodes[row]) == temperature
-        }
-        for row in trained:
-            claimed[row] = True
-        claims.append((path, trained))
-    return claims[::-1]
+        result.samples.append(paths.sample(claim, rollout_id, (rollout.reward, share)))
 
 
 def _reasons(rollout: RolloutRecord, branches: Collection[Branch]) -> list[str]:
     """Why each row does not train; '' for those that do."""
-    with_children = {node.parent for node in rollout.nodes}
     whole = ""
     if rollout.outcome not in TRAINED_OUTCOMES:
         whole = f"outcome: {rollout.outcome}"
     elif rollout.reward is None:
         whole = "no reward"
-    return [
-        whole or _node_reason(node, row in with_children, branches)
-        for row, node in enumerate(rollout.nodes)
-    ]
-
-
-def _node_reason(node: NodeRow, has_children: bool, branches: Collection[Branch]) -> str:
-    if not node.sampled or not node.num_tokens:
-        return "context"
-    if node.finish_reason == "void":
-        return "void"
-    if node.superseded and not has_children:
-        return "superseded"
-    if node.branch not in branches:
-        return f"branch: {node.branch}"
-    return ""
+    return [whole or reason for reason in reasons_of(rollout.nodes, branches)]
 
 
 def _versions(node: NodeRow) -> Int32s:
@@ -253,7 +204,3 @@ def _versions(node: NodeRow) -> Int32s:
         np.array([run.policy_version for run in runs], np.int32),
         [run.num_tokens for run in runs],
     )
-
-
-def _temperature(node: NodeRow) -> float:
-    return node.params.temperature if node.params else 1.0
