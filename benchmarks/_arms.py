@@ -1,0 +1,178 @@
+"""The servers that the interception benchmark sets side by side, each a process on one core.
+
+    direct   no server: the load talks to the canned engine
+    bare     benchmarks/_bare.py
+    tokens, relay    `rollmesh gateway --capture ...`
+    rllm, verifiers, litellm    peers, where `make bench-peers` has installed them
+
+Invariant: servers share the first core and never run at the same time; engine and load share the
+second; a server's CPU is that of its process and what it started. Driven by interception.py.
+"""
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import psutil
+
+from benchmarks._load import Reply, Talk, carry
+from rollmesh.core.process import Ready
+
+NUM_CONNECTIONS = 32
+MB = 1e6
+
+
+class Door(NamedTuple):
+    """Where the calls of one session go."""
+
+    path: bytes
+    key: bytes
+    session_id: str = ""
+
+
+class _Opened(msgspec.Struct):
+    """What POST /admin/sessions answers."""
+
+    session_id: str
+    api_key: str
+
+
+_USABLE = sorted(os.sched_getaffinity(0))
+
+
+def cores() -> tuple[set[int], set[int]]:
+    """The core of the servers, and the one of load and engine; the same where there is one."""
+    return {_USABLE[0]}, {_USABLE[min(1, len(_USABLE) - 1)]}
+
+
+def pin_load() -> None:
+    """Put this process, the load, on its core."""
+    os.sched_setaffinity(0, cores()[1])
+
+
+class Child:
+    """A process that reports its address, as the rooms of rollmesh do."""
+
+    def __init__(self, argv: Sequence[str], core: set[int], env: dict[str, str] | None = None):
+        reading, writing = os.pipe()
+        self._process = subprocess.Popen(
+            [*argv, "--ready-fd", str(writing)],
+            pass_fds=[writing],
+            env=os.environ | (env or {}),
+            preexec_fn=lambda: os.sched_setaffinity(0, core),
+        )
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            line = pipe.readline()
+        if not line:
+            raise RuntimeError(f"{argv[1:3]} ended with code {self._process.wait()}")
+        self.ready = msgspec.json.decode(line, type=Ready)
+        self._usage = psutil.Process(self._process.pid)
+
+    @property
+    def port(self) -> int:
+        return int(self.ready.address.rpartition(":")[2])
+
+    def cpu_s(self) -> float:
+        """Of the process and its children; to the nanosecond, which psutil's ticks are not."""
+        pids = [p.pid for p in (self._usage, *self._usage.children(recursive=True))]
+        threads = [file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+        return sum(int(file.read_text().split()[0]) for file in threads) / 1e9
+
+    def rss_mb(self) -> float:
+        """Of the process itself."""
+        return float(self._usage.memory_info().rss) / MB
+
+    def end(self) -> None:
+        """Stop it."""
+        self._process.terminate()
+        self._process.wait()
+
+
+class Arm:
+    """A server that takes chat completions, without sessions."""
+
+    def __init__(self, name: str, child: Child, path: bytes = b"/v1/chat/completions") -> None:
+        self.name = name
+        self.child = child
+        self._path = path
+
+    @property
+    def port(self) -> int:
+        return self.child.port
+
+    async def open(self, num_sessions: int) -> list[Door]:
+        """So many sessions; here they all are one."""
+        return [Door(self._path, b"none")] * num_sessions
+
+    async def close(self, doors: Sequence[Door]) -> None:
+        """Forget the sessions."""
+        del doors
+
+
+class GatewayArm(Arm):
+    """Our own: sessions are opened and closed by its admin routes."""
+
+    def __init__(self, name: str, child: Child, admin_token: str) -> None:
+        super().__init__(name, child)
+        self._admin_port = int((child.ready.http_address or child.ready.address).rpartition(":")[2])
+        self._head = b"Host: bench\r\nAuthorization: Bearer %b\r\n" % admin_token.encode()
+
+    async def open(self, num_sessions: int) -> list[Door]:
+        opened: list[_Opened] = []
+        request = self._request(b"POST", b"", b'{"metadata":{}}')
+
+        def talk() -> Talk:
+            reply: Reply = yield request
+            opened.append(msgspec.json.decode(reply.body, type=_Opened))
+
+        await self._carry(talk() for _ in range(num_sessions))
+        return [Door(self._path, each.api_key.encode(), each.session_id) for each in opened]
+
+    async def close(self, doors: Sequence[Door]) -> None:
+        def talk(door: Door) -> Talk:
+            yield self._request(b"DELETE", b"/" + door.session_id.encode(), b"")
+
+        await self._carry(talk(door) for door in doors)
+
+    def _request(self, method: bytes, below: bytes, body: bytes) -> bytes:
+        line = b"%b /admin/sessions%b HTTP/1.1\r\n" % (method, below)
+        length = b"Content-Length: %d\r\n\r\n" % len(body)
+        return line + self._head + b"Content-Type: application/json\r\n" + length + body
+
+    async def _carry(self, talks: Iterable[Talk]) -> None:
+        await carry(self._admin_port, talks, NUM_CONNECTIONS)
+
+
+def start_engine(folder: Path) -> Child:
+    """The canned engine."""
+    argv = [sys.executable, "-m", "benchmarks._canned", "--folder", str(folder)]
+    return Child(argv, cores()[1])
+
+
+def start_bare(engine: Child) -> Arm:
+    """The floor."""
+    argv = [sys.executable, "-m", "benchmarks._bare", "--engine", engine.ready.address]
+    return Arm("bare", Child(argv, cores()[0]))
+
+
+def start_gateway(capture: str, engine: Child, model: Path, folder: Path) -> Arm:
+    """Ours, in one of its two modes; its admin token is kept in `folder`."""
+    token_file = folder / f"{capture}.token"
+    token_file.touch(0o600)
+    token_file.write_text(token := secrets.token_urlsafe(32))
+    argv = [sys.executable, "-m", "rollmesh.cli.main", "gateway", "--engine", engine.ready.address]
+    argv += ["--capture", capture, "--model-dir", str(model), "--host", "127.0.0.1", "--port", "0"]
+    child = Child([*argv, "--admin-token-file", str(token_file)], cores()[0])
+    return GatewayArm(capture, child, token)
+
+
+def start_peers(engine: Child, folder: Path) -> Iterator[Arm]:
+    """Those that are installed."""
+    del engine, folder
+    yield from ()
