@@ -9,6 +9,7 @@
       WireError            a frame that does not parse; counted and answered, never fatal
       EngineError          an engine refused, failed or vanished
         EngineUnavailable  no engine is READY, or it did not answer
+          EngineOverloaded its queue is full
         EngineRefused      the engine answered that this request is wrong
       SessionError         what the HTTP edge turns into a reply in the caller's dialect
       JournalError         a journal that cannot be written or is of another format
@@ -55,6 +56,10 @@ class EngineError(RollmeshError):
 
 class EngineUnavailable(EngineError):
     """No engine is READY, or the chosen one did not answer; worth a retry."""
+
+
+class EngineOverloaded(EngineUnavailable):
+    """The engine's queue is full; worth a retry elsewhere, or later."""
 
 
 class EngineRefused(EngineError):

@@ -6,12 +6,21 @@ tokenizer_manager.py (meta_info) and io_struct.py. Driven by client.py.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 import msgspec
 
-from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
+from rollmesh.core.errors import (
+    EngineError,
+    EngineOverloaded,
+    EngineRefused,
+    EngineUnavailable,
+)
 from rollmesh.core.types import VersionRun
+
+TopLogprobs = tuple[tuple[float, int], ...]
+"""(log-prob, token id) of the likeliest tokens at one place, likeliest first."""
 
 UNVERSIONED = -1
 """Weights whose version is no number, such as SGLang's `default`."""
@@ -33,6 +42,8 @@ class LegChunk(msgspec.Struct, frozen=True):
     finish: Finish | None = None
     policy_versions: tuple[VersionRun, ...] = ()
     """In the last chunk, where the engine tells: the versions of all of the leg's tokens."""
+    top_logprobs: Sequence[TopLogprobs] = ()
+    """One per token where they were asked for."""
 
 
 class _FinishReason(msgspec.Struct):
@@ -55,6 +66,7 @@ class _MetaInfo(msgspec.Struct):
     weight_versions: list[_Span] | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     input_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    output_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
 
 
 class _Error(msgspec.Struct):
@@ -67,6 +79,11 @@ class Answer(msgspec.Struct):
     output_ids: list[int] = []
     meta_info: _MetaInfo = msgspec.field(default_factory=_MetaInfo)
     error: _Error | None = None
+
+    @property
+    def num_before(self) -> int:
+        """Tokens of the leg that came before `output_ids`; 0 where the answer holds them all."""
+        return self.meta_info.completion_tokens - len(self.output_ids)
 
 
 class _ModelInfo(msgspec.Struct):
@@ -118,6 +135,19 @@ def is_refusal(status: int) -> bool:
     return 400 <= status < 500 and status not in (408, 425, 429)
 
 
+def is_overload(status: int) -> bool:
+    """Whether an HTTP status says that the engine's queue is full, as SGLang's 503 does."""
+    return status in (429, 503)
+
+
+def refusal_of(status: int, raw: bytes) -> EngineError:
+    """The error that an answer with `status`, which is not 200, stands for."""
+    told = f"HTTP {status}: {error_text(raw)}"
+    if is_overload(status):
+        return EngineOverloaded(told)
+    return EngineRefused(told) if is_refusal(status) else EngineUnavailable(told)
+
+
 def decode_answer(
     raw: bytes | bytearray | memoryview, told: type[EngineError] = EngineUnavailable
 ) -> Answer:
@@ -155,12 +185,19 @@ def chunk_of(answer: Answer, num_seen: int) -> LegChunk:
         policy_version=policy_version_of(meta.weight_version),
         finish=finish,
         policy_versions=_runs(meta) if finish else (),
+        top_logprobs=_top(meta.output_top_logprobs, num_new) if meta.output_top_logprobs else (),
     )
 
 
-def is_cumulative(answer: Answer, num_seen: int) -> bool:
-    """Whether this event repeats tokens that earlier ones told of."""
-    return num_seen > 0 and len(answer.output_ids) == answer.meta_info.completion_tokens
+def chunks_of(told: Sequence[Answer], num_seen: int) -> list[LegChunk]:
+    """What consecutive events of one leg bring, joined where the same weights sampled it."""
+    parts: list[LegChunk] = []
+    for answer in told:
+        parts.append(chunk_of(answer, num_seen))
+        num_seen += len(parts[-1].token_ids)
+    if len(parts) < 2:
+        return parts
+    return [_joined(list(run)) for _, run in groupby(parts, lambda part: part.policy_version)]
 
 
 def scores_of(answer: Answer) -> list[float]:
@@ -225,9 +262,31 @@ def _finish(reason: _FinishReason) -> Finish:
         return Finish("stop", matched)
     if reason.type == "length":
         return Finish("length")
-    if reason.status_code is not None and is_refusal(reason.status_code):
-        raise EngineRefused(reason.message)
+    if reason.status_code is not None:
+        if is_refusal(reason.status_code):
+            raise EngineRefused(reason.message)
+        if is_overload(reason.status_code):
+            raise EngineOverloaded(reason.message)
     return Finish("abort")
+
+
+def _joined(parts: list[LegChunk]) -> LegChunk:
+    last = parts[-1]
+    return LegChunk(
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=[logprob for part in parts for logprob in part.logprobs],
+        policy_version=last.policy_version,
+        finish=last.finish,
+        policy_versions=last.policy_versions,
+        top_logprobs=[place for part in parts for place in part.top_logprobs],
+    )
+
+
+def _top(told: list[list[tuple[float, int, str | None]] | None], num_new: int) -> list[TopLogprobs]:
+    new = told[len(told) - num_new :]
+    if len(new) != num_new:
+        raise EngineUnavailable(f"told of {len(new)} places' likeliest tokens, not of {num_new}")
+    return [tuple((entry[0], entry[1]) for entry in place or ()) for place in new]
 
 
 def _runs(meta: _MetaInfo) -> tuple[VersionRun, ...]:

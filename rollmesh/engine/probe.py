@@ -8,11 +8,10 @@ import asyncio
 import hashlib
 from typing import Any
 
-import aiohttp
-
-from rollmesh.core.errors import EngineError
+from rollmesh.core.errors import AddressError, EngineError
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, ProbeEngine
+from rollmesh.engine.http import HttpClient
 
 PROBE_TIMEOUT_S = 3.0
 """Shorter than the fleet's own patience, so that a failure comes with its reason."""
@@ -21,18 +20,16 @@ _IDENTITY_KEYS = ("incarnation", "random_seed", "pid", "start_time")
 """Parts of /server_info that differ between two lives of a server; SGLang draws a random_seed."""
 
 
-async def probe_engine(
-    ask: ProbeEngine | ContinueEngine, session: aiohttp.ClientSession
-) -> EngineProbed:
+async def probe_engine(ask: ProbeEngine | ContinueEngine, http: HttpClient) -> EngineProbed:
     """Resume the engine first where it was asked for; then read its weights, life and load."""
-    client = EngineClient(ask.url, session)
     try:
+        client = EngineClient(ask.url, http)
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             if isinstance(ask, ContinueEngine):
                 await client.resume()
             model, server = await client.model_info(), await client.server_info()
             load = await client.loads()
-    except (EngineError, TimeoutError) as error:
+    except (AddressError, EngineError, TimeoutError) as error:
         detail = str(error) or f"no answer within {PROBE_TIMEOUT_S:g} s"
         return EngineProbed(url=ask.url, serial=ask.serial, ok=False, detail=detail)
     return EngineProbed(

@@ -2,9 +2,7 @@
 
     RUNNING --last reader leaves--> PARKED --a reader joins--> RUNNING
     RUNNING | PARKED --stop, length--> COMMITTED
-    RUNNING | PARKED --sealed, refused, no engine in time, retry window over--> VOID
-
-    of the current leg: none --StartLeg--> OPEN --AbortLeg--> ABORTING --stream ends--> none
+    RUNNING | PARKED --sealed, refused, no engine or no room in time, retry window over--> VOID
 
 Invariants: no token is lost or doubled over legs; a leg resumes from the exact tokens so far; an
 abort that nobody asked for is resumed and never becomes `length`; tokens of weights older than the
@@ -18,10 +16,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
-from rollmesh.core.types import SamplingParams
+from rollmesh.core.errors import (
+    EngineError,
+    EngineOverloaded,
+    EngineRefused,
+    EngineUnavailable,
+)
 from rollmesh.runtime.generation_events import (
     AbortLeg,
+    AvoidEngine,
     ChooseEngine,
     DropLeg,
     EngineChosen,
@@ -38,11 +41,11 @@ from rollmesh.runtime.generation_events import (
     StopMatcher,
     WakeReaders,
 )
+from rollmesh.runtime.leg import Leg, LegPhase, is_resumable
 from rollmesh.runtime.sampled import SampledTokens
 from rollmesh.wire.machine import Ticked
 
-SLOWEST_TOKEN_S = 0.1
-"""A plain leg shows no sign of life before its end, so it is given this much more per token."""
+_CANNOT_RESUME = "its engine was cut off; a turn with penalties or a grammar cannot be resumed"
 
 
 class GenerationState(enum.StrEnum):
@@ -54,44 +57,23 @@ class GenerationState(enum.StrEnum):
     VOID = "void"
 
 
-class LegPhase(enum.Enum):
-    """See the module's drawing."""
-
-    OPEN = "open"
-    ABORTING = "aborting"
-
-
 class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How patient a generation is; all in time that is not paused by an update."""
 
     retry_window_s: float = 30.0
     engine_wait_s: float = 120.0
     answer_timeout_s: float = 60.0
-    abort_repeat_s: float = 0.25
+    abort_repeat_s: float = 0.04
+    """Wait after a first abort; grows from there."""
     abort_timeout_s: float = 5.0
     """A leg that does not end by then is dropped with the tokens that it did not show."""
     max_fruitless_legs: int = 16
     """So many legs in a row without a token, and the engines are given up."""
+    max_full_queues: int = 8
+    """So many legs in a row that meet a full queue, and the caller is told to come back later."""
     backoff_s: float = 0.05
     """Wait after a second fruitless leg in a row; doubles from there."""
     max_backoff_s: float = 1.0
-
-
-class _Leg:
-    """The current leg."""
-
-    def __init__(self, start: StartLeg, incarnation: str, offset: int, now_s: float) -> None:
-        self.number = start.leg
-        self.rid = start.rid
-        self.url = start.url
-        self.incarnation = incarnation
-        self.offset = offset
-        self.phase = LegPhase.OPEN
-        self.sign_s = now_s
-        """Last sign of life."""
-        self.patience_s = 0.0
-        self.aborted_s = 0.0
-        self.repeated_s = 0.0
 
 
 Event = (
@@ -105,7 +87,7 @@ Event = (
     | LegFailed
     | Ticked
 )
-Action = ChooseEngine | StartLeg | AbortLeg | DropLeg | ReportFault | WakeReaders
+Action = ChooseEngine | StartLeg | AbortLeg | DropLeg | ReportFault | AvoidEngine | WakeReaders
 
 
 class GenerationMachine:
@@ -135,10 +117,11 @@ class GenerationMachine:
         self._rid = rid
         self._new_matcher = new_matcher if request.params.stop else None
         self._matcher = self._new_matcher() if self._new_matcher else None
-        self._leg: _Leg | None = None
+        self._leg: Leg | None = None
         self.min_policy_version = request.min_policy_version
         """The newest that the session has seen."""
         self._num_fruitless = 0
+        self._num_full_queues = 0
         self._is_paused = False
         self._seen_s = now_s
         self._clock_s = 0.0
@@ -224,10 +207,7 @@ class GenerationMachine:
             extra_key=str(chosen.policy_version),
             stream=self.request.stream or bool(params.stop),
         )
-        self._leg = _Leg(start, chosen.incarnation, len(self.sampled), self._clock_s)
-        self._leg.patience_s = self._settings.answer_timeout_s
-        if not start.stream:
-            self._leg.patience_s += SLOWEST_TOKEN_S * start.max_new_tokens
+        self._leg = Leg(start, chosen.incarnation, len(self.sampled), self._clock_s)
         self.num_legs += 1
         return [start]
 
@@ -243,6 +223,7 @@ class GenerationMachine:
         if event.token_ids and event.policy_version < self.min_policy_version:
             return self._on_older_weights(leg, event.policy_version)
         self._append(event, leg.offset)
+        self._num_full_queues = 0
         woken: list[Action] = [WakeReaders()] if event.token_ids else []
         hit = self._matcher.push(event.token_ids) if self._matcher else None
         if hit:
@@ -256,33 +237,43 @@ class GenerationMachine:
 
     def _append(self, event: LegSampled, offset: int) -> None:
         room = self.request.params.max_tokens - len(self.sampled)
-        self.sampled.append(event.token_ids[:room], event.logprobs[:room], event.policy_version)
+        self.sampled.append(
+            event.token_ids[:room],
+            event.logprobs[:room],
+            event.policy_version,
+            event.top_logprobs[:room],
+        )
         if event.policy_versions:
             # The engine's own account of the leg is exact where weights changed under it.
             self.sampled.restate(offset, event.policy_versions)
         for run in self.sampled.policy_versions[-1:]:
             self.min_policy_version = max(self.min_policy_version, run.policy_version)
 
-    def _on_older_weights(self, leg: _Leg, policy_version: int) -> list[Action]:
+    def _on_older_weights(self, leg: Leg, policy_version: int) -> list[Action]:
         detail = f"serves version {policy_version}, the session saw {self.min_policy_version}"
         self._leg = None
         report = ReportFault(leg.url, leg.incarnation, detail)
-        return [
-            AbortLeg(leg.number, leg.rid, leg.url),
-            DropLeg(leg.number),
-            report,
-            *self._on_cut(False),
-        ]
+        stop: list[Action] = [leg.abort(self._clock_s), DropLeg(leg.number)]
+        return [*stop, report, *self._on_cut(False)]
 
     def _on_failed(self, failed: LegFailed) -> list[Action]:
         leg = self._leg
         if leg is None or failed.leg != leg.number:
             return []
         self._leg = None
-        if failed.is_refused:
+        if failed.kind == "refused":
             return [] if self._is_ended else self._void(EngineRefused(failed.detail))
+        if failed.kind == "overloaded":
+            return [AvoidEngine(leg.url), *self._on_full_queue(failed.detail)]
+        self._num_full_queues = 0
         report = ReportFault(leg.url, leg.incarnation, failed.detail)
         return [report, *self._on_cut(len(self.sampled) > leg.offset)]
+
+    def _on_full_queue(self, detail: str) -> list[Action]:
+        self._num_full_queues += 1
+        if not self._is_ended and self._num_full_queues > self._settings.max_full_queues:
+            return self._void(EngineOverloaded(detail))
+        return self._on_cut(False)
 
     def _on_lost(self, lost: EngineLost) -> list[Action]:
         leg = self._leg
@@ -316,18 +307,19 @@ class GenerationMachine:
             return self._commit("stop", token_ids[-1])
         if len(self.sampled) >= params.max_tokens:
             return self._commit("length", None)
-        if self.state is GenerationState.PARKED:
-            return []
+        is_parked = self.state is GenerationState.PARKED
         if token_ids and not is_resumable(params):
-            if self.request.stream:
-                return self._void(EngineUnavailable("cut; a turn with penalties cannot resume"))
+            if self.request.stream and not is_parked:
+                return self._void(EngineUnavailable(_CANNOT_RESUME))
             self._restart()
+        if is_parked:
+            return []
         if self._clock_s < self._not_before_s:
             return []
         return [ChooseEngine(self.min_policy_version)]
 
     def _restart(self) -> None:
-        """Nobody has seen the tokens, and a resumed leg would not penalise them: sample anew."""
+        """No reader that is left saw the tokens, and no leg can go on from them: sample anew."""
         self.sampled.truncate(0)
         self._matcher = self._new_matcher() if self._new_matcher else None
 
@@ -352,9 +344,7 @@ class GenerationMachine:
         leg = self._leg
         if leg is None or leg.phase is LegPhase.ABORTING:
             return []
-        leg.phase = LegPhase.ABORTING
-        leg.aborted_s = leg.repeated_s = self._clock_s
-        return [AbortLeg(leg.number, leg.rid, leg.url)]
+        return [leg.abort(self._clock_s)]
 
     # time
 
@@ -372,28 +362,17 @@ class GenerationMachine:
             actions += self._void(EngineError("nobody came back for it"))
         return actions
 
-    def _tend_leg(self, leg: _Leg) -> list[Action]:
+    def _tend_leg(self, leg: Leg) -> list[Action]:
+        now_s, settings = self._clock_s, self._settings
         if leg.phase is LegPhase.OPEN:
-            if self._clock_s - leg.sign_s < leg.patience_s:
+            if not leg.is_silent(now_s, settings.answer_timeout_s):
                 return []
             self._leg = None
             report = ReportFault(leg.url, leg.incarnation, "a request shows no sign of life")
-            stop: list[Action] = [AbortLeg(leg.number, leg.rid, leg.url), DropLeg(leg.number)]
+            stop: list[Action] = [leg.abort(now_s), DropLeg(leg.number)]
             return [*stop, report, *self._on_cut(len(self.sampled) > leg.offset)]
-        if self._clock_s - leg.aborted_s >= self._settings.abort_timeout_s:
+        if leg.is_deaf(now_s, settings.abort_timeout_s):
             self._leg = None
             return [DropLeg(leg.number), *self._on_cut(len(self.sampled) > leg.offset)]
-        if self._clock_s - leg.repeated_s >= self._settings.abort_repeat_s:
-            leg.repeated_s = self._clock_s
-            return [AbortLeg(leg.number, leg.rid, leg.url)]
-        return []
-
-
-def is_resumable(params: SamplingParams) -> bool:
-    """Whether a leg that begins with sampled tokens as its prompt samples on as if uncut.
-
-    Engines count penalties over a request's own output only (SGLang, penaltylib), which a resumed
-    leg has none of.
-    """
-    no_additive = params.frequency_penalty == 0.0 and params.presence_penalty == 0.0
-    return no_additive and params.repetition_penalty == 1.0
+        repeats = leg.wants_repeat(now_s, settings.abort_repeat_s)
+        return [leg.abort(now_s)] if repeats else []

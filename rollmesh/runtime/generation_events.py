@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from rollmesh.core.types import SamplingParams, VersionRun
+from rollmesh.engine.answers import TopLogprobs
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,11 +23,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Legs of one session stay with one engine while it serves."""
     prompt_ids: Sequence[int]
     """Exact tokens; the caller changes them no more."""
+    prompt_json: bytes = b""
+    """`1,2,3`: the same ids as JSON, checked; then legs send this and never look at the ids."""
     params: SamplingParams
     min_policy_version: int = -1
     """Newest version that the session has seen; older weights never continue it."""
     stream: bool = False
     """Readers want tokens as they come; else one plain call, which costs both sides far less."""
+    num_top_logprobs: int = 0
+    """So many likeliest tokens are kept for each place."""
+    images: tuple[str, ...] = ()
+    """`data:` or http(s) addresses, in the order of their placeholders in the prompt."""
 
 
 class StopHit(msgspec.Struct, frozen=True):
@@ -100,6 +107,13 @@ class LegSampled(msgspec.Struct, frozen=True):
     finish: LegFinish | None = None
     policy_versions: tuple[VersionRun, ...] = ()
     """With `finish`, where the engine knows: the versions of all of the leg's tokens."""
+    top_logprobs: Sequence[TopLogprobs] = ()
+    """One per token where they were asked for."""
+
+
+LegFailure = Literal["fault", "refused", "overloaded"]
+"""`refused`: the engine says that the request is wrong, and another try would fail alike;
+`overloaded`: its queue is full, which is no fault of its."""
 
 
 class LegFailed(msgspec.Struct, frozen=True):
@@ -107,8 +121,7 @@ class LegFailed(msgspec.Struct, frozen=True):
 
     leg: int
     detail: str
-    is_refused: bool = False
-    """The engine says that the request is wrong: another try would fail alike."""
+    kind: LegFailure = "fault"
 
 
 # actions
@@ -152,6 +165,12 @@ class ReportFault(msgspec.Struct, frozen=True):
     url: str
     incarnation: str
     detail: str
+
+
+class AvoidEngine(msgspec.Struct, frozen=True):
+    """This engine should not be chosen for a moment: its queue is full."""
+
+    url: str
 
 
 class WakeReaders(msgspec.Struct, frozen=True):

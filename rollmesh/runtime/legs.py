@@ -1,9 +1,10 @@
 """The shell of generations: carries their legs to engines and wakes their readers.
 
-Owns every task and timer that a generation needs; `close` ends them all. Invariants: a generation
-is kept exactly until it is at an end and its leg's stream has ended; a leg counts in the fleet view
-for as long as its connection is open; whatever happens to a leg becomes an event of its machine.
-Driven by sessions (start, join, wait, leave, seal) and by the fleet view's changes.
+Owns every call, timer and task that a generation needs; `close` ends them all. A leg is no task:
+what the engine client tells of it goes straight into the generation's machine. Invariants: a
+generation is kept exactly until it is at an end and its leg's stream has ended; a leg counts in the
+fleet view for as long as its connection is open; whatever happens to a leg becomes an event of its
+machine. Driven by sessions (start, join, wait, leave, seal) and by the fleet view's changes.
 """
 
 import asyncio
@@ -11,15 +12,18 @@ from array import array
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from rollmesh.core.clock import Clock, SystemClock
-from rollmesh.core.errors import EngineError, EngineRefused
+from rollmesh.core.errors import EngineError, EngineOverloaded, EngineRefused
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.types import VersionRun
-from rollmesh.engine.client import EngineClient, LegRequest, open_session
+from rollmesh.engine.answers import LegChunk, TopLogprobs
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.connection import Call
+from rollmesh.engine.http import HttpClient
+from rollmesh.engine.leg import LegRequest
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation import (
     Action,
@@ -30,6 +34,7 @@ from rollmesh.runtime.generation import (
 )
 from rollmesh.runtime.generation_events import (
     AbortLeg,
+    AvoidEngine,
     ChooseEngine,
     DropLeg,
     EngineChosen,
@@ -39,6 +44,7 @@ from rollmesh.runtime.generation_events import (
     Joined,
     Left,
     LegFailed,
+    LegFailure,
     LegFinish,
     LegSampled,
     ReportFault,
@@ -62,7 +68,7 @@ class Generation:
 
     def __init__(self, machine: GenerationMachine, drive: "Callable[[Generation, Event], None]"):
         self.machine = machine
-        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.legs: dict[int, _Leg] = {}
         """Legs whose connection is open, by number; the sampler's."""
         self._drive = drive
         self._waiters: list[asyncio.Future[None]] = []
@@ -80,6 +86,11 @@ class Generation:
     def logprobs(self) -> "array[float]":
         """One per token."""
         return self.machine.sampled.logprobs
+
+    @property
+    def top_logprobs(self) -> list[TopLogprobs]:
+        """One per token where the request asked for them."""
+        return self.machine.sampled.top_logprobs
 
     @property
     def policy_versions(self) -> list[VersionRun]:
@@ -131,6 +142,41 @@ class Generation:
                 waiter.set_result(None)
 
 
+class _Leg:
+    """Hears one leg's tokens from its engine and hands them to the generation."""
+
+    __slots__ = ("_sampler", "call", "generation", "number", "url")
+
+    def __init__(self, sampler: "Sampler", generation: Generation, start: StartLeg) -> None:
+        self.generation = generation
+        self.number = start.leg
+        self.url = start.url
+        self.call: Call | None = None
+        self._sampler = sampler
+
+    def on_chunk(self, chunk: LegChunk) -> None:
+        finish = chunk.finish
+        self._sampler.hear(
+            self,
+            LegSampled(
+                self.number,
+                chunk.token_ids,
+                chunk.logprobs,
+                chunk.policy_version,
+                LegFinish(finish.kind, finish.matched) if finish else None,
+                chunk.policy_versions,
+                chunk.top_logprobs,
+            ),
+        )
+
+    def on_end(self) -> None:
+        self._sampler.drop(self)
+
+    def on_error(self, error: EngineError) -> None:
+        self._sampler.drop(self)
+        self._sampler.hear(self, _failed(self.number, error))
+
+
 class SamplerParts(msgspec.Struct, frozen=True, kw_only=True):
     """What a sampler stands on."""
 
@@ -158,7 +204,7 @@ class Sampler:
         self._live: set[Generation] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._clients: dict[str, EngineClient] = {}
-        self._session: aiohttp.ClientSession | None = None
+        self._http = HttpClient()
         self._timer: asyncio.TimerHandle | None = None
         self._avoid_until_s: dict[str, float] = {}
         self._rid_prefix = new_id("g")
@@ -197,10 +243,26 @@ class Sampler:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._session:
-            await self._session.close()
+        await self._http.close()
 
     # events
+
+    def hear(self, leg: _Leg, event: LegSampled | LegFailed) -> None:
+        """An engine told something of a leg."""
+        try:
+            self._drive(leg.generation, event)
+        except Exception as error:  # door: one leg's fault must not end its connection's loop
+            log.error("leg.broken", url=leg.url, exc_info=True)
+            self.drop(leg)
+            self._drive(leg.generation, LegFailed(leg.number, f"{type(error).__name__}: {error}"))
+
+    def drop(self, leg: _Leg) -> None:
+        """The leg's connection is over, or is to be."""
+        if leg.generation.legs.pop(leg.number, None) is None:
+            return
+        self._parts.view.end(leg.url)
+        if leg.call:
+            leg.call.close()
 
     def _drive(self, generation: Generation, event: Event) -> None:
         for action in generation.machine.step(event, self._clock.now_s()):
@@ -218,6 +280,8 @@ class Sampler:
 
     def _on_table(self) -> None:
         view = self._parts.view
+        for url in [url for url in self._clients if view.find(url) is None]:
+            del self._clients[url]
         for generation in list(self._live):
             machine = generation.machine
             row = view.find(machine.leg_url) if machine.leg_url else None
@@ -238,19 +302,29 @@ class Sampler:
             case ChooseEngine():
                 self._choose(generation, action.min_policy_version)
             case StartLeg():
-                generation.tasks[action.leg] = self._spawn(
-                    self._run_leg(generation, action), f"leg {action.rid}"
-                )
+                self._start_leg(generation, action)
             case AbortLeg():
                 self._spawn(self._abort_leg(action), f"abort {action.rid}")
+                # An abort that came before its request did nothing, and ticks are far apart.
+                wait_s = self._settings.abort_repeat_s
+                asyncio.get_running_loop().call_later(wait_s, self._drive, generation, Ticked())
             case DropLeg():
-                task = generation.tasks.pop(action.leg, None)
-                if task:
-                    task.cancel()
+                leg = generation.legs.get(action.leg)
+                if leg:
+                    self.drop(leg)
+            case AvoidEngine():
+                self._avoid(action.url)
             case ReportFault():
-                self._avoid_until_s[action.url] = self._clock.now_s() + AVOID_S
-                log.warning("engine.faulted", url=action.url, detail=action.detail)
+                if not self._avoid(action.url):
+                    log.warning("engine.faulted", url=action.url, detail=action.detail)
                 self._parts.report(EngineFaulted(action.url, action.incarnation, action.detail))
+
+    def _avoid(self, url: str) -> bool:
+        """Choose others for a moment; whether that was so already."""
+        now_s = self._clock.now_s()
+        was_avoided = self._avoid_until_s.get(url, now_s) > now_s
+        self._avoid_until_s[url] = now_s + AVOID_S
+        return was_avoided
 
     def _choose(self, generation: Generation, min_policy_version: int) -> None:
         now_s = self._clock.now_s()
@@ -268,41 +342,28 @@ class Sampler:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _run_leg(self, generation: Generation, start: StartLeg) -> None:
-        machine, view = generation.machine, self._parts.view
-        client = self._client(start.url)
-        leg = LegRequest(
+    def _start_leg(self, generation: Generation, start: StartLeg) -> None:
+        request = generation.machine.request
+        leg = _Leg(self, generation, start)
+        asked = LegRequest(
             rid=start.rid,
-            input_ids=machine.context(),
-            params=machine.request.params,
+            prompt_ids=request.prompt_ids,
+            prompt_json=request.prompt_json,
+            sampled_ids=generation.token_ids,
+            params=request.params,
             max_new_tokens=start.max_new_tokens,
             extra_key=start.extra_key,
             stream=start.stream,
+            num_top_logprobs=request.num_top_logprobs,
+            images=request.images,
         )
-        event: Event | None = None
-        view.begin(start.url)
         try:
-            async for chunk in client.generate(leg):
-                finish = chunk.finish
-                told = LegSampled(
-                    start.leg,
-                    chunk.token_ids,
-                    chunk.logprobs,
-                    chunk.policy_version,
-                    LegFinish(finish.kind, finish.matched) if finish else None,
-                    chunk.policy_versions,
-                )
-                self._drive(generation, told)
+            leg.call = self._client(start.url).generate(asked, leg)
         except EngineError as error:
-            event = LegFailed(start.leg, str(error), isinstance(error, EngineRefused))
-        except Exception as error:  # door: a leg's fault must reach its machine
-            log.error("leg.broken", rid=start.rid, exc_info=True)
-            event = LegFailed(start.leg, f"{type(error).__name__}: {error}")
-        finally:
-            view.end(start.url)
-            generation.tasks.pop(start.leg, None)
-        if event:
-            self._drive(generation, event)
+            self._drive(generation, _failed(start.leg, error))
+            return
+        generation.legs[start.leg] = leg
+        self._parts.view.begin(start.url)
 
     async def _abort_leg(self, action: AbortLeg) -> None:
         try:
@@ -314,10 +375,16 @@ class Sampler:
     def _client(self, url: str) -> EngineClient:
         client = self._clients.get(url)
         if client is None:
-            self._session = self._session or open_session()
-            client = EngineClient(url, self._session, self._parts.vocab_size)
+            client = EngineClient(url, self._http, self._parts.vocab_size)
             self._clients[url] = client
         return client
+
+
+def _failed(number: int, error: EngineError) -> LegFailed:
+    if isinstance(error, EngineRefused):
+        return LegFailed(number, str(error), "refused")
+    kind: LegFailure = "overloaded" if isinstance(error, EngineOverloaded) else "fault"
+    return LegFailed(number, str(error), kind)
 
 
 def _is_lost(row: EngineRow, incarnation: str) -> bool:

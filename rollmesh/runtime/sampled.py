@@ -1,13 +1,15 @@
 """What one turn has sampled so far: ids, log-probs and the policy versions they came from.
 
 Invariants: there are as many log-probs as ids, and the version runs add up to as many; neighbouring
-runs have different versions. Driven by generation.py.
+runs have different versions; likeliest tokens are kept for each id or for none. Driven by
+generation.py.
 """
 
 from array import array
 from collections.abc import Sequence
 
 from rollmesh.core.types import VersionRun
+from rollmesh.engine.answers import TopLogprobs
 
 
 class SampledTokens:
@@ -17,17 +19,23 @@ class SampledTokens:
         self.token_ids = array("i")
         self.logprobs = array("f")
         self.policy_versions: list[VersionRun] = []
+        self.top_logprobs: list[TopLogprobs] = []
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def append(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], policy_version: int
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        policy_version: int,
+        top_logprobs: Sequence[TopLogprobs] = (),
     ) -> None:
-        """Add tokens of one version; both sequences are of one length."""
+        """Add tokens of one version; the sequences are of one length, the last may be empty."""
         if token_ids:
             self.token_ids.extend(token_ids)
             self.logprobs.extend(logprobs)
+            self.top_logprobs.extend(top_logprobs)
             self._add_run(VersionRun(policy_version, len(token_ids)))
 
     def restate(self, offset: int, runs: Sequence[VersionRun]) -> None:
@@ -41,6 +49,7 @@ class SampledTokens:
         """Keep the first `num_tokens`."""
         del self.token_ids[num_tokens:]
         del self.logprobs[num_tokens:]
+        del self.top_logprobs[num_tokens:]
         self._truncate_runs(num_tokens)
 
     def _add_run(self, run: VersionRun) -> None:

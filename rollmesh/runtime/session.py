@@ -16,7 +16,13 @@ from typing import Protocol
 import msgspec
 
 from rollmesh.core.clock import Clock
-from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable, SessionError
+from rollmesh.core.errors import (
+    EngineError,
+    EngineOverloaded,
+    EngineRefused,
+    EngineUnavailable,
+    SessionError,
+)
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import SamplingPolicy, VersionRun
 from rollmesh.runtime.deltas import Answer, DeltaReader
@@ -370,6 +376,8 @@ class Session:
         why = str(error or "the generation ended without a result")
         if isinstance(error, EngineUnavailable):
             self.engine_fault = why
+        if isinstance(error, EngineOverloaded):
+            return SessionError(429, "engine_overloaded", why, RETRY_AFTER_S)
         return SessionError(503, "engine_unavailable", why, RETRY_AFTER_S)
 
     def _gone(self) -> SessionError:

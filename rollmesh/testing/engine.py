@@ -52,12 +52,14 @@ class Fault(enum.Enum):
     BAD_REQUEST = "answers 400"
     BAD_EVENT = "answers a stream by an error event, as SGLang does where a plain call gets 400"
     BUSY = "answers 429"
+    FULL = "its queue is full: 503, or an aborted first event of a stream, as SGLang has it"
     ERROR = "answers 500"
     HANG = "takes the request and never answers"
     CUT = "closes the connection after a token"
 
 
 _STATUS = {Fault.BAD_REQUEST: 400, Fault.BAD_EVENT: 400, Fault.BUSY: 429, Fault.ERROR: 500}
+_FULL = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
 
 
 class SeenRequest(msgspec.Struct, frozen=True):
@@ -72,6 +74,7 @@ class _Request:
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.rid: str = body.get("rid", "")
+        self.num_top: int = body.get("top_logprobs_num", 0)
         self.prompt: list[int] = body["input_ids"]
         self.sampling: dict[str, Any] = body["sampling_params"]
         self.output: list[tuple[int, float]] = []
@@ -265,6 +268,8 @@ class ScriptedEngine:
         if fault in _STATUS:
             status = 200 if fault is Fault.BAD_EVENT and body.get("stream") else _STATUS[fault]
             return _refusal(fault, status)
+        if fault is Fault.FULL:
+            return _full(bool(body.get("stream")))
         if body["sampling_params"]["max_new_tokens"] == 0:
             return _json(self._score(body["input_ids"]))
         if fault is Fault.HANG:
@@ -333,6 +338,8 @@ class ScriptedEngine:
             "weight_version": self.weight_version,
             "output_token_logprobs": [[logprob, token, None] for token, logprob in new],
         }
+        if request.num_top:
+            meta["output_top_logprobs"] = [_top(token, lp, request.num_top) for token, lp in new]
         if request.finish:
             meta["weight_versions"] = _spans(request.versions)
         return orjson.dumps({"text": "", "output_ids": [t for t, _ in new], "meta_info": meta})
@@ -359,8 +366,20 @@ def _spans(versions: list[int]) -> list[dict[str, Any]]:
     return spans
 
 
+def _top(token: int, logprob: float, num_top: int) -> list[list[float | int | None]]:
+    """The sampled token, as if it were the likeliest, and others that are less so."""
+    return [[logprob - at, (token + at) % VOCAB_SIZE, None] for at in range(num_top)]
+
+
 def _json(answer: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(answer), status=status, content_type="application/json")
+
+
+def _full(stream: bool) -> web.Response:
+    if not stream:
+        return _json({"detail": _FULL["message"]}, 503)
+    event = orjson.dumps({"output_ids": [], "meta_info": {"finish_reason": _FULL}})
+    return web.Response(body=b"data: %b\n\ndata: [DONE]\n\n" % event)
 
 
 def _refusal(fault: Fault, status: int) -> web.Response:

@@ -71,7 +71,7 @@ class ScriptedGeneration(Generation):
         """The leg's stream breaks."""
         assert self.leg is not None, "no leg is open"
         number, self.leg = self.leg.leg, None
-        self.drive(LegFailed(number, detail, is_refused))
+        self.drive(LegFailed(number, detail, "refused" if is_refused else "fault"))
 
     def drive(self, event: Event) -> None:
         """Feed one event to the machine and carry out what it asks for."""

@@ -1,6 +1,6 @@
 """The shell of the publisher: asks the router for leases and calls the engines.
 
-Owns a Dialer to the router and an HTTP session, opened by the first publication in the loop that
+Owns a Dialer to the router and an HTTP client, opened by the first publication in the loop that
 awaits it. Invariants: `publish` returns when every engine is updated or fenced; from then on, until
 `close`, engines that come back with other weights are brought up as well. Driven by the trainer, on
 its background loop.
@@ -12,13 +12,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from rollmesh.core.config import PublishConfig
 from rollmesh.core.errors import EngineError, EngineUnavailable
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
-from rollmesh.engine.client import EngineClient, open_session
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
 from rollmesh.trainer.publisher import (
     Action,
     CallEngine,
@@ -52,7 +51,7 @@ class PublishShell:
             PublisherSettings(lease_s=settings.lease_s, probe_tolerance=settings.probe_tolerance)
         )
         self._dialer: Dialer | None = None
-        self._session: aiohttp.ClientSession | None = None
+        self._http: HttpClient | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._ends: dict[int, asyncio.Future[PublishReport]] = {}
@@ -86,14 +85,14 @@ class PublishShell:
         self._ends.clear()
         if self._dialer:
             self._dialer.close()
-        if self._session:
-            await self._session.close()
+        if self._http:
+            await self._http.close()
 
     def _open(self) -> None:
         if self._dialer:
             return
         loop = asyncio.get_running_loop()
-        self._session = open_session()
+        self._http = HttpClient()
         self._dialer = Dialer(self._router, new_id("publisher-"), self._keys)
         self._dialer.attach(loop, self._on_packet)
         self._timer = loop.call_later(TICK_S, self._tick)
@@ -134,8 +133,8 @@ class PublishShell:
         call.add_done_callback(self._calls.discard)
 
     async def _call(self, call: CallEngine) -> None:
-        assert self._session
-        client = EngineClient(call.url, self._session)
+        assert self._http
+        client = EngineClient(call.url, self._http)
         try:
             logprobs = await carry_out(client, call)
         except EngineError as error:

@@ -25,7 +25,8 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.process import Ready, listen
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, SamplingPolicy, Task
-from rollmesh.engine.client import EngineClient, open_session
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.legs import Sampler, SamplerParts
@@ -104,8 +105,8 @@ class Bench:
     async def update(self, folder: Path, old: int, new: int) -> None:
         """What the publisher would do: abort, flush, load, go on."""
         self.table(EnginePhase.UPDATING, old)
-        async with open_session() as session:
-            client = EngineClient(self.engine, session)
+        async with HttpClient() as http:
+            client = EngineClient(self.engine, http)
             await client.pause("abort")
             await client.flush()
             await client.update_from_disk(folder, new)
@@ -150,8 +151,8 @@ class Bench:
 async def bench(engine: str, models: list[Path]) -> AsyncIterator[Bench]:
     bench = Bench(engine, models[0])
     await bench.start()
-    async with open_session() as session:
-        await EngineClient(engine, session).update_from_disk(models[0], 0)
+    async with HttpClient() as http:
+        await EngineClient(engine, http).update_from_disk(models[0], 0)
     bench.table(EnginePhase.READY, 0)
     yield bench
     await bench.close()

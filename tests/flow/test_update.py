@@ -22,7 +22,8 @@ import pytest
 from rollmesh.core.config import PublishConfig
 from rollmesh.core.process import Ready
 from rollmesh.core.types import SamplingParams
-from rollmesh.engine.client import EngineClient, open_session
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.runtime.legs import Generation, Sampler, SamplerParts
@@ -148,8 +149,8 @@ async def shell(router: str) -> AsyncIterator[PublishShell]:
 
 
 async def scores(engine: str, token_ids: Sequence[int], key: str) -> list[float]:
-    async with open_session() as session:
-        return await EngineClient(engine, session, VOCAB_SIZE).score(token_ids, key)
+    async with HttpClient() as http:
+        return await EngineClient(engine, http, VOCAB_SIZE).score(token_ids, key)
 
 
 async def check_part(
@@ -214,8 +215,8 @@ async def test_publisher_that_vanishes_in_mid_update_wedges_no_turn(
     assert await turn.wait(5)
     publisher = Dialer(router, "doomed publisher")
     publisher.send(Packet(BeginUpdate(1, engine, 1, 0.5)))
-    async with open_session() as session:
-        await EngineClient(engine, session).pause()
+    async with HttpClient() as http:
+        await EngineClient(engine, http).pause()
     publisher.close()
     await turn.wait(TO_THE_END)
     assert (turn.finish_reason, len(turn.token_ids)) == ("length", 60)

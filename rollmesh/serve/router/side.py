@@ -17,7 +17,6 @@ import socket
 import threading
 from collections.abc import Iterable
 
-import aiohttp
 import msgspec
 import uvloop
 from aiohttp import web
@@ -27,8 +26,8 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.errors import AddressError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
-from rollmesh.engine.client import open_session
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, ProbeEngine
+from rollmesh.engine.http import HttpClient
 from rollmesh.engine.probe import probe_engine
 from rollmesh.serve.router.status import Status, figures_of
 from rollmesh.wire.sockets import Doorbell
@@ -116,17 +115,15 @@ class SideThread:
         await web.SockSite(face, self._listening).start()
         self._serves.set()
         try:
-            async with open_session() as session, asyncio.TaskGroup() as probes:
+            async with HttpClient() as http, asyncio.TaskGroup() as probes:
                 while ask := await self._asks.get():
-                    probes.create_task(self._answer(ask, session))
+                    probes.create_task(self._answer(ask, http))
         finally:
             await face.cleanup()
 
-    async def _answer(
-        self, ask: ProbeEngine | ContinueEngine, session: aiohttp.ClientSession
-    ) -> None:
+    async def _answer(self, ask: ProbeEngine | ContinueEngine, http: HttpClient) -> None:
         try:
-            answer = await probe_engine(ask, session)
+            answer = await probe_engine(ask, http)
         except Exception as error:  # door: an engine's answer must not end the thread
             log.exception("probe.failed", engine=ask.url)
             answer = EngineProbed(url=ask.url, serial=ask.serial, ok=False, detail=repr(error))

@@ -1,15 +1,15 @@
-"""The client against a scripted engine on a real socket: tokens, streams, faults, control."""
+"""The client against a scripted engine on a real socket: legs, faults, control."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 
-from rollmesh.core.errors import EngineRefused, EngineUnavailable
-from rollmesh.core.types import SamplingParams
+from rollmesh.core.errors import EngineOverloaded, EngineRefused, EngineUnavailable
 from rollmesh.engine.answers import EngineLoad, ModelInfo
-from rollmesh.engine.client import EngineClient, LegRequest, TokenIds, open_session
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
 from rollmesh.testing.engine import (
     VOCAB_SIZE,
     Fault,
@@ -17,8 +17,7 @@ from rollmesh.testing.engine import (
     endless_token,
     logprob_of,
 )
-
-PROMPT = [5, 6, 7]
+from tests.unit.engine.leg_ear import PROMPT, LegEar, expected, leg
 
 
 @pytest.fixture
@@ -28,33 +27,21 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 
 @pytest.fixture
-async def client(engine: ScriptedEngine) -> AsyncIterator[EngineClient]:
-    async with open_session() as session:
-        yield EngineClient(engine.url, session, VOCAB_SIZE)
+async def http() -> AsyncIterator[HttpClient]:
+    async with HttpClient() as http:
+        yield http
 
 
-def leg(
-    *, stream: bool = False, num_tokens: int = 5, input_ids: TokenIds = PROMPT, rid: str = "r"
-) -> LegRequest:
-    return LegRequest(
-        rid=rid,
-        input_ids=input_ids,
-        params=SamplingParams(max_tokens=num_tokens),
-        max_new_tokens=num_tokens,
-        extra_key="0",
-        stream=stream,
-    )
-
-
-def expected(num_tokens: int, policy_version: int = 0) -> list[int]:
-    context = list(PROMPT)
-    for _ in range(num_tokens):
-        context.append(endless_token(policy_version, context))
-    return context[len(PROMPT) :]
+@pytest.fixture
+def client(engine: ScriptedEngine, http: HttpClient) -> EngineClient:
+    return EngineClient(engine.url, http, VOCAB_SIZE)
 
 
 async def test_plain_leg_brings_all_tokens_at_once(client: EngineClient) -> None:
-    [chunk] = [chunk async for chunk in client.generate(leg())]
+    ear = LegEar()
+    client.generate(leg(), ear)
+    await ear.until_over()
+    [chunk] = ear.chunks
     assert chunk.token_ids == expected(5)
     assert chunk.logprobs == [logprob_of(0, token) for token in expected(5)]
     assert chunk.finish
@@ -67,35 +54,67 @@ async def test_stream_tells_each_token_once(
     engine: ScriptedEngine, client: EngineClient, is_incremental: bool
 ) -> None:
     engine.is_incremental = is_incremental
-    chunks = [chunk async for chunk in client.generate(leg(stream=True, num_tokens=40))]
-    assert [token for chunk in chunks for token in chunk.token_ids] == expected(40)
-    assert [bool(chunk.finish) for chunk in chunks].count(True) == 1
-    assert chunks[-1].finish
+    ear = LegEar()
+    client.generate(leg(stream=True, num_tokens=40), ear)
+    await ear.until_over()
+    assert ear.token_ids == expected(40)
+    assert [bool(chunk.finish) for chunk in ear.chunks].count(True) == 1
+    assert ear.chunks[-1].finish
 
 
 async def test_first_token_of_a_stream_comes_before_the_second_is_sampled(
     engine: ScriptedEngine, client: EngineClient
 ) -> None:
     engine.hold()
-    chunks = client.generate(leg(stream=True))
+    ear = LegEar()
+    client.generate(leg(stream=True), ear)
     await engine.allow(1)
-    first = await anext(chunks)
-    assert first.token_ids == expected(1)
+    await ear.until_told(1)
+    assert ear.token_ids == expected(1)
     await engine.release()
-    assert [token async for chunk in chunks for token in chunk.token_ids] == expected(5)[1:]
+    await ear.until_over()
+    assert ear.token_ids == expected(5)
 
 
-async def test_prompt_may_come_as_ready_json(client: EngineClient) -> None:
-    [chunk] = [c async for c in client.generate(leg(input_ids=msgspec.Raw(b"[5,6,7]")))]
-    assert chunk.token_ids == expected(5)
+async def test_leg_that_is_resumed_goes_on_behind_what_was_sampled(client: EngineClient) -> None:
+    ear = LegEar()
+    client.generate(leg(sampled_ids=expected(2), num_tokens=3), ear)
+    await ear.until_over()
+    assert ear.token_ids == expected(5)[2:]
 
 
-@pytest.mark.parametrize("input_ids", [[VOCAB_SIZE], [-1], []])
+async def test_prompt_that_is_ready_json_is_sent_as_it_is(
+    engine: ScriptedEngine, client: EngineClient
+) -> None:
+    ear = LegEar()
+    client.generate(leg(prompt_ids=(), prompt_json=b"5, 6,7", sampled_ids=expected(1)), ear)
+    await ear.until_over()
+    assert engine.seen[0].body["input_ids"] == [*PROMPT, *expected(1)]
+    assert ear.token_ids == expected(6)[1:]
+
+
+@pytest.mark.parametrize("num_top", [1, 3])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_likeliest_tokens_are_told_for_each_token(
+    client: EngineClient, stream: bool, num_top: int
+) -> None:
+    ear = LegEar()
+    client.generate(leg(stream=stream, num_top_logprobs=num_top), ear)
+    await ear.until_over()
+    places = [place for chunk in ear.chunks for place in chunk.top_logprobs]
+    assert [len(place) for place in places] == [num_top] * 5
+    assert [place[0] for place in places] == [(logprob_of(0, t), t) for t in expected(5)]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [{"prompt_ids": [VOCAB_SIZE]}, {"prompt_ids": [-1]}, {"prompt_ids": []}, {"sampled_ids": [-1]}],
+)
 async def test_id_that_is_no_token_never_reaches_the_engine(
-    engine: ScriptedEngine, client: EngineClient, input_ids: list[int]
+    engine: ScriptedEngine, client: EngineClient, ids: dict[str, Any]
 ) -> None:
     with pytest.raises(EngineRefused):
-        await client.sample(leg(input_ids=input_ids))
+        client.generate(leg(**ids), LegEar())
     assert engine.seen == []
 
 
@@ -104,7 +123,8 @@ async def test_id_that_is_no_token_never_reaches_the_engine(
     [
         (Fault.BAD_REQUEST, EngineRefused),
         (Fault.BAD_EVENT, EngineRefused),
-        (Fault.BUSY, EngineUnavailable),
+        (Fault.BUSY, EngineOverloaded),
+        (Fault.FULL, EngineOverloaded),
         (Fault.ERROR, EngineUnavailable),
         (Fault.CUT, EngineUnavailable),
     ],
@@ -114,31 +134,35 @@ async def test_faults_are_told_apart(
     engine: ScriptedEngine, client: EngineClient, fault: Fault, kind: type[Exception], stream: bool
 ) -> None:
     engine.faults.append(fault)
-    with pytest.raises(kind) as caught:
-        [_ async for _ in client.generate(leg(stream=stream))]
-    assert engine.url in str(caught.value)
+    ear = LegEar()
+    client.generate(leg(stream=stream), ear)
+    await ear.until_over()
+    [error] = ear.ends
+    assert type(error) is kind
+    assert engine.url in str(error)
 
 
 async def test_dead_engine_is_unavailable(engine: ScriptedEngine, client: EngineClient) -> None:
     await engine.die()
-    with pytest.raises(EngineUnavailable):
-        await client.sample(leg())
+    ear = LegEar()
+    client.generate(leg(), ear)
+    await ear.until_over()
+    assert type(ear.ends[0]) is EngineUnavailable
     with pytest.raises(EngineUnavailable):
         await client.model_info()
 
 
 async def test_aborted_leg_keeps_its_tokens(engine: ScriptedEngine, client: EngineClient) -> None:
     engine.hold()
-    chunks = client.generate(leg(stream=True))
+    ear = LegEar()
+    client.generate(leg(stream=True), ear)
     await engine.allow(2)
-    told = [*(await anext(chunks)).token_ids, *(await anext(chunks)).token_ids]
+    await ear.until_told(2)
     await client.abort("r")
-    last = await anext(chunks)
-    assert told == expected(2)
-    assert last.token_ids == []
-    assert last.finish
-    assert last.finish.kind == "abort"
-    await chunks.aclose()  # type: ignore[attr-defined]
+    await ear.until_over()
+    assert ear.token_ids == expected(2)
+    assert ear.chunks[-1].finish
+    assert ear.chunks[-1].finish.kind == "abort"
 
 
 async def test_abort_of_an_unknown_request_is_no_error(
@@ -146,6 +170,38 @@ async def test_abort_of_an_unknown_request_is_no_error(
 ) -> None:
     await client.abort("nobody")
     assert engine.num_seen("/abort_request") == 1
+
+
+async def test_leg_that_is_closed_hears_nothing_more(
+    engine: ScriptedEngine, client: EngineClient
+) -> None:
+    engine.hold()
+    ear = LegEar()
+    call = client.generate(leg(stream=True), ear)
+    await engine.until(lambda: engine.num_live == 1)
+    call.close()
+    await engine.until(lambda: engine.num_live == 0)
+    assert (ear.chunks, ear.ends) == ([], [])
+
+
+@pytest.mark.parametrize(("is_incremental", "num_lines"), [(False, 1), (True, 0)])
+async def test_costly_streams_are_warned_of_once(
+    engine: ScriptedEngine,
+    client: EngineClient,
+    is_incremental: bool,
+    num_lines: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine.is_incremental = is_incremental
+    for _ in range(2):
+        engine.hold()
+        ear = LegEar()
+        client.generate(leg(stream=True), ear)
+        await engine.allow(1)
+        await ear.until_told(1)
+        await engine.release()
+        await ear.until_over()
+    assert capsys.readouterr().out.count("engine.streams_cumulatively") == num_lines
 
 
 async def test_update_changes_the_weights(engine: ScriptedEngine, client: EngineClient) -> None:
@@ -156,9 +212,11 @@ async def test_update_changes_the_weights(engine: ScriptedEngine, client: Engine
     await client.resume()
     assert not (await client.server_info())["is_paused"]
     assert await client.model_info() == ModelInfo("scripted", 7)
-    chunk = await client.sample(leg())
-    assert chunk.token_ids == expected(5, policy_version=7)
-    assert chunk.policy_version == 7
+    ear = LegEar()
+    client.generate(leg(), ear)
+    await ear.until_over()
+    assert ear.token_ids == expected(5, policy_version=7)
+    assert ear.chunks[0].policy_version == 7
 
 
 async def test_failed_update_says_why(engine: ScriptedEngine, client: EngineClient) -> None:
@@ -177,12 +235,10 @@ async def test_load_and_server_info_are_read(client: EngineClient) -> None:
 
 
 async def test_connection_is_used_again_after_a_stream(
-    engine: ScriptedEngine, client: EngineClient
+    client: EngineClient, http: HttpClient
 ) -> None:
-    async with open_session() as session:
-        client = EngineClient(engine.url, session, VOCAB_SIZE)
-        for _ in range(3):
-            [_ async for _ in client.generate(leg(stream=True))]
-        assert session.connector
-        pooled = session.connector._conns  # noqa: SLF001 - aiohttp has no public count
-        assert sum(len(each) for each in pooled.values()) == 1
+    for _ in range(3):
+        ear = LegEar()
+        client.generate(leg(stream=True), ear)
+        await ear.until_over()
+    assert http.num_connections == 1

@@ -1,14 +1,14 @@
 """Probes against a scripted engine: each ask is answered once, whatever the engine does."""
 
-from rollmesh.engine.client import open_session
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, ProbeEngine
+from rollmesh.engine.http import HttpClient
 from rollmesh.engine.probe import incarnation_of, probe_engine
 from rollmesh.testing.engine import ScriptedEngine
 
 
 async def probe(ask: ProbeEngine | ContinueEngine) -> EngineProbed:
-    async with open_session() as session:
-        return await probe_engine(ask, session)
+    async with HttpClient() as http:
+        return await probe_engine(ask, http)
 
 
 async def test_probe_reads_version_and_load() -> None:

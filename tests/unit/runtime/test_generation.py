@@ -217,7 +217,7 @@ def test_failed_leg_is_reported_and_resumed_elsewhere() -> None:
 
 def test_refused_leg_ends_the_turn_with_the_engines_words() -> None:
     bench = running()
-    bench.step(LegFailed(0, "prompt too long", is_refused=True))
+    bench.step(LegFailed(0, "prompt too long", kind="refused"))
     assert bench.machine.state is GenerationState.VOID
     assert isinstance(bench.machine.error, EngineRefused)
     assert bench.said(WakeReaders)

@@ -11,8 +11,8 @@ import pytest
 
 from rollmesh.core.config import PublishConfig
 from rollmesh.core.errors import EngineUnavailable
-from rollmesh.engine.client import open_session
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, Fleet, ProbeEngine
+from rollmesh.engine.http import HttpClient
 from rollmesh.engine.probe import probe_engine
 from rollmesh.testing.engine import ScriptedEngine, logprob_of
 from rollmesh.trainer.publish import PublishShell
@@ -49,8 +49,8 @@ class FleetHub:
                     self.probes.append(probe)
 
     async def probe(self, ask: ProbeEngine | ContinueEngine) -> None:
-        async with open_session() as session:
-            self.answers.append(await probe_engine(ask, session))
+        async with HttpClient() as http:
+            self.answers.append(await probe_engine(ask, http))
         self.bell.ring()
 
     def run(self) -> None:

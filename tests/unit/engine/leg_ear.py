@@ -1,0 +1,81 @@
+"""A receiver that writes down what it hears of a leg, and legs of a scripted engine to hear.
+
+Invariant: it waits for events, never for time. Driven by test_client.py and test_leg.py.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.errors import EngineError
+from rollmesh.core.types import SamplingParams
+from rollmesh.engine.answers import LegChunk
+from rollmesh.engine.leg import LegRequest
+from rollmesh.testing.engine import endless_token
+
+PROMPT = [5, 6, 7]
+PATIENCE_S = 5.0
+
+
+class LegEar:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.chunks: list[LegChunk] = []
+        self.ends: list[EngineError | None] = []
+        self._moved = asyncio.Event()
+
+    def on_chunk(self, chunk: LegChunk) -> None:
+        assert not self.ends
+        self.chunks.append(chunk)
+        self._moved.set()
+
+    def on_end(self) -> None:
+        self.ends.append(None)
+        self._moved.set()
+
+    def on_error(self, error: EngineError) -> None:
+        self.ends.append(error)
+        self._moved.set()
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+    async def until(self, is_so: Callable[[], object]) -> None:
+        """Until what was heard makes `is_so`."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_so():
+                self._moved.clear()
+                await self._moved.wait()
+
+    async def until_told(self, num_tokens: int) -> None:
+        """Until so many tokens were told."""
+        await self.until(lambda: len(self.token_ids) >= num_tokens)
+
+    async def until_over(self) -> None:
+        """Until the leg's end."""
+        await self.until(lambda: self.ends)
+
+
+def leg(*, num_tokens: int = 5, **fields: Any) -> LegRequest:
+    """A leg from PROMPT, but for the given fields."""
+    plain = LegRequest(
+        rid="r",
+        prompt_ids=PROMPT,
+        params=SamplingParams(max_tokens=num_tokens),
+        max_new_tokens=num_tokens,
+        extra_key="0",
+        stream=False,
+    )
+    return msgspec.structs.replace(plain, **fields)
+
+
+def expected(num_tokens: int, policy_version: int = 0) -> list[int]:
+    """What an engine of `endless_token` samples after PROMPT."""
+    context = list(PROMPT)
+    for _ in range(num_tokens):
+        context.append(endless_token(policy_version, context))
+    return context[len(PROMPT) :]
