@@ -7,26 +7,7 @@ from typing import NamedTuple
 
 from tests.clients.roster import Row
 
-PAGE = """# Clients
-
-Written by `make test-clients`; do not edit. Each line is one client that ran the task of
-`tests/clients/script.py` through `rollmesh gateway` in tokens mode, {where}, before a scripted
-engine that answers in real tokens: reasoning, a tool call, two calls at once, a final text. A line
-*passes* if the client ended well and saw every call and the answer, and if the session's samples
-are what the engine was asked and answered: every prompt and answer token for token, each sampled
-token trained once, each log-prob the engine's own.
-
-- *exact prefix*: of the calls after a session's first, those whose prompt began with all tokens,
-  sampled ones included, of an earlier call. The rest are forks.
-- *forks*: by cause. Only a call beside the task (a title) may fork here.
-- *healed*: where a client wrote a turn back differently than it was sampled, and it was recognised.
-
-| client | version | dialect | mode | result | calls | exact prefix | forks | healed |
-|---|---|---|---|---|---|---|---|---|
-{lines}
-
-{num_passed} of {num_rows} pass. Relay mode is not in the table: what it forwards is not exact.
-"""
+TEMPLATE = Path(__file__).with_name("page.md")
 
 
 class Ran(NamedTuple):
@@ -44,7 +25,7 @@ class Ran(NamedTuple):
 def page(ran: Sequence[Ran], is_offline: bool) -> str:
     """The document."""
     where = "in a network of its own that has only the loopback" if is_offline else "on loopback"
-    return PAGE.format(
+    return TEMPLATE.read_text().format(
         where=where,
         lines="\n".join(map(_line, ran)),
         num_passed=sum(not each.fault for each in ran),
