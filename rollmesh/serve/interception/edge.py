@@ -29,7 +29,10 @@ from rollmesh.core.process import http_address
 from rollmesh.runtime.registry import Runtime
 from rollmesh.serve.interception.auth import find_secret
 from rollmesh.serve.interception.dialects.chat import ChatDialect
+from rollmesh.serve.interception.dialects.completions import CompletionsDialect
 from rollmesh.serve.interception.dialects.dialect import Dialect
+from rollmesh.serve.interception.dialects.messages import MessagesDialect
+from rollmesh.serve.interception.dialects.responses import ResponsesDialect
 from rollmesh.serve.interception.exchange import Exchange, ExchangeKit, ExchangeState, refusal
 from rollmesh.serve.interception.models import model_list, one_model
 from rollmesh.serve.interception.view import EdgeView
@@ -40,6 +43,9 @@ COUNT_SUFFIX = "/messages/count_tokens"
 
 DIALECTS: dict[str, Dialect] = {
     "/chat/completions": ChatDialect(),
+    "/completions": CompletionsDialect(),
+    "/responses": ResponsesDialect(),
+    "/messages": MessagesDialect(),
 }
 """By the end of the path; a longer end stands before one that ends it."""
 

@@ -32,7 +32,7 @@ class ChatCall:
         choices = b",".join([self._choice(n, view) for n, view in enumerate(views)])
         first = views[0]
         ids = _prompt_ids(first) if first.turn.return_token_ids else b""
-        frame = _frame(first, b"chat.completion"), choices, ids, usage(views)
+        frame = _frame(first, b"chat.completion"), choices, ids, _usage(views)
         return b'{%b,"choices":[%b]%b,"usage":%b}' % frame
 
     def stream(self, views: Sequence[ReplyView]) -> Stream:
@@ -82,7 +82,7 @@ class ChatStream:
     def close(self) -> bytes:
         if not self._views[0].turn.include_usage:
             return DONE
-        return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._frame, usage(self._views), DONE)
+        return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._frame, _usage(self._views), DONE)
 
     def error(self, error: SessionError) -> bytes:
         return event(openai_failure(error))
@@ -119,9 +119,8 @@ class ChatStream:
         return fields
 
 
-def usage(views: Sequence[ReplyView]) -> bytes:
-    """Tokens of a whole answer; choices share their prompt."""
-    num_prompt = views[0].head.num_prompt_tokens
+def usage(views: Sequence[ReplyView], num_prompt: int) -> bytes:
+    """Tokens of a whole answer."""
     num_sampled = sum([view.num_tokens for view in views])
     return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % (
         num_prompt,
@@ -133,6 +132,11 @@ def usage(views: Sequence[ReplyView]) -> bytes:
 def listing(view: ReplyView, start: int, stop: int) -> bytes:
     """`logprobs` of a choice: every sampled token, reasoning and marks included."""
     return b'{"content":%b,"refusal":null}' % view.listed_tokens(start, stop)
+
+
+def _usage(views: Sequence[ReplyView]) -> bytes:
+    """Choices share their prompt."""
+    return usage(views, views[0].head.num_prompt_tokens)
 
 
 def _frame(view: ReplyView, kind: bytes) -> bytes:

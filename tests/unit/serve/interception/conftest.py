@@ -22,6 +22,9 @@ from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.testing.sampler import ScriptedSampler
 
 
+Event = tuple[str, Any]
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(write_model_folder(tmp_path_factory.mktemp("model")))
@@ -74,6 +77,26 @@ class Desk:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self.post(body, path, named) as response:
             return response.status, msgspec.json.decode(await response.read())
+
+    async def events(self, body: object, path: str = "/v1/chat/completions") -> list[Event]:
+        """Names and data of a stream's events; each named event's name is its type."""
+        async with self.post(body, path) as response:
+            assert response.status == 200, await response.read()
+            raw = await response.read()
+        return read_events(raw)
+
+
+def read_events(raw: bytes) -> list[Event]:
+    """Name and data of each event; comments are left out, and `[DONE]` is None."""
+    found: list[Event] = []
+    for frame in raw.decode().split("\n\n"):
+        lines = [line for line in frame.splitlines() if line and not line.startswith(":")]
+        fields = dict(line.split(": ", 1) for line in lines)
+        if fields:
+            data = fields["data"]
+            decoded = None if data == "[DONE]" else msgspec.json.decode(data)
+            found.append((fields.get("event", ""), decoded))
+    return found
 
 
 MakeDesk = Callable[..., Any]

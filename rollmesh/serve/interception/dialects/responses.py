@@ -1,0 +1,160 @@
+"""OpenAI's Responses API, as it is asked: POST .../v1/responses.
+
+Shapes as in OpenAI's API reference (create response). Invariants: unknown keys are accepted
+everywhere; items stay unopened but for their type and role; with `previous_response_id` the input
+is what follows that response, and instructions take the place of its own. Driven by exchange.py
+through dialect.py; response_events.py writes the answers.
+"""
+
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.errors import SessionError
+from rollmesh.core.types import Grammar
+from rollmesh.runtime.turns import SamplingAsk, Turn
+from rollmesh.serve.interception.dialects.asks import (
+    ANY_OBJECT,
+    AtLeastOne,
+    NotNegative,
+    NumTops,
+    Share,
+    schema_text,
+)
+from rollmesh.serve.interception.dialects.dialect import Asked, Call
+from rollmesh.serve.interception.dialects.failures import openai_failure_body
+from rollmesh.serve.interception.dialects.frames import present, read_body, refusal
+from rollmesh.serve.interception.dialects.response_events import ResponseCall
+from rollmesh.serve.interception.dialects.response_items import ID_PREFIX, Echo
+from rollmesh.serve.interception.dialects.response_units import (
+    ItemHead,
+    chat_tools,
+    read_unit,
+    units_of,
+)
+from rollmesh.serve.interception.dialects.tools import as_choice, check_named
+
+
+class TextFormat(msgspec.Struct):
+    """`text.format`."""
+
+    type: str = "text"
+    schema: msgspec.Raw = msgspec.Raw(b"")
+
+
+class TextOptions(msgspec.Struct):
+    """`text`."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    """The keys that we read; OpenAI's reference has their meanings."""
+
+    input: str | list[msgspec.Raw]
+    model: str | None = None
+    instructions: str | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"")
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    include: list[str] | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: AtLeastOne | None = None
+    temperature: NotNegative | None = None
+    top_p: Share | None = None
+    top_logprobs: NumTops | None = None
+    text: TextOptions | None = None
+    metadata: Any = None
+
+
+class _Heads(msgspec.Struct):
+    input: str | list[ItemHead]
+
+
+_decoder = msgspec.json.Decoder(ResponsesBody)
+_heads = msgspec.json.Decoder(_Heads)
+
+
+class ResponsesDialect:
+    """Satisfies Dialect."""
+
+    def decode(self, asked: Asked) -> Call:
+        body = read_body(_decoder, asked.body, "responses request")
+        raw_tools = present(body.tools)
+        tools = chat_tools(raw_tools) if raw_tools else b""
+        choice = as_choice(body.tool_choice)
+        check_named(choice, tools)
+        previous = body.previous_response_id or ""
+        include = frozenset(body.include or ())
+        lists = "message.output_text.logprobs" in include
+        turn = Turn(
+            messages=_units(body, asked),
+            read=read_unit,
+            tools=tools,
+            tool_choice=choice,
+            parallel_calls=body.parallel_tool_calls is not False,
+            num_top_logprobs=(body.top_logprobs or 0) if lists else 0,
+            previous_reply=previous.removeprefix(ID_PREFIX),
+            ask=_sampling(body),
+            model=body.model or "",
+            stream=bool(body.stream),
+            logprobs=lists,
+            digest=asked.digest,
+            is_retry=asked.is_retry,
+        )
+        return ResponseCall(turn, _echo(body, raw_tools, include))
+
+    def error(self, error: SessionError) -> bytes:
+        return openai_failure_body(error)
+
+
+def _units(body: ResponsesBody, asked: Asked) -> list[bytes]:
+    units: list[bytes] = []
+    if body.instructions:
+        units.append(_text_unit("system", body.instructions))
+    if isinstance(body.input, str):
+        return [*units, _text_unit("user", body.input)]
+    heads = read_body(_heads, asked.body, "responses request").input
+    assert not isinstance(heads, str)
+    units += units_of(heads, body.input)
+    if not units:
+        raise refusal("invalid_input", "input: expected a text or at least one item")
+    return units
+
+
+def _text_unit(role: str, text: str) -> bytes:
+    return msgspec.json.encode([{"role": role, "content": text}])
+
+
+def _sampling(body: ResponsesBody) -> SamplingAsk:
+    return SamplingAsk(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        max_tokens=body.max_output_tokens,
+        grammar=_grammar(body.text.format if body.text else None),
+    )
+
+
+def _grammar(form: TextFormat | None) -> Grammar | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Grammar("json_schema", ANY_OBJECT)
+    if form.type == "json_schema":
+        return Grammar("json_schema", schema_text(bytes(form.schema), "text.format.schema"))
+    why = f"text.format: {form.type!r} is not text, json_object or json_schema"
+    raise refusal("unsupported_response_format", why)
+
+
+def _echo(body: ResponsesBody, raw_tools: bytes, include: frozenset[str]) -> Echo:
+    return Echo(
+        instructions=body.instructions,
+        tools=raw_tools or b"[]",
+        tool_choice=body.tool_choice or "auto",
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata,
+        seals_reasoning="reasoning.encrypted_content" in include,
+    )
