@@ -14,7 +14,6 @@ import asyncio
 import enum
 from collections.abc import Awaitable, Sequence
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
@@ -26,6 +25,7 @@ from rollmesh.runtime.reply import Reply
 from rollmesh.runtime.session import Session
 from rollmesh.serve.interception.answer import Answer
 from rollmesh.serve.interception.auth import find_secret
+from rollmesh.serve.interception.body import read_body
 from rollmesh.serve.interception.dialects.dialect import Asked, Call, Dialect, Stream
 from rollmesh.serve.interception.view import EdgeView, ReplyView
 
@@ -136,38 +136,13 @@ class Exchange:
         request = self._request
         headers = request.headers
         session = self._kit.runtime.find(find_secret(request.raw_path, headers))
-        body = await self._read()
+        body = await read_body(request, self._kit.max_body_bytes, self._kit.keepalive_s)
         key = headers.get("Idempotency-Key")
         resent = headers.get("x-stainless-retry-count", "0") not in ("", "0")
         digest = hash(body) if key is None else hash((body, key))
         call = self._dialect.decode(Asked(body, digest, resent or key is not None))
         self.state = ExchangeState.MATCHED
         return session, call
-
-    async def _read(self) -> bytes:
-        """The body; a sender that falls silent for the keep-alive time is refused."""
-        content, max_bytes = self._request.content, self._kit.max_body_bytes
-        if (self._request.content_length or 0) > max_bytes:
-            raise _too_large(max_bytes)
-        chunks: list[bytes] = []
-        num_bytes = 0
-        try:
-            if content.is_eof():
-                chunks.append(content.read_nowait())
-            while not content.at_eof():
-                async with asyncio.timeout(self._kit.keepalive_s):
-                    chunks.append(await content.readany())
-                num_bytes += len(chunks[-1])
-                if num_bytes > max_bytes:
-                    break
-        except TimeoutError:
-            raise SessionError(408, "body_timeout", "the body stopped coming") from None
-        except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, web.RequestPayloadError):
-            raise SessionError(400, "invalid_body", "the body breaks off or is garbled") from None
-        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
-        return body
 
     async def _send_whole(
         self, session: Session, replies: Sequence[Reply], call: Call, views: Sequence[ReplyView]
@@ -269,7 +244,3 @@ def refusal(body: bytes, error: SessionError) -> web.Response:
     if error.retry_after_s is not None:
         headers["Retry-After"] = f"{max(1, round(error.retry_after_s))}"
     return web.Response(body=body, status=error.status, headers=headers)
-
-
-def _too_large(max_bytes: int) -> SessionError:
-    return SessionError(413, "body_too_large", f"the body is longer than {max_bytes} bytes")
