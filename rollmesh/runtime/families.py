@@ -66,6 +66,8 @@ class Family(msgspec.Struct, frozen=True):
     style: CallStyle | None
     """How it writes calls, where reasoning and calls stand between single `<think>` and
     `<tool_call>` tokens; None where the library alone can read it."""
+    is_framed: bool = False
+    """Its messages are texts in Qwen3's fixed frames (frames.py)."""
 
 
 def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
@@ -97,7 +99,7 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
             f"{folder}: its tokenizer does not fit the renderer {name!r}: {error}; "
             'set model.renderer = "template"'
         ) from None
-    return Family(renderer, STYLE_OF_FAMILY.get(name))
+    return Family(renderer, STYLE_OF_FAMILY.get(name), is_framed=name == "qwen3")
 
 
 def _model_type(folder: Path) -> str:

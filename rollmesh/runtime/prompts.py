@@ -1,9 +1,10 @@
 """Chats to prompt tokens and sampled tokens to answers, for one model folder.
 
 Owns the choice between the ways to build a prompt: `first` renders a whole chat; `extend` gives
-only the tokens that follow what was sampled, by the family's own bridge or, where it has none, by
-rendering the new messages behind a fixed prefix and cutting that prefix off. Invariant: what was
-sampled is never tokenised again, and no delta is given unless the prefix came out as a prefix.
+only the tokens that follow what was sampled, by known frames (frames.py), the family's own bridge
+or, where it has none, by rendering the new messages behind a fixed prefix and cutting that prefix
+off. Invariant: what was sampled is never tokenised again, and no delta is given unless the prefix
+came out as a prefix.
 Driven by session.py.
 """
 
@@ -18,8 +19,10 @@ from rollmesh.core.types import Grammar
 from rollmesh.runtime.calls import CallStyle, call_opening, sole_function
 from rollmesh.runtime.deltas import Answer, DeltaReader, Reading
 from rollmesh.runtime.families import Family
+from rollmesh.runtime.frames import Frames
 from rollmesh.runtime.marked import MarkedReader, Marks
 from rollmesh.runtime.parsed import ParsedReader
+from rollmesh.runtime.plain import PlainReader
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.runtime.turns import ChatMessage, ToolChoice, read_tools
 
@@ -53,6 +56,9 @@ class Prompts:
         self._prefixes: dict[bytes, list[int]] = {}
         self.stop_token_ids: tuple[int, ...] = tuple(family.renderer.get_stop_token_ids())
         self._opening = self._find_opening()
+        self._frames = (
+            Frames(family.renderer, tokenizer, self._opening) if family.is_framed else None
+        )
         self._marks = self._find_marks(family.style) if family.style else None
         self._text_marks = (self._marks or Marks()).without_calls()
 
@@ -62,7 +68,10 @@ class Prompts:
         if (cached := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             return cached
-        ids = array("i", self._render(_for_template(chat), chat.tools, generate=True))
+        framed = self._frames.first(chat.messages, chat.tools) if self._frames else None
+        if framed is None:
+            framed = self._render(_for_template(chat), chat.tools, generate=True)
+        ids = array("i", framed)
         if chat.num_bytes <= _MAX_CACHED_BYTES:
             self._cache[key] = ids
             if len(self._cache) > _MAX_CACHED_CHATS:
@@ -75,6 +84,10 @@ class Prompts:
         With the turn's missing close, if it was cut short, and the generation prompt. None where
         this model's format cannot be extended so; then the whole chat has to be rendered.
         """
+        if self._frames:
+            framed = self._frames.extend(sampled_ids, chat.messages)
+            if framed is not None:
+                return array("i", framed)
         messages = _for_template(chat)
         if messages and not any(m["role"] == "assistant" for m in messages):
             ids = self._bridge(list(sampled_ids), messages, chat.tools)
@@ -127,6 +140,23 @@ class Prompts:
         """Further ends of a turn that may hold one call only."""
         end = self._marks.end_tool_call if self._marks else None
         return () if end is None else (end,)
+
+    def raw(self, text: str) -> "array[int]":
+        """Token ids of a prompt that is no chat."""
+        return array("i", self._tokenizer.encode(text))
+
+    def raw_reader(self, stop: tuple[str, ...]) -> DeltaReader:
+        """Cuts the answer to such a prompt: all of it is text."""
+        return PlainReader(self._tokenizer, self.stop_token_ids, stop)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return self._tokenizer.decode(token_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return self._tokenizer.vocab_size
 
     def token_text(self, token_id: int) -> str:
         """One token's text, for log-prob listings."""
