@@ -130,13 +130,14 @@ def _sampling_of(params: SamplingParams, max_new_tokens: int) -> _Sampling:
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
-        min_p=params.min_p,
         stop_token_ids=params.stop_token_ids,
         sampling_seed=params.seed,
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
         repetition_penalty=params.repetition_penalty,
     )
+    if params.min_p:
+        sampling.min_p = params.min_p
     if params.logit_bias:
         sampling.logit_bias = {str(token): bias for token, bias in params.logit_bias}
     if params.grammar:

@@ -4,23 +4,21 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollmesh.core.errors import EngineRefused, EngineUnavailable
-from rollmesh.core.types import SamplingParams, VersionRun
+from rollmesh.core.errors import EngineOverloaded, EngineRefused, EngineUnavailable
+from rollmesh.core.types import Grammar, VersionRun
 from rollmesh.runtime.generation import (
-    Action,
-    Event,
     GenerationMachine,
     GenerationSettings,
     GenerationState,
 )
 from rollmesh.runtime.generation_events import (
     AbortLeg,
+    AvoidEngine,
     ChooseEngine,
     DropLeg,
     EngineChosen,
     EngineLost,
     FleetMoved,
-    GenerationRequest,
     Joined,
     Left,
     LegFailed,
@@ -34,51 +32,8 @@ from rollmesh.runtime.generation_events import (
 )
 from rollmesh.testing.engine import STOP_TOKEN
 from rollmesh.wire.machine import Ticked
+from tests.unit.runtime.generation_bench import ENGINE, Bench, running
 from tests.unit.runtime.generation_world import ABORT, PROMPT, World
-
-ENGINE = EngineChosen("http://a", "i1", 0)
-
-
-class Bench:
-    """A machine, a clock that stands still, and the actions of the last step."""
-
-    def __init__(self, *, stream: bool = True, **params: object) -> None:
-        fields = {"max_tokens": 10, "stop_token_ids": (STOP_TOKEN,), **params}
-        request = GenerationRequest(
-            generation_id="g",
-            session_key="s",
-            prompt_ids=PROMPT,
-            params=SamplingParams(**fields),  # type: ignore[arg-type]
-            min_policy_version=0,
-            stream=stream,
-        )
-        self.now_s = 0.0
-        self.actions: list[Action] = []
-        self.machine = GenerationMachine(request, GenerationSettings(), "r", 0.0)
-
-    def step(self, event: Event, after_s: float = 0.0) -> list[Action]:
-        self.now_s += after_s
-        self.actions = self.machine.step(event, self.now_s)
-        return self.actions
-
-    def sample(
-        self, leg: int, *token_ids: int, finish: LegFinish | None = None, policy_version: int = 0
-    ) -> list[Action]:
-        logprobs = [-float(token) for token in token_ids]
-        return self.step(LegSampled(leg, token_ids, logprobs, policy_version, finish))
-
-    def said(self, kind: type[Action]) -> list[Action]:
-        return [action for action in self.actions if isinstance(action, kind)]
-
-
-def running(**params: object) -> Bench:
-    """One reader, leg 0 open."""
-    bench = Bench(**params)  # type: ignore[arg-type]
-    assert bench.step(Ticked()) == [ChooseEngine(0)]
-    bench.step(Joined())
-    [start] = bench.step(ENGINE)
-    assert start == StartLeg(0, "r.0", ENGINE.url, 10, "0", True)
-    return bench
 
 
 def test_turn_that_stops_is_committed_with_its_tokens() -> None:
@@ -312,6 +267,54 @@ def test_streamed_turn_with_penalties_fails_rather_than_resume_wrongly() -> None
     bench = running(frequency_penalty=0.5)
     bench.sample(0, 1, finish=ABORT)
     assert isinstance(bench.machine.error, EngineUnavailable)
+
+
+def test_streamed_turn_with_a_grammar_fails_rather_than_resume_wrongly() -> None:
+    bench = running(grammar=Grammar("regex", "a+"))
+    bench.sample(0, 1, finish=ABORT)
+    assert bench.machine.state is GenerationState.VOID
+    assert isinstance(bench.machine.error, EngineUnavailable)
+    assert bench.said(WakeReaders)
+
+
+def test_streamed_turn_that_cannot_resume_is_sampled_anew_for_a_retry_who_saw_nothing() -> None:
+    bench = running(grammar=Grammar("regex", "a+"))
+    bench.sample(0, 1)
+    bench.step(Left())
+    bench.sample(0, 2, finish=ABORT)
+    assert bench.machine.state is GenerationState.PARKED
+    assert bench.step(Joined()) == [ChooseEngine(0)]
+    assert bench.machine.context() == PROMPT
+
+
+def test_full_queue_is_avoided_and_tried_again_but_is_no_fault() -> None:
+    bench = running()
+    bench.step(LegFailed(0, "queue full", "overloaded"))
+    assert bench.actions == [AvoidEngine(ENGINE.url), ChooseEngine(0)]
+    bench.step(EngineChosen("http://b", "i1", 0))
+    bench.sample(1, 1, finish=LegFinish("stop"))
+    assert bench.machine.state is GenerationState.COMMITTED
+
+
+def test_queues_that_stay_full_end_the_turn_as_overload_within_bounds() -> None:
+    bench = running()
+    for leg in range(9):
+        assert bench.machine.error is None
+        bench.step(LegFailed(leg, "http://a: the queue is full", "overloaded"))
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+    assert isinstance(bench.machine.error, EngineOverloaded)
+    assert str(bench.machine.error) == "http://a: the queue is full"
+    assert bench.now_s < 10.0
+
+
+def test_likeliest_tokens_are_kept_over_legs_and_cut_at_max_tokens() -> None:
+    bench = running(max_tokens=10)
+    tops = [((-0.5, token),) for token in range(12)]
+    bench.step(LegSampled(0, [1, 2], [0.0, 0.0], 0, ABORT, (), tops[:2]))
+    bench.step(ENGINE)
+    bench.step(LegSampled(1, range(10), [0.0] * 10, 0, LegFinish("length"), (), tops[2:]))
+    assert bench.machine.sampled.top_logprobs == tops[:10]
 
 
 class EndsAt:

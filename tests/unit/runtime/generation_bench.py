@@ -1,0 +1,68 @@
+"""One generation machine in a test's hand: its clock, its events, and what the last step asked for.
+
+Invariant: time moves only when the test says so. Driven by test_generation.py.
+"""
+
+from rollmesh.core.types import SamplingParams
+from rollmesh.runtime.generation import (
+    Action,
+    Event,
+    GenerationMachine,
+    GenerationSettings,
+)
+from rollmesh.runtime.generation_events import (
+    ChooseEngine,
+    EngineChosen,
+    GenerationRequest,
+    Joined,
+    LegFinish,
+    LegSampled,
+    StartLeg,
+)
+from rollmesh.testing.engine import STOP_TOKEN
+from rollmesh.wire.machine import Ticked
+from tests.unit.runtime.generation_world import PROMPT
+
+ENGINE = EngineChosen("http://a", "i1", 0)
+
+
+class Bench:
+    """A machine, a clock that stands still, and the actions of the last step."""
+
+    def __init__(self, *, stream: bool = True, **params: object) -> None:
+        fields = {"max_tokens": 10, "stop_token_ids": (STOP_TOKEN,), **params}
+        request = GenerationRequest(
+            generation_id="g",
+            session_key="s",
+            prompt_ids=PROMPT,
+            params=SamplingParams(**fields),  # type: ignore[arg-type]
+            min_policy_version=0,
+            stream=stream,
+        )
+        self.now_s = 0.0
+        self.actions: list[Action] = []
+        self.machine = GenerationMachine(request, GenerationSettings(), "r", 0.0)
+
+    def step(self, event: Event, after_s: float = 0.0) -> list[Action]:
+        self.now_s += after_s
+        self.actions = self.machine.step(event, self.now_s)
+        return self.actions
+
+    def sample(
+        self, leg: int, *token_ids: int, finish: LegFinish | None = None, policy_version: int = 0
+    ) -> list[Action]:
+        logprobs = [-float(token) for token in token_ids]
+        return self.step(LegSampled(leg, token_ids, logprobs, policy_version, finish))
+
+    def said(self, kind: type[Action]) -> list[Action]:
+        return [action for action in self.actions if isinstance(action, kind)]
+
+
+def running(**params: object) -> Bench:
+    """One reader, leg 0 open."""
+    bench = Bench(**params)  # type: ignore[arg-type]
+    assert bench.step(Ticked()) == [ChooseEngine(0)]
+    bench.step(Joined())
+    [start] = bench.step(ENGINE)
+    assert start == StartLeg(0, "r.0", ENGINE.url, 10, "0", True)
+    return bench
