@@ -119,7 +119,7 @@ async def test_hanging_up_aborts_the_leg_and_a_retry_resumes_the_exact_tokens(
     assert [(n.sampled, n.finish_reason) for n in record.nodes] == [(False, ""), (True, "length")]
     assert record.num_calls == 1
     assert_proves_itself(record)
-    states = front.edge.num_exchanges
+    states = {state: number for (_, state), number in front.edge.num_exchanges.items()}
     assert states == {ExchangeState.ABANDONED: 1, ExchangeState.DELIVERED: 1}
 
 
@@ -165,7 +165,7 @@ async def test_a_crowd_of_sessions_stays_apart(front: Front) -> None:
         record = opened.session.record()
         assert (record.num_calls, record.num_forks, len(record.nodes)) == (3, 0, 6)
         assert_proves_itself(record)
-    assert front.edge.num_exchanges == {ExchangeState.DELIVERED: 96}
+    assert front.edge.num_exchanges == {("/chat/completions", ExchangeState.DELIVERED): 96}
     front.runtime.end_group(GROUP)
     assert front.runtime.held_bytes == 0
     assert [engine.num_live for engine in front.engines] == [0, 0]

@@ -8,24 +8,20 @@ Routes are suffixes, so that clients may put any prefix before /v1 or leave /v1 
     GET  .../models  .../models/{id}
     GET  /healthz  /openapi.json       no key needed
 
-Invariants: loopback unless the listening socket says otherwise; no access log, since paths may hold
-secrets; a handler is cancelled when its client hangs up; an exchange is in the table while it runs
-and gone at any end. Driven by the worker process and the gateway.
+Invariants: loopback unless the listening socket says otherwise; an exchange is in the table while
+it runs and gone at any end. Driven by the worker process and the gateway.
 """
 
-import logging
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from urllib.parse import unquote
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
-from rollmesh.core.process import http_address
 from rollmesh.runtime.registry import Runtime
 from rollmesh.serve.interception.auth import find_secret
 from rollmesh.serve.interception.dialects.chat import ChatDialect
@@ -34,11 +30,11 @@ from rollmesh.serve.interception.dialects.dialect import Dialect
 from rollmesh.serve.interception.dialects.messages import MessagesDialect
 from rollmesh.serve.interception.dialects.responses import ResponsesDialect
 from rollmesh.serve.interception.exchange import Exchange, ExchangeKit, ExchangeState, refusal
+from rollmesh.serve.interception.face import Face
 from rollmesh.serve.interception.models import model_list, one_model
 from rollmesh.serve.interception.view import EdgeView
 
 SHUTDOWN_S = 1.0
-BACKLOG = 1024
 COUNT_SUFFIX = "/messages/count_tokens"
 
 DIALECTS: dict[str, Dialect] = {
@@ -62,15 +58,17 @@ class Edge:
         config: InterceptionConfig,
         model_name: str,
         control: Control | None = None,
+        drain_s: float = SHUTDOWN_S,
     ) -> None:
-        self.num_exchanges: Counter[ExchangeState] = Counter()
-        """Ended exchanges by their last state."""
+        """`drain_s` is how long running exchanges may still take when it stops."""
+        self.num_exchanges: Counter[tuple[str, ExchangeState]] = Counter()
+        """Ended exchanges by their dialect's route and their last state."""
         self._open: set[Exchange] = set()
         self._control = control
         self._kit = ExchangeKit(
             runtime, SystemClock(), EdgeView(model_name), config.max_body_bytes, config.keepalive_s
         )
-        self._runner: web.ServerRunner | None = None
+        self._face = Face(self._handle, config.max_body_bytes, drain_s)
 
     @property
     def num_open(self) -> int:
@@ -79,23 +77,11 @@ class Edge:
 
     async def start(self, listening: socket.socket) -> str:
         """Serve on the socket; returns its base address, `http://host:port`."""
-        server = web.Server(
-            self._handle,
-            request_factory=self._make_request,
-            handler_cancellation=True,
-            access_log=None,
-            logger=_new_http_logger(),
-        )
-        self._runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
-        await self._runner.setup()
-        await web.SockSite(self._runner, listening, backlog=BACKLOG).start()
-        return http_address(listening)
+        return await self._face.start(listening)
 
     async def stop(self) -> None:
-        """Close the socket and all connections; running exchanges get a second."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        """Close the socket and all connections; running exchanges get their time."""
+        await self._face.stop()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.raw_path.partition("?")[0].rstrip("/")
@@ -106,23 +92,23 @@ class Edge:
         if request.method == "POST":
             for suffix, dialect in DIALECTS.items():
                 if path.endswith(suffix):
-                    return await self._exchange(request, dialect)
+                    return await self._exchange(request, suffix, dialect)
             if path.endswith(COUNT_SUFFIX):
-                return await self._exchange(request, DIALECTS["/messages"], counts=True)
+                return await self._exchange(request, COUNT_SUFFIX, DIALECTS["/messages"])
         elif request.method == "GET":
             return self._look_up(request, path)
         return self._unknown()
 
     async def _exchange(
-        self, request: web.BaseRequest, dialect: Dialect, counts: bool = False
+        self, request: web.BaseRequest, route: str, dialect: Dialect
     ) -> web.StreamResponse:
         exchange = Exchange(request, dialect, self._kit)
         self._open.add(exchange)
         try:
-            return await (exchange.run_count() if counts else exchange.run())
+            return await (exchange.run_count() if route == COUNT_SUFFIX else exchange.run())
         finally:
             self._open.discard(exchange)
-            self.num_exchanges[exchange.state] += 1
+            self.num_exchanges[route, exchange.state] += 1
 
     def _look_up(self, request: web.BaseRequest, path: str) -> web.Response:
         if path.endswith("/healthz"):
@@ -142,33 +128,6 @@ class Edge:
         known = ", ".join(f"POST /v1{suffix}" for suffix in [*DIALECTS, COUNT_SUFFIX])
         why = f"no such route here; there are {known}, GET /v1/models and GET /healthz"
         return _refuse(SessionError(404, "unknown_route", why))
-
-    def _make_request(self, *parts: object) -> web.BaseRequest:
-        message, payload, protocol, writer, task = parts
-        return web.BaseRequest(
-            message,  # type: ignore[arg-type]
-            payload,  # type: ignore[arg-type]
-            protocol,  # type: ignore[arg-type]
-            writer,  # type: ignore[arg-type]
-            task,  # type: ignore[arg-type]
-            task.get_loop(),  # type: ignore[attr-defined]
-            client_max_size=self._kit.max_body_bytes,
-        )
-
-
-class _ClientFaults(logging.Filter):
-    """Drops what clients did wrong: they were answered, and the lines quote their headers."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, HttpProcessingError | ConnectionError)
-
-
-def _new_http_logger() -> logging.Logger:
-    logger = logging.getLogger("rollmesh.edge")
-    if not logger.filters:
-        logger.addFilter(_ClientFaults())
-    return logger
 
 
 def _unquoted(name: str) -> str:
