@@ -70,13 +70,20 @@ class Call:
     def attach(
         self, *, connection: "Connection | None" = None, opening: "asyncio.Task[None] | None" = None
     ) -> None:
-        """What carries the call from now on; nothing does once it is over. The client's."""
+        """What carries the call from now on. The client's."""
         self._connection, self._opening = connection, opening
+
+    def over(self) -> Receiver:
+        """Nothing carries it any more: gives up its receiver, which may hold the call in turn."""
+        receiver, self.receiver = self.receiver, _nobody
+        self.body = ()
+        self.attach()
+        return receiver
 
     def close(self) -> None:
         """Hang up if it is not over; the receiver hears nothing more."""
         connection, opening = self._connection, self._opening
-        self.attach()
+        self.over()
         if connection:
             connection.drop_call()
         if opening:
@@ -91,6 +98,25 @@ class Call:
         """Read on."""
         if self._connection:
             self._connection.resume()
+
+
+class _Nobody:
+    """Receives for calls that are over."""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        pass
+
+    def on_data(self, data: bytes) -> None:
+        pass
+
+    def on_end(self) -> None:
+        pass
+
+    def on_error(self, error: EngineUnavailable) -> None:
+        pass
+
+
+_nobody = _Nobody()
 
 
 class Pool(Protocol):
@@ -199,15 +225,14 @@ class Connection(asyncio.Protocol):
         self._pool.lost(self)
         if call is None:
             return
-        call.attach()
         if self._has_told_head and error is None and self._ends_with_connection():
-            call.receiver.on_end()
+            call.over().on_end()
         elif self._num_calls > 1 and not self._has_bytes and not call.is_resent:
             call.is_resent = True
             self._pool.connect(call)
         else:
             told = one_line(error) if error else "the connection was closed before the answer's end"
-            call.receiver.on_error(EngineUnavailable(f"{self.origin}: {told}"))
+            call.over().on_error(EngineUnavailable(f"{self.origin}: {told}"))
 
     # the parser's callbacks: they only collect, so that a receiver may do what it likes
 
@@ -260,13 +285,13 @@ class Connection(asyncio.Protocol):
             self._release(call, not fault)
             receiver.on_end()
         elif fault or self._num_mute_bytes > MAX_MUTE_BYTES:
-            call.attach()
+            call.over()
             self.drop_call()
             told = fault or "sends headers without end"
             receiver.on_error(EngineUnavailable(f"{self.origin}: {told}"))
 
     def _release(self, call: Call, is_sound: bool) -> None:
-        call.attach()
+        call.over()
         self._call = None
         if is_sound and self._keeps_alive and self.transport and not self.transport.is_closing():
             self.resume()

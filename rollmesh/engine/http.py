@@ -129,8 +129,7 @@ class HttpClient:
         opening = dict(self._opening)
         for task, call in opening.items():
             task.cancel()
-            call.attach()
-            call.receiver.on_error(EngineUnavailable(f"{call.target.origin}: {_CLOSED}"))
+            call.over().on_error(EngineUnavailable(f"{call.target.origin}: {_CLOSED}"))
         await asyncio.gather(*opening, return_exceptions=True)
         for connection in self._connections:
             connection.hang_up()
@@ -149,7 +148,7 @@ class HttpClient:
         loop = asyncio.get_running_loop()
         if self._emptied:
             gone = EngineUnavailable(f"{call.target.origin}: {_CLOSED}")
-            loop.call_soon(call.receiver.on_error, gone)
+            loop.call_soon(call.over().on_error, gone)
             return
         opening = loop.create_task(self._open(call), name="http.connect")
         self._opening[opening] = call
@@ -199,9 +198,8 @@ class HttpClient:
                     ssl=self._tls if target.is_tls else None,
                 )
         except (OSError, TimeoutError) as error:
-            call.attach()
             told = f"{target.origin}: cannot connect: {one_line(error)}"
-            call.receiver.on_error(EngineUnavailable(told))
+            call.over().on_error(EngineUnavailable(told))
             return
         connection.begin(call)
 

@@ -1,9 +1,11 @@
 """A worker's copy of the fleet table, and its choice of an engine for each leg.
 
 Invariants: an older table of the same router never replaces a newer one; only READY engines with
-the wanted weights or newer are chosen; a session stays with its engine while that one serves; the
-memory of who stays where is bounded. Driven by the worker, which hands it each FleetChanged, and by
-legs.py, which chooses and counts.
+the wanted weights or newer are chosen; a session stays with its engine, where its prefix is cached,
+until that one no longer serves or has been far busier than another for several tables in a row;
+between two tables only a share of its sessions move, so that workers do not all run to the idle
+engine at once; the memory of who stays where is bounded. Driven by the worker, which hands it each
+FleetChanged, and by legs.py, which chooses and counts.
 """
 
 from collections import OrderedDict
@@ -13,6 +15,14 @@ from rollmesh.wire.messages import EnginePhase, EngineRow, FleetChanged
 
 MAX_STICKY_SESSIONS = 16_384
 """Sessions whose engine is remembered; the longest unused is forgotten first."""
+LOPSIDED_FACTOR = 2
+LOPSIDED_MARGIN = 4
+"""An engine is overfull with more than FACTOR times the requests of the least loaded, and MARGIN:
+a session that moves pays a prefill of all its tokens, and must not want to move back."""
+LOPSIDED_TABLES = 3
+"""For so many tables in a row (they come each second) before sessions leave it."""
+MOVING_SHARE = 8
+"""One in so many of its requests may move before the next table."""
 
 
 class _Load:
@@ -22,10 +32,20 @@ class _Load:
         self.num_own = 0
         self.num_others = 0
         """Pushed with the table, without our own at that time."""
+        self.num_overfull = 0
+        """Tables in a row that showed it overfull."""
+        self.num_may_move = 0
 
     @property
     def total(self) -> int:
         return self.num_own + self.num_others
+
+    def judge(self, least: int) -> None:
+        """A new table came, whose least loaded engine has `least` requests."""
+        is_overfull = self.total > LOPSIDED_FACTOR * least + LOPSIDED_MARGIN
+        self.num_overfull = self.num_overfull + 1 if is_overfull else 0
+        lasts = self.num_overfull >= LOPSIDED_TABLES
+        self.num_may_move = max(1, self.num_own // MOVING_SHARE) if lasts else 0
 
 
 class FleetView:
@@ -42,6 +62,9 @@ class FleetView:
     def update(self, table: FleetChanged, router: str) -> None:
         """Take `table` from the router of incarnation `router`, unless a newer one is known."""
         if router == self._router and table.epoch <= self._epoch:
+            if table.epoch == self._epoch:
+                # Nothing there has changed, which is also news of how lopsided it is.
+                self._judge()
             return
         self._router, self._epoch = router, table.epoch
         self._rows = {row.url: row for row in table.engines}
@@ -51,6 +74,7 @@ class FleetView:
         for url in self._loads.keys() - self._rows.keys():
             if not self._loads[url].num_own:
                 del self._loads[url]
+        self._judge()
         for listener in self.listeners:
             listener()
 
@@ -67,8 +91,8 @@ class FleetView:
             return None
         home = self._sticky.get(session_key)
         chosen = next((row for row in fit if row.url == home), None)
-        if chosen is None:
-            chosen = min(fit, key=lambda row: (self._loads[row.url].total, -row.policy_version))
+        if chosen is None or self._loads[chosen.url].num_may_move:
+            chosen = self._settle(chosen, fit)
             self._sticky[session_key] = chosen.url
             if len(self._sticky) > MAX_STICKY_SESSIONS:
                 self._sticky.popitem(last=False)
@@ -93,6 +117,29 @@ class FleetView:
     def end(self, url: str) -> None:
         """It ended."""
         self._loads[url].num_own -= 1
+
+    def num_legs(self, url: str) -> int:
+        """Legs of ours that run at `url`."""
+        load = self._loads.get(url)
+        return load.num_own if load else 0
+
+    def _judge(self) -> None:
+        """Which engines are overfull, beside the least loaded that serves."""
+        serving = [row.url for row in self._rows.values() if row.phase is EnginePhase.READY]
+        least = min((self._loads[url].total for url in serving), default=0)
+        for load in self._loads.values():
+            load.judge(least)
+
+    def _settle(self, home: EngineRow | None, fit: list[EngineRow]) -> EngineRow:
+        """Where a session without a home goes, or one whose home is overfull."""
+        least = min(fit, key=lambda row: (self._loads[row.url].total, -row.policy_version))
+        if home is None:
+            return least
+        load = self._loads[home.url]
+        if load.total <= LOPSIDED_FACTOR * self._loads[least.url].total + LOPSIDED_MARGIN:
+            return home
+        load.num_may_move -= 1
+        return least
 
 
 def _is_fit(row: EngineRow, min_policy_version: int) -> bool:

@@ -203,7 +203,8 @@ class Sampler:
         self._clock = clock or SystemClock()
         self._live: set[Generation] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._clients: dict[str, EngineClient] = {}
+        self.clients: dict[str, EngineClient] = {}
+        """Of engines that are in the table, or run legs of ours still."""
         self._http = HttpClient()
         self._timer: asyncio.TimerHandle | None = None
         self._avoid_until_s: dict[str, float] = {}
@@ -263,6 +264,7 @@ class Sampler:
         self._parts.view.end(leg.url)
         if leg.call:
             leg.call.close()
+            leg.call = None
 
     def _drive(self, generation: Generation, event: Event) -> None:
         for action in generation.machine.step(event, self._clock.now_s()):
@@ -280,8 +282,9 @@ class Sampler:
 
     def _on_table(self) -> None:
         view = self._parts.view
-        for url in [url for url in self._clients if view.find(url) is None]:
-            del self._clients[url]
+        for url in list(self.clients):
+            if view.find(url) is None and not view.num_legs(url):
+                del self.clients[url]
         for generation in list(self._live):
             machine = generation.machine
             row = view.find(machine.leg_url) if machine.leg_url else None
@@ -373,10 +376,10 @@ class Sampler:
             log.debug("abort.failed", rid=action.rid, error=str(error))
 
     def _client(self, url: str) -> EngineClient:
-        client = self._clients.get(url)
+        client = self.clients.get(url)
         if client is None:
             client = EngineClient(url, self._http, self._parts.vocab_size)
-            self._clients[url] = client
+            self.clients[url] = client
         return client
 
 

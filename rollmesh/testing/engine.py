@@ -103,6 +103,8 @@ class ScriptedEngine:
         """Weight updates fail with this message."""
         self.update_is_idle = False
         """Weight updates claim success and change nothing but the label."""
+        self.num_deaf_aborts = 0
+        """So many aborts do nothing, as one does that comes before its request."""
         self.is_paused = False
         self.num_sampled = 0
         self.lives = 0
@@ -222,7 +224,7 @@ class ScriptedEngine:
     async def _control(self, path: str, body: dict[str, Any]) -> web.Response:
         match path:
             case "/abort_request":
-                self._abort([body.get("rid", "")])
+                self._on_abort(body.get("rid", ""))
             case "/pause_generation":
                 self.is_paused = True
                 if body["mode"] == "abort":
@@ -257,6 +259,12 @@ class ScriptedEngine:
         if not self.update_is_idle:
             self._weights = self.weight_version
         return _json({"success": True, "message": "Succeeded to update model weights."})
+
+    def _on_abort(self, rid: str) -> None:
+        if self.num_deaf_aborts:
+            self.num_deaf_aborts -= 1
+        else:
+            self._abort([rid])
 
     def _abort(self, rids: list[str]) -> None:
         for rid in rids:

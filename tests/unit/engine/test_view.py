@@ -1,6 +1,6 @@
 """A worker's view of the fleet: which engine a leg goes to."""
 
-from rollmesh.engine.view import FleetView
+from rollmesh.engine.view import LOPSIDED_TABLES, FleetView
 from rollmesh.wire.messages import EnginePhase, EngineRow, FleetChanged
 
 A, B = "http://a", "http://b"
@@ -47,6 +47,90 @@ def test_session_stays_with_its_engine_although_others_are_idle() -> None:
         view.begin(home)
     assert chosen(view) == home
     assert chosen(view, session="other") != home
+
+
+class Lopsided:
+    """Sessions of ours all live at A, which has `num_running` requests; B has `num_beside`."""
+
+    def __init__(self, num_running: int, num_beside: int = 0, num_own: int = 16) -> None:
+        self.view = view_of(row(A), row(B, running=99))
+        self.keys = [f"s{n}" for n in range(64)]
+        assert {chosen(self.view, key) for key in self.keys} == {A}
+        for _ in range(num_own):
+            self.view.begin(A)
+        self.rows = (row(A, running=num_running), row(B, running=num_beside))
+        self.epoch = 1
+
+    def push(self, num_tables: int = 1) -> None:
+        for _ in range(num_tables):
+            self.epoch += 1
+            self.view.update(FleetChanged(self.epoch, self.rows), "router")
+
+    def num_moved(self) -> int:
+        """How many sessions are at B when each has had a turn."""
+        return [chosen(self.view, key) for key in self.keys].count(B)
+
+
+def test_sessions_leave_an_engine_that_stays_overfull_a_few_at_a_time() -> None:
+    world = Lopsided(num_running=40)
+    world.push(LOPSIDED_TABLES - 1)
+    assert world.num_moved() == 0
+    world.push()
+    assert world.num_moved() == 2
+    assert world.num_moved() == 2
+    world.push()
+    assert world.num_moved() == 4
+
+
+def test_a_table_that_says_the_same_again_counts_as_time() -> None:
+    world = Lopsided(num_running=40)
+    world.push()
+    for _ in range(LOPSIDED_TABLES):
+        world.view.update(FleetChanged(world.epoch, world.rows), "router")
+    assert world.num_moved() == 2
+
+
+def test_sessions_stay_where_load_is_only_a_little_lopsided() -> None:
+    world = Lopsided(num_running=2 * 20 + 4, num_beside=20)
+    world.push(10)
+    assert world.num_moved() == 0
+
+
+def test_a_moment_of_load_moves_nobody() -> None:
+    world = Lopsided(num_running=40)
+    crowded, calm = world.rows, (row(A, running=18), row(B, running=17))
+    for rows in (crowded, crowded, calm) * 4:
+        world.rows = rows
+        world.push()
+        assert world.num_moved() == 0
+
+
+def test_session_that_moved_does_not_move_back_while_loads_are_near() -> None:
+    world = Lopsided(num_running=40)
+    world.push(LOPSIDED_TABLES)
+    moved = [key for key in world.keys if chosen(world.view, key) == B]
+    world.rows = (row(A, running=20), row(B, running=30))
+    world.push(10)
+    assert moved
+    assert [chosen(world.view, key) for key in moved] == [B] * len(moved)
+
+
+def test_sessions_do_not_move_to_an_engine_that_is_sick_or_behind() -> None:
+    world = Lopsided(num_running=40)
+    world.rows = (row(A, policy_version=1, running=40), row(B, policy_version=0))
+    world.push(LOPSIDED_TABLES)
+    assert {chosen(world.view, key, min_version=1) for key in world.keys} == {A}
+    sick = world.view.choose("s0", 0, {B})
+    assert sick
+    assert sick.url == A
+
+
+def test_legs_of_ours_are_counted_for_each_engine() -> None:
+    view = view_of(row(A), row(B))
+    view.begin(A)
+    view.begin(A)
+    view.end(A)
+    assert (view.num_legs(A), view.num_legs(B), view.num_legs("http://c")) == (1, 0, 0)
 
 
 def test_least_loaded_engine_counts_own_legs_and_pushed_load() -> None:

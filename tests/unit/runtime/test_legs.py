@@ -1,78 +1,21 @@
 """Generations carried to a scripted engine over real sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import random
+import time
+import weakref
+from collections.abc import AsyncIterator
 
 import pytest
 
-from rollmesh.core.errors import EngineRefused, EngineUnavailable
-from rollmesh.core.types import SamplingParams, VersionRun
-from rollmesh.engine.view import FleetView
+from rollmesh.core.errors import EngineOverloaded, EngineRefused, EngineUnavailable
+from rollmesh.core.types import Grammar, VersionRun
 from rollmesh.runtime.generation import GenerationSettings, GenerationState
-from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.legs import Generation, Sampler, SamplerParts
-from rollmesh.runtime.stops import StopStrings
+from rollmesh.runtime.legs import Generation
 from rollmesh.testing.clock import FakeClock
-from rollmesh.testing.engine import VOCAB_SIZE, Fault, ScriptedEngine, endless_token
-from rollmesh.wire.messages import EngineFaulted, EnginePhase, EngineRow, FleetChanged
-
-PROMPT = [5, 6, 7]
-TO_THE_END = 2**31
-
-
-class Bench:
-    """A sampler over scripted engines, with the table in the test's hand."""
-
-    def __init__(self, *engines: ScriptedEngine, clock: FakeClock | None = None) -> None:
-        self.engines = engines
-        self.view = FleetView()
-        self.faults: list[EngineFaulted] = []
-        self.epoch = 0
-        parts = SamplerParts(
-            view=self.view,
-            vocab_size=VOCAB_SIZE,
-            report=self.faults.append,
-            new_matcher=lambda stops: StopStrings(stops, Words()),
-        )
-        self.sampler = Sampler(parts, GenerationSettings(), clock)
-        self.push()
-
-    def push(self, phase: EnginePhase = EnginePhase.READY, incarnation: str = "i1") -> None:
-        """All engines in `phase`, at the versions that they serve."""
-        self.epoch += 1
-        rows = tuple(
-            EngineRow(engine.url, incarnation, phase, int(engine.weight_version))
-            for engine in self.engines
-        )
-        self.view.update(FleetChanged(self.epoch, rows), "router")
-
-    def start(
-        self, *, stream: bool = False, num_tokens: int = 6, stop: tuple[str, ...] = ()
-    ) -> Generation:
-        request = GenerationRequest(
-            generation_id="g",
-            session_key="s",
-            prompt_ids=PROMPT,
-            params=SamplingParams(max_tokens=num_tokens, stop=stop),
-            stream=stream,
-        )
-        generation = self.sampler.start(request)
-        generation.join()
-        return generation
-
-
-class Words:
-    """Token 12 reads `<12>`."""
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        return "".join(f"<{token}>" for token in token_ids)
-
-
-def expected(num_tokens: int, *versions: int) -> list[int]:
-    context = list(PROMPT)
-    for at in range(num_tokens):
-        context.append(endless_token(versions[at] if versions else 0, context))
-    return context[len(PROMPT) :]
+from rollmesh.testing.engine import Fault, ScriptedEngine, endless_token
+from rollmesh.wire.messages import EnginePhase, FleetChanged
+from tests.unit.runtime.legs_bench import TO_THE_END, Bench, expected, until
 
 
 @pytest.fixture
@@ -245,11 +188,183 @@ async def test_stop_string_ends_the_turn_and_names_itself(
     engine: ScriptedEngine, bench: Bench
 ) -> None:
     third = expected(3)[2]
-    generation = bench.start(num_tokens=50, stop=(f"<{third}>",))
+    generation = bench.start(num_tokens=50, params={"stop": (f"<{third}>",)})
     await generation.wait(TO_THE_END)
     assert generation.matched_stop == f"<{third}>"
     assert list(generation.token_ids) == expected(3)
     await engine.until(lambda: engine.num_live == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_deaf_aborts", [0, 1])
+async def test_leg_is_over_at_the_engine_within_100_ms_of_its_last_readers_leaving(
+    engine: ScriptedEngine, bench: Bench, stream: bool, num_deaf_aborts: int
+) -> None:
+    engine.hold()
+    engine.num_deaf_aborts = num_deaf_aborts
+    generation = bench.start(stream=stream)
+    generation.join()
+    await engine.until(lambda: engine.num_live == 1)
+    generation.leave()
+    await asyncio.sleep(0)
+    assert engine.num_live == 1
+    left_s = time.monotonic()
+    generation.leave()
+    await until(lambda: engine.num_live == bench.num_running() == 0)
+    assert time.monotonic() - left_s < 0.1
+    assert generation.state is GenerationState.PARKED
+
+
+async def test_parked_turn_that_nobody_comes_back_for_leaves_nothing(
+    engine: ScriptedEngine,
+) -> None:
+    bench = Bench(engine, settings=GenerationSettings(retry_window_s=0.05))
+    engine.hold()
+    held = [bench.start()]
+    await engine.until(lambda: engine.num_live == 1)
+    held[0].leave()
+    await until(lambda: held[0].state is GenerationState.VOID)
+    await until(lambda: engine.num_live == bench.num_running() == 0)
+    kept = weakref.ref(held.pop())
+    await until(lambda: kept() is None)
+    await bench.sampler.close()
+
+
+@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.FULL])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_full_queue_is_waited_for_and_reported_to_nobody(
+    engine: ScriptedEngine, bench: Bench, fault: Fault, stream: bool
+) -> None:
+    engine.faults.extend([fault, fault])
+    generation = bench.start(stream=stream)
+    await generation.wait(TO_THE_END)
+    assert list(generation.token_ids) == expected(6)
+    assert bench.faults == []
+
+
+async def test_queues_that_stay_full_are_told_as_overload(engine: ScriptedEngine) -> None:
+    bench = Bench(engine, settings=GenerationSettings(max_full_queues=1))
+    engine.faults.extend([Fault.FULL] * 2)
+    generation = bench.start()
+    await generation.wait(TO_THE_END)
+    assert isinstance(generation.error, EngineOverloaded)
+    assert engine.url in str(generation.error)
+    await bench.sampler.close()
+
+
+async def test_streamed_turn_with_a_grammar_fails_when_its_engine_is_cut(
+    engine: ScriptedEngine, bench: Bench
+) -> None:
+    engine.faults.append(Fault.CUT)
+    generation = bench.start(stream=True, params={"grammar": Grammar("regex", "a+")})
+    await generation.wait(TO_THE_END)
+    assert isinstance(generation.error, EngineUnavailable)
+    assert "cannot be resumed" in str(generation.error)
+
+
+async def test_likeliest_tokens_are_kept_over_an_update(
+    engine: ScriptedEngine, bench: Bench
+) -> None:
+    engine.hold()
+    generation = bench.start(stream=True, num_top_logprobs=2)
+    await engine.allow(2)
+    await generation.wait(1)
+    await engine.update(1)
+    await engine.release()
+    await generation.wait(TO_THE_END)
+    assert list(generation.token_ids) == expected(6, 0, 0, 1, 1, 1, 1)
+    assert [place[0][1] for place in generation.top_logprobs] == expected(6, 0, 0, 1, 1, 1, 1)
+
+
+async def test_prompt_that_is_ready_json_is_resumed_from_the_exact_tokens(
+    engine: ScriptedEngine, bench: Bench
+) -> None:
+    engine.faults.append(Fault.CUT)
+    generation = bench.start(stream=True, prompt_json=b"5,6,7")
+    await generation.wait(TO_THE_END)
+    assert list(generation.token_ids) == expected(6)
+
+
+async def test_sick_engine_is_said_once_and_reported_for_each_leg(
+    engine: ScriptedEngine, bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.faults.extend([Fault.ERROR] * 5)
+    await asyncio.gather(*[bench.start().wait(TO_THE_END) for _ in range(5)])
+    assert len(bench.faults) == 5
+    assert capsys.readouterr().out.count("engine.faulted") == 1
+
+
+async def test_running_legs_of_a_sick_engine_go_on_elsewhere() -> None:
+    async with ScriptedEngine(endless_token) as sick, ScriptedEngine(endless_token) as well:
+        bench = Bench(sick, well)
+        sick.hold()
+        well.hold()
+        generations = [bench.start(session_key=f"s{n}", stream=bool(n % 2)) for n in range(8)]
+        await until(lambda: (sick.num_live, well.num_live) == (4, 4))
+        await sick.die()
+        await well.release()
+        await asyncio.gather(*[each.wait(TO_THE_END) for each in generations])
+        assert [list(each.token_ids) for each in generations] == [expected(6)] * 8
+        assert bench.num_running() == 0
+        await bench.sampler.close()
+
+
+async def test_engine_that_left_the_table_is_forgotten(
+    engine: ScriptedEngine, bench: Bench
+) -> None:
+    await bench.start().wait(TO_THE_END)
+    assert list(bench.sampler.clients) == [engine.url]
+    bench.view.update(FleetChanged(bench.epoch + 1, ()), "router")
+    assert not bench.sampler.clients
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_engines_run_what_we_count_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    async with ScriptedEngine(endless_token) as first, ScriptedEngine(endless_token) as second:
+        engines = (first, second)
+        settings = GenerationSettings(max_fruitless_legs=1000, backoff_s=0.001, max_backoff_s=0.01)
+        bench = Bench(*engines, settings=settings)
+        for engine in engines:
+            engine.hold()
+        generations: list[Generation] = []
+        for _ in range(25):
+            await disturb(rng, bench, generations)
+            await until(lambda: all(e.num_live == bench.view.num_legs(e.url) for e in engines))
+        for generation in generations:
+            while generation.machine.num_readers:
+                generation.leave()
+        await until(lambda: bench.num_running() == first.num_live == second.num_live == 0)
+        for generation in generations:
+            assert list(generation.token_ids) == expected(len(generation.token_ids))
+        await bench.sampler.close()
+
+
+async def disturb(rng: random.Random, bench: Bench, generations: list[Generation]) -> None:
+    """One thing that a client or an engine does."""
+    engine = rng.choice(bench.engines)
+    one = rng.choice(generations) if generations else None
+    match rng.choice(
+        ("start", "start", "leave", "join", "seal", "fault", "tokens", "die", "pause")
+    ):
+        case "start":
+            key = f"s{rng.randrange(6)}"
+            generations.append(bench.start(session_key=key, stream=rng.random() < 0.5))
+        case "leave" if one:
+            one.leave()
+        case "join" if one:
+            one.join()
+        case "seal" if one:
+            one.seal("enough")
+        case "fault":
+            kinds = (Fault.BUSY, Fault.FULL, Fault.ERROR, Fault.CUT, Fault.BAD_REQUEST)
+            engine.faults.append(rng.choice(kinds))
+        case "tokens":
+            await engine.allow(rng.randrange(1, 9))
+        case "die":
+            await engine.restart()
+        case "update":
+            await engine.update(0)
 
 
 async def test_close_seals_what_runs_and_leaves_no_task(engine: ScriptedEngine) -> None:

@@ -1,0 +1,101 @@
+"""A sampler over scripted engines on real sockets, with the fleet table in the test's hand.
+
+Invariant: every token follows from its context and weights, so a turn proves itself. Driven by
+test_legs.py.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollmesh.core.types import SamplingParams
+from rollmesh.engine.view import FleetView
+from rollmesh.runtime.generation import GenerationSettings
+from rollmesh.runtime.generation_events import GenerationRequest
+from rollmesh.runtime.legs import Generation, Sampler, SamplerParts
+from rollmesh.runtime.stops import StopStrings
+from rollmesh.testing.clock import FakeClock
+from rollmesh.testing.engine import VOCAB_SIZE, ScriptedEngine, endless_token
+from rollmesh.wire.messages import EngineFaulted, EnginePhase, EngineRow, FleetChanged
+
+PROMPT = [5, 6, 7]
+TO_THE_END = 2**31
+PATIENCE_S = 10.0
+
+
+class Bench:
+    """A sampler over scripted engines, with the table in the test's hand."""
+
+    def __init__(
+        self,
+        *engines: ScriptedEngine,
+        clock: FakeClock | None = None,
+        settings: GenerationSettings | None = None,
+    ) -> None:
+        self.engines = engines
+        self.view = FleetView()
+        self.faults: list[EngineFaulted] = []
+        self.epoch = 0
+        parts = SamplerParts(
+            view=self.view,
+            vocab_size=VOCAB_SIZE,
+            report=self.faults.append,
+            new_matcher=lambda stops: StopStrings(stops, Words()),
+        )
+        self.sampler = Sampler(parts, settings, clock)
+        self.push()
+
+    def push(self, phase: EnginePhase = EnginePhase.READY, incarnation: str = "i1") -> None:
+        """All engines in `phase`, at the versions that they serve."""
+        self.epoch += 1
+        rows = tuple(
+            EngineRow(engine.url, incarnation, phase, int(engine.weight_version))
+            for engine in self.engines
+        )
+        self.view.update(FleetChanged(self.epoch, rows), "router")
+
+    def start(
+        self,
+        *,
+        stream: bool = False,
+        num_tokens: int = 6,
+        session_key: str = "s",
+        params: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> Generation:
+        request = GenerationRequest(
+            generation_id="g",
+            session_key=session_key,
+            prompt_ids=PROMPT,
+            params=SamplingParams(max_tokens=num_tokens, **(params or {})),
+            stream=stream,
+            **fields,
+        )
+        generation = self.sampler.start(request)
+        generation.join()
+        return generation
+
+    def num_running(self) -> int:
+        """Legs that this sampler counts at all engines."""
+        return sum(self.view.num_legs(engine.url) for engine in self.engines)
+
+
+class Words:
+    """Token 12 reads `<12>`."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join(f"<{token}>" for token in token_ids)
+
+
+def expected(num_tokens: int, *versions: int) -> list[int]:
+    context = list(PROMPT)
+    for at in range(num_tokens):
+        context.append(endless_token(versions[at] if versions else 0, context))
+    return context[len(PROMPT) :]
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    """Let the loop turn until `is_so`."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110 - what moves is at both ends of real sockets
+            await asyncio.sleep(0)
