@@ -1,0 +1,198 @@
+"""The gateway's sessions: who is open, what they were rewarded with, when they are forgotten.
+
+    OPEN --finish--> FINISHED --finish, reward--> FINISHED      any --delete, expiry--> gone
+
+Invariants: a session is in the book from its opening to its deletion, or until nobody used it or
+asked about it for `retention_s`; the first `finish` decides the outcome, and every later one gives
+the same account again, so an answer that was lost loses nothing. Driven by admin.py and by the
+gateway's clock.
+"""
+
+import enum
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.clock import Clock
+from rollmesh.core.errors import SessionError
+from rollmesh.core.logs import get_logger
+from rollmesh.core.types import Outcome
+from rollmesh.serve.interception.capture import (
+    NO_REWARDS,
+    Capture,
+    CapturedSession,
+    Opened,
+    Rewards,
+    SessionWish,
+)
+
+log = get_logger()
+
+
+class BookState(enum.StrEnum):
+    """See the module's drawing."""
+
+    OPEN = "open"
+    FINISHED = "finished"
+
+
+class Entry:
+    """One session of the book."""
+
+    __slots__ = (
+        "captured",
+        "created_s",
+        "metadata",
+        "node_rewards",
+        "num_calls_seen",
+        "outcome",
+        "reward",
+        "touched_s",
+    )
+
+    def __init__(self, captured: CapturedSession, metadata: bytes, created_s: float) -> None:
+        self.captured = captured
+        self.metadata = metadata
+        """As the opener sent it, JSON."""
+        self.created_s = created_s
+        """Unix time."""
+        self.touched_s = 0.0
+        self.num_calls_seen = 0
+        self.outcome: Outcome | None = None
+        """Once finished."""
+        self.reward: float | None = None
+        self.node_rewards: dict[int, float] = NO_REWARDS
+
+    @property
+    def state(self) -> BookState:
+        return BookState.OPEN if self.outcome is None else BookState.FINISHED
+
+    def describe(self) -> dict[str, Any]:
+        """For people who look after it."""
+        captured = self.captured
+        return {
+            "session_id": captured.session_id,
+            "state": self.state.value,
+            "outcome": self.outcome,
+            "metadata": msgspec.Raw(self.metadata),
+            "created_s": self.created_s,
+            "num_calls": captured.num_calls,
+            "is_busy": captured.is_busy,
+            "held_bytes": captured.held_bytes,
+            "reward": self.reward,
+            "node_rewards": {str(node): reward for node, reward in self.node_rewards.items()},
+            "forks": dict(captured.forks),
+            "healed": dict(captured.healed),
+            "fault": captured.fault,
+        }
+
+
+class SessionBook:
+    """See the module."""
+
+    def __init__(self, capture: Capture, clock: Clock, retention_s: float) -> None:
+        self._capture = capture
+        self._clock = clock
+        self._retention_s = retention_s
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        """By id; the longest untouched first."""
+        self.num_opened = 0
+        self.num_expired = 0
+        self._closed_forks: Counter[str] = Counter()
+        self._closed_healed: Counter[str] = Counter()
+
+    def open(self, wish: SessionWish, metadata: bytes) -> Opened:
+        """A new session."""
+        opened = self._capture.open(wish)
+        entry = Entry(opened.captured, metadata, self._clock.unix_s())
+        entry.touched_s = self._clock.now_s()
+        self._entries[opened.captured.session_id] = entry
+        self.num_opened += 1
+        return opened
+
+    def find(self, session_id: str) -> Entry:
+        """The entry, touched; SessionError 404 if there is none."""
+        entry = self._entries.get(session_id)
+        if entry is None:
+            why = f"no session {session_id!r} here; it was never opened, was deleted, or expired"
+            raise SessionError(404, "no_such_session", why)
+        self._touch(entry)
+        return entry
+
+    def entries(self) -> Iterable[Entry]:
+        """All, the longest untouched first."""
+        return self._entries.values()
+
+    def reward(self, entry: Entry, reward: float, node: int | str | None) -> None:
+        """Give it to the session, or to one of its turns; a later word replaces an earlier one."""
+        if not math.isfinite(reward):
+            raise SessionError(400, "invalid_reward", f"reward: {reward} is no finite number")
+        if node is None:
+            entry.reward = reward
+            return
+        try:
+            number = entry.captured.node_of(node)
+        except LookupError:
+            why = f"node: {node!r} is neither a sampled node nor a response of this session"
+            raise SessionError(404, "no_such_node", why) from None
+        entry.node_rewards = {**entry.node_rewards, number: reward}
+
+    def finish(self, entry: Entry, outcome: Outcome | None) -> dict[str, Any]:
+        """Seal the session; its account as JSON values."""
+        captured = entry.captured
+        if entry.outcome is None:
+            fault = captured.fault
+            captured.seal("it was finished")
+            entry.outcome = outcome or (Outcome.INFRA_ERROR if fault else Outcome.COMPLETED)
+        account = captured.account(Rewards(entry.reward, entry.node_rewards))
+        return {"session_id": captured.session_id, "outcome": entry.outcome, **account}
+
+    def delete(self, entry: Entry) -> None:
+        """Forget it; who still waits in it is woken."""
+        captured = entry.captured
+        del self._entries[captured.session_id]
+        self._capture.close(captured)
+        self._closed_forks.update(captured.forks)
+        self._closed_healed.update(captured.healed)
+
+    def expire(self) -> None:
+        """Forget what nobody touched for the retention time."""
+        last_s = self._clock.now_s() - self._retention_s
+        while self._entries:
+            entry = next(iter(self._entries.values()))
+            if entry.touched_s > last_s:
+                return
+            captured = entry.captured
+            if captured.is_busy or captured.num_calls != entry.num_calls_seen:
+                self._touch(entry)  # its agent did
+                continue
+            log.warning(
+                "session.expired",
+                session_id=captured.session_id,
+                state=entry.state.value,
+                num_calls=captured.num_calls,
+            )
+            self.num_expired += 1
+            self.delete(entry)
+
+    def forks(self) -> Counter[str]:
+        """By cause, of all sessions since the start."""
+        counts = self._closed_forks.copy()
+        for entry in self.entries():
+            counts.update(entry.captured.forks)
+        return counts
+
+    def healed(self) -> Counter[str]:
+        """By kind, of all sessions since the start."""
+        counts = self._closed_healed.copy()
+        for entry in self.entries():
+            counts.update(entry.captured.healed)
+        return counts
+
+    def _touch(self, entry: Entry) -> None:
+        entry.touched_s = self._clock.now_s()
+        entry.num_calls_seen = entry.captured.num_calls
+        self._entries.move_to_end(entry.captured.session_id)

@@ -1,0 +1,87 @@
+"""What the gateway asks of a way to capture calls; there are two, tokens.py and relay/capture.py.
+
+Invariants: secrets are told once, when a session opens; a session that is sealed gives the same
+account of itself however often it is asked, but for rewards that were given meanwhile. Driven by
+book.py.
+"""
+
+from collections import Counter
+from typing import Any, Protocol
+
+import msgspec
+
+from rollmesh.core.types import SamplingPolicy
+
+NO_REWARDS: dict[int, float] = {}
+
+
+class SessionWish(msgspec.Struct, frozen=True):
+    """What a session is opened with."""
+
+    sampling: SamplingPolicy | None = None
+    """None: the capture's own rules."""
+    seed: int | None = None
+    """None: a random one."""
+
+
+class Rewards(msgspec.Struct):
+    """What was given so far."""
+
+    whole: float | None = None
+    """The session's."""
+    by_node: dict[int, float] = NO_REWARDS
+    """Of single sampled turns, by their node; the newest on a sample's path is the sample's."""
+
+
+class CapturedSession(Protocol):
+    """One session, as the book sees it."""
+
+    @property
+    def session_id(self) -> str: ...
+    @property
+    def num_calls(self) -> int: ...
+    @property
+    def is_busy(self) -> bool:
+        """Calls are running."""
+
+    @property
+    def held_bytes(self) -> int: ...
+    @property
+    def fault(self) -> str:
+        """Why the newest ended call got no answer; '' if it got one."""
+
+    @property
+    def forks(self) -> Counter[str]:
+        """Forks by cause."""
+
+    @property
+    def healed(self) -> Counter[str]:
+        """Differences in histories that did not fork, by kind."""
+
+    def node_of(self, name: int | str) -> int:
+        """The sampled node of that number, or of a response's id; LookupError if there is none."""
+
+    def seal(self, reason: str) -> None:
+        """No more calls; who still waits is woken. Idempotent."""
+
+    def account(self, rewards: Rewards) -> dict[str, Any]:
+        """`samples`, `messages`, `forks`, `healed`, `num_calls` and what else there is to say, as
+        JSON values; of a sealed session."""
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """A new session and the two secrets that lead to it."""
+
+    captured: CapturedSession
+    api_key: str
+    path_secret: str
+
+
+class Capture(Protocol):
+    """A way to capture calls, and the sessions that are open in it."""
+
+    def open(self, wish: SessionWish) -> Opened:
+        """A new session."""
+
+    def close(self, captured: CapturedSession) -> None:
+        """Seal it and forget it. Idempotent."""

@@ -1,0 +1,77 @@
+"""The samples of a finished session as plain lists, for the gateway's answers.
+
+T is the number of tokens of one sample. Invariants: samples are those of the intake, as cut by
+runtime/samples.py, so each sampled token has mask 1 in exactly one of them; void and superseded
+turns train nowhere; a sample's reward is that of the newest rewarded turn on its path, else the
+session's. Driven by tokens.py and relay/account.py.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from rollmesh.core.types import Branch, NodeRow
+from rollmesh.runtime.samples import claims_of, reasons_of, temperature_of
+from rollmesh.serve.interception.capture import Rewards
+
+BRANCHES: tuple[Branch, ...] = get_args(Branch)
+
+
+def cut_samples(
+    nodes: Sequence[NodeRow],
+    token_ids: "array[int]",
+    logprobs: "array[float]",
+    rewards: Rewards,
+) -> list[dict[str, Any]]:
+    """One JSON object for each sample, all branches, in the order of their last turns.
+
+    `token_ids`, `loss_mask` (0 or 1), `logprobs` (0 where masked) and `policy_versions` (-1 where
+    masked, or where the weights have none) are lists of length T; `nodes` are the rows of the path.
+    """
+    ids_of = _spans(nodes, token_ids, lambda node: node.num_tokens)
+    logprobs_of = _spans(nodes, logprobs, lambda node: node.num_tokens if node.sampled else 0)
+    trains = [not reason for reason in reasons_of(nodes, BRANCHES)]
+    samples = []
+    for claim in claims_of(nodes, trains):
+        last = nodes[claim.path[-1]]
+        sample: dict[str, Any] = {
+            "token_ids": [],
+            "logprobs": [],
+            "loss_mask": [],
+            "policy_versions": [],
+            "reward": _reward(claim.path, rewards),
+            "branch": last.branch,
+            "temperature": temperature_of(last),
+            "nodes": claim.path,
+        }
+        for row in claim.path:
+            num_tokens, is_trained = nodes[row].num_tokens, row in claim.trained
+            zeros = [0] * num_tokens
+            sample["token_ids"] += ids_of[row]
+            sample["logprobs"] += logprobs_of[row] if is_trained else zeros
+            sample["loss_mask"] += [1] * num_tokens if is_trained else zeros
+            sample["policy_versions"] += _versions(nodes[row]) if is_trained else [-1] * num_tokens
+        samples.append(sample)
+    return samples
+
+
+def _spans(nodes: Sequence[NodeRow], flat: Any, num_of: Any) -> list[list[Any]]:
+    """Each row's part of a flat array."""
+    spans, at = [], 0
+    for node in nodes:
+        end = at + num_of(node)
+        spans.append(flat[at:end].tolist())
+        at = end
+    return spans
+
+
+def _reward(path: list[int], rewards: Rewards) -> float | None:
+    given = (rewards.by_node[row] for row in reversed(path) if row in rewards.by_node)
+    return next(given, rewards.whole)
+
+
+def _versions(node: NodeRow) -> list[int]:
+    versions: list[int] = []
+    for run in node.policy_versions:
+        versions += [run.policy_version] * run.num_tokens
+    return versions

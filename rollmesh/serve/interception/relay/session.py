@@ -1,0 +1,141 @@
+"""One relayed session: its calls, what they share, and its end.
+
+    OPEN --seal--> SEALED, after which calls get a 410 and running ones are cut
+
+Invariants: a request's new messages are kept and nothing twice; a retry that says so is answered
+by the call that it repeats; every running call is in `_live` and gone from it at its end. Driven by
+edge.py and, through capture.py, by the gateway's book.
+"""
+
+from collections import Counter
+from typing import Any
+
+from rollmesh.core.clock import Clock
+from rollmesh.core.errors import SessionError
+from rollmesh.serve.interception.capture import Rewards
+from rollmesh.serve.interception.relay.account import account_of
+from rollmesh.serve.interception.relay.call import Asked, CallState, RelayCall
+from rollmesh.serve.interception.relay.threads import Request, Spot, Threads
+from rollmesh.serve.interception.relay.upstreams import Parcel, Upstream, Upstreams
+
+
+class RelaySession:
+    """Satisfies CapturedSession."""
+
+    def __init__(self, session_id: str, upstreams: Upstreams, clock: Clock, max_bytes: int) -> None:
+        self.session_id = session_id
+        self.fault = ""
+        self.forks: Counter[str] = Counter()
+        self.healed: Counter[str] = Counter()
+        """Always empty: nothing is re-rendered, so there is nothing to heal."""
+        self._upstreams = upstreams
+        self._home: Upstream | None = None
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._threads: Threads | None = None
+        self._calls: list[RelayCall] = []
+        self._newest: dict[Spot, RelayCall] = {}
+        """By the history that was asked."""
+        self._live: set[RelayCall] = set()
+        self._num_answer_bytes = 0
+        self._sealed_because = ""
+
+    def call(self, route: str, parcel: Parcel, key: str, is_retry: bool) -> RelayCall:
+        """The call that answers this request: a new one, or the one that a retry repeats.
+
+        SessionError 410 if the session is sealed.
+        """
+        if self._sealed_because:
+            raise self._gone()
+        self._threads = self._threads or Threads()
+        request = self._threads.hold(parcel.body)
+        if is_retry and request is not None:
+            known = self._newest.get(request.spot)
+            if known is not None and _repeats(known, route, request, key):
+                return known
+        if request is not None and request.fork:
+            self.forks[request.fork] += 1
+        asked = Asked(
+            number=len(self._calls),
+            route=route,
+            request=request,
+            body=b"" if request else parcel.body,
+            key=key,
+            asked_s=self._clock.unix_s(),
+        )
+        call = RelayCall(asked, self._max_bytes, self._ended)
+        self._calls.append(call)
+        self._live.add(call)
+        if request is not None:
+            self._newest[request.spot] = call
+        self._home = self._upstreams.send(call, parcel, self._home)
+        return call
+
+    def pass_by(self, parcel: Parcel) -> RelayCall:
+        """A call that is forwarded and not kept: it asks for no sampling."""
+        if self._sealed_because:
+            raise self._gone()
+        asked = Asked(-1, "", None, b"", "", 0.0)
+        call = RelayCall(asked, self._max_bytes, self._live.discard)
+        self._live.add(call)
+        self._upstreams.send(call, parcel, self._home)
+        return call
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def num_live(self) -> int:
+        """Calls that are running."""
+        return len(self._live)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._num_answer_bytes + (self._threads.num_bytes if self._threads else 0)
+
+    def node_of(self, name: int | str) -> int:
+        if isinstance(name, int):
+            if 0 <= name < len(self._calls):
+                return name
+            raise LookupError(name)
+        quoted = b'"%b"' % name.encode("utf-8", "surrogatepass")
+        for call in reversed(self._calls):
+            if quoted in call.body:
+                return call.asked.number
+        raise LookupError(name)
+
+    def seal(self, reason: str) -> None:
+        if not self._sealed_because:
+            self._sealed_because = reason
+            for call in list(self._live):
+                call.cut(self._gone())
+
+    def account(self, rewards: Rewards) -> dict[str, Any]:
+        return account_of(self._calls, rewards)
+
+    def _ended(self, call: RelayCall) -> None:
+        self._live.discard(call)
+        self._num_answer_bytes += call.num_bytes
+        if call.state is CallState.WHOLE:
+            self.fault = f"the upstream answered {call.status}" if call.status >= 500 else ""
+        elif call.failure is not None and call.failure.status >= 500:
+            self.fault = str(call.failure)
+
+    def _gone(self) -> SessionError:
+        return SessionError(410, "session_sealed", f"this session is over: {self._sealed_because}")
+
+
+def _repeats(known: RelayCall, route: str, request: Request, key: str) -> bool:
+    """Whether a marked request is the same as a call that runs or was answered."""
+    asked = known.asked
+    return (
+        known.state is not CallState.CUT
+        and (asked.route, asked.key) == (route, key)
+        and asked.request is not None
+        and request.asks_the_same(asked.request)
+    )

@@ -1,0 +1,89 @@
+"""A relay on a free port in front of scripted providers, with one session, and a client for it."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import InterceptionConfig
+from rollmesh.core.process import listen
+from rollmesh.engine.http import HttpClient
+from rollmesh.serve.interception.capture import Rewards, SessionWish
+from rollmesh.serve.interception.face import Face
+from rollmesh.serve.interception.relay.capture import RelayCapture
+from rollmesh.serve.interception.relay.edge import RelayEdge, RelayKit
+from rollmesh.serve.interception.relay.upstreams import Upstreams
+from rollmesh.testing.provider import ScriptedProvider
+
+PROVIDER_KEY = "pk-of-the-provider"
+
+
+class Relay:
+    """What a test needs of it."""
+
+    def __init__(self, edge: RelayEdge, capture: RelayCapture, upstreams: Upstreams) -> None:
+        self.edge = edge
+        self.capture = capture
+        self.upstreams = upstreams
+        self.opened = capture.open(SessionWish())
+        self.session: Any = self.opened.captured
+        self.client = aiohttp.ClientSession(auto_decompress=False)
+        self.base = ""
+
+    def post(
+        self, body: object, path: str = "/v1/chat/completions", **headers: str
+    ) -> "aiohttp.client._RequestContextManager":
+        """A request context; `body` is bytes, or what becomes JSON."""
+        raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        auth = {"Authorization": f"Bearer {self.opened.api_key}"}
+        return self.client.post(self.base + path, data=raw, headers={**auth, **named})
+
+    async def read(self, body: object, path: str = "/v1/chat/completions", **headers: str) -> Any:
+        """Status and bytes of one request."""
+        async with self.post(body, path, **headers) as response:
+            return response.status, await response.read()
+
+    def account(self, **rewards: Any) -> dict[str, Any]:
+        """What the sealed session has to show, by way of JSON."""
+        self.session.seal("the test is over")
+        raw = msgspec.json.encode(self.session.account(Rewards(**rewards)))
+        account: dict[str, Any] = msgspec.json.decode(raw)
+        return account
+
+
+MakeRelay = Callable[..., Any]
+
+
+@pytest.fixture
+async def make_relay() -> AsyncIterator[MakeRelay]:
+    """`await make_relay(provider, ...)`; a provider may also be a URL."""
+    async with AsyncExitStack() as stack:
+
+        async def make(
+            *providers: ScriptedProvider | str,
+            key: str = PROVIDER_KEY,
+            config: InterceptionConfig | None = None,
+        ) -> Relay:
+            settings = config or InterceptionConfig()
+            http = await stack.enter_async_context(HttpClient())
+            urls = [each if isinstance(each, str) else each.url for each in providers]
+            upstreams = Upstreams(urls, key, http, SystemClock())
+            capture = RelayCapture(upstreams, SystemClock(), settings.max_body_bytes)
+            edge = RelayEdge(RelayKit(capture, upstreams, settings))
+
+            async def handle(request: aiohttp.web.BaseRequest) -> aiohttp.web.StreamResponse:
+                return await edge.handle(request, request.raw_path.partition("?")[0])
+
+            face = Face(handle, settings.max_body_bytes, drain_s=0.1)
+            relay = Relay(edge, capture, upstreams)
+            relay.base = await face.start(listen("127.0.0.1:0"))
+            stack.push_async_callback(face.stop)
+            stack.push_async_callback(relay.client.close)
+            return relay
+
+        yield make

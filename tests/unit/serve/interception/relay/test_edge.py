@@ -1,0 +1,271 @@
+"""The relay over real sockets: what passes, what does not, who hears of what."""
+
+import asyncio
+import zlib
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.core.config import InterceptionConfig
+from rollmesh.core.process import listen
+from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, events
+from tests.unit.serve.interception.relay.conftest import PROVIDER_KEY, MakeRelay
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "guess"}]}
+ANSWER = b'{ "id":"r1",  "choices":[{"message":{"role":"assistant","content":"4"}}]}\n'
+ROUTES = ["/chat/completions", "/completions", "/responses", "/messages"]
+
+
+async def test_an_answer_passes_byte_for_byte_with_its_status_and_headers(
+    make_relay: MakeRelay,
+) -> None:
+    told = Told((ANSWER,), 200, (("Content-Type", "application/json"), ("X-Request-Id", "q7")))
+    async with ScriptedProvider([told]) as provider:
+        relay = await make_relay(provider)
+        body = msgspec.json.format(msgspec.json.encode(ASK), indent=3)
+        async with relay.post(body, "/a/v1/chat/completions?beta=true", X_Own="1") as response:
+            assert (response.status, await response.read()) == (200, ANSWER)
+            assert response.headers["X-Request-Id"] == "q7"
+            assert response.headers["Content-Length"] == str(len(ANSWER))
+    [seen] = provider.seen
+    assert (seen.method, seen.path, seen.body) == (
+        "POST",
+        "/v1/chat/completions?beta=true",
+        body,
+    )
+    assert ("x-own", "1") in seen.headers
+
+
+def secrets_in(seen: SeenRequest, *secrets: str) -> list[str]:
+    told = repr((seen.path, seen.headers, seen.body))
+    return [secret for secret in secrets if secret in told]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_the_providers_key_takes_the_place_of_ours(make_relay: MakeRelay, route: str) -> None:
+    async with ScriptedProvider(lambda _: Told()) as provider:
+        relay = await make_relay(provider)
+        key, path = relay.opened.api_key, relay.opened.path_secret
+        await relay.read(ASK, f"/v1{route}")
+        await relay.read(ASK, f"/v1{route}", Authorization="", x_api_key=key)
+        await relay.read(ASK, f"/s/{path}{route}?x={path}", Referer=f"http://h/s/{path}/v1")
+        by_bearer, by_header, by_path = provider.seen
+    assert [secrets_in(seen, key, path) for seen in provider.seen] == [[], [], []]
+    assert ("authorization", f"Bearer {PROVIDER_KEY}") in by_bearer.headers
+    assert ("x-api-key", PROVIDER_KEY) in by_header.headers
+    assert len(secrets_in(by_path, PROVIDER_KEY)) == 1
+    assert by_path.path == f"/v1{route}"
+
+
+async def test_without_a_providers_key_none_is_sent(make_relay: MakeRelay) -> None:
+    async with ScriptedProvider(lambda _: Told()) as provider:
+        relay = await make_relay(provider.url + "/v1", key="")
+        await relay.read(ASK)
+    [seen] = provider.seen
+    assert not {"authorization", "x-api-key"} & {name for name, _ in seen.headers}
+    assert seen.path == "/v1/chat/completions"
+
+
+async def test_a_streams_events_pass_as_they_come(make_relay: MakeRelay) -> None:
+    told = events(b'{"n":1}', b'{"n":2}', b"[DONE]")
+    async with ScriptedProvider([told]) as provider:
+        provider.holds = True
+        relay = await make_relay(provider)
+        async with relay.post({**ASK, "stream": True}) as response:
+            assert response.headers["Content-Type"] == "text/event-stream"
+            for piece in told.pieces[:2]:
+                assert await response.content.readexactly(len(piece)) == piece
+                await provider.release()
+            assert await response.read() == told.pieces[2]
+    assert relay.edge.num_exchanges == {("chat/completions", "delivered"): 1}
+    assert relay.session.is_busy is False
+
+
+@pytest.mark.parametrize("held", ["head", "stream"])
+async def test_an_agent_that_hangs_up_leaves_the_upstream_at_once(
+    make_relay: MakeRelay, held: str
+) -> None:
+    async with ScriptedProvider(lambda _: events(b"1", b"2")) as provider:
+        provider.holds, provider.holds_first = True, held == "head"
+        relay = await make_relay(provider)
+        asking = asyncio.ensure_future(relay.read({**ASK, "stream": True}))
+        await provider.until(lambda: len(provider.seen) == 1)
+        asking.cancel()
+        await provider.until(lambda: provider.num_left == 1)
+        assert not relay.session.is_busy
+        assert relay.upstreams.all[0].num_running == 0
+        assert relay.edge.num_exchanges == {("chat/completions", "abandoned"): 1}
+        # What was cut is void: the retry is another call, and is answered whole.
+        await provider.release(2)
+        assert (await relay.read({**ASK, "stream": True}, x_stainless_retry_count="1"))[0] == 200
+    assert [call["state"] for call in relay.account()["calls"]] == ["cut", "whole"]
+
+
+@pytest.mark.parametrize("mark", [{"x_stainless_retry_count": "1"}, {"Idempotency_Key": "k"}])
+@pytest.mark.parametrize("told", [Told((ANSWER,)), events(b'{"n":1}', b"[DONE]")])
+async def test_a_marked_retry_is_answered_again_byte_for_byte(
+    make_relay: MakeRelay, mark: dict[str, str], told: Told
+) -> None:
+    async with ScriptedProvider(lambda _: told) as provider:
+        relay = await make_relay(provider)
+        first = mark if "Idempotency_Key" in mark else {}
+        one = await relay.read(ASK, **first)
+        assert await relay.read(ASK, **mark) == one == (200, b"".join(told.pieces))
+        assert len(provider.seen) == 1
+        await relay.read(ASK)
+        await relay.read({**ASK, "seed": 1}, **mark)
+        await relay.read(ASK, "/v1/responses", **mark)
+    assert len(provider.seen) == 4
+
+
+async def test_a_marked_retry_joins_the_call_that_still_runs(make_relay: MakeRelay) -> None:
+    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+        provider.holds = provider.holds_first = True
+        relay = await make_relay(provider)
+        async with asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(relay.read(ASK, x_stainless_retry_count=n)) for n in ("0", "1")
+            ]
+            await provider.until(lambda: relay.edge.num_open == 2)
+            await provider.release()
+        assert [each.result() for each in asked] == [(200, ANSWER)] * 2
+    assert len(provider.seen) == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 529])
+async def test_an_upstreams_errors_pass_with_their_true_status(
+    make_relay: MakeRelay, status: int
+) -> None:
+    told = Told((b'{"error":{"message":"no"}}',), status, (("Retry-After", "7"),))
+    async with ScriptedProvider([told]) as provider:
+        relay = await make_relay(provider)
+        async with relay.post(ASK) as response:
+            assert response.status == status
+            assert response.headers["Retry-After"] == "7"
+            assert await response.read() == told.pieces[0]
+    assert bool(relay.session.fault) == (status >= 500)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_an_upstream_that_is_down_is_503_in_the_agents_dialect(
+    make_relay: MakeRelay, route: str
+) -> None:
+    with listen("127.0.0.1:0") as unused:
+        port = unused.getsockname()[1]
+    relay = await make_relay(f"http://127.0.0.1:{port}")
+    async with relay.post(ASK, f"/v1{route}") as response:
+        assert response.status == 503
+        assert response.headers["Retry-After"] == "1"
+        told = msgspec.json.decode(await response.read())
+    assert "cannot connect" in told["error"]["message"]
+    assert (told.get("type") == "error") == (route == "/messages")
+    assert "cannot connect" in relay.session.fault
+
+
+async def test_another_upstream_takes_over_what_was_not_begun_to_answer(
+    make_relay: MakeRelay,
+) -> None:
+    with listen("127.0.0.1:0") as unused:
+        dead = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+        relay = await make_relay(dead, provider)
+        assert await relay.read(ASK) == (200, ANSWER)
+        assert await relay.read({**ASK, "seed": 1}) == (200, ANSWER)
+        first, second = relay.upstreams.all
+        assert (first.num_running, second.num_running) == (0, 0)
+    assert len(provider.seen) == 2
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_stream_that_the_upstream_cuts_ends_with_an_error_event(
+    make_relay: MakeRelay, route: str
+) -> None:
+    told = msgspec.structs.replace(events(b'{"n":1}'), is_cut=True)
+    async with ScriptedProvider([told]) as provider:
+        relay = await make_relay(provider)
+        status, body = await relay.read({**ASK, "stream": True}, f"/v1{route}")
+    first, _, last = body.partition(b"\n\n")
+    assert (status, first) == (200, b'data: {"n":1}')
+    name, _, data = last.strip().rpartition(b"data: ")
+    assert "closed before" in msgspec.json.decode(data)["error"]["message"]
+    assert name == (b"event: error\n" if route == "/messages" else b"")
+    assert relay.account()["calls"][0]["state"] == "cut"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_sealing_wakes_who_waits_and_refuses_who_comes(
+    make_relay: MakeRelay, is_stream: bool
+) -> None:
+    async with ScriptedProvider(lambda _: events(b"1", b"2")) as provider:
+        provider.holds, provider.holds_first = True, not is_stream
+        relay = await make_relay(provider)
+        if is_stream:
+            async with relay.post({**ASK, "stream": True}) as response:
+                await response.content.readuntil(b"\n\n")
+                relay.session.seal("enough")
+                assert b"this session is over: enough" in await response.read()
+        else:
+            waiting = asyncio.ensure_future(relay.read(ASK))
+            await provider.until(lambda: len(provider.seen) == 1)
+            relay.session.seal("enough")
+            assert (await waiting)[0] == 410
+        assert (await relay.read(ASK))[0] == 410
+        await provider.until(lambda: provider.num_left == 1)
+    states = {state for _, state in relay.edge.num_exchanges}
+    assert states == {"sealed"}
+
+
+async def test_what_asks_for_no_sampling_passes_by_and_is_not_kept(make_relay: MakeRelay) -> None:
+    async with ScriptedProvider(lambda _: Told((b'{"input_tokens":3}',))) as provider:
+        relay = await make_relay(provider)
+        counted = await relay.read(ASK, "/v1/messages/count_tokens?beta=true")
+        key = {"x-api-key": relay.opened.api_key}
+        async with relay.client.get(relay.base + "/v1/models", headers=key) as response:
+            listed = response.status, await response.read()
+    assert counted == listed == (200, b'{"input_tokens":3}')
+    assert [seen.path for seen in provider.seen] == [
+        "/v1/messages/count_tokens?beta=true",
+        "/v1/models",
+    ]
+    assert relay.session.num_calls == 0
+
+
+async def test_nothing_else_is_forwarded(make_relay: MakeRelay) -> None:
+    async with ScriptedProvider([]) as provider:
+        relay = await make_relay(provider, config=InterceptionConfig(max_body_bytes=1000))
+        told = [
+            await relay.read(ASK, "/v1/files"),
+            await relay.read(ASK, "/v1/chat/completions/../../admin"),
+            await relay.read(ASK, Authorization="Bearer sk-wrong"),
+            await relay.read(ASK, "/s/wrong/v1/messages"),
+            await relay.read(b"x" * 1001),
+        ]
+    assert [status for status, _ in told] == [404, 404, 401, 401, 413]
+    assert provider.seen == []
+
+
+async def test_what_is_no_json_passes_too_and_is_kept_whole(make_relay: MakeRelay) -> None:
+    async with ScriptedProvider([Told((b"what?",), 400)]) as provider:
+        relay = await make_relay(provider)
+        assert await relay.read(b"{nonsense") == (400, b"what?")
+    assert provider.seen[0].body == b"{nonsense"
+    assert relay.account()["calls"][0]["body"] == "{nonsense"
+
+
+async def test_an_answer_without_end_is_cut(make_relay: MakeRelay) -> None:
+    async with ScriptedProvider([Told((b"x" * 900, b"x" * 900))]) as provider:
+        relay = await make_relay(provider, config=InterceptionConfig(max_body_bytes=1000))
+        status, told = await relay.read(ASK)
+    assert status == 502
+    assert b"longer than 1000 bytes" in told
+
+
+async def test_a_compressed_answer_passes_as_it_is_and_is_read_later(make_relay: MakeRelay) -> None:
+    packed = zlib.compress(ANSWER, wbits=31)
+    headers = (("Content-Type", "application/json"), ("Content-Encoding", "gzip"))
+    async with ScriptedProvider([Told((packed,), headers=headers)]) as provider:
+        relay = await make_relay(provider)
+        assert await relay.read(ASK, Accept_Encoding="gzip") == (200, packed)
+        assert "accept-encoding" not in dict(provider.seen[0].headers)
+    assert relay.account()["messages"][-1]["content"] == "4"
