@@ -15,11 +15,21 @@ import orjson
 
 from rollmesh.core.errors import ConfigError, ModelError
 from rollmesh.runtime.calls import CallStyle
-from rollmesh.runtime.templates import TemplateRenderer
+from rollmesh.runtime.templates import TemplateRenderer, opens_reasoning
 from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.vision import PlaceholderRenderer
 
-FAMILY_OF_MODEL_TYPE = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "gpt_oss": "gpt-oss"}
-"""`model_type` of config.json where every published model of the type shares one chat format."""
+FAMILY_OF_MODEL_TYPE = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "qwen3_vl": "qwen3-vl",
+    "qwen3_vl_moe": "qwen3-vl",
+    "gpt_oss": "gpt-oss",
+}
+"""`model_type` of config.json where the published models of the type share one chat format; those
+that always think do not, see opens_reasoning."""
+IMAGE_FAMILIES = ("qwen3-vl",)
+"""Those whose images SGLang takes beside exact token ids (vision.py)."""
 
 
 STYLE_OF_FAMILY = {
@@ -43,10 +53,6 @@ class Renderer(Protocol):
         self, messages: list[Any], *, tools: list[Any] | None, add_generation_prompt: bool
     ) -> list[int]: ...
 
-    def parse_response(
-        self, token_ids: list[int], *, tools: list[Any] | None, prompt_ids: list[int] | None
-    ) -> Any: ...
-
     def get_stop_token_ids(self) -> list[int]: ...
 
     def bridge_to_next_turn(
@@ -59,15 +65,25 @@ class Renderer(Protocol):
     ) -> Any: ...
 
 
+class Parser(Protocol):
+    """What the library knows of a family's replies."""
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[Any] | None, prompt_ids: list[int] | None
+    ) -> Any: ...
+
+
 class Family(msgspec.Struct, frozen=True):
     """A renderer and what we know of its format."""
 
     renderer: Renderer
-    style: CallStyle | None
+    style: CallStyle | Parser
     """How it writes calls, where reasoning and calls stand between single `<think>` and
-    `<tool_call>` tokens; None where the library alone can read it."""
+    `<tool_call>` tokens; else who can read it."""
     is_framed: bool = False
     """Its messages are texts in Qwen3's fixed frames (frames.py)."""
+    image_id: int | None = None
+    """The placeholder of an image; None where the format, or the engine, has texts only."""
 
 
 def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
@@ -77,8 +93,10 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
     """
     if name == "auto":
         name = FAMILY_OF_MODEL_TYPE.get(_model_type(folder), "template")
+        name = "template" if opens_reasoning(folder) else name
     if name == "template":
-        return Family(TemplateRenderer(folder, tokenizer), CallStyle.JSON)
+        template = TemplateRenderer(folder, tokenizer)
+        return Family(template, template.style)
     library = _import_renderers()
     try:
         config = library.config_from_name(name).model_copy(update={"thinking_retention": "all"})
@@ -89,7 +107,7 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
         ) from None
     try:
         # The direct import keeps some thirty other families out of the process.
-        renderer: Renderer = (
+        renderer: Any = (
             library.Qwen3Renderer(tokenizer, config)
             if name == "qwen3"
             else library.create_renderer(tokenizer, config)
@@ -99,7 +117,11 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
             f"{folder}: its tokenizer does not fit the renderer {name!r}: {error}; "
             'set model.renderer = "template"'
         ) from None
-    return Family(renderer, STYLE_OF_FAMILY.get(name), is_framed=name == "qwen3")
+    style = STYLE_OF_FAMILY.get(name, renderer)
+    if name in IMAGE_FAMILIES:
+        placing = PlaceholderRenderer(renderer)
+        return Family(placing, style, image_id=placing.image_id)
+    return Family(renderer, style, is_framed=name == "qwen3")
 
 
 def _model_type(folder: Path) -> str:

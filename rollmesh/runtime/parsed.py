@@ -7,23 +7,33 @@ Calls that the library finds malformed are text. Made by prompts.py.
 
 from collections.abc import Sequence
 
+import msgspec
+
 from rollmesh.runtime.calls import arguments_text
 from rollmesh.runtime.deltas import Answer, Delta, Reading, ToolCall, whole_calls
-from rollmesh.runtime.families import Renderer
+from rollmesh.runtime.families import Parser
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.runtime.turns import read_tools
+
+
+class TurnFrame(msgspec.Struct, frozen=True):
+    """What stands around each sampled turn."""
+
+    opening: list[int]
+    """The generation prompt."""
+    stops: frozenset[int]
 
 
 class ParsedReader:
     """Satisfies DeltaReader."""
 
     def __init__(
-        self, renderer: Renderer, tokenizer: Tokenizer, opening: list[int], reading: Reading
+        self, parser: Parser, tokenizer: Tokenizer, turn: TurnFrame, reading: Reading
     ) -> None:
-        """`opening` is the generation prompt."""
-        self._renderer = renderer
+        self._parser = parser
         self._tokenizer = tokenizer
-        self._opening = [*opening, *reading.lead]
+        self._stops = turn.stops
+        self._opening = [*turn.opening, *reading.lead]
         self._reading = reading
         self._token_ids: list[int] = []
         self._answer = Answer("")
@@ -44,15 +54,14 @@ class ParsedReader:
 
     def _parse(self) -> Answer:
         reading = self._reading
-        parsed = self._renderer.parse_response(
+        parsed = self._parser.parse_response(
             self._token_ids,
             tools=read_tools(reading.tools) if reading.tools else None,
             prompt_ids=self._opening,
         )
         reasoning = str(parsed.reasoning_content or "").strip()
         if parsed.tool_calls and not reading.reads_calls:
-            stops = set(self._renderer.get_stop_token_ids())
-            said = [i for i in self._token_ids if i not in stops]
+            said = [i for i in self._token_ids if i not in self._stops]
             return Answer(_before(reading.stop, self._tokenizer.decode(said).strip()))
         calls: list[ToolCall] = []
         texts = [str(parsed.content)]

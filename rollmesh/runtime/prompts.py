@@ -21,10 +21,11 @@ from rollmesh.runtime.deltas import Answer, DeltaReader, Reading
 from rollmesh.runtime.families import Family
 from rollmesh.runtime.frames import Frames
 from rollmesh.runtime.marked import MarkedReader, Marks
-from rollmesh.runtime.parsed import ParsedReader
+from rollmesh.runtime.parsed import ParsedReader, TurnFrame
 from rollmesh.runtime.plain import PlainReader
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.runtime.turns import ChatMessage, ToolChoice, read_tools
+from rollmesh.runtime.vision import check_placeholders, with_images
 
 _FIXED_PREFIX = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 _EMPTY_REASONING = "\n</think>\n\n"
@@ -55,28 +56,37 @@ class Prompts:
         self._cache: OrderedDict[tuple[bytes, ...], array[int]] = OrderedDict()
         self._prefixes: dict[bytes, list[int]] = {}
         self.stop_token_ids: tuple[int, ...] = tuple(family.renderer.get_stop_token_ids())
+        self._image_id = family.image_id
         self._opening = self._find_opening()
         self._frames = (
             Frames(family.renderer, tokenizer, self._opening) if family.is_framed else None
         )
-        self._marks = self._find_marks(family.style) if family.style else None
+        self._marks = None
+        if isinstance(family.style, CallStyle):
+            self._marks = self._find_marks(family.style)
+        else:
+            self._parser = family.style
         self._text_marks = (self._marks or Marks()).without_calls()
 
     def first(self, chat: Chat) -> "array[int]":
         """Token ids of a whole chat with the generation prompt; SessionError 400 if it has none."""
+        if chat.num_bytes > _MAX_CACHED_BYTES:
+            return self._first(chat)
         key = (chat.tools, *chat.raws)
         if (cached := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             return cached
-        framed = self._frames.first(chat.messages, chat.tools) if self._frames else None
-        if framed is None:
-            framed = self._render(_for_template(chat), chat.tools, generate=True)
-        ids = array("i", framed)
-        if chat.num_bytes <= _MAX_CACHED_BYTES:
-            self._cache[key] = ids
-            if len(self._cache) > _MAX_CACHED_CHATS:
-                self._cache.popitem(last=False)
+        ids = self._cache[key] = self._first(chat)
+        if len(self._cache) > _MAX_CACHED_CHATS:
+            self._cache.popitem(last=False)
         return ids
+
+    def _first(self, chat: Chat) -> "array[int]":
+        framed = self._frames.first(chat.messages, chat.tools) if self._frames else None
+        if framed is not None:
+            return array("i", framed)
+        rendered = self._render(self._for_template(chat), chat.tools, generate=True)
+        return self._checked(array("i", rendered), chat)
 
     def extend(self, sampled_ids: Sequence[int], chat: Chat) -> "array[int] | None":
         """The ids that follow `sampled_ids` when `chat`'s messages come after them.
@@ -88,12 +98,13 @@ class Prompts:
             framed = self._frames.extend(sampled_ids, chat.messages)
             if framed is not None:
                 return array("i", framed)
-        messages = _for_template(chat)
+        messages = self._for_template(chat)
+        ids = None
         if messages and not any(m["role"] == "assistant" for m in messages):
             ids = self._bridge(list(sampled_ids), messages, chat.tools)
-            if ids is not None:
-                return ids
-        return self._extend_behind_prefix(sampled_ids, messages, chat.tools)
+        if ids is None:
+            ids = self._extend_behind_prefix(sampled_ids, messages, chat.tools)
+        return None if ids is None else self._checked(ids, chat)
 
     def parse(self, token_ids: Sequence[int], reads_calls: bool, call_id_prefix: str) -> Answer:
         """What the sampled `token_ids` say: the fold of their deltas."""
@@ -113,7 +124,8 @@ class Prompts:
         """Cuts one generation's tokens into deltas as they come; Reading has the meanings."""
         reading = Reading(stop, reads_calls, call_id_prefix, lead, tools)
         if self._marks is None:
-            return ParsedReader(self._renderer, self._tokenizer, self._opening, reading)
+            frame = TurnFrame(self._opening, frozenset(self.stop_token_ids))
+            return ParsedReader(self._parser, self._tokenizer, frame, reading)
         marks = self._marks if reads_calls else self._text_marks
         return MarkedReader(self._tokenizer, marks, reading)
 
@@ -161,6 +173,17 @@ class Prompts:
     def token_text(self, token_id: int) -> str:
         """One token's text, for log-prob listings."""
         return self._tokenizer.decode(token_id)
+
+    def _for_template(self, chat: Chat) -> list[dict[str, Any]]:
+        """The messages as the renderer takes them; SessionError 400 on images it cannot show."""
+        if self._image_id is None:
+            return [message.for_template() for message in chat.messages]
+        return [with_images(message) for message in chat.messages]
+
+    def _checked(self, ids: "array[int]", chat: Chat) -> "array[int]":
+        if self._image_id is not None:
+            check_placeholders(ids, chat.messages, self._image_id)
+        return ids
 
     def _render(self, messages: list[dict[str, Any]], tools: bytes, generate: bool) -> list[int]:
         return self._renderer.render_ids(
@@ -226,10 +249,6 @@ class Prompts:
             opens_in_reasoning=think is not None and in_reasoning,
             style=style,
         )
-
-
-def _for_template(chat: Chat) -> list[dict[str, Any]]:
-    return [message.for_template() for message in chat.messages]
 
 
 def _tools(raw: bytes) -> list[Any] | None:

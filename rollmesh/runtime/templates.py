@@ -1,22 +1,25 @@
 """Chats through a model folder's own Jinja chat template, for families without a renderer.
 
 Owns the compiled template. Invariant: token ids come from the rendered text alone. What such a
-model says is read as Qwen3 writes it, where the vocabulary has those marks as single tokens:
-reasoning in `<think>`, calls as JSON in `<tool_call>`. It never bridges: prompts.py renders the new
-messages behind a fixed prefix instead. Driven by prompts.py.
+model says is read as Qwen's models write it, where the vocabulary has those marks as single tokens:
+reasoning in `<think>`, calls in `<tool_call>`, as JSON or, if the template shows it so, as XML. It
+never bridges: prompts.py renders the new messages behind a fixed prefix instead. Driven by
+prompts.py.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from rollmesh.core.errors import ModelError, SessionError
+from rollmesh.runtime.calls import CallStyle
 from rollmesh.runtime.tokenizer import Tokenizer
 
-_ABSENT = -1
-"""An id that no token has."""
+_OPENS_REASONING = re.compile(r"assistant(\\n|\n)<think>(\\n|\n)['\"]")
+"""As templates spell it: the end of a string, its line breaks escaped or not."""
 
 
 class TemplateRenderer:
@@ -32,6 +35,8 @@ class TemplateRenderer:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _refuse
+        self.style = CallStyle.XML if "<function=" in source else CallStyle.JSON
+        """By what the template shows the model."""
         self._template = environment.from_string(source)
         self._faults = jinja2.TemplateError
         self._tokenizer = tokenizer
@@ -65,31 +70,6 @@ class TemplateRenderer:
             ) from None
         return self._tokenizer.encode(text)
 
-    def parse_response(
-        self,
-        token_ids: list[int],
-        *,
-        tools: list[Any] | None = None,
-        prompt_ids: list[int] | None = None,
-    ) -> Any:
-        """The library's ParsedResponse: content, reasoning and tool calls."""
-        from renderers.parsing import parse_qwen3  # noqa: PLC0415 - heavy
-        from renderers.reasoning import prompt_ends_in_reasoning  # noqa: PLC0415 - heavy
-
-        del tools
-        stops = set(self._stop_ids)
-        return parse_qwen3(
-            self._tokenizer,
-            token_ids,
-            stop_ids=stops,
-            tool_call_id=self._mark("<tool_call>"),
-            tool_call_end_id=self._mark("</tool_call>"),
-            reasoning_end_id=self._tokenizer.convert_tokens_to_ids("</think>"),
-            prefilled_thinking=prompt_ends_in_reasoning(
-                self._tokenizer, prompt_ids, stop_ids=stops
-            ),
-        )
-
     def get_stop_token_ids(self) -> list[int]:
         """The ids that end a turn."""
         return self._stop_ids
@@ -105,22 +85,32 @@ class TemplateRenderer:
         """None: an arbitrary template cannot be bridged."""
         del previous_prompt_ids, previous_completion_ids, new_messages, tools
 
-    def _mark(self, text: str) -> int:
-        token_id = self._tokenizer.convert_tokens_to_ids(text)
-        return _ABSENT if token_id is None else int(token_id)
+
+def opens_reasoning(folder: Path) -> bool:
+    """Whether the folder's own template ends each prompt in an open `<think>`.
+
+    The models that always think share a type with those that may, and differ from them in this.
+    """
+    settings = _read_json(folder / "tokenizer_config.json")
+    return _OPENS_REASONING.search(_find_source(folder, settings)) is not None
 
 
 def _template_source(folder: Path, settings: dict[str, Any]) -> str:
+    source = _find_source(folder, settings)
+    if not source:
+        raise ModelError(
+            f"{folder}: no chat template in it; name a family in model.renderer, such as qwen3"
+        )
+    return source
+
+
+def _find_source(folder: Path, settings: dict[str, Any]) -> str:
     beside = folder / "chat_template.jinja"
     source = beside.read_text() if beside.is_file() else settings.get("chat_template")
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source}
         source = named.get("default")
-    if not isinstance(source, str):
-        raise ModelError(
-            f"{folder}: no chat template in it; name a family in model.renderer, such as qwen3"
-        )
-    return source
+    return source if isinstance(source, str) else ""
 
 
 def _stop_ids(folder: Path, tokenizer: Tokenizer, eos_token: str) -> list[int]:

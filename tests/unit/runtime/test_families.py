@@ -47,3 +47,22 @@ def test_the_library_is_loaded_without_the_openai_sdk(model_folder: Path) -> Non
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+THINKS = "{{ '<|im_start|>assistant\\n<think>\\n' }}"
+MAY_THINK = "{{ '<|im_start|>assistant\\n' }}{{ '<think>\\n\\n</think>\\n\\n' }}"
+
+
+@pytest.mark.parametrize(("template", "is_family"), [(THINKS, False), (MAY_THINK, True)])
+def test_a_model_that_always_thinks_gets_its_own_template(
+    tmp_path: Path, template: str, is_family: bool
+) -> None:
+    folder = write_model_folder(tmp_path, model_type="qwen3", chat_template=template)
+    family = choose_family(folder, "auto", load_tokenizer(folder))
+    assert isinstance(family.renderer, TemplateRenderer) is not is_family
+
+
+def test_a_template_that_shows_calls_as_xml_is_read_so(tmp_path: Path) -> None:
+    source = "{{ '<function=f>' }}{{ messages[0].content }}"
+    folder = write_model_folder(tmp_path, model_type="unheard", chat_template=source)
+    assert choose_family(folder, "auto", load_tokenizer(folder)).style is CallStyle.XML
