@@ -111,7 +111,7 @@ def _add_choice(heard: Heard, choice: Json) -> None:
         heard.logprobs = [pair[0] for pair in pairs]
         return
     ids = choice.get("response_token_ids") or choice.get("token_ids")
-    if ids:
+    if isinstance(ids, list):
         heard.token_ids = (heard.token_ids or []) + ids
     logprobs = list(_logprobs(choice.get("logprobs") or {}))
     if logprobs:
@@ -183,6 +183,8 @@ def _hear_message(told: list[Json]) -> list[Heard]:
         message = told[0]
         content, reason = message["content"], message.get("stop_reason") or ""
         return [Heard({"role": "assistant", "content": content}, reason)]
+    if told[0].get("type") != "message_start":
+        return []
     blocks: dict[int, Json] = {}
     inputs: dict[int, str] = {}
     reason = ""

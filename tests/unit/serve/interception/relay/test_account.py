@@ -1,0 +1,123 @@
+"""What a relayed session has to show: samples where the engine told enough, text everywhere."""
+
+from typing import Any
+
+import orjson
+
+from rollmesh.serve.interception.relay.heard import ROUTES
+from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told
+from tests.unit.serve.interception.relay.conftest import MakeRelay, Relay
+
+
+def ask(*texts: str, **settings: Any) -> dict[str, Any]:
+    roles = ["user", "assistant"]
+    messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+    return {"model": "m", "messages": messages, **settings}
+
+
+def tell(text: str, prompt: list[int], ids: list[int], **more: Any) -> Told:
+    """An answer as vLLM and SGLang give it; the log-prob of a token is minus its id over 8."""
+    choice = {
+        "message": {"role": "assistant", "content": text},
+        "finish_reason": "stop",
+        "token_ids": ids,
+        "logprobs": {"content": [{"logprob": -each / 8} for each in ids]},
+    }
+    answer = {"choices": [choice], "prompt_token_ids": prompt, **more}
+    return Told((orjson.dumps(answer),))
+
+
+async def test_a_conversation_is_one_sample_in_which_each_token_trains_once(
+    make_relay: MakeRelay,
+) -> None:
+    told = [
+        tell("b", [1, 2], [3, 4], metadata={"weight_version": "7"}),
+        tell("d", [1, 2, 3, 4, 5], [6], metadata={"weight_version": "8"}),
+        tell("z", [1, 9], [2]),
+    ]
+    async with ScriptedProvider(told) as provider:
+        relay = await make_relay(provider)
+        await relay.read(ask("a", temperature=0.5))
+        await relay.read(ask("a", "b", "c", temperature=0.5))
+        await relay.read(ask("other"))
+    account = relay.account(whole=1.0, by_node={2: 0.25})
+    line, other = account["samples"]
+    assert line["token_ids"] == [1, 2, 3, 4, 5, 6]
+    assert line["loss_mask"] == [0, 0, 1, 1, 0, 1]
+    assert line["logprobs"] == [0, 0, -3 / 8, -0.5, 0, -6 / 8]
+    assert line["policy_versions"] == [-1, -1, 7, 7, -1, 8]
+    assert (line["reward"], line["temperature"]) == (1.0, 0.5)
+    assert (other["token_ids"], other["reward"], other["temperature"]) == ([1, 9, 2], 0.25, 1.0)
+    assert [choice["lacks"] for call in account["calls"] for choice in call["choices"]] == [
+        ["sampling_policy"],
+        ["sampling_policy"],
+        ["policy_versions", "sampling_policy"],
+    ]
+    assert account["forks"] == [{"call": 2, "cause": "restarted"}]
+    assert (account["num_calls"], account["capture"]) == (3, "relay")
+    assert account["calls"][0]["settings"] == {"model": "m", "temperature": 0.5}
+
+
+async def test_what_an_engine_does_not_tell_is_named_and_the_text_is_kept(
+    make_relay: MakeRelay,
+) -> None:
+    answers = {
+        "/v1/chat/completions": {"choices": [{"message": {"content": "4"}}]},
+        "/v1/completions": {"choices": [{"text": "4"}]},
+        "/v1/responses": {"output": [{"type": "message", "content": []}]},
+        "/v1/messages": {"type": "message", "content": [{"type": "text", "text": "4"}]},
+    }
+
+    def script(seen: SeenRequest) -> Told:
+        return Told((orjson.dumps(answers[seen.path]),))
+
+    async with ScriptedProvider(script) as provider:
+        relay = await make_relay(provider)
+        for route in ROUTES:
+            await relay.read(ask("a"), f"/v1{route}")
+    account = relay.account()
+    assert account["samples"] == []
+    lacks = ["prompt_token_ids", "token_ids", "logprobs", "policy_versions", "sampling_policy"]
+    assert [call["choices"][0]["lacks"] for call in account["calls"]] == [lacks] * len(ROUTES)
+    assert [call["route"] for call in account["calls"]] == list(ROUTES)
+    assert account["messages"] == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "text", "text": "4"}]},
+    ]
+
+
+async def test_calls_that_failed_are_told_and_train_nowhere(make_relay: MakeRelay) -> None:
+    told = [tell("b", [1], [2]), Told((b"{}",), 429), Told((b"{",), is_cut=True)]
+    async with ScriptedProvider(told) as provider:
+        relay: Relay = await make_relay(provider)
+        for text in "abc":
+            await relay.read(ask(text))
+    account = relay.account()
+    assert len(account["samples"]) == 1
+    assert [(call["state"], call["status"]) for call in account["calls"]] == [
+        ("whole", 200),
+        ("whole", 429),
+        ("cut", 200),
+    ]
+    assert "closed before" in account["calls"][2]["error"]
+    assert account["messages"][0]["content"] == "a"
+    assert relay.account() == account
+
+
+async def test_a_reward_finds_its_call_by_number_or_by_the_responses_id(
+    make_relay: MakeRelay,
+) -> None:
+    told = [tell("b", [1], [2], id="chatcmpl-x"), tell("d", [3], [4], id="chatcmpl-y")]
+    async with ScriptedProvider(told) as provider:
+        relay: Relay = await make_relay(provider)
+        await relay.read(ask("a"))
+        await relay.read(ask("c"))
+    session = relay.session
+    assert [session.node_of(name) for name in (1, "chatcmpl-x", "chatcmpl-y")] == [1, 0, 1]
+    unknown = 0
+    for name in (2, -1, "chatcmpl", ""):
+        try:
+            session.node_of(name)
+        except LookupError:
+            unknown += 1
+    assert unknown == 4

@@ -1,0 +1,186 @@
+"""What raw answers say, in the shapes that engines and providers really send."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from rollmesh.serve.interception.relay.heard import Heard, hear
+
+JSON = [(b"content-type", b"application/json")]
+SSE = [(b"Content-Type", b"text/event-stream; charset=utf-8")]
+CALL = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": '{"a": 1}'}}
+
+
+def plain(route: str, answer: Any) -> list[Heard]:
+    return hear(route, JSON, orjson.dumps(answer))
+
+
+def stream(route: str, *chunks: Any) -> list[Heard]:
+    raw = b"".join([b": hi\n\nevent: x\ndata: %b\n\n" % orjson.dumps(each) for each in chunks])
+    return hear(route, SSE, raw + b"data: [DONE]\n\n")
+
+
+def test_sglangs_plain_chat_tells_tokens_log_probs_and_versions() -> None:
+    choice = {
+        "message": {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        "finish_reason": "tool_calls",
+        "prompt_token_ids": [1, 2],
+        "response_token_ids": [3, 4],
+        "meta_info": {"output_token_logprobs": [[-0.5, 3, None], [-0.25, 4, None]]},
+    }
+    spans = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]
+    [heard] = plain(
+        "/chat/completions", {"choices": [choice], "metadata": {"weight_versions": spans}}
+    )
+    assert heard.message == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert (heard.prompt_ids, heard.token_ids, heard.logprobs) == ([1, 2], [3, 4], [-0.5, -0.25])
+    assert heard.versions == [("1", 1), ("2", 1)]
+    assert heard.finish_reason == "tool_calls"
+
+
+def test_sglangs_stream_tells_tokens_in_a_chunk_without_choices() -> None:
+    [heard] = stream(
+        "/chat/completions",
+        {"choices": [{"index": 0, "delta": {"role": "assistant", "reasoning_content": "hm"}}]},
+        {"choices": [{"index": 0, "delta": {"content": "I gu"}}]},
+        {"choices": [{"index": 0, "delta": {"content": "ess"}, "finish_reason": "stop"}]},
+        {"choices": [], "sglext": {"input_ids": [1, 2], "output_ids": [[3, 4]]}},
+        {"choices": [], "usage": {"total_tokens": 4}},
+    )
+    assert heard.message == {"role": "assistant", "content": "I guess", "reasoning_content": "hm"}
+    assert (heard.prompt_ids, heard.token_ids, heard.logprobs) == ([1, 2], [3, 4], None)
+
+
+def test_vllms_stream_tells_tokens_chunk_by_chunk() -> None:
+    def chunk(text: str, ids: list[int], logprobs: list[float], **more: Any) -> Any:
+        content = [{"token": "", "logprob": each} for each in logprobs]
+        choice = {"index": 0, "delta": {"content": text}, "token_ids": ids}
+        return {"choices": [{**choice, "logprobs": {"content": content}}], **more}
+
+    [heard] = stream(
+        "/chat/completions",
+        chunk("a", [3], [-0.5], prompt_token_ids=[1, 2]),
+        chunk("bc", [4, 5], [-0.25, -0.125]),
+    )
+    assert heard.message["content"] == "abc"
+    assert (heard.prompt_ids, heard.token_ids) == ([1, 2], [3, 4, 5])
+    assert heard.logprobs == [-0.5, -0.25, -0.125]
+
+
+def test_streamed_tool_calls_add_up_and_choices_stay_apart() -> None:
+    def chunk(index: int, **delta: Any) -> Any:
+        return {"choices": [{"index": index, "delta": delta}]}
+
+    def call(number: int, **function: str) -> Any:
+        return [{"index": number, "id": f"c{number}", "function": function}]
+
+    first, second = stream(
+        "/chat/completions",
+        chunk(1, content="x"),
+        chunk(0, tool_calls=call(0, name="run", arguments='{"a"')),
+        chunk(0, tool_calls=call(1, name="stop", arguments="{}")),
+        chunk(0, tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}]),
+        chunk(1, content="y"),
+    )
+    functions = [call["function"] for call in first.message["tool_calls"]]
+    assert functions == [
+        {"name": "run", "arguments": '{"a": 1}'},
+        {"name": "stop", "arguments": "{}"},
+    ]
+    assert second.message["content"] == "xy"
+
+
+def test_older_completions_have_their_own_shape() -> None:
+    choice = {
+        "text": "four",
+        "token_ids": [3],
+        "prompt_token_ids": [1],
+        "logprobs": {"token_logprobs": [-0.5]},
+    }
+    [heard] = plain("/completions", {"choices": [choice]})
+    assert heard.message["content"] == "four"
+    assert (heard.prompt_ids, heard.token_ids, heard.logprobs) == ([1], [3], [-0.5])
+
+
+def test_a_response_is_its_output_plain_and_streamed() -> None:
+    part = {"type": "output_text", "text": "4", "logprobs": [{"token": "4", "logprob": -0.5}]}
+    whole = {"status": "completed", "output": [{"type": "message", "content": [part]}]}
+    [one] = plain("/responses", whole)
+    [two] = stream(
+        "/responses",
+        {"type": "response.created", "response": {"status": "in_progress", "output": []}},
+        {"type": "response.output_text.delta", "delta": "4"},
+        {"type": "response.completed", "response": whole},
+    )
+    assert one == two
+    assert one.message == {"output": whole["output"]}
+    assert (one.finish_reason, one.logprobs, one.token_ids) == ("completed", [-0.5], None)
+
+
+def test_a_message_is_built_of_its_blocks_plain_and_streamed() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "hm", "signature": "s"},
+        {"type": "text", "text": "I guess"},
+        {"type": "tool_use", "id": "t", "name": "run", "input": {"a": 1}},
+    ]
+    message = {"type": "message", "content": blocks, "stop_reason": "tool_use"}
+    [one] = plain("/messages", message)
+
+    def start(index: int, **block: Any) -> Any:
+        return {"type": "content_block_start", "index": index, "content_block": block}
+
+    def delta(index: int, kind: str, **fields: str) -> Any:
+        told = {"type": kind, **fields}
+        return {"type": "content_block_delta", "index": index, "delta": told}
+
+    [two] = stream(
+        "/messages",
+        {"type": "message_start", "message": {**message, "content": []}},
+        start(0, type="thinking", thinking=""),
+        delta(0, "thinking_delta", thinking="hm"),
+        delta(0, "signature_delta", signature="s"),
+        start(1, type="text", text=""),
+        delta(1, "text_delta", text="I gu"),
+        delta(1, "text_delta", text="ess"),
+        start(2, type="tool_use", id="t", name="run", input={}),
+        delta(2, "input_json_delta", partial_json='{"a"'),
+        delta(2, "input_json_delta", partial_json=": 1}"),
+        {"type": "message_delta", "delta": {"stop_reason": "tool_use"}},
+        {"type": "message_stop"},
+    )
+    assert one == two
+    assert one.message == {"role": "assistant", "content": blocks}
+    assert one.finish_reason == "tool_use"
+
+
+@pytest.mark.parametrize("route", ["/chat/completions", "/completions", "/responses", "/messages"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"<html>",
+        b"null",
+        b"[]",
+        b'{"choices": 7}',
+        b'{"choices": [7]}',
+        b'{"output": [{"content": 7}]}',
+        b'{"type": "message"}',
+        b'data: {"choices": [{"delta": {"tool_calls": [{"index": "x"}]}}]}\n\n',
+        b'data: {"type": "content_block_delta", "index": 3, "delta": {}}\n\n',
+    ],
+)
+def test_what_is_no_answer_is_no_choice(route: str, raw: bytes) -> None:
+    assert hear(route, SSE if raw.startswith(b"data") else JSON, raw) == []
+
+
+@pytest.mark.parametrize("ids", [["3"], [-1], [2**31], [0.5], "34", {"a": 1}])
+def test_tokens_that_are_none_count_as_not_told(ids: Any) -> None:
+    choice = {"message": {"content": "4"}, "token_ids": ids}
+    [heard] = plain("/chat/completions", {"choices": [choice]})
+    assert heard.message["content"] == "4"
+    assert heard.token_ids is None
+
+
+def test_a_broken_compression_is_no_choice() -> None:
+    assert hear("/messages", [(b"content-encoding", b"gzip")], b"not gzip") == []
