@@ -124,6 +124,7 @@ class JsonCall:
 _FUNCTION = re.compile(r"<function=([^>]+)>")
 _NEXT = re.compile(r"<parameter=([^>]+)>|</function>")
 _VALUE_END = "</parameter>"
+_VALUE_ENDS = (_VALUE_END, "\n" + _VALUE_END)
 
 
 class XmlCall:
@@ -198,7 +199,7 @@ class XmlCall:
             self._end_value(text, told)
             return True
         if self._is_string:
-            self._tell_string(len(self._text) - begun(self._text, ("\n" + _VALUE_END,)), told)
+            self._tell_string(len(self._text) - begun(self._text, _VALUE_ENDS), told)
         return False
 
     def _tell_string(self, size: int, told: list[str]) -> None:

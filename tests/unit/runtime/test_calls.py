@@ -1,0 +1,150 @@
+"""Calls are read while they are written, and what is told of one folds to JSON."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from renderers.parsing import _parse_xml_tool_calls
+
+from rollmesh.runtime.calls import (
+    CallReader,
+    CallStyle,
+    JsonCall,
+    XmlCall,
+    arguments_text,
+    call_opening,
+    new_call,
+    sole_function,
+    string_parameters,
+)
+
+SCHEMAS = {"s": {"type": "string"}, "n": {"type": "integer"}, "u": {"anyOf": [{"type": "string"}]}}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "parameters": {"properties": SCHEMAS}}}
+]
+STRINGS = string_parameters(json.dumps(TOOLS).encode())
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def told(reader: CallReader, text: str, sizes: list[int]) -> str:
+    """All that a reader tells of a closed block that comes in pieces."""
+    pieces, at = [], 0
+    for size in [*sizes, len(text)]:
+        pieces.append(reader.feed(text[at : at + size]))
+        at += size
+    return "".join([*pieces, reader.close()])
+
+
+@given(
+    arguments=st.dictionaries(st.text(max_size=5), JSON, max_size=4),
+    indent=st.sampled_from([None, 2]),
+    sizes=st.lists(st.integers(1, 7), max_size=40),
+)
+def test_the_arguments_of_a_json_call_are_told_as_they_were_written(
+    arguments: dict[str, Any], indent: int | None, sizes: list[int]
+) -> None:
+    written = json.dumps(arguments, ensure_ascii=False, indent=indent)
+    reader = JsonCall()
+    assert told(reader, f'\n{{"name": "f", "arguments": {written}}}\n', sizes) == written
+    assert reader.name == "f"
+
+
+@given(
+    values=st.dictionaries(st.sampled_from(["s", "n", "u", "x"]), JSON, max_size=4),
+    sizes=st.lists(st.integers(1, 7), max_size=60),
+)
+def test_an_xml_call_tells_what_the_library_reads(values: dict[str, Any], sizes: list[int]) -> None:
+    blocks = [f"<parameter={key}>\n{written(value)}\n</parameter>" for key, value in values.items()]
+    block = "\n<function=f>\n" + "".join(f"{one}\n" for one in blocks) + "</function>\n"
+    reader = XmlCall(STRINGS)
+    heard = told(reader, block, sizes)
+    assert reader.name == "f"
+    assert json.loads(heard) == library_arguments(block)
+
+
+def written(value: Any) -> str:
+    """As templates write a value; without what the library strips and we keep."""
+    text = value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return "x" if "<" in text else text
+
+
+def library_arguments(block: str) -> Any:
+    """By the library's reading of a whole block."""
+
+    class Characters:
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return "".join(map(chr, ids))
+
+    (call,) = _parse_xml_tool_calls(
+        Characters(),
+        [-1, *map(ord, block), -2],
+        -1,
+        -2,
+        section_offset=0,
+        param_index={"f": SCHEMAS},
+    )
+    return call.arguments
+
+
+@pytest.mark.parametrize(
+    ("block", "arguments"),
+    [
+        ("<function=f><parameter=s>\n  keep\n\n</parameter></function>", '{"s": "  keep\\n"}'),
+        ("<function=f><parameter=s>12</parameter></function>", '{"s": "12"}'),
+        ("<function=f><parameter=n>12</parameter></function>", '{"n": 12}'),
+        ("<function=f><parameter=n>NaN</parameter></function>", '{"n": "NaN"}'),
+        ("<function=f><parameter=s>a</par", '{"s": "a</par"}'),
+        ("<function=f><parameter=n>1", '{"n": 1}'),
+        ("<function=f></function>", "{}"),
+        ("<function=f>", "{}"),
+        ("function=f", ""),
+    ],
+)
+def test_a_closed_block_of_xml_is_json_whatever_it_lacks(block: str, arguments: str) -> None:
+    assert told(XmlCall(STRINGS), block, [1] * len(block)) == arguments
+
+
+def test_a_string_is_told_before_its_end_and_never_its_closing_tag() -> None:
+    reader = XmlCall(STRINGS)
+    assert reader.feed("<function=f>\n<parameter=s>\none ") == '{"s": "one '
+    assert reader.feed("two\n</param") == "two"
+    assert reader.feed("eter>\n</function>") == '"}'
+    cut = XmlCall(STRINGS)
+    assert cut.feed("<function=f><parameter=s>\none") + cut.cut() == '{"s": "one'
+
+
+@pytest.mark.parametrize("style", CallStyle)
+@pytest.mark.parametrize("name", ["f", ""])
+def test_an_opening_is_the_beginning_of_a_call(style: CallStyle, name: str) -> None:
+    rest = {
+        CallStyle.JSON: ' {"s": "x"}}' if name else ' "f", "arguments": {"s": "x"}}',
+        CallStyle.XML: ("" if name else "f>") + "\n<parameter=s>\nx\n</parameter>\n</function>",
+    }
+    reader = new_call(style, STRINGS)
+    assert told(reader, "\n" + call_opening(style, name) + rest[style], []) == '{"s": "x"}'
+    assert reader.name == "f"
+
+
+def test_a_name_that_never_ends_costs_no_more_with_each_piece() -> None:
+    reader = JsonCall()
+    assert told(reader, '{"name": "' + "f" * 9000 + '", "arguments": {}}', [1] * 9000) == "{}"
+    assert reader.name == "f" * 9000
+
+
+@pytest.mark.parametrize("tools", [b"", b"null", b"[1]", b'[{"function": {"parameters": 3}}]'])
+def test_tools_that_cannot_be_read_declare_nothing(tools: bytes) -> None:
+    assert string_parameters(tools) == {}
+    assert sole_function(tools) == ""
+
+
+def test_half_a_surrogate_pair_leaves_as_it_was_written() -> None:
+    assert arguments_text("\ud800") == '"\\ud800"'
+    assert arguments_text({"a": "\ud800"}) == '{"a": "\\ud800"}'
