@@ -5,17 +5,23 @@
 #   make check                  format, lint, types, arrows, house rules
 #   make bench BENCH=name       every benchmark, or one
 #   make setup                  only the .venv        (PYTHON=python3.12 picks the interpreter)
+#   make sglang                 a real SGLang in .venv-sglang, for tests/contract (3 GB, minutes)
+#   make test-clients           real agents and SDKs through the gateway; writes docs/clients.md
+#   make clients                only their environments, in .venv-clients (2.5 GB; npm for three)
 #   make clean                  remove the .venv and the caches; runs/ stays
 
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+SGLANG := .venv-sglang
+CLIENTS := .venv-clients
+PINS    := tests/clients/requirements
 PYTHON ?=
 ARGS   ?=
 BENCH  ?= $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
 SOURCE := rollmesh tests $(wildcard benchmarks examples)
 
-.PHONY: help demo test check format lint types arrows house bench setup clean
+.PHONY: help demo test clients test-clients check format lint types arrows house bench setup sglang clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +32,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-clients: $(STAMP) clients
+	@sh tests/clients/offline $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
 check: format lint types arrows house
 
@@ -51,6 +60,11 @@ bench: $(STAMP)
 
 setup: $(STAMP)
 
+sglang: $(SGLANG)/.installed
+
+clients: $(patsubst $(PINS)/%.txt,$(CLIENTS)/%/.installed,$(wildcard $(PINS)/*.txt)) \
+         $(patsubst $(PINS)/%/package.json,$(CLIENTS)/%/.installed,$(wildcard $(PINS)/*/package.json))
+
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -65,3 +79,24 @@ $(STAMP): $(BIN)/python pyproject.toml constraints.txt
 
 $(BIN)/python:
 	@PYTHON="$(PYTHON)" sh .ci/venv $(VENV)
+
+# SGLang asks for CUDA wheels that a CPU never calls: torch brings its own needs, the rest none.
+$(SGLANG)/.installed: tests/contract/sglang/pins.txt
+	@echo "rollmesh: installing SGLang into $(SGLANG); minutes, once (3 GB)"
+	@PYTHON="$(PYTHON)" sh .ci/venv $(SGLANG)
+	@$(SGLANG)/bin/python -m pip install --quiet -c tests/contract/sglang/pins.txt torch
+	@$(SGLANG)/bin/python -m pip install --quiet --no-deps -r tests/contract/sglang/pins.txt
+	@touch $@
+
+$(CLIENTS)/%/.installed: $(PINS)/%.txt
+	@echo "rollmesh: installing a client into $(CLIENTS)/$*"
+	@mkdir -p $(CLIENTS)
+	@PYTHON="$(PYTHON)" sh .ci/venv $(CLIENTS)/$*
+	@$(CLIENTS)/$*/bin/python -m pip install --quiet -r $<
+	@touch $@
+
+$(CLIENTS)/%/.installed: $(PINS)/%/package.json $(PINS)/%/package-lock.json
+	@echo "rollmesh: installing a client into $(CLIENTS)/$*"
+	@mkdir -p $(CLIENTS)/$* && cp $^ $(CLIENTS)/$*/
+	@cd $(CLIENTS)/$* && npm ci --ignore-scripts --no-audit --no-fund --silent
+	@touch $@

@@ -1,7 +1,8 @@
 """The engines that the contract is held against: ours in both stream forms, and a real SGLang.
 
-A real one is named by ROLLMESH_SGLANG_URL; it must run with the defaults of its flags but for
-`--incremental-streaming-output`, which may be set or not, and it is left as it was found.
+SGLang is the one that `make sglang` installed, started once; or, where ROLLMESH_SGLANG_URL names
+one, that: it must serve tests/contract/model.py's folder in float32, with the defaults of its flags
+but for `--incremental-streaming-output`, and it is left as it was found.
 """
 
 import os
@@ -11,21 +12,18 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tokenizers import Tokenizer, models
 
 from tests.contract.engines import WAIT_S, EngineUnderContract
-from tests.contract.processes import embedded_engine
-from tests.unit.engine.embedded.tiny_models import VOCAB_SIZE, write_model
+from tests.contract.model import write_contract_model
+from tests.contract.processes import SGLANG_INSTALLED, embedded_engine, sglang_engine
+
+NOT_INSTALLED = "SGLang is not installed: make sglang"
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a long context and a tokenizer of one word for each id."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_model(folder, "qwen3", max_position_embeddings=4096)
-    words = {f"w{number}": number for number in range(VOCAB_SIZE)}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
-    return folder
+    """The contract's model."""
+    return write_contract_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(
@@ -34,15 +32,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def address(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[str]:
     """Where the engine serves."""
-    if request.param == "sglang":
-        url = os.environ.get("ROLLMESH_SGLANG_URL")
-        if not url:
-            pytest.skip("ROLLMESH_SGLANG_URL names no running SGLang")
-        yield url.rstrip("/")
-        return
-    options = ["--incremental-streaming-output"] if "incremental" in request.param else []
+    given = os.environ.get("ROLLMESH_SGLANG_URL", "").rstrip("/")
     with ExitStack() as stack:
-        yield stack.enter_context(embedded_engine(model_folder, *options)).address
+        if request.param != "sglang":
+            incremental = ["--incremental-streaming-output"] * ("incremental" in request.param)
+            yield stack.enter_context(embedded_engine(model_folder, *incremental)).address
+        elif given:
+            yield given
+        elif SGLANG_INSTALLED.exists():
+            yield stack.enter_context(sglang_engine(model_folder)).address
+        else:
+            pytest.skip(NOT_INSTALLED)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""Starts an embedded engine as launch would: an inherited socket in, one line out when it serves.
+"""Starts engines for the contract: the embedded one as launch would, SGLang as its script does.
 
-Invariant: the process is gone when the `with` ends. Driven by the fixtures and tests beside it.
+Invariant: a process, and what it has started, is gone when the `with` ends. Driven by the fixtures
+and tests beside it.
 """
 
 import json
@@ -10,13 +11,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.house.source import ROOT
+
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
+SGLANG_SERVES = b"The server is fired up"
+SGLANG_INSTALLED = ROOT / ".venv-sglang" / ".installed"
 
 
 @dataclass(frozen=True)
@@ -55,3 +62,54 @@ def embedded_engine(folder: Path, *options: str) -> Iterator[EngineProcess]:
             finally:
                 child.kill()
                 child.wait()
+
+
+@contextmanager
+def sglang_engine(folder: Path, *options: str) -> Iterator[EngineProcess]:
+    """The installed SGLang, serving `folder`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    argv = [str(ROOT / "tests/contract/sglang/start"), str(folder), str(port), *options]
+    # A session of its own: its scheduler and detokenizer are processes that end with it.
+    child = subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    printed = Printed(child)
+    try:
+        assert printed.is_ready(), f"SGLang did not start; the last that it printed:\n{printed}"
+        yield EngineProcess(f"http://127.0.0.1:{port}", child.pid, child, {})
+    finally:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        printed.thread.join()
+
+
+class Printed:
+    """What SGLang prints, read so that its pipe never fills; its end is kept."""
+
+    def __init__(self, child: "subprocess.Popen[bytes]") -> None:
+        self._child = child
+        self._told = threading.Event()
+        self._lines: deque[str] = deque(maxlen=20)
+        self.thread = threading.Thread(target=self._read, name="sglang-printed")
+        self.thread.start()
+
+    def is_ready(self) -> bool:
+        """Wait until it says that it serves; False if it ends, or takes too long."""
+        return self._told.wait(START_TIMEOUT_S) and self._child.poll() is None
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        with self._child.stdout as lines:
+            for line in lines:
+                self._lines.append(line.decode(errors="replace"))
+                if SGLANG_SERVES in line:
+                    self._told.set()
+        self._told.set()
+
+    def __str__(self) -> str:
+        return "".join(self._lines)

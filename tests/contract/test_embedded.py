@@ -45,10 +45,16 @@ def test_without_a_tokenizer_answers_carry_no_text(client: httpx.Client) -> None
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"input_ids": [1, 96]}, "token id 96 is not in the vocabulary of 96 tokens"),
+        ({"input_ids": [1, 999]}, "token id 999 is not in the vocabulary of 265 tokens"),
         ({"input_ids": [-1]}, "token id -1 is not in the vocabulary"),
         ({"input_ids": [1], "sampling_params": {"seed": 1}}, "unknown field `seed`"),
-        ({"input_ids": [1], "sampling_params": {"stop": "x"}}, "stop is not run"),
+        ({"input_ids": [1], "sampling_params": {"json_schema": {}}}, "Expected `str | null`"),
+        ({"input_ids": [1], "sampling_params": {"logit_bias": [1]}}, "Expected `object | null`"),
+        (
+            {"input_ids": [1], "return_logprob": True, "top_logprobs_num": 999},
+            "must be in [0, 265]",
+        ),
+        ({"input_ids": [1], "image_data": "x"}, "image_data is not run by the embedded engine"),
     ],
 )
 def test_what_would_kill_or_confuse_sglang_is_a_400_in_one_line(

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from rollmesh.engine.embedded.asks import Ask
-from rollmesh.engine.embedded.request import Progress, Request
+from rollmesh.engine.embedded.request import Progress, Request, Top
 from rollmesh.engine.embedded.text import TextTail
 
 Answer = dict[str, Any]
@@ -26,6 +26,7 @@ class Answering:
         self._is_incremental = is_incremental
         self._tail = TextTail(tokenizer, ask.skips_special) if tokenizer is not None else None
         self._num_told = 0
+        self._text_told = ""
         self._started_s = time.monotonic()
 
     def answer(self, progress: Progress) -> Answer:
@@ -35,20 +36,26 @@ class Answering:
         self._num_told = stop
         answer: Answer = {}
         if self._tail is not None:
-            piece = self._text(progress, start, stop)
-            answer["text"] = piece if self._is_incremental else self._tail.text
+            text = self._text(self._tail, progress, start, stop)
+            answer["text"] = text[len(self._text_told) :] if self._is_incremental else text
+            self._text_told = text
         first = start if self._is_incremental else 0
         answer["output_ids"] = output_ids(request, first, stop)
         answer["meta_info"] = self._meta_info(progress, first, stop)
         return answer
 
-    def _text(self, progress: Progress, start: int, stop: int) -> str:
-        assert self._tail is not None
-        finish = progress.finish
-        if finish is not None and finish.type == "stop":
-            stop -= 1  # the stop token is in the ids, not in the text
+    def _text(self, tail: TextTail, progress: Progress, start: int, stop: int) -> str:
+        """The text so far; what it was stopped by is in the ids, and not in the text."""
+        matched = progress.finish.matched if progress.finish is not None else None
+        trims = self._ask.trims_stop
+        if isinstance(matched, int) and trims:
+            stop -= 1
         ids = output_ids(progress.request, start, max(start, stop))
-        return self._tail.feed(ids, is_last=finish is not None)
+        tail.feed(ids, is_last=progress.finish is not None)
+        if not isinstance(matched, str) or matched not in tail.text:
+            return tail.text
+        before, _, _ = tail.text.partition(matched)
+        return before if trims else before + matched
 
     def _meta_info(self, progress: Progress, first: int, stop: int) -> dict[str, Any]:
         request, finish = progress.request, progress.finish
@@ -70,6 +77,9 @@ class Answering:
             meta["input_token_logprobs"] = prompt_logprobs(request)
             meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
             meta["output_token_logprobs_length"] = stop
+            if request.num_top:
+                meta["input_top_logprobs"] = prompt_tops(request)
+                meta["output_top_logprobs"] = [told(top) for top in request.tops[first:stop]]
         if finish is not None:
             meta["e2e_latency"] = time.monotonic() - self._started_s
         return meta
@@ -91,6 +101,18 @@ def prompt_logprobs(request: Request) -> list[tuple[float | None, int, None]]:
     scores = [None, *request.prompt_logprobs]
     # An aborted request may be scored in part.
     return [(score, token, None) for score, token in zip(scores, ids, strict=False)]
+
+
+def prompt_tops(request: Request) -> list[list[tuple[float, int, None]] | None]:
+    """None for the first scored token, then the likeliest there; empty if nothing was scored."""
+    if not request.prompt_tops:
+        return []
+    return [None, *map(told, request.prompt_tops)]
+
+
+def told(top: Top) -> list[tuple[float, int, None]]:
+    """The likeliest tokens as SGLang tells them: with room for a text that nobody asked for."""
+    return [(logprob, token, None) for logprob, token in top]
 
 
 def version_spans(progress: Progress) -> list[dict[str, Any]]:

@@ -5,55 +5,24 @@ refused when it asks for something, never silently ignored. Invariant: what leav
 in the step loop: ids are in the vocabulary and everything fits in memory. Driven by the routes.
 """
 
-import math
-import random
 import uuid
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from rollmesh.core.errors import EngineRefused
 from rollmesh.engine.embedded.checkpoint import Architecture
-from rollmesh.engine.embedded.request import Request, Sampling, Tokens
+from rollmesh.engine.embedded.params import ParamsReader, SamplingBody
+from rollmesh.engine.embedded.request import Request, Tokens
 
 TextEncoder = Callable[[str], list[int]]
-Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-
-
-class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`sampling_params`; null means the default. Fields from no_stop_trim on are refused if set."""
-
-    max_new_tokens: int | None = 128
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    sampling_seed: Seed | None = None
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
-    stop: Any = None
-    stop_regex: Any = None
-    min_p: float = 0.0
-    min_new_tokens: int = 0
-    n: int = 1
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
-    logit_bias: Any = None
-    custom_params: Any = None
-
+Which = tuple[int | None, int]
+"""A prompt's place in its list, None of one that came alone; and the number of its output."""
 
 _DEFAULTS = SamplingBody()
 _NO_TOKENS = np.array(0, dtype=np.int64)
-_NOT_RUN = SamplingBody.__struct_fields__[SamplingBody.__struct_fields__.index("no_stop_trim") :]
 
 
 class GenerateBody(msgspec.Struct):
@@ -66,9 +35,9 @@ class GenerateBody(msgspec.Struct):
     extra_key: str | list[str] | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
     stream: bool = False
     # From here on refused if set.
-    top_logprobs_num: Any = None
     token_ids_logprob: Any = None
     return_hidden_states: Any = None
     input_embeds: Any = None
@@ -77,7 +46,7 @@ class GenerateBody(msgspec.Struct):
 
 
 _BODY_NOT_RUN = GenerateBody.__struct_fields__[
-    GenerateBody.__struct_fields__.index("top_logprobs_num") :
+    GenerateBody.__struct_fields__.index("token_ids_logprob") :
 ]
 
 
@@ -85,8 +54,10 @@ class Ask(msgspec.Struct, frozen=True):
     """One prompt of a body: its request and how to answer it."""
 
     request: Request
-    wants_logprobs: bool
-    skips_special: bool
+    wants_logprobs: bool = False
+    skips_special: bool = True
+    trims_stop: bool = True
+    """Whether what it was stopped by is cut from its text."""
 
 
 class Asks(msgspec.Struct, frozen=True):
@@ -94,31 +65,37 @@ class Asks(msgspec.Struct, frozen=True):
 
     asks: list[Ask]
     is_list: bool
-    """Whether the prompts came as a list, so that a list is answered."""
+    """Whether several were asked for, or one in a list, so that a list is answered."""
     streams: bool
 
 
 class AskDecoder:
-    """Knows the model's limits and hands out ids and seeds where a body names none."""
+    """Knows the model's limits and hands out ids where a body names none."""
 
-    def __init__(self, architecture: Architecture, num_slots: int, seed: int) -> None:
+    def __init__(self, architecture: Architecture, num_slots: int, params: ParamsReader) -> None:
         self._architecture = architecture
         self._max_context = min(architecture.max_context, num_slots)
-        self._seeds = random.Random(seed)
+        self._params = params
         self._body = msgspec.json.Decoder(GenerateBody)
 
-    def decode(self, raw: bytes, encode_text: TextEncoder | None = None) -> Asks:
-        """The requests of a body; EngineRefused in one line if it is wrong."""
+    def read(self, raw: bytes) -> GenerateBody:
+        """The body, if its types are right; EngineRefused in one line if not."""
         try:
-            body = self._body.decode(raw)
+            return self._body.decode(raw)
         except msgspec.MsgspecError as error:
             raise EngineRefused(f"bad request: {error}") from None
+
+    def decode(self, body: GenerateBody, encode_text: TextEncoder | None = None) -> Asks:
+        """The requests of a body; EngineRefused in one line if something is wrong with it."""
         refuse_not_run(body)
         prompts, is_list = self._prompts(body, encode_text)
-        asks = [
-            self._ask(body, prompt, at if is_list else None) for at, prompt in enumerate(prompts)
-        ]
-        return Asks(asks, is_list, body.stream)
+        asks: list[Ask] = []
+        for at, prompt in enumerate(prompts):
+            place = at if is_list else None
+            params = pick(body.sampling_params, place) or _DEFAULTS
+            numbers = range(params.num_outputs)
+            asks += [self._ask(body, params, prompt, (place, number)) for number in numbers]
+        return Asks(asks, is_list or len(asks) > 1, body.stream)
 
     def _prompts(
         self, body: GenerateBody, encode_text: TextEncoder | None
@@ -132,24 +109,31 @@ class AskDecoder:
         is_list = bool(ids) and isinstance(ids[0], list)
         return (ids if is_list else [ids]), is_list
 
-    def _ask(self, body: GenerateBody, prompt: list[int], at: int | None) -> Ask:
-        params = pick(body.sampling_params, at) or _DEFAULTS
+    def _ask(
+        self, body: GenerateBody, params: SamplingBody, prompt: list[int], which: Which
+    ) -> Ask:
+        at, number = which
         wants_logprobs = bool(pick(body.return_logprob, at))
         start = pick(body.logprob_start_len, at)
         scores = wants_logprobs and start is not None and start >= 0
         tokens = self._checked(prompt)
-        rid = pick(body.rid, at) or uuid.uuid4().hex
-        if isinstance(body.rid, str) and at is not None:
-            rid = f"{body.rid}_{at}"
         request = Request(
-            rid,
+            rid_of(body, params, at),
             tokens,
-            self._sampling(params, len(tokens)),
+            self._params.read(params, self._budget(params, len(tokens)), number),
             extra_key=pick(body.extra_key, at) or "",
             logprob_start=start if scores else None,
+            num_top=self._num_top(pick(body.top_logprobs_num, at)) if wants_logprobs else 0,
             streams=body.stream,
         )
-        return Ask(request, wants_logprobs, params.skip_special_tokens)
+        skips_special = params.skip_special_tokens is not False
+        return Ask(request, wants_logprobs, skips_special, not params.no_stop_trim)
+
+    def _num_top(self, asked: int | None) -> int:
+        most = self._architecture.vocab_size
+        if asked is not None and not 0 <= asked <= most:
+            raise EngineRefused(f"top_logprobs_num must be in [0, {most}], got {asked}.")
+        return asked or 0
 
     def _checked(self, prompt: list[int]) -> Tokens:
         """The prompt as int32; refused if empty, too long or out of vocabulary."""
@@ -172,29 +156,26 @@ class AskDecoder:
             )
         return tokens.astype(np.int32)
 
-    def _sampling(self, params: SamplingBody, num_prompt_tokens: int) -> Sampling:
-        refuse_out_of_range(params)
+    def _budget(self, params: SamplingBody, num_prompt_tokens: int) -> int:
+        """How many tokens may be put out; refused if they do not fit."""
         most = self._max_context - num_prompt_tokens
-        max_new_tokens = most if params.max_new_tokens is None else params.max_new_tokens
-        if max_new_tokens > most:
+        if params.max_new_tokens is None:
+            return most
+        if params.max_new_tokens > most:
             raise EngineRefused(
                 f"Requested token count exceeds the model's maximum context length of "
                 f"{self._max_context} tokens: {num_prompt_tokens} of the input and "
-                f"{max_new_tokens} for the completion."
+                f"{params.max_new_tokens} for the completion."
             )
-        stops: set[int] = set()
-        if not params.ignore_eos:
-            stops.update(params.stop_token_ids or (), self._architecture.eos_token_ids)
-        seed = params.sampling_seed
-        temperature = 1.0 if params.temperature is None else params.temperature
-        return Sampling(
-            max_new_tokens=max_new_tokens,
-            temperature=0.0 if temperature < 1e-6 else temperature,
-            top_p=1.0 if params.top_p is None else params.top_p,
-            top_k=-1 if params.top_k is None else params.top_k,
-            stop_token_ids=frozenset(stops),
-            seed=self._seeds.getrandbits(63) if seed is None else seed,
-        )
+        return params.max_new_tokens
+
+
+def rid_of(body: GenerateBody, params: SamplingBody, at: int | None) -> str:
+    """The request's id; one of several outputs gets one that nobody named, as in SGLang."""
+    rid = pick(body.rid, at)
+    if not rid or params.num_outputs > 1:
+        return uuid.uuid4().hex
+    return f"{rid}_{at}" if isinstance(body.rid, str) and at is not None else str(rid)
 
 
 def pick(value: Any, at: int | None) -> Any:
@@ -211,21 +192,3 @@ def refuse_not_run(body: GenerateBody) -> None:
     for name in _BODY_NOT_RUN:
         if getattr(body, name):
             raise EngineRefused(f"{name} is not run by the embedded engine")
-    given = body.sampling_params
-    for params in given if isinstance(given, list) else [given]:
-        for name in _NOT_RUN if params is not None else ():
-            if getattr(params, name) not in (getattr(_DEFAULTS, name), None, [], {}):
-                raise EngineRefused(f"sampling_params.{name} is not run by the embedded engine")
-
-
-def refuse_out_of_range(params: SamplingBody) -> None:
-    """EngineRefused, in SGLang's words, for sampling values that mean nothing."""
-    temperature = 1.0 if params.temperature is None else params.temperature
-    if not math.isfinite(temperature) or temperature < 0:
-        raise EngineRefused(f"temperature must be a non-negative finite number, got {temperature}.")
-    if params.top_p is not None and not 0 < params.top_p <= 1:
-        raise EngineRefused(f"top_p must be in (0, 1], got {params.top_p}.")
-    if params.top_k is not None and params.top_k < 1 and params.top_k != -1:
-        raise EngineRefused(f"top_k must be -1 (disable) or at least 1, got {params.top_k}.")
-    if params.max_new_tokens is not None and params.max_new_tokens < 0:
-        raise EngineRefused(f"max_new_tokens must be at least 0, got {params.max_new_tokens}.")

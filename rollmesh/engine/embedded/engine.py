@@ -18,7 +18,7 @@ import msgspec
 
 from rollmesh.engine.embedded.memory import Memory
 from rollmesh.engine.embedded.model import Model
-from rollmesh.engine.embedded.request import Progress, Request
+from rollmesh.engine.embedded.request import QUEUE_FULL, Progress, Request
 from rollmesh.engine.embedded.runner import Runner
 from rollmesh.engine.embedded.scheduler import Scheduler
 
@@ -47,6 +47,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that generate at the same time."""
     max_step_tokens: int = 512
     """Prompt tokens that one step computes beside the decoding requests."""
+    max_queued: int | None = None
+    """Requests that may wait; more are refused at once. None for no limit."""
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -92,8 +94,11 @@ class Engine:
         return progress
 
     def submit(self, request: Request) -> None:
-        """Queue `request`."""
-        if self._update is None:
+        """Queue `request`, or end it at once if too many wait already."""
+        limit = self.limits.max_queued
+        if limit is not None and len(self.scheduler.waiting) + len(self._held) >= limit:
+            self._progress.append(Progress(request, 0, self.policy_version, QUEUE_FULL))
+        elif self._update is None:
             self.scheduler.waiting.append(request)
         else:
             self._held.append(request)

@@ -17,9 +17,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.engine.embedded.grammars import Grammar
 from rollmesh.engine.embedded.prefix_tree import Node
+from rollmesh.engine.embedded.shaping import Shaping
+from rollmesh.engine.embedded.stops import StopRule
 
 Tokens = NDArray[np.int32]
+Top = list[tuple[float, int]]
+"""(log-prob, token) of the likeliest tokens at one position, the likeliest first."""
 
 
 class Phase(enum.Enum):
@@ -39,8 +44,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = -1
     """-1 means all."""
+    min_p: float = 0.0
     stop_token_ids: frozenset[int] = frozenset()
     """The request's own and, unless it ignores them, the model's end tokens."""
+    stop: StopRule | None = None
+    shaping: Shaping | None = None
+    """Penalties, biases and the like; None where nothing is asked."""
+    grammar: Grammar | None = None
     seed: int = 0
     """With the position it determines each draw."""
 
@@ -50,11 +60,13 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
 
     type: str
     """stop, length or abort."""
-    matched: int | None = None
-    """The stop token."""
+    matched: int | str | None = None
+    """The stop token, string or pattern."""
     length: int | None = None
     message: str = ""
     """Of an abort."""
+    status_code: int | None = None
+    """Of an abort that is a refusal: the HTTP status it is told with."""
 
     def as_json(self) -> dict[str, Any]:
         """SGLang's object of this reason."""
@@ -62,10 +74,16 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
             return {"type": "stop", "matched": self.matched}
         if self.type == "length":
             return {"type": "length", "length": self.length}
-        return {"type": "abort", "message": self.message, "status_code": None, "err_type": None}
+        return {
+            "type": "abort",
+            "message": self.message,
+            "status_code": self.status_code,
+            "err_type": "BadRequestError" if self.status_code == 400 else None,
+        }
 
 
 ABORTED = Finish("abort", message="Aborted")
+QUEUE_FULL = Finish("abort", message="The request queue is full.", status_code=503)
 
 
 class VersionSpan(msgspec.Struct):
@@ -86,13 +104,18 @@ class Request:
         *,
         extra_key: str = "",
         logprob_start: int | None = None,
+        num_top: int = 0,
         streams: bool = False,
     ) -> None:
-        """`logprob_start`: score the prompt from this position; None scores nothing of it."""
+        """`logprob_start`: score the prompt from this position; None scores nothing of it.
+
+        `num_top`: so many of the likeliest tokens are told at each position, with their log-probs.
+        """
         self.rid = rid
         self.sampling = sampling
         self.extra_key = extra_key
         self.logprob_start = logprob_start
+        self.num_top = num_top
         self.streams = streams
         self.phase = Phase.WAITING
         self.num_prompt_tokens = len(prompt)
@@ -103,6 +126,17 @@ class Request:
         """Of the output tokens."""
         self.prompt_logprobs: list[float] = []
         """Of the prompt tokens from logprob_start + 1 on, as far as computed."""
+        self.tops: list[Top] = []
+        """Of the output tokens, if num_top asks for any."""
+        self.prompt_tops: list[Top] = []
+        """Beside prompt_logprobs, likewise."""
+        self.guide = sampling.grammar.begin() if sampling.grammar else None
+        self._stops = sampling.stop.begin() if sampling.stop else None
+        # The step loop asks these of every row at every step, so they are no properties.
+        self.is_shaped = self.guide is not None or sampling.shaping is not None
+        """Whether its logits are changed before a token is drawn."""
+        self.tells = streams
+        """Whether its reader hears of the last token: not while that may begin a stop string."""
         self.versions: list[VersionSpan] = []
         self.num_retractions = 0
         self.num_cached = 0
@@ -150,17 +184,32 @@ class Request:
         self.num_retractions += 1
         if self.is_scoring:
             self.prompt_logprobs.clear()
+            self.prompt_tops.clear()
 
-    def append(self, token: int, logprob: float, policy_version: str) -> None:
+    def append(
+        self, token: int, logprob: float, policy_version: str, top: Top | None = None
+    ) -> None:
         """Take a sampled token."""
         if not self.versions or self.versions[-1].policy_version != policy_version:
             self.versions.append(VersionSpan(policy_version, self.num_output_tokens))
         self.tokens[self.num_tokens] = token
         self.num_tokens += 1
         self.logprobs.append(logprob)
+        if top is not None:
+            self.tops.append(top)
+        if self.guide is not None:
+            self.guide.take(token)
 
     def finish(self, token: int) -> Finish | None:
-        """Whether `token`, just appended, ends the request; a stop token wins over the length."""
+        """Whether `token`, just appended, ends the request.
+
+        A stop string wins over a stop token, and both over the length.
+        """
+        if self._stops is not None:
+            matched = self._stops.feed(token)
+            if matched is not None:
+                return Finish("stop", matched=matched)
+            self.tells = self.streams and not self._stops.is_undecided
         if token in self.sampling.stop_token_ids:
             return Finish("stop", matched=token)
         if self.num_output_tokens >= self.sampling.max_new_tokens:

@@ -21,13 +21,16 @@ from tokenizers import Tokenizer
 from rollmesh.core.errors import EngineRefused, ModelError
 from rollmesh.core.ids import new_id
 from rollmesh.engine.embedded.answers import Answer, Answering
-from rollmesh.engine.embedded.asks import Ask, AskDecoder, Asks
+from rollmesh.engine.embedded.asks import Ask, AskDecoder, Asks, GenerateBody
 from rollmesh.engine.embedded.engine import Engine, PauseMode, Update
+from rollmesh.engine.embedded.grammars import GrammarRefused
 from rollmesh.engine.embedded.model import Model
-from rollmesh.engine.embedded.request import Progress
+from rollmesh.engine.embedded.params import SamplingBody
+from rollmesh.engine.embedded.request import Finish, Progress
 from rollmesh.engine.embedded.steploop import Reader, StepLoop
 
 _DONE = b"data: [DONE]\n\n"
+_IN_STREAM = {"type": "invalid_request_error", "code": 400, "retryable": False}
 
 Body = TypeVar("Body")
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -60,6 +63,7 @@ class Face(msgspec.Struct, frozen=True):
 
     model_path: str
     tokenizer: Tokenizer | None
+    """Of the text in asks and answers; None for neither."""
     is_incremental: bool
     """Streamed events hold only what is new (SGLang's --incremental-streaming-output)."""
     random_seed: int
@@ -104,33 +108,46 @@ class Routes:
         try:
             return await handler(request)
         except EngineRefused as error:
-            return reply({"error": {"message": str(error)}}, status=400)
+            return reply(refusal(error), status=400)
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
-        encode = None if self._face.tokenizer is None else self._encode_text
-        asks = self._decoder.decode(await request.read(), encode)
-        rids = [ask.request.rid for ask in asks.asks]
-        taken = [rid for rid in rids if self._steps.knows(rid) or rids.count(rid) > 1]
-        if taken:
-            raise EngineRefused(f"Duplicate request ID detected: {taken[0]}")
+        body = self._decoder.read(await request.read())
+        try:
+            asks = self._accepted(body)
+        except EngineRefused as error:
+            if not body.stream:
+                raise
+            return await told_in_stream(request, error)
         readers = [self._steps.submit(ask.request) for ask in asks.asks]
         try:
             if asks.streams:
                 return await self._stream(request, asks, readers)
+            settled = [await reader.next() for reader in readers]
+            refused = [p.finish for p in settled if p.finish and p.finish.status_code]
+            if refused:
+                return busy(refused[0])
             answers = [
-                self._answering(ask, False).answer(await reader.next())
-                for ask, reader in zip(asks.asks, readers, strict=True)
+                self._answering(ask, False).answer(progress)
+                for ask, progress in zip(asks.asks, settled, strict=True)
             ]
             return reply(answers if asks.is_list else answers[0])
         finally:
             for reader in readers:
                 self._steps.leave(reader)
 
+    def _accepted(self, body: GenerateBody) -> Asks:
+        encode = None if self._face.tokenizer is None else self._encode_text
+        asks = self._decoder.decode(body, encode)
+        rids = [ask.request.rid for ask in asks.asks]
+        taken = [rid for rid in rids if self._steps.knows(rid) or rids.count(rid) > 1]
+        if taken:
+            raise EngineRefused(f"Duplicate request ID detected: {taken[0]}")
+        return asks
+
     async def _stream(
         self, request: web.BaseRequest, asks: Asks, readers: list[Reader]
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(request)
+        response = await begin_stream(request)
         streams = [
             self._events(ask, reader) for ask, reader in zip(asks.asks, readers, strict=True)
         ]
@@ -277,10 +294,32 @@ class Routes:
         return web.Response()
 
     async def _health_generate(self, _request: web.BaseRequest) -> web.StreamResponse:
-        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-        ask = self._decoder.decode(orjson.dumps(body)).asks[0]
+        params = SamplingBody(max_new_tokens=1, temperature=0)
+        ask = self._decoder.decode(GenerateBody(input_ids=[0], sampling_params=params)).asks[0]
         await self._steps.submit(ask.request).next()
         return web.Response()
+
+
+async def begin_stream(request: web.BaseRequest) -> web.StreamResponse:
+    """The head of a stream of events, sent."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    return response
+
+
+async def told_in_stream(request: web.BaseRequest, error: EngineRefused) -> web.StreamResponse:
+    """A refusal as SGLang tells it where a stream was asked for: in its first event, after a 200.
+
+    A grammar is compiled after the request was taken in, there; so it ends as one that was aborted.
+    """
+    event: Answer = {"error": {**refusal(error)["error"], **_IN_STREAM}}
+    if isinstance(error, GrammarRefused):
+        abort = Finish("abort", message=str(error), status_code=400).as_json()
+        meta = {"id": "", "finish_reason": abort, "completion_tokens": 0, "weight_version": ""}
+        event = {"text": "", "output_ids": [], "meta_info": meta}
+    response = await begin_stream(request)
+    await response.write_eof(frame(event) + _DONE)
+    return response
 
 
 async def write_events(response: web.StreamResponse, events: AsyncIterator[Answer]) -> None:
@@ -310,6 +349,17 @@ async def write_interleaved(
 def frame(event: Answer) -> bytes:
     """A server-sent event."""
     return b"data: " + orjson.dumps(event) + b"\n\n"
+
+
+def refusal(error: EngineRefused) -> Answer:
+    """SGLang's body of a 400."""
+    return {"error": {"message": str(error)}}
+
+
+def busy(finish: Finish) -> web.Response:
+    """A request that ended as a refusal: its queue is full."""
+    told = {"object": "error", "message": finish.message, "param": None, "code": finish.status_code}
+    return reply({**told, "type": str(finish.status_code)}, finish.status_code or 500)
 
 
 def reply(value: Any, status: int = 200) -> web.Response:

@@ -7,7 +7,7 @@ Shapes: N tokens of the step, B rows of an attention group, T their padded new t
 padded context, R rows that draw, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from rollmesh.engine.embedded.memory import Memory
 from rollmesh.engine.embedded.model import Model, Rows
-from rollmesh.engine.embedded.sampler import draw
-from rollmesh.engine.embedded.scheduler import Batch, Chunk
+from rollmesh.engine.embedded.request import Request, Top
+from rollmesh.engine.embedded.sampler import draw, likeliest, tempered
+from rollmesh.engine.embedded.scheduler import Batch, Chunk, Sampled
+from rollmesh.engine.embedded.shaping import shape
 
 _Index = NDArray[np.int64]
 
@@ -35,8 +37,8 @@ class Runner:
         """Tokens that went through the model so far; prefix reuse shows as its absence here."""
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[tuple[int, float]]:
-        """(token, log-prob) for each chunk that draws, in order; prompt log-probs are filled in."""
+    def run(self, batch: Batch) -> list[Sampled]:
+        """What was drawn for each chunk that draws, in order; prompt log-probs are filled in."""
         sizes = np.array([chunk.stop - chunk.start for chunk in batch])
         ends = np.cumsum(sizes)
         tokens_N = np.concatenate([c.request.tokens[c.start : c.stop] for c in batch])
@@ -56,18 +58,19 @@ class Runner:
                 self._score(chunk, hidden_NW[end - (chunk.stop - chunk.start) : end])
         return self._draw(batch, ends, hidden_NW)
 
-    def _draw(self, batch: Batch, ends: _Index, hidden_NW: Tensor) -> list[tuple[int, float]]:
+    def _draw(self, batch: Batch, ends: _Index, hidden_NW: Tensor) -> list[Sampled]:
         drawing = [at for at, chunk in enumerate(batch) if chunk.samples]
         if not drawing:
             return []
         last_R = torch.from_numpy(ends[drawing] - 1)
         logits_RV = self.model.logits(hidden_NW.index_select(0, last_R))
-        tokens, logprobs = draw(
-            logits_RV,
-            [batch[at].request.sampling for at in drawing],
-            [batch[at].stop for at in drawing],
-        )
-        return list(zip(tokens, logprobs, strict=True))
+        requests = [batch[at].request for at in drawing]
+        for row, request in enumerate(requests):
+            if request.is_shaped:
+                shape_row(logits_RV[row], request)
+        samplings = [request.sampling for request in requests]
+        tokens, logprobs = draw(logits_RV, samplings, [batch[at].stop for at in drawing])
+        return list(zip(tokens, logprobs, tops(logits_RV, requests), strict=True))
 
     def _score(self, chunk: Chunk, hidden_TW: Tensor) -> None:
         """Log-probs, at temperature 1, of the prompt tokens that follow those of the chunk."""
@@ -82,6 +85,9 @@ class Runner:
             logprobs_TV = self.model.logits(hidden_TW[part]).log_softmax(dim=-1)
             picked_T1 = logprobs_TV.gather(1, targets[part].unsqueeze(1))
             request.prompt_logprobs.extend(picked_T1.squeeze(1).tolist())
+            if request.num_top:
+                counts = [request.num_top] * len(logprobs_TV)
+                request.prompt_tops.extend(likeliest(logprobs_TV, counts))
 
     def _groups(self, batch: Batch) -> Iterator[Rows]:
         """Neighbouring chunks of like length, attended together."""
@@ -117,6 +123,24 @@ class Runner:
             pad_BT=pad_BT,
             unpad_n=unpad_n,
         )
+
+
+def shape_row(logits_V: Tensor, request: Request) -> None:
+    """Change a request's logits in place, by what it has put out so far."""
+    output = request.tokens[request.num_prompt_tokens : request.num_tokens].astype(np.int64)
+    shape(logits_V, request.sampling.shaping, request.guide, torch.from_numpy(output))
+
+
+def tops(logits_RV: Tensor, requests: Sequence[Request]) -> Sequence[Top | None]:
+    """The likeliest tokens of the rows that ask for them."""
+    found: list[Top | None] = [None] * len(requests)
+    asking = [row for row, request in enumerate(requests) if request.num_top]
+    if asking:
+        logprobs_RV = tempered(logits_RV[asking], [requests[row].sampling for row in asking])
+        counts = [requests[row].num_top for row in asking]
+        for row, top in zip(asking, likeliest(logprobs_RV, counts), strict=True):
+            found[row] = top
+    return found
 
 
 def length_class(chunk: Chunk) -> int:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollmesh.engine.embedded.request import Sampling
+from rollmesh.engine.embedded.request import Sampling, Top
 
 _U64 = NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -30,10 +30,7 @@ def draw(
     logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
 ) -> tuple[list[int], list[float]]:
     """Tokens and their log-probs; `positions[r]` is where row r's token will stand."""
-    temperatures = [s.temperature or 1.0 for s in samplings]
-    if any(t != 1.0 for t in temperatures):
-        logits_RV = logits_RV / torch.tensor(temperatures).unsqueeze(1)
-    logprobs_RV = logits_RV.log_softmax(dim=-1)
+    logprobs_RV = tempered(logits_RV, samplings)
     greedy = [s.temperature == 0 or s.top_k == 1 for s in samplings]
     if all(greedy):
         tokens_R1 = logprobs_RV.argmax(dim=-1, keepdim=True)
@@ -49,6 +46,22 @@ def draw(
     return tokens_R1.squeeze(1).tolist(), picked_R1.squeeze(1).tolist()
 
 
+def tempered(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Log-probs of the distributions that are drawn from, before anything is cut off."""
+    temperatures = [s.temperature or 1.0 for s in samplings]
+    if any(t != 1.0 for t in temperatures):
+        logits_RV = logits_RV / torch.tensor(temperatures).unsqueeze(1)
+    return logits_RV.log_softmax(dim=-1)
+
+
+def likeliest(logprobs_RV: Tensor, counts: Sequence[int]) -> list[Top]:
+    """The `counts[r]` likeliest tokens of each row; what is impossible has the least float's."""
+    most = min(max(counts), logprobs_RV.shape[1])
+    values_RK, tokens_RK = logprobs_RV.clamp(min=torch.finfo(torch.float32).min).topk(most)
+    rows = zip(values_RK.tolist(), tokens_RK.tolist(), counts, strict=True)
+    return [list(zip(values[:n], tokens[:n], strict=True)) for values, tokens, n in rows]
+
+
 def invert_cdf(probs_RV: Tensor, draws_R: Tensor) -> Tensor:
     """The first token whose cumulated probability exceeds the draw: (R, 1).
 
@@ -60,22 +73,29 @@ def invert_cdf(probs_RV: Tensor, draws_R: Tensor) -> Tensor:
 
 
 def cut_tails(probs_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Zero what top-k and top-p exclude, in the rows that ask for it; not renormalised.
+    """Zero what top-k, top-p and min-p exclude, in the rows that ask for it; not renormalised.
 
-    Both are cut from the full distribution, as SGLang's torch backend does: a token stays if it is
-    among the k likeliest and the likelier ones before it do not exceed p.
+    All are cut from the full distribution, as SGLang's torch backend does: a token stays if it is
+    among the k likeliest, the likelier ones before it do not exceed p, and it is at least min_p
+    times as likely as the likeliest.
     """
     vocab_size = probs_RV.shape[1]
-    rows = [r for r, s in enumerate(samplings) if s.top_p < 1.0 or 1 < s.top_k < vocab_size]
+    rows = [
+        r
+        for r, s in enumerate(samplings)
+        if s.top_p < 1.0 or 1 < s.top_k < vocab_size or s.min_p > 0
+    ]
     if not rows:
         return probs_RV
     top_p = torch.tensor([samplings[r].top_p for r in rows]).unsqueeze(1)
     top_k = torch.tensor(
         [k if (k := samplings[r].top_k) > 0 else vocab_size for r in rows]
     ).unsqueeze(1)
+    min_p = torch.tensor([samplings[r].min_p for r in rows]).unsqueeze(1)
     sorted_RV, order_RV = probs_RV[rows].sort(dim=-1, descending=True, stable=True)
     before_RV = sorted_RV.double().cumsum(dim=-1) - sorted_RV
     excluded_RV = (before_RV > top_p) | (torch.arange(vocab_size) >= top_k)
+    excluded_RV |= sorted_RV < sorted_RV[:, :1] * min_p
     kept_RV = torch.zeros_like(sorted_RV).scatter(
         1, order_RV, sorted_RV.masked_fill(excluded_RV, 0)
     )

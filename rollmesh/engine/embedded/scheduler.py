@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rollmesh.engine.embedded.memory import Memory
-from rollmesh.engine.embedded.request import ABORTED, Finish, Phase, Progress, Request
+from rollmesh.engine.embedded.request import ABORTED, Finish, Phase, Progress, Request, Top
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Chunk:
         return self.stop == self.request.num_tokens and self.request.sampling.max_new_tokens > 0
 
 
+Sampled = tuple[int, float, Top | None]
+"""A drawn token, its log-prob and, where they are asked for, the likeliest tokens there."""
 Batch = list[Chunk]
 """One step's chunks: those of one token first."""
 
@@ -58,7 +60,7 @@ class Scheduler:
         return singles + [chunk for chunk in prompts if chunk.stop - chunk.start > 1]
 
     def settle(
-        self, batch: Batch, sampled: Iterable[tuple[int, float]], policy_version: str
+        self, batch: Batch, sampled: Iterable[Sampled], policy_version: str
     ) -> list[Progress]:
         """Take the step's tokens; what readers should know, finished requests released."""
         progress = []
@@ -69,14 +71,14 @@ class Scheduler:
                 continue
             finish = None
             if chunk.samples:
-                token, logprob = next(draws)
-                request.append(token, logprob, policy_version)
+                token, logprob, top = next(draws)
+                request.append(token, logprob, policy_version, top)
                 finish = request.finish(token)
             else:
                 finish = Finish("length", length=0)
             if finish is not None:
                 self._end(request)
-            if finish is not None or request.streams:
+            if finish is not None or request.tells:
                 progress.append(
                     Progress(request, request.num_output_tokens, policy_version, finish)
                 )

@@ -28,6 +28,7 @@ from rollmesh.core.process import Ready, announce, die_with_parent, http_address
 from rollmesh.engine.embedded.asks import AskDecoder
 from rollmesh.engine.embedded.engine import Engine, Limits
 from rollmesh.engine.embedded.model import Model
+from rollmesh.engine.embedded.params import ParamsReader
 from rollmesh.engine.embedded.routes import Face, Routes
 from rollmesh.engine.embedded.steploop import StepLoop
 from rollmesh.engine.embedded.text import load_tokenizer
@@ -51,7 +52,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     is_incremental: bool = False
     skips_tokenizer: bool = False
-    """Answers carry no text, as with SGLang's --skip-tokenizer-init."""
+    """Answers carry no text, as with SGLang's --skip-tokenizer-init; grammars and stop strings are
+    still run, where SGLang without its tokenizer refuses them."""
     num_threads: int = 1
     seed: int | None = None
     """Of the seeds of requests that name none; None draws one."""
@@ -91,13 +93,16 @@ async def run(settings: Settings, engine: Engine, listening: socket.socket) -> N
 
 def face(settings: Settings, engine: Engine, steps: StepLoop) -> web.Server:
     """The HTTP face of `engine`."""
-    tokenizer = None if settings.skips_tokenizer else load_tokenizer(settings.model_dir)
+    tokenizer = load_tokenizer(settings.model_dir)
     seed = secrets.randbits(30) if settings.seed is None else settings.seed
+    architecture = engine.runner.model.architecture
+    params = ParamsReader(architecture, tokenizer, seed)
+    told = None if settings.skips_tokenizer else tokenizer
     routes = Routes(
         steps,
         engine,
-        AskDecoder(engine.runner.model.architecture, settings.limits.num_slots, seed),
-        Face(str(settings.model_dir), tokenizer, settings.is_incremental, seed),
+        AskDecoder(architecture, settings.limits.num_slots, params),
+        Face(str(settings.model_dir), told, settings.is_incremental, seed),
     )
     return web.Server(
         routes.serve, handler_cancellation=True, request_factory=make_request, access_log=None
@@ -158,6 +163,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
     parser.add_argument("--random-seed", type=int, help="seeds requests that name no seed")
     parser.add_argument("--max-total-tokens", type=int, default=Limits().num_slots)
     parser.add_argument("--max-running-requests", type=int, default=Limits().max_running)
+    parser.add_argument("--max-queued-requests", type=int, help="more that wait are refused: 503")
     parser.add_argument("--chunked-prefill-size", type=int, default=Limits().max_step_tokens)
     given = parser.parse_args(argv)
     return Settings(
@@ -177,6 +183,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
             num_slots=given.max_total_tokens,
             max_running=given.max_running_requests,
             max_step_tokens=given.chunked_prefill_size,
+            max_queued=given.max_queued_requests,
         ),
     )
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rollmesh.engine.embedded.model import Model
-from tests.unit.engine.embedded.tiny_models import write_model
+from tests.unit.engine.embedded.tiny_models import EOS, VOCAB_SIZE, write_model
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,3 +38,13 @@ def model(folder: Path) -> Model:
 def other_model(other_folder: Path) -> Model:
     """Other weights, loaded."""
     return Model(other_folder, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def letters() -> Tokenizer:
+    """A tokenizer of the tiny models' vocabulary: one character for each id, the first ASCII's."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB_SIZE - 1]
+    letters.insert(EOS, "<end>")
+    tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -1,7 +1,7 @@
 """Answers have SGLang's shape, whole or in pieces, and say who sampled what."""
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 
 from rollmesh.engine.embedded.answers import Answer, Answering
 from rollmesh.engine.embedded.asks import Ask
@@ -9,6 +9,8 @@ from rollmesh.engine.embedded.request import Finish, Progress, Request
 from tests.unit.engine.embedded.driving import ask
 
 TOKENIZER = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "d": 3}, unk_token="a"))
+SPELLING = Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "d": 3}, []))
+SPELLING.decoder = decoders.ByteLevel()
 
 
 def sampled(tokens: list[int], versions: list[str]) -> Request:
@@ -74,6 +76,42 @@ def test_a_stop_token_is_in_the_ids_and_not_in_the_text() -> None:
     assert answer["output_ids"] == [2, 3]
     assert answer["text"] == "c"
     assert "output_token_logprobs" not in answer["meta_info"]
+
+
+def stopped(matched: str, **of_ask: bool) -> list[Answer]:
+    """Two events of an output of a, b, c and d that ended at `matched`."""
+    request = sampled([0, 1, 2, 3], ["0"] * 4)
+    answering = Answering(Ask(request, **of_ask), SPELLING, is_incremental=True)
+    finish = Finish("stop", matched=matched)
+    return [answering.answer(Progress(request, n, "0", f)) for n, f in ((1, None), (4, finish))]
+
+
+def test_a_stop_string_is_in_the_ids_and_not_in_the_text() -> None:
+    early, last = stopped("cd")
+    assert (early["text"], last["text"]) == ("a", "b")
+    assert last["output_ids"] == [1, 2, 3]
+    assert last["meta_info"]["finish_reason"] == {"type": "stop", "matched": "cd"}
+    _, untrimmed = stopped("c", trims_stop=False)
+    assert untrimmed["text"] == "bc"
+
+
+def test_a_pattern_that_stopped_is_not_cut_from_the_text() -> None:
+    _, last = stopped("c+d")
+    assert last["text"] == "bcd"
+    assert last["meta_info"]["finish_reason"]["matched"] == "c+d"
+
+
+def test_the_likeliest_tokens_are_told_in_step_with_the_ids() -> None:
+    request = ask([1, 2], new=2, num_top=1, logprob_start=0)
+    request.prompt_logprobs, request.prompt_tops = [-3.0], [[(-0.1, 9)]]
+    for token in (2, 3):
+        request.append(token, -0.5, "0", [(-0.25, token)])
+    answering = Answering(Ask(request, wants_logprobs=True), None, is_incremental=True)
+    finish = Finish("length", length=2)
+    events = [answering.answer(Progress(request, n, "0", f)) for n, f in ((1, None), (2, finish))]
+    told = [event["meta_info"]["output_top_logprobs"] for event in events]
+    assert told == [[[(-0.25, 2, None)]], [[(-0.25, 3, None)]]]
+    assert events[1]["meta_info"]["input_top_logprobs"] == [None, [(-0.1, 9, None)]]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from rollmesh.core.errors import EngineRefused
 from rollmesh.engine.embedded.asks import AskDecoder, Asks
 from rollmesh.engine.embedded.model import Model
+from rollmesh.engine.embedded.params import ParamsReader
 from tests.unit.engine.embedded.tiny_models import EOS, VOCAB_SIZE
 
 PROMPT = [1, 2, 3]
@@ -16,11 +18,16 @@ PROMPT = [1, 2, 3]
 
 @pytest.fixture
 def decoder(model: Model) -> AskDecoder:
-    return AskDecoder(model.architecture, num_slots=1024, seed=0)
+    return new_decoder(model)
+
+
+def new_decoder(model: Model, seed: int = 0, tokenizer: Tokenizer | None = None) -> AskDecoder:
+    params = ParamsReader(model.architecture, tokenizer, seed)
+    return AskDecoder(model.architecture, 1024, params)
 
 
 def decode(decoder: AskDecoder, **body: Any) -> Asks:
-    return decoder.decode(json.dumps(body).encode())
+    return decoder.decode(decoder.read(json.dumps(body).encode()))
 
 
 def test_a_bare_prompt_gets_sglangs_defaults(decoder: AskDecoder) -> None:
@@ -104,18 +111,46 @@ def test_text_is_encoded_where_there_is_a_tokenizer(decoder: AskDecoder) -> None
     def encode(text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
 
-    asks = decoder.decode(b'{"text": ["ab", "c"]}', encode)
+    asks = decoder.decode(decoder.read(b'{"text": ["ab", "c"]}'), encode)
     assert [ask.request.tokens[: ask.request.num_tokens].tolist() for ask in asks.asks] == [
         [0, 1],
         [2],
     ]
     with pytest.raises(EngineRefused, match="input_ids should be provided"):
-        decoder.decode(b'{"text": "ab"}')
+        decode(decoder, text="ab")
+
+
+def test_n_outputs_follow_each_prompt_and_answer_a_list(decoder: AskDecoder) -> None:
+    params = {"n": 2, "sampling_seed": 5, "max_new_tokens": 1}
+    alone = decode(decoder, input_ids=PROMPT, sampling_params=params, rid="mine")
+    assert alone.is_list
+    assert [ask.request.sampling.seed for ask in alone.asks] == [5, 6]
+    rids = {ask.request.rid for ask in alone.asks}
+    assert len(rids) == 2
+    assert "mine" not in rids
+    several = decode(decoder, input_ids=[[1], [2, 3]], sampling_params=params, rid=["a", "b"])
+    assert [ask.request.num_prompt_tokens for ask in several.asks] == [1, 1, 2, 2]
+    for nothing in (0, None):
+        once = decode(decoder, input_ids=PROMPT, sampling_params={"n": nothing}, rid="mine")
+        assert not once.is_list
+        assert once.asks[0].request.rid == "mine"
+
+
+def test_likeliest_tokens_are_told_beside_logprobs_alone(decoder: AskDecoder) -> None:
+    def num_top(**body: Any) -> list[int]:
+        asks = decode(decoder, input_ids=[[1], [2]], top_logprobs_num=[3, 0], **body).asks
+        return [ask.request.num_top for ask in asks]
+
+    assert num_top(return_logprob=True) == [3, 0]
+    assert num_top() == [0, 0]
+    for wrong in (-1, VOCAB_SIZE + 1):  # either ends a real SGLang
+        with pytest.raises(EngineRefused, match="top_logprobs_num must be in"):
+            decode(decoder, input_ids=PROMPT, return_logprob=True, top_logprobs_num=wrong)
 
 
 def test_unseeded_requests_differ_and_a_seeded_server_repeats_itself(model: Model) -> None:
     def seeds() -> list[int]:
-        decoder = AskDecoder(model.architecture, num_slots=64, seed=5)
+        decoder = new_decoder(model, seed=5)
         asks = decode(decoder, input_ids=[[1]] * 4, sampling_params={"max_new_tokens": 1}).asks
         return [ask.request.sampling.seed for ask in asks]
 
@@ -152,15 +187,11 @@ def test_wrong_bodies_are_refused_in_one_line(
 @pytest.mark.parametrize(
     ("params", "says"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1."),
         ({"max_new_tokens": 254}, "exceeds the model's maximum context length of 256"),
-        ({"temperature": -1}, "temperature must be a non-negative finite number"),
         ({"temperature": "x"}, "Expected `float | null`, got `str`"),
-        ({"top_p": 0}, "top_p must be in (0, 1], got 0"),
-        ({"top_k": 0}, "top_k must be -1 (disable) or at least 1, got 0."),
         ({"seed": 1}, "unknown field `seed`"),
-        ({"stop": ["x"]}, "sampling_params.stop is not run by the embedded engine"),
-        ({"repetition_penalty": 1.1}, "sampling_params.repetition_penalty is not run"),
+        ({"json_schema": {"type": "object"}}, "Expected `str | null`, got `object`"),
+        ({"logit_bias": [1]}, "Expected `object | null`, got `array`"),
         ({"sampling_seed": 2**63}, "sampling_seed"),
     ],
 )

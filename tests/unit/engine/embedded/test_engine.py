@@ -4,7 +4,7 @@ import pytest
 
 from rollmesh.engine.embedded.engine import Engine, Pace, PauseMode, Update
 from rollmesh.engine.embedded.model import Model
-from rollmesh.engine.embedded.request import ABORTED, Phase
+from rollmesh.engine.embedded.request import ABORTED, QUEUE_FULL, Phase
 from tests.unit.engine.embedded.driving import ask, finish_all, make_engine, output, random_prompt
 
 
@@ -230,3 +230,16 @@ def test_progress_is_told_at_each_token_only_to_those_that_stream(model: Model) 
     )
     told = [(p.request.rid, p.num_output_tokens) for p in finish_all(engine, streams, plain)]
     assert told == [("1", 1), ("1", 2), ("1", 3), ("2", 3)]
+
+
+def test_what_finds_the_queue_full_ends_at_once_and_harms_nobody(model: Model) -> None:
+    engine = make_engine(model, max_running=1, max_queued=1)
+    first, second, third = (ask(random_prompt(5), rid, new=3) for rid in "123")
+    engine.submit(first)
+    engine.step()
+    engine.submit(second)
+    engine.submit(third)
+    (progress,) = [each for each in engine.step() if each.finish is not None]
+    assert (progress.request.rid, progress.finish) == ("3", QUEUE_FULL)
+    ended = {each.request.rid: each.finish for each in finish_all(engine) if each.finish}
+    assert [finish.type for finish in ended.values()] == ["length", "length"]

@@ -123,3 +123,15 @@ def test_padding_finds_each_token_again() -> None:
     assert padded[0, :2].tolist() == [10, 11]
     assert padded[1].tolist() == [12, 13, 14]
     assert torch.equal(padded.flatten()[unpad_n], packed)
+
+
+def test_the_likeliest_tokens_are_those_of_transformers(model: Model, folder: Path) -> None:
+    prompt = random_prompt(20)
+    request = ask(prompt, new=5, seed=1, num_top=3, logprob_start=4)
+    finish_all(make_engine(model, max_step_tokens=8), request)
+    tokens = request.tokens[: request.num_tokens].tolist()
+    values, ids = Reference(folder).logits(tokens).log_softmax(-1).topk(3)
+    tops = request.prompt_tops + request.tops
+    assert [[token for _, token in top] for top in tops] == ids[4:-1].tolist()
+    told = torch.tensor([[logprob for logprob, _ in top] for top in tops])
+    assert torch.allclose(told, values[4:-1], atol=1e-4)

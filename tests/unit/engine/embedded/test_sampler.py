@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from rollmesh.engine.embedded.request import Sampling
-from rollmesh.engine.embedded.sampler import cut_tails, draw, mix, uniforms
+from rollmesh.engine.embedded.sampler import (
+    cut_tails,
+    draw,
+    likeliest,
+    mix,
+    tempered,
+    uniforms,
+)
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -30.0])
 PROBS = LOGITS.softmax(-1)
@@ -104,3 +111,27 @@ def test_mixing_is_splitmix64() -> None:
 def test_a_negative_seed_is_a_seed() -> None:
     tokens, _ = draw(LOGITS.expand(1, -1), [Sampling(seed=-(2**63))], [0])
     assert 0 <= tokens[0] < len(LOGITS)
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest() -> None:
+    share = float(PROBS[2] / PROBS[0])
+    for min_p, kept in [(share * 0.99, 3), (share * 1.01, 2), (1.0, 1)]:
+        left = cut_tails(PROBS.expand(1, -1), [Sampling(min_p=min_p)])[0]
+        assert left.nonzero().flatten().tolist() == list(range(kept))
+
+
+def test_the_likeliest_come_in_order_with_the_logprobs_that_draws_report() -> None:
+    sampling = Sampling(temperature=0.5)
+    logprobs = tempered(LOGITS.expand(2, -1), [sampling, sampling])
+    one, three = likeliest(logprobs, [1, 3])
+    expected = (LOGITS / 0.5).log_softmax(-1).tolist()
+    assert [token for _, token in three] == [0, 1, 2]
+    assert [logprob for logprob, _ in three] == pytest.approx(expected[:3])
+    assert one == three[:1]
+
+
+def test_what_is_impossible_is_told_as_the_least_float() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, -torch.inf]])
+    ((_, impossible, _),) = likeliest(logits.log_softmax(-1), [3])
+    assert impossible[0] == torch.finfo(torch.float32).min
+    assert len(likeliest(logits, [9])[0]) == 3, "there are no more tokens"

@@ -17,7 +17,8 @@ def test_options_reach_the_settings() -> None:
     line = """--model-dir m --host 0.0.0.0 --port 7 --weight-version 0 --dtype bfloat16
         --incremental-streaming-output --skip-tokenizer-init --num-threads 2
         --random-seed 5 --max-total-tokens 99 --max-running-requests 3
-        --chunked-prefill-size 16 --listen-fd 4 --ready-fd 5 --role engine-1 --run-folder f"""
+        --chunked-prefill-size 16 --max-queued-requests 4
+        --listen-fd 4 --ready-fd 5 --role engine-1 --run-folder f"""
     assert parse(shlex.split(line)) == Settings(
         model_dir=Path("m"),
         bind="0.0.0.0:7",
@@ -31,7 +32,7 @@ def test_options_reach_the_settings() -> None:
         skips_tokenizer=True,
         num_threads=2,
         seed=5,
-        limits=Limits(num_slots=99, max_running=3, max_step_tokens=16),
+        limits=Limits(num_slots=99, max_running=3, max_step_tokens=16, max_queued=4),
     )
 
 

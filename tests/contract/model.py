@@ -1,0 +1,37 @@
+"""The model that the contract is held on: tiny, random, and the same folder for every engine.
+
+Invariant: its files are the same wherever they are written, and every one of its ids decodes; its
+context is long enough for requests that are cut in their middle. Driven by the fixtures; by hand
+(`python -m tests.contract.model DIR`) for an SGLang that is started by hand.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from rollmesh.testing.model_folder import write_model_folder
+from tests.unit.engine.embedded.tiny_models import write_model
+
+CONTEXT = 4096
+
+
+def write_contract_model(folder: Path) -> Path:
+    """A Qwen3 of two layers with a byte-level tokenizer and a chat template; returns the folder."""
+    write_model_folder(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # as SGLang's transformers wants it
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return write_model(
+        folder,
+        "qwen3",
+        vocab_size=tokenizer.get_vocab_size(),
+        max_position_embeddings=CONTEXT,
+        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+    )
+
+
+if __name__ == "__main__":
+    write_contract_model(Path(sys.argv[1]))

@@ -1,0 +1,143 @@
+"""Grammars: what may come next is what the grammar allows, and the end where it allows the end."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from rollmesh.engine.embedded.engine import PauseMode
+from rollmesh.engine.embedded.grammars import Grammar, GrammarCompiler, GrammarRefused, Guide
+from rollmesh.engine.embedded.model import Model
+from rollmesh.engine.embedded.request import Request
+from tests.unit.engine.embedded.driving import ask, finish_all, make_engine, output, random_prompt
+from tests.unit.engine.embedded.references import Reference
+from tests.unit.engine.embedded.tiny_models import EOS, VOCAB_SIZE
+
+ENDS: dict[str, Any] = {"stop_token_ids": frozenset({EOS})}
+
+
+@pytest.fixture
+def compiler(letters: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(letters, VOCAB_SIZE, [EOS])
+
+
+def allowed(guide: Guide, letters: Tokenizer) -> set[str]:
+    """The texts of what may come next; the end token as ''."""
+    ids = guide.allowed_V().nonzero()[0].tolist()
+    return {"" if token == EOS else letters.decode([token]) for token in ids}
+
+
+def take(guide: Guide, letters: Tokenizer, text: str) -> None:
+    for token in letters.encode(text).ids:
+        assert guide.allowed_V()[token]
+        guide.take(token)
+
+
+def test_the_end_is_allowed_exactly_where_the_grammar_may_end(
+    compiler: GrammarCompiler, letters: Tokenizer
+) -> None:
+    guide = compiler.compile("regex", "[ab]{2}c?").begin()
+    seen = [allowed(guide, letters)]
+    for text in "abc":
+        take(guide, letters, text)
+        seen.append(allowed(guide, letters))
+    assert seen == [{"a", "b"}, {"a", "b"}, {"c", ""}, {""}]
+    guide.take(EOS)
+    assert allowed(guide, letters) == {""}, "what is complete stays so where ends are ignored"
+
+
+def test_each_output_goes_its_own_way(compiler: GrammarCompiler, letters: Tokenizer) -> None:
+    grammar = compiler.compile("ebnf", 'root ::= "a" item | "b"\nitem ::= "c" | "d"')
+    first, second = grammar.begin(), grammar.begin()
+    take(first, letters, "a")
+    assert allowed(first, letters) == {"c", "d"}
+    assert allowed(second, letters) == {"a", "b"}
+
+
+def test_a_schema_allows_its_objects_and_no_others(
+    compiler: GrammarCompiler, letters: Tokenizer
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["b"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    guide = compiler.compile("json_schema", json.dumps(schema)).begin()
+    take(guide, letters, '{"a":"b"')
+    assert "}" in allowed(guide, letters)
+    assert "" not in allowed(guide, letters)
+    take(guide, letters, "}")
+    assert "" in allowed(guide, letters)
+    assert "," not in allowed(guide, letters)
+
+
+def test_a_text_that_is_no_grammar_is_refused_each_time(compiler: GrammarCompiler) -> None:
+    for _ in range(2):
+        with pytest.raises(GrammarRefused, match="Failed to compile regex grammar"):
+            compiler.compile("regex", "(((")
+
+
+def test_what_was_asked_for_last_is_kept(compiler: GrammarCompiler) -> None:
+    def compiled(number: int) -> Grammar:
+        return compiler.compile("regex", f"a{{{number}}}")
+
+    first = compiled(1)
+    assert compiled(1) is first
+    for number in range(2, 80):
+        compiled(number)
+    assert compiled(1) is not first, "grammars do not pile up"
+
+
+def text_of(letters: Tokenizer, request: Request) -> str:
+    return letters.decode([token for token in output(request) if token != EOS])
+
+
+def test_a_grammar_is_kept_to_beside_free_rows_and_across_a_retraction(
+    model: Model, letters: Tokenizer
+) -> None:
+    grammar = GrammarCompiler(letters, VOCAB_SIZE, [EOS]).compile("regex", "(a[bc]){3,9}d")
+    bound = [
+        ask(random_prompt(9, at), f"bound-{at}", new=40, seed=at, grammar=grammar, **ENDS)
+        for at in range(6)
+    ]
+    free = [ask(random_prompt(9, at), f"free-{at}", new=12, seed=at) for at in range(6)]
+    engine = make_engine(model)
+    for pair in zip(bound, free, strict=True):
+        for request in pair:
+            engine.submit(request)
+        engine.step()
+    engine.pause(PauseMode.RETRACT)
+    engine.resume()
+    finish_all(engine)
+    texts = [text_of(letters, request) for request in bound]
+    assert all(re.fullmatch("(a[bc]){3,9}d", text) for text in texts)
+    assert len(set(texts)) > 1
+    assert [request.num_retractions for request in bound] == [1] * 6
+    alone = ask(random_prompt(9, 3), "alone", new=12, seed=3)
+    finish_all(make_engine(model), alone)
+    assert output(free[3]) == output(alone), "a free row draws as if nobody were bound"
+
+
+def test_logprobs_under_a_grammar_are_of_what_it_allows(
+    model: Model, folder: Path, letters: Tokenizer
+) -> None:
+    grammar = GrammarCompiler(letters, VOCAB_SIZE, [EOS]).compile("regex", "[abc]d")
+    prompt = random_prompt(9)
+    request = ask(prompt, new=3, seed=1, temperature=0.5, grammar=grammar, num_top=4, **ENDS)
+    finish_all(make_engine(model), request)
+    first, second, end = output(request)
+    abc = letters.encode("abc").ids
+    logits_TV = Reference(folder).logits([*prompt, first, second])
+    expected = (logits_TV[len(prompt) - 1, abc] / 0.5).log_softmax(-1)
+    assert request.logprobs[0] == pytest.approx(expected[abc.index(first)].item(), abs=1e-4)
+    assert request.logprobs[1:] == [0.0, 0.0], "there was no choice"
+    assert end == EOS
+    told = {token: logprob for logprob, token in request.tops[0]}
+    assert [told[token] for token in abc] == pytest.approx(expected.tolist(), abs=1e-4)
+    impossible = torch.finfo(torch.float32).min
+    assert min(told.values()) == impossible
