@@ -1,11 +1,17 @@
 """Prompts extend what was sampled, token for token."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
+from rollmesh.core.types import Grammar
+from rollmesh.runtime.deltas import Answer, ToolCall
+from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
-from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.turns import read_message
+from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.turns import ToolChoice, read_message
+from rollmesh.testing.model_folder import write_model_folder
 
 TOOLS = b'[{"type":"function","function":{"name":"f","parameters":{}}}]'
 
@@ -101,3 +107,65 @@ def test_nothing_that_was_said_is_lost_where_calls_are_not_read(
 ) -> None:
     answer = prompts.parse(tokenizer.encode(said), False, "call")
     assert (answer.content, answer.reasoning) == (content, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("choice", "said", "arguments"),
+    [
+        (ToolChoice("named", "f"), ' {"a": 1}}\n</tool_call>', '{"a": 1}'),
+        (ToolChoice("required"), ' {"a": 1}}\n</tool_call>', '{"a": 1}'),
+    ],
+)
+def test_a_required_call_is_begun_for_the_model(
+    prompts: Prompts, tokenizer: Tokenizer, choice: ToolChoice, said: str, arguments: str
+) -> None:
+    lead = prompts.lead(choice, None, TOOLS)
+    assert tokenizer.decode(lead) == '<tool_call>\n{"name": "f", "arguments":'
+    reader = prompts.reader((), True, "c", lead, TOOLS)
+    sampled = tokenizer.encode(said)
+    delta = reader.feed(sampled)
+    assert delta is not None
+    assert delta.num_tokens == len(sampled), "a lead is not sampled"
+    assert reader.end(len(sampled)).num_tokens == len(sampled)
+    assert reader.answer() == Answer("", "", (ToolCall("c_0", "f", arguments),))
+
+
+def test_any_of_several_tools_may_be_called(prompts: Prompts, tokenizer: Tokenizer) -> None:
+    tools = b'[{"function":{"name":"f"}},{"function":{"name":"g"}}]'
+    lead = prompts.lead(ToolChoice("required"), None, tools)
+    assert tokenizer.decode(lead) == '<tool_call>\n{"name":'
+
+
+def test_a_free_turn_has_no_lead(prompts: Prompts) -> None:
+    assert prompts.lead(ToolChoice(), None, TOOLS) == ()
+    assert prompts.lead(ToolChoice("none"), None, TOOLS) == ()
+    assert prompts.lead(ToolChoice("required"), None, b"") == ()
+    assert prompts.lead(ToolChoice(), Grammar("json_schema", "{}"), b"") == ()
+
+
+def test_an_opened_reasoning_is_closed_before_a_grammar_or_a_call(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    source = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}<|im_end|>\n"
+    source += "{% endfor %}{% if add_generation_prompt %}"
+    source += "{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+    folder = write_model_folder(tmp_path, chat_template=source)
+    own = load_tokenizer(folder)
+    prompts = Prompts(choose_family(folder, "auto", own), own)
+    grammar = Grammar("json_schema", "{}")
+    lead = prompts.lead(ToolChoice(), grammar, b"")
+    assert own.decode(lead) == "\n</think>\n\n"
+    reader = prompts.reader((), True, "c", lead)
+    reader.feed(own.encode('{"a": 1}<|im_end|>'))
+    assert reader.end(9).content == ""
+    assert reader.answer() == Answer('{"a": 1}')
+    forced = own.decode(prompts.lead(ToolChoice("named", "f"), grammar, TOOLS))
+    assert forced == '\n</think>\n\n<tool_call>\n{"name": "f", "arguments":'
+
+
+def test_a_turn_of_one_call_ends_with_it(prompts: Prompts, tokenizer: Tokenizer) -> None:
+    assert prompts.call_end_ids == (tokenizer.convert_tokens_to_ids("</tool_call>"),)
+    said = tokenizer.encode('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    delta = prompts.extend(said, chat({"role": "tool", "content": "42", "tool_call_id": "c"}))
+    assert delta is not None
+    assert tokenizer.decode(delta).startswith("<|im_end|>\n<|im_start|>user\n<tool_response>")
