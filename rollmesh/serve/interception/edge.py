@@ -32,6 +32,7 @@ from rollmesh.serve.interception.dialects.responses import ResponsesDialect
 from rollmesh.serve.interception.exchange import Exchange, ExchangeKit, ExchangeState, refusal
 from rollmesh.serve.interception.face import Face
 from rollmesh.serve.interception.models import model_list, one_model
+from rollmesh.serve.interception.openapi import openapi_document
 from rollmesh.serve.interception.view import EdgeView
 
 SHUTDOWN_S = 1.0
@@ -113,6 +114,8 @@ class Edge:
     def _look_up(self, request: web.BaseRequest, path: str) -> web.Response:
         if path.endswith("/healthz"):
             return web.Response(body=b'{"status":"ok"}', headers=_JSON)
+        if path.endswith("/openapi.json"):
+            return web.Response(body=openapi_document(), headers=_JSON)
         _, mark, model = path.rpartition("/models")
         if not mark or model[:1] not in ("", "/"):
             return self._unknown()

@@ -15,6 +15,7 @@ import orjson
 from rollmesh.core.types import Grammar
 from rollmesh.runtime.turns import SamplingAsk
 from rollmesh.serve.interception.dialects.frames import refusal
+from rollmesh.serve.interception.dialects.unopened import Schema, absent
 
 MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128
@@ -42,7 +43,7 @@ class StreamOptions(msgspec.Struct):
 class JsonSchema(msgspec.Struct):
     """`response_format.json_schema`."""
 
-    schema: msgspec.Raw = msgspec.Raw(b"")
+    schema: Schema = absent()
 
 
 class ResponseFormat(msgspec.Struct):

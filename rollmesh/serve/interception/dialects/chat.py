@@ -20,16 +20,17 @@ from rollmesh.serve.interception.dialects.dialect import Asked, Call
 from rollmesh.serve.interception.dialects.failures import openai_failure_body
 from rollmesh.serve.interception.dialects.frames import present, read_body, refusal
 from rollmesh.serve.interception.dialects.tools import as_choice, check_named
+from rollmesh.serve.interception.dialects.unopened import ChatUnit, Tools, absent
 
 
 class ChatBody(SamplingBody, kw_only=True):
     """The keys that we read beside those of sampling."""
 
-    messages: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
-    tools: msgspec.Raw = msgspec.Raw(b"")
+    messages: Annotated[list[ChatUnit], msgspec.Meta(min_length=1)]
+    tools: Tools = absent()
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    functions: msgspec.Raw = msgspec.Raw(b"")
+    functions: Tools = absent()
     function_call: Any = None
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None

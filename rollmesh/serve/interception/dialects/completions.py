@@ -16,6 +16,7 @@ import orjson
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.deltas import Delta
 from rollmesh.runtime.turns import Turn
+from rollmesh.serve.interception.dialects import unopened
 from rollmesh.serve.interception.dialects.asks import NumTops, SamplingBody, TokenId
 from rollmesh.serve.interception.dialects.chat_answers import usage
 from rollmesh.serve.interception.dialects.dialect import Asked, Call, Stream
@@ -34,7 +35,7 @@ Prompt = str | tuple[int, ...]
 class CompletionBody(SamplingBody, kw_only=True):
     """The keys that we read beside those of sampling."""
 
-    prompt: msgspec.Raw
+    prompt: unopened.Prompt
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None

@@ -19,12 +19,19 @@ from rollmesh.serve.interception.dialects.frames import present, read_body
 from rollmesh.serve.interception.dialects.message_events import MessageCall, failure
 from rollmesh.serve.interception.dialects.message_units import chat_tools, read_unit
 from rollmesh.serve.interception.dialects.tools import as_choice, check_named
+from rollmesh.serve.interception.dialects.unopened import (
+    MessageUnit,
+    Schema,
+    SystemText,
+    Tools,
+    absent,
+)
 
 
 class OutputFormat(msgspec.Struct):
     """`output_format`, and `output_config.format`."""
 
-    schema: msgspec.Raw = msgspec.Raw(b"")
+    schema: Schema = absent()
 
 
 class OutputConfig(msgspec.Struct):
@@ -36,11 +43,11 @@ class OutputConfig(msgspec.Struct):
 class MessagesBody(msgspec.Struct, kw_only=True):
     """The keys that we read; Anthropic's reference has their meanings."""
 
-    messages: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[MessageUnit], msgspec.Meta(min_length=1)]
     model: str | None = None
     max_tokens: AtLeastOne | None = None
-    system: msgspec.Raw = msgspec.Raw(b"")
-    tools: msgspec.Raw = msgspec.Raw(b"")
+    system: SystemText = absent()
+    tools: Tools = absent()
     tool_choice: Any = None
     stream: bool | None = None
     stop_sequences: list[str] | None = None

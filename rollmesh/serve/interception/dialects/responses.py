@@ -33,13 +33,14 @@ from rollmesh.serve.interception.dialects.response_units import (
     units_of,
 )
 from rollmesh.serve.interception.dialects.tools import as_choice, check_named
+from rollmesh.serve.interception.dialects.unopened import Item, Schema, Tools, absent
 
 
 class TextFormat(msgspec.Struct):
     """`text.format`."""
 
     type: str = "text"
-    schema: msgspec.Raw = msgspec.Raw(b"")
+    schema: Schema = absent()
 
 
 class TextOptions(msgspec.Struct):
@@ -51,10 +52,10 @@ class TextOptions(msgspec.Struct):
 class ResponsesBody(msgspec.Struct, kw_only=True):
     """The keys that we read; OpenAI's reference has their meanings."""
 
-    input: str | list[msgspec.Raw]
+    input: str | list[Item]
     model: str | None = None
     instructions: str | None = None
-    tools: msgspec.Raw = msgspec.Raw(b"")
+    tools: Tools = absent()
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None

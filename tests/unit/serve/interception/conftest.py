@@ -1,6 +1,7 @@
 """An edge on a free port over scripted generations, and a client for it."""
 
 from collections.abc import AsyncIterator, Callable
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from rollmesh.serve.interception.edge import Edge
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.testing.sampler import ScriptedSampler
 
-
 Event = tuple[str, Any]
 
 
@@ -40,12 +40,13 @@ class Desk:
     """A running edge with one session, and the client side of it."""
 
     def __init__(
-        self, runtime: Runtime, sampler: ScriptedSampler, tokenizer: Tokenizer, base: str
+        self, runtime: Runtime, sampler: ScriptedSampler, tokenizer: Tokenizer, edge: Edge
     ) -> None:
         self.runtime = runtime
+        self.edge = edge
         self.sampler = sampler
         self.tokenizer = tokenizer
-        self.base = base
+        self.base = ""
         self.opened: OpenSession = runtime.open_session(
             RolloutId(GroupId("r", 0), 0), SamplingPolicy(), seed=7
         )
@@ -104,24 +105,30 @@ MakeDesk = Callable[..., Any]
 
 @pytest.fixture
 async def make_desk(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[MakeDesk]:
-    """`await make_desk("said", ...)` scripts the replies; without any they are held."""
-    desks: list[tuple[Desk, Edge]] = []
+    """`await make_desk("said", ...)` scripts the replies; `always` is each; else they are held."""
+    desks: list[Desk] = []
 
     async def make(
-        *said: str, config: InterceptionConfig | None = None, max_context_tokens: int = 4096
+        *said: str,
+        always: str = "",
+        config: InterceptionConfig | None = None,
+        max_context_tokens: int = 4096,
     ) -> Desk:
-        script = [tokenizer.encode(text + "<|im_end|>") for text in said] if said else None
+        script: Any = [tokenizer.encode(text + "<|im_end|>") for text in said] if said else None
+        if always:
+            script = repeat(tokenizer.encode(always + "<|im_end|>"))
         sampler = ScriptedSampler(
             script, new_matcher=lambda stops: StopStrings(stops, tokenizer.stream())
         )
         runtime = Runtime(sampler, prompts, max_context_tokens, sampler.clock)
         edge = Edge(runtime, config or InterceptionConfig(), "policy")
-        base = await edge.start(listen("127.0.0.1:0"))
-        desks.append((Desk(runtime, sampler, tokenizer, base), edge))
-        return desks[-1][0]
+        desk = Desk(runtime, sampler, tokenizer, edge)
+        desks.append(desk)
+        desk.base = await edge.start(listen("127.0.0.1:0"))
+        return desk
 
     yield make
-    for desk, edge in desks:
+    for desk in desks:
         desk.runtime.end_group(GroupId("r", 0))
         await desk.client.close()
-        await edge.stop()
+        await desk.edge.stop()

@@ -1,0 +1,55 @@
+"""The parts of a body that stay as they came: messages, items, tools, schemas.
+
+Invariant: each is JSON that msgspec has skipped over, so it is well-formed; what it holds is read
+by the session, where it is new, or by nobody. The shapes given here are for readers of the OpenAPI
+document. Driven by the dialects.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+
+
+def absent() -> Any:
+    """The default of an unopened key: no bytes."""
+    return msgspec.field(default_factory=msgspec.Raw)
+
+
+def _shaped(**schema: Any) -> msgspec.Meta:
+    return msgspec.Meta(extra_json_schema=schema)
+
+
+_TEXT = {"type": "string"}
+_OBJECTS = {"type": "array", "items": {"type": "object"}}
+_CONTENT = {"anyOf": [_TEXT, _OBJECTS]}
+_ROLES = ["system", "developer", "user", "assistant", "tool"]
+
+ChatUnit = Annotated[
+    msgspec.Raw,
+    _shaped(
+        type="object",
+        properties={"role": {"enum": _ROLES}, "content": _CONTENT},
+        required=["role"],
+    ),
+]
+"""A chat message."""
+MessageUnit = Annotated[
+    msgspec.Raw,
+    _shaped(
+        type="object",
+        properties={"role": {"enum": ["user", "assistant"]}, "content": _CONTENT},
+        required=["role", "content"],
+    ),
+]
+"""A message of Anthropic's."""
+Item = Annotated[
+    msgspec.Raw,
+    _shaped(type="object", properties={"type": _TEXT, "role": _TEXT, "content": _CONTENT}),
+]
+"""An item of the Responses API."""
+Tools = Annotated[msgspec.Raw, _shaped(anyOf=[_OBJECTS, {"type": "null"}])]
+SystemText = Annotated[msgspec.Raw, _shaped(anyOf=[_CONTENT, {"type": "null"}])]
+Schema = Annotated[msgspec.Raw, _shaped(type="object")]
+"""A JSON schema."""
+Prompt = Annotated[msgspec.Raw, _shaped(type=["string", "array"])]
+"""A text, token ids, or several of either."""
