@@ -135,6 +135,12 @@ class InterceptionConfig(Section, frozen=True):
     """An idle stream gets a comment this often."""
     engine_wait_s: PositiveSeconds = 120.0
     """A call waits so long (paused time not counted) for an engine that is READY, then gets 503."""
+    rotating_lines: tuple[str, ...] = (
+        "x-anthropic-billing-header:",
+        "(?:Today'?s|The current|Current) date",
+        "<current_date>",
+    )
+    """Lines of a system text that begin with one of these patterns may differ in every call."""
     retention_s: PositiveSeconds = 3600.0
     """The stand-alone gateway forgets a session that nobody used or asked about for this long."""
 

@@ -151,6 +151,26 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     """A retry of the same request replaced this sampled node."""
 
 
+class ForkRow(msgspec.Struct, frozen=True):
+    """One place where a session's history did not extend what was sampled."""
+
+    call: int
+    """Number of the call that brought it, from 0."""
+    node: int
+    """Row of the node that the new prompt tokens are in."""
+    cause: str
+    """One of runtime/forks.py's causes."""
+    message: int
+    """Index of the first message that differs from what is held."""
+    held: str = ""
+    """That message as held and as it came, cut to where they differ; '' where there is none."""
+    got: str = ""
+    token: int = -1
+    """Index of the first token that differs from the line left behind; -1 where there is none."""
+    num_tokens: int = 0
+    """Prompt tokens that were made anew for it."""
+
+
 class RolloutRecord(msgspec.Struct, kw_only=True):
     """What one rollout leaves behind; its arrays travel beside it as raw buffers."""
 
@@ -170,6 +190,9 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     """The main branch's messages as a JSON array, for people."""
     num_calls: int = 0
     num_forks: int = 0
+    forks: list[ForkRow] = []
+    healed: dict[str, int] = {}
+    """Differences between what was held and what came back that did not fork, by kind."""
     started_s: float = 0.0
     """Unix time."""
     duration_s: float = 0.0

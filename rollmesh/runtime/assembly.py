@@ -44,4 +44,6 @@ def new_runtime(
         answer_timeout_s=config.engine.answer_timeout_s,
     )
     sampler = Sampler(parts, generation)
-    return Runtime(sampler, prompts, config.model.max_context_tokens), sampler
+    lines = config.interception.rotating_lines
+    max_tokens = config.model.max_context_tokens
+    return Runtime(sampler, prompts, max_tokens, rotating_lines=lines), sampler

@@ -24,6 +24,13 @@ class ImageRef(msgspec.Struct, frozen=True, weakref=True, omit_defaults=True):
     url: str = ""
     """Where the engine may fetch it; '' where `data` has it."""
 
+    @property
+    def address(self) -> str:
+        """How engines are shown it."""
+        if self.url:
+            return self.url
+        return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
+
 
 _held: WeakValueDictionary[str, ImageRef] = WeakValueDictionary()
 

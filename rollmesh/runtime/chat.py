@@ -8,13 +8,13 @@ system texts that differ in rotating lines alone. Driven by the dialects, histor
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import orjson
 
-from rollmesh.core.errors import SessionError
+from rollmesh.core.errors import ConfigError, SessionError
 from rollmesh.runtime.blobs import ImageRef, hold_image
 
 ROLES = {
@@ -184,6 +184,19 @@ def read_held(raw: bytes, images: Mapping[str, ImageRef]) -> ChatMessage:
             if isinstance(part, Part) and part.image is not None:
                 part.image = images[part.image.digest]
     return message
+
+
+def compile_rotating(patterns: Sequence[str]) -> Rotating:
+    """What matches a line that begins with any of `patterns`; ConfigError where one is none."""
+    if not patterns:
+        return None
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            why = f"interception.rotating_lines: {pattern!r} is no regular expression: {error}"
+            raise ConfigError(why) from None
+    return re.compile(r"(?m)^[ \t]*(?:" + "|".join(patterns) + r").*$")
 
 
 @functools.lru_cache(maxsize=64)

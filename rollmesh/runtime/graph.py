@@ -25,6 +25,10 @@ class Node(msgspec.Struct, gc=False):
     num_tokens: int
     depth_tokens: int
     """Tokens from the root to its end."""
+    run_start: int
+    """Where the tokens begin that lead to its end without a gap in the graph's array."""
+    above: int
+    """The node whose end that run follows."""
     logprob_start: int = 0
     """Where its log-probs begin, if it is sampled."""
     sampled: bool = False
@@ -54,25 +58,19 @@ class TokenGraph:
 
     def add_context(self, parent: int, token_ids: Sequence[int]) -> int:
         """A node of tokens that nobody sampled; returns its index."""
-        depth = self.depth_of(parent) + len(token_ids)
-        self.nodes.append(Node(parent, len(self.token_ids), len(token_ids), depth))
+        self.nodes.append(self._new_node(parent, token_ids))
         self.token_ids.extend(token_ids)
         return len(self.nodes) - 1
 
     def add_sampled(self, parent: int, sampled: Sampled) -> int:
         """A node of tokens that the model sampled; returns its index."""
         assert len(sampled.token_ids) == len(sampled.logprobs)
-        node = Node(
-            parent,
-            len(self.token_ids),
-            len(sampled.token_ids),
-            self.depth_of(parent) + len(sampled.token_ids),
-            logprob_start=len(self.logprobs),
-            sampled=True,
-            finish_reason=sampled.finish_reason,
-            params=sampled.params,
-            policy_versions=sampled.policy_versions,
-        )
+        node = self._new_node(parent, sampled.token_ids)
+        node.sampled = True
+        node.logprob_start = len(self.logprobs)
+        node.finish_reason = sampled.finish_reason
+        node.params = sampled.params
+        node.policy_versions = sampled.policy_versions
         self.nodes.append(node)
         self.token_ids.extend(sampled.token_ids)
         self.logprobs.extend(sampled.logprobs)
@@ -93,19 +91,19 @@ class TokenGraph:
         return 0 if index == ROOT else self.nodes[index].depth_tokens
 
     def path_ids(self, index: int) -> "array[int]":
-        """All tokens from the root down to and with this node."""
-        spans: list[tuple[int, int]] = []
+        """All tokens from the root down to and with this node.
+
+        A line that nothing interrupted is one run, and one copy, however many nodes it has.
+        """
+        runs: list[tuple[int, int]] = []
         while index != ROOT:
             node = self.nodes[index]
-            stop = node.start + node.num_tokens
-            if spans and spans[-1][0] == stop:
-                # A chain that nothing interrupted is one copy, not one per turn.
-                spans[-1] = (node.start, spans[-1][1])
-            else:
-                spans.append((node.start, stop))
-            index = node.parent
+            runs.append((node.run_start, node.start + node.num_tokens))
+            index = node.above
+        if len(runs) == 1:
+            return self.token_ids[runs[0][0] : runs[0][1]]
         path: array[int] = array("i")
-        for start, stop in reversed(spans):
+        for start, stop in reversed(runs):
             path.extend(self.token_ids[start:stop])
         return path
 
@@ -134,3 +132,13 @@ class TokenGraph:
                 )
             )
         return rows
+
+    def _new_node(self, parent: int, token_ids: Sequence[int]) -> Node:
+        start = len(self.token_ids)
+        run_start, above = start, parent
+        if parent != ROOT:
+            before = self.nodes[parent]
+            if before.start + before.num_tokens == start:
+                run_start, above = before.run_start, before.above
+        depth = self.depth_of(parent) + len(token_ids)
+        return Node(parent, start, len(token_ids), depth, run_start, above)

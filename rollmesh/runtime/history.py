@@ -1,62 +1,68 @@
 """Which part of a request's messages the session already holds as exact tokens.
 
 Owns a trie of messages: each Spot is a history up to one message, and knows the graph node whose
-tokens end there, if one does. A message is looked up by its bytes, then by its meaning
-(ChatMessage.meanings), so re-serialised arguments, dropped reasoning, part lists and moved cache
-markers all find their way. Invariant: each distinct message is stored once; a lookup costs one scan
-of the request, and only unknown messages are parsed. Driven by session.py.
+tokens end there, if one does. A unit of a request is looked up by its bytes, and only where these
+are new is it read and looked up by meaning (ChatMessage.meanings). An array of units that begins
+like one seen before is not even split: see stretches.py.
 
     root --system--> . --user--> [context node] --assistant--> [sampled node] --tool--> [context]
 
 A request that ends with the model's own answer gets a bare spot behind it, without a message, so
-that the answer's spot keeps its node; lookups see through it.
+that the answer's spot keeps its node; lookups see through it. Invariants: each distinct message is
+stored once, in the common shape, whatever dialect brought it; further spellings are remembered by
+hash alone, at most ALIASES_PER_SPOT of them per spot. `match` changes nothing, so that it may run
+twice, or only to count. Driven by holdings.py.
 """
 
-import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from rollmesh.runtime.turns import ROLES, ChatMessage, Turn, read_message, read_tools
+from rollmesh.core.errors import SessionError
+from rollmesh.runtime.blobs import ImageRef
+from rollmesh.runtime.chat import ChatMessage, Rotating, read_held, read_message, read_tools
+from rollmesh.runtime.stretches import Stretch, Stretches, split_array
+from rollmesh.runtime.turns import ReadUnit, Turn
 
 NO_NODE = -1
-
+ALIASES_PER_SPOT = 4
+_MAX_TOOLS = 64
 _BARE = hash("asked with nothing new after an answer")
-
-
-class ForkCause(enum.StrEnum):
-    """Why a request did not simply extend what was sampled last on its line."""
-
-    TOOLS_CHANGED = "tools_changed"
-    SYSTEM_CHANGED = "system_changed"
-    RESTARTED = "restarted"
-    COMPACTED = "compacted"
-    HISTORY_EDITED = "history_edited"
-    REWOUND = "rewound"
-    TEMPLATE = "template"
 
 
 class Spot:
     """A history up to and with one message."""
 
-    __slots__ = ("children", "continued", "node", "parent", "raw", "sampled")
+    __slots__ = ("children", "continued", "depth", "node", "parent", "raw", "sampled")
 
     def __init__(self, parent: "Spot | None", raw: bytes) -> None:
         self.parent = parent
+        self.depth: int = (parent.depth if parent else 0) + bool(raw)
+        """Messages up to and with this one."""
         self.raw = raw
+        """The message in the common shape; empty at a root and at a bare spot."""
         self.children: dict[int, Spot] | None = None
+        """By meanings, and by the hashes of units that lead there or further down."""
         self.node = NO_NODE
         """The graph node that ends with this message (a context's also ends the prompt)."""
         self.sampled = False
         """This message is one that the model sampled here."""
         self.continued = False
-        """A later request already went on from here."""
+        """The model has answered a request that went on from this answer."""
 
     def child(self, key: int) -> "Spot | None":
         if not self.children:
             return None
-        found, bare = self.children.get(key), self.children.get(_BARE)
-        return bare.child(key) if found is None and bare is not None else found
+        found = self.children.get(key)
+        if found is None and (bare := self.children.get(_BARE)) is not None:
+            return bare.child(key)
+        return found
+
+    def find(self, keys: Iterable[int]) -> "Spot | None":
+        """The child under the first key that has one."""
+        if not self.children:
+            return None
+        return next((found for key in keys if (found := self.child(key)) is not None), None)
 
     def adopt(self, spot: "Spot", keys: Iterable[int]) -> None:
         """Make `spot` a child under each key; a newer sibling of the same meaning wins."""
@@ -65,15 +71,37 @@ class Spot:
         for key in keys:
             self.children[key] = spot
 
-    def messages(self) -> list[bytes]:
-        """The history's messages as JSON, in order."""
-        raws: list[bytes] = []
+    def line(self) -> "list[Spot]":
+        """The spots of this history that have a message, in order."""
+        spots: list[Spot] = []
         spot: Spot | None = self
-        while spot is not None and spot.parent is not None:
-            raws += [spot.raw] if spot.raw else []
+        while spot is not None:
+            if spot.raw:
+                spots.append(spot)
             spot = spot.parent
-        raws.reverse()
-        return raws
+        spots.reverse()
+        return spots
+
+    def anchor(self) -> "Spot":
+        """The last sampled message of this history, else its root."""
+        spot = self
+        while not spot.sampled and spot.parent is not None:
+            spot = spot.parent
+        return spot
+
+    def asked(self) -> "Spot | None":
+        """The spot whose node a request that ends with this message was sampled after."""
+        spot = self.child(_BARE) if self.sampled else self
+        return spot if spot is not None and spot.node != NO_NODE else None
+
+
+class Alias(msgspec.Struct, frozen=True):
+    """A unit whose bytes were new and whose meaning was not."""
+
+    start: Spot
+    unit: bytes
+    spot: Spot
+    messages: list[ChatMessage]
 
 
 class Match(msgspec.Struct):
@@ -81,13 +109,17 @@ class Match(msgspec.Struct):
 
     spot: Spot
     """The deepest spot to build on: the whole request's, or the last sampled message's."""
-    num_held: int
-    """Messages up to and with `spot`."""
-    new: list[ChatMessage]
-    """The messages after it, read."""
-    tools_key: int = 0
+    deepest: Spot
+    """The last spot that the request was found to share."""
+    tools_key: int
     """The meaning of the tools on offer."""
-    cause: ForkCause | None = None
+    walk: "Walk"
+    new: list[ChatMessage] = []
+    """The messages after `spot`, read."""
+    raws: list[bytes] = []
+    """The same in the common shape."""
+    ends: list[tuple[int, int]] = []
+    """Of each unit of `new`: its hash, and how many of `new` end with it."""
 
     @property
     def is_held(self) -> bool:
@@ -95,106 +127,252 @@ class Match(msgspec.Struct):
         return not self.new and self.spot.node != NO_NODE and not self.spot.sampled
 
 
+class Walk:
+    """One request's way down the trie, unit by unit."""
+
+    __slots__ = (
+        "aliases", "anchor", "array", "array_start", "is_stopped", "num_anchor", "num_leapt",
+        "pending", "read", "rotating", "spot", "stretch", "units",
+    )  # fmt: skip
+
+    def __init__(self, start: Spot, read: ReadUnit, rotating: Rotating) -> None:
+        self.spot = start
+        self.anchor: Spot | None = start if start.sampled or start.parent is None else None
+        """The last sampled message on the way; None while none is known."""
+        self.units: list[bytes] = []
+        self.num_anchor = 0
+        """Of `units`: those up to and with the anchor."""
+        self.num_leapt = 0
+        """Units of the request that stand before `units`."""
+        self.pending: dict[int, list[ChatMessage]] = {}
+        """What was read on the way, by place in `units`."""
+        self.aliases: list[Alias] = []
+        self.is_stopped = False
+        """The next message is not held."""
+        self.array = b""
+        """The request's array of units, the spot that it follows, and what is known of it."""
+        self.array_start: Spot | None = None
+        self.stretch: Stretch | None = None
+        self.read = read
+        self.rotating = rotating
+
+    def go(self, units: Sequence[bytes]) -> None:
+        """Walk on while units are known."""
+        for unit in units:
+            self.units.append(unit)
+            if not self.is_stopped:
+                self._step(unit)
+
+    def leap(self, stretch: Stretch, array: bytes) -> "Walk | None":
+        """The same walk over a known stretch; None where what lies in it has to be read."""
+        walk = Walk(stretch.end, self.read, self.rotating)
+        walk.aliases = self.aliases
+        walk.num_leapt, walk.stretch = stretch.num_units, stretch
+        walk.go(stretch.rest(array))
+        if walk.anchor is None and (walk.is_stopped or walk.spot.asked() is None):
+            return None
+        return walk
+
+    def messages_of(self, place: int) -> list[ChatMessage]:
+        """The messages of the unit at `place`."""
+        found = self.pending.get(place)
+        return self.read(self.units[place], self.num_leapt + place) if found is None else found
+
+    def _step(self, unit: bytes) -> None:
+        child = self.spot.child(hash(unit))
+        if child is not None:
+            self._arrive(child)
+            return
+        place = len(self.units) - 1
+        messages = self.pending[place] = self.read(unit, self.num_leapt + place)
+        start = self.spot
+        for message in messages:
+            found = self.spot.find(message.meanings(self.rotating))
+            if found is None:
+                self.is_stopped = True
+                return
+            self.spot = found
+        self._arrive(self.spot)
+        self.aliases.append(Alias(start, unit, self.spot, messages))
+
+    def _arrive(self, spot: Spot) -> None:
+        self.spot = spot
+        if spot.sampled:
+            self.anchor, self.num_anchor = spot, len(self.units)
+
+
 class History:
     """One per session."""
 
-    def __init__(self) -> None:
-        self._roots: dict[int, Spot] = {}
+    __slots__ = (
+        "_num_aliases", "_num_spots", "_stretches", "_tools", "images", "num_bytes", "roots",
+        "rotating", "sampled",
+    )  # fmt: skip
+
+    def __init__(self, rotating: Rotating = None) -> None:
+        self.rotating = rotating
+        self.roots: dict[int, Spot] = {}
         """By the meaning of the tools on offer."""
-        self._tools: dict[int, int] = {}
-        """Tools by their bytes to tools by their meaning."""
+        self.sampled: list[Spot] = []
+        """Answers of the model, in order."""
+        self.images: dict[str, ImageRef] = {}
+        """Those that held messages show, by digest."""
         self.num_bytes = 0
         """Of the messages held."""
+        self._tools: dict[int, int] = {}
+        """Tools by their bytes to tools by their meaning."""
+        self._stretches = Stretches()
+        self._num_aliases = 0
+        self._num_spots = 0
 
-    def match(self, turn: Turn) -> Match:
-        """Find the deepest held history that `turn` begins with; SessionError 400 if unreadable."""
-        first_call = not self._roots
-        tools_key = self._tools_key(turn.tools)
-        known_tools = tools_key in self._roots
-        spot = self._roots.setdefault(tools_key, Spot(None, b""))
-        anchor, num_held, num_walked = spot, 0, 0
-        for position, raw in enumerate(turn.messages):
-            child = spot.child(hash(raw)) or _find_by_meaning(spot, raw, position)
-            if child is None:
-                break
-            spot, num_walked = child, position + 1
-            if spot.sampled:
-                anchor, num_held = spot, num_walked
-        whole = num_walked == len(turn.messages)
-        if whole and spot.sampled:
-            spot = spot.child(_BARE) or spot
-        if whole and spot.node != NO_NODE and not spot.sampled:
-            return Match(spot, num_walked, [], tools_key)
-        new = [read_message(turn.messages[n], n) for n in range(num_held, len(turn.messages))]
-        cause = None if first_call else _cause(anchor, new, num_walked, known_tools)
-        return Match(anchor, num_held, new, tools_key, cause)
+    def match(self, turn: Turn, start: Spot | None = None) -> Match:
+        """Find the deepest held history that `turn` begins with; SessionError 400 if unreadable.
 
-    def from_root(self, match: Match, turn: Turn, cause: ForkCause) -> Match:
+        From `start` on where it is given, else from the root of the turn's tools.
+        """
+        tools_key = self.tools_key(turn.tools)
+        root = start or self.roots.get(tools_key) or Spot(None, b"")
+        walk = Walk(root, turn.read or read_chat, self.rotating)
+        walk.go(turn.messages)
+        if turn.messages_raw:
+            walk = self._walk_array(walk, turn.messages_raw)
+        return _conclude(walk, tools_key)
+
+    def from_root(self, match: Match, turn: Turn) -> Match:
         """The same request on no held history at all."""
-        messages = [read_message(raw, n) for n, raw in enumerate(turn.messages)]
-        return Match(self._roots[match.tools_key], 0, messages, match.tools_key, cause)
+        root = self.roots.get(match.tools_key) or Spot(None, b"")
+        walk = Walk(root, turn.read or read_chat, self.rotating)
+        walk.is_stopped = True
+        walk.go(turn.messages)
+        if turn.messages_raw:
+            walk.go(split_array(turn.messages_raw))
+        walk.array, walk.array_start = match.walk.array, match.walk.array_start
+        walk.stretch = match.walk.stretch
+        again = _conclude(walk, match.tools_key)
+        again.deepest = match.deepest
+        return again
 
-    def add_context(self, match: Match, raws: list[bytes], node: int) -> Spot:
+    def hold(self, match: Match, node: int) -> Spot:
         """Hold the matched request's new messages; `node` ends with the last of them."""
+        for alias in match.walk.aliases:
+            self._add_alias(alias.start, hash(alias.unit), alias.spot)
+        if match.is_held:
+            self._remember(match, match.deepest)
+            return match.spot
         spot = match.spot
-        spot.continued = True
-        for raw, message in zip(raws[match.num_held :], match.new, strict=True):
-            child = spot.child(hash(raw))
-            if child is None:
-                child = self._new_spot(spot, raw, [hash(raw), *message.meanings()])
-            spot = child
+        if spot.parent is None:
+            spot = self.roots.setdefault(match.tools_key, spot)
+        at = 0
+        for unit_key, end in match.ends:
+            start = spot
+            for n in range(at, end):
+                spot = self._hold_message(spot, match.new[n], match.raws[n])
+            if spot is not start.child(unit_key):
+                self._add_alias(start, unit_key, spot)
+            at = end
+        self._remember(match, spot)
         if spot.sampled:
             spot = spot.child(_BARE) or self._new_spot(spot, b"", [_BARE])
         spot.node = node
         return spot
 
-    def add_sampled(self, context: Spot, raw: bytes, message: ChatMessage, node: int) -> Spot:
-        """Hold the message that the model sampled after `context`."""
-        spot = self._new_spot(context, raw, message.meanings())
+    def add_sampled(
+        self, context: Spot, message: ChatMessage, node: int, is_void: bool = False
+    ) -> Spot:
+        """Hold the message that the model sampled after `context`; void, it is no answer."""
+        spot = self._new_spot(context, message.as_json(), message.meanings())
         spot.node, spot.sampled = node, True
+        if not is_void:
+            self.sampled.append(spot)
+            before = context.anchor()
+            before.continued = before.sampled
         return spot
 
-    def _new_spot(self, parent: Spot, raw: bytes, keys: list[int]) -> Spot:
-        spot = Spot(parent, raw)
-        parent.adopt(spot, keys)
-        self.num_bytes += len(raw)
-        return spot
+    def forget(self) -> None:
+        """Cut the ties between spots, which hold each other."""
+        spots = list(self.roots.values())
+        while spots:
+            spot = spots.pop()
+            spots += dict.fromkeys((spot.children or {}).values())
+            spot.children = None
+        self.roots.clear()
+        self.sampled.clear()
+        self._stretches = Stretches()
 
-    def _tools_key(self, raw: bytes) -> int:
+    def read(self, spot: Spot) -> ChatMessage:
+        """The message of a spot that has one."""
+        return read_held(spot.raw, self.images)
+
+    def tools_key(self, raw: bytes) -> int:
+        """The meaning of tools; 0 for none."""
         if not raw:
             return 0
         key = self._tools.get(hash(raw))
         if key is None:
             key = hash(msgspec.json.encode(read_tools(raw), order="deterministic"))
-            self._tools[hash(raw)] = key
+            if len(self._tools) < _MAX_TOOLS:
+                self._tools[hash(raw)] = key
         return key
 
+    def _walk_array(self, walk: Walk, array: bytes) -> Walk:
+        start = None if walk.is_stopped else walk.spot
+        known = self._stretches.find(start, array) if start else None
+        onward = walk.leap(known, array) if known else None
+        if onward is None:
+            onward = walk
+            walk.go(split_array(array))
+        onward.array, onward.array_start = array, start
+        return onward
 
-def _find_by_meaning(spot: Spot, raw: bytes, position: int) -> Spot | None:
-    """The child that means the same as `raw`; remembers these bytes for the next turn."""
-    if not spot.children:
-        return None
-    for key in read_message(raw, position).meanings():
-        child = spot.child(key)
+    def _remember(self, match: Match, end: Spot) -> None:
+        walk = match.walk
+        start = walk.array_start
+        if start is None or (start.parent is None and start is not self.roots.get(match.tools_key)):
+            return
+        num_units = walk.num_leapt + len(walk.units)
+        self._stretches.add(walk.stretch, start, walk.array, end, num_units)
+
+    def _hold_message(self, spot: Spot, message: ChatMessage, raw: bytes) -> Spot:
+        child = spot.child(hash(raw))
         if child is not None:
-            spot.children[hash(raw)] = child
             return child
-    return None
+        keys = message.meanings(self.rotating)
+        child = spot.find(keys)
+        if child is not None:
+            return child
+        for image in message.images():
+            self.images[image.digest] = image
+        return self._new_spot(spot, raw, [hash(raw), *keys])
+
+    def _new_spot(self, parent: Spot, raw: bytes, keys: list[int]) -> Spot:
+        spot = Spot(parent, raw)
+        parent.adopt(spot, keys)
+        self._num_spots += 1
+        self.num_bytes += len(raw)
+        return spot
+
+    def _add_alias(self, start: Spot, key: int, spot: Spot) -> None:
+        if self._num_aliases < ALIASES_PER_SPOT * self._num_spots:
+            self._num_aliases += 1
+            start.adopt(spot, [key])
 
 
-def _cause(
-    anchor: Spot, new: list[ChatMessage], num_walked: int, known_tools: bool
-) -> ForkCause | None:
-    """Why this is a fork; None where it extends a line's end."""
-    if anchor.node != NO_NODE:
-        if any(ROLES[message.role] == "assistant" for message in new):
-            return ForkCause.HISTORY_EDITED
-        return ForkCause.REWOUND if anchor.continued else None
-    if not known_tools:
-        return ForkCause.TOOLS_CHANGED
-    if num_walked == 0:
-        is_system = ROLES[new[0].role] == "system"
-        return ForkCause.SYSTEM_CHANGED if is_system else ForkCause.RESTARTED
-    if any(ROLES[message.role] == "assistant" for message in new):
-        return ForkCause.HISTORY_EDITED
-    return ForkCause.COMPACTED
+def read_chat(raw: bytes, position: int) -> list[ChatMessage]:
+    """Reads a unit that is one chat message."""
+    return [read_message(raw, position)]
+
+
+def _conclude(walk: Walk, tools_key: int) -> Match:
+    if not walk.is_stopped and (asked := walk.spot.asked()) is not None:
+        return Match(asked, walk.spot, tools_key, walk)
+    assert walk.anchor is not None
+    match = Match(walk.anchor, walk.spot, tools_key, walk)
+    for place in range(walk.num_anchor, len(walk.units)):
+        unit, messages = walk.units[place], walk.messages_of(place)
+        is_common = walk.read is read_chat and not messages[0].images()
+        match.new += messages
+        match.raws += [unit] if is_common else [message.as_json() for message in messages]
+        match.ends.append((hash(unit), len(match.new)))
+    if walk.anchor.parent is None and not match.new:
+        raise SessionError(400, "invalid_messages", "messages: expected at least one")
+    return match

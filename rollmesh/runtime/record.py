@@ -1,17 +1,19 @@
-"""What a rollout leaves behind, made from its graph once its session is sealed.
+"""What a rollout leaves behind, made from its holdings once its session is sealed.
 
-Owns the shape of the record and the naming of branches. Invariant: every node is in the branch of
-its root, and exactly one kind of chat is `main`. Driven by session.py.
+Owns the shape of the record. Invariant: its rows and arrays are those of the token graph, each
+token once; its messages are those of the main line's last delivered answer. Driven by session.py.
 """
 
-from collections import Counter
+from collections.abc import Callable, Collection
 
 import msgspec
 
-from rollmesh.core.types import Branch, NodeRow
+from rollmesh.core.types import ForkRow, NodeRow
+from rollmesh.runtime.branches import branches_of
+from rollmesh.runtime.chat import Call, ChatMessage, Function
 from rollmesh.runtime.deltas import Answer
-from rollmesh.runtime.graph import TokenGraph
-from rollmesh.runtime.turns import ChatMessage
+from rollmesh.runtime.holdings import Holdings
+from rollmesh.runtime.reply import Reply
 
 
 class SessionRecord(msgspec.Struct, frozen=True):
@@ -25,54 +27,42 @@ class SessionRecord(msgspec.Struct, frozen=True):
     messages: msgspec.Raw
     """The main line's messages, a JSON array, for people."""
     num_calls: int
-    num_forks: int
+    forks: list[ForkRow]
+    healed: dict[str, int]
+    """Differences that did not fork, by kind."""
+
+    @property
+    def num_forks(self) -> int:
+        return len(self.forks)
 
 
-class RootKind(msgspec.Struct, frozen=True):
-    """What tells one line of chat from another: the meanings of its tools and system text."""
-
-    tools: int
-    """0 for none."""
-    system: int
-
-
-def branches_of(graph: TokenGraph, kinds: dict[int, RootKind]) -> dict[int, Branch]:
-    """The branch of each root: `main` is the kind of chat that sampled most tokens.
-
-    A compacted history keeps tools and system text, so it stays main. A lone call without tools
-    beside a main line with tools (titles, probes) is `side`; all others are sub-agents.
-    """
-    num_tokens: Counter[int] = Counter()
-    num_turns: Counter[int] = Counter()
-    for index, node in enumerate(graph.nodes):
-        if node.sampled:
-            root = graph.root_of(index)
-            num_tokens[root] += node.num_tokens
-            num_turns[root] += 1
-    tokens_of_kind: Counter[RootKind] = Counter()
-    for root, kind in kinds.items():
-        tokens_of_kind[kind] += num_tokens[root]
-    main = max(tokens_of_kind, key=lambda kind: tokens_of_kind[kind], default=RootKind(0, 0))
-    branches: dict[int, Branch] = {}
-    for root, kind in kinds.items():
-        is_side = main.tools != 0 and kind.tools == 0 and num_turns[root] <= 1
-        branches[root] = "main" if kind == main else "side" if is_side else "subagent"
-    return branches
+def record_of(
+    held: Holdings, delivered: Collection[Reply], num_calls: int, parse: Callable[[Reply], Answer]
+) -> SessionRecord:
+    """The record of a session with these delivered replies; `parse` reads one of them."""
+    branches = branches_of(held.graph, held.root_kinds)
+    last = max(
+        delivered,
+        key=lambda reply: (branches[held.graph.root_of(reply.node)] == "main", reply.node),
+        default=None,
+    )
+    messages: list[bytes] = []
+    if last is not None:
+        line = [spot.raw for spot in last.source.context.line()]
+        messages = [*line, as_message(parse(last)).as_json()]
+    report = held.forks.report()
+    return SessionRecord(
+        nodes=held.graph.rows(branches),
+        token_ids=memoryview(held.graph.token_ids).cast("B"),
+        logprobs=memoryview(held.graph.logprobs).cast("B"),
+        messages=msgspec.Raw(b"[" + b",".join(messages) + b"]"),
+        num_calls=num_calls,
+        forks=report.forks,
+        healed=report.healed,
+    )
 
 
-def as_message(answer: Answer) -> tuple[bytes, ChatMessage]:
-    """A reply as the assistant message that a history holds: its JSON, and as read."""
-    message: dict[str, object] = {"role": "assistant", "content": answer.content}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in answer.tool_calls
-        ]
-    raw = msgspec.json.encode(message)
-    return raw, msgspec.json.decode(raw, type=ChatMessage)
+def as_message(answer: Answer) -> ChatMessage:
+    """A reply as the assistant message that a history holds."""
+    calls = [Call(Function(call.name, call.arguments), call.id) for call in answer.tool_calls]
+    return ChatMessage("assistant", answer.content, answer.reasoning or None, calls or None)

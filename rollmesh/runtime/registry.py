@@ -8,6 +8,7 @@ here. Driven by the worker, which opens and ends scopes, and by the HTTP edge, w
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 
 import msgspec
 
@@ -15,8 +16,10 @@ from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import GroupId, RolloutId, new_id
 from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.chat import compile_rotating
+from rollmesh.runtime.kit import AnySampler, SessionAsk, SessionKit, Totals
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.session import AnySampler, Session, SessionAsk, SessionKit, Totals
+from rollmesh.runtime.session import Session
 
 SECRET_BYTES = 32
 
@@ -42,11 +45,13 @@ class Runtime:
         prompts: Prompts,
         max_context_tokens: int,
         clock: Clock | None = None,
+        rotating_lines: Sequence[str] = (),
     ) -> None:
+        """`rotating_lines`: see InterceptionConfig; ConfigError where one is no pattern."""
         self._totals = Totals()
-        self._kit = SessionKit(
-            sampler, prompts, clock or SystemClock(), max_context_tokens, self._totals
-        )
+        rotating = compile_rotating(rotating_lines)
+        clock = clock or SystemClock()
+        self._kit = SessionKit(sampler, prompts, clock, max_context_tokens, self._totals, rotating)
         self._sessions: dict[bytes, Session] = {}
         """By the SHA-256 of either secret."""
         self._groups: dict[GroupId, list[tuple[Session, bytes, bytes]]] = {}
@@ -77,6 +82,7 @@ class Runtime:
         """Seal and evict every session of the group, finished or not. Idempotent."""
         for session, *digests in self._groups.pop(group_id, []):
             session.seal("its group has ended")
+            session.forget()
             for digest in digests:
                 del self._sessions[digest]
 

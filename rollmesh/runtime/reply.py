@@ -15,11 +15,15 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.core.errors import EngineError, SessionError
+from rollmesh.core.errors import EngineError, EngineOverloaded, EngineRefused, SessionError
 from rollmesh.core.types import SamplingParams, VersionRun
+from rollmesh.engine.answers import TopLogprobs
 from rollmesh.runtime.deltas import Answer
 from rollmesh.runtime.generation import GenerationState
+from rollmesh.runtime.graph import TokenGraph
 from rollmesh.runtime.history import NO_NODE, Spot
+
+RETRY_AFTER_S = 1.0
 
 
 class LiveGeneration(Protocol):
@@ -31,6 +35,8 @@ class LiveGeneration(Protocol):
     def token_ids(self) -> Sequence[int]: ...
     @property
     def logprobs(self) -> Sequence[float]: ...
+    @property
+    def top_logprobs(self) -> Sequence[TopLogprobs]: ...
     @property
     def policy_versions(self) -> Sequence[VersionRun]: ...
     @property
@@ -72,28 +78,92 @@ class ReplyHead(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     reads_calls: bool
     params: SamplingParams
+    index: int = 0
+    """Which choice of its call it is."""
+    forced: tuple[str, ...] = ()
+    """Sampling fields that the session's policy decided against the agent's wish."""
+
+
+class ReplySource(msgspec.Struct, frozen=True):
+    """What a reply was sampled after, and what reading it needs."""
+
+    context: Spot
+    """The history that it answers."""
+    node: int
+    """The last node of its prompt: that of `context`, or a lead behind it."""
+    lead: tuple[int, ...] = ()
+    """The tokens of that lead."""
+    tools: bytes = b""
+    """On offer; a JSON array in chat shape."""
+    is_raw: bool = False
+    """It answers a raw prompt: all of it is text."""
+    prompt_text: str | None = None
+    """That prompt, if it came as text."""
 
 
 class Reply:
     """See the module. Attributes are written by the session alone."""
 
-    __slots__ = ("answer", "context", "failure", "generation", "head", "node", "state")
+    __slots__ = (
+        "_graph", "_top_logprobs", "answer", "failure", "generation", "head", "matched_stop",
+        "node", "source", "state",
+    )  # fmt: skip
 
-    def __init__(self, head: ReplyHead, context: Spot, generation: LiveGeneration) -> None:
+    def __init__(
+        self, head: ReplyHead, source: ReplySource, generation: LiveGeneration, graph: TokenGraph
+    ) -> None:
         self.head = head
-        self.context = context
+        self.source = source
         self.generation: LiveGeneration | None = generation
         self.state = ReplyState.SAMPLING
         self.node = NO_NODE
         self.answer: Answer | None = None
         """Parsed at the commit, dropped after delivery."""
+        self.matched_stop: str | None = None
+        """The stop string that ended it."""
         self.failure: SessionError | None = None
         """Why it is VOID, for each of its readers; None where the session's end is the reason."""
+
+        self._graph = graph
+        self._top_logprobs: Sequence[TopLogprobs] = ()
 
     @property
     def is_running(self) -> bool:
         """Still worth attaching to."""
         return self.generation is not None and self.generation.state is not GenerationState.VOID
+
+    @property
+    def finish_reason(self) -> str:
+        """Of a committed reply: `stop`, `length` or `tool_calls`."""
+        return self._graph.nodes[self.node].finish_reason
+
+    def token_ids(self, start: int = 0) -> Sequence[int]:
+        """The tokens so far, from `start` on."""
+        if self.generation is not None:
+            return self.generation.token_ids[start:]
+        return () if self.node == NO_NODE else self._graph.ids_of(self.node)[start:]
+
+    def logprobs(self) -> Sequence[float]:
+        """One per token so far."""
+        if self.generation is not None:
+            return self.generation.logprobs
+        return () if self.node == NO_NODE else self._graph.logprobs_of(self.node)
+
+    def top_logprobs(self) -> Sequence[TopLogprobs]:
+        """Per token so far the likeliest (log-prob, token id) of its place, where asked for."""
+        return self._top_logprobs if self.generation is None else self.generation.top_logprobs
+
+    def prompt_ids(self) -> Sequence[int]:
+        """All tokens that it was sampled after."""
+        return self._graph.path_ids(self.source.node)
+
+    def settle(self, node: int) -> None:
+        """Its tokens are in the graph now, as `node`; the generation goes."""
+        if self.generation is not None:
+            matched = self.generation.matched_stop
+            self.matched_stop = matched if isinstance(matched, str) else None
+            self._top_logprobs = self.generation.top_logprobs
+        self.node, self.generation = node, None
 
     def join(self) -> None:
         """A connection reads this reply."""
@@ -108,3 +178,13 @@ class Reply:
     async def wait(self, num_tokens: int) -> bool:
         """Until more than `num_tokens` are there (True) or no more will come (False)."""
         return self.generation is not None and await self.generation.wait(num_tokens)
+
+
+def failure_of(error: EngineError | None) -> SessionError:
+    """What the readers of a reply are told whose generation found no good end."""
+    if isinstance(error, EngineRefused):
+        return SessionError(400, "engine_refused", f"the engine refused the request: {error}")
+    why = str(error or "the generation ended without a result")
+    if isinstance(error, EngineOverloaded):
+        return SessionError(429, "overloaded", why, RETRY_AFTER_S)
+    return SessionError(503, "engine_unavailable", why, RETRY_AFTER_S)

@@ -11,6 +11,8 @@ from rollmesh.core.types import FieldPolicy, SamplingParams, SamplingPolicy, Sam
 from rollmesh.runtime.turns import SamplingAsk
 
 Number = float | int
+MAX_SEED = 2**63 - 1
+"""Engines keep seeds in a signed 64-bit integer."""
 
 
 def derive_seed(seed: int, rollout_index: int, generation_index: int) -> int:
@@ -26,14 +28,20 @@ def resolve(
     room_tokens: int,
     derived_seed: int,
     stop_token_ids: tuple[int, ...],
+    choice: int = 0,
 ) -> SamplingParams:
     """The parameters to sample with.
 
     `room_tokens` is what the context leaves for the answer; it caps max_tokens whatever is asked.
+    The choices of one call never share a seed, wherever it comes from.
     """
     free = policy.penalties.policy is not FieldPolicy.FORCE
+    has_bias = policy.logit_bias.policy is not FieldPolicy.FORCE
+    has_grammar = policy.grammar.policy is not FieldPolicy.FORCE
     max_tokens = _pick(policy.max_tokens, ask.max_tokens, room_tokens)
-    seed = _pick(policy.seed, ask.seed, derived_seed)
+    seed = _pick(policy.seed, None if ask.seed is None else ask.seed + choice, derived_seed)
+    if seed == policy.seed.value:
+        seed += choice
     return SamplingParams(
         max_tokens=max(1, min(int(max_tokens), room_tokens)),
         temperature=_pick(policy.temperature, ask.temperature, 1.0),
@@ -41,11 +49,29 @@ def resolve(
         top_k=int(_pick(policy.top_k, ask.top_k, -1)),
         stop=ask.stop,
         stop_token_ids=stop_token_ids,
-        seed=int(seed),
+        seed=int(seed) & MAX_SEED,
         frequency_penalty=(ask.frequency_penalty or 0.0) if free else 0.0,
         presence_penalty=(ask.presence_penalty or 0.0) if free else 0.0,
         repetition_penalty=(ask.repetition_penalty or 1.0) if free else 1.0,
+        min_p=_pick(policy.min_p, ask.min_p, 0.0),
+        logit_bias=ask.logit_bias if has_bias else (),
+        grammar=ask.grammar if has_grammar else None,
     )
+
+
+def forced_fields(ask: SamplingAsk, params: SamplingParams) -> tuple[str, ...]:
+    """Names of the fields that the agent set and that are sampled with another value."""
+    if ask == _NOTHING_ASKED:
+        return ()
+    names = []
+    for name in SamplingAsk.__struct_fields__:
+        asked = getattr(ask, name)
+        if asked not in (None, ()) and asked != getattr(params, name):
+            names.append(name)
+    return tuple(names)
+
+
+_NOTHING_ASKED = SamplingAsk()
 
 
 def _pick(rule: SamplingRule, asked: Number | None, otherwise: Number) -> Number:

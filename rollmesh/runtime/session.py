@@ -1,78 +1,46 @@
 """One rollout's view of the model: its calls, its exact tokens, its replies.
 
-Owns the rollout's token graph, message history and reply table. Each call is matched against
-the history, extends the graph by its new tokens and gets a reply: a new generation, or the one
-that the same request already has. OPEN --seal--> SEALED, after which every call and every waiting
-reader gets a SessionError 410. Invariant: a reply is in the graph before its last byte leaves; what
-was not delivered when the session is sealed is void. Driven by the HTTP edge and the worker.
+Owns the rollout's holdings (tokens, messages, forks) and its reply table. Each call is matched
+against the history, extends the graph by its new tokens and gets one reply per choice: new
+generations, or those that the same request already has. OPEN --seal--> SEALED, after which every
+call and every waiting reader gets a SessionError 410. Invariant: a reply is in the graph before its
+last byte leaves; what was not delivered when the session is sealed is void. Driven by the HTTP edge
+and the worker.
+
+The same body has the same replies while they are not delivered, so two equal requests in flight
+share one answer; after delivery it has them again if the client marks it as a retry. Unmarked it
+gets new ones, and the old ones are superseded: if nothing ever follows them, the client never saw
+them, and they do not train. So a turn that is resent five times trains once.
 """
 
 import asyncio
 import enum
-from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol
 
-import msgspec
-
-from rollmesh.core.clock import Clock
-from rollmesh.core.errors import (
-    EngineError,
-    EngineOverloaded,
-    EngineRefused,
-    EngineUnavailable,
-    SessionError,
-)
-from rollmesh.core.ids import RolloutId
-from rollmesh.core.types import SamplingPolicy, VersionRun
+from rollmesh.core.errors import EngineUnavailable, SessionError
+from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.runtime.deltas import Answer, DeltaReader
+from rollmesh.runtime.forks import ForkReport
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.graph import ROOT, Sampled, TokenGraph
-from rollmesh.runtime.history import NO_NODE, ForkCause, History, Match, Spot
-from rollmesh.runtime.prompts import Chat, Prompts
-from rollmesh.runtime.record import RootKind, SessionRecord, as_message, branches_of
-from rollmesh.runtime.reply import LiveGeneration, Reply, ReplyHead, ReplyState
-from rollmesh.runtime.sampling import derive_seed, resolve
+from rollmesh.runtime.graph import Sampled
+from rollmesh.runtime.history import NO_NODE, Spot
+from rollmesh.runtime.holdings import Holdings, Prompt, shared_tools
+from rollmesh.runtime.kit import SessionAsk, SessionKit
+from rollmesh.runtime.record import SessionRecord, as_message, record_of
+from rollmesh.runtime.reply import (
+    LiveGeneration,
+    Reply,
+    ReplyHead,
+    ReplySource,
+    ReplyState,
+    failure_of,
+)
+from rollmesh.runtime.sampling import derive_seed, forced_fields, resolve
 from rollmesh.runtime.turns import Turn
 
 OFF_LOOP_BYTES = 32 * 1024
 """Longer new text is tokenised in a thread, so that other calls go on."""
 VOID_FINISH = "void"
-RETRY_AFTER_S = 1.0
-
-
-class AnySampler(Protocol):
-    """What starts generations; legs.Sampler is the real one."""
-
-    def start(self, request: GenerationRequest) -> LiveGeneration: ...
-
-
-class SessionKit(msgspec.Struct, frozen=True):
-    """What all sessions of a worker share."""
-
-    sampler: AnySampler
-    prompts: Prompts
-    clock: Clock
-    max_context_tokens: int
-    totals: "Totals"
-
-
-class Totals(msgspec.Struct):
-    """Plain integers, counted on the hot path and read by a collector."""
-
-    num_calls: int = 0
-    num_tokens: int = 0
-    """Sampled."""
-
-
-class SessionAsk(msgspec.Struct, frozen=True):
-    """What a session is opened with."""
-
-    session_id: str
-    rollout_id: RolloutId
-    sampling: SamplingPolicy
-    seed: int
 
 
 class SessionState(enum.Enum):
@@ -82,60 +50,67 @@ class SessionState(enum.Enum):
     SEALED = "sealed"
 
 
-class _Prompt(msgspec.Struct, frozen=True):
-    """New prompt tokens and the graph node that they follow."""
-
-    match: Match
-    parent: int
-    token_ids: Sequence[int]
-
-
 class Session:
     """See the module."""
+
+    __slots__ = (
+        "__weakref__", "_answers", "_ask", "_held", "_kit", "_min_policy_version", "_replies",
+        "_sampling", "_sealed_because", "engine_fault", "num_calls", "rollout_id", "session_id",
+        "state",
+    )  # fmt: skip
 
     def __init__(self, ask: SessionAsk, kit: SessionKit) -> None:
         self.session_id = ask.session_id
         self.rollout_id = ask.rollout_id
         self.state = SessionState.OPEN
         self.num_calls = 0
-        self.forks: Counter[ForkCause] = Counter()
         self.engine_fault = ""
         """Why the newest ended call got no answer; '' if it got one. Not the agent's fault."""
         self._ask = ask
         self._kit = kit
-        self._graph = TokenGraph()
-        self._history = History()
-        self._replies: dict[int, Reply] = {}
-        """The newest reply to each distinct request, by its digest."""
+        self._held: Holdings | None = None
+        """Made by the first call: most sessions of a large run wait for theirs."""
+        self._replies: dict[int, tuple[Reply, ...]] = {}
+        """The newest replies to each distinct request, by its digest."""
         self._sampling: list[Reply] = []
-        self._root_kinds: dict[int, RootKind] = {}
+        self._answers: list[Spot | None] = []
+        """The answer of each call that has one, by the call's number."""
         self._sealed_because = ""
         self._min_policy_version = -1
 
     async def attach(self, turn: Turn) -> tuple[Reply, ...]:
         """The replies to `turn`, one per choice: those it already has, or new ones.
 
-        SessionError: 400 unreadable messages or context overflow, 410 sealed.
+        SessionError: 400 unreadable messages, context overflow or an unknown previous reply; 410
+        sealed.
         """
-        return (await self._attach(turn),)
-
-    async def _attach(self, turn: Turn) -> Reply:
-        reply = self._known(turn)
-        if reply is not None:
-            return reply
-        match = self._history.match(turn)
-        chat = _new_part(match, turn)
-        if chat.num_bytes <= OFF_LOOP_BYTES:
-            return self._start(turn, self._build(match, turn))
-        prompt = await asyncio.to_thread(self._build, match, turn)
+        replies = self._known(turn)
+        if replies is not None:
+            return replies
+        held = self._holdings
+        if _is_raw(turn):
+            return self._start(turn, held.build_raw(turn))
+        start = self._spot_named(turn.previous_reply)
+        place = held.match(turn, start)
+        if place.chat.num_bytes <= OFF_LOOP_BYTES:
+            return self._start(turn, held.build(place))
+        prompt = await asyncio.to_thread(held.build, place)
         # Other calls went on meanwhile; what they changed decides.
-        reply = self._known(turn)
-        if reply is not None:
-            return reply
-        again = self._history.match(turn)
-        if again.spot is not match.spot or again.is_held != match.is_held:
-            prompt = self._build(again, turn)
+        replies = self._known(turn)
+        if replies is not None:
+            return replies
+        again = held.match(turn, start)
+        if again.match.spot is not place.match.spot or again.match.is_held != place.match.is_held:
+            prompt = held.build(again)
         return self._start(turn, prompt)
+
+    def count(self, turn: Turn) -> int:
+        """Prompt tokens that `turn` would be sampled after; nothing is started or held."""
+        held = self._holdings
+        if _is_raw(turn):
+            return held.num_tokens(held.build_raw(turn))
+        place = held.match(turn, self._spot_named(turn.previous_reply))
+        return held.num_tokens(held.build(place))
 
     def finish(self, reply: Reply) -> Answer:
         """What an ended reply says; commits it first. SessionError where it has no good end."""
@@ -144,7 +119,7 @@ class Session:
         if reply.state is ReplyState.VOID:
             raise reply.failure or self._gone()
         if reply.answer is None:
-            reply.answer = self._parse(reply, None)
+            reply.answer = self._parse(reply)
         return reply.answer
 
     def delivered(self, reply: Reply) -> None:
@@ -153,37 +128,25 @@ class Session:
             reply.state = ReplyState.DELIVERED
         reply.answer = None
 
-    def token_ids(self, reply: Reply, start: int = 0) -> Sequence[int]:
-        """The tokens of a reply so far, from `start` on."""
-        if reply.generation is not None:
-            return reply.generation.token_ids[start:]
-        if reply.node == NO_NODE:
-            return ()
-        return self._graph.ids_of(reply.node)[start:]
-
-    def logprobs(self, reply: Reply) -> Sequence[float]:
-        """The log-probs of a reply's tokens so far."""
-        if reply.generation is not None:
-            return reply.generation.logprobs
-        return self._graph.logprobs_of(reply.node)
-
-    def prompt_ids(self, reply: Reply) -> Sequence[int]:
-        """All tokens that a reply was sampled after."""
-        return self._graph.path_ids(reply.context.node)
-
-    def finish_reason(self, reply: Reply) -> str:
-        """Of a committed reply: `stop`, `length` or `tool_calls`."""
-        return self._graph.nodes[reply.node].finish_reason
-
     def reader(self, reply: Reply) -> DeltaReader:
         """Cuts the reply's tokens into deltas."""
-        head = reply.head
+        head, source = reply.head, reply.source
+        if source.is_raw:
+            return self._kit.prompts.raw_reader(head.params.stop)
         prefix = f"call_{head.id.replace('-', '_')}"
-        return self._kit.prompts.reader(head.params.stop, head.reads_calls, prefix)
+        return self._kit.prompts.reader(
+            head.params.stop, head.reads_calls, prefix, source.lead, source.tools
+        )
 
     def token_text(self, token_id: int) -> str:
         """One token's text."""
         return self._kit.prompts.token_text(token_id)
+
+    def node_of(self, reply_id: str) -> int:
+        """The graph node of an answer by its ReplyHead.id; SessionError 400 if there is none."""
+        spot = self._spot_named(reply_id)
+        assert spot is not None, "a reply has a name"
+        return spot.node
 
     def seal(self, reason: str) -> None:
         """End the session; whoever still waits is woken and gets an error. Idempotent."""
@@ -195,125 +158,177 @@ class Session:
             assert reply.generation is not None
             reply.generation.seal(reason)
             self._void(reply)
-        for reply in self._replies.values():
-            if reply.state is ReplyState.COMMITTED:
-                reply.state = ReplyState.VOID
-                self._graph.nodes[reply.node].finish_reason = VOID_FINISH
+        for replies in self._replies.values():
+            self._withdraw(replies)
+
+    def fork_report(self) -> ForkReport:
+        """Where histories did not extend what was sampled, and what was healed instead."""
+        return self._held.forks.report() if self._held else ForkReport([], {})
 
     def record(self) -> SessionRecord:
         """What the rollout leaves behind; the session must be sealed."""
         assert self.state is SessionState.SEALED
-        branches = branches_of(self._graph, self._root_kinds)
-        last = max(
-            (r for r in self._replies.values() if r.state is ReplyState.DELIVERED),
-            key=lambda r: (branches[self._graph.root_of(r.node)] == "main", r.node),
-            default=None,
-        )
-        messages: list[bytes] = []
-        if last is not None:
-            raw, _ = as_message(self._parse(last, None))
-            messages = [*last.context.messages(), raw]
-        return SessionRecord(
-            nodes=self._graph.rows(branches),
-            token_ids=memoryview(self._graph.token_ids).cast("B"),
-            logprobs=memoryview(self._graph.logprobs).cast("B"),
-            messages=msgspec.Raw(b"[" + b",".join(messages) + b"]"),
-            num_calls=self.num_calls,
-            num_forks=sum(self.forks.values()),
-        )
+        replies = [reply for replies in self._replies.values() for reply in replies]
+        delivered = [reply for reply in replies if reply.state is ReplyState.DELIVERED]
+        return record_of(self._holdings, delivered, self.num_calls, self._parse)
+
+    def forget(self) -> None:
+        """Let go of everything, at once and without the garbage collector; after the record."""
+        assert self.state is SessionState.SEALED
+        if self._held is not None:
+            self._held.history.forget()
+        self._held = None
+        self._replies.clear()
+        self._answers.clear()
+
+    def is_sampled(self, node: int) -> bool:
+        """Whether the graph has this node, and the model sampled it."""
+        nodes = self._held.graph.nodes if self._held else []
+        return 0 <= node < len(nodes) and nodes[node].sampled
+
+    @property
+    def num_running(self) -> int:
+        """Generations that are not at an end, or not read to it."""
+        return len(self._sampling)
 
     @property
     def held_bytes(self) -> int:
-        """Of tokens, log-probs and messages."""
-        num_items = len(self._graph.token_ids) + len(self._graph.logprobs)
-        return 4 * num_items + self._history.num_bytes
+        """Of tokens, log-probs, messages and images."""
+        return self._held.num_bytes if self._held else 0
 
     # a call
 
-    def _known(self, turn: Turn) -> Reply | None:
-        """The reply that `turn` is to be answered with, if it already has one."""
+    @property
+    def _holdings(self) -> Holdings:
+        if self._held is None:
+            self._held = Holdings(self._kit.prompts, self._kit.rotating)
+        return self._held
+
+    def _known(self, turn: Turn) -> tuple[Reply, ...] | None:
+        """The replies that `turn` is to be answered with, if it already has them."""
         if self.state is SessionState.SEALED:
             raise self._gone()
         for lost in [r for r in self._sampling if not r.is_running]:
             self._void(lost)
-        reply = self._replies.get(turn.digest)
-        if reply is None or reply.state is ReplyState.VOID:
+        replies = self._replies.get(turn.digest)
+        if replies is None:
             return None
-        if reply.state is not ReplyState.DELIVERED or turn.is_retry:
-            return reply
-        # Asked anew after delivery: a sibling. If nothing follows the old one, it was a retry.
-        self._graph.nodes[reply.node].superseded = True
+        if any(reply.state is ReplyState.VOID for reply in replies):
+            self._withdraw(replies)
+        elif turn.is_retry or any(r.state is not ReplyState.DELIVERED for r in replies):
+            return replies
+        # Asked anew after delivery: siblings. If nothing follows the old ones, it was a retry.
+        for reply in replies:
+            if reply.node != NO_NODE:
+                self._holdings.graph.nodes[reply.node].superseded = True
         return None
 
-    def _build(self, match: Match, turn: Turn) -> _Prompt:
-        """The new prompt tokens of a request; falls back to the whole chat, and says so."""
-        if match.is_held:
-            return _Prompt(match, match.spot.node, ())
-        prompts = self._kit.prompts
-        if match.spot.node != NO_NODE:
-            sampled = self._graph.ids_of(match.spot.node)
-            ids = prompts.extend(sampled, _new_part(match, turn))
-            if ids is not None:
-                return _Prompt(match, match.spot.node, ids)
-            match = self._history.from_root(match, turn, ForkCause.TEMPLATE)
-        return _Prompt(match, ROOT, prompts.first(_new_part(match, turn)))
+    def _withdraw(self, replies: tuple[Reply, ...]) -> None:
+        """What of these was not delivered never will be."""
+        for reply in replies:
+            if reply.state is ReplyState.SAMPLING:
+                assert reply.generation is not None
+                reply.generation.seal("another choice of its call failed")
+                self._void(reply)
+            elif reply.state is ReplyState.COMMITTED:
+                reply.state = ReplyState.VOID
+                self._holdings.graph.nodes[reply.node].finish_reason = VOID_FINISH
 
-    def _start(self, turn: Turn, prompt: _Prompt) -> Reply:
-        num_prompt = self._graph.depth_of(prompt.parent) + len(prompt.token_ids)
-        room_tokens = self._kit.max_context_tokens - num_prompt
-        if room_tokens < 1:
+    def _start(self, turn: Turn, prompt: Prompt) -> tuple[Reply, ...]:
+        held, prompts = self._holdings, self._kit.prompts
+        params = self._params(turn, held.num_tokens(prompt))
+        lead: tuple[int, ...] = ()
+        if prompt.raw is None:
+            lead = prompts.lead(turn.tool_choice, params[0].grammar, turn.tools)
+        context = held.hold(prompt, self.num_calls)
+        source = ReplySource(
+            context,
+            held.lead_to(context.node, lead),
+            lead,
+            shared_tools(turn.tools),
+            prompt.raw is not None,
+            turn.prompt_text,
+        )
+        replies = tuple([self._sample(turn, source, each, n) for n, each in enumerate(params)])
+        self._replies[turn.digest] = replies
+        return replies
+
+    def _params(self, turn: Turn, num_prompt: int) -> list[SamplingParams]:
+        """What to sample each choice with; SessionError 400 where the context is full."""
+        prompts, max_tokens = self._kit.prompts, self._kit.max_context_tokens
+        if num_prompt >= max_tokens:
             raise SessionError(
                 400,
                 "context_length_exceeded",
-                f"This model's maximum context length is {self._kit.max_context_tokens} tokens. "
+                f"This model's maximum context length is {max_tokens} tokens. "
                 f"However, your messages resulted in {num_prompt} tokens.",
             )
-        context = self._hold(turn, prompt)
-        number = self.num_calls
-        params = resolve(
-            self._ask.sampling,
-            turn.ask,
-            room_tokens=room_tokens,
-            derived_seed=derive_seed(self._ask.seed, self.rollout_id.index, number),
-            stop_token_ids=self._kit.prompts.stop_token_ids,
-        )
-        generation = self._kit.sampler.start(
+        if any(not 0 <= token_id < prompts.vocab_size for token_id, _ in turn.ask.logit_bias):
+            why = f"logit_bias: expected token ids from 0 to {prompts.vocab_size - 1}"
+            raise SessionError(400, "invalid_logit_bias", why)
+        ends = prompts.stop_token_ids
+        if turn.reads_calls and not turn.parallel_calls:
+            ends = (*ends, *prompts.call_end_ids)
+        return [
+            resolve(
+                self._ask.sampling,
+                turn.ask,
+                room_tokens=max_tokens - num_prompt,
+                derived_seed=derive_seed(
+                    self._ask.seed, self.rollout_id.index, self.num_calls + choice
+                ),
+                stop_token_ids=ends,
+                choice=choice,
+            )
+            for choice in range(turn.num_choices)
+        ]
+
+    def _sample(
+        self, turn: Turn, source: ReplySource, params: SamplingParams, choice: int
+    ) -> Reply:
+        held, kit = self._holdings, self._kit
+        name = f"{self.session_id}-{self.num_calls}"
+        generation = kit.sampler.start(
             GenerationRequest(
-                generation_id=f"{self.session_id}-{number}",
+                generation_id=name,
                 session_key=self.session_id,
-                prompt_ids=self._graph.path_ids(context.node),
+                prompt_ids=held.graph.path_ids(source.node),
+                prompt_json=held.prompt_json(source.node),
                 params=params,
                 min_policy_version=self._min_policy_version,
                 stream=turn.stream,
+                num_top_logprobs=turn.num_top_logprobs,
+                images=held.images(source.context),
             )
         )
         self.num_calls += 1
-        self._kit.totals.num_calls += 1
+        kit.totals.num_calls += 1
+        self._answers.append(None)
         head = ReplyHead(
-            id=f"{self.session_id}-{number}",
-            created_s=int(self._kit.clock.unix_s()),
-            num_prompt_tokens=num_prompt,
+            id=name,
+            created_s=int(kit.clock.unix_s()),
+            num_prompt_tokens=held.graph.depth_of(source.node),
             reads_calls=turn.reads_calls,
             params=params,
+            index=choice,
+            forced=forced_fields(turn.ask, params),
         )
-        reply = Reply(head, context, generation)
-        self._replies[turn.digest] = reply
+        reply = Reply(head, source, generation, held.graph)
         self._sampling.append(reply)
         return reply
 
-    def _hold(self, turn: Turn, prompt: _Prompt) -> Spot:
-        """Put the prompt's new tokens and messages into graph and history."""
-        match = prompt.match
-        if match.is_held:
-            return match.spot
-        if match.cause is not None:
-            self.forks[match.cause] += 1
-        node = self._graph.add_context(prompt.parent, prompt.token_ids)
-        if prompt.parent == ROOT:
-            first = match.new[0]
-            system = first.text() if first.role in ("system", "developer") else ""
-            self._root_kinds[node] = RootKind(match.tools_key, hash(system))
-        return self._history.add_context(match, turn.messages, node)
+    def _spot_named(self, reply_id: str) -> Spot | None:
+        """The answer with this id; None for no id. SessionError 400 if there is none such."""
+        if not reply_id:
+            return None
+        session_id, _, number = reply_id.rpartition("-")
+        spot = None
+        if session_id == self.session_id and number.isdecimal() and int(number) < self.num_calls:
+            spot = self._answers[int(number)]
+        if spot is None:
+            why = f"Previous response with id {reply_id!r} not found."
+            raise SessionError(400, "previous_response_not_found", why)
+        return spot
 
     # a reply's end
 
@@ -323,73 +338,68 @@ class Session:
         if generation.state is not GenerationState.COMMITTED:
             self._void(reply)
             return
-        answer = self._parse(reply, generation)
-        finish = "tool_calls" if answer.tool_calls else generation.finish_reason
+        reply.answer = self._parse(reply)
+        finish = "tool_calls" if reply.answer.tool_calls else generation.finish_reason
         self._enter(reply, generation, finish)
         reply.state = ReplyState.COMMITTED
-        reply.answer = answer
         self.engine_fault = ""
-        raw, message = as_message(answer)
-        self._history.add_sampled(reply.context, raw, message, reply.node)
+        self._hold_answer(reply, reply.answer)
 
     def _void(self, reply: Reply) -> None:
-        """No good end: what was sampled is kept as a void node, for the books."""
+        """No good end: what was sampled is kept as a void node, for the books.
+
+        Agents may show it back to us, as much of it as they saw: then it is context.
+        """
         generation = reply.generation
         assert generation is not None
-        if self.state is SessionState.OPEN:
-            reply.failure = self._failure(generation.error)
-        if len(generation.token_ids):
-            self._enter(reply, generation, VOID_FINISH)
-        else:
-            self._sampling.remove(reply)
-            reply.generation = None
         reply.state = ReplyState.VOID
+        if self.state is SessionState.OPEN:
+            reply.failure = failure_of(generation.error)
+            if isinstance(generation.error, EngineUnavailable):
+                self.engine_fault = str(generation.error)
+        if not len(generation.token_ids):
+            self._sampling.remove(reply)
+            reply.settle(NO_NODE)
+            return
+        self._enter(reply, generation, VOID_FINISH)
+        if self.state is SessionState.OPEN:
+            self._hold_answer(reply, self._parse(reply))
 
     def _enter(self, reply: Reply, generation: LiveGeneration, finish_reason: str) -> None:
         versions: tuple[VersionRun, ...] = tuple(generation.policy_versions)
         sampled = Sampled(
             generation.token_ids, generation.logprobs, versions, reply.head.params, finish_reason
         )
-        reply.node = self._graph.add_sampled(reply.context.node, sampled)
-        reply.generation = None
+        reply.settle(self._holdings.graph.add_sampled(reply.source.node, sampled))
         self._sampling.remove(reply)
         self._kit.totals.num_tokens += len(sampled.token_ids)
         newest = max((run.policy_version for run in versions), default=-1)
         self._min_policy_version = max(self._min_policy_version, newest)
 
-    def _parse(self, reply: Reply, generation: LiveGeneration | None) -> Answer:
-        head = reply.head
-        answer = self._kit.prompts.parse(
-            generation.token_ids if generation else self._graph.ids_of(reply.node),
-            head.reads_calls,
-            f"call_{head.id.replace('-', '_')}",
-        )
-        # Ours to cut: a stop string may stand in either, and its tokens stay what they are.
-        content, reasoning = (
-            _before(head.params.stop, text) for text in (answer.content, answer.reasoning)
-        )
-        return Answer(content, reasoning, answer.tool_calls)
+    def _hold_answer(self, reply: Reply, answer: Answer) -> None:
+        held, source = self._holdings, reply.source
+        is_void = reply.state is ReplyState.VOID
+        if source.is_raw:
+            if not is_void:
+                held.raw_prompts.add_answer(source.prompt_text, reply.node, reply.token_ids())
+            return
+        if is_void and not (answer.content or answer.tool_calls):
+            return
+        message = as_message(answer)
+        spot = held.history.add_sampled(source.context, message, reply.node, is_void)
+        if not is_void:
+            self._answers[int(reply.head.id.rpartition("-")[2])] = spot
 
-    def _failure(self, error: EngineError | None) -> SessionError:
-        if isinstance(error, EngineRefused):
-            return SessionError(400, "engine_refused", f"the engine refused the request: {error}")
-        why = str(error or "the generation ended without a result")
-        if isinstance(error, EngineUnavailable):
-            self.engine_fault = why
-        if isinstance(error, EngineOverloaded):
-            return SessionError(429, "engine_overloaded", why, RETRY_AFTER_S)
-        return SessionError(503, "engine_unavailable", why, RETRY_AFTER_S)
+    def _parse(self, reply: Reply) -> Answer:
+        reader, token_ids = self.reader(reply), reply.token_ids()
+        reader.feed(token_ids)
+        reader.end(len(token_ids))
+        return reader.answer()
 
     def _gone(self) -> SessionError:
         why = f"this rollout's session is over: {self._sealed_because}"
         return SessionError(410, "session_sealed", why)
 
 
-def _new_part(match: Match, turn: Turn) -> Chat:
-    return Chat(turn.messages[match.num_held :], match.new, turn.tools)
-
-
-def _before(stops: tuple[str, ...], text: str) -> str:
-    """`text` up to the first stop string in it."""
-    cuts = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(cuts)].rstrip() if cuts else text
+def _is_raw(turn: Turn) -> bool:
+    return turn.prompt_ids is not None or turn.prompt_text is not None

@@ -187,13 +187,13 @@ class Exchange:
         reader = session.reader(reply)
         num_read = 0
         while await reply.wait(num_read):
-            token_ids = session.token_ids(reply, num_read)
+            token_ids = reply.token_ids(num_read)
             num_read += len(token_ids)
             delta = reader.feed(token_ids)
             if delta is not None:
                 await self._send(stream.piece(choice, delta))
         session.finish(reply)
-        rest = session.token_ids(reply, num_read)
+        rest = reply.token_ids(num_read)
         delta = reader.feed(rest) if len(rest) else None
         events = stream.piece(choice, delta) if delta is not None else b""
         last = reader.end(num_read + len(rest))

@@ -6,7 +6,7 @@ is byte-equal. Made by exchange.py, read by the dialects.
 
 from collections.abc import Sequence
 
-from rollmesh.runtime.deltas import Answer
+from rollmesh.runtime.deltas import Answer, Delta, whole_calls
 from rollmesh.runtime.reply import Reply, ReplyHead
 from rollmesh.runtime.session import Session
 from rollmesh.runtime.turns import Turn
@@ -32,32 +32,43 @@ class ReplyView:
         """What a committed reply says."""
         return self._session.finish(self._reply)
 
+    def deltas(self) -> list[Delta]:
+        """A committed reply in pieces that tell the order of what it says."""
+        answer = self.answer
+        if not (answer.content and answer.tool_calls):
+            calls = whole_calls(answer.tool_calls)
+            return [Delta(answer.content, answer.reasoning, calls, self.num_tokens)]
+        # Content may stand on both sides of the calls: only the tokens know.
+        reader = self._session.reader(self._reply)
+        first = reader.feed(self._reply.token_ids())
+        return [*([first] if first else []), reader.end(self.num_tokens)]
+
     @property
     def finish_reason(self) -> str:
         """`stop`, `length` or `tool_calls`; of a committed reply."""
-        return self._session.finish_reason(self._reply)
+        return self._reply.finish_reason
 
     @property
     def matched_stop(self) -> str | None:
         """The stop string that ended a committed reply, if one did."""
-        return self._session.matched_stop(self._reply)
+        return self._reply.matched_stop
 
     @property
     def num_tokens(self) -> int:
         """Sampled tokens; of a committed reply."""
-        return len(self._session.token_ids(self._reply))
+        return len(self._reply.token_ids())
 
     def prompt_ids(self) -> list[int]:
         """The exact tokens that the reply was sampled after."""
-        return list(self._session.prompt_ids(self._reply))
+        return list(self._reply.prompt_ids())
 
     def prompt_text(self) -> str:
         """The prompt as text, token by token."""
-        return "".join(map(self._session.token_text, self._session.prompt_ids(self._reply)))
+        return "".join(map(self._session.token_text, self._reply.prompt_ids()))
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Sampled tokens `start` to `stop`."""
-        return list(self._session.token_ids(self._reply, start)[: stop - start])
+        return list(self._reply.token_ids(start)[: stop - start])
 
     def token_text(self, token_id: int) -> str:
         """One token's text."""
@@ -65,13 +76,13 @@ class ReplyView:
 
     def logprobs(self, start: int, stop: int) -> list[float]:
         """Log-probs of the sampled tokens `start` to `stop`."""
-        return list(self._session.logprobs(self._reply)[start:stop])
+        return list(self._reply.logprobs()[start:stop])
 
     def top_logprobs(self, start: int, stop: int) -> Sequence[Sequence[tuple[float, int]]]:
         """The likeliest alternatives of those tokens; empty where none were asked for."""
         if not self.turn.num_top_logprobs:
             return ()
-        num, rows = self.turn.num_top_logprobs, self._session.top_logprobs(self._reply)
+        num, rows = self.turn.num_top_logprobs, self._reply.top_logprobs()
         return [row[:num] for row in rows[start:stop]]
 
     def listed_tokens(self, start: int, stop: int) -> bytes:

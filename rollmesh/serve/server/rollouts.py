@@ -85,6 +85,8 @@ async def play(stage: Stage, rollout_id: RolloutId, ask: GroupAsk) -> Played:
         messages=session.messages,
         num_calls=session.num_calls,
         num_forks=session.num_forks,
+        forks=session.forks,
+        healed=session.healed,
         started_s=started_unix_s,
         duration_s=stage.clock.now_s() - started_s,
     )

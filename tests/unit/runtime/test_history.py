@@ -1,60 +1,45 @@
-"""Which part of a request is held, and why a request forks."""
+"""Which part of a request is held."""
 
 import msgspec
 import pytest
 
-from rollmesh.runtime.history import ForkCause, History, Match, Spot
-from rollmesh.runtime.turns import Turn, read_message
-
-SYSTEM: dict[str, object] = {"role": "system", "content": "rules"}
-USER: dict[str, object] = {"role": "user", "content": "guess"}
-SAID: dict[str, object] = {"role": "assistant", "content": "4"}
-MORE: dict[str, object] = {"role": "user", "content": "higher"}
-TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
-
-
-def turn(*messages: dict[str, object], tools: bytes = b"") -> Turn:
-    return Turn(messages=[msgspec.json.encode(message) for message in messages], tools=tools)
-
-
-class Held:
-    """A history that was asked and answered, with made-up node numbers."""
-
-    def __init__(self) -> None:
-        self.history = History()
-        self.num_nodes = 0
-
-    def ask(self, asked: Turn) -> tuple[Match, Spot]:
-        match = self.history.match(asked)
-        if match.is_held:
-            return match, match.spot
-        self.num_nodes += 1
-        return match, self.history.add_context(match, asked.messages, self.num_nodes - 1)
-
-    def say(self, context: Spot, message: dict[str, object]) -> Spot:
-        raw = msgspec.json.encode(message)
-        self.num_nodes += 1
-        return self.history.add_sampled(context, raw, read_message(raw, 0), self.num_nodes - 1)
+from rollmesh.core.errors import SessionError
+from rollmesh.runtime.chat import ChatMessage, read_message
+from rollmesh.runtime.history import ALIASES_PER_SPOT
+from rollmesh.runtime.turns import Turn
+from tests.unit.runtime.history_world import (
+    MORE,
+    SAID,
+    SYSTEM,
+    TOOLS,
+    USER,
+    Held,
+    Message,
+    array_turn,
+    said,
+    texts,
+    turn,
+    user,
+)
 
 
 @pytest.fixture
 def held() -> Held:
     """One finished turn: context node 0, sampled node 1."""
     held = Held()
-    _, context = held.ask(turn(SYSTEM, USER))
-    held.say(context, SAID)
+    held.talk(SYSTEM, USER, SAID)
     return held
 
 
-def test_the_first_request_is_new_and_no_fork() -> None:
+def test_the_first_request_is_new() -> None:
     match, _ = Held().ask(turn(SYSTEM, USER))
-    assert (match.num_held, len(match.new), match.cause) == (0, 2, None)
+    assert texts(match.new) == ["rules", "guess"]
 
 
 def test_an_extension_builds_on_what_was_sampled(held: Held) -> None:
     match, _ = held.ask(turn(SYSTEM, USER, SAID, MORE))
-    assert (match.spot.node, match.num_held, match.cause) == (1, 3, None)
-    assert [message.text() for message in match.new] == ["higher"]
+    assert match.spot.node == 1
+    assert texts(match.new) == ["higher"]
 
 
 def test_the_same_messages_again_are_held(held: Held) -> None:
@@ -69,61 +54,48 @@ def test_the_same_messages_again_are_held(held: Held) -> None:
         {"role": "assistant", "content": "\n4"},
         {"role": "assistant", "content": [{"type": "text", "text": "4"}]},
         {"role": "assistant", "content": "4", "reasoning_content": "hm", "extra": {}},
+        {"role": "assistant", "content": "<think>hm</think>\n4"},
     ],
 )
-def test_an_echo_that_means_the_same_is_healed(held: Held, echo: dict[str, object]) -> None:
+def test_an_echo_that_means_the_same_is_found(held: Held, echo: Message) -> None:
     match, _ = held.ask(turn(SYSTEM, USER, echo, MORE))
     assert match.spot.node == 1
-    assert match.cause is None
     again, _ = held.ask(turn(SYSTEM, USER, echo, MORE))
     assert again.is_held
 
 
+def test_a_date_that_moves_on_changes_nothing() -> None:
+    held = Held()
+
+    def asked(day: str, *rest: Message) -> Turn:
+        return turn({"role": "system", "content": f"rules\nToday's date: {day}\n"}, USER, *rest)
+
+    _, context = held.ask(asked("Monday"))
+    held.say(context, SAID)
+    match, _ = held.ask(asked("Tuesday", SAID, MORE))
+    assert match.spot.node == 1
+    other, _ = Held(None).ask(asked("Monday"))
+    assert len(other.new) == 2
+
+
 def test_tools_in_other_spelling_are_the_same_tools() -> None:
     held = Held()
-    _, context = held.ask(turn(USER, tools=TOOLS))
-    held.say(context, SAID)
-    other = msgspec.json.format(TOOLS, indent=2)
+    held.talk(USER, SAID, tools=TOOLS)
+    other = b'[ {"function": {"name": "f"}, "type": "function"} ]'
     assert held.ask(turn(USER, SAID, MORE, tools=other))[0].spot.node == 1
-
-
-@pytest.mark.parametrize(
-    ("asked", "cause"),
-    [
-        (turn(SYSTEM, USER, SAID, MORE, tools=TOOLS), ForkCause.TOOLS_CHANGED),
-        (turn({"role": "system", "content": "other"}, USER), ForkCause.SYSTEM_CHANGED),
-        (turn(MORE), ForkCause.RESTARTED),
-        (turn(SYSTEM, {"role": "user", "content": "in short"}), ForkCause.COMPACTED),
-        (
-            turn(SYSTEM, USER, {"role": "assistant", "content": "5"}, MORE),
-            ForkCause.HISTORY_EDITED,
-        ),
-        (turn(SYSTEM, USER, SAID, USER, SAID, MORE), ForkCause.HISTORY_EDITED),
-    ],
-)
-def test_a_fork_says_its_cause(held: Held, asked: Turn, cause: ForkCause) -> None:
-    assert held.ask(asked)[0].cause == cause
-
-
-def test_going_back_to_an_earlier_turn_is_a_rewind(held: Held) -> None:
-    held.ask(turn(SYSTEM, USER, SAID, MORE))
-    other: dict[str, object] = {"role": "user", "content": "lower"}
-    match, _ = held.ask(turn(SYSTEM, USER, SAID, other))
-    assert (match.spot.node, match.cause) == (1, ForkCause.REWOUND)
 
 
 def test_asking_on_after_an_answer_leaves_the_answer_its_tokens(held: Held) -> None:
     asked_on = turn(SYSTEM, USER, SAID)
     match, context = held.ask(asked_on)
-    assert (match.spot.node, match.num_held, match.new) == (1, 3, [])
+    assert (match.spot.node, match.new) == (1, [])
     assert held.ask(asked_on)[0].is_held
     assert held.ask(turn(SYSTEM, USER, SAID, MORE))[0].spot.node == 1
-    more: dict[str, object] = {"role": "assistant", "content": "or 5"}
+    more = said("or 5")
     answer = held.say(context, more)
     match, last = held.ask(turn(SYSTEM, USER, SAID, more, MORE))
     assert match.spot is answer
-    shown = [msgspec.json.decode(raw)["content"] for raw in last.messages()]
-    assert shown == ["rules", "guess", "4", "or 5", "higher"]
+    assert held.texts(last) == ["rules", "guess", "4", "or 5", "higher"]
 
 
 def test_each_message_is_held_once(held: Held) -> None:
@@ -131,4 +103,131 @@ def test_each_message_is_held_once(held: Held) -> None:
     asked = turn(SYSTEM, USER, SAID, MORE)
     _, spot = held.ask(asked)
     assert held.history.num_bytes == before + len(asked.messages[-1])
-    assert spot.messages() == asked.messages
+    assert [each.raw for each in spot.line()] == [
+        *asked.messages[:2],
+        spot.line()[2].raw,
+        asked.messages[3],
+    ]
+
+
+def test_of_two_answers_with_one_text_the_reasoning_tells_which(held: Held) -> None:
+    _, context = held.ask(turn(SYSTEM, user("why")))
+    answers = [
+        {"role": "assistant", "content": "so", "reasoning_content": why} for why in ("a", "b")
+    ]
+    spots = [held.say(context, answer) for answer in answers]
+    for answer, spot in zip(answers, spots, strict=True):
+        assert held.ask(turn(SYSTEM, user("why"), answer, MORE))[0].spot is spot
+
+
+def read_blocks(unit: bytes, position: int) -> list[ChatMessage]:
+    """A made-up dialect whose units are lists of [role, text]."""
+    return [
+        read_message(msgspec.json.encode({"role": role, "content": text}), position)
+        for role, text in msgspec.json.decode(unit)
+    ]
+
+
+def block_turn(*units: list[tuple[str, str]]) -> Turn:
+    return Turn(messages=[msgspec.json.encode(unit) for unit in units], read=read_blocks)
+
+
+def test_units_of_another_dialect_mean_the_same_messages(held: Held) -> None:
+    match, _ = held.ask(
+        block_turn([("system", "rules"), ("user", "guess")], [("assistant", "4")], [("user", "on")])
+    )
+    assert match.spot.node == 1
+    assert texts(match.new) == ["on"]
+    assert held.ask(turn(SYSTEM, USER, SAID, user("on")))[0].is_held
+
+
+def test_a_unit_of_several_messages_is_read_once() -> None:
+    held = Held()
+    unit = [("user", "a"), ("user", "b")]
+    _, context = held.ask(block_turn(unit))
+    held.say(context, SAID)
+    asked = msgspec.structs.replace(block_turn(unit, [("assistant", "4")]), read=_refuse_user)
+    assert held.ask(asked)[0].spot.node == 1
+
+
+def _refuse_user(unit: bytes, position: int) -> list[ChatMessage]:
+    assert position == 1, "the first unit is held by its bytes"
+    return read_blocks(unit, position)
+
+
+def test_a_unit_that_says_nothing_changes_nothing(held: Held) -> None:
+    asked = block_turn([("system", "rules"), ("user", "guess")], [], [("assistant", "4")], [])
+    assert held.ask(asked)[0].spot.node == 1
+    with pytest.raises(SessionError, match="at least one"):
+        held.ask(block_turn([]))
+
+
+def test_a_unit_that_is_only_half_known_goes_on_from_the_last_answer(held: Held) -> None:
+    held.ask(turn(SYSTEM, USER, SAID, user("a")))
+    match, _ = held.ask(
+        block_turn(
+            [("system", "rules"), ("user", "guess")],
+            [("assistant", "4")],
+            [("user", "a"), ("user", "b")],
+        )
+    )
+    assert match.spot.node == 1
+    assert texts(match.new) == ["a", "b"]
+
+
+def test_spellings_that_are_remembered_are_bounded(held: Held) -> None:
+    for n in range(100):
+        echo = {"role": "assistant", "content": "4", "nonce": n}
+        assert held.ask(turn(SYSTEM, USER, echo))[0].spot.node <= 2
+    spots = {id(spot): spot for spot in _all_spots(held)}
+    num_keys = sum(len(spot.children or {}) for spot in spots.values())
+    assert num_keys <= (ALIASES_PER_SPOT + 3) * len(spots)
+
+
+def _all_spots(held: Held) -> list:  # type: ignore[type-arg] # of spots
+    waiting, found = list(held.history.roots.values()), []
+    while waiting:
+        spot = waiting.pop()
+        found.append(spot)
+        waiting += dict.fromkeys((spot.children or {}).values())
+    return found
+
+
+def test_a_growing_array_is_split_behind_what_is_known() -> None:
+    held = Held()
+    messages: list[Message] = [SYSTEM, USER]
+    for n in range(40):
+        match, context = held.ask(array_turn(*messages))
+        assert len(match.walk.units) == 2, n
+        assert match.spot.node == (2 * n - 1 if n else -1)
+        held.say(context, said(f"a{n}"))
+        messages += [said(f"a{n}"), user(f"u{n}")]
+
+
+def test_an_array_that_parts_from_a_known_one_is_read_as_a_whole() -> None:
+    held = Held()
+    _, context = held.ask(array_turn(SYSTEM, USER))
+    held.say(context, SAID)
+    held.ask(array_turn(SYSTEM, USER, SAID, MORE))
+    match, _ = held.ask(array_turn(SYSTEM, USER, SAID, user("lower")))
+    assert match.spot.node == 1
+    assert texts(match.new) == ["lower"]
+    edited, _ = held.ask(array_turn(SYSTEM, USER, said("5"), MORE))
+    assert texts(edited.new) == ["rules", "guess", "5", "higher"]
+
+
+def test_the_same_array_again_is_held_without_splitting_it() -> None:
+    held = Held()
+    held.ask(array_turn(SYSTEM, USER))
+    match, _ = held.ask(array_turn(SYSTEM, USER))
+    assert match.is_held
+    assert match.walk.units == []
+
+
+def test_a_bad_message_is_named_by_its_place_in_the_request() -> None:
+    held = Held()
+    held.ask(array_turn(SYSTEM, USER))
+    with pytest.raises(SessionError, match=r"messages\[2\]: unknown role"):
+        held.ask(array_turn(SYSTEM, USER, {"role": "wizard"}))
+    with pytest.raises(SessionError, match="messages"):
+        held.ask(Turn(messages=[], messages_raw=b"{}"))

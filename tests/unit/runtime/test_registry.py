@@ -7,7 +7,7 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.session import SessionState
+from rollmesh.runtime.session import Session, SessionState
 from rollmesh.runtime.turns import Turn
 from rollmesh.testing.sampler import ScriptedSampler
 
@@ -34,7 +34,7 @@ def test_secrets_are_not_kept(prompts: Prompts) -> None:
     runtime = new_runtime(prompts)
     opened = runtime.open_session(RolloutId(GROUP, 0), SamplingPolicy(), 0)
     assert len(opened.path_secret) >= 43
-    kept = repr(vars(runtime)) + repr(vars(opened.session))
+    kept = repr(vars(runtime)) + repr([getattr(opened.session, name) for name in Session.__slots__])
     assert opened.api_key not in kept
     assert opened.path_secret not in kept
 

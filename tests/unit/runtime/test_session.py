@@ -11,8 +11,8 @@ from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.deltas import Answer
+from rollmesh.runtime.forks import ForkCause
 from rollmesh.runtime.generation import GenerationSettings
-from rollmesh.runtime.history import ForkCause
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.reply import Reply
@@ -81,7 +81,7 @@ async def test_the_next_prompt_is_the_exact_tokens_so_far_and_the_new_message(
     assert after[: len(before) + len(letters)] == before + letters
     rest = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(after[len(before) + len(letters) :]) == rest
-    assert session.finish_reason(first) == "stop"
+    assert first.finish_reason == "stop"
 
 
 async def test_a_call_that_ends_with_an_answer_does_not_spoil_the_next_prompt(
@@ -149,7 +149,7 @@ async def test_a_reader_that_left_finds_its_generation_parked_and_resumes_it(
     assert generation.leg is not None
     generation.end(*say("4")[1:])
     assert session.finish(again).content == "4"
-    assert list(session.token_ids(again)) == list(say("4"))
+    assert list(again.token_ids()) == list(say("4"))
     again.leave()
 
 
@@ -293,7 +293,7 @@ async def test_an_edited_history_forks_and_says_so(prompts: Prompts, say: Say) -
     session = open_session(ScriptedSampler(lambda _: say("4")), prompts)
     await call(session, turn(USER))
     await call(session, turn(USER, said("7"), MORE))
-    assert session.forks == {ForkCause.HISTORY_EDITED: 1}
+    assert [row.cause for row in session.fork_report().forks] == [ForkCause.EDITED]
     session.seal("done")
     assert [n.parent for n in session.record().nodes] == [-1, 0, -1, 2]
 
@@ -315,7 +315,7 @@ async def test_tool_calls_are_known_by_id_when_the_agent_comes_back(
     sampler = ScriptedSampler([say(markup), say("done")])
     session = open_session(sampler, prompts)
     reply, answer = await call(session, turn(USER, tools=TOOLS))
-    assert session.finish_reason(reply) == "tool_calls"
+    assert reply.finish_reason == "tool_calls"
     (made,) = answer.tool_calls
     function = {"name": "f", "arguments": '{"a":1}'}
     echo: dict[str, object] = {
@@ -327,7 +327,7 @@ async def test_tool_calls_are_known_by_id_when_the_agent_comes_back(
     prompt = list(sampler.requests[1].prompt_ids)
     start = len(sampler.requests[0].prompt_ids)
     assert prompt[start : start + len(say(markup))] == list(say(markup))
-    assert not session.forks
+    assert not session.fork_report().forks
 
 
 async def test_a_stop_string_ends_the_text_but_its_tokens_stay(prompts: Prompts, say: Say) -> None:
@@ -336,7 +336,7 @@ async def test_a_stop_string_ends_the_text_but_its_tokens_stay(prompts: Prompts,
     asked = msgspec.structs.replace(asked, ask=SamplingAsk(stop=("Observation:",)))
     reply, answer = await call(session, asked)
     assert answer.content == "go"
-    assert list(session.token_ids(reply)) == list(say("go Observation: x"))
+    assert list(reply.token_ids()) == list(say("go Observation: x"))
 
 
 async def test_a_stop_string_in_the_reasoning_ends_it_too(prompts: Prompts, say: Say) -> None:

@@ -1,0 +1,226 @@
+"""All that a session holds of its talks: tokens, messages, images, and how they came to fork.
+
+    turn --match--> Place --build--> Prompt --hold--> the context that a generation samples after
+
+Owns the token graph, the message history, raw prompts and the fork log, and keeps them in step.
+Invariants: `match` and `build` change nothing, so that a long text can be built in a thread while
+other calls go on; `hold` enters a prompt's new tokens once, however often they are asked for.
+Driven by session.py.
+"""
+
+import bisect
+import functools
+from collections.abc import Sequence
+
+import msgspec
+
+from rollmesh.core.types import ForkRow
+from rollmesh.runtime.branches import RootKind
+from rollmesh.runtime.chat import ChatMessage, Rotating, read_held
+from rollmesh.runtime.forks import ForkCause, ForkLog, cause_of, newest_node, where
+from rollmesh.runtime.graph import ROOT, TokenGraph
+from rollmesh.runtime.history import NO_NODE, History, Match, Spot, read_chat
+from rollmesh.runtime.prompt_json import PromptJson
+from rollmesh.runtime.prompts import Chat, Prompts
+from rollmesh.runtime.raw_prompts import RawPrompt, RawPrompts
+from rollmesh.runtime.turns import Turn
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a request stands in the history."""
+
+    turn: Turn
+    match: Match
+    start: Spot | None = None
+    """The answer that it goes on from by name."""
+
+    @property
+    def chat(self) -> Chat:
+        """What is to be rendered behind the match."""
+        return Chat(self.match.raws, self.match.new, self.turn.tools)
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """New prompt tokens and the graph node that they follow."""
+
+    match: Match | None
+    """None for a raw prompt."""
+    parent: int
+    token_ids: Sequence[int]
+    cause: ForkCause | None = None
+    """Where it is known before the history is asked."""
+    raw: RawPrompt | None = None
+
+
+class Holdings:
+    """One per session."""
+
+    __slots__ = (
+        "_json", "_leads", "_prompts", "forks", "graph", "history", "raw_prompts", "root_kinds",
+    )  # fmt: skip
+
+    def __init__(self, prompts: Prompts, rotating: Rotating) -> None:
+        self.graph = TokenGraph()
+        self.history = History(rotating)
+        self.forks = ForkLog()
+        self.root_kinds: dict[int, RootKind] = {}
+        self._prompts = prompts
+        self._json = PromptJson()
+        self.raw_prompts = RawPrompts(prompts)
+        self._leads: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def match(self, turn: Turn, start: Spot | None) -> Place:
+        """Find what is held of a chat; it goes on from the answer `start`, where there is one."""
+        if start is None:
+            return Place(turn, self.history.match(turn))
+        turn = self._without_own_system(turn, start)
+        root = start
+        while root.parent is not None:
+            root = root.parent
+        known = self.history.roots.get(self.history.tools_key(turn.tools)) is root
+        if known and not self._begins_with_system(turn):
+            return Place(turn, self.history.match(turn, start), start)
+        whole = self._spell_out(turn, start)
+        return Place(whole, self.history.match(whole))
+
+    def build(self, place: Place) -> Prompt:
+        """The new prompt tokens of a chat; falls back to the whole of it, and says so."""
+        match = place.match
+        if match.is_held:
+            return Prompt(match, match.spot.node, ())
+        if match.spot.node == NO_NODE:
+            return Prompt(match, ROOT, self._prompts.first(place.chat))
+        ids = self._prompts.extend(self.graph.ids_of(match.spot.node), place.chat)
+        if ids is not None:
+            return Prompt(match, match.spot.node, ids)
+        turn = self._spell_out(place.turn, place.start) if place.start else place.turn
+        again = self.history.from_root(match, turn)
+        chat = Chat(again.raws, again.new, turn.tools)
+        return Prompt(again, ROOT, self._prompts.first(chat), ForkCause.TEMPLATE)
+
+    def build_raw(self, turn: Turn) -> Prompt:
+        """The new tokens of a raw prompt; SessionError 400 for ids that no model has."""
+        raw = self.raw_prompts.plan(turn, self.graph)
+        held = self.raw_prompts.spot(raw)
+        if held is not None:
+            return Prompt(None, held.node, (), raw=raw)
+        return Prompt(None, raw.parent, raw.token_ids, raw=raw)
+
+    def num_tokens(self, prompt: Prompt) -> int:
+        """Of a prompt with all that it follows."""
+        return self.graph.depth_of(prompt.parent) + len(prompt.token_ids)
+
+    def hold(self, prompt: Prompt, call: int) -> Spot:
+        """Enter a prompt's new tokens and messages, for the call with this number."""
+        if prompt.match is None:
+            return self._hold_raw(prompt)
+        match = prompt.match
+        if match.walk.aliases:
+            self.forks.add_healed(self.history, match)
+        if match.is_held:
+            return self.history.hold(match, match.spot.node)
+        cause = prompt.cause or cause_of(self.history, match)
+        found = (*where(self.history, match), newest_node(self.history, match)) if cause else None
+        node = self.graph.add_context(prompt.parent, prompt.token_ids)
+        if prompt.parent == ROOT:
+            first = match.new[0]
+            keys = first.meanings(self.history.rotating)
+            is_system = first.role in ("system", "developer")
+            self.root_kinds[node] = RootKind(match.tools_key, keys[0] if is_system else 0)
+        if cause is not None and found is not None:
+            at, held, got, left = found
+            token = _first_difference(self.graph, left, node) if left != NO_NODE else -1
+            num = len(prompt.token_ids)
+            self.forks.rows.append(ForkRow(call, node, cause, at, held, got, token, num))
+        return self.history.hold(match, node)
+
+    def lead_to(self, node: int, lead: tuple[int, ...]) -> int:
+        """The node of a lead behind the context `node`; it is made once."""
+        if not lead:
+            return node
+        found = self._leads.get((node, lead))
+        if found is None:
+            found = self._leads[node, lead] = self.graph.add_context(node, lead)
+        return found
+
+    def prompt_json(self, node: int) -> bytes:
+        """All tokens down to and with `node`, as JSON without brackets."""
+        return self._json.of(self.graph, node)
+
+    def images(self, context: Spot) -> tuple[str, ...]:
+        """Addresses of the images that a history shows, in order."""
+        if not self.history.images:
+            return ()
+        return tuple(
+            image.address for spot in context.line() for image in self.history.read(spot).images()
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of tokens, log-probs, messages and images."""
+        num_items = len(self.graph.token_ids) + len(self.graph.logprobs)
+        images = sum([len(image.data) for image in self.history.images.values()])
+        return 4 * num_items + self.history.num_bytes + images
+
+    def _hold_raw(self, prompt: Prompt) -> Spot:
+        assert prompt.raw is not None
+        held = self.raw_prompts.spot(prompt.raw)
+        if held is not None:
+            return held
+        node = self.graph.add_context(prompt.parent, prompt.token_ids)
+        if prompt.parent == ROOT:
+            self.root_kinds[node] = RootKind(0, 0)
+        return self.raw_prompts.hold(prompt.raw, node)
+
+    def _without_own_system(self, turn: Turn, start: Spot) -> Turn:
+        """The turn less a system text that its line begins with anyhow."""
+        if not self._begins_with_system(turn):
+            return turn
+        (system, *_) = (turn.read or read_chat)(turn.messages[0], 0)
+        first = start.line()[0]
+        keys = system.meanings(self.history.rotating)
+        if set(keys) & set(self.history.read(first).meanings(self.history.rotating)):
+            return msgspec.structs.replace(turn, messages=turn.messages[1:])
+        return turn
+
+    def _begins_with_system(self, turn: Turn) -> bool:
+        if not turn.messages:
+            return False
+        messages = (turn.read or read_chat)(turn.messages[0], 0)
+        return bool(messages) and messages[0].role in ("system", "developer")
+
+    def _spell_out(self, turn: Turn, start: Spot) -> Turn:
+        """The whole chat that `turn` goes on with, in the common shape."""
+        line = start.line()
+        new: list[ChatMessage] = []
+        for position, unit in enumerate(turn.messages):
+            new += (turn.read or read_chat)(unit, position)
+        if new and new[0].role in ("system", "developer"):
+            is_system = self.history.read(line[0]).role in ("system", "developer")
+            line = line[1:] if is_system else line
+        images = {image.digest: image for message in new for image in message.images()}
+        images |= self.history.images
+        raws = [message.as_json() for message in new]
+        num_system = 1 if new and new[0].role in ("system", "developer") else 0
+        held = [spot.raw for spot in line]
+        return msgspec.structs.replace(
+            turn,
+            messages=[*raws[:num_system], *held, *raws[num_system:]],
+            messages_raw=b"",
+            read=lambda raw, _: [read_held(raw, images)],
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def shared_tools(raw: bytes) -> bytes:
+    """One copy of the tools that many sessions offer."""
+    return raw
+
+
+def _first_difference(graph: TokenGraph, left: int, node: int) -> int:
+    """Index of the first token in which two paths differ."""
+    one, two = graph.path_ids(left), graph.path_ids(node)
+    size = min(len(one), len(two))
+    if one[:size] == two[:size]:
+        return size
+    return bisect.bisect_left(range(size), True, key=lambda n: one[: n + 1] != two[: n + 1])

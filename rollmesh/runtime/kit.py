@@ -1,0 +1,52 @@
+"""What all sessions of a process share, and what one session is opened with.
+
+Values and doors only; `Totals` is the one thing that sessions write to. Made by registry.py, read
+by session.py.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from rollmesh.core.clock import Clock
+from rollmesh.core.ids import RolloutId
+from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.chat import Rotating
+from rollmesh.runtime.generation_events import GenerationRequest
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.reply import LiveGeneration
+
+
+class AnySampler(Protocol):
+    """What starts generations; legs.Sampler is the real one."""
+
+    def start(self, request: GenerationRequest) -> LiveGeneration: ...
+
+
+class Totals(msgspec.Struct):
+    """Plain integers, counted on the hot path and read by a collector."""
+
+    num_calls: int = 0
+    """Generations started."""
+    num_tokens: int = 0
+    """Sampled."""
+
+
+class SessionKit(msgspec.Struct, frozen=True):
+    """What all sessions of a process share."""
+
+    sampler: AnySampler
+    prompts: Prompts
+    clock: Clock
+    max_context_tokens: int
+    totals: Totals
+    rotating: Rotating = None
+
+
+class SessionAsk(msgspec.Struct, frozen=True):
+    """What a session is opened with."""
+
+    session_id: str
+    rollout_id: RolloutId
+    sampling: SamplingPolicy
+    seed: int

@@ -1,0 +1,95 @@
+"""Arrays of messages known by the hash of their beginning.
+
+A growing history sends the same bytes in every turn. Owns, for the newest few lines of a session,
+where an array seen before ended and which spot of the history that was; an array that begins with
+it is split behind it only. A stretch is hashed in segments, one per turn, so that a turn costs one
+scan of the request and one hash of what is new. Invariant: bounded, and no message is kept here.
+Driven by history.py.
+"""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rollmesh.core.errors import SessionError
+
+if TYPE_CHECKING:
+    from rollmesh.runtime.history import Spot
+
+MAX_STRETCHES = 8
+_MAX_SEGMENTS = 16
+
+_split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class Stretch(msgspec.Struct, frozen=True):
+    """Units in a row, without the bracket that closes them."""
+
+    start: "Spot"
+    """What they follow."""
+    end: "Spot"
+    """Their last message."""
+    segments: tuple[tuple[int, int], ...]
+    """(offset of its end, hash of its bytes); the first begins at 0."""
+    num_units: int
+    """Of the request up to here."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.segments[-1][0]
+
+    def begins(self, array: bytes) -> bool:
+        """Whether `array` goes on from these very bytes."""
+        if len(array) <= self.num_bytes or array[self.num_bytes] not in b",]":
+            return False
+        view, at = memoryview(array), 0
+        for end, digest in self.segments:
+            if hash(view[at:end]) != digest:
+                return False
+            at = end
+        return True
+
+    def rest(self, array: bytes) -> list[bytes]:
+        """The units of `array` behind these."""
+        tail = array[self.num_bytes :]
+        return [] if tail == b"]" else split_array(b"[" + tail[1:])
+
+
+class Stretches:
+    """The newest of one session."""
+
+    __slots__ = ("_newest_last",)
+
+    def __init__(self) -> None:
+        self._newest_last: tuple[Stretch, ...] = ()
+
+    def find(self, start: "Spot", array: bytes) -> Stretch | None:
+        """The one that `array`, standing behind `start`, goes on from."""
+        for stretch in reversed(self._newest_last):
+            if stretch.start is start and stretch.begins(array):
+                return stretch
+        return None
+
+    def add(
+        self, known: Stretch | None, start: "Spot", array: bytes, end: "Spot", num: int
+    ) -> None:
+        """Remember all of `array`, `num` units; it begins with `known` and takes its place."""
+        stop = len(array) - 1
+        segments = known.segments if known else ()
+        if known and known.num_bytes == stop:
+            return
+        if array[stop - 1 :] != b"}]":
+            return  # white space before the bracket: the next array will differ there
+        at = known.num_bytes if known and len(segments) < _MAX_SEGMENTS else 0
+        segment = (stop, hash(memoryview(array)[at:stop]))
+        segments = (*segments, segment) if at else (segment,)
+        kept = [each for each in self._newest_last if each is not known]
+        self._newest_last = (*kept[1 - MAX_STRETCHES :], Stretch(start, end, segments, num))
+
+
+def split_array(array: bytes) -> list[bytes]:
+    """The elements of a JSON array, unopened; SessionError 400 if it is none."""
+    try:
+        return [bytes(element) for element in _split(array)]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise SessionError(400, "invalid_messages", f"messages: {error}") from None

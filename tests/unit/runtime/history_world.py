@@ -1,0 +1,77 @@
+"""A history that is asked and answered, with made-up node numbers."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from rollmesh.runtime.chat import ChatMessage, Rotating, compile_rotating, read_message
+from rollmesh.runtime.forks import ForkCause, ForkLog, cause_of, where
+from rollmesh.runtime.history import History, Match, Spot
+from rollmesh.runtime.turns import Turn
+
+Message = dict[str, object]
+
+SYSTEM: Message = {"role": "system", "content": "rules"}
+USER: Message = {"role": "user", "content": "guess"}
+SAID: Message = {"role": "assistant", "content": "4"}
+MORE: Message = {"role": "user", "content": "higher"}
+TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
+ROTATING = compile_rotating(["Today's date"])
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def turn(*messages: Message, tools: bytes = b"") -> Turn:
+    return Turn(messages=[msgspec.json.encode(message) for message in messages], tools=tools)
+
+
+def array_turn(*messages: Message) -> Turn:
+    """The same with its units in one piece."""
+    return Turn(messages=[], messages_raw=msgspec.json.encode(messages))
+
+
+class Held:
+    """Asks and answers."""
+
+    def __init__(self, rotating: Rotating = ROTATING) -> None:
+        self.history = History(rotating)
+        self.log = ForkLog()
+        self.num_nodes = 0
+        self.cause: ForkCause | None = None
+        """Of the newest request."""
+        self.where = (0, "", "")
+
+    def ask(self, asked: Turn) -> tuple[Match, Spot]:
+        match = self.history.match(asked)
+        self.cause = cause_of(self.history, match)
+        self.where = where(self.history, match)
+        self.log.add_healed(self.history, match)
+        if match.is_held:
+            return match, self.history.hold(match, match.spot.node)
+        self.num_nodes += 1
+        return match, self.history.hold(match, self.num_nodes - 1)
+
+    def say(self, context: Spot, message: Message) -> Spot:
+        self.num_nodes += 1
+        read = read_message(msgspec.json.encode(message), 0)
+        return self.history.add_sampled(context, read, self.num_nodes - 1)
+
+    def talk(self, *messages: Message, tools: bytes = b"") -> None:
+        """Ask up to each assistant message, and say it."""
+        for n, message in enumerate(messages):
+            if message["role"] == "assistant":
+                _, context = self.ask(turn(*messages[:n], tools=tools))
+                self.say(context, message)
+
+    def texts(self, spot: Spot) -> Sequence[str]:
+        return [self.history.read(each).text() for each in spot.line()]
+
+
+def texts(messages: Sequence[ChatMessage]) -> Sequence[str]:
+    return [message.text() for message in messages]

@@ -1,0 +1,53 @@
+"""Arrays that begin like one seen before."""
+
+from rollmesh.runtime.history import Spot
+from rollmesh.runtime.stretches import MAX_STRETCHES, Stretches, split_array
+
+START, END = Spot(None, b""), Spot(None, b"{}")
+
+
+def test_an_array_that_goes_on_is_known_by_its_beginning() -> None:
+    stretches = Stretches()
+    stretches.add(None, START, b'[{"a":1}]', END, 1)
+    found = stretches.find(START, b'[{"a":1}, {"b":2}]')
+    assert found is not None
+    assert found.end is END
+    assert found.rest(b'[{"a":1}, {"b":2}]') == [b'{"b":2}']
+    assert found.rest(b'[{"a":1}]') == []
+
+
+def test_other_beginnings_and_other_starts_are_not_known() -> None:
+    stretches = Stretches()
+    stretches.add(None, START, b'[{"a":1}]', END, 1)
+    assert stretches.find(START, b'[{"a":2}]') is None
+    assert stretches.find(START, b'[{"a"') is None
+    assert stretches.find(END, b'[{"a":1}]') is None
+
+
+def test_a_long_line_is_one_stretch_of_few_segments() -> None:
+    stretches = Stretches()
+    array = b'[{"n":0}]'
+    stretches.add(None, START, array, END, 1)
+    for n in range(1, 50):
+        array = array[:-1] + b',{"n":%d}]' % n
+        known = stretches.find(START, array)
+        assert known is not None
+        assert known.num_units == n
+        stretches.add(known, START, array, END, n + 1)
+    assert len(known.segments) <= 16
+
+
+def test_the_newest_few_are_kept() -> None:
+    stretches = Stretches()
+    arrays = [b'[{"n":%d}]' % n for n in range(MAX_STRETCHES + 1)]
+    for array in arrays:
+        stretches.add(None, START, array, END, 1)
+    assert stretches.find(START, arrays[0]) is None
+    assert all(stretches.find(START, array) for array in arrays[1:])
+
+
+def test_space_before_the_bracket_is_no_known_beginning() -> None:
+    stretches = Stretches()
+    stretches.add(None, START, b'[{"a":1} ]', END, 1)
+    assert stretches.find(START, b'[{"a":1} ]') is None
+    assert split_array(b'[{"a":1} ]') == [b'{"a":1}']
