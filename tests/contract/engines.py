@@ -43,6 +43,12 @@ class EngineUnderContract:
         answer: Json = response.json()
         return answer
 
+    async def refusal(self, prompt: list[int], **sampling: Any) -> str:
+        """The message of a 400."""
+        response = await self.post("/generate", input_ids=prompt, sampling_params=sampling)
+        assert response.status_code == 400, response.text
+        return str(response.json()["error"]["message"])
+
     @asynccontextmanager
     async def streaming(self, prompt: list[int], **body: Any) -> AsyncIterator[AsyncIterator[Json]]:
         """The events of a stream; its end is checked to be [DONE]."""
@@ -65,6 +71,11 @@ class EngineUnderContract:
         async with asyncio.timeout(WAIT_S):
             while await self.num_running() != num:
                 pass
+
+
+def logprobs_of(answer: Json) -> list[float]:
+    """Log-probs of the output tokens of an answer, or of an event."""
+    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
 
 
 async def events(response: httpx.Response) -> AsyncIterator[Json]:

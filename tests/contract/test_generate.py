@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.contract.engines import EngineUnderContract, Json
+from tests.contract.engines import EngineUnderContract, Json, logprobs_of
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18]
 GREEDY: Json = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
-
-
-def sampled_logprobs(answer: Json) -> list[float]:
-    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
 
 
 async def test_an_answer_tells_tokens_logprobs_and_versions(engine: EngineUnderContract) -> None:
@@ -44,7 +40,7 @@ async def test_greedy_repeats_itself(engine: EngineUnderContract) -> None:
     first = await engine.generate(PROMPT, sampling_params=GREEDY, return_logprob=True)
     again = await engine.generate(PROMPT, sampling_params=GREEDY, return_logprob=True)
     assert again["output_ids"] == first["output_ids"]
-    assert sampled_logprobs(again) == pytest.approx(sampled_logprobs(first), abs=1e-3)
+    assert logprobs_of(again) == pytest.approx(logprobs_of(first), abs=1e-3)
 
 
 async def test_all_but_the_last_token_of_a_known_prompt_is_cached(
@@ -120,7 +116,7 @@ async def test_scoring_what_was_sampled_gives_the_logprobs_it_was_sampled_with(
         logprob_start_len=0,
     )
     entries = scored["meta_info"]["input_token_logprobs"][len(PROMPT) :]
-    assert [entry[0] for entry in entries] == pytest.approx(sampled_logprobs(answer), abs=2e-3)
+    assert [entry[0] for entry in entries] == pytest.approx(logprobs_of(answer), abs=2e-3)
 
 
 async def test_logprobs_are_tempered_and_not_renormalised_by_top_k(
@@ -135,7 +131,7 @@ async def test_logprobs_are_tempered_and_not_renormalised_by_top_k(
         answers = await engine.post(
             "/generate", input_ids=[PROMPT] * 32, sampling_params=params, return_logprob=True
         )
-        found = {a["output_ids"][0]: sampled_logprobs(a)[0] for a in answers.json()}
+        found = {a["output_ids"][0]: logprobs_of(a)[0] for a in answers.json()}
         assert len(found) <= 2
         assert sum(math.exp(logprob) for logprob in found.values()) < 1 - 1e-3
         seen[temperature] = found[best]
@@ -159,7 +155,7 @@ async def test_a_stream_tells_what_a_whole_answer_tells(
     assert last["meta_info"]["completion_tokens"] == 6
     ids, logprobs, text = joined(told, engine.is_incremental)
     assert ids == whole["output_ids"]
-    assert logprobs == pytest.approx(sampled_logprobs(whole), abs=1e-3)
+    assert logprobs == pytest.approx(logprobs_of(whole), abs=1e-3)
     assert text == whole["text"]
     entries = last["meta_info"]["input_token_logprobs"]
     assert len(entries) == (8 if scores else 0)
@@ -170,7 +166,7 @@ def joined(told: list[Json], is_incremental: bool) -> tuple[list[int], list[floa
     parts = told if is_incremental else told[-1:]
     return (
         [token for event in parts for token in event["output_ids"]],
-        [logprob for event in parts for logprob in sampled_logprobs(event)],
+        [logprob for event in parts for logprob in logprobs_of(event)],
         "".join(event["text"] for event in parts),
     )
 
@@ -211,6 +207,13 @@ async def test_many_requests_at_once_are_all_answered(engine: EngineUnderContrac
         {"input_ids": [1], "sampling_params": {"temperature": -1}},
         {"input_ids": [1], "sampling_params": {"top_p": 0}},
         {"input_ids": [1], "sampling_params": {"top_k": 0}},
+        {"input_ids": [1], "sampling_params": {"min_p": 2}},
+        {"input_ids": [1], "sampling_params": {"frequency_penalty": 3}},
+        {"input_ids": [1], "sampling_params": {"presence_penalty": -3}},
+        {"input_ids": [1], "sampling_params": {"repetition_penalty": 0}},
+        {"input_ids": [1], "sampling_params": {"logit_bias": {"9999": 1}}},
+        {"input_ids": [1], "sampling_params": {"stop": ["x"] * 33}},
+        {"input_ids": [1], "sampling_params": {"regex": "a", "ebnf": 'root ::= "a"'}},
     ],
 )
 async def test_a_wrong_request_is_refused_with_a_message(
@@ -219,6 +222,28 @@ async def test_a_wrong_request_is_refused_with_a_message(
     response = await engine.post("/generate", **body)
     assert response.status_code == 400
     assert response.json()["error"]["message"]
+
+
+async def test_a_wrong_request_for_a_stream_is_told_in_its_only_event(
+    engine: EngineUnderContract,
+) -> None:
+    async with engine.streaming(PROMPT, sampling_params={"top_p": 0}) as stream:
+        (event,) = [event async for event in stream]
+    assert event["error"]["code"] == 400
+    assert "top_p must be in (0, 1]" in event["error"]["message"]
+
+
+async def test_what_does_not_fit_the_context_says_how_long_it_is(
+    engine: EngineUnderContract,
+) -> None:
+    context = (await engine.get("/v1/models"))["data"][0]["max_model_len"]
+    too_long = await engine.post("/generate", input_ids=[1] * context)
+    assert too_long.status_code == 400
+    message = too_long.json()["error"]["message"]
+    assert f"longer than the model's context length ({context} tokens)" in message
+    half = [1] * (context // 2)
+    message = await engine.refusal(half, max_new_tokens=context)
+    assert f"exceeds the model's maximum context length of {context} tokens" in message
 
 
 async def test_what_does_not_parse_is_refused(engine: EngineUnderContract) -> None:

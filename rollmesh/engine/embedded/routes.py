@@ -255,6 +255,7 @@ class Routes:
                 "skip_tokenizer_init": self._face.tokenizer is None,
                 "max_total_num_tokens": limits.num_slots,
                 "max_running_requests": limits.max_running,
+                "max_queued_requests": limits.max_queued,
                 "chunked_prefill_size": limits.max_step_tokens,
                 "random_seed": self._face.random_seed,
                 "pid": os.getpid(),
