@@ -88,7 +88,7 @@ class Session:
         if replies is not None:
             return replies
         held = self._holdings
-        if _is_raw(turn):
+        if turn.is_raw:
             return self._start(turn, held.build_raw(turn))
         start = self._spot_named(turn.previous_reply)
         place = held.match(turn, start)
@@ -107,7 +107,7 @@ class Session:
     def count(self, turn: Turn) -> int:
         """Prompt tokens that `turn` would be sampled after; nothing is started or held."""
         held = self._holdings
-        if _is_raw(turn):
+        if turn.is_raw:
             return held.num_tokens(held.build_raw(turn))
         place = held.match(turn, self._spot_named(turn.previous_reply))
         return held.num_tokens(held.build(place))
@@ -143,10 +143,9 @@ class Session:
         return self._kit.prompts.token_text(token_id)
 
     def node_of(self, reply_id: str) -> int:
-        """The graph node of an answer by its ReplyHead.id; SessionError 400 if there is none."""
+        """The node of the answer with this ReplyHead.id; SessionError 400 if there is none."""
         spot = self._spot_named(reply_id)
-        assert spot is not None, "a reply has a name"
-        return spot.node
+        return NO_NODE if spot is None else spot.node
 
     def seal(self, reason: str) -> None:
         """End the session; whoever still waits is woken and gets an error. Idempotent."""
@@ -399,7 +398,3 @@ class Session:
     def _gone(self) -> SessionError:
         why = f"this rollout's session is over: {self._sealed_because}"
         return SessionError(410, "session_sealed", why)
-
-
-def _is_raw(turn: Turn) -> bool:
-    return turn.prompt_ids is not None or turn.prompt_text is not None

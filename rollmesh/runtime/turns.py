@@ -106,6 +106,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """The client says that it sent this before."""
 
     @property
+    def is_raw(self) -> bool:
+        """Whether it has a raw prompt, and no messages."""
+        return self.prompt_ids is not None or self.prompt_text is not None
+
+    @property
     def reads_calls(self) -> bool:
         """Whether tool-call markup in the answer is a call, not text."""
         return bool(self.tools) and self.tool_choice.kind != "none"
