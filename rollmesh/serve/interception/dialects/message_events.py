@@ -15,9 +15,9 @@ from typing import Any
 import orjson
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.deltas import CallDelta, Delta
+from rollmesh.runtime.deltas import CallDelta, Delta, ToolCall
 from rollmesh.runtime.turns import Turn
-from rollmesh.serve.interception.dialects.blocks import Said, Thought, parts_of
+from rollmesh.serve.interception.dialects.blocks import Said, Thought, blocks_of, parts_of
 from rollmesh.serve.interception.dialects.dialect import Stream
 from rollmesh.serve.interception.dialects.frames import named_event
 from rollmesh.serve.interception.view import ReplyView
@@ -50,16 +50,7 @@ class MessageCall:
 
     def whole(self, views: Sequence[ReplyView]) -> bytes:
         (view,) = views
-        answer = view.answer
-        content: list[dict[str, Any]] = []
-        if answer.reasoning:
-            block = {"thinking": answer.reasoning, "signature": _signature(view)}
-            content.append({"type": "thinking", **block})
-        if answer.content:
-            content.append({"type": "text", "text": answer.content})
-        for call in answer.tool_calls:
-            use = {"id": call.id, "name": call.name, "input": _arguments(call.arguments)}
-            content.append({"type": "tool_use", **use})
+        content = [_block(view, block) for block in blocks_of(view)]
         message = _message(view, content)
         message |= _finish(view)
         message["usage"] = _usage(view, view.num_tokens)
@@ -147,6 +138,17 @@ class MessageStream:
         return _TEXT_DELTA % (self._index, kind, key, orjson.dumps(text))
 
 
+def _block(view: ReplyView, block: Thought | Said | ToolCall) -> dict[str, Any]:
+    """A block of a plain answer."""
+    match block:
+        case Thought(text):
+            return {"type": "thinking", "thinking": text, "signature": _signature(view)}
+        case Said(text):
+            return {"type": "text", "text": text}
+        case ToolCall(call_id, name, arguments):
+            return {"type": "tool_use", "id": call_id, "name": name, "input": _input(arguments)}
+
+
 def failure(error: SessionError) -> dict[str, Any]:
     """The error as body and as event; `code` is beyond Anthropic's shape, as clients key on it."""
     default = "api_error" if error.status >= 500 else "invalid_request_error"
@@ -188,7 +190,7 @@ def _signature(view: ReplyView) -> str:
     return f"rollmesh-{view.head.id}"
 
 
-def _arguments(text: str) -> Any:
+def _input(text: str) -> Any:
     """What a call was given, as the object that this API wants."""
     try:
         found = orjson.loads(text)

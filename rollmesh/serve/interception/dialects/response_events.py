@@ -16,7 +16,7 @@ import orjson
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.deltas import CallDelta, Delta, ToolCall
 from rollmesh.runtime.turns import Turn
-from rollmesh.serve.interception.dialects.blocks import Said, Thought, parts_of
+from rollmesh.serve.interception.dialects.blocks import Said, Thought, blocks_of, parts_of
 from rollmesh.serve.interception.dialects.dialect import Stream
 from rollmesh.serve.interception.dialects.frames import named_event
 from rollmesh.serve.interception.dialects.response_items import (
@@ -50,16 +50,24 @@ class ResponseCall:
 
     def whole(self, views: Sequence[ReplyView]) -> bytes:
         (view,) = views
-        answer, output, status = view.answer, list[Item](), final_status(view)
-        if answer.reasoning:
-            output.append(reasoning_item(view, self._echo, 0, answer.reasoning))
-        if answer.content:
-            is_whole = status == "completed" or bool(answer.tool_calls)
-            output.append(message_item(view, len(output), answer.content, is_whole))
-        for call in answer.tool_calls:
-            output.append(call_item(view, len(output), call, "completed"))
+        output, status = list[Item](), final_status(view)
+        blocks = blocks_of(view)
+        for n, block in enumerate(blocks):
+            is_whole = status == "completed" or n + 1 < len(blocks)
+            output.append(self._item(view, n, block, is_whole))
         list_tokens(view, output)
         return orjson.dumps(response(view, self._echo, status, output))
+
+    def _item(
+        self, view: ReplyView, index: int, block: Thought | Said | ToolCall, is_whole: bool
+    ) -> Item:
+        match block:
+            case Thought(text):
+                return reasoning_item(view, self._echo, index, text)
+            case Said(text):
+                return message_item(view, index, text, is_whole)
+            case ToolCall():
+                return call_item(view, index, block, "completed")
 
     def stream(self, views: Sequence[ReplyView]) -> Stream:
         return ResponseStream(views[0], self._echo)

@@ -1,0 +1,213 @@
+"""What every dialect promises alike: statuses, wake-ups, retries, choices, keep-alives."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.core.config import InterceptionConfig
+from rollmesh.runtime.generation import GenerationState
+from rollmesh.serve.interception.exchange import ExchangeState
+from tests.unit.serve.interception.conftest import Desk, MakeDesk, read_events
+
+USER = {"role": "user", "content": "guess"}
+ASKS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/completions": {"prompt": "guess", "max_tokens": 99},
+    "/v1/responses": {"input": "guess"},
+    "/v1/messages": {"messages": [USER], "max_tokens": 99},
+}
+every_dialect = pytest.mark.parametrize("path", ASKS)
+plain_and_streamed = pytest.mark.parametrize("stream", [False, True])
+
+
+async def started(desk: Desk, num: int = 1) -> None:
+    """Until the edge has asked for so many generations and reads the last."""
+    made = desk.sampler.generations
+    await desk.sampler.until(lambda: len(made) == num and made[-1].machine.num_readers > 0)
+
+
+def code_of(answer: Any) -> str:
+    """The machine-readable code of an error in any dialect."""
+    assert answer.get("type", "error") == "error"
+    assert {"message", "type", "code"} <= set(answer["error"])
+    return str(answer["error"]["code"])
+
+
+@every_dialect
+async def test_errors_have_their_true_status(make_desk: MakeDesk, path: str) -> None:
+    desk = await make_desk("4", config=InterceptionConfig(max_body_bytes=2000))
+    ask = ASKS[path]
+    status, answer = await desk.answer(b"{", path)
+    assert (status, code_of(answer)) == (400, "invalid_request")
+    status, answer = await desk.answer(ask, path, x_api_key="sk-no", Authorization="")
+    assert (status, code_of(answer)) == (401, "invalid_api_key")
+    status, answer = await desk.answer(b" " * 2001, path)
+    assert (status, code_of(answer)) == (413, "body_too_large")
+    desk.opened.session.seal("the rollout ended")
+    status, answer = await desk.answer(ask, path)
+    assert (status, code_of(answer)) == (410, "session_sealed")
+    assert desk.runtime.num_calls == 0
+
+
+@every_dialect
+async def test_a_context_overflow_says_what_agents_look_for(make_desk: MakeDesk, path: str) -> None:
+    desk = await make_desk("4", max_context_tokens=2)
+    status, answer = await desk.answer(ASKS[path], path)
+    assert (status, code_of(answer)) == (400, "context_length_exceeded")
+    assert answer["error"]["message"].startswith("This model's maximum context length is 2 tokens")
+
+
+@every_dialect
+@plain_and_streamed
+async def test_a_seal_wakes_every_waiter(make_desk: MakeDesk, path: str, stream: bool) -> None:
+    desk = await make_desk()
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(desk.answer({**ASKS[path], "stream": stream}, path))
+        await started(desk)
+        assert desk.edge.num_open == 1
+        desk.opened.session.seal("the rollout ended")
+    status, answer = waiting.result()
+    assert (status, code_of(answer)) == (410, "session_sealed")
+    assert desk.edge.num_open == 0
+
+
+@every_dialect
+async def test_a_seal_in_mid_stream_is_an_error_event(make_desk: MakeDesk, path: str) -> None:
+    desk = await make_desk()
+    async with asyncio.TaskGroup() as group:
+        opening = group.create_task(desk.post({**ASKS[path], "stream": True}, path).__aenter__())
+        await started(desk)
+        desk.sampler.generations[0].show(*desk.ids("I"))
+        response = await opening
+        raw = await response.content.readuntil(b'"I"')
+        desk.opened.session.seal("the rollout ended")
+        events = read_events(raw + await response.read())
+        response.release()
+    codes = [
+        (data.get("error") or data)["code"]
+        for _, data in events
+        if data
+        and b"session_sealed" in msgspec.json.encode(data)
+        and data.get("type") != "response.failed"
+    ]
+    assert codes == ["session_sealed"]
+    assert [state for _, state in desk.edge.num_exchanges] == [ExchangeState.SEALED]
+
+
+@every_dialect
+@plain_and_streamed
+async def test_a_client_that_hangs_up_parks_the_generation_and_its_retry_resumes(
+    make_desk: MakeDesk, path: str, stream: bool
+) -> None:
+    desk = await make_desk()
+    ask = {**ASKS[path], "stream": stream}
+    async with asyncio.TaskGroup() as group:
+        lost = group.create_task(desk.answer(ask, path))
+        await started(desk)
+        generation = desk.sampler.generations[0]
+        generation.show(*desk.ids("I guess"))
+        lost.cancel()
+        await desk.sampler.until(lambda: generation.state is GenerationState.PARKED)
+        assert generation.num_aborts == 1
+        again = group.create_task(_read(desk, ask, path))
+        await started(desk)
+        desk.say(" 4")
+    assert b"I guess" in again.result()
+    assert len(desk.sampler.generations) == 1
+    assert generation.state is GenerationState.COMMITTED
+
+
+@every_dialect
+@plain_and_streamed
+async def test_a_marked_retry_says_the_same(make_desk: MakeDesk, path: str, stream: bool) -> None:
+    desk = await make_desk("I guess 4", "5")
+    ask = {**ASKS[path], "stream": stream}
+    first = await _read(desk, ask, path)
+    again = await _read(desk, ask, path, {"x-stainless-retry-count": "1"})
+    assert again == first
+    assert desk.runtime.num_calls == 1
+
+
+async def _read(
+    desk: Desk, ask: dict[str, Any], path: str, headers: dict[str, str] | None = None
+) -> bytes:
+    async with desk.post(ask, path, headers) as response:
+        assert response.status == 200
+        return bytes(await response.read())
+
+
+@every_dialect
+async def test_no_byte_leaves_before_the_first_token_or_the_keep_alive(
+    make_desk: MakeDesk, path: str
+) -> None:
+    desk = await make_desk(config=InterceptionConfig(keepalive_s=0.02))
+    async with desk.post({**ASKS[path], "stream": True}, path) as response:
+        assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+        desk.say("4")
+        assert b"4" in await response.read()
+
+
+@every_dialect
+@plain_and_streamed
+async def test_an_early_failure_keeps_its_status(
+    make_desk: MakeDesk, path: str, stream: bool
+) -> None:
+    desk = await make_desk()
+    async with asyncio.TaskGroup() as group:
+        opening = group.create_task(desk.post({**ASKS[path], "stream": stream}, path).__aenter__())
+        await started(desk)
+        assert not opening.done()
+        desk.sampler.generations[0].seal("the engine is on fire")
+        response = await opening
+        assert response.status == 503
+        assert response.headers["Retry-After"] == "1"
+        assert code_of(msgspec.json.decode(await response.read())) == "engine_unavailable"
+
+
+@every_dialect
+async def test_unknown_keys_nulls_and_queries_are_accepted(make_desk: MakeDesk, path: str) -> None:
+    desk = await make_desk("4")
+    odd = {"user": None, "metadata": {"a": 1}, "cache": [1], "service_tier": "auto", "tools": None}
+    status, _ = await desk.answer({**ASKS[path], **odd}, "/any/prefix" + path + "?beta=true")
+    assert status == 200
+
+
+@every_dialect
+async def test_what_was_used_is_told_on_request(make_desk: MakeDesk, path: str) -> None:
+    desk = await make_desk("4", "5")
+    ask = {**ASKS[path], "temperature": 0.3}
+    async with desk.post(ask, path, {"x-rollmesh-sampling": "1"}) as response:
+        told = msgspec.json.decode(response.headers["x-rollmesh-sampling"])
+    assert told["temperature"] == 1.0, "training forces it"
+    async with desk.post(ask, path) as response:
+        assert "x-rollmesh-sampling" not in response.headers
+
+
+async def test_choices_are_streamed_together(make_desk: MakeDesk) -> None:
+    desk = await make_desk()
+    ask = {"messages": [USER], "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    async with asyncio.TaskGroup() as group:
+        opening = group.create_task(desk.post(ask).__aenter__())
+        await started(desk, 2)
+        first, second = desk.sampler.generations
+        second.show(*desk.ids("I"))
+        response = await opening
+        assert b'"index":1' in await response.content.readuntil(b"\n\n")
+        first.end(*desk.ids("4<|im_end|>"))
+        assert b'"index":0' in await response.content.readuntil(b"\n\n")
+        second.end(*desk.ids(" guess<|im_end|>"))
+        events = [data for _, data in read_events(await response.read())]
+        response.release()
+    *_, usage, done = events
+    assert done is None
+    num_sampled = len(desk.ids("4<|im_end|>")) + len(desk.ids("I guess<|im_end|>"))
+    assert usage["usage"]["completion_tokens"] == num_sampled
+
+
+async def test_plain_choices_are_numbered(make_desk: MakeDesk) -> None:
+    desk = await make_desk("4", "5", "6")
+    _, answer = await desk.answer({"messages": [USER], "n": 3})
+    told = [(each["index"], each["message"]["content"]) for each in answer["choices"]]
+    assert told == [(0, "4"), (1, "5"), (2, "6")]

@@ -1,0 +1,261 @@
+"""OpenAI's Responses API: what is read, what is said, plain and as a chain of events."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.core.errors import SessionError
+from rollmesh.core.types import Grammar
+from rollmesh.runtime.turns import Turn
+from rollmesh.serve.interception.dialects.dialect import Asked
+from rollmesh.serve.interception.dialects.response_units import read_unit
+from rollmesh.serve.interception.dialects.responses import ResponsesDialect
+from tests.unit.serve.interception.conftest import Event, MakeDesk, read_events
+
+PATH = "/v1/responses"
+TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+ASK: dict[str, Any] = {"model": "m", "input": "guess"}
+SAID = f"<think>so</think>I call{CALL}"
+
+
+def decode(**fields: object) -> Turn:
+    (turn,) = ResponsesDialect().decode(Asked(msgspec.json.encode({**ASK, **fields}))).turns
+    return turn
+
+
+def read(turn: Turn) -> list[dict[str, Any]]:
+    """The chat messages of a request, as they are rendered."""
+    units = [read_unit(raw, n) for n, raw in enumerate(turn.messages)]
+    return [message.for_template() for unit in units for message in unit]
+
+
+def test_a_text_is_a_user_message_and_instructions_come_first() -> None:
+    assert read(decode(instructions="be brief")) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "guess"},
+    ]
+
+
+def test_the_items_of_a_turn_are_one_message() -> None:
+    items = [
+        {"type": "message", "role": "developer", "id": "x", "content": "be brief"},
+        {"role": "user", "content": [{"type": "input_text", "text": "guess"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "x", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "web_search_call", "id": "w"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+        {
+            "type": "custom_tool_call_output",
+            "call_id": "d",
+            "output": [{"type": "input_text", "text": "2"}],
+        },
+    ]
+    turn = decode(input=items)
+    assert len(turn.messages) == 5
+
+    def call(name: str, call_id: str, arguments: object) -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        return {"id": call_id, "type": "function", "function": function}
+
+    assert read(turn) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "guess"},
+        {
+            "role": "assistant",
+            "content": "I",
+            "reasoning_content": "hm",
+            "tool_calls": [call("f", "c", {"a": 1}), call("g", "d", {"input": "x"})],
+        },
+        {"role": "tool", "content": "1", "tool_call_id": "c"},
+        {"role": "tool", "content": "2", "tool_call_id": "d"},
+    ]
+
+
+def test_a_units_bytes_stay_when_the_history_grows() -> None:
+    history = [
+        {"role": "user", "content": "a"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+    ]
+    grown = [*history, {"role": "user", "content": "b"}]
+    assert decode(input=grown).messages[:3] == decode(input=history).messages
+
+
+@pytest.mark.parametrize(
+    ("item", "why"),
+    [
+        ({"type": "item_reference", "id": "x"}, "previous_response_id"),
+        ({"type": "mystery"}, "'mystery'"),
+        ({"role": "user", "content": [{"type": "input_file"}]}, "'input_file'"),
+        ({"role": "king", "content": "x"}, "king"),
+        ({"role": "user", "content": [7]}, "must be objects"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_its_place(item: object, why: str) -> None:
+    with pytest.raises(SessionError, match=why) as caught:
+        read(decode(input=[item]))
+    assert caught.value.status == 400
+    assert "0]" in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [{"input": []}, {"input": 7}, {"input": [7]}, {}])
+def test_a_body_without_input_is_refused(body: object) -> None:
+    with pytest.raises(SessionError):
+        ResponsesDialect().decode(Asked(msgspec.json.encode(body)))
+
+
+def test_tools_that_only_openais_servers_have_are_left_out() -> None:
+    others: list[object] = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}]
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    assert msgspec.json.decode(decode(tools=[*others, TOOL]).tools) == [
+        {"type": "function", "function": function}
+    ]
+    assert decode(tools=others).tools == b""
+    named = decode(tools=[TOOL], tool_choice={"type": "function", "name": "f"})
+    assert (named.tool_choice.kind, named.tool_choice.name) == ("named", "f")
+
+
+def test_formats_are_grammars_and_what_came_before_is_named() -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    turn = decode(text={"format": form}, previous_response_id="resp_s-3", max_output_tokens=9)
+    assert turn.ask.grammar == Grammar("json_schema", '{"type":"object"}')
+    assert turn.previous_reply == "s-3"
+    assert turn.ask.max_tokens == 9
+    assert decode(text={"format": {"type": "text"}, "verbosity": "low"}).ask.grammar is None
+
+
+async def test_a_plain_response_has_items_and_usage(make_desk: MakeDesk) -> None:
+    desk = await make_desk(SAID)
+    include = ["reasoning.encrypted_content"]
+    asked = {**ASK, "tools": [TOOL], "instructions": "be brief", "include": include}
+    status, answer = await desk.answer(asked, PATH)
+    assert status == 200
+    head = f"{desk.opened.session_id}-0"
+    reasoning, message, call = answer["output"]
+    assert reasoning["summary"] == [{"type": "summary_text", "text": "so"}]
+    assert reasoning["encrypted_content"]
+    (part,) = message["content"]
+    assert (message["role"], part["type"], part["text"]) == ("assistant", "output_text", "I call")
+    call_id = f"call_{head.replace('-', '_')}_0"
+    assert (call["call_id"], call["name"], call["arguments"]) == (call_id, "f", '{"a": 1}')
+    assert {item["status"] for item in (message, call)} == {"completed"}
+    assert len({item["id"] for item in answer["output"]}) == 3
+    assert (answer["id"], answer["status"], answer["error"]) == (f"resp_{head}", "completed", None)
+    assert answer["tools"] == [TOOL]
+    usage = answer["usage"]
+    assert usage["input_tokens"] == len(desk.sampler.requests[0].prompt_ids)
+    assert usage["output_tokens"] == len(desk.ids(SAID + "<|im_end|>"))
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
+
+def folded(events: list[Event]) -> dict[str, Any]:
+    """The response that a client makes of the events; checks the chain on the way."""
+    assert all(name == data["type"] for name, data in events)
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    assert [name for name, _ in events[:2]] == ["response.created", "response.in_progress"]
+    output: list[Any] = []
+    texts: list[str] = []
+    for name, data in events[2:-1]:
+        kind = name.removeprefix("response.")
+        if kind == "output_item.added":
+            assert data["output_index"] == len(output)
+            output.append(data["item"])
+            texts.append("")
+        elif kind.endswith(".delta"):
+            assert data["item_id"] == output[-1]["id"]
+            texts[data["output_index"]] += data["delta"]
+        elif kind == "output_item.done":
+            assert data["item"]["id"] == output[-1]["id"]
+            output[-1] = data["item"]
+        elif kind in ("output_text.done", "reasoning_summary_text.done"):
+            assert data["text"] == texts[-1]
+        elif kind == "function_call_arguments.done":
+            assert data["arguments"] == texts[-1]
+        else:
+            assert kind.startswith(("content_part.", "reasoning_summary_part."))
+    response = events[-1][1]["response"]
+    assert response["output"] == output
+    assert {events[0][1]["response"]["id"], events[1][1]["response"]["id"]} == {response["id"]}
+    assert events[-1][0] == f"response.{response['status']}"
+    return dict(response)
+
+
+@pytest.mark.parametrize("said", [SAID, "4", "", f"{CALL}{CALL}", "<think>only</think>"])
+async def test_events_fold_to_the_plain_response(make_desk: MakeDesk, said: str) -> None:
+    desk = await make_desk(said, said)
+    asked = {**ASK, "tools": [TOOL]}
+    whole = folded(await desk.events({**asked, "stream": True}, PATH))
+    _, plain = await desk.answer(asked, PATH)
+    for response in (whole, plain):
+        assert response.pop("id")
+        for item in response["output"]:
+            assert item.pop("id")
+            item.pop("call_id", None)
+    assert whole == plain
+
+
+async def test_a_cut_response_is_incomplete(make_desk: MakeDesk) -> None:
+    desk = await make_desk()
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(desk.events({**ASK, "stream": True}, PATH))
+        made = desk.sampler.generations
+        await desk.sampler.until(lambda: len(made) == 1 and made[0].machine.num_readers > 0)
+        made[0].end(*desk.ids("too lo"), reason="length")
+    response = folded(waiting.result())
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][0]["status"] == "incomplete"
+
+
+async def test_pieces_are_told_while_they_are_said(make_desk: MakeDesk) -> None:
+    desk = await make_desk()
+    ask = {**ASK, "tools": [TOOL], "stream": True}
+    async with asyncio.TaskGroup() as group:
+        opening = group.create_task(desk.post(ask, PATH).__aenter__())
+        made = desk.sampler.generations
+        await desk.sampler.until(lambda: len(made) == 1 and made[0].machine.num_readers > 0)
+        made[0].show(*desk.ids("<think>so it"))
+        response = await opening
+        await response.content.readuntil(b'"delta":"so it","summary_index":0}\n\n')
+        made[0].show(*desk.ids('</think>\n<tool_call>\n{"name": "f", "arguments": {"a"'))
+        await response.content.readuntil(b'"delta":"{\\"a\\""}\n\n')
+        made[0].end(*desk.ids(": 1}}\n</tool_call><|im_end|>"))
+        assert b"event: response.completed\n" in await response.read()
+        response.release()
+
+
+async def test_a_failure_after_the_first_byte_fails_the_response(make_desk: MakeDesk) -> None:
+    desk = await make_desk()
+    async with asyncio.TaskGroup() as group:
+        opening = group.create_task(desk.post({**ASK, "stream": True}, PATH).__aenter__())
+        made = desk.sampler.generations
+        await desk.sampler.until(lambda: len(made) == 1 and made[0].machine.num_readers > 0)
+        made[0].show(*desk.ids("I"))
+        response = await opening
+        raw = await response.content.readuntil(b"output_text.delta")
+        desk.opened.session.seal("the rollout ended")
+        events = read_events(raw + await response.read())
+        response.release()
+    (_, told), (name, failed) = events[-2:]
+    assert (told["type"], told["code"]) == ("error", "session_sealed")
+    assert name == "response.failed"
+    assert failed["response"]["error"]["code"] == "session_sealed"
+    assert failed["response"]["id"] == events[0][1]["response"]["id"]
+
+
+async def test_a_response_is_gone_on_from_by_its_id(make_desk: MakeDesk) -> None:
+    desk = await make_desk("4", "5")
+    _, first = await desk.answer({**ASK, "instructions": "be brief"}, PATH)
+    more = {"input": "and now?", "previous_response_id": first["id"]}
+    status, second = await desk.answer({**ASK, **more}, PATH)
+    assert status == 200
+    assert second["previous_response_id"] == first["id"]
+    before = [*desk.sampler.requests[0].prompt_ids, *desk.ids("4<|im_end|>")]
+    assert list(desk.sampler.requests[1].prompt_ids)[: len(before)] == before
+    unknown = {**ASK, "previous_response_id": "resp_none"}
+    status, answer = await desk.answer(unknown, PATH)
+    assert (status, answer["error"]["code"]) == (400, "previous_response_not_found")
