@@ -11,7 +11,7 @@ driven by http.py.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import httptools
 import msgspec
@@ -196,8 +196,8 @@ class Connection(asyncio.Protocol):
     # asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # uvloop's transports do not derive from asyncio's.
+        self.transport = cast(asyncio.Transport, transport)
         self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from rollmesh.core.errors import AddressError, EngineUnavailable
 from rollmesh.engine import http
@@ -254,3 +255,18 @@ async def test_https_server_that_nobody_vouches_for_is_not_spoken_to(
     async with serving(forever, ours) as server:
         with pytest.raises(EngineUnavailable, match="certificate"):
             await get(client, server.url)
+
+
+def test_it_runs_on_the_loop_of_our_processes_too() -> None:
+    """uvloop's transports are asyncio's by duty, not by class."""
+
+    async def script(wire: Wire) -> None:
+        await wire.read()
+        await wire.answer(OK)
+
+    async def fetch() -> bytes:
+        async with serving(script) as server, HttpClient() as client:
+            return (await client.fetch(target("GET", server.url), timeout_s=PATIENCE_S)).body
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(fetch()) == b"ok"
