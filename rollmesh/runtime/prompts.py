@@ -215,7 +215,8 @@ class Prompts:
         whole = self._render([*_FIXED_PREFIX, *messages], tools, generate=True)
         if not prefix or whole[: len(prefix)] != prefix:
             return None
-        closed = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
+        # A turn may also end with a stop that is none of the format's, such as the end of text.
+        closed = bool(sampled_ids) and sampled_ids[-1] == prefix[-1]
         return array("i", whole[len(prefix) if closed else len(prefix) - 1 :])
 
     def _fixed_prefix(self, tools: bytes) -> list[int]:

@@ -169,3 +169,11 @@ def test_a_turn_of_one_call_ends_with_it(prompts: Prompts, tokenizer: Tokenizer)
     delta = prompts.extend(said, chat({"role": "tool", "content": "42", "tool_call_id": "c"}))
     assert delta is not None
     assert tokenizer.decode(delta).startswith("<|im_end|>\n<|im_start|>user\n<tool_response>")
+
+
+def test_an_end_of_text_is_not_the_end_of_a_turn(
+    template_prompts: Prompts, tokenizer: Tokenizer
+) -> None:
+    delta = template_prompts.extend(tokenizer.encode("4<|endoftext|>"), chat(MORE))
+    assert delta is not None
+    assert tokenizer.decode(delta).startswith("<|im_end|>\n<|im_start|>user\nhigher")
