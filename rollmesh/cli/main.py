@@ -33,6 +33,7 @@ VERBS = {
     "engine": Verb("rollmesh.cli.rooms:engine", "run the embedded engine alone"),
     "router": Verb("rollmesh.cli.rooms:router", "run a router alone"),
     "worker": Verb("rollmesh.cli.rooms:worker", "run an env worker alone"),
+    "gateway": Verb("rollmesh.cli.gateway:main", "serve sessions to agents that run elsewhere"),
     "train": Verb("rollmesh.cli.rooms:train", "run a trainer alone"),
     "keys": Verb("rollmesh.cli.keys:main", "write the keys of a mesh that spans machines"),
     "make-model": Verb("rollmesh.cli.rooms:make_model", "write the demo's warm-started tiny model"),

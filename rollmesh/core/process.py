@@ -61,8 +61,10 @@ def listen(bind: str, listen_fd: int | None = None) -> socket.socket:
     if listen_fd is not None:
         return socket.socket(fileno=listen_fd)
     host, _, port = bind.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host.strip("[]"), int(port)), backlog=1024)
+        return socket.create_server((host, int(port)), family=family, backlog=1024)
     except (OSError, ValueError, OverflowError) as error:
         why = str(getattr(error, "strerror", None) or error).lower()
         raise AddressError(f"{bind}: cannot listen there: {why}; choose another") from None

@@ -81,7 +81,7 @@ class FleetKeeper:
     def _tell(self, rows: tuple[EngineRow, ...]) -> None:
         """One line for each engine that came, went or came back."""
         for row in rows:
-            if row.phase is not self._phases.get(row.url):
+            if row.phase is not self._phases.get(row.url, EnginePhase.JOINING):
                 self._phases[row.url] = row.phase
                 say = log.warning if row.phase is EnginePhase.FENCED else log.info
                 say("engine.moved", engine=row.url, phase=row.phase.value, why=row.detail)

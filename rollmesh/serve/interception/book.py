@@ -154,9 +154,9 @@ class SessionBook:
         """Forget it; who still waits in it is woken."""
         captured = entry.captured
         del self._entries[captured.session_id]
-        self._capture.close(captured)
         self._closed_forks.update(captured.forks)
         self._closed_healed.update(captured.healed)
+        self._capture.close(captured)
 
     def expire(self) -> None:
         """Forget what nobody touched for the retention time."""

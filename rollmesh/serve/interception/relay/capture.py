@@ -28,6 +28,7 @@ class RelayCapture:
         """By the SHA-256 of either secret."""
         self._digests: dict[str, tuple[bytes, bytes]] = {}
         """By session id."""
+        self._num_closed_calls = 0
 
     def open(self, wish: SessionWish) -> Opened:
         """SessionError 400 where rules are wished for: a relay changes no request."""
@@ -52,14 +53,16 @@ class RelayCapture:
 
     def close(self, captured: CapturedSession) -> None:
         captured.seal("it was deleted")
-        for digest in self._digests.pop(captured.session_id, ()):
+        digests = self._digests.pop(captured.session_id, ())
+        self._num_closed_calls += captured.num_calls if digests else 0
+        for digest in digests:
             del self._sessions[digest]
 
     @property
-    def num_live(self) -> int:
-        """Calls that are running."""
-        found = (self._sessions[digests[0]] for digests in self._digests.values())
-        return sum(session.num_live for session in found)
+    def num_calls(self) -> int:
+        """Calls of all sessions since the start."""
+        found = (self._sessions[digest] for digest, _ in self._digests.values())
+        return self._num_closed_calls + sum(session.num_calls for session in found)
 
 
 def _digest(secret: str) -> bytes:

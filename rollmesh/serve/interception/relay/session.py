@@ -90,11 +90,6 @@ class RelaySession:
         return bool(self._live)
 
     @property
-    def num_live(self) -> int:
-        """Calls that are running."""
-        return len(self._live)
-
-    @property
     def held_bytes(self) -> int:
         return self._num_answer_bytes + (self._threads.num_bytes if self._threads else 0)
 

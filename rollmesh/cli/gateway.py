@@ -1,0 +1,140 @@
+"""`rollmesh gateway`: the capture gateway alone, for agents that run elsewhere.
+
+Invariant: what is wrong with the command line is told before anything serves, in one line that
+names the option. Driven by people, and by scripts that wait for its address.
+"""
+
+# ruff: noqa: PLC0415 - the room is imported by its own verb only
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rollmesh.cli.options import add_listen, add_room, config_of, parser
+from rollmesh.core.errors import AddressError, ConfigError, ModelError
+from rollmesh.core.secret_file import read_or_make_secret, read_secret
+
+BIND = "127.0.0.1:8100"
+UPSTREAM_KEY_VARIABLE = "ROLLMESH_UPSTREAM_KEY"
+
+
+def main(argv: list[str]) -> int:
+    """Serve."""
+    options = _arguments().parse_args(argv)
+    from rollmesh.serve.interception.gateway import GatewayAsk, run
+
+    _lay_over(options)
+    config = config_of(options, _defaults(options))
+    engines = tuple(options.engines or config.engine.urls)
+    _check(options, engines, config.model.path)
+    ask = GatewayAsk(
+        config=config,
+        capture=options.capture,
+        engines=engines,
+        admin_token=read_or_make_secret(options.admin_token_file),
+        upstream_key=_upstream_key(options),
+        listen_fd=options.listen_fd,
+        ready_fd=options.ready_fd,
+        say=lambda line: print(line, flush=True),
+    )
+    run(ask)
+    return 0
+
+
+def _arguments() -> argparse.ArgumentParser:
+    arguments = parser("gateway", "Run the capture gateway alone: sessions for agents elsewhere.")
+    arguments.add_argument(
+        "--engine",
+        dest="engines",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an SGLang server or, for relay, anything with a chat endpoint; may be given again",
+    )
+    arguments.add_argument(
+        "--model-dir", type=Path, help="the model's folder: tokenizer and chat template"
+    )
+    arguments.add_argument("--host", help="where to listen (127.0.0.1)")
+    arguments.add_argument("--port", type=int, help="where to listen (8100; 0 picks a free one)")
+    arguments.add_argument(
+        "--admin-token-file",
+        type=Path,
+        required=True,
+        help="holds the token of /admin; made, random, if it is missing",
+    )
+    arguments.add_argument(
+        "--capture",
+        choices=["tokens", "relay"],
+        default="tokens",
+        help="tokens: rendered here and sampled as exact tokens; relay: forwarded as they are",
+    )
+    arguments.add_argument(
+        "--upstream-key-file",
+        type=Path,
+        help=f"relay: the provider's key (or set {UPSTREAM_KEY_VARIABLE})",
+    )
+    add_room(arguments)
+    add_listen(arguments)
+    return arguments
+
+
+def _lay_over(options: argparse.Namespace) -> None:
+    """What the options say becomes settings, over the file's."""
+    if options.model_dir is not None:
+        options.overrides.append(f"model.path={_quoted(str(options.model_dir))}")
+    if options.host is not None or options.port is not None:
+        host, _, port = BIND.rpartition(":")
+        host = options.host or host
+        host = f"[{host}]" if ":" in host else host
+        port = port if options.port is None else str(options.port)
+        options.overrides.append(f"interception.bind={_quoted(f'{host}:{port}')}")
+
+
+def _defaults(options: argparse.Namespace) -> dict[str, Any]:
+    """A gateway's own, under the file's: its address, and the context length of the model."""
+    defaults: dict[str, Any] = {"interception": {"bind": BIND}}
+    num_tokens = _context_of(options.model_dir) if options.model_dir else None
+    if num_tokens:
+        defaults["model"] = {"max_context_tokens": num_tokens}
+    return defaults
+
+
+def _context_of(folder: Path) -> int | None:
+    """What the folder's config.json says that the model can hold."""
+    try:
+        told = orjson.loads((folder / "config.json").read_bytes())
+        told = told if "max_position_embeddings" in told else told.get("text_config", {})
+        return int(told["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _check(options: argparse.Namespace, engines: tuple[str, ...], model: str) -> None:
+    """UserError if the gateway cannot work with these."""
+    from rollmesh.engine.http import target
+
+    if not engines:
+        raise ConfigError("--engine URL: name at least one engine, such as http://127.0.0.1:30000")
+    for url in engines:
+        try:
+            target("GET", url)
+        except AddressError as error:
+            raise AddressError(f"--engine {error}") from None
+    if options.capture == "tokens" and not model:
+        raise ModelError("--model-dir DIR is needed to capture tokens; --capture relay needs none")
+    if options.capture == "tokens" and not Path(model).is_dir():
+        raise ModelError(f"--model-dir {model}: no such folder")
+
+
+def _upstream_key(options: argparse.Namespace) -> str:
+    if options.upstream_key_file is not None:
+        return read_secret(options.upstream_key_file)
+    return os.environ.get(UPSTREAM_KEY_VARIABLE, "")
+
+
+def _quoted(text: str) -> str:
+    """As a string of TOML."""
+    return orjson.dumps(text).decode()

@@ -1,0 +1,169 @@
+"""What stands behind the gateway's face: the runtime and its engines, or the relay.
+
+    capture   opens and closes sessions          serve(control)   the face that agents talk to
+    engines   what health and figures show       run()            probes, until cancelled
+
+Invariant: both kinds are driven alike, so that the process knows only which one it was asked for.
+Driven by gateway.py.
+"""
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config
+from rollmesh.engine.http import HttpClient
+from rollmesh.engine.keeper import FleetKeeper
+from rollmesh.engine.view import FleetView
+from rollmesh.runtime.assembly import new_runtime
+from rollmesh.serve.interception.capture import Capture
+from rollmesh.serve.interception.edge import Control, Edge
+from rollmesh.serve.interception.face import Face
+from rollmesh.serve.interception.relay.capture import RelayCapture
+from rollmesh.serve.interception.relay.edge import RelayEdge, RelayKit
+from rollmesh.serve.interception.relay.upstreams import COOL_DOWN_S, Upstreams
+from rollmesh.serve.interception.tokens import TokenCapture
+
+DRAIN_S = 30.0
+"""How long running calls may still take when the gateway is told to stop."""
+
+
+class Faced(Protocol):
+    """An edge or a relay, as the process starts and stops it."""
+
+    async def start(self, listening: socket.socket) -> str: ...
+    async def stop(self) -> None: ...
+
+
+class Backend(Protocol):
+    """See the module."""
+
+    @property
+    def capture(self) -> Capture: ...
+    def serve(self, control: Control) -> Faced:
+        """What to start; `control` is asked before any agent's route. Called once."""
+
+    def engines(self) -> list[dict[str, Any]]:
+        """`url`, `phase` (`ready` or why not) and more of each."""
+
+    def exchanges(self) -> Mapping[tuple[str, str], int]:
+        """Ended ones by (route, last state)."""
+
+    def num_open(self) -> int:
+        """Exchanges that run."""
+
+    def num_live(self) -> int:
+        """Calls or legs that engines work on."""
+
+    def totals(self) -> tuple[int, int]:
+        """(calls, sampled tokens) since the start."""
+
+    async def run(self) -> None:
+        """Whatever goes on beside the calls, until cancelled."""
+
+    async def close(self) -> None:
+        """Hang up on the engines; after the face has stopped."""
+
+
+class TokenBackend:
+    """Prompts are rendered here and sampled as exact tokens."""
+
+    def __init__(self, config: Config, urls: tuple[str, ...]) -> None:
+        """ModelError or ConfigError where the model's folder is none."""
+        self._config = config
+        self._view = FleetView()
+        self._keeper = FleetKeeper(urls, self._view)
+        self._runtime, self._sampler = new_runtime(config, self._view, self._keeper.report)
+        self.capture = TokenCapture(self._runtime, config.sampling.policy())
+        self._edge: Edge | None = None
+
+    def serve(self, control: Control) -> Faced:
+        model_name = Path(self._config.model.path).resolve().name
+        self._edge = Edge(
+            self._runtime, self._config.interception, model_name, control, drain_s=DRAIN_S
+        )
+        return self._edge
+
+    def engines(self) -> list[dict[str, Any]]:
+        shown = ("url", "phase", "policy_version", "num_running", "num_waiting", "detail")
+        rows = [msgspec.structs.asdict(row) for row in self._keeper.rows()]
+        return [{name: row[name] for name in shown} for row in rows]
+
+    def exchanges(self) -> Mapping[tuple[str, str], int]:
+        ended = self._edge.num_exchanges if self._edge else {}
+        return {(route, state.value): number for (route, state), number in ended.items()}
+
+    def num_open(self) -> int:
+        return self._edge.num_open if self._edge else 0
+
+    def num_live(self) -> int:
+        return sum(self._view.num_legs(row.url) for row in self._keeper.rows())
+
+    def totals(self) -> tuple[int, int]:
+        return self._runtime.num_calls, self._runtime.num_tokens
+
+    async def run(self) -> None:
+        await self._keeper.run()
+
+    async def close(self) -> None:
+        await self._sampler.close()
+
+
+class RelayBackend:
+    """Calls are forwarded as they are."""
+
+    def __init__(self, config: Config, urls: tuple[str, ...], key: str) -> None:
+        """`key` is the provider's, '' where it wants none."""
+        self._config = config
+        self._clock = SystemClock()
+        self._client = HttpClient()
+        self._upstreams = Upstreams(urls, key, self._client, self._clock)
+        max_bytes = config.interception.max_body_bytes
+        self.capture = RelayCapture(self._upstreams, self._clock, max_bytes)
+        self._edge = RelayEdge(RelayKit(self.capture, self._upstreams, config.interception))
+
+    def serve(self, control: Control) -> Faced:
+        edge = self._edge
+
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            path = request.raw_path.partition("?")[0].rstrip("/")
+            return await control(request, path) or await edge.handle(request, path)
+
+        return Face(handle, self._config.interception.max_body_bytes, DRAIN_S)
+
+    def engines(self) -> list[dict[str, Any]]:
+        """A relay probes nobody: an endpoint is ready until a call fails."""
+        last_s = self._clock.now_s() - COOL_DOWN_S
+        return [
+            {
+                "url": each.url,
+                "phase": "ready" if each.failed_s < last_s else "failing",
+                "num_running": each.num_running,
+                "detail": each.fault,
+            }
+            for each in self._upstreams.all
+        ]
+
+    def exchanges(self) -> Mapping[tuple[str, str], int]:
+        return self._edge.num_exchanges
+
+    def num_open(self) -> int:
+        return self._edge.num_open
+
+    def num_live(self) -> int:
+        return sum(each.num_running for each in self._upstreams.all)
+
+    def totals(self) -> tuple[int, int]:
+        return self.capture.num_calls, 0
+
+    async def run(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def close(self) -> None:
+        await self._client.close()

@@ -1,0 +1,116 @@
+"""The stand-alone gateway: the same server as in a worker, for agents that run elsewhere.
+
+    rollmesh gateway --engine URL --model-dir DIR --admin-token-file F
+
+Invariants: it says Ready only when it serves; engines may come and go meanwhile, and a call waits
+for one within `engine_wait_s`; the first SIGTERM closes the socket and lets running calls end, the
+second ends the process at once. Other machines may reach it, since every route but /healthz needs a
+secret. Driven by `rollmesh gateway`.
+"""
+
+import asyncio
+import gc
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any, Literal
+
+import msgspec
+import uvloop
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config
+from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.metrics import Exposition
+from rollmesh.core.process import Ready, announce, listen, stop_event
+from rollmesh.runtime.assembly import GC_THRESHOLDS
+from rollmesh.serve.interception.admin import Admin, AdminKit
+from rollmesh.serve.interception.backends import Backend, RelayBackend, TokenBackend
+from rollmesh.serve.interception.book import SessionBook
+from rollmesh.serve.interception.gauges import LoopLag, gateway_figures
+
+MAX_EXPIRY_S = 1.0
+"""The book is looked through at least this often."""
+
+log = get_logger()
+
+
+class GatewayAsk(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line asked for."""
+
+    config: Config
+    capture: Literal["tokens", "relay"]
+    engines: tuple[str, ...]
+    admin_token: str
+    upstream_key: str
+    """The provider's, for relay; '' where it wants none."""
+    listen_fd: int | None = None
+    ready_fd: int | None = None
+    say: Callable[[str], None]
+    """Tells the user where it serves."""
+
+
+def run(ask: GatewayAsk) -> None:
+    """Serve until SIGTERM or SIGINT; UserError in one line where it cannot begin."""
+    setup("gateway", ask.config.run_folder() if ask.ready_fd is not None else None)
+    listening = listen(ask.config.interception.bind, ask.listen_fd)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(ask, listening))
+
+
+async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
+    interception = ask.config.interception
+    loop = asyncio.get_running_loop()
+    stop = stop_event(loop)
+    async with AsyncExitStack() as stack:
+        backend = _new_backend(ask)
+        stack.push_async_callback(backend.close)
+        book = SessionBook(backend.capture, SystemClock(), interception.retention_s)
+        lag = LoopLag(loop)
+        stack.callback(lag.close)
+        exposition = Exposition("gateway")
+        exposition.add(lambda: gateway_figures(book, backend, lag))
+        kit = AdminKit(
+            book,
+            ask.admin_token,
+            ask.config.sampling.policy(),
+            exposition,
+            lambda: _health(ask.capture, backend),
+        )
+        face = backend.serve(Admin(kit).handle)
+        async with asyncio.TaskGroup() as group:
+            beside = [group.create_task(backend.run()), group.create_task(_expire(book, ask))]
+            gc.freeze()
+            gc.set_threshold(*GC_THRESHOLDS)
+            address = await face.start(listening)
+            announce(ask.ready_fd, Ready("gateway", os.getpid(), address))
+            ask.say(f"rollmesh gateway: {address} (capture {ask.capture})")
+            log.info("gateway.started", address=address, capture=ask.capture)
+            await stop.wait()
+            log.info("gateway.stopping", num_open=backend.num_open())
+            await face.stop()
+            for task in beside:
+                task.cancel()
+    log.info("gateway.stopped")
+
+
+def _new_backend(ask: GatewayAsk) -> Backend:
+    if ask.capture == "relay":
+        return RelayBackend(ask.config, ask.engines, ask.upstream_key)
+    return TokenBackend(ask.config, ask.engines)
+
+
+async def _expire(book: SessionBook, ask: GatewayAsk) -> None:
+    while True:
+        book.expire()
+        await asyncio.sleep(min(MAX_EXPIRY_S, ask.config.interception.retention_s / 4))
+
+
+def _health(capture: str, backend: Backend) -> dict[str, Any]:
+    """Always with status 200: a gateway that is restarted because its engines died loses every
+    session, and they come back by themselves."""
+    engines = backend.engines()
+    is_ready = any(engine["phase"] == "ready" for engine in engines)
+    status = "ok" if is_ready else "no engine is ready"
+    return {"status": status, "capture": capture, "engines": engines}
