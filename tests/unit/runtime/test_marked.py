@@ -14,7 +14,7 @@ from rollmesh.runtime.marked import MarkedReader, Marks
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import Tokenizer
 
-CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "s": "}\\"é"}}\n</tool_call>'
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "s": "}\\"\xe9"}}\n</tool_call>'
 XML = (
     "<tool_call>\n<function=f>\n<parameter=s>\n  one\ntwo\n</parameter>\n"
     "<parameter=n>\n12\n</parameter>\n</function>\n</tool_call>"
