@@ -1,0 +1,205 @@
+"""The admin's routes over a real socket: tokens, bodies, and what they open."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import SamplingConfig
+from rollmesh.core.metrics import Exposition
+from rollmesh.core.process import listen
+from rollmesh.core.types import EVAL_SAMPLING, FieldPolicy, SamplingPolicy, SamplingRule
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.registry import Runtime
+from rollmesh.serve.interception.admin import Admin, AdminKit
+from rollmesh.serve.interception.book import SessionBook
+from rollmesh.serve.interception.capture import Opened, SessionWish
+from rollmesh.serve.interception.face import Face
+from rollmesh.serve.interception.tokens import TokenCapture
+from rollmesh.testing.sampler import ScriptedSampler
+
+TOKEN = "the-admins-token"
+TRAINING = SamplingConfig(max_tokens=77).policy()
+
+
+class Wishes(TokenCapture):
+    """Remembers what it was asked to open."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime, TRAINING)
+        self.runtime = runtime
+        self.seen: list[SessionWish] = []
+
+    def open(self, wish: SessionWish) -> Opened:
+        self.seen.append(wish)
+        return super().open(wish)
+
+
+class Office:
+    """The admin's face and a client for it."""
+
+    def __init__(self, capture: Wishes) -> None:
+        self.capture = capture
+        self.book = SessionBook(capture, SystemClock(), 100.0)
+        self.client = aiohttp.ClientSession()
+        kit = AdminKit(self.book, TOKEN, TRAINING, Exposition("gateway"), lambda: {"status": "ok"})
+        self._admin = Admin(kit)
+        self.face = Face(self._handle, 100_000, drain_s=0.1)
+        self.base = ""
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.raw_path.partition("?")[0]
+        return await self._admin.handle(request, path) or web.Response(status=299)
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, Any]:
+        raw = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
+        auth = {"Authorization": f"Bearer {TOKEN}"}
+        url = self.base + path
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.client.request(
+            method, url, data=raw, headers={**auth, **named}
+        ) as response:
+            told = await response.read()
+            is_json = response.content_type == "application/json"
+            return response.status, msgspec.json.decode(told) if is_json else told
+
+
+@pytest.fixture
+async def office(prompts: Prompts) -> AsyncIterator[Office]:
+    sampler = ScriptedSampler(None)
+    office = Office(Wishes(Runtime(sampler, prompts, 4096, sampler.clock)))
+    office.base = await office.face.start(listen("127.0.0.1:0"))
+    yield office
+    await office.client.close()
+    await office.face.stop()
+
+
+Route = tuple[str, str]
+GUARDED: list[Route] = [
+    ("POST", "/admin/sessions"),
+    ("GET", "/admin/sessions"),
+    ("GET", "/admin/sessions/s0"),
+    ("DELETE", "/admin/sessions/s0"),
+    ("POST", "/admin/sessions/s0/finish"),
+    ("POST", "/admin/sessions/s0/reward"),
+    ("GET", "/metrics"),
+    ("GET", "/admin"),
+]
+
+
+@pytest.mark.parametrize("route", GUARDED)
+@pytest.mark.parametrize("said", ["", "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer \xe9"])
+async def test_every_route_but_health_needs_the_token(
+    office: Office, route: Route, said: str
+) -> None:
+    status, told = await office.ask(*route, Authorization=said)
+    assert (status, told["error"]["code"]) == (401, "invalid_admin_token")
+    assert office.capture.seen == []
+
+
+async def test_health_is_open_and_other_paths_are_not_ours(office: Office) -> None:
+    assert await office.ask("GET", "/healthz", Authorization="") == (200, {"status": "ok"})
+    assert (await office.ask("POST", "/v1/chat/completions"))[0] == 299
+    assert (await office.ask("POST", "/administer"))[0] == 299
+
+
+async def test_an_opened_session_is_found_by_both_of_its_secrets(office: Office) -> None:
+    status, told = await office.ask("POST", "/admin/sessions", {"metadata": [1, {"a": None}]})
+    assert status == 201
+    assert told["base_url"] == f"{office.base}/v1"
+    secret = told["path_url"].removeprefix(f"{office.base}/s/").removesuffix("/v1")
+    runtime = office.capture.runtime
+    assert runtime.find(told["api_key"]) is runtime.find(secret)
+    assert runtime.find(secret).session_id == told["session_id"]
+    status, row = await office.ask("GET", f"/admin/sessions/{told['session_id']}")
+    assert row["metadata"] == [1, {"a": None}]
+    assert told["api_key"] not in repr(row)
+    status, listed = await office.ask("GET", "/admin/sessions")
+    assert listed == {"sessions": [row]}
+
+
+@pytest.mark.parametrize(
+    ("headers", "base"),
+    [
+        ({"Host": "gw.example:81"}, "http://gw.example:81"),
+        ({"Host": "[::1]:81", "X_Forwarded_Proto": "https"}, "https://[::1]:81"),
+    ],
+)
+async def test_addresses_are_as_the_opener_reached_us(
+    office: Office, headers: dict[str, str], base: str
+) -> None:
+    _, told = await office.ask("POST", "/admin/sessions", {}, **headers)
+    assert told["base_url"] == f"{base}/v1"
+    assert (await office.ask("POST", "/admin/sessions", {}, Host="a b"))[0] == 400
+
+
+async def test_a_session_is_sampled_by_trainings_rules_unless_it_brings_others(
+    office: Office,
+) -> None:
+    top_k = {"policy": "default", "value": 3}
+    for sampling in (None, "train", "eval", {"top_k": top_k}):
+        await office.ask("POST", "/admin/sessions", {"sampling": sampling, "seed": 5})
+    plain, train, evaluation, own = office.capture.seen
+    assert (plain.sampling, train.sampling, evaluation.sampling) == (None, TRAINING, EVAL_SAMPLING)
+    assert own.sampling == msgspec.structs.replace(
+        TRAINING, top_k=SamplingRule(FieldPolicy.DEFAULT, 3)
+    )
+    assert plain.seed == 5
+    assert SamplingPolicy().max_tokens != TRAINING.max_tokens
+
+
+Bad = tuple[str, bytes, int, str]
+BAD: list[Bad] = [
+    ("", b"{", 400, "the body: Input data was truncated"),
+    ("", b"[]", 400, "Expected `object`"),
+    ("", b'{"metdata": 1}', 400, "unknown field `metdata`"),
+    ("", b'{"sampling": "trian"}', 400, "Invalid enum value 'trian'"),
+    ("", b'{"sampling": {"topk": {"policy": "allow"}}}', 400, "sampling.topk: no such field"),
+    ("", b'{"sampling": {"top_k": {"policy": "often"}}}', 400, "Invalid enum value 'often'"),
+    ("", b'{"seed": "x"}', 400, "Expected `int | null`"),
+    ("", b'{"metadata": "%b"}' % (b"x" * 20_000), 413, "metadata: 20002 bytes; at most 16384"),
+    ("", b"x" * 200_000, 413, "too long"),
+    ("/ID/reward", b"{}", 400, "missing required field `reward`"),
+    ("/ID/reward", b'{"reward": "1"}', 400, "Expected `float`"),
+    ("/ID/reward", b'{"reward": 1, "node": 0}', 404, "node: 0 is neither"),
+    ("/ID/reward", b'{"reward": 1, "node": "chatcmpl-x"}', 404, "node: 'chatcmpl-x' is neither"),
+    ("/ID/finish", b'{"outcome": "fine"}', 400, "Invalid enum value 'fine'"),
+    ("/ID/stop", b"{}", 404, "no 'stop' here; there are reward, finish"),
+    ("/nobody/finish", b"{}", 404, "no session 'nobody' here"),
+    ("/ID", b"{}", 405, "POST is not possible here; use GET"),
+]
+
+
+@pytest.mark.parametrize("bad", BAD)
+async def test_a_wrong_request_is_told_in_one_line_and_changes_nothing(
+    office: Office, bad: Bad
+) -> None:
+    path, body, expected, line = bad
+    _, told = await office.ask("POST", "/admin/sessions", {})
+    path = path.replace("ID", told["session_id"])
+    before = await office.ask("GET", "/admin/sessions")
+    status, refusal = await office.ask("POST", f"/admin/sessions{path}", body)
+    assert (status, "\n" in refusal["error"]["message"]) == (expected, False)
+    assert line in refusal["error"]["message"]
+    assert await office.ask("GET", "/admin/sessions") == before
+
+
+async def test_finish_may_be_asked_again_until_the_session_is_deleted(office: Office) -> None:
+    _, told = await office.ask("POST", "/admin/sessions", {})
+    path = f"/admin/sessions/{told['session_id']}"
+    status, account = await office.ask("POST", f"{path}/finish")
+    assert (status, account["samples"], account["messages"]) == (200, [], [])
+    assert await office.ask("POST", f"{path}/finish", {"outcome": "stale"}) == (200, account)
+    deleted = {"session_id": told["session_id"], "deleted": True}
+    assert await office.ask("DELETE", path) == (200, deleted)
+    assert [(await office.ask(*route))[0] for route in _after(path)] == [404, 404, 404]
+
+
+def _after(path: str) -> list[Route]:
+    return [("POST", f"{path}/finish"), ("GET", path), ("DELETE", path)]

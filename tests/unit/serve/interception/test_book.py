@@ -1,0 +1,152 @@
+"""The gateway's book: rewards, outcomes, and what is forgotten when."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from rollmesh.core.errors import SessionError
+from rollmesh.core.types import Outcome
+from rollmesh.serve.interception.book import SessionBook
+from rollmesh.serve.interception.capture import CapturedSession, Opened, Rewards, SessionWish
+from rollmesh.testing.clock import FakeClock
+
+RETENTION_S = 100.0
+
+
+class Session:
+    """A captured session of which the test says what happened in it."""
+
+    def __init__(self, session_id: str) -> None:
+        self.session_id = session_id
+        self.num_calls = 0
+        self.is_busy = False
+        self.held_bytes = 10
+        self.fault = ""
+        self.forks: Counter[str] = Counter()
+        self.healed: Counter[str] = Counter()
+        self.sealed: list[str] = []
+
+    def node_of(self, name: int | str) -> int:
+        nodes: dict[int | str, int] = {1: 1, 3: 3, "r3": 3}
+        return nodes[name]
+
+    def seal(self, reason: str) -> None:
+        self.sealed.append(reason)
+
+    def account(self, rewards: Rewards) -> dict[str, Any]:
+        assert self.sealed
+        return {"samples": [rewards.whole, rewards.by_node]}
+
+
+class Scene:
+    """A book over such sessions."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.sessions: list[Session] = []
+        self.book = SessionBook(self, self.clock, RETENTION_S)
+
+    def open(self, wish: SessionWish) -> Opened:
+        self.sessions.append(Session(f"s{len(self.sessions)}"))
+        return Opened(self.sessions[-1], "sk-a", "p")
+
+    def close(self, captured: CapturedSession) -> None:
+        captured.seal("closed")
+
+    def add(self) -> Session:
+        self.book.open(SessionWish(), b"{}")
+        return self.sessions[-1]
+
+    def ids(self) -> list[str]:
+        return [entry.captured.session_id for entry in self.book.entries()]
+
+
+def test_finish_seals_once_and_says_the_same_again() -> None:
+    scene = Scene()
+    session = scene.add()
+    entry = scene.book.find("s0")
+    scene.book.reward(entry, 1.0, None)
+    scene.book.reward(entry, 0.5, "r3")
+    first = scene.book.finish(entry, None)
+    assert first == {
+        "session_id": "s0",
+        "outcome": "completed",
+        "samples": [1.0, {3: 0.5}],
+    }
+    assert scene.book.finish(entry, Outcome.AGENT_ERROR) == first
+    assert session.sealed == ["it was finished"]
+
+
+def test_a_reward_that_comes_late_is_in_the_next_answer() -> None:
+    scene = Scene()
+    scene.add()
+    entry = scene.book.find("s0")
+    assert scene.book.finish(entry, None)["samples"] == [None, {}]
+    scene.book.reward(entry, 0.0, None)
+    assert scene.book.finish(entry, None)["samples"] == [0.0, {}]
+
+
+@pytest.mark.parametrize(
+    ("fault", "asked", "outcome"),
+    [
+        ("", None, Outcome.COMPLETED),
+        ("no engine", None, Outcome.INFRA_ERROR),
+        ("no engine", Outcome.TRUNCATED, Outcome.TRUNCATED),
+    ],
+)
+def test_the_outcome_is_the_finishers_else_what_the_last_call_says(
+    fault: str, asked: Outcome | None, outcome: Outcome
+) -> None:
+    scene = Scene()
+    scene.add().fault = fault
+    assert scene.book.finish(scene.book.find("s0"), asked)["outcome"] is outcome
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
+    scene = Scene()
+    scene.add()
+    with pytest.raises(SessionError, match="no finite number"):
+        scene.book.reward(scene.book.find("s0"), reward, None)
+
+
+@pytest.mark.parametrize("node", [0, 2, "r4"])
+def test_a_reward_for_nothing_that_was_sampled_is_refused(node: int | str) -> None:
+    scene = Scene()
+    scene.add()
+    entry = scene.book.find("s0")
+    with pytest.raises(SessionError, match="neither a sampled node nor a response"):
+        scene.book.reward(entry, 1.0, node)
+    assert entry.node_rewards == {}
+
+
+def test_what_nobody_touches_is_forgotten_after_the_retention_time() -> None:
+    scene = Scene()
+    idle, asked, called, running = (scene.add() for _ in range(4))
+    scene.clock.advance(RETENTION_S / 2)
+    scene.book.find(asked.session_id)
+    called.num_calls = 1
+    running.is_busy = True
+    scene.clock.advance(RETENTION_S / 2)
+    scene.book.expire()
+    assert sorted(scene.ids()) == ["s1", "s2", "s3"]
+    assert idle.sealed == ["closed"]
+    running.is_busy = False
+    scene.clock.advance(RETENTION_S)
+    scene.book.expire()
+    assert scene.ids() == []
+    assert scene.book.num_expired == 4
+    with pytest.raises(SessionError, match="never opened, was deleted, or expired"):
+        scene.book.find("s0")
+
+
+def test_counts_of_forks_outlive_their_sessions() -> None:
+    scene = Scene()
+    for cause in ("restart", "restart", "template"):
+        scene.add().forks[cause] += 1
+    scene.sessions[0].healed["white_space"] += 2
+    scene.book.delete(scene.book.find("s0"))
+    assert scene.book.forks() == {"restart": 2, "template": 1}
+    assert scene.book.healed() == {"white_space": 2}
+    assert scene.book.forks() == {"restart": 2, "template": 1}
