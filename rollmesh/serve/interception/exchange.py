@@ -12,6 +12,7 @@ edge.py.
 
 import asyncio
 import enum
+import json
 from collections.abc import Awaitable, Sequence
 
 import msgspec
@@ -21,7 +22,7 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.errors import Overloaded, SessionError
 from rollmesh.core.logs import get_logger
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.reply import Reply
+from rollmesh.runtime.reply import Reply, ReplyHead
 from rollmesh.runtime.session import Session
 from rollmesh.serve.interception.answer import Answer
 from rollmesh.serve.interception.auth import find_secret
@@ -110,8 +111,7 @@ class Exchange:
                     views.append(ReplyView(session, reply, turn, self._kit.view))
             self.state = ExchangeState.ATTACHED
             if self._request.headers.get(SAMPLING_HEADER):
-                params = msgspec.json.encode(views[0].head.params)
-                self._answer.add_header(SAMPLING_HEADER.encode(), params)
+                self._answer.add_header(SAMPLING_HEADER.encode(), sampling_of(views[0].head))
             if call.is_streamed:
                 response = await self._send_events(session, replies, call.stream(views))
             else:
@@ -219,6 +219,12 @@ class Exchange:
 
     def _now_s(self) -> float:
         return self._kit.clock.unix_s()
+
+
+def sampling_of(head: ReplyHead) -> bytes:
+    """What a reply is sampled with, and which of it was forced, as JSON that a header can hold."""
+    used = {**msgspec.to_builtins(head.params), "forced": list(head.forced)}
+    return json.dumps(used).encode()
 
 
 class _Heart:

@@ -7,26 +7,27 @@ exchange.py through dialect.py; chat_answers.py writes the answers.
 """
 
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import orjson
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.turns import ToolChoice, Turn
+from rollmesh.runtime.turns import Call as ToolCall
+from rollmesh.runtime.turns import ChatMessage, Function, ToolChoice, Turn, read_message
 from rollmesh.serve.interception.dialects.asks import AtLeastOne, NumTops, SamplingBody
 from rollmesh.serve.interception.dialects.chat_answers import ChatCall
 from rollmesh.serve.interception.dialects.dialect import Asked, Call
 from rollmesh.serve.interception.dialects.failures import openai_failure_body
 from rollmesh.serve.interception.dialects.frames import present, read_body, refusal
 from rollmesh.serve.interception.dialects.tools import as_choice, check_named
-from rollmesh.serve.interception.dialects.unopened import ChatUnit, Tools, absent
+from rollmesh.serve.interception.dialects.unopened import ChatMessages, Tools, absent, array_of
 
 
 class ChatBody(SamplingBody, kw_only=True):
     """The keys that we read beside those of sampling."""
 
-    messages: Annotated[list[ChatUnit], msgspec.Meta(min_length=1)]
+    messages: ChatMessages
     tools: Tools = absent()
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -35,6 +36,10 @@ class ChatBody(SamplingBody, kw_only=True):
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
     top_logprobs: NumTops | None = None
+
+
+class _LegacyMessage(msgspec.Struct):
+    function_call: Function | None = None
 
 
 _decoder = msgspec.json.Decoder(ChatBody)
@@ -47,7 +52,9 @@ class ChatDialect:
         body = read_body(_decoder, asked.body, "chat completion request")
         tools, choice, is_legacy = _tools(body)
         turn = Turn(
-            messages=[bytes(raw) for raw in body.messages],
+            messages=[],
+            messages_raw=array_of(body.messages, "messages"),
+            read=_read_legacy if is_legacy else None,
             tools=tools,
             tool_choice=choice,
             parallel_calls=body.parallel_tool_calls is not False and not is_legacy,
@@ -87,3 +94,12 @@ def _from_functions(functions: bytes) -> bytes:
     except msgspec.MsgspecError as error:
         raise refusal("invalid_tools", f"functions: {error}") from None
     return orjson.dumps([{"type": "function", "function": function} for function in each])
+
+
+def _read_legacy(raw: bytes, position: int) -> list[ChatMessage]:
+    """A message of an agent that knows functions: its call is a tool call without an id."""
+    message = read_message(raw, position)
+    call = msgspec.json.decode(raw, type=_LegacyMessage).function_call
+    if call is not None and message.role == "assistant":
+        message.tool_calls = [*(message.tool_calls or ()), ToolCall(call)]
+    return [message]

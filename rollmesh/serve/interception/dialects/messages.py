@@ -5,7 +5,7 @@ unknown keys are accepted everywhere; messages stay unopened, and the system tex
 Driven by exchange.py through dialect.py; message_events.py writes the answers.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import orjson
@@ -20,11 +20,12 @@ from rollmesh.serve.interception.dialects.message_events import MessageCall, fai
 from rollmesh.serve.interception.dialects.message_units import chat_tools, read_unit
 from rollmesh.serve.interception.dialects.tools import as_choice, check_named
 from rollmesh.serve.interception.dialects.unopened import (
-    MessageUnit,
+    Messages,
     Schema,
     SystemText,
     Tools,
     absent,
+    array_of,
 )
 
 
@@ -43,7 +44,7 @@ class OutputConfig(msgspec.Struct):
 class MessagesBody(msgspec.Struct, kw_only=True):
     """The keys that we read; Anthropic's reference has their meanings."""
 
-    messages: Annotated[list[MessageUnit], msgspec.Meta(min_length=1)]
+    messages: Messages
     model: str | None = None
     max_tokens: AtLeastOne | None = None
     system: SystemText = absent()
@@ -74,7 +75,8 @@ class MessagesDialect:
         choice, is_parallel = _choice(body.tool_choice)
         check_named(choice, tools)
         turn = Turn(
-            messages=[*units, *map(bytes, body.messages)],
+            messages=units,
+            messages_raw=array_of(body.messages, "messages"),
             read=read_unit,
             tools=tools,
             tool_choice=choice,

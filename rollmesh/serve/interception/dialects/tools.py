@@ -1,6 +1,7 @@
 """Which tools a request offers, and which it wants called, over all dialects' ways to say it.
 
-Invariant: a choice that nothing on offer can meet is refused in one line. Driven by the dialects.
+Invariant: a choice that nothing on offer can meet is refused in one line, rather than left for the
+engine to stumble over. Driven by the dialects.
 """
 
 from functools import lru_cache

@@ -9,10 +9,20 @@ from typing import Annotated, Any
 
 import msgspec
 
+from rollmesh.serve.interception.dialects.frames import refusal
+
 
 def absent() -> Any:
     """The default of an unopened key: no bytes."""
     return msgspec.field(default_factory=msgspec.Raw)
+
+
+def array_of(raw: msgspec.Raw, key: str) -> bytes:
+    """The bytes of an array that is not empty; SessionError 400 where it is none."""
+    array = bytes(raw)
+    if array[:1] != b"[" or not array[1:-1].strip():
+        raise refusal(f"invalid_{key}", f"{key}: expected an array of at least one")
+    return array
 
 
 def _shaped(**schema: Any) -> msgspec.Meta:
@@ -24,24 +34,31 @@ _OBJECTS = {"type": "array", "items": {"type": "object"}}
 _CONTENT = {"anyOf": [_TEXT, _OBJECTS]}
 _ROLES = ["system", "developer", "user", "assistant", "tool"]
 
-ChatUnit = Annotated[
+ChatMessages = Annotated[
     msgspec.Raw,
     _shaped(
-        type="object",
-        properties={"role": {"enum": _ROLES}, "content": _CONTENT},
-        required=["role"],
+        type="array",
+        minItems=1,
+        items={
+            "type": "object",
+            "properties": {"role": {"enum": _ROLES}, "content": _CONTENT},
+            "required": ["role"],
+        },
     ),
 ]
-"""A chat message."""
-MessageUnit = Annotated[
+Messages = Annotated[
     msgspec.Raw,
     _shaped(
-        type="object",
-        properties={"role": {"enum": ["user", "assistant"]}, "content": _CONTENT},
-        required=["role", "content"],
+        type="array",
+        minItems=1,
+        items={
+            "type": "object",
+            "properties": {"role": {"enum": ["user", "assistant"]}, "content": _CONTENT},
+            "required": ["role", "content"],
+        },
     ),
 ]
-"""A message of Anthropic's."""
+"""Anthropic's."""
 Item = Annotated[
     msgspec.Raw,
     _shaped(type="object", properties={"type": _TEXT, "role": _TEXT, "content": _CONTENT}),

@@ -146,6 +146,18 @@ async def test_streamed_tool_calls_are_indexed(make_desk: MakeDesk) -> None:
     assert len({piece["id"] for piece in named}) == 2
 
 
+async def test_a_function_call_of_old_is_known_again(make_desk: MakeDesk) -> None:
+    desk = await make_desk(CALL, "done")
+    asked = {"messages": [USER], "functions": [TOOL["function"]]}
+    _, first = await desk.answer(asked)
+    result = {"role": "function", "name": "f", "content": "4"}
+    history = [USER, first["choices"][0]["message"], result]
+    status, _ = await desk.answer({**asked, "messages": history})
+    assert status == 200
+    before = [*desk.sampler.requests[0].prompt_ids, *desk.ids(CALL + "<|im_end|>")]
+    assert list(desk.sampler.requests[1].prompt_ids)[: len(before)] == before
+
+
 async def test_functions_of_old_get_a_function_call(make_desk: MakeDesk) -> None:
     desk = await make_desk(CALL, CALL)
     asked = {"messages": [USER], "functions": [TOOL["function"]]}

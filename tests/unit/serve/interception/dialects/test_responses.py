@@ -259,3 +259,21 @@ async def test_a_response_is_gone_on_from_by_its_id(make_desk: MakeDesk) -> None
     unknown = {**ASK, "previous_response_id": "resp_none"}
     status, answer = await desk.answer(unknown, PATH)
     assert (status, answer["error"]["code"]) == (400, "previous_response_not_found")
+
+
+async def test_the_next_turn_extends_what_was_sampled(make_desk: MakeDesk) -> None:
+    desk = await make_desk(SAID, "done", "more")
+    asked = {**ASK, "tools": [TOOL], "instructions": "be brief"}
+    _, first = await desk.answer(asked, PATH)
+    call_id = first["output"][-1]["call_id"]
+    result = {"type": "function_call_output", "call_id": call_id, "output": "4"}
+    history = [{"role": "user", "content": "guess"}, *first["output"], result]
+    status, second = await desk.answer({**asked, "input": history}, PATH)
+    assert status == 200
+    before = [*desk.sampler.requests[0].prompt_ids, *desk.ids(SAID + "<|im_end|>")]
+    assert list(desk.sampler.requests[1].prompt_ids)[: len(before)] == before
+    more = {**asked, "input": "and now?", "previous_response_id": second["id"]}
+    assert (await desk.answer(more, PATH))[0] == 200
+    before = [*desk.sampler.requests[1].prompt_ids, *desk.ids("done<|im_end|>")]
+    assert list(desk.sampler.requests[2].prompt_ids)[: len(before)] == before
+    assert desk.opened.session.fork_report().forks == []
