@@ -11,9 +11,12 @@ second; a server's CPU is that of its process and what it started. Driven by int
 
 import os
 import secrets
+import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,10 +24,11 @@ import msgspec
 import psutil
 
 from benchmarks._load import Reply, Talk, carry
-from rollmesh.core.process import Ready
+from rollmesh.core.process import Ready, die_with_parent
 
 NUM_CONNECTIONS = 32
 MB = 1e6
+START_TIMEOUT_S = 120.0
 
 
 class Door(NamedTuple):
@@ -56,27 +60,45 @@ def pin_load() -> None:
 
 
 class Child:
-    """A process that reports its address, as the rooms of rollmesh do."""
+    """A server process on a core of its own."""
 
-    def __init__(self, argv: Sequence[str], core: set[int], env: dict[str, str] | None = None):
+    def __init__(
+        self, argv: Sequence[str], core: set[int], port: int = 0, env: dict[str, str] | None = None
+    ) -> None:
+        """Returns when it serves, which it says by --ready-fd as our rooms do, or at `port`."""
         reading, writing = os.pipe()
         self._process = subprocess.Popen(
-            [*argv, "--ready-fd", str(writing)],
+            argv if port else [*argv, "--ready-fd", str(writing)],
             pass_fds=[writing],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             env=os.environ | (env or {}),
-            preexec_fn=lambda: os.sched_setaffinity(0, core),
+            preexec_fn=partial(_begin, core),
         )
         os.close(writing)
-        with os.fdopen(reading, "rb") as pipe:
-            line = pipe.readline()
-        if not line:
-            raise RuntimeError(f"{argv[1:3]} ended with code {self._process.wait()}")
-        self.ready = msgspec.json.decode(line, type=Ready)
         self._usage = psutil.Process(self._process.pid)
+        self.port = port
+        with os.fdopen(reading, "rb") as pipe:
+            if port:
+                self._wait_for(port)
+            else:
+                self._read_ready(pipe.readline())
 
-    @property
-    def port(self) -> int:
-        return int(self.ready.address.rpartition(":")[2])
+    def _read_ready(self, line: bytes) -> None:
+        if not line:
+            raise RuntimeError(f"a server ended with code {self._process.wait()} as it began")
+        self.ready = msgspec.json.decode(line, type=Ready)
+        self.port = int(self.ready.address.rpartition(":")[2])
+
+    def _wait_for(self, port: int) -> None:
+        late_s = time.monotonic() + START_TIMEOUT_S
+        while self._process.poll() is None and time.monotonic() < late_s:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return
+            time.sleep(0.1)
+        self.end()
+        raise RuntimeError(f"{self._process.args!r} does not serve")
 
     def cpu_s(self) -> float:
         """Of the process and its children; to the nanosecond, which psutil's ticks are not."""
@@ -92,6 +114,12 @@ class Child:
         """Stop it."""
         self._process.terminate()
         self._process.wait()
+
+
+def _begin(core: set[int]) -> None:
+    """What a child does before it is its program."""
+    os.sched_setaffinity(0, core)
+    die_with_parent()
 
 
 class Arm:
@@ -170,9 +198,3 @@ def start_gateway(capture: str, engine: Child, model: Path, folder: Path) -> Arm
     argv += ["--capture", capture, "--model-dir", str(model), "--host", "127.0.0.1", "--port", "0"]
     child = Child([*argv, "--admin-token-file", str(token_file)], cores()[0])
     return GatewayArm(capture, child, token)
-
-
-def start_peers(engine: Child, folder: Path) -> Iterator[Arm]:
-    """Those that are installed."""
-    del engine, folder
-    yield from ()

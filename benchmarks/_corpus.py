@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 VOCAB_SIZE = 32_768
+MAX_TOKENS = 131_072
 NUM_ANSWERS = 512
 ANSWER_TOKENS = 64
 NUM_STREAMS = 16
@@ -95,6 +96,7 @@ def _make(folder: Path) -> None:
     end = tokenizer.token_to_id("<|im_end|>")
     assert end is not None
     config = {"model_type": "qwen3", "eos_token_id": end, "vocab_size": VOCAB_SIZE}
+    config["max_position_embeddings"] = MAX_TOKENS
     settings = {"eos_token": "<|im_end|>"}
     for name, tree in (("config", config), ("tokenizer_config", settings)):
         (folder / f"{name}.json").write_bytes(msgspec.json.encode(tree))

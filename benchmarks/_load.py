@@ -2,7 +2,7 @@
 
 What is asked is a Talk: a generator that yields requests and is sent what they were answered. The
 connections share the talks; each carries one to its end and takes the next. Invariant: a call's
-time runs from the write of its request to the last byte of its answer; an answer that is not 200
+time runs from the write of its request to the last byte of its answer; an answer that is no 2xx
 ends the run. Only as much HTTP as the benchmark's own peers speak. Driven by interception.py.
 """
 
@@ -83,7 +83,7 @@ class Connection(asyncio.Protocol):
         head, mark, body = b"".join(self._parts).partition(b"\r\n\r\n")
         if not mark:
             return None
-        if not head.startswith(b"HTTP/1.1 200"):
+        if not head.startswith(b"HTTP/1.1 2"):
             return self._fail(head, body)
         length = _header(head, b"content-length:")
         if length:

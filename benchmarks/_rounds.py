@@ -24,11 +24,11 @@ from benchmarks._arms import (
     start_bare,
     start_engine,
     start_gateway,
-    start_peers,
 )
 from benchmarks._canned import Pace
 from benchmarks._corpus import Texts, model_folder
 from benchmarks._load import Talk, Timings, carry
+from benchmarks._peers import start_peers
 
 Talks = Callable[[list[Door]], Iterable[Talk]]
 
@@ -65,9 +65,10 @@ class Bench:
         self._kept(self.bare.child)
         self.tokens = self.new_gateway("tokens")
         self.relay = self.new_gateway("relay")
-        self.peers = list(start_peers(self.engine, self._folder))
-        for peer in self.peers:
+        self.peers: list[Arm] = []
+        for peer in start_peers(self.engine, self._folder):
             self._kept(peer.child)
+            self.peers.append(peer)
 
     def new_gateway(self, capture: str) -> Arm:
         """A gateway that has served nothing yet."""
