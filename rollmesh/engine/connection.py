@@ -25,6 +25,10 @@ off; looked at once a read, so the true limit is one read more."""
 Headers = list[tuple[bytes, bytes]]
 
 
+Piece = bytes | memoryview
+"""Of a body; a view lasts until the call has ended."""
+
+
 class Receiver(Protocol):
     """Hears one answer. Its methods are called from the loop and do not raise."""
 
@@ -59,7 +63,7 @@ class Call:
 
     __slots__ = ("_connection", "_opening", "body", "is_resent", "receiver", "target")
 
-    def __init__(self, target: Target, body: Sequence[bytes], receiver: Receiver) -> None:
+    def __init__(self, target: Target, body: Sequence[Piece], receiver: Receiver) -> None:
         self.target = target
         self.body = body
         self.receiver = receiver

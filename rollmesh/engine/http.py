@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from rollmesh.core.errors import AddressError, EngineUnavailable
-from rollmesh.engine.connection import Call, Connection, Headers, Receiver, Target, one_line
+from rollmesh.engine.connection import Call, Connection, Headers, Piece, Receiver, Target, one_line
 
 IDLE_S = 4.0
 """Idle connections are closed after this; SGLang's server closes its own after 5 s."""
@@ -92,7 +92,7 @@ class HttpClient:
     ) -> None:
         await self.close()
 
-    def send(self, target: Target, body: Sequence[bytes], receiver: Receiver) -> Call:
+    def send(self, target: Target, body: Sequence[Piece], receiver: Receiver) -> Call:
         """Begin a call; no body means a request without one. Never tells anything at once."""
         call = Call(target, body, receiver)
         idle = self._idle.get(target.origin)
@@ -107,7 +107,7 @@ class HttpClient:
         return call
 
     async def fetch(
-        self, target: Target, body: Sequence[bytes] = (), *, timeout_s: float
+        self, target: Target, body: Sequence[Piece] = (), *, timeout_s: float
     ) -> Response:
         """A whole answer, whatever its status; EngineUnavailable also when time is over."""
         whole = _Whole()

@@ -18,7 +18,7 @@ from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine import answers
 from rollmesh.engine.answers import Answer, LegChunk
-from rollmesh.engine.connection import Call, Headers
+from rollmesh.engine.connection import Call, Headers, Piece
 
 _IMAGE_SCHEMES = ("data:image/", "http://", "https://")
 
@@ -33,7 +33,7 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Prefixes are shared only under the same key."""
     stream: bool
     prompt_ids: Sequence[int] = ()
-    prompt_json: bytes = b""
+    prompt_json: Piece = b""
     """`1,2,3`: the prompt's ids as JSON, which the caller has checked; stands for `prompt_ids`."""
     sampled_ids: Sequence[int] = ()
     """What earlier legs sampled, behind the prompt."""
@@ -91,9 +91,12 @@ class _Body(msgspec.Struct, omit_defaults=True):
 _encoder = msgspec.json.Encoder()
 
 
-def encode_leg(leg: LegRequest, vocab_size: int) -> list[bytes]:
+def encode_leg(leg: LegRequest, vocab_size: int) -> list[Piece]:
     """The pieces of the body of `leg`; EngineRefused for an id that is no token, or no prompt."""
-    pieces = [b'{"input_ids":[', leg.prompt_json or _ids_json(leg.prompt_ids, vocab_size)]
+    pieces: list[Piece] = [
+        b'{"input_ids":[',
+        leg.prompt_json or _ids_json(leg.prompt_ids, vocab_size),
+    ]
     if len(leg.sampled_ids):
         pieces += (b",", _ids_json(leg.sampled_ids, vocab_size))
     if not all(image.startswith(_IMAGE_SCHEMES) for image in leg.images):

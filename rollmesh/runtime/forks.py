@@ -67,7 +67,8 @@ class ForkLog:
                     break
                 kinds |= healed_kinds(history.read(spot), message)
                 spot = spot.parent
-            self.healed.update(kinds)
+            if kinds:
+                self.healed.update(kinds)
 
     def report(self) -> ForkReport:
         return ForkReport(list(self.rows), dict(self.healed))

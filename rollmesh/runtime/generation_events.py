@@ -23,7 +23,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Legs of one session stay with one engine while it serves."""
     prompt_ids: Sequence[int]
     """Exact tokens; the caller changes them no more."""
-    prompt_json: bytes = b""
+    prompt_json: bytes | memoryview = b""
     """`1,2,3`: the same ids as JSON, checked; then legs send this and never look at the ids."""
     params: SamplingParams
     min_policy_version: int = -1

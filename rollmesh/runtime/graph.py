@@ -7,7 +7,8 @@ exactly the id sequence an engine was given and answered with. Driven by session
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import overload
 
 import msgspec
 
@@ -48,8 +49,33 @@ class Sampled(msgspec.Struct, frozen=True):
     finish_reason: str
 
 
+class Path(Sequence[int]):
+    """All tokens down to a node, copied out of the graph only where somebody looks at them."""
+
+    __slots__ = ("_graph", "_node")
+
+    def __init__(self, graph: "TokenGraph", node: int) -> None:
+        self._graph = graph
+        self._node = node
+
+    def __len__(self) -> int:
+        return self._graph.depth_of(self._node)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._graph.path_ids(self._node))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> "array[int]": ...
+    def __getitem__(self, index: int | slice) -> "int | array[int]":
+        return self._graph.path_ids(self._node)[index]
+
+
 class TokenGraph:
     """Append only."""
+
+    __slots__ = ("logprobs", "nodes", "token_ids")
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []

@@ -12,9 +12,18 @@ import msgspec
 
 from rollmesh.runtime.chat import ChatMessage
 
+
+class _Plain(msgspec.Struct, forbid_unknown_fields=True):
+    """A message without anything to see past, as most are."""
+
+    role: str
+    content: str | None = None
+
+
 _KNOWN_KEYS = frozenset(
     ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "type", "id")
 )
+_plain = msgspec.json.Decoder(_Plain)
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
 
 
@@ -39,6 +48,8 @@ class HealedKind(enum.StrEnum):
 
 def healed_kinds(held: ChatMessage, got: ChatMessage) -> set[HealedKind]:
     """What differs between two messages of one meaning, as they were read."""
+    if held == got:
+        return set()
     kinds = _of_text(held, got)
     if isinstance(got.content, list) is not isinstance(held.content, list):
         kinds.add(HealedKind.PART_LIST)
@@ -50,7 +61,13 @@ def healed_kinds(held: ChatMessage, got: ChatMessage) -> set[HealedKind]:
 
 def healed_keys(unit: bytes) -> set[HealedKind]:
     """Kinds that show in a unit's bytes alone: keys that readers ignore."""
-    kinds = set()
+    kinds: set[HealedKind] = set()
+    try:
+        _plain.decode(unit)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    else:
+        return kinds
     if b'"cache_control"' in unit:
         kinds.add(HealedKind.CACHE_MARKER)
     try:

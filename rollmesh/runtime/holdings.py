@@ -143,7 +143,7 @@ class Holdings:
             found = self._leads[node, lead] = self.graph.add_context(node, lead)
         return found
 
-    def prompt_json(self, node: int) -> bytes:
+    def prompt_json(self, node: int) -> bytes | memoryview:
         """All tokens down to and with `node`, as JSON without brackets."""
         return self._json.of(self.graph, node)
 

@@ -1,8 +1,10 @@
 """The ids of a line as JSON, so that an engine call encodes only what is new.
 
-Owns the text of one session's newest long prompt. Invariant: what `of` gives is exactly the path's
-ids, comma by comma, without brackets; a short prompt is not kept, since encoding it anew costs
-less than its memory. Driven by holdings.py.
+Owns the text of one session's newest long prompt, in a buffer that grows in place: at 100,000
+tokens a copy of it would cost more than all else that a call does. Invariant: what `of` gives is
+exactly the path's ids, comma by comma, without brackets, and does not change while somebody has it:
+then the buffer is left to them, and a copy grows. A short prompt is not kept, since encoding it
+anew costs less than its memory. Driven by holdings.py.
 """
 
 from collections.abc import Sequence
@@ -19,36 +21,44 @@ _MAX_STEPS = 8
 class PromptJson:
     """One per session."""
 
-    __slots__ = ("_node", "_text")
+    __slots__ = ("_buffer", "_node")
 
     def __init__(self) -> None:
         self._node = ROOT
-        self._text = b""
+        self._buffer: bytearray | None = None
 
-    def of(self, graph: TokenGraph, node: int) -> bytes:
+    def of(self, graph: TokenGraph, node: int) -> bytes | memoryview:
         """`1,2,3`: all tokens down to and with `node`."""
-        if node == self._node:
-            return self._text
-        text = self._extended(graph, node) or encode(graph.path_ids(node))
-        if graph.depth_of(node) >= KEPT_FROM_TOKENS:
-            self._node, self._text = node, text
-        return text
+        if graph.depth_of(node) < KEPT_FROM_TOKENS:
+            return encode(graph.path_ids(node))
+        if node != self._node or self._buffer is None:
+            self._move(graph, node)
+        assert self._buffer is not None
+        return memoryview(self._buffer).toreadonly()
 
-    def _extended(self, graph: TokenGraph, node: int) -> bytes:
-        """The kept text and what follows it; empty where `node` is not on its line."""
-        if self._node == ROOT:
-            return b""
+    def _move(self, graph: TokenGraph, node: int) -> None:
+        new = self._new_pieces(graph, node)
+        if new is None or self._buffer is None:
+            self._buffer = bytearray(encode(graph.path_ids(node)))
+        else:
+            try:
+                self._buffer += new
+            except BufferError:  # a call still sends it
+                self._buffer = self._buffer + new
+        self._node = node
+
+    def _new_pieces(self, graph: TokenGraph, node: int) -> bytes | None:
+        """What follows the kept text; None where `node` is not on its line."""
         pieces: list[bytes] = []
         for _ in range(_MAX_STEPS):
             if node == self._node:
-                pieces.append(self._text)
-                return b",".join(reversed(pieces))
+                return b"".join(reversed(pieces))
             if node == ROOT:
-                break
+                return None
             if graph.nodes[node].num_tokens:
-                pieces.append(encode(graph.ids_of(node)))
+                pieces.append(b"," + encode(graph.ids_of(node)))
             node = graph.nodes[node].parent
-        return b""
+        return None
 
 
 def encode(token_ids: Sequence[int]) -> bytes:

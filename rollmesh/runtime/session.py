@@ -22,7 +22,7 @@ from rollmesh.runtime.deltas import Answer, DeltaReader
 from rollmesh.runtime.forks import ForkReport
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.graph import Sampled
+from rollmesh.runtime.graph import Path, Sampled
 from rollmesh.runtime.history import NO_NODE, Spot
 from rollmesh.runtime.holdings import Holdings, Prompt, shared_tools
 from rollmesh.runtime.kit import SessionAsk, SessionKit
@@ -291,7 +291,7 @@ class Session:
             GenerationRequest(
                 generation_id=name,
                 session_key=self.session_id,
-                prompt_ids=held.graph.path_ids(source.node),
+                prompt_ids=Path(held.graph, source.node),
                 prompt_json=held.prompt_json(source.node),
                 params=params,
                 min_policy_version=self._min_policy_version,
@@ -338,7 +338,9 @@ class Session:
             self._void(reply)
             return
         reply.answer = self._parse(reply)
-        finish = "tool_calls" if reply.answer.tool_calls else generation.finish_reason
+        finish = generation.finish_reason
+        if reply.answer.tool_calls and finish == "stop":  # one cut short is no call to carry out
+            finish = "tool_calls"
         self._enter(reply, generation, finish)
         reply.state = ReplyState.COMMITTED
         self.engine_fault = ""
