@@ -5,7 +5,7 @@ environment (`home` '') runs in `make test` too; the others live in .venv-client
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rollmesh.testing.agent_engine import Say, Use
@@ -176,12 +176,14 @@ ROSTER = (
 )
 
 
-def rows(clients: tuple[Client, ...] = ROSTER) -> Iterator[Row]:
+def rows(clients: tuple[Client, ...] = ROSTER) -> list[Row]:
     """Every task of these clients."""
-    for client in clients:
-        for dialect in client.dialects:
-            for mode in client.modes:
-                yield Row(client, dialect, mode)
+    return [
+        Row(client, dialect, mode)
+        for client in clients
+        for dialect in client.dialects
+        for mode in client.modes
+    ]
 
 
 IN_HOUSE = tuple(client for client in ROSTER if not client.home)
