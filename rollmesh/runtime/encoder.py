@@ -39,36 +39,50 @@ class FastEncoder:
     """Encodes as the folder's tokenizer.json says; see the module."""
 
     def __init__(
-        self, bpe: Callable[[str], list[int]], added: dict[str, int], composes: bool
+        self, bpe: Callable[[str], list[int]], added: Sequence[_AddedToken], composes: bool
     ) -> None:
-        """`composes`: text is brought into Unicode's NFC first."""
+        """`composes`: text is brought into Unicode's NFC, and some tokens are found only then."""
         self._bpe = bpe
-        self._added = added
         self._composes = composes
-        longest_first = sorted(added, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._firsts = tuple({token[0] for token in added})
+        self._raw = _Cuts([token for token in added if not token.normalized])
+        self._composed = _Cuts([token for token in added if token.normalized])
 
     def encode(self, text: str) -> list[int]:
         """Token ids; added tokens in the text are recognised."""
+        return self._raw.around(text, self._encode_composed)
+
+    def _encode_composed(self, text: str) -> list[int]:
+        if self._composes and not text.isascii():
+            text = unicodedata.normalize("NFC", text)
+        return self._composed.around(text, self._bpe)
+
+
+class _Cuts:
+    """Added tokens, which stand for themselves wherever they occur."""
+
+    def __init__(self, tokens: Sequence[_AddedToken]) -> None:
+        self._ids = {token.content: token.id for token in tokens}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self._firsts = tuple({text[0] for text in self._ids})
+
+    def around(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Their ids, and what `encode` gives for the text between them."""
         for first in self._firsts:
             if first in text:
-                return self._encode_around(text)
-        return self._encode_between(text)
-
-    def _encode_around(self, text: str) -> list[int]:
+                break
+        else:
+            return encode(text)
         ids: list[int] = []
         start = 0
         for found in self._pattern.finditer(text):
-            ids += self._encode_between(text[start : found.start()])
-            ids.append(self._added[found.group()])
+            if found.start() > start:
+                ids += encode(text[start : found.start()])
+            ids.append(self._ids[found.group()])
             start = found.end()
-        return ids + self._encode_between(text[start:]) if start else self._encode_between(text)
-
-    def _encode_between(self, text: str) -> list[int]:
-        if self._composes and not text.isascii():
-            text = unicodedata.normalize("NFC", text)
-        return self._bpe(text)
+        if not start:
+            return encode(text)
+        return ids + encode(text[start:]) if start < len(text) else ids
 
 
 def fast_encoder(
@@ -104,7 +118,7 @@ def _build(spec: dict[str, Any], pieces: Sequence[bytes]) -> FastEncoder | None:
         and spec.get("truncation") is None
         and spec.get("padding") is None
         and not any(token.single_word or token.lstrip or token.rstrip for token in added)
-        and not (composes and any(token.normalized for token in added))
+        and all(token.content.isascii() for token in added if token.normalized)
     )
     own_ids = {token.id for token in added}
     ranks = {pieces[i]: i for i in model["vocab"].values() if i not in own_ids}
@@ -113,7 +127,7 @@ def _build(spec: dict[str, Any], pieces: Sequence[bytes]) -> FastEncoder | None:
     if any(bytes([byte]) not in ranks for byte in range(256)):
         return None
     bpe = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    return FastEncoder(bpe.encode_ordinary, {t.content: t.id for t in added}, composes)
+    return FastEncoder(bpe.encode_ordinary, added, composes)
 
 
 def _pattern(spec: dict[str, Any]) -> str | None:

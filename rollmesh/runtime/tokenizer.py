@@ -18,7 +18,10 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from rollmesh.core.errors import ModelError
+from rollmesh.core.logs import get_logger
 from rollmesh.runtime.encoder import MAX_CHARS, fast_encoder
+
+log = get_logger()
 
 _SHORT_CHARS = 48
 """Texts up to this length are encoded once: role tags and separators come back in every turn."""
@@ -108,7 +111,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - door: the library raises bare Exception
         raise ModelError(f"{path}: not a tokenizer: {error}") from None
-    return Tokenizer(backend, str(folder), _model_vocab_size(folder))
+    tokenizer = Tokenizer(backend, str(folder), _model_vocab_size(folder))
+    if not tokenizer.is_fast:
+        log.warning("tokenizer.slow", path=str(path), reason="tiktoken would encode otherwise")
+    return tokenizer
 
 
 def _model_vocab_size(folder: Path) -> int:

@@ -59,6 +59,11 @@ def other_pattern(spec: dict[str, Any]) -> None:
     spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{L}+|\s+(?!\S)|[^\p{L}]"
 
 
+def marks_in_composed_text(spec: dict[str, Any]) -> None:
+    for token in spec["added_tokens"]:
+        token["normalized"] = not token["special"]
+
+
 def lower_case(spec: dict[str, Any]) -> None:
     spec["normalizer"] = {"type": "Lowercase"}
 
@@ -80,6 +85,7 @@ def one_merge_less(spec: dict[str, Any]) -> None:
     ("change", "stays_fast"),
     [
         (other_pattern, True),
+        (marks_in_composed_text, True),
         (lower_case, False),
         (other_order, False),
         (spaces_before_marks, False),
@@ -94,5 +100,7 @@ def test_a_tokenizer_that_differs_is_left_to_the_library(
     library = tokenizers.Tokenizer.from_str(orjson.dumps(spec).decode())
     tokenizer = Tokenizer(library)
     assert tokenizer.is_fast is stays_fast
-    text = "Import <think> os; a  b </tool_call>the self.assertEqual(x)\n" * 3
+    text = (
+        "Import <think>\u0338 os; a  b </tool_call>the <|im_end|>\u0338 self.assertEqual(x)\n" * 3
+    )
     assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
