@@ -133,6 +133,14 @@ class Reply:
         return self.generation is not None and self.generation.state is not GenerationState.VOID
 
     @property
+    def is_ended(self) -> bool:
+        """No more tokens will come."""
+        return self.generation is None or self.generation.state in (
+            GenerationState.COMMITTED,
+            GenerationState.VOID,
+        )
+
+    @property
     def finish_reason(self) -> str:
         """Of a committed reply: `stop`, `length` or `tool_calls`."""
         return self._graph.nodes[self.node].finish_reason

@@ -46,19 +46,12 @@ class Answer:
     def send(self, events: bytes, now_s: float) -> None:
         """Events of a stream."""
         self._is_fresh = True
-        if self._is_chunked:
-            events = b"%x\r\n%b\r\n" % (len(events), events)
-        if not self.is_open:
-            self.is_open = True
-            framing = _CHUNKED if self._is_chunked else b""
-            kind = b"text/event-stream; charset=utf-8"
-            events = self._head(kind, framing, self._keeps_stream, now_s) + events
-        self._write(events)
+        self._write(self._framed(events, now_s))
 
-    def close(self) -> web.StreamResponse:
-        """End a stream."""
-        if self._is_chunked:
-            self._write(_LAST_CHUNK)
+    def close(self, events: bytes, now_s: float) -> web.StreamResponse:
+        """The last events of a stream, and its end."""
+        framed = self._framed(events, now_s)
+        self._write(framed + _LAST_CHUNK if self._is_chunked else framed)
         return written(self._keeps_stream)
 
     def beat(self, now_s: float) -> None:
@@ -70,6 +63,17 @@ class Answer:
     async def drain(self) -> None:
         """Until the connection takes more."""
         await self._request.writer.drain()
+
+    def _framed(self, events: bytes, now_s: float) -> bytes:
+        """Events as they go on the wire; the first with the head before them."""
+        if self._is_chunked:
+            events = b"%x\r\n%b\r\n" % (len(events), events)
+        if self.is_open:
+            return events
+        self.is_open = True
+        framing = _CHUNKED if self._is_chunked else b""
+        kind = b"text/event-stream; charset=utf-8"
+        return self._head(kind, framing, self._keeps_stream, now_s) + events
 
     @property
     def _keeps_stream(self) -> bool:

@@ -161,32 +161,33 @@ class Exchange:
         heart = _Heart(self._answer, self._kit)
         try:
             if len(replies) == 1:
-                await self._send_choice(session, replies[0], stream, 0)
+                last = await self._follow(session, replies[0], stream, 0)
             else:
-                await self._send_choices(session, replies, stream)
+                last = await self._follow_all(session, replies, stream)
         finally:
             heart.stop()
-        if rest := stream.close():
-            self._answer.send(rest, self._now_s())
-        return self._answer.close()
+        self.state = ExchangeState.STREAMING
+        return self._answer.close(last + stream.close(), self._now_s())
 
-    async def _send_choices(
+    async def _follow_all(
         self, session: Session, replies: Sequence[Reply], stream: Stream
-    ) -> None:
+    ) -> bytes:
+        async def follow(choice: int, reply: Reply) -> None:
+            await self._send(await self._follow(session, reply, stream, choice))
+
         try:
             async with asyncio.TaskGroup() as group:
-                for n, reply in enumerate(replies):
-                    group.create_task(self._send_choice(session, reply, stream, n))
+                for choice, reply in enumerate(replies):
+                    group.create_task(follow(choice, reply))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        return b""
 
-    async def _send_choice(
-        self, session: Session, reply: Reply, stream: Stream, choice: int
-    ) -> None:
-        """Send deltas while tokens come: one write with all that has arrived."""
+    async def _follow(self, session: Session, reply: Reply, stream: Stream, choice: int) -> bytes:
+        """Send deltas while tokens come, one write with all that has arrived; returns the last."""
         reader = session.reader(reply)
         num_read = 0
-        while await reply.wait(num_read):
+        while await reply.wait(num_read) and not reply.is_ended:
             token_ids = reply.token_ids(num_read)
             num_read += len(token_ids)
             delta = reader.feed(token_ids)
@@ -196,14 +197,12 @@ class Exchange:
         rest = reply.token_ids(num_read)
         delta = reader.feed(rest) if len(rest) else None
         events = stream.piece(choice, delta) if delta is not None else b""
-        last = reader.end(num_read + len(rest))
-        await self._send(events + stream.end(choice, last))
+        return events + stream.end(choice, reader.end(num_read + len(rest)))
 
     async def _send(self, events: bytes) -> None:
-        if events:
-            self.state = ExchangeState.STREAMING
-            self._answer.send(events, self._now_s())
-            await self._answer.drain()
+        self.state = ExchangeState.STREAMING
+        self._answer.send(events, self._now_s())
+        await self._answer.drain()
 
     def _refuse(self, error: SessionError) -> web.StreamResponse:
         """An error reply; after the first byte of a stream, an error event."""
@@ -211,8 +210,7 @@ class Exchange:
             return refusal(self._dialect.error(error), error)
         assert self._stream is not None, "a plain answer fails before its first byte"
         try:
-            self._answer.send(self._stream.error(error), self._now_s())
-            return self._answer.close()
+            return self._answer.close(self._stream.error(error), self._now_s())
         except ConnectionError:
             self.state = ExchangeState.ABANDONED
             raise
