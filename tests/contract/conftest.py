@@ -1,8 +1,8 @@
 """The engines that the contract is held against: ours in both stream forms, and a real SGLang.
 
 SGLang is the one that `make sglang` installed, started once; or, where ROLLMESH_SGLANG_URL names
-one, that: it must serve tests/contract/model.py's folder in float32, with the defaults of its flags
-but for `--incremental-streaming-output`, and it is left as it was found.
+one, that: it must serve tests/contract/model.py's folder in float32, with LIMITS, in either form of
+streams, and it is left as it was found.
 """
 
 import os
@@ -17,6 +17,8 @@ from tests.contract.engines import WAIT_S, EngineUnderContract
 from tests.contract.model import write_contract_model
 from tests.contract.processes import SGLANG_INSTALLED, embedded_engine, sglang_engine
 
+LIMITS = ("--max-running-requests", "32", "--max-queued-requests", "64")
+"""So that a queue can be filled; the other flags are what they are by default."""
 NOT_INSTALLED = "SGLang is not installed: make sglang"
 
 
@@ -28,19 +30,25 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     scope="session",
-    params=["embedded", "embedded_incremental", pytest.param("sglang", marks=pytest.mark.sglang)],
+    params=[
+        "embedded",
+        "embedded_incremental",
+        pytest.param("sglang", marks=pytest.mark.sglang),
+        pytest.param("sglang_incremental", marks=pytest.mark.sglang),
+    ],
 )
 def address(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[str]:
     """Where the engine serves."""
     given = os.environ.get("ROLLMESH_SGLANG_URL", "").rstrip("/")
+    name, _, form = request.param.partition("_")
+    flags = [*LIMITS, *["--incremental-streaming-output"] * bool(form)]
     with ExitStack() as stack:
-        if request.param != "sglang":
-            incremental = ["--incremental-streaming-output"] * ("incremental" in request.param)
-            yield stack.enter_context(embedded_engine(model_folder, *incremental)).address
+        if name == "embedded":
+            yield stack.enter_context(embedded_engine(model_folder, *flags)).address
         elif given:
             yield given
         elif SGLANG_INSTALLED.exists():
-            yield stack.enter_context(sglang_engine(model_folder)).address
+            yield stack.enter_context(sglang_engine(model_folder, *flags)).address
         else:
             pytest.skip(NOT_INSTALLED)
 

@@ -9,6 +9,8 @@ from tests.contract.engines import LONG, EngineUnderContract, Json
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18]
 GOES_ON: Json = {"max_new_tokens": 1000, "ignore_eos": True}
+SHARED: Json = {"max_new_tokens": 900, "ignore_eos": True}
+"""So long, and yet as many as may run at once have room in memory beside each other."""
 LATER: Json = {"max_new_tokens": 200, "ignore_eos": True}
 
 
@@ -50,6 +52,73 @@ async def test_aborting_what_is_unknown_is_answered_and_does_nothing(
     assert (await engine.post("/abort_request", rid="later")).status_code == 200
     answer = await engine.generate(PROMPT, rid="later")
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
+
+
+async def test_an_abort_that_is_said_again_ends_it_once(engine: EngineUnderContract) -> None:
+    async with engine.streaming(PROMPT, sampling_params=LONG, rid="twice") as stream:
+        await anext(stream)
+        for _ in range(3):
+            assert (await engine.post("/abort_request", rid="twice")).status_code == 200
+        told = [event async for event in stream]
+    ends = [e["meta_info"]["finish_reason"] for e in told if e["meta_info"]["finish_reason"]]
+    assert [end["type"] for end in ends] == ["abort"]
+    again = await engine.generate(PROMPT, rid="twice")
+    assert again["meta_info"]["finish_reason"]["type"] == "length"
+
+
+async def test_a_cut_generation_goes_on_from_its_exact_tokens_under_another_key(
+    engine: EngineUnderContract,
+) -> None:
+    greedy = {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}
+    whole = await engine.generate(PROMPT, sampling_params=greedy, extra_key="1")
+    events: list[Json] = []
+    async with engine.streaming(PROMPT, sampling_params=greedy, extra_key="1", rid="cut") as stream:
+        async for event in stream:
+            if not events:
+                await engine.post("/pause_generation", mode="abort")
+                assert (await engine.post("/flush_cache")).status_code == 200
+                await engine.post("/continue_generation")
+            events.append(event)
+    parts = events if engine.is_incremental else events[-1:]
+    first = [token for event in parts for token in event["output_ids"]]
+    assert events[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(first) < 400
+    rest = {**greedy, "max_new_tokens": 400 - len(first)}
+    resumed = await engine.generate(PROMPT + first, sampling_params=rest, extra_key="2")
+    assert resumed["meta_info"]["cached_tokens"] == 0
+    assert first + resumed["output_ids"] == whole["output_ids"]
+
+
+async def test_what_finds_the_queue_full_is_told_to_come_back(engine: EngineUnderContract) -> None:
+    info = await engine.get("/server_info")
+    held: list[asyncio.Task[httpx.Response]] = []
+    for num in (info["max_running_requests"], info["max_queued_requests"]):
+        asked = [
+            engine.post("/generate", input_ids=PROMPT, sampling_params=SHARED) for _ in range(num)
+        ]
+        held += map(asyncio.create_task, asked)
+        await engine.until_running(len(held))
+    refused = await engine.post("/generate", input_ids=PROMPT)
+    assert refused.status_code == 503
+    assert refused.json()["message"] == "The request queue is full."
+    async with engine.streaming(PROMPT, sampling_params=LONG) as stream:
+        (event,) = [event async for event in stream]
+    reason = event["meta_info"]["finish_reason"]
+    assert (reason["type"], reason["status_code"]) == ("abort", 503)
+    await engine.post("/abort_request", abort_all=True)
+    assert {response.status_code for response in await asyncio.gather(*held)} == {200}
+
+
+async def test_no_disconnect_leaves_anything_running(engine: EngineUnderContract) -> None:
+    async def leave_early(number: int) -> None:
+        body: Json = {"sampling_params": LONG, "rid": f"left-{number}"}
+        async with engine.streaming([number, *PROMPT], **body) as stream:
+            await anext(stream)
+
+    await asyncio.gather(*(leave_early(number) for number in range(1, 17)))
+    await engine.until_idle()
+    again = await engine.generate(PROMPT, rid="left-3")
+    assert again["meta_info"]["finish_reason"]["type"] == "length"
 
 
 async def test_a_second_request_of_a_live_id_is_refused(engine: EngineUnderContract) -> None:
