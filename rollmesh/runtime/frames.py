@@ -55,8 +55,11 @@ class Frames:
     def extend(
         self, sampled_ids: Sequence[int], messages: Sequence[ChatMessage]
     ) -> list[int] | None:
-        """What follows `sampled_ids`, with their turn's end if it is missing; None as above."""
-        if not messages or not _are_plain(messages):
+        """What follows `sampled_ids`, with their turn's end if it is missing; None as above.
+
+        No messages are no exception: then the model is asked for another turn of its own.
+        """
+        if not _are_plain(messages):
             return None
         ids: list[int] = []
         if not sampled_ids or sampled_ids[-1] not in self._ends:

@@ -1,5 +1,6 @@
 """One model folder and its prompts for all tests of the room."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,9 @@ def prompts(family: Family, tokenizer: Tokenizer) -> Prompts:
 @pytest.fixture(scope="session")
 def template_prompts(model_folder: Path, tokenizer: Tokenizer) -> Prompts:
     return Prompts(choose_family(model_folder, "template", tokenizer), tokenizer)
+
+
+@pytest.fixture
+def say(tokenizer: Tokenizer) -> Callable[[str], Sequence[int]]:
+    """Token ids of a finished turn."""
+    return lambda text: tokenizer.encode(text + "<|im_end|>")

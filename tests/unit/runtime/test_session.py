@@ -1,70 +1,35 @@
-"""Calls, retries, forks and the end of a session, against scripted generations."""
+"""Calls, retries and the end of a session, against scripted generations."""
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
-from rollmesh.core.ids import GroupId, RolloutId
-from rollmesh.core.types import SamplingPolicy
-from rollmesh.runtime.deltas import Answer
+from rollmesh.core.types import EVAL_SAMPLING, FieldPolicy, Grammar, SamplingPolicy, SamplingRule
 from rollmesh.runtime.forks import ForkCause
 from rollmesh.runtime.generation import GenerationSettings
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.reply import Reply
 from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.turns import SamplingAsk, Turn
+from rollmesh.runtime.turns import SamplingAsk
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedSampler, logprob_at
-
-USER: dict[str, object] = {"role": "user", "content": "guess"}
-MORE: dict[str, object] = {"role": "user", "content": "higher"}
-TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
-TO_THE_END = 1 << 62
-
-
-def said(content: str) -> dict[str, object]:
-    return {"role": "assistant", "content": content}
-
-
-def turn(*messages: dict[str, object], is_retry: bool = False, tools: bytes = b"") -> Turn:
-    raws = [msgspec.json.encode(message) for message in messages]
-    return Turn(messages=raws, digest=hash((*raws, tools)), is_retry=is_retry, tools=tools)
-
-
-def open_session(
-    sampler: ScriptedSampler, prompts: Prompts, max_context_tokens: int = 4096
-) -> Session:
-    runtime = Runtime(sampler, prompts, max_context_tokens, sampler.clock)
-    rollout_id = RolloutId(GroupId("r", 0), 0)
-    return runtime.open_session(rollout_id, SamplingPolicy(), seed=7).session
-
-
-async def call(session: Session, asked: Turn) -> tuple[Reply, Answer]:
-    """What an exchange does, without HTTP."""
-    (reply,) = await session.attach(asked)
-    reply.join()
-    try:
-        await reply.wait(TO_THE_END)
-        answer = session.finish(reply)
-        session.delivered(reply)
-        return reply, answer
-    finally:
-        reply.leave()
-
-
-@pytest.fixture
-def say(tokenizer: Tokenizer) -> Callable[[str], Sequence[int]]:
-    """Token ids of a finished turn."""
-    return lambda text: tokenizer.encode(text + "<|im_end|>")
-
-
-Say = Callable[[str], Sequence[int]]
+from tests.unit.runtime.session_world import (
+    MORE,
+    TO_THE_END,
+    TOOLS,
+    USER,
+    Message,
+    Say,
+    call,
+    open_session,
+    said,
+    turn,
+    with_fields,
+)
 
 
 async def test_the_next_prompt_is_the_exact_tokens_so_far_and_the_new_message(
@@ -96,6 +61,8 @@ async def test_a_call_that_ends_with_an_answer_does_not_spoil_the_next_prompt(
     rest = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(last) == tokenizer.decode([*first, *say("4")]) + rest
     assert last[: len(first)] == first
+    # The answer that the agent left behind is what it went back on; nothing was rendered anew.
+    assert [row.cause for row in session.fork_report().forks] == [ForkCause.REWOUND]
 
 
 async def test_the_record_holds_each_token_once_with_its_logprob(
@@ -318,11 +285,11 @@ async def test_tool_calls_are_known_by_id_when_the_agent_comes_back(
     assert reply.finish_reason == "tool_calls"
     (made,) = answer.tool_calls
     function = {"name": "f", "arguments": '{"a":1}'}
-    echo: dict[str, object] = {
+    echo: Message = {
         "role": "assistant",
         "tool_calls": [{"id": made.id, "function": function}],
     }
-    result: dict[str, object] = {"role": "tool", "tool_call_id": made.id, "content": "42"}
+    result: Message = {"role": "tool", "tool_call_id": made.id, "content": "42"}
     await call(session, turn(USER, echo, result, tools=TOOLS))
     prompt = list(sampler.requests[1].prompt_ids)
     start = len(sampler.requests[0].prompt_ids)
@@ -353,3 +320,43 @@ async def test_a_session_never_goes_back_to_older_weights(prompts: Prompts, say:
     await call(session, turn(USER))
     await call(session, turn(USER, said("4"), MORE))
     assert [request.min_policy_version for request in sampler.requests] == [-1, 5]
+
+
+async def test_a_call_that_was_cut_short_is_no_reason_to_call(
+    prompts: Prompts, tokenizer: Tokenizer
+) -> None:
+    sampler = ScriptedSampler()
+    session = open_session(sampler, prompts)
+    (reply,) = await session.attach(turn(USER, tools=TOOLS))
+    reply.join()
+    said = tokenizer.encode('<tool_call>\n{"name": "f", "arguments": {"a": "lo')
+    sampler.generations[0].end(*said, reason="length")
+    answer = session.finish(reply)
+    assert [call.arguments for call in answer.tool_calls] == ['{"a": "lo']
+    assert reply.finish_reason == "length"
+
+
+async def test_what_the_policy_decides_is_in_the_params_and_named(
+    prompts: Prompts, say: Say
+) -> None:
+    grammar = Grammar("regex", "[0-9]")
+    ask = SamplingAsk(temperature=0.0, min_p=0.1, logit_bias=((5, -1.0),), grammar=grammar)
+    asked = with_fields(turn(USER), ask=ask)
+    sampler = ScriptedSampler(lambda _: say("4"))
+    reply, _ = await call(open_session(sampler, prompts), asked)
+    params = reply.head.params
+    assert (params.temperature, params.min_p, params.logit_bias) == (1.0, 0.0, ())
+    assert params.grammar == grammar
+    assert reply.head.forced == ("temperature", "min_p", "logit_bias")
+    free, _ = await call(open_session(sampler, prompts, sampling=EVAL_SAMPLING), asked)
+    assert (free.head.params.min_p, free.head.params.logit_bias) == (0.1, ((5, -1.0),))
+    assert free.head.forced == ()
+    strict = SamplingPolicy(grammar=SamplingRule(FieldPolicy.FORCE))
+    bound, _ = await call(open_session(sampler, prompts, sampling=strict), asked)
+    assert bound.head.params.grammar is None
+
+
+async def test_a_bias_on_a_token_that_the_model_has_not_is_refused(prompts: Prompts) -> None:
+    ask = SamplingAsk(logit_bias=((10**9, 1.0),))
+    with pytest.raises(SessionError, match="logit_bias: expected token ids"):
+        await open_session(ScriptedSampler(), prompts).attach(with_fields(turn(USER), ask=ask))

@@ -1,0 +1,78 @@
+"""A session and what an exchange does with it, without HTTP."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.deltas import Answer
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.reply import Reply
+from rollmesh.runtime.session import Session
+from rollmesh.runtime.turns import Turn
+from rollmesh.testing.sampler import ScriptedSampler
+
+Message = dict[str, object]
+Say = Callable[[str], Sequence[int]]
+
+USER: Message = {"role": "user", "content": "guess"}
+MORE: Message = {"role": "user", "content": "higher"}
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
+TO_THE_END = 1 << 62
+
+
+def said(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def turn(*messages: Message, is_retry: bool = False, tools: bytes = b"") -> Turn:
+    raws = [msgspec.json.encode(message) for message in messages]
+    return Turn(messages=raws, digest=hash((*raws, tools)), is_retry=is_retry, tools=tools)
+
+
+def with_fields(asked: Turn, **fields: object) -> Turn:
+    return msgspec.structs.replace(asked, **fields)
+
+
+def open_session(
+    sampler: ScriptedSampler,
+    prompts: Prompts,
+    max_context_tokens: int = 4096,
+    sampling: SamplingPolicy | None = None,
+) -> Session:
+    runtime = Runtime(sampler, prompts, max_context_tokens, sampler.clock)
+    rollout_id = RolloutId(GroupId("r", 0), 0)
+    return runtime.open_session(rollout_id, sampling or SamplingPolicy(), seed=7).session
+
+
+async def call(session: Session, asked: Turn) -> tuple[Reply, Answer]:
+    """A turn of one choice, to its last byte."""
+    ((reply, answer),) = await call_all(session, asked)
+    return reply, answer
+
+
+async def call_all(session: Session, asked: Turn) -> list[tuple[Reply, Answer]]:
+    """All choices of a turn, to their last byte."""
+    replies = await session.attach(asked)
+    for reply in replies:
+        reply.join()
+    try:
+        for reply in replies:
+            await reply.wait(TO_THE_END)
+        answers = [(reply, session.finish(reply)) for reply in replies]
+        for reply in replies:
+            session.delivered(reply)
+        return answers
+    finally:
+        for reply in replies:
+            reply.leave()
+
+
+def trained(session: Session) -> list[tuple[int, bool, str]]:
+    """(parent, superseded, finish reason) of the sampled rows; seals the session."""
+    session.seal("done")
+    rows = [row for row in session.record().nodes if row.sampled]
+    return [(row.parent, row.superseded, row.finish_reason) for row in rows]

@@ -1,0 +1,106 @@
+"""Replies that are gone on from by name, leads, counts: what a session holds of its talks."""
+
+import msgspec
+import pytest
+
+from rollmesh.core.errors import SessionError
+from rollmesh.runtime.forks import ForkCause
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.turns import ToolChoice
+from rollmesh.testing.sampler import ScriptedSampler
+from tests.unit.runtime.session_world import (
+    MORE,
+    SYSTEM,
+    TOOLS,
+    USER,
+    Message,
+    Say,
+    call,
+    call_all,
+    open_session,
+    said,
+    trained,
+    turn,
+    with_fields,
+)
+
+
+async def test_a_named_reply_is_gone_on_from_without_its_history(
+    prompts: Prompts, tokenizer: Tokenizer, say: Say
+) -> None:
+    sampler = ScriptedSampler([say("4"), say("5"), say("6")])
+    session = open_session(sampler, prompts)
+    first, _ = await call(session, turn(SYSTEM, USER))
+    named = with_fields(turn(MORE), previous_reply=first.head.id)
+    second, _ = await call(session, named)
+    before = [*sampler.requests[0].prompt_ids, *say("4")]
+    assert list(sampler.requests[1].prompt_ids)[: len(before)] == before
+    with_system = with_fields(turn(SYSTEM, USER), previous_reply=second.head.id)
+    await call(session, with_system)
+    text = tokenizer.decode(list(sampler.requests[2].prompt_ids))
+    assert text.count("Be brief.") == 1
+    assert not session.fork_report().forks
+    session.seal("done")
+    shown = [each["content"] for each in msgspec.json.decode(session.record().messages)]
+    assert shown == ["Be brief.", "guess", "4", "higher", "5", "guess", "6"]
+
+
+async def test_other_instructions_replace_those_of_the_line(
+    prompts: Prompts, tokenizer: Tokenizer, say: Say
+) -> None:
+    sampler = ScriptedSampler([say("4"), say("5")])
+    session = open_session(sampler, prompts)
+    first, _ = await call(session, turn(SYSTEM, USER))
+    other: Message = {"role": "system", "content": "Be loud."}
+    await call(session, with_fields(turn(other, MORE), previous_reply=first.head.id))
+    text = tokenizer.decode(list(sampler.requests[1].prompt_ids))
+    assert "Be loud." in text
+    assert "Be brief." not in text
+    assert text.index("guess") < text.index("higher")
+    assert [row.cause for row in session.fork_report().forks] == [ForkCause.SYSTEM_CHANGED]
+
+
+async def test_other_tools_behind_a_named_reply_are_a_fork(prompts: Prompts, say: Say) -> None:
+    session = open_session(ScriptedSampler([say("4"), say("5")]), prompts)
+    first, _ = await call(session, turn(USER))
+    await call(session, with_fields(turn(MORE, tools=TOOLS), previous_reply=first.head.id))
+    assert [row.cause for row in session.fork_report().forks] == [ForkCause.TOOLS_CHANGED]
+
+
+async def test_an_unknown_reply_is_refused_by_name(prompts: Prompts) -> None:
+    session = open_session(ScriptedSampler(), prompts)
+    await session.attach(turn(USER))
+    for name in ("resp_1", f"{session.session_id}-0", f"{session.session_id}-9", "x-0"):
+        with pytest.raises(SessionError, match="not found") as caught:
+            await session.attach(with_fields(turn(MORE), previous_reply=name))
+        assert (caught.value.status, caught.value.code) == (400, "previous_response_not_found")
+
+
+async def test_a_required_call_is_begun_as_context(
+    prompts: Prompts, tokenizer: Tokenizer, say: Say
+) -> None:
+    sampler = ScriptedSampler(lambda _: say(' {"a": 1}}\n</tool_call>'))
+    session = open_session(sampler, prompts)
+    asked = with_fields(turn(USER, tools=TOOLS), tool_choice=ToolChoice("required"), num_choices=2)
+    answered = await call_all(session, asked)
+    lead = prompts.lead(ToolChoice("required"), None, TOOLS)
+    assert list(sampler.requests[0].prompt_ids)[-len(lead) :] == list(lead)
+    for reply, answer in answered:
+        assert [made.name for made in answer.tool_calls] == ["f"], tokenizer.decode(lead)
+        assert reply.head.num_prompt_tokens == len(sampler.requests[0].prompt_ids)
+    assert trained(session) == [(1, False, "tool_calls")] * 2
+
+
+async def test_tokens_are_counted_without_a_trace(prompts: Prompts, say: Say) -> None:
+    sampler = ScriptedSampler([say("4"), say("5")])
+    session = open_session(sampler, prompts)
+    num_first = session.count(turn(USER))
+    reply, _ = await call(session, turn(USER))
+    assert num_first == reply.head.num_prompt_tokens
+    num_tokens = session.count(turn(USER, said("4"), MORE))
+    held = session.held_bytes
+    await call(session, turn(USER, said("4"), MORE))
+    assert num_tokens == len(sampler.requests[1].prompt_ids)
+    assert held < session.held_bytes
+    assert session.num_calls == 2

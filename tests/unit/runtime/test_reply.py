@@ -1,0 +1,165 @@
+"""Choices, and what a turn that is sent again is answered with."""
+
+import pytest
+
+from rollmesh.core.errors import SessionError
+from rollmesh.core.types import EVAL_SAMPLING
+from rollmesh.runtime.generation import GenerationSettings
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.reply import ReplyState
+from rollmesh.runtime.samples import reasons_of
+from rollmesh.runtime.stops import StopStrings
+from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.turns import SamplingAsk
+from rollmesh.testing.clock import FakeClock
+from rollmesh.testing.sampler import ScriptedSampler
+from tests.unit.runtime.session_world import (
+    MORE,
+    USER,
+    Say,
+    call,
+    call_all,
+    open_session,
+    said,
+    trained,
+    turn,
+    with_fields,
+)
+
+
+async def test_choices_are_siblings_of_one_context_with_their_own_seeds(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler([say("4"), say("5"), say("6")])
+    session = open_session(sampler, prompts)
+    answered = await call_all(session, with_fields(turn(USER), num_choices=3))
+    assert [answer.content for _, answer in answered] == ["4", "5", "6"]
+    assert [reply.head.index for reply, _ in answered] == [0, 1, 2]
+    assert len({reply.head.id for reply, _ in answered}) == 3
+    assert len({request.params.seed for request in sampler.requests}) == 3
+    assert trained(session) == [(0, False, "stop")] * 3
+
+
+async def test_choices_under_the_clients_seed_differ_too(prompts: Prompts, say: Say) -> None:
+    sampler = ScriptedSampler(lambda _: say("4"))
+    session = open_session(sampler, prompts, sampling=EVAL_SAMPLING)
+    asked = with_fields(turn(USER), num_choices=2, ask=SamplingAsk(seed=11))
+    await call_all(session, asked)
+    assert [request.params.seed for request in sampler.requests] == [11, 12]
+
+
+async def test_a_marked_retry_gets_all_choices_again(prompts: Prompts, say: Say) -> None:
+    session = open_session(ScriptedSampler([say("4"), say("5")]), prompts)
+    asked = with_fields(turn(USER), num_choices=2)
+    first = await call_all(session, asked)
+    again = await call_all(session, with_fields(asked, is_retry=True))
+    assert first == again
+    assert session.num_calls == 2
+
+
+async def test_a_history_goes_on_from_the_choice_that_it_shows(prompts: Prompts, say: Say) -> None:
+    sampler = ScriptedSampler([say("4"), say("5"), say("6")])
+    session = open_session(sampler, prompts)
+    await call_all(session, with_fields(turn(USER), num_choices=2))
+    await call(session, turn(USER, said("4"), MORE))
+    assert not session.fork_report().forks
+    session.seal("done")
+    assert [row.parent for row in session.record().nodes] == [-1, 0, 0, 1, 3]
+
+
+async def test_a_failed_choice_takes_the_undelivered_others_along(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
+    session = open_session(sampler, prompts)
+    asked = with_fields(turn(USER), num_choices=3)
+    replies = await session.attach(asked)
+    sampler.generations[0].end(*say("4"))
+    session.finish(replies[0])
+    sampler.generations[1].fail("out of memory")
+    sampler.generations[2].show(*say("6")[:1])
+    again = await session.attach(asked)
+    assert not set(again) & set(replies)
+    assert [reply.state for reply in replies] == [ReplyState.VOID] * 3
+    for generation in sampler.generations[3:]:
+        generation.end(*say("7"))
+    for reply in again:
+        session.finish(reply)
+        session.delivered(reply)
+    assert [finish for _, _, finish in trained(session)] == ["void", "void", *["stop"] * 3]
+
+
+async def test_five_resends_of_a_delivered_turn_train_once(prompts: Prompts, say: Say) -> None:
+    """What codex does when the end of a stream was lost: the same body, unmarked."""
+    answers = [say(str(n)) for n in range(7)]
+    session = open_session(ScriptedSampler(answers), prompts)
+    for _ in range(6):
+        _, answer = await call(session, turn(USER))
+    await call(session, turn(USER, said(answer.content), MORE))
+    session.seal("done")
+    nodes = session.record().nodes
+    reasons = reasons_of(nodes, ["main"])
+    trains = [
+        n
+        for n, (node, why) in enumerate(zip(nodes, reasons, strict=True))
+        if node.sampled and not why
+    ]
+    assert len(trains) == 2
+    assert reasons.count("superseded") == 5
+
+
+async def test_resends_of_a_cut_turn_resume_it(
+    prompts: Prompts, tokenizer: Tokenizer, say: Say
+) -> None:
+    clock = FakeClock()
+    sampler = ScriptedSampler(None, clock=clock)
+    session = open_session(sampler, prompts)
+    ids = [i for char in "I guess 4" for i in tokenizer.encode(char)] + [*say("")]
+    seen = set()
+    for n in range(5):
+        (reply,) = await session.attach(turn(USER))
+        seen.add(reply)
+        reply.join()
+        sampler.generations[0].show(ids[n])
+        reply.leave()
+    reply.join()
+    sampler.generations[0].end(*ids[5:])
+    assert session.finish(reply).content == "I guess 4"
+    assert len(seen) == 1
+    session.delivered(reply)
+    assert len(trained(session)) == 1
+
+
+async def test_a_cut_answer_that_is_shown_back_is_exact_context_and_does_not_train(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
+    session = open_session(sampler, prompts)
+    (cut,) = await session.attach(turn(USER))
+    sampler.generations[0].show(*say("I guess")[:-1])
+    sampler.generations[0].fail("lost", is_refused=True)
+    with pytest.raises(SessionError):
+        session.finish(cut)
+    (reply,) = await session.attach(turn(USER, said("I guess")))
+    before = [*sampler.requests[0].prompt_ids, *say("I guess")[:-1]]
+    assert list(sampler.requests[1].prompt_ids)[: len(before)] == before
+    sampler.generations[1].end(*say("4"))
+    session.finish(reply)
+    session.delivered(reply)
+    assert not session.fork_report().forks
+    assert [finish for _, _, finish in trained(session)] == ["void", "stop"]
+
+
+async def test_a_repeated_answer_has_its_stop_string_and_alternatives_again(
+    prompts: Prompts, tokenizer: Tokenizer, say: Say
+) -> None:
+    sampler = ScriptedSampler(
+        [say("go STOP")], new_matcher=lambda stops: StopStrings(stops, tokenizer.stream())
+    )
+    session = open_session(sampler, prompts)
+    asked = with_fields(turn(USER), ask=SamplingAsk(stop=("STOP",)))
+    first, answer = await call(session, asked)
+    shown = first.matched_stop, first.finish_reason, first.token_ids(), first.logprobs()
+    again, same = await call(session, with_fields(asked, is_retry=True))
+    assert (again.matched_stop, again.finish_reason, again.token_ids(), again.logprobs()) == shown
+    assert (shown[0], same) == ("STOP", answer)
