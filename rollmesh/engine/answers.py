@@ -199,12 +199,12 @@ def chunk_of(answer: Answer, num_seen: int) -> LegChunk:
 
 def chunks_of(told: Sequence[Answer], num_seen: int) -> list[LegChunk]:
     """What consecutive events of one leg bring, joined where the same weights sampled it."""
+    if len(told) == 1:
+        return [chunk_of(told[0], num_seen)]
     parts: list[LegChunk] = []
     for answer in told:
         parts.append(chunk_of(answer, num_seen))
         num_seen += len(parts[-1].token_ids)
-    if len(parts) < 2:
-        return parts
     return [_joined(list(run)) for _, run in groupby(parts, lambda part: part.policy_version)]
 
 

@@ -57,8 +57,9 @@ class SampledTokens:
     def _add_run(self, run: VersionRun) -> None:
         runs = self.policy_versions
         if runs and runs[-1].policy_version == run.policy_version:
-            run = VersionRun(run.policy_version, runs.pop().num_tokens + run.num_tokens)
-        runs.append(run)
+            runs[-1] = VersionRun(run.policy_version, runs[-1].num_tokens + run.num_tokens)
+        else:
+            runs.append(run)
 
     def _truncate_runs(self, num_tokens: int) -> None:
         total = sum(run.num_tokens for run in self.policy_versions)

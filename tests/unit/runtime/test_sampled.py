@@ -35,3 +35,10 @@ def test_runs_that_do_not_add_up_are_not_believed() -> None:
     tokens = sampled(1, 2)
     tokens.restate(0, (VersionRun(5, 1),))
     assert tokens.policy_versions == [VersionRun(1, 1), VersionRun(2, 1)]
+
+
+def test_likeliest_tokens_are_cut_with_their_tokens() -> None:
+    tokens = SampledTokens()
+    tokens.append([1, 2], [-1.0, -2.0], 0, [((-1.0, 1),), ((-2.0, 2),)])
+    tokens.truncate(1)
+    assert tokens.top_logprobs == [((-1.0, 1),)]
