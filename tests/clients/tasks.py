@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from tests.clients.roster import STREAM, Row
 from tests.clients.script import ANSWER, COMMANDS, REASONINGS, bash, task, write_files
 
 CLIENT_S = 90.0
+ROOM = ("--set", "model.max_context_tokens=131072")
+"""The test vocabulary makes some 30,000 tokens of what opencode sends."""
 
 
 class Ended(NamedTuple):
@@ -28,6 +30,10 @@ class Ended(NamedTuple):
     code: int
     output: str
     """Of stdout and stderr, as they came."""
+
+
+Visiting = Callable[[Row, Path, Opened], Awaitable[Ended]]
+"""Has the row's client do the task."""
 
 
 class Stage(NamedTuple):
@@ -50,23 +56,23 @@ async def open_stage(folder: Path, script: Script, *options: str) -> AsyncIterat
     agent = ScriptedAgent(load_tokenizer(model), script)
     async with (
         ScriptedEngine(agent.next_token) as engine,
-        Gateway(model, engine.url, options=options) as gateway,
+        Gateway(model, engine.url, options=(*ROOM, *options)) as gateway,
     ):
         yield Stage(agent, engine, gateway)
 
 
-async def perform(row: Row, folder: Path) -> Ran:
+async def perform(row: Row, folder: Path, visit: Visiting | None = None) -> Ran:
     """Run the row's task in `folder`; AssertionError says in a line what is not as it must be."""
     script = task(row.client.use, row.client.ending)
     async with open_stage(folder / "model", script) as stage:
         opened = await stage.gateway.open(metadata={"client": row.id})
-        ended = await visit(row, folder, opened)
+        ended = await (visit or start)(row, folder, opened)
         account = await stage.gateway.finish(opened)
         return judge(row, stage, ended, account)
 
 
-async def visit(row: Row, folder: Path, opened: Opened) -> Ended:
-    """Let the row's client do the task."""
+async def start(row: Row, folder: Path, opened: Opened) -> Ended:
+    """Let the row's client do the task, as a process."""
     home, work = folder / "home", folder / "work"
     home.mkdir()
     write_files(work)

@@ -3,6 +3,7 @@
 The key goes as `x-api-key` (0.x) or as Bearer (2.x), as each generation does by itself.
 """
 
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,6 +16,7 @@ from tests.clients.drivers.toolbox import (
     TOOL_NAME,
     TOOL_TEXT,
     Diary,
+    Order,
     order,
 )
 
@@ -55,14 +57,14 @@ def _once(client: Any, stream: bool, **body: Any) -> Any:
         return events.get_final_message()
 
 
-def main() -> None:
-    """Run the task once."""
-    ask, diary = order(), Diary()
+def play(ask: Order, diary: Diary) -> None:
+    """Do the task."""
     root = ask.base_url.removesuffix("/v1")
-    client = anthropic.Anthropic(base_url=root, api_key=ask.api_key, max_retries=0)
-    messages(client, ask.stream, diary)
-    diary.close()
+    with anthropic.Anthropic(base_url=root, api_key=ask.api_key, max_retries=0) as client:
+        messages(client, ask.stream, diary)
 
 
 if __name__ == "__main__":
-    main()
+    diary = Diary(Path())
+    play(order(), diary)
+    diary.close()

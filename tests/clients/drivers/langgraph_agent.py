@@ -1,5 +1,6 @@
 """A langgraph agent on langchain-openai or langchain-anthropic; the framework keeps the history."""
 
+from pathlib import Path
 from typing import Any
 
 from langchain_anthropic import ChatAnthropic
@@ -28,7 +29,7 @@ def model(ask: Order) -> Any:
 
 def main() -> None:
     """Run the task once."""
-    ask, diary = order(), Diary()
+    ask, diary = order(), Diary(Path())
 
     @tool(description=TOOL_TEXT)
     def bash(command: str, timeout: float = 10.0) -> str:

@@ -1,6 +1,7 @@
 """The litellm SDK, by hand: its openai, responses and anthropic providers, one task each."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import fetches a list
@@ -84,7 +85,7 @@ def responses(ask: Order, diary: Diary) -> None:
 
 def main() -> None:
     """Run the task once."""
-    ask, diary = order(), Diary()
+    ask, diary = order(), Diary(Path())
     (responses if ask.dialect == "responses" else chat)(ask, diary)
     diary.close()
 

@@ -1,6 +1,7 @@
 """An openai-agents agent on either of its model classes; the framework keeps the history."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from agents import (
@@ -18,7 +19,7 @@ from tests.clients.drivers.toolbox import QUESTION, SYSTEM, Diary, order
 
 async def main() -> None:
     """Run the task once."""
-    ask, diary = order(), Diary()
+    ask, diary = order(), Diary(Path())
     set_tracing_disabled(True)
 
     @function_tool

@@ -4,6 +4,7 @@
 before (`previous_response_id`).
 """
 
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -91,13 +92,13 @@ def _respond_once(client: Any, stream: bool, **body: Any) -> Any:
         return events.get_final_response()
 
 
-def main() -> None:
-    """Run the task once."""
-    ask, diary = order(), Diary()
-    client = openai.OpenAI(base_url=ask.base_url, api_key=ask.api_key, max_retries=0)
-    (chat if ask.dialect == "chat" else responses)(client, ask, diary)
-    diary.close()
+def play(ask: Order, diary: Diary) -> None:
+    """Do the task."""
+    with openai.OpenAI(base_url=ask.base_url, api_key=ask.api_key, max_retries=0) as client:
+        (chat if ask.dialect == "chat" else responses)(client, ask, diary)
 
 
 if __name__ == "__main__":
-    main()
+    diary = Diary(Path())
+    play(order(), diary)
+    diary.close()

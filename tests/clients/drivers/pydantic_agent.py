@@ -1,6 +1,7 @@
 """A pydantic-ai agent on each of its three model classes; the framework keeps the history."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from pydantic_ai import Agent, AgentRunResultEvent
@@ -25,7 +26,7 @@ def model(ask: Order) -> Any:
 
 async def main() -> None:
     """Run the task once."""
-    ask, diary = order(), Diary()
+    ask, diary = order(), Diary(Path())
     agent = Agent(model(ask), system_prompt=SYSTEM)
 
     @agent.tool_plain(sequential=True)

@@ -1,0 +1,29 @@
+"""The SDKs of this environment, openai and anthropic, through the gateway: every dialect."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.clients.drivers import anthropic_sdk, openai_sdk
+from tests.clients.drivers.toolbox import Diary, Order
+from tests.clients.gateway import Opened
+from tests.clients.roster import IN_HOUSE, MESSAGES, STREAM, Row, rows
+from tests.clients.script import write_files
+from tests.clients.tasks import Ended, perform
+
+
+async def play(row: Row, folder: Path, opened: Opened) -> Ended:
+    """In a thread of this process, which has imported the SDK already."""
+    write_files(folder / "work")
+    diary = Diary(folder / "work")
+    ask = Order(opened.base_url, opened.api_key, row.dialect, row.mode == STREAM)
+    driver = anthropic_sdk if row.dialect == MESSAGES else openai_sdk
+    await asyncio.to_thread(driver.play, ask, diary)
+    return Ended(0, diary.report())
+
+
+@pytest.mark.parametrize("row", rows(IN_HOUSE), ids=lambda row: row.id)
+async def test_an_sdk_does_the_task_and_its_samples_are_exact(row: Row, tmp_path: Path) -> None:
+    ran = await perform(row, tmp_path, play)
+    assert (ran.num_calls, ran.num_extending) == (3, 2)
