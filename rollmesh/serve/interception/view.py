@@ -83,7 +83,8 @@ class ReplyView:
         if not self.turn.num_top_logprobs:
             return ()
         num, rows = self.turn.num_top_logprobs, self._reply.top_logprobs()
-        return [row[:num] for row in rows[start:stop]]
+        # An engine may have listed none, for all of the reply or for a leg of it.
+        return [row[:num] for row in rows[start:stop]] if len(rows) >= stop else ()
 
     def listed_tokens(self, start: int, stop: int) -> bytes:
         """The JSON array that lists those tokens with their log-probs."""

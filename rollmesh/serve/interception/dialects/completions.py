@@ -187,7 +187,8 @@ def _logprobs(view: ReplyView, start: int, stop: int, at: int, echo: str | None)
     for token in tokens:
         offsets.append(at)
         at += len(token)
-    tops = [{text(i): logprob for logprob, i in row} for row in view.top_logprobs(start, stop)]
+    rows = view.top_logprobs(start, stop) or [()] * len(ids)
+    tops = [{text(i): logprob for logprob, i in row} for row in rows]
     return orjson.dumps(
         {
             "tokens": tokens,

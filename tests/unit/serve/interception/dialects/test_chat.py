@@ -146,6 +146,23 @@ async def test_streamed_tool_calls_are_indexed(make_desk: MakeDesk) -> None:
     assert len({piece["id"] for piece in named}) == 2
 
 
+async def test_every_chunk_has_what_clients_insist_on(make_desk: MakeDesk) -> None:
+    desk = await make_desk(f"<think>so</think>I call {CALL}{CALL}")
+    asked = {"messages": [USER], "tools": [TOOL], "stream": True}
+    *chunks, done = [data for _, data in await desk.events(asked)]
+    assert done is None
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    assert all(len(chunk["choices"]) == 1 for chunk in chunks), "no usage that nobody asked for"
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert {choice["index"] for choice in choices} == {0}
+    assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+    assert [c["delta"].get("role") for c in choices] == ["assistant"] + [None] * (len(choices) - 1)
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    reasoning = "".join(choice["delta"].get("reasoning_content", "") for choice in choices)
+    assert (text, reasoning) == ("I call", "so")
+
+
 async def test_a_function_call_of_old_is_known_again(make_desk: MakeDesk) -> None:
     desk = await make_desk(CALL, "done")
     asked = {"messages": [USER], "functions": [TOOL["function"]]}

@@ -76,6 +76,15 @@ def test_the_items_of_a_turn_are_one_message() -> None:
     ]
 
 
+def test_images_are_images() -> None:
+    url = "data:image/png;base64,aGk="
+    parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "?"}]
+    (unit,) = decode(input=[{"role": "user", "content": parts}]).messages
+    (message,) = read_unit(unit, 0)
+    assert [(image.media_type, image.data) for image in message.images()] == [("image/png", b"hi")]
+    assert message.text() == "?"
+
+
 def test_a_units_bytes_stay_when_the_history_grows() -> None:
     history = [
         {"role": "user", "content": "a"},

@@ -1,0 +1,72 @@
+"""Answers as they stand on the wire: framing, connections, headers."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from tests.unit.serve.interception.conftest import Desk, MakeDesk
+
+ASK = {"messages": [{"role": "user", "content": "guess"}]}
+
+
+async def spoken(desk: Desk, version: str, *headers: str, stream: bool) -> tuple[bytes, bytes]:
+    """Head and body of a raw answer, read until the server closes; fails if it does not."""
+    body = msgspec.json.encode({**ASK, "stream": stream})
+    lines = [
+        f"POST /v1/chat/completions HTTP/{version}",
+        "Host: x",
+        f"x-api-key: {desk.opened.api_key}",
+        f"Content-Length: {len(body)}",
+        *headers,
+    ]
+    host, _, port = desk.base.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+    raw = await reader.read()
+    writer.close()
+    head, _, rest = raw.partition(b"\r\n\r\n")
+    return head.lower(), rest
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_http_1_0_is_answered_without_chunks_and_closed(
+    make_desk: MakeDesk, stream: bool
+) -> None:
+    desk = await make_desk("I guess 4")
+    head, body = await spoken(desk, "1.0", stream=stream)
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body.endswith(b"data: [DONE]\n\n" if stream else b"}")
+    assert b"I guess 4" in body
+
+
+async def test_a_connection_is_closed_where_the_client_says_so(make_desk: MakeDesk) -> None:
+    desk = await make_desk("4", "5")
+    head, body = await spoken(desk, "1.1", "Connection: close", stream=False)
+    assert b"content-length: %d" % len(body) in head
+    assert b"connection: close" in head
+    head, body = await spoken(desk, "1.1", "Connection: close", stream=True)
+    assert b"transfer-encoding: chunked" in head
+    assert body.endswith(b"\r\n0\r\n\r\n")
+
+
+async def test_a_connection_is_kept_and_pipelined_requests_are_answered_in_order(
+    make_desk: MakeDesk,
+) -> None:
+    desk = await make_desk("first", "second", "third")
+
+    def request(stream: bool) -> bytes:
+        body = msgspec.json.encode({**ASK, "stream": stream})
+        lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+        lines.append(f"x-api-key: {desk.opened.api_key}")
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+    host, _, port = desk.base.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request(True) + request(False))
+    assert b"first" in await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
+    assert b" GMT\r\n" in await reader.readuntil(b"second")
+    writer.write(request(True))
+    assert b"third" in await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
+    writer.close()
