@@ -43,7 +43,14 @@ STYLE_OF_FAMILY = {
     "nemotron-3-ultra": CallStyle.XML,
     "nemotron-3.5": CallStyle.XML,
 }
-"""Families that frame by marks; the others are read when their replies have ended (parsed.py)."""
+"""Families that frame by marks; the others are parsed when their replies have ended (parsed.py)."""
+CALL_OPENING_OF_FAMILY = {
+    "glm-5": "<tool_call>",
+    "glm-5.1": "<tool_call>",
+    "glm-5.3": "<tool_call>",
+    "minimax-m2": "<minimax:tool_call>",
+}
+"""Of the others, those whose replies begin in reasoning, up to `</think>`, and open calls so."""
 
 
 class Renderer(Protocol):
@@ -68,6 +75,8 @@ class Renderer(Protocol):
 class Parser(Protocol):
     """What the library knows of a family's replies."""
 
+    def get_stop_token_ids(self) -> list[int]: ...
+
     def parse_response(
         self, token_ids: list[int], *, tools: list[Any] | None, prompt_ids: list[int] | None
     ) -> Any: ...
@@ -80,6 +89,8 @@ class Family(msgspec.Struct, frozen=True):
     style: CallStyle | Parser
     """How it writes calls, where reasoning and calls stand between single `<think>` and
     `<tool_call>` tokens; else who can read it."""
+    call_opening: str = ""
+    """The token before which replies need no parser, if they need one; empty if it is not known."""
     is_framed: bool = False
     """Its messages are texts in Qwen3's fixed frames (frames.py)."""
     image_id: int | None = None
@@ -121,7 +132,8 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
     if name in IMAGE_FAMILIES:
         placing = PlaceholderRenderer(renderer)
         return Family(placing, style, image_id=placing.image_id)
-    return Family(renderer, style, is_framed=name == "qwen3")
+    opening = CALL_OPENING_OF_FAMILY.get(name, "")
+    return Family(renderer, style, opening, is_framed=name == "qwen3")
 
 
 def _model_type(folder: Path) -> str:

@@ -9,7 +9,7 @@ were cut. Content is all that stands outside of reasoning and calls; neither has
     REASONING -- <tool_call> --> DRAFT -- </think> --> CONTENT      any -- end of turn --> OVER
 
 A call that is drafted in reasoning is reasoning if that is closed behind it, else a call; only the
-end tells, so drafts wait for it. Made by prompts.py.
+end tells, so drafts wait for it. Made by readers.py.
 """
 
 import enum
@@ -45,6 +45,11 @@ class Marks(msgspec.Struct, frozen=True):
     def without_calls(self) -> "Marks":
         """The same family where tool-call markup is text like any other."""
         return msgspec.structs.replace(self, tool_call=None, end_tool_call=None)
+
+    def ending_at(self, token_id: int | None) -> "Marks":
+        """The same family as if a reply ended before this token."""
+        stops = self.stops if token_id is None else self.stops | {token_id}
+        return msgspec.structs.replace(self, stops=stops)
 
 
 class Stage(enum.Enum):

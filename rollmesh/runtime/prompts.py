@@ -16,19 +16,17 @@ from typing import Any
 import msgspec
 
 from rollmesh.core.types import Grammar
-from rollmesh.runtime.calls import CallStyle, call_opening, sole_function
+from rollmesh.runtime.calls import sole_function
 from rollmesh.runtime.deltas import Answer, DeltaReader, Reading
 from rollmesh.runtime.families import Family
 from rollmesh.runtime.frames import Frames
-from rollmesh.runtime.marked import MarkedReader, Marks
-from rollmesh.runtime.parsed import ParsedReader, TurnFrame
 from rollmesh.runtime.plain import PlainReader
+from rollmesh.runtime.readers import Readers, TurnFrame
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.runtime.turns import ChatMessage, ToolChoice, read_tools
 from rollmesh.runtime.vision import check_placeholders, with_images
 
 _FIXED_PREFIX = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-_EMPTY_REASONING = "\n</think>\n\n"
 _MAX_CACHED_CHATS = 256
 _MAX_CACHED_BYTES = 32 * 1024
 """A longer chat is rendered each time."""
@@ -61,12 +59,7 @@ class Prompts:
         self._frames = (
             Frames(family.renderer, tokenizer, self._opening) if family.is_framed else None
         )
-        self._marks = None
-        if isinstance(family.style, CallStyle):
-            self._marks = self._find_marks(family.style)
-        else:
-            self._parser = family.style
-        self._text_marks = (self._marks or Marks()).without_calls()
+        self._readers = Readers(family, tokenizer, TurnFrame(self._opening, self.stop_token_ids))
 
     def first(self, chat: Chat) -> "array[int]":
         """Token ids of a whole chat with the generation prompt; SessionError 400 if it has none."""
@@ -122,12 +115,7 @@ class Prompts:
         tools: bytes = b"",
     ) -> DeltaReader:
         """Cuts one generation's tokens into deltas as they come; Reading has the meanings."""
-        reading = Reading(stop, reads_calls, call_id_prefix, lead, tools)
-        if self._marks is None:
-            frame = TurnFrame(self._opening, frozenset(self.stop_token_ids))
-            return ParsedReader(self._parser, self._tokenizer, frame, reading)
-        marks = self._marks if reads_calls else self._text_marks
-        return MarkedReader(self._tokenizer, marks, reading)
+        return self._readers.new(Reading(stop, reads_calls, call_id_prefix, lead, tools))
 
     def lead(
         self, tool_choice: ToolChoice, grammar: Grammar | None, tools: bytes
@@ -137,21 +125,16 @@ class Prompts:
         A required call is begun, and a reasoning that the prompt has opened is closed before a
         call or a grammar. Nothing where the family's frames are not known: the model stays free.
         """
-        marks = self._marks
         is_forced = tool_choice.kind in ("required", "named") and bool(tools)
-        if marks is None or not (is_forced or grammar):
+        if not (is_forced or grammar):
             return ()
-        text = _EMPTY_REASONING if marks.opens_in_reasoning else ""
-        if is_forced and marks.tool_call is not None:
-            name = tool_choice.name or sole_function(tools)
-            text += "<tool_call>\n" + call_opening(marks.style, name)
-        return tuple(self._tokenizer.encode(text))
+        name = tool_choice.name or sole_function(tools)
+        return tuple(self._readers.lead(name if is_forced else None))
 
     @property
     def call_end_ids(self) -> tuple[int, ...]:
         """Further ends of a turn that may hold one call only."""
-        end = self._marks.end_tool_call if self._marks else None
-        return () if end is None else (end,)
+        return self._readers.call_end_ids
 
     def raw(self, text: str) -> "array[int]":
         """Token ids of a prompt that is no chat."""
@@ -236,20 +219,6 @@ class Prompts:
         closed = self._render(chat, b"", generate=False)
         opened = self._render(chat, b"", generate=True)
         return opened[len(closed) :] if opened[: len(closed)] == closed else opened
-
-    def _find_marks(self, style: CallStyle) -> Marks:
-        convert = self._tokenizer.convert_tokens_to_ids
-        think, end_think = convert("<think>"), convert("</think>")
-        in_reasoning = think in self._opening and end_think not in self._opening
-        return Marks(
-            think=think,
-            end_think=end_think,
-            tool_call=convert("<tool_call>"),
-            end_tool_call=convert("</tool_call>"),
-            stops=frozenset(self.stop_token_ids),
-            opens_in_reasoning=think is not None and in_reasoning,
-            style=style,
-        )
 
 
 def _tools(raw: bytes) -> list[Any] | None:

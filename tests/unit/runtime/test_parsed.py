@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from rollmesh.runtime.chat import read_message
+from rollmesh.runtime.deltas import Answer, DeltaReader
 from rollmesh.runtime.families import Family, choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -108,17 +109,51 @@ def test_a_reply_is_read_as_the_library_reads_it(
         if whole[: len(prompt)] != prompt:
             # Templates drop reasoning from history, where this prompt has it begun.
             sampled, num_calls = say(prompts, tokenizer, prompt), 0
-        reader = prompts.reader((), True, "c", tools=TOOLS_JSON)
-        for at in range(0, len(sampled), 3):
-            reader.feed(sampled[at : at + 3])
-        reader.end(len(sampled))
-        answer = reader.answer()
+        answer, _ = read(prompts.reader((), True, "c", tools=TOOLS_JSON), sampled)
         heard = library.parse_response(sampled, tools=TOOLS, prompt_ids=prompt)
         assert answer.content == heard.content.strip()
         assert answer.reasoning == (heard.reasoning_content or "").strip()
         calls = [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
         assert calls == [(call.name, as_object(call.arguments)) for call in heard.tool_calls]
         assert len(calls) == num_calls
+
+
+def read(reader: DeltaReader, sampled: list[int]) -> tuple[Answer, int]:
+    """What a reader answers, which its deltas fold to, and how many came before the last."""
+    deltas = [delta for i in sampled if (delta := reader.feed([i])) is not None]
+    num_told = len(deltas)
+    deltas.append(reader.end(len(sampled)))
+    answer = reader.answer()
+    assert "".join(delta.content for delta in deltas) == answer.content
+    assert "".join(delta.reasoning for delta in deltas) == answer.reasoning
+    pieces = [call for delta in deltas for call in delta.calls]
+    for n, call in enumerate(answer.tool_calls):
+        assert [p.name for p in pieces if p.index == n and p.id] == [call.name]
+        assert "".join(p.arguments for p in pieces if p.index == n) == call.arguments
+    return answer, num_told
+
+
+@pytest.mark.parametrize("name", ["glm-5", "minimax-m2"])
+@pytest.mark.parametrize("reads_calls", [True, False])
+def test_what_stands_before_a_call_is_told_as_it_comes(
+    name: str, reads_calls: bool, folder: Path, tokenizer: Tokenizer
+) -> None:
+    family = choose_family(folder, name, tokenizer)
+    prompts = Prompts(family, tokenizer)
+    markup = {
+        "glm-5": "<tool_call>f<arg_key>s</arg_key><arg_value>x</arg_value></tool_call>",
+        "minimax-m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">x</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+    }[name]
+    sampled = [
+        *tokenizer.encode(f"hm, so</think>I will look{markup}"),
+        prompts.stop_token_ids[0],
+    ]
+    answer, num_told = read(prompts.reader((), reads_calls, "c", tools=TOOLS_JSON), sampled)
+    assert num_told > 10
+    assert answer.reasoning == "hm, so"
+    assert answer.content == "I will look" + ("" if reads_calls else markup)
+    assert [(c.name, c.arguments) for c in answer.tool_calls] == [("f", '{"s": "x"}')] * reads_calls
 
 
 def say(prompts: Prompts, tokenizer: Tokenizer, prompt: list[int]) -> list[int]:

@@ -1,0 +1,80 @@
+"""Which reader a family's replies get, and what may stand before them.
+
+Owns the family's marks as this tokenizer has them. Invariant: a reader that tells while tokens come
+tells what the parse at the end would; what cannot be told so waits. Driven by prompts.py.
+"""
+
+import msgspec
+
+from rollmesh.runtime.calls import CallStyle, call_opening
+from rollmesh.runtime.deltas import DeltaReader, Reading
+from rollmesh.runtime.families import Family
+from rollmesh.runtime.marked import MarkedReader, Marks
+from rollmesh.runtime.parsed import ParsedReader
+from rollmesh.runtime.tokenizer import Tokenizer
+
+_EMPTY_REASONING = "\n</think>\n\n"
+
+
+class TurnFrame(msgspec.Struct, frozen=True):
+    """What stands around each sampled turn."""
+
+    opening: list[int]
+    """The generation prompt."""
+    stops: tuple[int, ...]
+
+
+class Readers:
+    """One per process."""
+
+    def __init__(self, family: Family, tokenizer: Tokenizer, turn: TurnFrame) -> None:
+        self._family = family
+        self._tokenizer = tokenizer
+        self._opening = turn.opening
+        self._marks = self._find_marks(turn)
+        self._text_marks = self._marks.without_calls()
+        opens_calls = tokenizer.convert_tokens_to_ids(family.call_opening)
+        self._marks_before_calls = self._text_marks.ending_at(opens_calls)
+
+    def new(self, reading: Reading) -> DeltaReader:
+        """A reader for one reply."""
+        style, tokenizer = self._family.style, self._tokenizer
+        if isinstance(style, CallStyle):
+            marks = self._marks if reading.reads_calls else self._text_marks
+            return MarkedReader(tokenizer, marks, reading)
+        if not self._family.call_opening:
+            return ParsedReader(style, tokenizer, self._opening, reading)
+        if not reading.reads_calls:
+            return MarkedReader(tokenizer, self._text_marks, reading)
+        told = MarkedReader(tokenizer, self._marks_before_calls, reading)
+        return ParsedReader(style, tokenizer, self._opening, reading, told)
+
+    def lead(self, name: str | None) -> list[int]:
+        """The end of an open reasoning and, for a `name`, the beginning of a call; '' is any."""
+        style, marks = self._family.style, self._marks
+        if not isinstance(style, CallStyle):
+            return []
+        text = _EMPTY_REASONING if marks.opens_in_reasoning else ""
+        if name is not None and marks.tool_call is not None:
+            text += "<tool_call>\n" + call_opening(style, name)
+        return self._tokenizer.encode(text)
+
+    @property
+    def call_end_ids(self) -> tuple[int, ...]:
+        """Ends of a call."""
+        end = self._marks.end_tool_call
+        return (end,) if end is not None and isinstance(self._family.style, CallStyle) else ()
+
+    def _find_marks(self, turn: TurnFrame) -> Marks:
+        convert, style = self._tokenizer.convert_tokens_to_ids, self._family.style
+        think, end_think = convert("<think>"), convert("</think>")
+        in_reasoning = think in turn.opening and end_think not in turn.opening
+        return Marks(
+            think=think,
+            end_think=end_think,
+            tool_call=convert("<tool_call>"),
+            end_tool_call=convert("</tool_call>"),
+            stops=frozenset(turn.stops),
+            opens_in_reasoning=think is not None and in_reasoning,
+            style=style if isinstance(style, CallStyle) else CallStyle.JSON,
+        )
