@@ -33,7 +33,9 @@ _BARE = hash("asked with nothing new after an answer")
 class Spot:
     """A history up to and with one message."""
 
-    __slots__ = ("children", "continued", "depth", "node", "parent", "raw", "sampled")
+    __slots__ = (
+        "__weakref__", "children", "continued", "depth", "node", "parent", "raw", "sampled",
+    )  # fmt: skip
 
     def __init__(self, parent: "Spot | None", raw: bytes) -> None:
         self.parent = parent

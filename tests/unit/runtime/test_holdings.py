@@ -1,13 +1,17 @@
 """Replies that are gone on from by name, leads, counts: what a session holds of its talks."""
 
+import weakref
+
 import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
+from rollmesh.runtime.blobs import hold_image
 from rollmesh.runtime.forks import ForkCause
+from rollmesh.runtime.holdings import Holdings
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.turns import ToolChoice
+from rollmesh.runtime.turns import ToolChoice, Turn
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.session_world import (
     MORE,
@@ -104,3 +108,25 @@ async def test_tokens_are_counted_without_a_trace(prompts: Prompts, say: Say) ->
     assert num_tokens == len(sampler.requests[1].prompt_ids)
     assert held < session.held_bytes
     assert session.num_calls == 2
+
+
+def test_an_image_is_held_once_and_goes_with_the_last_that_was_shown_it(prompts: Prompts) -> None:
+    address = "data:image/png;base64," + "aW1hZ2Vz" * 70
+    part = {"type": "image_url", "image_url": {"url": address}}
+    asked = Turn(messages=[msgspec.json.encode({"role": "user", "content": [part]})])
+    sessions = [Holdings(prompts, None) for _ in range(2)]
+    for held in sessions:
+        match = held.match(asked, None).match
+        spot = held.history.hold(match, 0)
+        assert len(spot.raw) < 200
+        assert held.images(spot) == (hold_image(address).address,)
+        assert held.num_bytes < 1000
+    left = weakref.ref(hold_image(address))
+    assert sessions[0].history.images == sessions[1].history.images
+    del match, spot, held
+    for held in sessions:
+        held.history.forget()
+    held, sessions = sessions[0], []
+    assert left() is not None
+    del held
+    assert left() is None
