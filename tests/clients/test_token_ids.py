@@ -1,0 +1,101 @@
+"""What an answer tells of its tokens, to clients such as Terminus 2, is what its samples have.
+
+Terminus sends `logprobs`, `return_token_ids` and a `session_id`, and trains on what comes back.
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+
+from tests.clients.drivers.openai_sdk import FUNCTION
+from tests.clients.gateway import Opened
+from tests.clients.script import COMMANDS, task
+from tests.clients.tasks import Stage, open_stage
+
+TOOLS: Any = [{"type": "function", "function": FUNCTION}]
+ASKED: Any = {
+    "model": "policy",
+    "tools": TOOLS,
+    "logprobs": True,
+    "extra_body": {"return_token_ids": True, "session_id": "terminus"},
+}
+RESULTS = ("notes.txt", "zebra", "closed")
+
+
+class Told(NamedTuple):
+    """One answer's own account of its tokens."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    message: dict[str, Any]
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    async with open_stage(tmp_path, task()) as stage:
+        yield stage
+
+
+async def ask_plain(client: openai.AsyncOpenAI, messages: list[Any]) -> Told:
+    answer: Any = await client.chat.completions.create(messages=messages, **ASKED)
+    choice = answer.choices[0]
+    return Told(
+        answer.prompt_token_ids,
+        choice.token_ids,
+        [entry.logprob for entry in choice.logprobs.content],
+        choice.message.model_dump(exclude_none=True),
+    )
+
+
+async def ask_streaming(client: openai.AsyncOpenAI, messages: list[Any]) -> Told:
+    prompt_ids: list[int] = []
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    async with client.chat.completions.stream(messages=messages, **ASKED) as events:
+        async for event in events:
+            if event.type != "chunk":
+                continue
+            chunk: Any = event.chunk
+            prompt_ids = getattr(chunk, "prompt_token_ids", None) or prompt_ids
+            for choice in chunk.choices:
+                token_ids += getattr(choice, "token_ids", None) or []
+                logprobs += [entry.logprob for entry in (choice.logprobs or NOTHING).content or []]
+        message = (await events.get_final_completion()).choices[0].message
+    return Told(prompt_ids, token_ids, logprobs, message.model_dump(exclude_none=True))
+
+
+class NOTHING:
+    """Log-probs of a chunk that brings none."""
+
+    content: list[Any] | None = None
+
+
+async def converse(opened: Opened, stream: bool) -> list[Told]:
+    """The task's three turns, with results that the test makes up."""
+    messages: list[Any] = [{"role": "user", "content": "Which word?"}]
+    told: list[Told] = []
+    async with openai.AsyncOpenAI(base_url=opened.base_url, api_key=opened.api_key) as client:
+        while not told or told[-1].message.get("tool_calls"):
+            told.append(await (ask_streaming if stream else ask_plain)(client, messages))
+            messages.append(told[-1].message)
+            for call, result in zip(told[-1].message.get("tool_calls", ()), RESULTS, strict=False):
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    return told
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_an_answer_tells_the_tokens_that_its_sample_has(stage: Stage, stream: bool) -> None:
+    opened = await stage.gateway.open()
+    told = await converse(opened, stream)
+    (sample,) = (await stage.gateway.finish(opened))["samples"]
+    assert len(told) == len(COMMANDS)
+    for turn in told:
+        begin, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids)
+        assert sample["token_ids"][:end] == turn.prompt_ids + turn.token_ids
+        assert sample["logprobs"][begin:end] == turn.logprobs
+        assert all(sample["loss_mask"][begin:end])
+    assert sum(map(bool, sample["loss_mask"])) == sum(len(turn.token_ids) for turn in told)
