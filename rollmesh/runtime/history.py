@@ -281,8 +281,14 @@ class History:
     def add_sampled(
         self, context: Spot, message: ChatMessage, node: int, is_void: bool = False
     ) -> Spot:
-        """Hold the message that the model sampled after `context`; void, it is no answer."""
-        spot = self._new_spot(context, message.as_json(), message.meanings())
+        """Hold the message that the model sampled after `context`.
+
+        Void, it is no answer, and never stands for one that says the same.
+        """
+        keys = message.meanings()
+        if is_void:
+            keys = [key for key in keys if context.child(key) is None]
+        spot = self._new_spot(context, message.as_json(), keys)
         spot.node, spot.sampled = node, True
         if not is_void:
             self.sampled.append(spot)

@@ -35,6 +35,11 @@ class Place(msgspec.Struct, frozen=True):
     """The answer that it goes on from by name."""
 
     @property
+    def stand(self) -> tuple[int, bool]:
+        """Equal where the same tokens are new."""
+        return self.match.spot.node, self.match.is_held
+
+    @property
     def chat(self) -> Chat:
         """What is to be rendered behind the match."""
         return Chat(self.match.raws, self.match.new, self.turn.tools)

@@ -84,8 +84,7 @@ class Session:
         SessionError: 400 unreadable messages, context overflow or an unknown previous reply; 410
         sealed.
         """
-        replies = self._known(turn)
-        if replies is not None:
+        if (replies := self._known(turn)) is not None:
             return replies
         held = self._holdings
         if turn.is_raw:
@@ -96,11 +95,10 @@ class Session:
             return self._start(turn, held.build(place))
         prompt = await asyncio.to_thread(held.build, place)
         # Other calls went on meanwhile; what they changed decides.
-        replies = self._known(turn)
-        if replies is not None:
+        if (replies := self._known(turn)) is not None:
             return replies
         again = held.match(turn, start)
-        if again.match.spot is not place.match.spot or again.match.is_held != place.match.is_held:
+        if again.stand != place.stand:
             prompt = held.build(again)
         return self._start(turn, prompt)
 

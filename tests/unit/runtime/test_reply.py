@@ -163,3 +163,22 @@ async def test_a_repeated_answer_has_its_stop_string_and_alternatives_again(
     again, same = await call(session, with_fields(asked, is_retry=True))
     assert (again.matched_stop, again.finish_reason, again.token_ids(), again.logprobs()) == shown
     assert (shown[0], same) == ("STOP", answer)
+
+
+async def test_a_cut_answer_never_stands_for_a_whole_one_of_the_same_text(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
+    session = open_session(sampler, prompts)
+    (good,) = await session.attach(turn(USER))
+    sampler.generations[0].end(*say("4"))
+    session.finish(good)
+    session.delivered(good)
+    (cut,) = await session.attach(turn(USER))
+    sampler.generations[1].show(*say("4")[:-1])
+    sampler.generations[1].fail("lost", is_refused=True)
+    with pytest.raises(SessionError):
+        session.finish(cut)
+    await session.attach(turn(USER, said("4"), MORE))
+    before = [*sampler.requests[0].prompt_ids, *say("4")]
+    assert list(sampler.requests[2].prompt_ids)[: len(before)] == before

@@ -2,15 +2,17 @@
 
 import asyncio
 from array import array
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import EVAL_SAMPLING, FieldPolicy, Grammar, SamplingPolicy, SamplingRule
+from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.forks import ForkCause
 from rollmesh.runtime.generation import GenerationSettings
-from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.reply import Reply
 from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
 from rollmesh.runtime.tokenizer import Tokenizer
@@ -254,6 +256,25 @@ async def test_long_text_is_tokenised_off_the_loop_and_matched_again(
     assert session.num_calls == 1
     session.seal("done")
     assert [n.parent for n in session.record().nodes] == [-1, 0]
+
+
+class CountedPrompts(Prompts):
+    """Counts the chats that are rendered as a whole."""
+
+    num_first = 0
+
+    def first(self, chat: Chat) -> "array[int]":
+        self.num_first += 1
+        return super().first(chat)
+
+
+async def test_a_long_first_text_is_rendered_once(
+    model_folder: Path, tokenizer: Tokenizer, say: Say
+) -> None:
+    prompts = CountedPrompts(choose_family(model_folder, "auto", tokenizer), tokenizer)
+    session = open_session(ScriptedSampler([say("4")]), prompts, max_context_tokens=100_000)
+    await call(session, turn({"role": "user", "content": "x " * OFF_LOOP_BYTES}))
+    assert prompts.num_first == 1
 
 
 async def test_an_edited_history_forks_and_says_so(prompts: Prompts, say: Say) -> None:
