@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import re
+import shutil
 import signal
 import stat
 import sys
@@ -19,6 +21,7 @@ from rollmesh.core.process import Ready, listen
 from rollmesh.testing.engine import ScriptedEngine, endless_token, logprob_of
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.testing.provider import ScriptedProvider, Told
+from tests.house.source import ROOT
 from tests.unit.serve.interception.relay.test_account import ask, tell
 
 PATIENCE_S = 20.0
@@ -180,6 +183,28 @@ async def test_a_session_in_tokens_trains_on_exactly_what_was_sampled(tmp_path: 
     assert len(account["messages"]) == 4
     assert "rollmesh_sampled_tokens_total 16.0" in figures
     assert 'rollmesh_engines{phase="ready"} 1.0' in figures
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")
+async def test_the_readmes_commands_do_what_it_says(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    [commands] = re.findall(r"```sh\n(.*?)```", readme, re.DOTALL)
+    async with ScriptedEngine(next_token) as engine, sampling(tmp_path, engine) as gateway:
+        here = commands.replace("http://127.0.0.1:8100", gateway.address)
+        here = here.replace("admin.token", str(tmp_path / "token"))
+        shell = await asyncio.create_subprocess_exec(
+            "bash", "-euc", here, stdout=asyncio.subprocess.PIPE
+        )
+        told, _ = await shell.communicate()
+        assert shell.returncode == 0
+        assert (await gateway.admin("GET", "/admin/sessions"))[1] == {"sessions": []}
+    answers = [orjson.loads(line) for line in told.replace(b"}{", b"}\n{").splitlines()]
+    chat, message, rewarded, finished, deleted = answers
+    assert (chat["object"], message["type"]) == ("chat.completion", "message")
+    assert (rewarded["metadata"], rewarded["reward"]) == ({"task": 7}, 1.0)
+    assert finished["session_id"] == deleted["session_id"]
+    assert [sample["reward"] for sample in finished["samples"]] == [1.0, 1.0]
+    assert set(finished["samples"][0]) >= {"token_ids", "logprobs", "loss_mask", "policy_versions"}
 
 
 async def test_an_engine_that_is_gone_is_503_and_taken_again_when_it_is_back(
