@@ -72,7 +72,10 @@ def main() -> None:
     system = {"role": "system", "content": "You are a careful engineer."}
 
     def read(token_ids: Sequence[int]) -> None:
-        prompts.parse(token_ids, True, "call")
+        reader = prompts.reader((), True, "call")
+        reader.feed(token_ids)
+        reader.end(len(token_ids))
+        reader.answer()
 
     def stream(token_ids: Sequence[int]) -> None:
         reader = prompts.reader((), True, "call")

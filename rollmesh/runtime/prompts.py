@@ -17,7 +17,7 @@ import msgspec
 
 from rollmesh.core.types import Grammar
 from rollmesh.runtime.calls import sole_function
-from rollmesh.runtime.deltas import Answer, DeltaReader, Reading
+from rollmesh.runtime.deltas import DeltaReader, Reading
 from rollmesh.runtime.families import Family
 from rollmesh.runtime.frames import Frames
 from rollmesh.runtime.plain import PlainReader
@@ -98,13 +98,6 @@ class Prompts:
         if ids is None:
             ids = self._extend_behind_prefix(sampled_ids, messages, chat.tools)
         return None if ids is None else self._checked(ids, chat)
-
-    def parse(self, token_ids: Sequence[int], reads_calls: bool, call_id_prefix: str) -> Answer:
-        """What the sampled `token_ids` say: the fold of their deltas."""
-        reader = self.reader((), reads_calls, call_id_prefix)
-        reader.feed(token_ids)
-        reader.end(len(token_ids))
-        return reader.answer()
 
     def reader(
         self,

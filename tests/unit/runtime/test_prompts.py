@@ -21,6 +21,14 @@ def chat(*messages: dict[str, object], tools: bytes = b"") -> Chat:
     return Chat(raws, [read_message(raw, n) for n, raw in enumerate(raws)], tools)
 
 
+def read(prompts: Prompts, ids: list[int], reads_calls: bool, prefix: str) -> Answer:
+    """A finished reply."""
+    reader = prompts.reader((), reads_calls, prefix)
+    reader.feed(ids)
+    reader.end(len(ids))
+    return reader.answer()
+
+
 USER: dict[str, object] = {"role": "user", "content": "guess"}
 MORE: dict[str, object] = {"role": "user", "content": "higher"}
 
@@ -80,16 +88,16 @@ def test_calls_get_ids_and_broken_ones_stay_text(prompts: Prompts, tokenizer: To
     good = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     broken = "<tool_call>\n{nope\n</tool_call>"
     ids = tokenizer.encode(f"so {good}{broken}<|im_end|>")
-    answer = prompts.parse(ids, True, "call_s_0")
+    answer = read(prompts, ids, True, "call_s_0")
     assert [(c.id, c.name, c.arguments) for c in answer.tool_calls] == [
         ("call_s_0_0", "f", '{"a": 1}')
     ]
     assert answer.content == f"so {broken}"
-    assert prompts.parse(ids, False, "x").content == f"so {good}{broken}"
+    assert read(prompts, ids, False, "x").content == f"so {good}{broken}"
 
 
 def test_reasoning_is_told_from_content(prompts: Prompts, tokenizer: Tokenizer) -> None:
-    answer = prompts.parse(tokenizer.encode("<think>\nhm\n</think>\n\n4<|im_end|>"), False, "x")
+    answer = read(prompts, tokenizer.encode("<think>\nhm\n</think>\n\n4<|im_end|>"), False, "x")
     assert (answer.reasoning, answer.content) == ("hm", "4")
 
 
@@ -105,7 +113,7 @@ def test_reasoning_is_told_from_content(prompts: Prompts, tokenizer: Tokenizer) 
 def test_nothing_that_was_said_is_lost_where_calls_are_not_read(
     prompts: Prompts, tokenizer: Tokenizer, said: str, content: str, reasoning: str
 ) -> None:
-    answer = prompts.parse(tokenizer.encode(said), False, "call")
+    answer = read(prompts, tokenizer.encode(said), False, "call")
     assert (answer.content, answer.reasoning) == (content, reasoning)
 
 
