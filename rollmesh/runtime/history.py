@@ -145,7 +145,7 @@ class Walk:
         self.num_anchor = 0
         """Of `units`: those up to and with the anchor."""
         self.num_leapt = 0
-        """Units of the request that stand before `units`."""
+        """Position of the first of `units`; in an array, elements count from 0."""
         self.pending: dict[int, list[ChatMessage]] = {}
         """What was read on the way, by place in `units`."""
         self.aliases: list[Alias] = []
@@ -324,6 +324,7 @@ class History:
 
     def _walk_array(self, walk: Walk, array: bytes) -> Walk:
         start = None if walk.is_stopped else walk.spot
+        walk.num_leapt = -len(walk.units)
         known = self._stretches.find(start, array) if start else None
         onward = walk.leap(known, array) if known else None
         if onward is None:

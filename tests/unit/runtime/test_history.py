@@ -229,5 +229,8 @@ def test_a_bad_message_is_named_by_its_place_in_the_request() -> None:
     held.ask(array_turn(SYSTEM, USER))
     with pytest.raises(SessionError, match=r"messages\[2\]: unknown role"):
         held.ask(array_turn(SYSTEM, USER, {"role": "wizard"}))
+    system, array = msgspec.json.encode(SYSTEM), msgspec.json.encode([USER, {"role": "wizard"}])
+    with pytest.raises(SessionError, match=r"messages\[1\]: unknown role"):
+        held.ask(Turn(messages=[system], messages_raw=array))
     with pytest.raises(SessionError, match="messages"):
         held.ask(Turn(messages=[], messages_raw=b"{}"))
