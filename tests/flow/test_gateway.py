@@ -262,6 +262,8 @@ async def _until_refused(address: str) -> None:
                 _, writer = await asyncio.open_connection(host, int(port))
             except ConnectionRefusedError:
                 return
+            except ConnectionResetError:  # closed while our connection was in its backlog
+                continue
             writer.close()
             await asyncio.wait([asyncio.ensure_future(_closed(writer))])
 
