@@ -230,34 +230,39 @@ class LegStream(LegAnswer):
     __slots__ = ()
 
     def on_data(self, data: bytes) -> None:
-        super().on_data(data)
-        if self._status != 200 or b"\n\n" not in self._pending:
+        if self._pending:
+            data = self._pending + data
+        end = data.rfind(b"\n\n")
+        if self._status != 200 or end < 0:
+            self._pending = data
             return
-        *events, self._pending = self._pending.split(b"\n\n")
-        payloads = [event[5:] for event in events if event.startswith(b"data:")]
-        if payloads and payloads[-1].strip() == b"[DONE]":
-            payloads.pop()
+        self._pending = data[end + 2 :]
+        events = data[:end].split(b"\n\n")
+        if events[-1].endswith(b"[DONE]"):
+            events.pop()
         try:
-            for chunk in self._read(payloads):
+            for chunk in self._read(events):
                 self._tell(chunk)
         except EngineError as error:
             self._fail(error)
 
-    def _read(self, payloads: list[bytes]) -> list[LegChunk]:
+    def _read(self, events: list[bytes]) -> list[LegChunk]:
         """What these events bring, in one chunk for each version of the weights.
 
         Decoded from the newest backwards until nothing is missing: of cumulative events that came
         together only one is opened.
         """
         # SGLang tells of a bad request by a first event, where it answers a plain call with 400.
-        told = EngineUnavailable if self._num_seen else EngineRefused
+        is_first = not self._num_seen and len(events) == 1
+        told = EngineRefused if is_first else EngineUnavailable
         opened: list[Answer] = []
-        for payload in reversed(payloads):
-            answer = answers.decode_answer(payload, told)
-            opened.append(answer)
-            if answer.num_before <= self._num_seen:
-                break
-        if opened and self._num_seen and opened[-1].output_ids and not opened[-1].num_before:
+        for event in reversed(events):
+            if event.startswith(b"data:"):
+                answer = answers.decode_answer(event[5:], told)
+                opened.append(answer)
+                if answer.num_before <= self._num_seen:
+                    break
+        if self._num_seen and opened and opened[-1].output_ids and not opened[-1].num_before:
             self._on_costly()
         return answers.chunks_of(opened[::-1], self._num_seen)
 

@@ -226,11 +226,21 @@ def test_event_that_tells_no_tokens_ends_the_leg(raw: bytes, kind: type[Exceptio
     assert told.ear.chunks == []
 
 
-def test_error_event_behind_tokens_is_no_refusal() -> None:
+@pytest.mark.parametrize("num_reads", [1, 2])
+def test_error_event_behind_tokens_is_no_refusal(num_reads: int) -> None:
+    events = [event([1], 1), b'data: {"error": {"message": "oom"}}\n\n' + DONE]
     told = Told()
-    told.answer.on_data(event([1], 1))
-    told.answer.on_data(b'data: {"error": {"message": "oom"}}\n\n')
+    for read in [b"".join(events)] if num_reads == 1 else events:
+        told.answer.on_data(read)
     assert type(told.ear.ends[0]) is EngineUnavailable
+
+
+def test_comments_that_keep_a_stream_alive_tell_nothing() -> None:
+    told = Told()
+    told.answer.on_data(b": ping\n\n" + event([1], 1) + b": ping\n\n")
+    told.answer.on_data(b": ping\n\n")
+    assert told.ear.token_ids == [1]
+    assert told.ear.ends == []
 
 
 @pytest.mark.parametrize(
