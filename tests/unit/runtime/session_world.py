@@ -6,9 +6,10 @@ import msgspec
 
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.chat import Rotating
 from rollmesh.runtime.deltas import Answer
+from rollmesh.runtime.kit import SessionAsk, SessionKit, Totals
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.reply import Reply
 from rollmesh.runtime.session import Session
 from rollmesh.runtime.turns import Turn
@@ -42,10 +43,11 @@ def open_session(
     prompts: Prompts,
     max_context_tokens: int = 4096,
     sampling: SamplingPolicy | None = None,
+    rotating: Rotating = None,
 ) -> Session:
-    runtime = Runtime(sampler, prompts, max_context_tokens, sampler.clock)
+    kit = SessionKit(sampler, prompts, sampler.clock, max_context_tokens, Totals(), rotating)
     rollout_id = RolloutId(GroupId("r", 0), 0)
-    return runtime.open_session(rollout_id, sampling or SamplingPolicy(), seed=7).session
+    return Session(SessionAsk("s1", rollout_id, sampling or SamplingPolicy(), 7), kit)
 
 
 async def call(session: Session, asked: Turn) -> tuple[Reply, Answer]:
