@@ -5,6 +5,7 @@ Invariant: all servers of a case get the same shape of calls in the same rounds.
 interception.py.
 """
 
+import sys
 from collections.abc import Iterator
 from statistics import median
 
@@ -81,14 +82,16 @@ async def growing(bench: Bench) -> None:
 
 async def peers(bench: Bench) -> None:
     """1 KB, repeated, as the peers that are installed do it, beside ours."""
-    if not bench.peers:
+    installed = bench.new_peers()
+    if not installed:
+        print("peers: none is installed; `make bench-peers` does", file=sys.stderr)
         return
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
         for door in doors:
             yield shapes.repeated(shapes.chat(door, shapes.first(bench.texts)), PEER_CALLS)
 
-    arms = [bench.bare, bench.tokens, *bench.peers]
+    arms = [bench.bare, bench.tokens, *installed]
     await bench.compare("peers", arms, NUM_CONNECTIONS, talks)
     rates = {arm.name: bench.figures[f"peers.{arm.name}.calls_per_s"] for arm in arms[1:]}
     ours = rates.pop("tokens")

@@ -65,16 +65,20 @@ class Bench:
         self._kept(self.bare.child)
         self.tokens = self.new_gateway("tokens")
         self.relay = self.new_gateway("relay")
-        self.peers: list[Arm] = []
-        for peer in start_peers(self.engine, self._folder):
-            self._kept(peer.child)
-            self.peers.append(peer)
 
     def new_gateway(self, capture: str) -> Arm:
         """A gateway that has served nothing yet."""
         arm = start_gateway(capture, self.engine, self.model, self._folder)
         self._kept(arm.child)
         return arm
+
+    def new_peers(self) -> list[Arm]:
+        """The peers that are installed."""
+        peers = []
+        for peer in start_peers(self.engine, self._folder):
+            self._kept(peer.child)
+            peers.append(peer)
+        return peers
 
     def sized(self, number: int) -> int:
         """So many in a full run."""
