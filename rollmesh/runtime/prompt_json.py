@@ -3,10 +3,11 @@
 Owns the text of one session's newest long prompt, in a buffer that grows in place: at 100,000
 tokens a copy of it would cost more than all else that a call does. Invariant: what `of` gives is
 exactly the path's ids, comma by comma, without brackets, and does not change while somebody has it:
-then the buffer is left to them, and a copy grows. A short prompt is not kept, since encoding it
-anew costs less than its memory. Driven by holdings.py.
+then the buffer is left to them, and a copy grows. A short prompt is not kept by its session: the
+siblings of a group, which all begin with it, share a cache. Driven by holdings.py.
 """
 
+import functools
 from collections.abc import Sequence
 
 import orjson
@@ -30,7 +31,7 @@ class PromptJson:
     def of(self, graph: TokenGraph, node: int) -> bytes | memoryview:
         """`1,2,3`: all tokens down to and with `node`."""
         if graph.depth_of(node) < KEPT_FROM_TOKENS:
-            return encode(graph.path_ids(node))
+            return _encode_short(graph.path_ids(node).tobytes())
         if node != self._node or self._buffer is None:
             self._move(graph, node)
         assert self._buffer is not None
@@ -59,6 +60,12 @@ class PromptJson:
                 pieces.append(b"," + encode(graph.ids_of(node)))
             node = graph.nodes[node].parent
         return None
+
+
+@functools.lru_cache(maxsize=256)
+def _encode_short(token_ids: bytes) -> bytes:
+    """Of int32s as they lie in memory."""
+    return encode(memoryview(token_ids).cast("i"))
 
 
 def encode(token_ids: Sequence[int]) -> bytes:
