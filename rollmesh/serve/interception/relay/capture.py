@@ -52,9 +52,11 @@ class RelayCapture:
         return session
 
     def close(self, captured: CapturedSession) -> None:
+        assert isinstance(captured, RelaySession)
         captured.seal("it was deleted")
         digests = self._digests.pop(captured.session_id, ())
         self._num_closed_calls += captured.num_calls if digests else 0
+        captured.forget()
         for digest in digests:
             del self._sessions[digest]
 

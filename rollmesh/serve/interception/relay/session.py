@@ -110,6 +110,13 @@ class RelaySession:
             for call in list(self._live):
                 call.cut(self._gone())
 
+    def forget(self) -> None:
+        """Let go of everything; of a sealed session."""
+        if self._threads is not None:
+            self._threads.forget()
+        self._calls.clear()
+        self._newest.clear()
+
     def account(self, rewards: Rewards) -> dict[str, Any]:
         return account_of(self._calls, rewards)
 

@@ -1,8 +1,9 @@
 """What a relay session keeps of its requests: each distinct message once, in a tree of histories.
 
 A request is taken apart into its messages and the rest (settings, tools, system text), which is
-interned whole, since agents send it again and again. A history that grows at its end is recognised
-by its bytes: only what is new is split. Others are walked message by message. Long runs of base64
+interned whole, since agents send it again and again. A body that begins as an earlier one did, up
+to the end of its messages, is read from there on: one comparison, whatever the history's length.
+Others are walked message by message. Long runs of base64
 (images) are interned apart from the message around them, so that a moved cache marker does not keep
 an image twice. Invariant: memory is linear in distinct messages, and every request can be told
 again. Driven by session.py.
@@ -73,9 +74,23 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 class _Tip(msgspec.Struct, frozen=True, eq=False):
     """The newest request of a history that grows."""
 
+    start: bytes
+    """Its body up to where the history's array opens."""
     head: bytes
-    """The array's bytes, without the bracket that closes it."""
+    """Its body up to the end of the array's last element."""
+    key: str
     spot: Spot
+
+
+class _Read(msgspec.Struct, frozen=True, eq=False):
+    """A body, as far as it had to be read."""
+
+    fields: dict[str, msgspec.Raw]
+    """All but the history."""
+    joint: Spot
+    """The last spot of the history that was there before."""
+    spot: Spot
+    """Its end."""
 
 
 class Threads:
@@ -92,38 +107,67 @@ class Threads:
     def hold(self, body: bytes) -> Request | None:
         """Keep what is new in a request; None where its body is no JSON object."""
         try:
-            fields = _fields.decode(body)
-            history = next((bytes(fields.pop(key)) for key in _HISTORIES if key in fields), b"[]")
-            joint, spot = self._place(history)
+            read = self._read_on(body) or self._read(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
+        fields, spot = read.fields, read.spot
         tools, system = (bytes(fields.pop(key, b"")) for key in ("tools", "system"))
         settings = b",".join([b'"%b":%b' % (k.encode(), bytes(v)) for k, v in fields.items()])
-        cause = self._fork(joint, spot, tools, system)
+        cause = self._fork(read.joint, spot, tools, system)
         spot.asked = Request(
             spot, self._keep(b"{%b}" % settings), self._keep(tools), self._keep(system), cause
         )
         self._is_first = False
         return spot.asked
 
-    def _place(self, history: bytes) -> tuple[Spot, Spot]:
-        """The last spot of the history that was there before, and its end."""
+    def forget(self) -> None:
+        """Let go of everything, at once and without the garbage collector."""
+        spots = [self._root]
+        while spots:
+            spot = spots.pop()
+            spots += (spot.children or {}).values()
+            spot.parent = spot.children = spot.asked = None
+        self._tips.clear()
+        self._kept.clear()
+
+    def _read_on(self, body: bytes) -> _Read | None:
+        """A body that begins with a held one's: only the rest is read, as if nothing were held."""
         for tip in reversed(self._tips):
-            if history.startswith(tip.head):
-                rest = history[len(tip.head) :].lstrip(_BLANKS)
-                if rest[:1] in (b",", b"]"):
-                    joint, spot = self._walk(tip.spot, b"[" + rest.lstrip(b","))
-                    self._tips.remove(tip)
-                    break
-        else:
-            joint, spot = self._walk(self._root, history)
-        head = history.rstrip(_BLANKS)[:-1].rstrip(_BLANKS)
-        if len(head) > 1 and history.startswith(b"[") and len(head) <= MAX_TIP_BYTES:
-            self._tips.append(_Tip(head, spot))
-        return joint, spot
+            if not body.startswith(tip.head):
+                continue
+            rest = body[len(tip.head) :]
+            new = rest.lstrip(_BLANKS)
+            if new[:1] not in (b",", b"]"):
+                continue
+            new = new[1:] if new[:1] == b"," else new
+            fields = _fields.decode(tip.start + b"[" + new)
+            history = bytes(fields.pop(tip.key))
+            joint, spot = self._walk(tip.spot, history)
+            self._tips.remove(tip)
+            end = len(body) - len(new) + len(history) - len(b"[]")
+            self._add_tip(_Tip(tip.start, body[:end].rstrip(_BLANKS), tip.key, spot))
+            return _Read(fields, joint, spot)
+        return None
+
+    def _read(self, body: bytes) -> _Read:
+        fields = _fields.decode(body)
+        key = next((key for key in _HISTORIES if key in fields), "")
+        history = bytes(fields.pop(key)) if key else b"[]"
+        joint, spot = self._walk(self._root, history)
+        opened = re.search(rb'"%b"\s*:\s*\[' % key.encode(), body) if spot.depth else None
+        if opened is not None:
+            at = opened.end() - 1
+            if body[at : at + len(history)] == history:
+                head = body[: at + len(history) - 1].rstrip(_BLANKS)
+                self._add_tip(_Tip(body[:at], head, key, spot))
+        return _Read(fields, joint, spot)
+
+    def _add_tip(self, tip: _Tip) -> None:
+        if len(tip.head) <= MAX_TIP_BYTES:
+            self._tips.append(tip)
 
     def _walk(self, spot: Spot, history: bytes) -> tuple[Spot, Spot]:
-        """As `_place`, from `spot` on."""
+        """The last spot of the history that was there before, and its end, from `spot` on."""
         is_list = history.startswith(b"[")
         joint = None
         for raw in _elements.decode(history) if is_list else [msgspec.Raw(history)]:

@@ -94,11 +94,11 @@ class Upstreams:
     def choose(self, home: Upstream | None, avoid: Sequence[Upstream] = ()) -> Upstream | None:
         """`home` while it is well, else the least loaded; None if all are to be avoided."""
         last_s = self._clock.now_s() - COOL_DOWN_S
+        if home is not None and home.failed_s < last_s and not avoid:
+            return home
         fit = [each for each in self.all if each not in avoid]
         well = [each for each in fit if each.failed_s < last_s] or fit
-        if home in well:
-            return home
-        return min(well, key=lambda each: each.num_running, default=None)
+        return home if home in well else min(well, key=lambda each: each.num_running, default=None)
 
     def send(self, call: RelayCall, parcel: Parcel, home: Upstream | None) -> Upstream:
         """Begin `call`; where it went."""
