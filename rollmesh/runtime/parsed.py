@@ -10,11 +10,11 @@ told stands. Calls that the library finds malformed are text. Made by readers.py
 from collections.abc import Sequence
 
 from rollmesh.runtime.calls import arguments_text
+from rollmesh.runtime.chat import read_tools
 from rollmesh.runtime.deltas import Answer, Delta, Reading, ToolCall, whole_calls
 from rollmesh.runtime.families import Parser
 from rollmesh.runtime.marked import MarkedReader
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.turns import read_tools
 
 
 class ParsedReader:

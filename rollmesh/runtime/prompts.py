@@ -17,13 +17,14 @@ import msgspec
 
 from rollmesh.core.types import Grammar
 from rollmesh.runtime.calls import sole_function
+from rollmesh.runtime.chat import ChatMessage, read_tools
 from rollmesh.runtime.deltas import DeltaReader, Reading
 from rollmesh.runtime.families import Family
 from rollmesh.runtime.frames import Frames
 from rollmesh.runtime.plain import PlainReader
 from rollmesh.runtime.readers import Readers, TurnFrame
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.turns import ChatMessage, ToolChoice, read_tools
+from rollmesh.runtime.turns import ToolChoice
 from rollmesh.runtime.vision import check_placeholders, with_images
 
 _FIXED_PREFIX = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -11,35 +11,7 @@ from typing import Literal
 import msgspec
 
 from rollmesh.core.types import Grammar
-from rollmesh.runtime.blobs import ImageRef
-from rollmesh.runtime.chat import (
-    ROLES,
-    Call,
-    ChatMessage,
-    Function,
-    Part,
-    canonical,
-    normalised,
-    read_message,
-    read_tools,
-)
-
-__all__ = [
-    "ROLES",
-    "Call",
-    "ChatMessage",
-    "Function",
-    "ImageRef",
-    "Part",
-    "ReadUnit",
-    "SamplingAsk",
-    "ToolChoice",
-    "Turn",
-    "canonical",
-    "normalised",
-    "read_message",
-    "read_tools",
-]
+from rollmesh.runtime.chat import ChatMessage
 
 ReadUnit = Callable[[bytes, int], list[ChatMessage]]
 """Reads one history unit; the number is its position, for the text of a SessionError 400."""

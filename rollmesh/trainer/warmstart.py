@@ -23,10 +23,10 @@ from torch.nn.functional import cross_entropy
 from transformers import Qwen3ForCausalLM
 
 from rollmesh.envs.guess import GuessEnv
+from rollmesh.runtime.chat import read_message
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
-from rollmesh.runtime.turns import read_message
 from rollmesh.trainer.tiny import TinyShape, write_tiny_model
 
 # Shapes: B games, T tokens, N predicted tokens, V vocabulary.

@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from rollmesh.core.types import Grammar
+from rollmesh.runtime.chat import read_message
 from rollmesh.runtime.deltas import Answer, ToolCall
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
-from rollmesh.runtime.turns import ToolChoice, read_message
+from rollmesh.runtime.turns import ToolChoice
 from rollmesh.testing.model_folder import write_model_folder
 
 TOOLS = b'[{"type":"function","function":{"name":"f","parameters":{}}}]'

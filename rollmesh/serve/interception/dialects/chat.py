@@ -13,8 +13,9 @@ import msgspec
 import orjson
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.turns import Call as ToolCall
-from rollmesh.runtime.turns import ChatMessage, Function, ToolChoice, Turn, read_message
+from rollmesh.runtime.chat import Call as ToolCall
+from rollmesh.runtime.chat import ChatMessage, Function, read_message
+from rollmesh.runtime.turns import ToolChoice, Turn
 from rollmesh.serve.interception.dialects.asks import AtLeastOne, NumTops, SamplingBody
 from rollmesh.serve.interception.dialects.chat_answers import ChatCall
 from rollmesh.serve.interception.dialects.dialect import Asked, Call

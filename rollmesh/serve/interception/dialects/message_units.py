@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from rollmesh.runtime.turns import ChatMessage, read_message
+from rollmesh.runtime.chat import ChatMessage, read_message
 from rollmesh.serve.interception.dialects.frames import refusal
 
 Blocks = str | list[dict[str, Any] | str] | None

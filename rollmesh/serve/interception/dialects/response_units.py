@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from rollmesh.runtime.turns import ChatMessage, read_message
+from rollmesh.runtime.chat import ChatMessage, read_message
 from rollmesh.serve.interception.dialects.frames import refusal
 
 _CALLS = frozenset({"function_call", "custom_tool_call"})

@@ -7,7 +7,8 @@ engine to stumble over. Driven by the dialects.
 from functools import lru_cache
 from typing import Any
 
-from rollmesh.runtime.turns import ToolChoice, read_tools
+from rollmesh.runtime.chat import read_tools
+from rollmesh.runtime.turns import ToolChoice
 from rollmesh.serve.interception.dialects.frames import refusal
 
 _KINDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
