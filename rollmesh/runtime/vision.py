@@ -2,9 +2,10 @@
 
 Owns the rendering of image parts. Invariant: a prompt has as many placeholders as its chat shows
 images, in the same order, and no image is opened or copied here. SGLang takes such ids as they are
-and puts as many image tokens in each placeholder's stead as the model's own processor says (0.5.21,
-Qwen-VL's `compose_image_artifacts`: ids that are expanded already would count each token as an
-image of its own). A trainer expands the recorded ids by the same processor. Driven by prompts.py.
+and puts as many image tokens in each placeholder's stead as the model's own processor says. Seen on
+0.5.21 with a tiny Qwen3-VL: the ids it returns are ours but for that, sampled ones included, over
+several turns; ids that are expanded already it refuses, as it does a wrong number of images (500).
+A trainer expands the recorded ids by the same processor. Driven by prompts.py.
 """
 
 from collections.abc import Sequence
