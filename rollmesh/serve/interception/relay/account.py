@@ -73,7 +73,7 @@ class _Ledger:
         if call.failure is not None:
             record["error"] = str(call.failure)
         if call.state is CallState.WHOLE and call.status == 200:
-            choices = hear(asked.route, call.headers, call.body)
+            choices = hear(asked.route, call.lines, call.body)
             is_good = call.is_delivered and len(choices) == 1
             record["choices"] = [self._choice(each, asked, is_good) for each in choices]
         return record
@@ -159,7 +159,7 @@ def _messages(call: RelayCall) -> list[Any]:
     """The history that a call was asked with, and its answer."""
     assert call.asked.request is not None
     history: list[Any] = [msgspec.Raw(raw) for raw in call.asked.request.spot.messages()]
-    choices = hear(call.asked.route, call.headers, call.body)
+    choices = hear(call.asked.route, call.lines, call.body)
     if not choices:
         return history
     message = choices[0].message

@@ -18,6 +18,7 @@ import msgspec
 
 from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.engine.connection import Headers
+from rollmesh.serve.interception.relay.headers import returned, value_in
 from rollmesh.serve.interception.relay.threads import Request
 
 RETRY_AFTER_S = 1.0
@@ -68,8 +69,8 @@ class RelayCall:
         "_waiters",
         "asked",
         "failure",
-        "headers",
         "is_delivered",
+        "lines",
         "max_bytes",
         "num_bytes",
         "pieces",
@@ -83,7 +84,8 @@ class RelayCall:
         self.asked = asked
         self.state = CallState.WAITING
         self.status = 0
-        self.headers: Headers = []
+        self.lines = b""
+        """The headers to give back, as header lines."""
         self.pieces: list[bytes] = []
         """The answer's body so far."""
         self.num_bytes = 0
@@ -106,6 +108,11 @@ class RelayCall:
     def is_running(self) -> bool:
         """More may come."""
         return self._carrier is not None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer is a stream of events."""
+        return b"event-stream" in value_in(self.lines, b"content-type")
 
     @property
     def body(self) -> bytes:
@@ -155,7 +162,7 @@ class RelayCall:
     # the client's callbacks
 
     def on_head(self, status: int, headers: Headers) -> None:
-        self.status, self.headers = status, headers
+        self.status, self.lines = status, returned(headers)
         self.state = CallState.ANSWERING
         self._wake()
 

@@ -27,8 +27,9 @@ from rollmesh.serve.interception.edge import DIALECTS
 from rollmesh.serve.interception.exchange import ExchangeState, refusal
 from rollmesh.serve.interception.relay.call import RelayCall
 from rollmesh.serve.interception.relay.capture import RelayCapture
+from rollmesh.serve.interception.relay.headers import forwarded
 from rollmesh.serve.interception.relay.heard import ROUTES
-from rollmesh.serve.interception.relay.upstreams import Parcel, Upstreams, returned_headers
+from rollmesh.serve.interception.relay.upstreams import Parcel, Upstreams
 
 PASSED = {"POST": ("/messages/count_tokens",), "GET": ("/models",)}
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -109,7 +110,7 @@ class _Exchange:
         try:
             self.state = ExchangeState.ATTACHED
             await call.wait_for_head()
-            keeps = await (self._stream(call) if _is_stream(call) else self._send_whole(call))
+            keeps = await (self._stream(call) if call.is_stream else self._send_whole(call))
             await request.writer.drain()
             call.is_delivered = True
             self.state = ExchangeState.DELIVERED
@@ -135,8 +136,8 @@ class _Exchange:
         request = self._request
         query = request.raw_path.partition("?")[2]
         tail = f"?{query}" if query and secret not in query else ""
-        lines = self._kit.upstreams.headers(
-            request.raw_headers, secret, prefers_x_api_key=route.startswith("/messages")
+        lines = forwarded(
+            request.raw_headers, secret, self._kit.upstreams.key, route.startswith("/messages")
         )
         path = (route + tail).encode("ascii", "ignore")
         return Parcel(request.method.encode(), path, lines, body)
@@ -196,7 +197,7 @@ class _Exchange:
         return b"HTTP/1.1 %d %b\r\n%b%b%b\r\n" % (
             call.status,
             _REASONS.get(call.status, b""),
-            returned_headers(call.headers),
+            call.lines,
             framing,
             connection,
         )
@@ -225,10 +226,3 @@ def _route_of(method: str, path: str) -> tuple[str, bool]:
             if path.endswith(route):
                 return route, True
     return "", False
-
-
-def _is_stream(call: RelayCall) -> bool:
-    return any(
-        name.lower() == b"content-type" and b"event-stream" in value.lower()
-        for name, value in call.headers
-    )

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import orjson
 
-from rollmesh.engine.connection import Headers
+from rollmesh.serve.interception.relay.headers import value_in
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -37,12 +37,11 @@ class Heard(msgspec.Struct):
     """(weight version, number of tokens) in order."""
 
 
-def hear(route: str, headers: Headers, body: bytes) -> list[Heard]:
-    """The choices of a whole answer with status 200; none where the bytes are no answer."""
-    named = {name.lower(): value.lower() for name, value in headers}
-    is_stream = b"event-stream" in named.get(b"content-type", b"")
+def hear(route: str, lines: bytes, body: bytes) -> list[Heard]:
+    """The choices of a whole answer with status 200 and these header lines; none if it is none."""
+    is_stream = b"event-stream" in value_in(lines, b"content-type")
     try:
-        if named.get(b"content-encoding", b"") in (b"gzip", b"deflate"):
+        if value_in(lines, b"content-encoding") in (b"gzip", b"deflate"):
             body = zlib.decompress(body, zlib.MAX_WBITS | 32)
         told = list(_events(body)) if is_stream else [orjson.loads(body)]
         found = _READERS[route]([each for each in told if isinstance(each, dict)])

@@ -1,8 +1,7 @@
-"""Where relayed calls go: which endpoint, under which name, with which key.
+"""Where relayed calls go: the endpoints, and the tries of a call.
 
-Invariants: a session stays with its endpoint while that one answers (prefix cache), others take
-over what it has not begun to answer; our own secrets never leave: an agent's key is replaced by the
-provider's or dropped, and a header that quotes its path is dropped. Driven by session.py.
+Invariants: a session stays with its endpoint while that one answers (prefix cache); others take
+over what it has not begun to answer; a call runs at one endpoint at a time. Driven by session.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,28 +16,6 @@ from rollmesh.serve.interception.relay.call import RelayCall
 
 COOL_DOWN_S = 2.0
 """An endpoint that failed is avoided for this long where there is another."""
-
-_HOP_BY_HOP = {
-    b"connection",
-    b"keep-alive",
-    b"proxy-authenticate",
-    b"proxy-authorization",
-    b"proxy-connection",
-    b"te",
-    b"trailer",
-    b"transfer-encoding",
-    b"upgrade",
-}
-_NOT_FORWARDED = _HOP_BY_HOP | {
-    b"host",
-    b"content-length",
-    b"expect",
-    b"cookie",
-    b"authorization",
-    b"x-api-key",
-    b"accept-encoding",  # the answer is read here too
-}
-_NOT_RETURNED = _HOP_BY_HOP | {b"content-length", b"set-cookie"}
 
 
 class Parcel(msgspec.Struct, frozen=True, eq=False):
@@ -87,7 +64,7 @@ class Upstreams:
     def __init__(self, urls: Iterable[str], key: str, client: HttpClient, clock: Clock) -> None:
         """`key` is the provider's, '' where it wants none."""
         self.all = [Upstream(url) for url in urls]
-        self._key = key.encode()
+        self.key = key.encode()
         self._client = client
         self._clock = clock
 
@@ -115,25 +92,6 @@ class Upstreams:
     def fail(self, upstream: Upstream, error: EngineUnavailable) -> None:
         """A call to it failed."""
         upstream.failed_s, upstream.fault = self._clock.now_s(), str(error)
-
-    def headers(
-        self, sent: Iterable[tuple[bytes, bytes]], secret: str, prefers_x_api_key: bool
-    ) -> bytes:
-        """The lines to forward of what an agent sent; it showed us `secret`."""
-        shown = secret.encode("utf-8", "surrogateescape")
-        lines: list[bytes] = []
-        for name, value in sent:
-            lower = name.lower()
-            if lower == b"x-api-key":
-                prefers_x_api_key = True
-            elif lower == b"authorization":
-                prefers_x_api_key = False
-            if lower not in _NOT_FORWARDED and shown not in value:
-                lines.append(b"%b: %b\r\n" % (name, value))
-        if self._key:
-            line = b"x-api-key: %b\r\n" if prefers_x_api_key else b"Authorization: Bearer %b\r\n"
-            lines.append(line % self._key)
-        return b"".join(lines)
 
 
 class _Carrier:
@@ -169,8 +127,3 @@ class _Carrier:
         self._tried[-1].num_running -= 1
         self._sent.close()
         self._sent = None
-
-
-def returned_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The lines to give back of what an upstream sent; the length is ours to say."""
-    return b"".join([b"%b: %b\r\n" % (n, v) for n, v in headers if n.lower() not in _NOT_RETURNED])

@@ -7,8 +7,8 @@ import pytest
 
 from rollmesh.serve.interception.relay.heard import Heard, hear
 
-JSON = [(b"content-type", b"application/json")]
-SSE = [(b"Content-Type", b"text/event-stream; charset=utf-8")]
+JSON = b"content-type: application/json\r\n"
+SSE = b"Server: x\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
 CALL = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": '{"a": 1}'}}
 
 
@@ -183,4 +183,4 @@ def test_tokens_that_are_none_count_as_not_told(ids: Any) -> None:
 
 
 def test_a_broken_compression_is_no_choice() -> None:
-    assert hear("/messages", [(b"content-encoding", b"gzip")], b"not gzip") == []
+    assert hear("/messages", b"Content-Encoding: gzip\r\n", b"not gzip") == []

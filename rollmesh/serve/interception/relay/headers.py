@@ -1,0 +1,68 @@
+"""Which header lines pass a relay, in either direction.
+
+Invariants: our own secrets never leave: an agent's key is replaced by the provider's or dropped,
+and a line that quotes the secret it showed us is dropped; what belongs to one connection stays on
+it; cookies pass in neither direction, since agents share the provider's account. Lines are bytes,
+each with its end, as they stand on the wire. Driven by edge.py and call.py.
+"""
+
+from collections.abc import Iterable
+
+Header = tuple[bytes, bytes]
+
+_HOP_BY_HOP = {
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+}
+_NOT_FORWARDED = _HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"cookie",
+    b"authorization",
+    b"x-api-key",
+    b"accept-encoding",  # the answer is read here too
+}
+_NOT_RETURNED = _HOP_BY_HOP | {b"content-length", b"set-cookie"}
+
+
+def forwarded(sent: Iterable[Header], secret: str, key: bytes, prefers_x_api_key: bool) -> bytes:
+    """The lines for the upstream of what an agent sent, who showed us `secret`.
+
+    `key` is the provider's, empty for none; it goes where the agent's own stood.
+    """
+    shown = secret.encode("utf-8", "surrogateescape")
+    lines: list[bytes] = []
+    for name, value in sent:
+        lower = name.lower()
+        if lower == b"x-api-key":
+            prefers_x_api_key = True
+        elif lower == b"authorization":
+            prefers_x_api_key = False
+        if lower not in _NOT_FORWARDED and shown not in value:
+            lines.append(b"%b: %b\r\n" % (name, value))
+    if key:
+        line = b"x-api-key: %b\r\n" if prefers_x_api_key else b"Authorization: Bearer %b\r\n"
+        lines.append(line % key)
+    return b"".join(lines)
+
+
+def returned(told: Iterable[Header]) -> bytes:
+    """The lines for the agent of what an upstream told; the body's length is ours to say."""
+    return b"".join([b"%b: %b\r\n" % (n, v) for n, v in told if n.lower() not in _NOT_RETURNED])
+
+
+def value_in(lines: bytes, name: bytes) -> bytes:
+    """A header's value in lower case, empty if it is not there; `name` is in lower case."""
+    for line in lines.split(b"\r\n"):
+        found, _, value = line.partition(b":")
+        if found.lower() == name:
+            return value.strip().lower()
+    return b""
