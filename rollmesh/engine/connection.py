@@ -22,6 +22,9 @@ MAX_MUTE_BYTES = 64 * 1024
 """A peer that sends more than this beside the body (endless headers or chunk extensions) is cut
 off; looked at once a read, so the true limit is one read more."""
 
+STALE_S = 1.0
+"""A kept connection that is lost so soon after a request had been closed before it."""
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -150,6 +153,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._call: Call | None = None
         self._num_calls = 0
+        self._begun_s = 0.0
         self._is_paused = False
         self._begin_answer()
 
@@ -168,6 +172,7 @@ class Connection(asyncio.Protocol):
         assert self.transport
         self._call = call
         self._num_calls += 1
+        self._begun_s = asyncio.get_running_loop().time()
         call.attach(connection=self)
         self._begin_answer()
         prelude, body = call.target.prelude, call.body
@@ -231,7 +236,7 @@ class Connection(asyncio.Protocol):
             return
         if self._has_told_head and error is None and self._ends_with_connection():
             call.over().on_end()
-        elif self._num_calls > 1 and not self._has_bytes and not call.is_resent:
+        elif self._was_stale() and not call.is_resent:
             call.is_resent = True
             self._pool.connect(call)
         else:
@@ -302,6 +307,11 @@ class Connection(asyncio.Protocol):
             self._pool.rest(self)
         else:
             self.hang_up()
+
+    def _was_stale(self) -> bool:
+        """Whether the peer closed before it can have seen the request."""
+        waited_s = asyncio.get_running_loop().time() - self._begun_s
+        return self._num_calls > 1 and not self._has_bytes and waited_s < STALE_S
 
     def _ends_with_connection(self) -> bool:
         """Whether the answer says nothing of its length (RFC 9112, 6.3)."""

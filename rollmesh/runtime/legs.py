@@ -315,19 +315,20 @@ class Sampler:
                 leg = generation.legs.get(action.leg)
                 if leg:
                     self.drop(leg)
-            case AvoidEngine():
-                self._avoid(action.url)
-            case ReportFault():
-                if not self._avoid(action.url):
-                    log.warning("engine.faulted", url=action.url, detail=action.detail)
-                self._parts.report(EngineFaulted(action.url, action.incarnation, action.detail))
+            case AvoidEngine() | ReportFault():
+                self._shun(action)
 
-    def _avoid(self, url: str) -> bool:
-        """Choose others for a moment; whether that was so already."""
-        now_s = self._clock.now_s()
-        was_avoided = self._avoid_until_s.get(url, now_s) > now_s
+    def _shun(self, action: AvoidEngine | ReportFault) -> None:
+        """Choose others for a moment; said once a moment, whatever the number of its legs."""
+        now_s, url = self._clock.now_s(), action.url
+        is_news = self._avoid_until_s.get(url, now_s) <= now_s
         self._avoid_until_s[url] = now_s + AVOID_S
-        return was_avoided
+        if isinstance(action, ReportFault):
+            self._parts.report(EngineFaulted(url, action.incarnation, action.detail))
+            if is_news:
+                log.warning("engine.faulted", url=url, detail=action.detail)
+        elif is_news:
+            log.info("engine.overloaded", url=url)
 
     def _choose(self, generation: Generation, min_policy_version: int) -> None:
         now_s = self._clock.now_s()

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from rollmesh.core.errors import AddressError, EngineUnavailable
-from rollmesh.engine import http
+from rollmesh.engine import connection, http
 from rollmesh.engine.http import HttpClient, target
 from tests.unit.engine.http_peer import CHUNKED, OK, PATIENCE_S, Ear, Wire, forever, get, serving
 
@@ -60,6 +60,23 @@ async def test_request_on_a_connection_closed_under_us_is_sent_again(client: Htt
         assert server.num_connections == 2
     assert len(requests) == 3
     assert requests[1] == requests[2]
+
+
+async def test_request_is_not_sent_again_when_the_server_had_time_to_work_on_it(
+    client: HttpClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "STALE_S", 0.0)
+
+    async def script(wire: Wire) -> None:
+        await wire.read()
+        await wire.answer(OK)
+        await wire.read()
+
+    async with serving(script) as server:
+        await get(client, server.url)
+        with pytest.raises(EngineUnavailable, match="before the answer's end"):
+            await get(client, server.url)
+        assert server.num_connections == 1
 
 
 async def test_first_request_of_a_connection_is_not_sent_again(client: HttpClient) -> None:
