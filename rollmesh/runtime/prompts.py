@@ -147,9 +147,9 @@ class Prompts:
         """Ids are below this."""
         return self._tokenizer.vocab_size
 
-    def token_text(self, token_id: int) -> str:
-        """One token's text, for log-prob listings."""
-        return self._tokenizer.decode(token_id)
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, for log-prob listings."""
+        return self._tokenizer.token_bytes(token_id)
 
     def _for_template(self, chat: Chat) -> list[dict[str, Any]]:
         """The messages as the renderer takes them; SessionError 400 on images it cannot show."""

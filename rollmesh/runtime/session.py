@@ -136,9 +136,9 @@ class Session:
             head.params.stop, head.reads_calls, prefix, source.lead, source.tools
         )
 
-    def token_text(self, token_id: int) -> str:
-        """One token's text."""
-        return self._kit.prompts.token_text(token_id)
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, which may be a part of a character."""
+        return self._kit.prompts.token_bytes(token_id)
 
     def node_of(self, reply_id: str) -> int:
         """The node of the answer with this ReplyHead.id; SessionError 400 if there is none."""

@@ -62,6 +62,12 @@ class Tokenizer:
             return self._backend.decode(list(ids), skip_special_tokens=False)
         return _join(self._pieces, ids).decode("utf-8", "replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, which may be a part of a character."""
+        if self._pieces is None:
+            return self.decode(token_id).encode()
+        return _join(self._pieces, (token_id,))
+
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
         """The id of a token's text, or None; for a list, a list."""
         if isinstance(tokens, str):

@@ -6,11 +6,14 @@ or ends with its connection where the client speaks HTTP/1.0; whoever writes awa
 writing more. Driven by exchange.py.
 """
 
+import contextlib
 import email.utils
 import functools
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
+
+from rollmesh.core.clock import Clock
 
 KEEP_ALIVE = b": keep-alive\n\n"
 _SIZED = b"Content-Length: %d\r\n"
@@ -21,12 +24,13 @@ _LAST_CHUNK = b"0\r\n\r\n"
 class Answer:
     """One answer; a stream's first event opens it."""
 
-    __slots__ = ("_extra_headers", "_is_chunked", "_is_fresh", "_request", "is_open")
+    __slots__ = ("_clock", "_extra_headers", "_is_chunked", "_is_fresh", "_request", "is_open")
 
-    def __init__(self, request: web.BaseRequest) -> None:
+    def __init__(self, request: web.BaseRequest, clock: Clock) -> None:
         self.is_open = False
         """The first byte left."""
         self._request = request
+        self._clock = clock
         self._extra_headers = b""
         self._is_chunked = request.version >= HttpVersion11
         self._is_fresh = False
@@ -36,35 +40,36 @@ class Answer:
         """One more header; before the first byte, and without line breaks."""
         self._extra_headers += b"%b: %b\r\n" % (name, value)
 
-    def send_whole(self, body: bytes, now_s: float) -> web.StreamResponse:
+    def send_whole(self, body: bytes) -> web.StreamResponse:
         """The whole of a plain answer in JSON."""
         self.is_open = True
         keeps = self._request.keep_alive
-        self._write(self._head(b"application/json", _SIZED % len(body), keeps, now_s) + body)
+        self._write(self._head(b"application/json", _SIZED % len(body), keeps) + body)
         return written(keeps)
 
-    def send(self, events: bytes, now_s: float) -> None:
+    def send(self, events: bytes) -> None:
         """Events of a stream."""
         self._is_fresh = True
-        self._write(self._framed(events, now_s))
+        self._write(self._framed(events))
 
-    def close(self, events: bytes, now_s: float) -> web.StreamResponse:
+    def close(self, events: bytes) -> web.StreamResponse:
         """The last events of a stream, and its end."""
-        framed = self._framed(events, now_s)
+        framed = self._framed(events)
         self._write(framed + _LAST_CHUNK if self._is_chunked else framed)
         return written(self._keeps_stream)
 
-    def beat(self, now_s: float) -> None:
+    def beat(self) -> None:
         """Send a comment where nothing was sent since the last beat; a lost client is no matter."""
-        if not self._is_fresh and self._request.transport is not None:
-            self.send(KEEP_ALIVE, now_s)
+        if not self._is_fresh:
+            with contextlib.suppress(ConnectionError):
+                self.send(KEEP_ALIVE)
         self._is_fresh = False
 
     async def drain(self) -> None:
         """Until the connection takes more."""
         await self._request.writer.drain()
 
-    def _framed(self, events: bytes, now_s: float) -> bytes:
+    def _framed(self, events: bytes) -> bytes:
         """Events as they go on the wire; the first with the head before them."""
         if self._is_chunked:
             events = b"%x\r\n%b\r\n" % (len(events), events)
@@ -73,18 +78,18 @@ class Answer:
         self.is_open = True
         framing = _CHUNKED if self._is_chunked else b""
         kind = b"text/event-stream; charset=utf-8"
-        return self._head(kind, framing, self._keeps_stream, now_s) + events
+        return self._head(kind, framing, self._keeps_stream) + events
 
     @property
     def _keeps_stream(self) -> bool:
         """Without chunks only the connection's end can end a stream."""
         return self._is_chunked and self._request.keep_alive
 
-    def _head(self, kind: bytes, framing: bytes, keeps: bool, now_s: float) -> bytes:
+    def _head(self, kind: bytes, framing: bytes, keeps: bool) -> bytes:
         return b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n%bDate: %b\r\n%b%b\r\n" % (
             kind,
             framing,
-            _date(int(now_s)),
+            _date(int(self._clock.unix_s())),
             self._extra_headers,
             _CONNECTION[keeps, self._is_chunked],
         )

@@ -69,7 +69,7 @@ class Exchange:
         self._request = request
         self._dialect = dialect
         self._kit = kit
-        self._answer = Answer(request)
+        self._answer = Answer(request, kit.clock)
         self._stream: Stream | None = None
         """Of a streamed answer, once its replies are known."""
 
@@ -128,7 +128,7 @@ class Exchange:
     async def _count(self) -> web.StreamResponse:
         session, call = await self._match()
         num_tokens = sum([session.count(turn) for turn in call.turns])
-        response = self._answer.send_whole(b'{"input_tokens":%d}' % num_tokens, self._now_s())
+        response = self._answer.send_whole(b'{"input_tokens":%d}' % num_tokens)
         self.state = ExchangeState.DELIVERED
         return response
 
@@ -152,13 +152,13 @@ class Exchange:
             session.finish(reply)
         body = call.whole(views)
         self.state = ExchangeState.STREAMING
-        return self._answer.send_whole(body, self._now_s())
+        return self._answer.send_whole(body)
 
     async def _send_events(
         self, session: Session, replies: Sequence[Reply], stream: Stream
     ) -> web.StreamResponse:
         self._stream = stream
-        heart = _Heart(self._answer, self._kit)
+        heart = _Heart(self._answer, self._kit.keepalive_s)
         try:
             if len(replies) == 1:
                 last = await self._follow(session, replies[0], stream, 0)
@@ -167,7 +167,7 @@ class Exchange:
         finally:
             heart.stop()
         self.state = ExchangeState.STREAMING
-        return self._answer.close(last + stream.close(), self._now_s())
+        return self._answer.close(last + stream.close())
 
     async def _follow_all(
         self, session: Session, replies: Sequence[Reply], stream: Stream
@@ -201,7 +201,7 @@ class Exchange:
 
     async def _send(self, events: bytes) -> None:
         self.state = ExchangeState.STREAMING
-        self._answer.send(events, self._now_s())
+        self._answer.send(events)
         await self._answer.drain()
 
     def _refuse(self, error: SessionError) -> web.StreamResponse:
@@ -210,13 +210,10 @@ class Exchange:
             return refusal(self._dialect.error(error), error)
         assert self._stream is not None, "a plain answer fails before its first byte"
         try:
-            return self._answer.close(self._stream.error(error), self._now_s())
+            return self._answer.close(self._stream.error(error))
         except ConnectionError:
             self.state = ExchangeState.ABANDONED
             raise
-
-    def _now_s(self) -> float:
-        return self._kit.clock.unix_s()
 
 
 def sampling_of(head: ReplyHead) -> bytes:
@@ -228,18 +225,18 @@ def sampling_of(head: ReplyHead) -> bytes:
 class _Heart:
     """Keeps an idle stream alive by comments, on one timer."""
 
-    def __init__(self, answer: Answer, kit: ExchangeKit) -> None:
+    def __init__(self, answer: Answer, period_s: float) -> None:
         self._answer = answer
-        self._kit = kit
+        self._period_s = period_s
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(kit.keepalive_s, self._beat)
+        self._timer = self._loop.call_later(period_s, self._beat)
 
     def stop(self) -> None:
         self._timer.cancel()
 
     def _beat(self) -> None:
-        self._timer = self._loop.call_later(self._kit.keepalive_s, self._beat)
-        self._answer.beat(self._kit.clock.unix_s())
+        self._timer = self._loop.call_later(self._period_s, self._beat)
+        self._answer.beat()
 
 
 def refusal(body: bytes, error: SessionError) -> web.Response:

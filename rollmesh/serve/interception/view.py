@@ -63,16 +63,17 @@ class ReplyView:
         return list(self._reply.prompt_ids())
 
     def prompt_text(self) -> str:
-        """The prompt as text, token by token."""
-        return "".join(map(self._session.token_text, self._reply.prompt_ids()))
+        """The prompt as text."""
+        pieces = map(self._session.token_bytes, self._reply.prompt_ids())
+        return b"".join(pieces).decode("utf-8", "replace")
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Sampled tokens `start` to `stop`."""
         return list(self._reply.token_ids(start)[: stop - start])
 
     def token_text(self, token_id: int) -> str:
-        """One token's text."""
-        return self._session.token_text(token_id)
+        """One token's text; of a part of a character, the replacement character."""
+        return self._session.token_bytes(token_id).decode("utf-8", "replace")
 
     def logprobs(self, start: int, stop: int) -> list[float]:
         """Log-probs of the sampled tokens `start` to `stop`."""
@@ -89,7 +90,7 @@ class ReplyView:
     def listed_tokens(self, start: int, stop: int) -> bytes:
         """The JSON array that lists those tokens with their log-probs."""
         return self._listing.rows(
-            self._session.token_text,
+            self._session.token_bytes,
             self.token_ids(start, stop),
             self.logprobs(start, stop),
             self.top_logprobs(start, stop),

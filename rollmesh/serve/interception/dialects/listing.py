@@ -1,9 +1,9 @@
 """Sampled tokens with their log-probs, as OpenAI's APIs list them.
 
-Owns the JSON of each token that was ever listed: only the figure between two halves is new. A token
-that ends within a character has the replacement character as its text. Invariant: a listing of one
-range of tokens is the same bytes each time. One per edge, which serves one model; driven by the
-dialects through ReplyView.
+Owns the JSON of each token that was ever listed: only the figure between two halves is new. A part
+of a character has the replacement character as its text, and its true bytes. Invariant: a listing
+of one range of tokens is the same bytes each time. One per edge, which serves one model; driven by
+the dialects through ReplyView.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class TokenListing:
 
     def rows(
         self,
-        text: Callable[[int], str],
+        bytes_of: Callable[[int], bytes],
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         tops: Tops,
@@ -30,26 +30,27 @@ class TokenListing:
         """A JSON array of `{"token", "logprob", "bytes", "top_logprobs"}`."""
         pieces: list[bytes] = []
         for n, (token_id, figure) in enumerate(zip(token_ids, _figures(logprobs), strict=True)):
-            before, after = self._halves_of(text, token_id)
+            before, after = self._halves_of(bytes_of, token_id)
             pieces += (before, figure, after)
             if tops:
-                pieces += (b',"top_logprobs":[', self._tops(text, tops[n]), b"]},")
+                pieces += (b',"top_logprobs":[', self._tops(bytes_of, tops[n]), b"]},")
             else:
                 pieces.append(b',"top_logprobs":[]},')
         return b"[%b]" % b"".join(pieces)[:-1]
 
-    def _tops(self, text: Callable[[int], str], tops: Sequence[tuple[float, int]]) -> bytes:
+    def _tops(self, bytes_of: Callable[[int], bytes], tops: Sequence[tuple[float, int]]) -> bytes:
         figures = _figures([logprob for logprob, _ in tops])
-        halves = [self._halves_of(text, token_id) for _, token_id in tops]
+        halves = [self._halves_of(bytes_of, token_id) for _, token_id in tops]
         rows = zip(figures, halves, strict=True)
         return b",".join(b"%b%b%b}" % (before, figure, after) for figure, (before, after) in rows)
 
-    def _halves_of(self, text: Callable[[int], str], token_id: int) -> tuple[bytes, bytes]:
+    def _halves_of(self, bytes_of: Callable[[int], bytes], token_id: int) -> tuple[bytes, bytes]:
         halves = self._halves.get(token_id)
         if halves is None:
-            token = text(token_id)
-            before = b'{"token":%b,"logprob":' % orjson.dumps(token)
-            after = b',"bytes":' + orjson.dumps(list(token.encode()))
+            token = bytes_of(token_id)
+            text = orjson.dumps(token.decode("utf-8", "replace"))
+            before = b'{"token":%b,"logprob":' % text
+            after = b',"bytes":' + orjson.dumps(list(token))
             halves = self._halves[token_id] = before, after
         return halves
 
