@@ -112,7 +112,7 @@ def test_each_message_is_held_once(held: Held) -> None:
 
 def test_of_two_answers_with_one_text_the_reasoning_tells_which(held: Held) -> None:
     _, context = held.ask(turn(SYSTEM, user("why")))
-    answers = [
+    answers: list[Message] = [
         {"role": "assistant", "content": "so", "reasoning_content": why} for why in ("a", "b")
     ]
     spots = [held.say(context, answer) for answer in answers]

@@ -34,6 +34,7 @@ def test_a_long_line_is_one_stretch_of_few_segments() -> None:
         assert known is not None
         assert known.num_units == n
         stretches.add(known, START, array, END, n + 1)
+    assert known is not None
     assert len(known.segments) <= 16
 
 
