@@ -40,10 +40,15 @@ class Guide:
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
 
-    def take(self, token: int) -> None:
-        """Step over a token, which was allowed."""
-        taken = self._matcher.consume_token(token)
-        assert taken, f"token {token} is not in the grammar: {self._matcher.get_error()}"
+    def take(self, token: int) -> str:
+        """Step over a token; '' or why it cannot be, which ends the output.
+
+        The library now and then allows a token that it then cannot take: one that was added to the
+        vocabulary, such as a tool call's mark, where a grammar spells its text.
+        """
+        if self._matcher.consume_token(token):
+            return ""
+        return f"token {token} is not in the grammar"
 
 
 class Grammar:

@@ -131,6 +131,8 @@ class Request:
         self.prompt_tops: list[Top] = []
         """Beside prompt_logprobs, likewise."""
         self.guide = sampling.grammar.begin() if sampling.grammar else None
+        self._fault = ""
+        """Why the grammar could not go on."""
         self._stops = sampling.stop.begin() if sampling.stop else None
         # The step loop asks these of every row at every step, so they are no properties.
         self.is_shaped = self.guide is not None or sampling.shaping is not None
@@ -198,13 +200,16 @@ class Request:
         if top is not None:
             self.tops.append(top)
         if self.guide is not None:
-            self.guide.take(token)
+            self._fault = self.guide.take(token)
 
     def finish(self, token: int) -> Finish | None:
         """Whether `token`, just appended, ends the request.
 
-        A stop string wins over a stop token, and both over the length.
+        A stop string wins over a stop token, and both over the length; a grammar that cannot go on
+        aborts it.
         """
+        if self._fault:
+            return Finish("abort", message=self._fault)
         if self._stops is not None:
             matched = self._stops.feed(token)
             if matched is not None:

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from rollmesh.engine.embedded.engine import PauseMode
 from rollmesh.engine.embedded.grammars import Grammar, GrammarCompiler, GrammarRefused, Guide
 from rollmesh.engine.embedded.model import Model
-from rollmesh.engine.embedded.request import Request
+from rollmesh.engine.embedded.request import Finish, Request
+from rollmesh.engine.embedded.shaping import Shaping
 from tests.unit.engine.embedded.driving import ask, finish_all, make_engine, output, random_prompt
 from tests.unit.engine.embedded.references import Reference
 from tests.unit.engine.embedded.tiny_models import EOS, VOCAB_SIZE
@@ -74,6 +75,19 @@ def test_a_schema_allows_its_objects_and_no_others(
     take(guide, letters, "}")
     assert "" in allowed(guide, letters)
     assert "," not in allowed(guide, letters)
+
+
+def test_a_token_that_the_grammar_cannot_take_ends_the_output_and_not_the_engine(
+    model: Model, letters: Tokenizer
+) -> None:
+    marked = Tokenizer.from_str(letters.to_str())
+    marked.add_tokens(["<end>"])  # an added token, whose text the grammar spells
+    grammar = GrammarCompiler(marked, VOCAB_SIZE, [0]).compile("ebnf", 'root ::= "<end>" "a"')
+    bias = Shaping(bias_tokens=(EOS,), biases=(100.0,))
+    request = ask([1, 2], new=9, grammar=grammar, shaping=bias)
+    progress = finish_all(make_engine(model), request)
+    assert progress[-1].finish == Finish("abort", message=f"token {EOS} is not in the grammar")
+    assert output(request) == [EOS]
 
 
 def test_a_text_that_is_no_grammar_is_refused_each_time(compiler: GrammarCompiler) -> None:
