@@ -1,7 +1,6 @@
-"""A `rollmesh gateway` process before a scripted engine, and its admin API as a test needs it."""
+"""A `rollmesh gateway` process, and its admin API as a test needs it."""
 
 import asyncio
-import os
 import sys
 import types
 from pathlib import Path
@@ -24,29 +23,28 @@ class Opened(NamedTuple):
 
 
 class Gateway:
-    """`async with Gateway(folder, engine.url) as gateway:`; `folder` is the model's."""
+    """`async with Gateway(token_file, engine.url, "--model-dir", folder) as gateway:`"""
 
-    def __init__(self, folder: Path, *engine_urls: str, options: tuple[str, ...] = ()) -> None:
-        self._folder = folder
-        self._engine_urls = engine_urls
-        self._options = options
-        self._token_file = folder / "admin-token"
+    def __init__(self, token_file: Path, engine_url: str, *options: str) -> None:
+        self._token_file = token_file
+        self._argv = ("--engine", engine_url, *options)
         self._process: asyncio.subprocess.Process | None = None
         self._client: aiohttp.ClientSession | None = None
         self.url = ""
 
     async def __aenter__(self) -> Self:
-        engines = [word for url in self._engine_urls for word in ("--engine", url)]
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rollmesh.cli.main", "gateway", *engines),
-            *("--model-dir", str(self._folder), "--host", "127.0.0.1", "--port", "0"),
-            *("--admin-token-file", str(self._token_file), *self._options),
+            *(sys.executable, "-m", "rollmesh.cli.main", "gateway", "--port", "0"),
+            *("--admin-token-file", str(self._token_file), *self._argv),
             stdout=asyncio.subprocess.PIPE,
             cwd=REPO,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
-        async with asyncio.timeout(START_S):
-            self.url = await self._announced(self._process)
+        try:
+            async with asyncio.timeout(START_S):
+                self.url = await self._announced(self._process)
+        except BaseException:
+            await self._end(self._process)
+            raise
         token = self._token_file.read_text().strip()
         self._client = aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"})
         return self
@@ -60,9 +58,7 @@ class Gateway:
         if self._client is not None:
             await self._client.close()
         assert self._process is not None
-        if self._process.returncode is None:
-            self._process.terminate()
-        await self._process.communicate()
+        await self._end(self._process)
 
     async def open(self, **body: object) -> Opened:
         """A new session."""
@@ -80,6 +76,11 @@ class Gateway:
             told = await response.json()
             assert response.ok, f"{method} {path}: {response.status} {told}"
             return told
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        if process.returncode is None:
+            process.terminate()
+        await process.communicate()
 
     async def _announced(self, process: asyncio.subprocess.Process) -> str:
         """The address in its first line that has one."""

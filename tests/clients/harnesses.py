@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.clients.drivers.toolbox import QUESTION
+from tests.house.leaks import MARK_VARIABLE
 
 REPO = Path(__file__).resolve().parents[2]
 VENVS = REPO / ".venv-clients"
@@ -43,15 +44,10 @@ class Command(NamedTuple):
 
 
 def environment(visit: Visit, **more: str) -> dict[str, str]:
-    """Of every client: a path, a home, and nothing else of ours."""
+    """Of every client: a path, a home, the mark by which leftovers are found; no more of ours."""
     home = str(visit.home)
-    return {
-        "PATH": os.environ["PATH"],
-        "HOME": home,
-        "XDG_CONFIG_HOME": home,
-        "TERM": "dumb",
-        **more,
-    }
+    ours = {name: os.environ[name] for name in ("PATH", MARK_VARIABLE)}
+    return {**ours, "HOME": home, "XDG_CONFIG_HOME": home, "TERM": "dumb", **more}
 
 
 def driver(visit: Visit, home: str, name: str) -> Command:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.clients.roster import Row
+from tests.clients.roster import RELAY, Row
 
 TEMPLATE = Path(__file__).with_name("page.md")
 
@@ -28,8 +28,8 @@ def page(ran: Sequence[Ran], is_offline: bool) -> str:
     return TEMPLATE.read_text().format(
         where=where,
         lines="\n".join(map(_line, ran)),
-        num_passed=sum(not each.fault for each in ran),
-        num_rows=len(ran),
+        num_passed=sum(not each.fault for each in ran if each.row.capture != RELAY),
+        num_rows=sum(each.row.capture != RELAY for each in ran),
     )
 
 
@@ -40,16 +40,17 @@ def is_offline() -> bool:
 
 
 def _line(ran: Ran) -> str:
-    client, dialect, mode = ran.row
+    client, dialect, mode, capture = ran.row
     rate = f"{ran.num_extending} of {ran.num_calls - 1}" if ran.num_calls > 1 else "-"
     cells = [
         client.name,
         client.package,
         dialect,
         mode,
+        "**relay**" if capture == RELAY else capture,
         f"**fails**: {ran.fault}" if ran.fault else "pass",
         str(ran.num_calls),
-        rate,
+        "not claimed" if capture == RELAY else rate,
         _counts(ran.forks),
         _counts(ran.healed),
     ]

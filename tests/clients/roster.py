@@ -5,7 +5,7 @@ environment (`home` '') runs in `make test` too; the others live in .venv-client
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rollmesh.testing.agent_engine import Say, Use
@@ -15,6 +15,7 @@ from tests.clients.script import ANSWER, WriteUse, bash
 
 CHAT, RESPONSES, LINKED, MESSAGES = "chat", "responses", "responses-linked", "messages"
 PLAIN, STREAM = "plain", "stream"
+TOKENS, RELAY = "tokens", "relay"
 
 
 class Client(NamedTuple):
@@ -44,10 +45,11 @@ class Row(NamedTuple):
     client: Client
     dialect: str
     mode: str
+    capture: str = TOKENS
 
     @property
     def id(self) -> str:
-        return f"{self.client.package}-{self.dialect}-{self.mode}"
+        return f"{self.client.package}-{self.dialect}-{self.mode}-{self.capture}"
 
 
 def _driver(home: str, script: str) -> Callable[[Visit], Command]:
@@ -176,7 +178,7 @@ ROSTER = (
 )
 
 
-def rows(clients: tuple[Client, ...] = ROSTER) -> list[Row]:
+def rows(clients: Sequence[Client] = ROSTER) -> list[Row]:
     """Every task of these clients."""
     return [
         Row(client, dialect, mode)
@@ -184,6 +186,13 @@ def rows(clients: tuple[Client, ...] = ROSTER) -> list[Row]:
         for dialect in client.dialects
         for mode in client.modes
     ]
+
+
+def relayed() -> list[Row]:
+    """A row of each dialect and mode in relay mode, by clients that speak it most strictly."""
+    strict = [each for each in ROSTER if each.name in ("anthropic SDK", "codex", "pi")]
+    strict += [each for each in IN_HOUSE if each.name == "openai SDK"]
+    return [row._replace(capture=RELAY) for row in rows(strict) if row.dialect != LINKED]
 
 
 IN_HOUSE = tuple(client for client in ROSTER if not client.home)

@@ -1,8 +1,13 @@
-"""One client's task from its start to its account: engine, gateway, session, client, judgement."""
+"""One client's task from its start to its account: engine, gateway, session, client, judgement.
+
+In relay mode the chat endpoint behind the gateway is a second one, in tokens mode.
+"""
 
 import asyncio
 import contextlib
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -16,7 +21,7 @@ from tests.clients.exactness import calls_of, faults, num_extending
 from tests.clients.gateway import Gateway, Opened
 from tests.clients.harnesses import Command, Visit
 from tests.clients.matrix import Ran
-from tests.clients.roster import STREAM, Row
+from tests.clients.roster import RELAY, STREAM, Row
 from tests.clients.script import ANSWER, COMMANDS, REASONINGS, bash, task, write_files
 
 CLIENT_S = 90.0
@@ -56,7 +61,9 @@ async def open_stage(folder: Path, script: Script, *options: str) -> AsyncIterat
     agent = ScriptedAgent(load_tokenizer(model), script)
     async with (
         ScriptedEngine(agent.next_token) as engine,
-        Gateway(model, engine.url, options=(*ROOM, *options)) as gateway,
+        Gateway(
+            folder / "token", engine.url, "--model-dir", str(model), *ROOM, *options
+        ) as gateway,
     ):
         yield Stage(agent, engine, gateway)
 
@@ -66,9 +73,28 @@ async def perform(row: Row, folder: Path, visit: Visiting | None = None) -> Ran:
     script = task(row.client.use, row.client.ending)
     async with open_stage(folder / "model", script) as stage:
         opened = await stage.gateway.open(metadata={"client": row.id})
+        if row.capture == RELAY:
+            return await _perform_relayed(row, folder, stage, opened)
         ended = await (visit or start)(row, folder, opened)
         account = await stage.gateway.finish(opened)
-        return judge(row, stage, ended, account)
+        check_what_it_saw(row, ended)
+        return judge(row, stage, account)
+
+
+async def _perform_relayed(row: Row, folder: Path, stage: Stage, behind: Opened) -> Ran:
+    """`behind` is the endpoint's session; its account must be exact, the relay's need not be."""
+    token_file = folder / "relay-token"
+    async with Gateway(token_file, behind.path_url, "--capture", RELAY) as relay:
+        opened = await relay.open()
+        ended = await start(row, folder, opened)
+        account = await relay.finish(opened)
+    check_what_it_saw(row, ended)
+    ran = judge(row, stage, await stage.gateway.finish(behind))
+    num_relayed = account["num_calls"]
+    assert num_relayed == ran.num_calls, f"{num_relayed} of {ran.num_calls} calls were relayed"
+    kept = [choice["message"] for call in account["calls"] for choice in call["choices"]]
+    assert ANSWER in json.dumps(kept, ensure_ascii=False), f"the relay kept {kept}"
+    return ran._replace(forks=Counter(), healed=Counter())
 
 
 async def start(row: Row, folder: Path, opened: Opened) -> Ended:
@@ -88,6 +114,7 @@ async def run(command: Command, work: Path) -> Ended:
         *command.argv,
         cwd=work,
         env=command.env,
+        start_new_session=True,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -97,14 +124,14 @@ async def run(command: Command, work: Path) -> Ended:
             said, _ = await process.communicate()
     finally:
         if process.returncode is None:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # agents have children
             await process.wait()
     assert process.returncode is not None
     return Ended(process.returncode, said.decode(errors="replace"))
 
 
-def judge(row: Row, stage: Stage, ended: Ended, account: dict[str, Any]) -> Ran:
-    """What it came to; AssertionError where it is not exact, or not what the client must see."""
+def check_what_it_saw(row: Row, ended: Ended) -> None:
+    """AssertionError where the client failed, or did not see what the model said."""
     assert ended.code == 0, f"exit {ended.code}: {ended.output[-2000:]}"
     if row.client.reports:
         told = json.loads(ended.output.splitlines()[-1])
@@ -115,6 +142,10 @@ def judge(row: Row, stage: Stage, ended: Ended, account: dict[str, Any]) -> Ran:
             assert [*filter(None, told["reasoning"])] == [*filter(None, REASONINGS)]
     else:
         assert ANSWER in ended.output, ended.output[-2000:]
+
+
+def judge(row: Row, stage: Stage, account: dict[str, Any]) -> Ran:
+    """What it came to; AssertionError where the account is not exact."""
     calls = calls_of(stage.engine, stage.agent)
     found = faults(calls, account["samples"], stage.agent)
     assert not found, "; ".join(found)

@@ -10,7 +10,7 @@ from rollmesh.testing.engine import ScriptedEngine
 from tests.clients.exactness import calls_of, faults
 from tests.clients.harnesses import VENVS, Visit, codex
 from tests.clients.matrix import Ran
-from tests.clients.roster import RESPONSES, ROSTER, Row, rows
+from tests.clients.roster import RESPONSES, ROSTER, Row, relayed, rows
 from tests.clients.script import ANSWER, task, write_files
 from tests.clients.tasks import open_stage, perform, run
 
@@ -22,7 +22,7 @@ def has_legs(engine: ScriptedEngine, num_legs: int) -> bool:
 
 
 @pytest.mark.clients
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.id)
+@pytest.mark.parametrize("row", [*rows(), *relayed()], ids=lambda row: row.id)
 async def test_a_client_does_the_task_and_its_samples_are_exact(
     row: Row, tmp_path: Path, matrix: dict[str, Ran]
 ) -> None:

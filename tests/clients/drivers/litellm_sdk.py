@@ -72,6 +72,9 @@ def responses(ask: Order, diary: Diary) -> None:
             items.append(read)
             if read["type"] == "function_call":
                 calls.append(read)
+            elif read["type"] == "reasoning":
+                parts = read.get("content") or read["summary"]
+                diary.reasoning.append("".join(part["text"] for part in parts))
             elif read["type"] == "message":
                 diary.final = read["content"][0]["text"]
         if not calls:
