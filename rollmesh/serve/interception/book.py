@@ -181,15 +181,17 @@ class SessionBook:
     def forks(self) -> Counter[str]:
         """By cause, of all sessions since the start."""
         counts = self._closed_forks.copy()
-        for entry in self.entries():
-            counts.update(entry.captured.forks)
+        for entry in self._entries.values():
+            if forks := entry.captured.forks:
+                counts.update(forks)
         return counts
 
     def healed(self) -> Counter[str]:
         """By kind, of all sessions since the start."""
         counts = self._closed_healed.copy()
-        for entry in self.entries():
-            counts.update(entry.captured.healed)
+        for entry in self._entries.values():
+            if healed := entry.captured.healed:
+                counts.update(healed)
         return counts
 
     def _touch(self, entry: Entry) -> None:

@@ -5,7 +5,7 @@ account of itself however often it is asked, but for rewards that were given mea
 book.py.
 """
 
-from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -13,6 +13,8 @@ import msgspec
 from rollmesh.core.types import SamplingPolicy
 
 NO_REWARDS: dict[int, float] = {}
+NO_COUNTS: Mapping[str, int] = {}
+"""Of the many sessions in which nothing forked."""
 
 
 class SessionWish(msgspec.Struct, frozen=True):
@@ -51,11 +53,11 @@ class CapturedSession(Protocol):
         """Why the newest ended call got no answer; '' if it got one."""
 
     @property
-    def forks(self) -> Counter[str]:
+    def forks(self) -> Mapping[str, int]:
         """Forks by cause."""
 
     @property
-    def healed(self) -> Counter[str]:
+    def healed(self) -> Mapping[str, int]:
         """Differences in histories that did not fork, by kind."""
 
     def node_of(self, name: int | str) -> int:

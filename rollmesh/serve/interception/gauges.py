@@ -63,12 +63,12 @@ def gateway_figures(book: SessionBook, backend: Backend, lag: LoopLag) -> Iterat
 
 
 def _book_figures(book: SessionBook) -> Iterator[Figure]:
-    states: Counter[str] = Counter({"open": 0, "finished": 0})
-    held_bytes = 0
+    num_sessions = num_finished = held_bytes = 0
     for entry in book.entries():
-        states[entry.state.value] += 1
+        num_sessions += 1
+        num_finished += entry.outcome is not None
         held_bytes += entry.captured.held_bytes
-    for state, number in states.items():
+    for state, number in ("open", num_sessions - num_finished), ("finished", num_finished):
         yield Figure("sessions", number, "Sessions in the book.", {"state": state})
     yield Figure("sessions_opened_total", book.num_opened, "Sessions opened.")
     yield Figure("sessions_expired_total", book.num_expired, "Sessions that nobody deleted.")

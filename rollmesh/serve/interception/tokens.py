@@ -8,6 +8,7 @@ book.py.
 import secrets
 from array import array
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +18,13 @@ from rollmesh.core.ids import GroupId, RolloutId, new_id
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.session import Session
-from rollmesh.serve.interception.capture import CapturedSession, Opened, Rewards, SessionWish
+from rollmesh.serve.interception.capture import (
+    NO_COUNTS,
+    CapturedSession,
+    Opened,
+    Rewards,
+    SessionWish,
+)
 from rollmesh.serve.interception.cutting import cut_samples
 
 SEED_BITS = 62
@@ -52,12 +59,13 @@ class TokenSession:
         return self.session.engine_fault
 
     @property
-    def forks(self) -> Counter[str]:
-        return Counter([row.cause for row in self.session.fork_report().forks])
+    def forks(self) -> Mapping[str, int]:
+        rows = self.session.fork_report().forks
+        return Counter([row.cause for row in rows]) if rows else NO_COUNTS
 
     @property
-    def healed(self) -> Counter[str]:
-        return Counter(self.session.fork_report().healed)
+    def healed(self) -> Mapping[str, int]:
+        return self.session.fork_report().healed
 
     def node_of(self, name: int | str) -> int:
         if isinstance(name, int):

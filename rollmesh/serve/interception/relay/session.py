@@ -7,12 +7,12 @@ by the call that it repeats; every running call is in `_live` and gone from it a
 edge.py and, through capture.py, by the gateway's book.
 """
 
-from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.errors import SessionError
-from rollmesh.serve.interception.capture import Rewards
+from rollmesh.serve.interception.capture import NO_COUNTS, Rewards
 from rollmesh.serve.interception.relay.account import account_of
 from rollmesh.serve.interception.relay.call import Asked, CallState, RelayCall
 from rollmesh.serve.interception.relay.threads import Request, Spot, Threads
@@ -25,8 +25,8 @@ class RelaySession:
     def __init__(self, session_id: str, upstreams: Upstreams, clock: Clock, max_bytes: int) -> None:
         self.session_id = session_id
         self.fault = ""
-        self.forks: Counter[str] = Counter()
-        self.healed: Counter[str] = Counter()
+        self.forks: Mapping[str, int] = NO_COUNTS
+        self.healed: Mapping[str, int] = NO_COUNTS
         """Always empty: nothing is re-rendered, so there is nothing to heal."""
         self._upstreams = upstreams
         self._home: Upstream | None = None
@@ -54,7 +54,7 @@ class RelaySession:
             if known is not None and _repeats(known, route, request, key):
                 return known
         if request is not None and request.fork:
-            self.forks[request.fork] += 1
+            self.forks = {**self.forks, request.fork: self.forks.get(request.fork, 0) + 1}
         asked = Asked(
             number=len(self._calls),
             route=route,
