@@ -1,6 +1,7 @@
 """What every dialect promises alike: statuses, wake-ups, retries, choices, keep-alives."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import msgspec
@@ -211,3 +212,85 @@ async def test_plain_choices_are_numbered(make_desk: MakeDesk) -> None:
     _, answer = await desk.answer({"messages": [USER], "n": 3})
     told = [(each["index"], each["message"]["content"]) for each in answer["choices"]]
     assert told == [(0, "4"), (1, "5"), (2, "6")]
+
+
+CHAT_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
+}
+
+
+async def test_a_talk_may_change_its_dialect_at_every_turn(make_desk: MakeDesk) -> None:
+    """Tool calls, results and reasoning mean the same messages in Chat, Messages and Responses."""
+    called = (
+        '<think>hm</think>\n\ngo <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    )
+    desk = await make_desk(called, "four", "five", "six")
+    _, first = await desk.answer(
+        {
+            "model": "m",
+            "messages": [
+                {"role": "system", "content": "be brief"},
+                {"role": "user", "content": "guess"},
+            ],
+            "tools": [CHAT_TOOL],
+        }
+    )
+    message = first["choices"][0]["message"]
+    made = message["tool_calls"][0]
+    tool = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+    use = {"type": "tool_use", "id": made["id"], "name": "f", "input": {"a": 1}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "guess"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "go"}, use]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": made["id"], "content": "42"}],
+        },
+    ]
+    asked = {
+        "model": "m",
+        "max_tokens": 64,
+        "system": "be brief",
+        "tools": [tool],
+        "messages": messages,
+    }
+    status, _ = await desk.answer(asked, "/v1/messages")
+    assert status == 200
+    items = [
+        {"type": "message", "role": "developer", "content": "be brief"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "guess"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "go"}],
+        },
+        {"type": "function_call", "call_id": made["id"], "name": "f", "arguments": '{"a":1}'},
+        {"type": "function_call_output", "call_id": made["id"], "output": "42"},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "four"}],
+        },
+        {"type": "message", "role": "user", "content": "higher"},
+    ]
+    function = {
+        "type": "function",
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object"},
+    }
+    status, last = await desk.answer(
+        {"model": "m", "input": items, "tools": [function]}, "/v1/responses"
+    )
+    assert status == 200
+    status, _ = await desk.answer(
+        {"model": "m", "input": "lower", "tools": [function], "previous_response_id": last["id"]},
+        "/v1/responses",
+    )
+    assert status == 200
+    report = desk.opened.session.fork_report()
+    assert not report.forks, report
+    asked_ids = [list(request.prompt_ids) for request in desk.sampler.requests]
+    for before, after in itertools.pairwise(asked_ids):
+        assert after[: len(before)] == before
