@@ -160,7 +160,7 @@ class RelayBackend:
         return sum(each.num_running for each in self._upstreams.all)
 
     def totals(self) -> tuple[int, int]:
-        return self.capture.num_calls, 0
+        return self.capture.totals.num_calls, 0
 
     async def run(self) -> None:
         await asyncio.get_running_loop().create_future()

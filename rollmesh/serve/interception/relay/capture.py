@@ -11,7 +11,7 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import new_id
 from rollmesh.serve.interception.capture import CapturedSession, Opened, SessionWish
-from rollmesh.serve.interception.relay.session import RelaySession
+from rollmesh.serve.interception.relay.session import RelaySession, RelayTotals
 from rollmesh.serve.interception.relay.upstreams import Upstreams
 
 SECRET_BYTES = 32
@@ -28,14 +28,16 @@ class RelayCapture:
         """By the SHA-256 of either secret."""
         self._digests: dict[str, tuple[bytes, bytes]] = {}
         """By session id."""
-        self._num_closed_calls = 0
+        self.totals = RelayTotals()
 
     def open(self, wish: SessionWish) -> Opened:
         """SessionError 400 where rules are wished for: a relay changes no request."""
         if wish.sampling is not None:
             why = "sampling: a relay forwards requests as they are; rules need --capture tokens"
             raise SessionError(400, "unsupported_sampling", why)
-        session = RelaySession(new_id("s", 6), self._upstreams, self._clock, self._max_answer_bytes)
+        session = RelaySession(
+            new_id("s", 6), self._upstreams, self._clock, self._max_answer_bytes, self.totals
+        )
         api_key = "sk-" + secrets.token_urlsafe(SECRET_BYTES)
         path_secret = secrets.token_urlsafe(SECRET_BYTES)
         digests = _digest(api_key), _digest(path_secret)
@@ -55,16 +57,9 @@ class RelayCapture:
         assert isinstance(captured, RelaySession)
         captured.seal("it was deleted")
         digests = self._digests.pop(captured.session_id, ())
-        self._num_closed_calls += captured.num_calls if digests else 0
         captured.forget()
         for digest in digests:
             del self._sessions[digest]
-
-    @property
-    def num_calls(self) -> int:
-        """Calls of all sessions since the start."""
-        found = (self._sessions[digest] for digest, _ in self._digests.values())
-        return self._num_closed_calls + sum(session.num_calls for session in found)
 
 
 def _digest(secret: str) -> bytes:

@@ -10,6 +10,8 @@ edge.py and, through capture.py, by the gateway's book.
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from rollmesh.core.clock import Clock
 from rollmesh.core.errors import SessionError
 from rollmesh.serve.interception.capture import NO_COUNTS, Rewards
@@ -19,10 +21,23 @@ from rollmesh.serve.interception.relay.threads import Request, Spot, Threads
 from rollmesh.serve.interception.relay.upstreams import Parcel, Upstream, Upstreams
 
 
+class RelayTotals(msgspec.Struct):
+    """Plain integers, counted by all sessions and read by a collector."""
+
+    num_calls: int = 0
+
+
 class RelaySession:
     """Satisfies CapturedSession."""
 
-    def __init__(self, session_id: str, upstreams: Upstreams, clock: Clock, max_bytes: int) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        upstreams: Upstreams,
+        clock: Clock,
+        max_bytes: int,
+        totals: RelayTotals,
+    ) -> None:
         self.session_id = session_id
         self.fault = ""
         self.forks: Mapping[str, int] = NO_COUNTS
@@ -32,6 +47,7 @@ class RelaySession:
         self._home: Upstream | None = None
         self._clock = clock
         self._max_bytes = max_bytes
+        self._totals = totals
         self._threads: Threads | None = None
         self._calls: list[RelayCall] = []
         self._newest: dict[Spot, RelayCall] = {}
@@ -65,6 +81,7 @@ class RelaySession:
         )
         call = RelayCall(asked, self._max_bytes, self._ended)
         self._calls.append(call)
+        self._totals.num_calls += 1
         self._live.add(call)
         if request is not None:
             self._newest[request.spot] = call
