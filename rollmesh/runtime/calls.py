@@ -123,6 +123,8 @@ class JsonCall:
 
 _FUNCTION = re.compile(r"<function=([^>]+)>")
 _NEXT = re.compile(r"<parameter=([^>]+)>|</function>")
+_AS_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""What models that have read much Python write for JSON's words."""
 _VALUE_END = "</parameter>"
 _VALUE_ENDS = (_VALUE_END, "\n" + _VALUE_END)
 
@@ -311,6 +313,7 @@ def _quoted(text: str) -> str:
 
 def _as_json(text: str) -> str:
     """A value of a type that is not declared as a string: itself if it is JSON, else a string."""
+    text = _AS_PYTHON.get(text.strip(), text)
     try:
         orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -103,6 +103,8 @@ def library_arguments(block: str) -> Any:
         ("<function=f><parameter=n>NaN</parameter></function>", '{"n": "NaN"}'),
         ("<function=f><parameter=s>a</par", '{"s": "a</par"}'),
         ("<function=f><parameter=n>1", '{"n": 1}'),
+        ("<function=f><parameter=b>\nTrue\n</parameter></function>", '{"b": true}'),
+        ("<function=f><parameter=s>\nTrue\n</parameter></function>", '{"s": "True"}'),
         ("<function=f></function>", "{}"),
         ("<function=f>", "{}"),
         ("function=f", ""),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.runtime.chat import read_message
+from rollmesh.runtime.chat import ROLES, read_message
 from rollmesh.runtime.families import Family, choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +29,9 @@ TEXT = st.text(max_size=40) | st.sampled_from(
     ]
 )
 NEWS = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "tool", "system"]), "content": TEXT}),
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(sorted({*ROLES} - {"assistant"})), "content": TEXT}
+    ),
     min_size=1,
     max_size=4,
 )
@@ -49,6 +51,11 @@ SAID = st.sampled_from(
 )
 
 
+def renamed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the roles that templates know."""
+    return [{**message, "role": ROLES[message["role"]]} for message in messages]
+
+
 class Chats:
     """Our prompts and the library's renderer over one tokenizer."""
 
@@ -59,7 +66,7 @@ class Chats:
 
     def render(self, messages: list[dict[str, Any]], tools: bytes) -> list[int]:
         return self.family.renderer.render_ids(
-            messages, tools=json.loads(tools or b"null"), add_generation_prompt=True
+            renamed(messages), tools=json.loads(tools or b"null"), add_generation_prompt=True
         )
 
 
@@ -92,7 +99,7 @@ def test_an_extension_is_what_the_library_bridges_over_all_history(
         sampled = chats.tokenizer.encode(said + ("<|im_end|>" if is_closed else ""))
         ours = chats.prompts.extend(sampled, chat(news, tools))
         bridged = chats.family.renderer.bridge_to_next_turn(
-            history, sampled, news, tools=json.loads(tools or b"null")
+            history, sampled, renamed(news), tools=json.loads(tools or b"null")
         )
         assert ours is not None
         history += [*sampled, *ours]
