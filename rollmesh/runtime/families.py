@@ -123,9 +123,9 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
             if name == "qwen3"
             else library.create_renderer(tokenizer, config)
         )
-    except (AssertionError, ValueError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - door: some families fetch files when they are made
         raise ModelError(
-            f"{folder}: its tokenizer does not fit the renderer {name!r}: {error}; "
+            f"{folder}: the renderer {name!r} cannot be made for its tokenizer: {error}; "
             'set model.renderer = "template"'
         ) from None
     style = STYLE_OF_FAMILY.get(name, renderer)

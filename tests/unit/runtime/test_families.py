@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import renderers
 
 from rollmesh.core.errors import ConfigError, ModelError
 from rollmesh.runtime.calls import CallStyle
@@ -29,6 +30,21 @@ def test_an_unknown_model_type_gets_the_folders_own_template(tmp_path: Path) -> 
 def test_an_unknown_family_is_refused_by_name(model_folder: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match=r"model\.renderer: no family 'gwen'"):
         choose_family(model_folder, "gwen", tokenizer)
+
+
+@pytest.mark.parametrize("fault", [AssertionError, RuntimeError, OSError])
+def test_a_family_that_cannot_be_made_is_told_in_one_line(
+    model_folder: Path,
+    tokenizer: Tokenizer,
+    fault: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fetch(*_: object) -> None:
+        raise fault("no such vocabulary")
+
+    monkeypatch.setattr(renderers, "create_renderer", fetch)
+    with pytest.raises(ModelError, match=r"renderer 'gpt-oss' .* no such vocabulary; set model"):
+        choose_family(model_folder, "gpt-oss", tokenizer)
 
 
 def test_a_folder_without_a_config_is_no_model_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:
