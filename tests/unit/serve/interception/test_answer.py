@@ -10,11 +10,11 @@ from tests.unit.serve.interception.conftest import Desk, MakeDesk
 ASK = {"messages": [{"role": "user", "content": "guess"}]}
 
 
-async def spoken(desk: Desk, version: str, *headers: str, stream: bool) -> tuple[bytes, bytes]:
+async def spoken(desk: Desk, protocol: str, *headers: str, stream: bool) -> tuple[bytes, bytes]:
     """Head and body of a raw answer, read until the server closes; fails if it does not."""
     body = msgspec.json.encode({**ASK, "stream": stream})
     lines = [
-        f"POST /v1/chat/completions HTTP/{version}",
+        f"POST /v1/chat/completions HTTP/{protocol}",
         "Host: x",
         f"x-api-key: {desk.opened.api_key}",
         f"Content-Length: {len(body)}",
