@@ -1,0 +1,129 @@
+"""The contract as our own client needs it: legs read, parked, resumed and turned away by an engine.
+
+Greedy tokens prove themselves: whatever cuts a turn, it must read as one that nothing cut.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from rollmesh.core.types import Grammar, SamplingParams
+from rollmesh.engine.view import FleetView
+from rollmesh.runtime.generation import GenerationState
+from rollmesh.runtime.generation_events import GenerationRequest
+from rollmesh.runtime.legs import Generation, Sampler, SamplerParts
+from rollmesh.wire.messages import EngineFaulted, EnginePhase, EngineRow, FleetChanged
+from tests.contract.engines import WAIT_S, EngineUnderContract
+
+PROMPT = [5, 6, 7, 8]
+END_TOKEN = 256
+"""Of the contract's model; pushed down, so that turns end by their length."""
+TO_THE_END = 2**31
+
+
+class Caller:
+    """A sampler before one engine."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.view = FleetView()
+        self.faults: list[EngineFaulted] = []
+        row = EngineRow(url, "", EnginePhase.READY, -1)
+        self.view.update(FleetChanged(1, (row,)), "r")
+        parts = SamplerParts(view=self.view, vocab_size=2**31, report=self.faults.append)
+        self.sampler = Sampler(parts)
+
+    def start(self, num_tokens: int, *, stream: bool = False, **more: Any) -> Generation:
+        params = {"logit_bias": ((END_TOKEN, -100.0),), **more.pop("params", {})}
+        request = GenerationRequest(
+            generation_id="g",
+            session_key="s",
+            prompt_ids=PROMPT,
+            params=SamplingParams(max_tokens=num_tokens, temperature=0.0, **params),
+            stream=stream,
+            **more,
+        )
+        generation = self.sampler.start(request)
+        generation.join()
+        return generation
+
+    async def tokens(self, num_tokens: int, **more: Any) -> list[int]:
+        generation = self.start(num_tokens, **more)
+        await generation.wait(TO_THE_END)
+        assert generation.state is GenerationState.COMMITTED, generation.error
+        return list(generation.token_ids)
+
+
+@pytest.fixture
+async def caller(engine: EngineUnderContract) -> AsyncIterator[Caller]:
+    caller = Caller(str(engine.client.base_url).rstrip("/"))
+    yield caller
+    await caller.sampler.close()
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not is_so():  # noqa: ASYNC110 - what moves is in another process
+            await asyncio.sleep(0)
+
+
+async def test_streamed_and_plain_legs_bring_the_same(caller: Caller) -> None:
+    plain = await caller.tokens(40)
+    assert len(plain) == 40
+    assert END_TOKEN not in plain
+    assert await caller.tokens(40, stream=True) == plain
+    assert caller.faults == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_likeliest_tokens_come_with_each_token(caller: Caller, stream: bool) -> None:
+    generation = caller.start(12, stream=stream, num_top_logprobs=3)
+    await generation.wait(TO_THE_END)
+    assert [len(place) for place in generation.top_logprobs] == [3] * 12
+    assert [place[0][1] for place in generation.top_logprobs] == list(generation.token_ids)
+    firsts = [place[0][0] for place in generation.top_logprobs]
+    assert firsts == pytest.approx(list(generation.logprobs), abs=1e-3)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_parked_turn_is_over_at_the_engine_and_goes_on_as_if_uncut(
+    engine: EngineUnderContract, caller: Caller, stream: bool
+) -> None:
+    uncut = await caller.tokens(400)
+    generation = caller.start(400, stream=stream)
+    if stream:
+        await generation.wait(5)
+    else:
+        await engine.until_running(1)
+    generation.leave()
+    await until(lambda: caller.view.num_legs(caller.url) == 0)
+    await engine.until_idle()
+    num_parked = len(generation.token_ids)
+    assert generation.state is GenerationState.PARKED
+    assert num_parked < 400
+    generation.join()
+    await generation.wait(TO_THE_END)
+    assert list(generation.token_ids) == uncut
+
+
+async def test_ready_json_of_a_prompt_is_read_as_its_ids(caller: Caller) -> None:
+    ready = ",".join(map(str, PROMPT)).encode()
+    assert await caller.tokens(8, prompt_json=ready) == await caller.tokens(8)
+
+
+async def test_legs_beyond_the_queue_wait_their_turn(caller: Caller) -> None:
+    expected = await caller.tokens(60)
+    asked = [caller.tokens(60) for _ in range(110)]
+    assert await asyncio.gather(*asked) == [expected] * 110
+    assert caller.faults == []
+
+
+async def test_grammar_that_is_wrong_is_refused_and_a_right_one_is_kept(caller: Caller) -> None:
+    wrong = caller.start(8, params={"grammar": Grammar("regex", "(")})
+    await wrong.wait(TO_THE_END)
+    assert type(wrong.error).__name__ == "EngineRefused"
+    right = caller.start(8, params={"grammar": Grammar("regex", "[0-9]+"), "logit_bias": ()})
+    await right.wait(TO_THE_END)
+    assert right.state is GenerationState.COMMITTED, right.error
