@@ -1,27 +1,22 @@
 """The scopes of a worker: which groups are running, and the session of each of their rollouts.
 
-Owns every live Session and the table that finds one by a secret. A session is reachable by two
-random 256-bit secrets, kept only as SHA-256: the API key, and the path secret for clients that
-cannot set a key. Invariant: scopes and only scopes; when a group's scope ends nothing of it is left
-here. Driven by the worker, which opens and ends scopes, and by the HTTP edge, which finds sessions.
+Owns every live Session and the doors that lead to it. Invariant: scopes and only scopes; when a
+group's scope ends nothing of it is left here. Driven by the worker or the gateway, which open and
+end scopes, and by the HTTP edge, which finds sessions.
 """
 
-import hashlib
-import secrets
 from collections.abc import Sequence
 
 import msgspec
 
 from rollmesh.core.clock import Clock, SystemClock
-from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import GroupId, RolloutId, new_id
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.chat import compile_rotating
+from rollmesh.runtime.doors import Doors, Locks
 from rollmesh.runtime.kit import AnySampler, SessionAsk, SessionKit, Totals
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.session import Session
-
-SECRET_BYTES = 32
 
 
 class OpenSession(msgspec.Struct, frozen=True):
@@ -52,39 +47,28 @@ class Runtime:
         rotating = compile_rotating(rotating_lines)
         clock = clock or SystemClock()
         self._kit = SessionKit(sampler, prompts, clock, max_context_tokens, self._totals, rotating)
-        self._sessions: dict[bytes, Session] = {}
-        """By the SHA-256 of either secret."""
-        self._groups: dict[GroupId, list[tuple[Session, bytes, bytes]]] = {}
+        self._doors: Doors[Session] = Doors()
+        self._groups: dict[GroupId, list[tuple[Session, Locks]]] = {}
 
     def open_session(
         self, rollout_id: RolloutId, sampling: SamplingPolicy, seed: int
     ) -> OpenSession:
         """A new session in the scope of its group; a rollout that is run again gets another."""
         session = Session(SessionAsk(new_id("s", 6), rollout_id, sampling, seed), self._kit)
-        api_key = "sk-" + secrets.token_urlsafe(SECRET_BYTES)
-        path_secret = secrets.token_urlsafe(SECRET_BYTES)
-        digests = _digest(api_key), _digest(path_secret)
-        for digest in digests:
-            self._sessions[digest] = session
-        self._groups.setdefault(rollout_id.group_id, []).append((session, *digests))
-        return OpenSession(session, api_key, path_secret)
+        doors = self._doors.make(session)
+        self._groups.setdefault(rollout_id.group_id, []).append((session, doors.locks))
+        return OpenSession(session, doors.api_key, doors.path_secret)
 
     def find(self, secret: str) -> Session:
         """The session of a secret; SessionError 401 if there is none."""
-        session = self._sessions.get(_digest(secret))
-        if session is None:
-            raise SessionError(
-                401, "invalid_api_key", "Incorrect API key: no session of this worker has it."
-            )
-        return session
+        return self._doors.find(secret)
 
     def end_group(self, group_id: GroupId) -> None:
         """Seal and evict every session of the group, finished or not. Idempotent."""
-        for session, *digests in self._groups.pop(group_id, []):
+        for session, locks in self._groups.pop(group_id, []):
             session.seal("its group has ended")
             session.forget()
-            for digest in digests:
-                del self._sessions[digest]
+            self._doors.close(locks)
 
     @property
     def num_calls(self) -> int:
@@ -100,7 +84,3 @@ class Runtime:
     def held_bytes(self) -> int:
         """Of all sessions: tokens, log-probs and messages."""
         return sum(entry[0].held_bytes for group in self._groups.values() for entry in group)
-
-
-def _digest(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()

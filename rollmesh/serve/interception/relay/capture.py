@@ -1,20 +1,16 @@
-"""The relay's open sessions, found by their secrets.
+"""The relay's open sessions and the doors that lead to them.
 
-Invariant: secrets are kept as SHA-256 only, and nothing of a closed session is left here. Driven by
-book.py, which opens and closes, and by edge.py, which finds.
+Invariant: nothing of a closed session is left here. Driven by book.py, which opens and closes, and
+by edge.py, which finds.
 """
-
-import hashlib
-import secrets
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import new_id
+from rollmesh.runtime.doors import Doors, Locks
 from rollmesh.serve.interception.capture import CapturedSession, Opened, SessionWish
 from rollmesh.serve.interception.relay.session import RelaySession, RelayTotals
 from rollmesh.serve.interception.relay.upstreams import Upstreams
-
-SECRET_BYTES = 32
 
 
 class RelayCapture:
@@ -24,9 +20,8 @@ class RelayCapture:
         self._upstreams = upstreams
         self._clock = clock
         self._max_answer_bytes = max_answer_bytes
-        self._sessions: dict[bytes, RelaySession] = {}
-        """By the SHA-256 of either secret."""
-        self._digests: dict[str, tuple[bytes, bytes]] = {}
+        self._doors: Doors[RelaySession] = Doors()
+        self._locks: dict[str, Locks] = {}
         """By session id."""
         self.totals = RelayTotals()
 
@@ -38,29 +33,18 @@ class RelayCapture:
         session = RelaySession(
             new_id("s", 6), self._upstreams, self._clock, self._max_answer_bytes, self.totals
         )
-        api_key = "sk-" + secrets.token_urlsafe(SECRET_BYTES)
-        path_secret = secrets.token_urlsafe(SECRET_BYTES)
-        digests = _digest(api_key), _digest(path_secret)
-        self._sessions.update(dict.fromkeys(digests, session))
-        self._digests[session.session_id] = digests
-        return Opened(session, api_key, path_secret)
+        doors = self._doors.make(session)
+        self._locks[session.session_id] = doors.locks
+        return Opened(session, doors.api_key, doors.path_secret)
 
     def find(self, secret: str) -> RelaySession:
         """The session of a secret; SessionError 401 if there is none."""
-        session = self._sessions.get(_digest(secret))
-        if session is None:
-            why = "Incorrect API key: no session of this gateway has it."
-            raise SessionError(401, "invalid_api_key", why)
-        return session
+        return self._doors.find(secret)
 
     def close(self, captured: CapturedSession) -> None:
         assert isinstance(captured, RelaySession)
         captured.seal("it was deleted")
-        digests = self._digests.pop(captured.session_id, ())
         captured.forget()
-        for digest in digests:
-            del self._sessions[digest]
-
-
-def _digest(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+        locks = self._locks.pop(captured.session_id, None)
+        if locks is not None:
+            self._doors.close(locks)

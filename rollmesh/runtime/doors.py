@@ -1,0 +1,60 @@
+"""How agents reach their sessions: two random 256-bit secrets each, kept only as SHA-256.
+
+The API key is for clients that can set one, the path secret for those that cannot. Invariants: a
+secret is told once, when its doors are made, and stands nowhere else; nothing of a closed session
+is left here. Driven by the runtime's registry and by the relay.
+"""
+
+import hashlib
+import secrets
+from typing import Generic, NamedTuple, TypeVar
+
+from rollmesh.core.errors import SessionError
+
+SECRET_BYTES = 32
+
+S = TypeVar("S")
+
+Locks = tuple[bytes, bytes]
+"""The digests of a session's secrets."""
+
+
+class MadeDoors(NamedTuple):
+    """What is told of a session's secrets, once, and what closes its doors."""
+
+    api_key: str
+    path_secret: str
+    locks: Locks
+
+
+class Doors(Generic[S]):
+    """One table for all sessions of a process."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[bytes, S] = {}
+        """By the digest of either secret."""
+
+    def make(self, session: S) -> MadeDoors:
+        """Two new secrets that lead to `session`."""
+        api_key = "sk-" + secrets.token_urlsafe(SECRET_BYTES)
+        path_secret = secrets.token_urlsafe(SECRET_BYTES)
+        locks = _digest(api_key), _digest(path_secret)
+        for lock in locks:
+            self._sessions[lock] = session
+        return MadeDoors(api_key, path_secret, locks)
+
+    def find(self, secret: str) -> S:
+        """The session of a secret; SessionError 401 if there is none."""
+        session = self._sessions.get(_digest(secret))
+        if session is None:
+            raise SessionError(401, "invalid_api_key", "Incorrect API key: no session here has it.")
+        return session
+
+    def close(self, locks: Locks) -> None:
+        """Neither secret leads anywhere from now on."""
+        for lock in locks:
+            del self._sessions[lock]
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
