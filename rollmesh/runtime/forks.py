@@ -9,9 +9,11 @@ place where they part. A sub-agent, a title call and the main line after one loo
 begin, so they have one cause; the branch of their nodes tells them apart once the session is over.
 """
 
+import bisect
 import enum
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,6 +25,7 @@ from rollmesh.runtime.history import History, Match, Spot
 EXCERPT_CHARS = 80
 _CHARS_BEFORE = 20
 _MIN_SUMMARY_CHARS = 24
+_MAX_SYSTEMS = 16
 _MAX_LOOKED_AT = 256
 """Answers of the model that are looked for in a new chat."""
 
@@ -95,10 +98,7 @@ def where(history: History, match: Match) -> tuple[int, str, str]:
     got = match.new[at].text() if at < len(match.new) else ""
     held_next = _newest_child(match.deepest)
     held = history.read(held_next).text() if held_next else ""
-    start = 0
-    while start < min(len(held), len(got)) and held[start] == got[start]:
-        start += 1
-    start = max(0, start - _CHARS_BEFORE)
+    start = max(0, first_difference(held, got) - _CHARS_BEFORE)
     stop = start + EXCERPT_CHARS
     return match.deepest.depth, held[start:stop], got[start:stop]
 
@@ -115,6 +115,14 @@ def newest_node(history: History, match: Match) -> int:
     return node
 
 
+def first_difference(one: Sequence[Any], two: Sequence[Any]) -> int:
+    """Index of the first element in which two sequences differ, or of the end of the shorter."""
+    size = min(len(one), len(two))
+    if one[:size] == two[:size]:
+        return size
+    return bisect.bisect_left(range(size), True, key=lambda n: one[: n + 1] != two[: n + 1])
+
+
 def _cause_at_root(history: History, match: Match) -> ForkCause:
     new, root = match.new, match.spot
     for other in history.roots.values():
@@ -122,7 +130,8 @@ def _cause_at_root(history: History, match: Match) -> ForkCause:
             return ForkCause.TOOLS_CHANGED
     at = match.deepest.depth
     if at == 0 and _is_system(new[0]):
-        olds = [child for child in _children(root) if _is_system(history.read(child))]
+        newest = _children(root)[-_MAX_SYSTEMS:]
+        olds = [child for child in newest if _is_system(history.read(child))]
         if any(_shares_talk(old, new[1:], history) for old in [*olds, root]):
             return ForkCause.SYSTEM_CHANGED
         return ForkCause.OTHER_CHAT

@@ -8,7 +8,6 @@ other calls go on; `hold` enters a prompt's new tokens once, however often they 
 Driven by session.py.
 """
 
-import bisect
 import functools
 from collections.abc import Sequence
 
@@ -17,7 +16,14 @@ import msgspec
 from rollmesh.core.types import ForkRow
 from rollmesh.runtime.branches import RootKind
 from rollmesh.runtime.chat import ChatMessage, Rotating, read_held
-from rollmesh.runtime.forks import ForkCause, ForkLog, cause_of, newest_node, where
+from rollmesh.runtime.forks import (
+    ForkCause,
+    ForkLog,
+    cause_of,
+    first_difference,
+    newest_node,
+    where,
+)
 from rollmesh.runtime.graph import ROOT, TokenGraph
 from rollmesh.runtime.history import NO_NODE, History, Match, Spot, read_chat
 from rollmesh.runtime.prompt_json import PromptJson
@@ -124,19 +130,15 @@ class Holdings:
             self.forks.add_healed(self.history, match)
         if match.is_held:
             return self.history.hold(match, match.spot.node)
-        cause = prompt.cause or cause_of(self.history, match)
-        found = (*where(self.history, match), newest_node(self.history, match)) if cause else None
+        fork = self._fork_row(prompt, match, call)
+        if fork is not None:
+            self.forks.rows.append(fork)
         node = self.graph.add_context(prompt.parent, prompt.token_ids)
         if prompt.parent == ROOT:
             first = match.new[0]
             keys = first.meanings(self.history.rotating)
             is_system = first.role in ("system", "developer")
             self.root_kinds[node] = RootKind(match.tools_key, keys[0] if is_system else 0)
-        if cause is not None and found is not None:
-            at, held, got, left = found
-            token = _first_difference(self.graph, left, node) if left != NO_NODE else -1
-            num = len(prompt.token_ids)
-            self.forks.rows.append(ForkRow(call, node, cause, at, held, got, token, num))
         return self.history.hold(match, node)
 
     def lead_to(self, node: int, lead: tuple[int, ...]) -> int:
@@ -166,6 +168,20 @@ class Holdings:
         num_items = len(self.graph.token_ids) + len(self.graph.logprobs)
         images = sum([len(image.data) for image in self.history.images.values()])
         return 4 * num_items + self.history.num_bytes + images
+
+    def _fork_row(self, prompt: Prompt, match: Match, call: int) -> ForkRow | None:
+        """What is to be said of a prompt that is about to be held; None if it forks nothing."""
+        cause = prompt.cause or cause_of(self.history, match)
+        if cause is None:
+            return None
+        at, held, got = where(self.history, match)
+        token, left = -1, newest_node(self.history, match)
+        if left != NO_NODE:
+            asked = self.graph.path_ids(prompt.parent)
+            asked.extend(prompt.token_ids)
+            token = first_difference(self.graph.path_ids(left), asked)
+        num = len(prompt.token_ids)
+        return ForkRow(call, len(self.graph.nodes), cause, at, held, got, token, num)
 
     def _hold_raw(self, prompt: Prompt) -> Spot:
         assert prompt.raw is not None
@@ -220,12 +236,3 @@ class Holdings:
 def shared_tools(raw: bytes) -> bytes:
     """One copy of the tools that many sessions offer."""
     return raw
-
-
-def _first_difference(graph: TokenGraph, left: int, node: int) -> int:
-    """Index of the first token in which two paths differ."""
-    one, two = graph.path_ids(left), graph.path_ids(node)
-    size = min(len(one), len(two))
-    if one[:size] == two[:size]:
-        return size
-    return bisect.bisect_left(range(size), True, key=lambda n: one[: n + 1] != two[: n + 1])

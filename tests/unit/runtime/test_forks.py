@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.runtime.forks import ForkCause
+from rollmesh.runtime.forks import ForkCause, first_difference
 from rollmesh.runtime.turns import Turn
 from tests.unit.runtime.history_world import (
     MORE,
@@ -142,3 +142,11 @@ def test_a_rotating_line_is_counted() -> None:
     for day in ("Monday", "Tuesday"):
         held.ask(turn({"role": "system", "content": f"a\nToday's date: {day}"}, USER))
     assert held.log.report().healed == {"system_line": 1}
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "at"), [("", "", 0), ("abc", "abd", 2), ("abc", "ab", 2), ("x", "y", 0)]
+)
+def test_the_first_difference_of_two_sequences(one: str, two: str, at: int) -> None:
+    assert first_difference(one, two) == at
+    assert first_difference(list(one), list(two)) == at

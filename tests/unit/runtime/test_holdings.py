@@ -130,3 +130,20 @@ def test_an_image_is_held_once_and_goes_with_the_last_that_was_shown_it(prompts:
     assert left() is not None
     del held
     assert left() is None
+
+
+async def test_a_fork_says_where_its_tokens_part_and_what_it_cost(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler([say("4"), say("5")])
+    session = open_session(sampler, prompts)
+    await call(session, turn(SYSTEM, USER))
+    await call(session, turn(SYSTEM, USER, said("7"), MORE))
+    (row,) = session.fork_report().forks
+    before, after = (list(request.prompt_ids) for request in sampler.requests)
+    left = [*before, *say("4")]
+    assert (row.call, row.node, row.message) == (1, 2, 2)
+    assert (row.held, row.got) == ("4", "7")
+    assert left[: row.token] == after[: row.token]
+    assert left[row.token] != after[row.token]
+    assert row.num_tokens == len(after)
