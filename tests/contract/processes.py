@@ -1,4 +1,5 @@
-"""Starts engines for the contract: the embedded one as launch would, SGLang as its script does.
+"""Starts engines for the contract: the embedded one as launch would, SGLang as its script does;
+and gateways before them.
 
 Invariant: a process, and what it has started, is gone when the `with` ends. Driven by the fixtures
 and tests beside it.
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ SGLANG_INSTALLED = ROOT / ".venv-sglang" / ".installed"
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """A running engine."""
+    """A running engine, or a gateway."""
 
     address: str
     pid: int
@@ -40,20 +41,40 @@ class EngineProcess:
 @contextmanager
 def embedded_engine(folder: Path, *options: str) -> Iterator[EngineProcess]:
     """An engine that serves `folder`."""
-    ready_read, ready_write = os.pipe()
-    with socket.create_server(("127.0.0.1", 0)) as listening, os.fdopen(ready_read) as ready:
-        argv = [sys.executable, "-m", "rollmesh.engine.embedded", "--model-dir", str(folder)]
-        argv += ["--listen-fd", str(listening.fileno()), "--ready-fd", str(ready_write)]
-        child = subprocess.Popen([*argv, *options], pass_fds=(listening.fileno(), ready_write))
-        os.close(ready_write)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        listening.close()
+        argv = ["-m", "rollmesh.engine.embedded", "--model-dir", str(folder), *options]
+        argv += ["--listen-fd", str(listening.fileno())]
+        with announced(argv, listening.fileno()) as process:
+            listening.close()  # or a dead engine would still seem to listen
+            assert process.address == f"http://127.0.0.1:{port}"
+            yield process
+
+
+@contextmanager
+def gateway(engines: Sequence[str], folder: Path, token_file: Path) -> Iterator[EngineProcess]:
+    """`rollmesh gateway` before `engines`."""
+    argv = ["-m", "rollmesh.cli.main", "gateway", "--port", "0", "--model-dir", str(folder)]
+    argv += ["--admin-token-file", str(token_file)]
+    for url in engines:
+        argv += ["--engine", url]
+    with announced(argv) as process:
+        yield process
+
+
+@contextmanager
+def announced(argv: Sequence[str], *fds: int) -> Iterator[EngineProcess]:
+    """One of our programs, which has said that it serves."""
+    read, write = os.pipe()
+    with os.fdopen(read) as ready:
+        words = [sys.executable, *argv, "--ready-fd", str(write)]
+        child = subprocess.Popen(words, pass_fds=(*fds, write), stdout=subprocess.DEVNULL)
+        os.close(write)
         try:
             readable, _, _ = select.select([ready], [], [], START_TIMEOUT_S)
             line = ready.readline() if readable else ""
-            assert line, "the engine did not report that it serves"
+            assert line, "the process did not report that it serves"
             report = json.loads(line)
-            assert report["address"] == f"http://127.0.0.1:{port}"
             yield EngineProcess(report["address"], child.pid, child, report)
         finally:
             child.send_signal(signal.SIGTERM)

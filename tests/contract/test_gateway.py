@@ -1,0 +1,212 @@
+"""The contract of the pair: `rollmesh gateway` before each engine, driven as an agent drives it.
+
+What a session hands out at its end is held to the engine itself: it scores the same tokens alike.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.contract.engines import WAIT_S, EngineUnderContract, Json
+from tests.contract.processes import EngineProcess, embedded_engine, gateway
+
+CHAT, MESSAGES, RESPONSES = "/chat/completions", "/messages", "/responses"
+HELLO = [{"role": "user", "content": "hello"}]
+LOOK = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": LOOK}]
+
+ENDLESS: Json = {"max_tokens": 3000, "logit_bias": {"256": -100, "258": -100}}
+"""Without its end tokens; so many at once run for longer than an abort may take."""
+ABORT_S = 3.0
+
+
+class Caller:
+    """One session of a gateway, and the admin's side of it."""
+
+    def __init__(self, process: EngineProcess, token: str, opened: Json) -> None:
+        self.opened = opened
+        self._admin = {"Authorization": f"Bearer {token}"}
+        headers = {"Authorization": f"Bearer {opened['api_key']}"}
+        self.client = httpx.AsyncClient(base_url=process.address, headers=headers, timeout=WAIT_S)
+
+    async def ask(self, path: str, **body: Any) -> Json:
+        response = await self.client.post(f"/v1{path}", json={"model": "m", **body})
+        assert response.status_code == 200, response.text
+        answer: Json = response.json()
+        return answer
+
+    async def stream(self, path: str, **body: Any) -> list[Json]:
+        """The events' data."""
+        return [event async for event in self.events(path, **body)]
+
+    async def events(self, path: str, **body: Any) -> AsyncGenerator[Json, None]:
+        asked = {"model": "m", "stream": True, **body}
+        async with self.client.stream("POST", f"/v1{path}", json=asked) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield json.loads(line.removeprefix("data: "))
+
+    async def samples(self) -> list[Json]:
+        """What the session holds, at its end."""
+        path = f"/admin/sessions/{self.opened['session_id']}/finish"
+        response = await self.client.post(path, json={}, headers=self._admin)
+        assert response.status_code == 200, response.text
+        found: list[Json] = response.json()["samples"]
+        return found
+
+
+class Door:
+    """A running gateway."""
+
+    def __init__(self, process: EngineProcess, token_file: Path) -> None:
+        self._process = process
+        self._token = token_file.read_text().strip()
+
+    async def session(self, **asked: Any) -> Caller:
+        """A new session, once there is an engine for it."""
+        headers = {"Authorization": f"Bearer {self._token}"}
+        async with httpx.AsyncClient(base_url=self._process.address, timeout=WAIT_S) as client:
+            while (await client.get("/healthz")).json()["status"] != "ok":
+                pass
+            opened = await client.post("/admin/sessions", json=asked, headers=headers)
+        return Caller(self._process, self._token, opened.json())
+
+
+@pytest.fixture(scope="session")
+def door(
+    address: str, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Door]:
+    """A gateway before the engine under contract."""
+    token_file = tmp_path_factory.mktemp("gateway") / "token"
+    with gateway([address], model_folder, token_file) as process:
+        yield Door(process, token_file)
+
+
+async def assert_engine_scores_alike(engine: EngineUnderContract, samples: list[Json]) -> int:
+    """The number of sampled tokens, each of which the engine finds as likely as was recorded."""
+    num_sampled = 0
+    for sample in samples:
+        answer = await engine.generate(
+            sample["token_ids"],
+            sampling_params={"max_new_tokens": 0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        scored = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]]
+        sampled = [at for at, mask in enumerate(sample["loss_mask"]) if mask]
+        recorded = [sample["logprobs"][at] for at in sampled]
+        assert recorded == pytest.approx([scored[at] for at in sampled], abs=2e-3)
+        num_sampled += len(sampled)
+    return num_sampled
+
+
+async def test_every_dialect_answers_and_what_is_recorded_is_what_was_sampled(
+    engine: EngineUnderContract, door: Door
+) -> None:
+    caller = await door.session()
+    asks: list[tuple[str, Json, str]] = [
+        (CHAT, {"messages": HELLO, "max_tokens": 9}, "chat.completion.chunk"),
+        (MESSAGES, {"messages": HELLO, "max_tokens": 9}, "message_stop"),
+        (RESPONSES, {"input": "hello", "max_output_tokens": 9}, "response.incomplete"),
+    ]
+    num_told = 0
+    for path, body, last_kind in asks:
+        usage = (await caller.ask(path, **body))["usage"]
+        num_told += usage.get("completion_tokens") or usage["output_tokens"]
+        last = (await caller.stream(path, **body))[-1]
+        assert (last.get("type") or last["object"]) in (last_kind, "response.completed")
+    num_sampled = await assert_engine_scores_alike(engine, await caller.samples())
+    assert num_told < num_sampled <= 6 * 9
+    await caller.client.aclose()
+
+
+async def test_a_forced_call_under_a_grammar_is_told_as_a_call(
+    engine: EngineUnderContract, door: Door
+) -> None:
+    caller = await door.session(sampling="eval")
+    body: Json = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "max_tokens": 60}
+    body["regex"] = r' \{"at": 3\}\}\n?'
+    (choice,) = (await caller.ask(CHAT, **body))["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+        "look",
+        {"at": 3},
+    )
+    deltas = [event["choices"][0]["delta"] for event in await caller.stream(CHAT, **body)]
+    pieces = [piece["function"] for delta in deltas for piece in delta.get("tool_calls") or ()]
+    assert "".join(piece.get("arguments") or "" for piece in pieces) == '{"at": 3}'
+    await caller.client.aclose()
+
+
+async def test_a_schema_binds_what_every_dialect_answers(
+    engine: EngineUnderContract, door: Door
+) -> None:
+    caller = await door.session(sampling="eval")
+    schema = {"enum": ["yes", "no"]}
+    asked = {"type": "json_schema", "json_schema": {"name": "told", "schema": schema}}
+    chat = await caller.ask(CHAT, messages=HELLO, max_tokens=40, response_format=asked)
+    assert json.loads(chat["choices"][0]["message"]["content"]) in ("yes", "no")
+    text = {"format": {"type": "json_schema", "name": "told", "schema": schema}}
+    told = await caller.ask(RESPONSES, input="hello", max_output_tokens=40, text=text)
+    (item,) = told["output"]
+    assert json.loads(item["content"][0]["text"]) in ("yes", "no")
+    await caller.client.aclose()
+
+
+async def test_agents_that_leave_leave_nothing_running(
+    engine: EngineUnderContract, door: Door
+) -> None:
+    callers = [await door.session(sampling="eval") for _ in range(16)]
+    streams = [caller.events(CHAT, messages=HELLO, **ENDLESS) for caller in callers]
+    for stream in streams:
+        await anext(stream)
+    assert await engine.num_running() == 16
+    for stream in streams:
+        await stream.aclose()
+    async with asyncio.timeout(ABORT_S):
+        await engine.until_idle()
+    for caller in callers:
+        await caller.client.aclose()
+
+
+async def is_caught(victim: EngineProcess) -> bool:
+    """Whether `victim` is in the middle of a turn, at which it then stands still."""
+    async with httpx.AsyncClient(base_url=victim.address, timeout=WAIT_S) as client:
+        await client.post("/pause_generation", json={"mode": "in_place"})
+        (load,) = (await client.get("/v1/loads")).json()["loads"]
+        if load["num_running_reqs"] == 0:
+            await client.post("/continue_generation", json={})
+        return bool(load["num_running_reqs"])
+
+
+async def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_its_exact_tokens(
+    engine: EngineUnderContract, address: str, model_folder: Path, tmp_path: Path
+) -> None:
+    token_file = tmp_path / "token"
+    with (
+        embedded_engine(model_folder) as victim,
+        gateway([victim.address, address], model_folder, token_file) as process,
+    ):
+        door = Door(process, token_file)
+        callers: list[Caller] = []
+        streams: list[AsyncGenerator[Json, None]] = []
+        while not streams or not await is_caught(victim):
+            callers.append(await door.session())
+            streams.append(callers[-1].events(CHAT, messages=HELLO, max_tokens=400))
+            await anext(streams[-1])
+        victim.child.kill()
+        told = [event async for event in streams[-1]]
+        assert told[-1]["choices"][0]["finish_reason"] in ("stop", "length")
+        num_sampled = await assert_engine_scores_alike(engine, await callers[-1].samples())
+        assert num_sampled > 1
+        for caller, stream in zip(callers, streams, strict=True):
+            await stream.aclose()
+            await caller.client.aclose()
+    await engine.until_idle()
