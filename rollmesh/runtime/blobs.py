@@ -7,7 +7,6 @@ messages.
 """
 
 import base64
-import binascii
 import hashlib
 from weakref import WeakValueDictionary
 
@@ -18,18 +17,9 @@ class ImageRef(msgspec.Struct, frozen=True, weakref=True, omit_defaults=True):
     """An image that a message shows."""
 
     digest: str
-    """Of its bytes, or of its address where it has none here."""
-    media_type: str
-    data: bytes = b""
-    url: str = ""
-    """Where the engine may fetch it; '' where `data` has it."""
-
-    @property
-    def address(self) -> str:
-        """How engines are shown it."""
-        if self.url:
-            return self.url
-        return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
+    """Of its bytes, or of its address where it is elsewhere."""
+    address: str = ""
+    """`data:` with its base64, or http(s): as engines take it, so that no call encodes it anew."""
 
 
 _held: WeakValueDictionary[str, ImageRef] = WeakValueDictionary()
@@ -37,24 +27,21 @@ _held: WeakValueDictionary[str, ImageRef] = WeakValueDictionary()
 
 def hold_image(address: str) -> ImageRef:
     """The image of a `data:` address, or one that only names where it is; ValueError if garbled."""
-    if not address.startswith("data:"):
-        if not address.startswith(("http://", "https://")):
-            raise ValueError("expected a data: or http(s) address")
-        return _share(ImageRef(_digest(address.encode()), "", url=address))
-    head, _, text = address[5:].partition(",")
+    content = address.encode()
+    if address.startswith("data:"):
+        content = _read_data(address)
+    elif not address.startswith(("http://", "https://")):
+        raise ValueError("expected a data: or http(s) address")
+    digest = hashlib.sha256(content).hexdigest()
+    return _held.setdefault(digest, ImageRef(digest, address))
+
+
+def _read_data(address: str) -> bytes:
+    head, _, text = address.removeprefix("data:").partition(",")
     media_type, _, coding = head.partition(";")
     if coding != "base64" or not media_type.startswith("image/"):
         raise ValueError("expected data:image/...;base64,...")
     try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
+        return base64.b64decode(text, validate=True)
+    except ValueError:
         raise ValueError("its base64 is garbled") from None
-    return _share(ImageRef(_digest(data), media_type, data))
-
-
-def _share(image: ImageRef) -> ImageRef:
-    return _held.setdefault(image.digest, image)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

@@ -136,7 +136,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
             return msgspec.json.encode(self)
         assert isinstance(self.content, list)
         parts = [
-            msgspec.structs.replace(p, image=msgspec.structs.replace(p.image, data=b""))
+            msgspec.structs.replace(p, image=msgspec.structs.replace(p.image, address=""))
             if isinstance(p, Part) and p.image is not None
             else p
             for p in self.content

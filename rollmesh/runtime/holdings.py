@@ -166,7 +166,7 @@ class Holdings:
     def num_bytes(self) -> int:
         """Of tokens, log-probs, messages and images."""
         num_items = len(self.graph.token_ids) + len(self.graph.logprobs)
-        images = sum([len(image.data) for image in self.history.images.values()])
+        images = sum([len(image.address) for image in self.history.images.values()])
         return 4 * num_items + self.history.num_bytes + images
 
     def _fork_row(self, prompt: Prompt, match: Match, call: int) -> ForkRow | None:
