@@ -7,15 +7,14 @@ completions.py.
 """
 
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-import orjson
 
 from rollmesh.core.types import Grammar
 from rollmesh.runtime.turns import SamplingAsk
-from rollmesh.serve.interception.dialects.frames import refusal
-from rollmesh.serve.interception.dialects.unopened import Schema, absent
+from rollmesh.serve.interception.dialects.frames import present, refusal
+from rollmesh.serve.interception.dialects.unopened import AnySchema, Schema, absent
 
 MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128
@@ -56,7 +55,7 @@ class ResponseFormat(msgspec.Struct):
 class StructuredOutputs(msgspec.Struct):
     """`structured_outputs`."""
 
-    json: Any = None
+    json: AnySchema = absent()
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -82,10 +81,10 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     n: NumChoices | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    json_schema: Any = None
+    json_schema: AnySchema = absent()
     regex: str | None = None
     ebnf: str | None = None
-    guided_json: Any = None
+    guided_json: AnySchema = absent()
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -121,7 +120,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
         ebnfs = (self.guided_grammar, self.ebnf, outputs.grammar)
         found = [
             *format_grammar(self.response_format),
-            *[Grammar("json_schema", _schema_text(each)) for each in schemas if each is not None],
+            *[Grammar("json_schema", _schema_text(each)) for each in map(present, schemas) if each],
             *[Grammar("regex", each) for each in regexes if each],
             *[Grammar("regex", _any_of(each)) for each in choices if each],
             *[Grammar("ebnf", each) for each in ebnfs if each],
@@ -149,14 +148,18 @@ def format_grammar(asked: ResponseFormat | None) -> list[Grammar]:
 
 def schema_text(raw: bytes, key: str) -> str:
     """A JSON schema as given; SessionError 400 where it is none."""
-    if not raw.lstrip().startswith(b"{"):
-        raise refusal("invalid_request", f"{key}: expected a JSON schema, which is an object")
-    return raw.decode()
+    try:
+        msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        return raw.decode()
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        why = f"{key}: expected a JSON schema, which is an object: {error}"
+        raise refusal("invalid_request", why) from None
 
 
-def _schema_text(schema: Any) -> str:
-    """vLLM takes schemas as objects and as JSON texts."""
-    raw = schema.encode() if isinstance(schema, str) else orjson.dumps(schema)
+def _schema_text(raw: bytes) -> str:
+    """vLLM and SGLang take schemas as objects and as JSON texts."""
+    if raw.startswith(b'"'):
+        raw = msgspec.json.decode(raw, type=str).encode()
     return schema_text(raw, "guided_json")
 
 

@@ -21,12 +21,12 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
 
     instructions: str | None
     tools: bytes
-    """A JSON array."""
-    tool_choice: Any
+    """JSON, like all bytes here."""
+    tool_choice: bytes
     parallel_tool_calls: bool
     previous_response_id: str | None
     max_output_tokens: int | None
-    metadata: Any
+    metadata: bytes
     seals_reasoning: bool
     """`include` asks for `reasoning.encrypted_content`."""
 
@@ -53,12 +53,12 @@ def response(view: ReplyView, echo: Echo, status: str, output: list[Item]) -> di
         "store": False,
         "temperature": params.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": echo.tool_choice,
+        "tool_choice": orjson.Fragment(echo.tool_choice),
         "tools": orjson.Fragment(echo.tools),
         "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None if status == "in_progress" else _usage(view),
-        "metadata": echo.metadata or {},
+        "metadata": orjson.Fragment(echo.metadata),
     }
 
 

@@ -6,8 +6,6 @@ is what follows that response, and instructions take the place of its own. Drive
 through dialect.py; response_events.py writes the answers.
 """
 
-from typing import Any
-
 import msgspec
 
 from rollmesh.core.errors import SessionError
@@ -33,7 +31,7 @@ from rollmesh.serve.interception.dialects.response_units import (
     units_of,
 )
 from rollmesh.serve.interception.dialects.tools import as_choice, check_named
-from rollmesh.serve.interception.dialects.unopened import Item, Schema, Tools, absent
+from rollmesh.serve.interception.dialects.unopened import Anything, Item, Schema, Tools, absent
 
 
 class TextFormat(msgspec.Struct):
@@ -56,7 +54,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     instructions: str | None = None
     tools: Tools = absent()
-    tool_choice: Any = None
+    tool_choice: Anything = absent()
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     include: list[str] | None = None
@@ -66,7 +64,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     top_p: Share | None = None
     top_logprobs: NumTops | None = None
     text: TextOptions | None = None
-    metadata: Any = None
+    metadata: Anything = absent()
 
 
 class _Heads(msgspec.Struct):
@@ -84,7 +82,7 @@ class ResponsesDialect:
         body = read_body(_decoder, asked.body, "responses request")
         raw_tools = present(body.tools)
         tools = chat_tools(raw_tools) if raw_tools else b""
-        choice = as_choice(body.tool_choice)
+        choice = as_choice(msgspec.json.decode(present(body.tool_choice) or b"null"))
         check_named(choice, tools)
         previous = body.previous_response_id or ""
         include = frozenset(body.include or ())
@@ -152,10 +150,10 @@ def _echo(body: ResponsesBody, raw_tools: bytes, include: frozenset[str]) -> Ech
     return Echo(
         instructions=body.instructions,
         tools=raw_tools or b"[]",
-        tool_choice=body.tool_choice or "auto",
+        tool_choice=present(body.tool_choice) or b'"auto"',
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         max_output_tokens=body.max_output_tokens,
-        metadata=body.metadata,
+        metadata=present(body.metadata) or b"{}",
         seals_reasoning="reasoning.encrypted_content" in include,
     )

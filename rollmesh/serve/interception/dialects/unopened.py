@@ -68,5 +68,8 @@ Tools = Annotated[msgspec.Raw, _shaped(anyOf=[_OBJECTS, {"type": "null"}])]
 SystemText = Annotated[msgspec.Raw, _shaped(anyOf=[_CONTENT, {"type": "null"}])]
 Schema = Annotated[msgspec.Raw, _shaped(type="object")]
 """A JSON schema."""
+AnySchema = Annotated[msgspec.Raw, _shaped(type=["object", "string", "null"])]
+"""A JSON schema, or its text."""
+Anything = Annotated[msgspec.Raw, _shaped()]
 Prompt = Annotated[msgspec.Raw, _shaped(type=["string", "array"])]
 """A text, token ids, or several of either."""

@@ -79,6 +79,7 @@ def test_functions_of_old_are_tools_and_a_call_ends_the_turn() -> None:
         ({"guided_json": {"a": 1}}, ("json_schema", '{"a":1}')),
         ({"guided_json": '{"a": 1}'}, ("json_schema", '{"a": 1}')),
         ({"json_schema": '{"a": 1}'}, ("json_schema", '{"a": 1}')),
+        ({"guided_json": {"maximum": 10**30}}, ("json_schema", f'{{"maximum":{10**30}}}')),
         ({"regex": "a+"}, ("regex", "a+")),
         ({"guided_regex": "a+"}, ("regex", "a+")),
         ({"guided_choice": ["a.b", "c"]}, ("regex", "(a\\.b|c)")),
@@ -108,6 +109,7 @@ def test_every_constraint_becomes_a_grammar(
         ({"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "'g' is not among"),
         ({"tools": [TOOL], "tool_choice": "perhaps"}, "'perhaps' is no choice"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"guided_json": "{"}, "guided_json: expected a JSON schema"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(fields: dict[str, object], why: str) -> None:
