@@ -35,12 +35,13 @@ class Marks(msgspec.Struct, frozen=True):
     opens_in_reasoning: bool = False
     """The generation prompt itself ends in an open `<think>`."""
     style: CallStyle = CallStyle.JSON
+    ids: frozenset[int] = frozenset()
+    """All of them; made of the others."""
 
-    @property
-    def ids(self) -> frozenset[int]:
-        """All of them."""
+    def __post_init__(self) -> None:
         own = (self.think, self.end_think, self.tool_call, self.end_tool_call)
-        return self.stops.union(i for i in own if i is not None)
+        ids = self.stops.union(i for i in own if i is not None)
+        msgspec.structs.force_setattr(self, "ids", ids)
 
     def without_calls(self) -> "Marks":
         """The same family where tool-call markup is text like any other."""
@@ -105,25 +106,35 @@ class MarkedReader:
         return Answer(self._content.text(), self._reasoning.text(), self._calls.finished())
 
     def _read(self, token_ids: Sequence[int]) -> None:
-        if self._stage is not Stage.DRAFT and self._ids.isdisjoint(token_ids):
-            self._take(self._text.feed(token_ids))
-            return
-        start = 0
-        for at, token_id in enumerate(token_ids):
-            if self._stage is Stage.DRAFT:
-                self._read_draft(token_id)
-                start = at + 1
-            elif token_id in self._ids and self._stage_after(token_id):
-                self._take(self._text.feed(token_ids[start:at]))
-                self._take(self._text.end())
-                start = at
-                # What came before it may have changed what the mark means.
-                if stage := self._stage_after(token_id):
-                    start = at + 1
-                    self._enter(stage)
-                    if stage is Stage.DRAFT:
-                        self._draft.append(token_id)
-        self._take(self._text.feed(token_ids[start:]))
+        start, ids = 0, self._ids
+        if not ids.isdisjoint(token_ids):
+            for at in [n for n, token_id in enumerate(token_ids) if token_id in ids]:
+                start = self._read_mark(token_ids, start, at)
+        rest = token_ids[start:] if start else token_ids
+        if self._stage is Stage.DRAFT:
+            self._draft += rest
+        else:
+            self._take(self._text.feed(rest))
+
+    def _read_mark(self, token_ids: Sequence[int], start: int, at: int) -> int:
+        """Read what stands before a mark, and the mark if it is one here; where to go on."""
+        token_id = token_ids[at]
+        if self._stage is Stage.DRAFT:
+            self._draft += token_ids[start:at]
+            self._read_draft(token_id)
+            return at + 1
+        if self._stage_after(token_id) is None:
+            return start
+        self._take(self._text.feed(token_ids[start:at]))
+        self._take(self._text.end())
+        # What came before it may have changed what the mark means.
+        stage = self._stage_after(token_id)
+        if stage is None:
+            return at
+        self._enter(stage)
+        if stage is Stage.DRAFT:
+            self._draft.append(token_id)
+        return at + 1
 
     def _stage_after(self, token_id: int) -> Stage | None:
         """The stage that this token opens; None where it is text."""
