@@ -26,7 +26,8 @@ def cut_samples(
     """One JSON object for each sample, all branches, in the order of their last turns.
 
     `token_ids`, `loss_mask` (0 or 1), `logprobs` (0 where masked) and `policy_versions` (-1 where
-    masked, or where the weights have none) are lists of length T; `nodes` are the rows of the path.
+    masked, or where the weights have none) are lists of length T; `nodes` are the rows of the path,
+    and `sampling` is what the last of them was sampled with.
     """
     ids_of = _spans(nodes, token_ids, lambda node: node.num_tokens)
     logprobs_of = _spans(nodes, logprobs, lambda node: node.num_tokens if node.sampled else 0)
@@ -42,6 +43,7 @@ def cut_samples(
             "reward": _reward(claim.path, rewards),
             "branch": last.branch,
             "temperature": temperature_of(last),
+            "sampling": last.params,
             "nodes": claim.path,
         }
         for row in claim.path:
@@ -53,6 +55,16 @@ def cut_samples(
             sample["policy_versions"] += _versions(nodes[row]) if is_trained else [-1] * num_tokens
         samples.append(sample)
     return samples
+
+
+def unused_turns(nodes: Sequence[NodeRow]) -> list[dict[str, Any]]:
+    """Sampled turns that train nowhere, and why: `void` or `superseded`."""
+    reasons = reasons_of(nodes, BRANCHES)
+    return [
+        {"node": row, "num_tokens": node.num_tokens, "reason": reasons[row]}
+        for row, node in enumerate(nodes)
+        if node.sampled and node.num_tokens and reasons[row]
+    ]
 
 
 def _spans(nodes: Sequence[NodeRow], flat: Any, num_of: Any) -> list[list[Any]]:

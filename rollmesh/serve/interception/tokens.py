@@ -25,7 +25,7 @@ from rollmesh.serve.interception.capture import (
     Rewards,
     SessionWish,
 )
-from rollmesh.serve.interception.cutting import cut_samples
+from rollmesh.serve.interception.cutting import cut_samples, unused_turns
 
 SEED_BITS = 62
 
@@ -91,6 +91,7 @@ class TokenSession:
         logprobs.frombytes(record.logprobs)
         return {
             "samples": cut_samples(record.nodes, token_ids, logprobs, rewards),
+            "unused": unused_turns(record.nodes),
             "messages": record.messages,
             "forks": [msgspec.structs.asdict(row) for row in record.forks],
             "healed": record.healed,

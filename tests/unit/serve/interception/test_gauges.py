@@ -1,0 +1,45 @@
+"""Figures of the gateway: the loop's lag, and a book's sessions by what became of them."""
+
+import asyncio
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config
+from rollmesh.core.types import Outcome
+from rollmesh.serve.interception.backends import RelayBackend
+from rollmesh.serve.interception.book import SessionBook
+from rollmesh.serve.interception.capture import SessionWish
+from rollmesh.serve.interception.gauges import LAG_PROBE_S, LoopLag, gateway_figures
+
+
+async def test_a_held_loop_is_told_once() -> None:
+    loop = asyncio.get_running_loop()
+    lag = LoopLag(loop)
+    await asyncio.sleep(0)
+    until_s = loop.time() + LAG_PROBE_S + 0.05
+    while loop.time() < until_s:
+        pass
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert 0.04 < lag.take() < 5.0
+    assert lag.take() == 0.0
+    lag.close()
+
+
+async def test_sessions_are_counted_by_state_and_forks_by_cause() -> None:
+    backend = RelayBackend(Config(), ("http://127.0.0.1:9",), "")
+    book = SessionBook(backend.capture, SystemClock(), 100.0)
+    lag = LoopLag(asyncio.get_running_loop())
+    one, other = (book.open(SessionWish(), b"{}").captured for _ in range(2))
+    book.open(SessionWish(), b"{}")
+    book.finish(book.find(one.session_id), Outcome.COMPLETED)
+    book.delete(book.find(other.session_id))
+    told = {
+        (figure.name, *figure.labels.values()): figure.value
+        for figure in gateway_figures(book, backend, lag)
+    }
+    assert told["sessions", "open"] == told["sessions", "finished"] == 1
+    assert told["sessions_opened_total",] == 3
+    assert told["engines", "ready"] == told["engine_ready", "http://127.0.0.1:9"] == 1
+    assert (told["calls_total",], told["live_legs",], told["held_bytes",]) == (0, 0, 0)
+    lag.close()
+    await backend.close()
