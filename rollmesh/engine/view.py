@@ -85,20 +85,20 @@ class FleetView:
 
         Engines in `avoid` are taken only where there is no other.
         """
-        fit = [row for row in self._rows.values() if _is_fit(row, min_policy_version)]
-        if avoid:
+        home = self._rows.get(self._sticky.get(session_key, ""))
+        if home is None or home.url in avoid or not _is_fit(home, min_policy_version):
+            home = None
+        if home is None or self._loads[home.url].num_may_move:
+            fit = [row for row in self._rows.values() if _is_fit(row, min_policy_version)]
             fit = [row for row in fit if row.url not in avoid] or fit
-        if not fit:
-            return None
-        home = self._sticky.get(session_key)
-        chosen = next((row for row in fit if row.url == home), None)
-        if chosen is None or self._loads[chosen.url].num_may_move:
-            chosen = self._settle(chosen, fit)
-            self._sticky[session_key] = chosen.url
+            if not fit:
+                return None
+            home = self._settle(home, fit)
+            self._sticky[session_key] = home.url
             if len(self._sticky) > MAX_STICKY_SESSIONS:
                 self._sticky.popitem(last=False)
         self._sticky.move_to_end(session_key)
-        return chosen
+        return home
 
     def find(self, url: str) -> EngineRow | None:
         """The row of one engine."""

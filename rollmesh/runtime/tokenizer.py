@@ -87,13 +87,16 @@ class Tokenizer:
         return encoded[0].ids
 
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
 class Detokenizer:
     """Ids to text piece by piece, never cutting a character in two."""
 
     def __init__(self, backend: tokenizers.Tokenizer, pieces: list[bytes] | None) -> None:
         self._backend = backend
         self._pieces = pieces
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _Utf8Decoder("replace")
         self._stream = DecodeStream(skip_special_tokens=False) if pieces is None else None
 
     def feed(self, token_ids: Sequence[int]) -> str:
