@@ -9,7 +9,9 @@ import pytest
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.runtime.generation import GenerationState
+from rollmesh.runtime.generation_events import LegFailed
 from rollmesh.serve.interception.exchange import ExchangeState
+from rollmesh.wire.machine import Ticked
 from tests.unit.serve.interception.conftest import Desk, MakeDesk, read_events
 
 USER = {"role": "user", "content": "guess"}
@@ -168,6 +170,27 @@ async def test_an_early_failure_keeps_its_status(
 
 
 @every_dialect
+@plain_and_streamed
+async def test_engines_that_stay_full_are_a_429(
+    make_desk: MakeDesk, path: str, stream: bool
+) -> None:
+    desk = await make_desk()
+    async with asyncio.TaskGroup() as group:
+        opening = group.create_task(desk.post({**ASKS[path], "stream": stream}, path).__aenter__())
+        await started(desk)
+        generation = desk.sampler.generations[0]
+        while generation.leg is not None:
+            number, generation.leg = generation.leg.leg, None
+            generation.drive(LegFailed(number, "the queue is full", "overloaded"))
+            desk.clock.advance(1.0)
+            generation.drive(Ticked())
+        response = await opening
+        assert response.status == 429
+        assert int(response.headers["Retry-After"]) >= 1
+        assert code_of(msgspec.json.decode(await response.read())) == "overloaded"
+
+
+@every_dialect
 async def test_unknown_keys_nulls_and_queries_are_accepted(make_desk: MakeDesk, path: str) -> None:
     desk = await make_desk("4")
     odd = {"user": None, "metadata": {"a": 1}, "cache": [1], "service_tier": "auto", "tools": None}
@@ -214,83 +237,55 @@ async def test_plain_choices_are_numbered(make_desk: MakeDesk) -> None:
     assert told == [(0, "4"), (1, "5"), (2, "6")]
 
 
-CHAT_TOOL = {
-    "type": "function",
-    "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
-}
+SCHEMA = {"type": "object"}
+FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
+TOOLS_IN_CHAT = [{"type": "function", "function": FUNCTION}]
+TOOLS_IN_RESPONSES = [{"type": "function", **FUNCTION}]
+TOOLS_IN_MESSAGES = [{"name": "f", "description": "d", "input_schema": SCHEMA}]
+CALLED = '<think>hm</think>\n\ngo <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+SYSTEM = "be brief"
+
+
+def as_messages(call_id: str) -> list[dict[str, Any]]:
+    """A turn with a tool call, in Anthropic's words."""
+    use = {"type": "tool_use", "id": call_id, "name": "f", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": call_id, "content": "42"}
+    return [
+        {"role": "user", "content": [{"type": "text", "text": "guess"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "go"}, use]},
+        {"role": "user", "content": [result]},
+    ]
+
+
+def as_items(call_id: str) -> list[dict[str, Any]]:
+    """The same and one turn more, as the items of a response."""
+    go, four = ([{"type": "output_text", "text": text}] for text in ("go", "four"))
+    return [
+        {"type": "message", "role": "developer", "content": SYSTEM},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "guess"}]},
+        {"type": "message", "role": "assistant", "content": go},
+        {"type": "function_call", "call_id": call_id, "name": "f", "arguments": '{"a":1}'},
+        {"type": "function_call_output", "call_id": call_id, "output": "42"},
+        {"type": "message", "role": "assistant", "content": four},
+        {"type": "message", "role": "user", "content": "higher"},
+    ]
 
 
 async def test_a_talk_may_change_its_dialect_at_every_turn(make_desk: MakeDesk) -> None:
     """Tool calls, results and reasoning mean the same messages in Chat, Messages and Responses."""
-    called = (
-        '<think>hm</think>\n\ngo <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    )
-    desk = await make_desk(called, "four", "five", "six")
-    _, first = await desk.answer(
-        {
-            "model": "m",
-            "messages": [
-                {"role": "system", "content": "be brief"},
-                {"role": "user", "content": "guess"},
-            ],
-            "tools": [CHAT_TOOL],
-        }
-    )
-    message = first["choices"][0]["message"]
-    made = message["tool_calls"][0]
-    tool = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
-    use = {"type": "tool_use", "id": made["id"], "name": "f", "input": {"a": 1}}
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "guess"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "go"}, use]},
-        {
-            "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": made["id"], "content": "42"}],
-        },
-    ]
-    asked = {
-        "model": "m",
-        "max_tokens": 64,
-        "system": "be brief",
-        "tools": [tool],
-        "messages": messages,
-    }
-    status, _ = await desk.answer(asked, "/v1/messages")
+    desk = await make_desk(CALLED, "four", "five", "six")
+    chat = [{"role": "system", "content": SYSTEM}, USER]
+    _, first = await desk.answer({"messages": chat, "tools": TOOLS_IN_CHAT})
+    call_id = first["choices"][0]["message"]["tool_calls"][0]["id"]
+    asked = {"max_tokens": 64, "system": SYSTEM, "tools": TOOLS_IN_MESSAGES}
+    await desk.answer({**asked, "messages": as_messages(call_id)}, "/v1/messages")
+    further = {"tools": TOOLS_IN_RESPONSES}
+    _, third = await desk.answer({**further, "input": as_items(call_id)}, "/v1/responses")
+    named = {**further, "input": "lower", "previous_response_id": third["id"]}
+    status, _ = await desk.answer(named, "/v1/responses")
     assert status == 200
-    items = [
-        {"type": "message", "role": "developer", "content": "be brief"},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "guess"}]},
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "go"}],
-        },
-        {"type": "function_call", "call_id": made["id"], "name": "f", "arguments": '{"a":1}'},
-        {"type": "function_call_output", "call_id": made["id"], "output": "42"},
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "four"}],
-        },
-        {"type": "message", "role": "user", "content": "higher"},
-    ]
-    function = {
-        "type": "function",
-        "name": "f",
-        "description": "d",
-        "parameters": {"type": "object"},
-    }
-    status, last = await desk.answer(
-        {"model": "m", "input": items, "tools": [function]}, "/v1/responses"
-    )
-    assert status == 200
-    status, _ = await desk.answer(
-        {"model": "m", "input": "lower", "tools": [function], "previous_response_id": last["id"]},
-        "/v1/responses",
-    )
-    assert status == 200
-    report = desk.opened.session.fork_report()
-    assert not report.forks, report
+    assert not desk.opened.session.fork_report().forks
     asked_ids = [list(request.prompt_ids) for request in desk.sampler.requests]
+    assert len(asked_ids) == 4
     for before, after in itertools.pairwise(asked_ids):
         assert after[: len(before)] == before
