@@ -19,6 +19,7 @@ from rollmesh.runtime.registry import OpenSession, Runtime
 from rollmesh.runtime.stops import StopStrings
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.serve.interception.edge import Edge
+from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.testing.sampler import ScriptedSampler
 
@@ -42,6 +43,8 @@ class Desk:
     def __init__(
         self, runtime: Runtime, sampler: ScriptedSampler, tokenizer: Tokenizer, edge: Edge
     ) -> None:
+        assert isinstance(sampler.clock, FakeClock)
+        self.clock = sampler.clock
         self.runtime = runtime
         self.edge = edge
         self.sampler = sampler
@@ -117,10 +120,11 @@ async def make_desk(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[Mak
         script: Any = [tokenizer.encode(text + "<|im_end|>") for text in said] if said else None
         if always:
             script = repeat(tokenizer.encode(always + "<|im_end|>"))
+        clock = FakeClock()
         sampler = ScriptedSampler(
-            script, new_matcher=lambda stops: StopStrings(stops, tokenizer.stream())
+            script, clock=clock, new_matcher=lambda stops: StopStrings(stops, tokenizer.stream())
         )
-        runtime = Runtime(sampler, prompts, max_context_tokens, sampler.clock)
+        runtime = Runtime(sampler, prompts, max_context_tokens, clock)
         edge = Edge(runtime, config or InterceptionConfig(), "policy")
         desk = Desk(runtime, sampler, tokenizer, edge)
         desks.append(desk)

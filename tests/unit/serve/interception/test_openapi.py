@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
 
-NUM_EXAMPLES = 40
+NUM_EXAMPLES = 25
 """Of each route; all of them take some ten seconds."""
 CHECKS = (
     schemathesis.checks.not_a_server_error,

@@ -2,13 +2,29 @@
 
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from rollmesh.core.errors import EngineUnavailable
+from rollmesh.serve.interception.capture import Rewards
+from rollmesh.serve.interception.relay.account import account_of
+from rollmesh.serve.interception.relay.call import Asked, RelayCall
 from rollmesh.serve.interception.relay.heard import Heard, hear
+from rollmesh.serve.interception.relay.threads import Threads
 
 JSON = b"content-type: application/json\r\n"
 SSE = b"Server: x\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
+KEYS = (
+    *("choices", "index", "message", "delta", "text", "content", "reasoning_content", "tool_calls"),
+    *("function", "name", "arguments", "id", "finish_reason", "logprobs", "logprob", "meta_info"),
+    *("token_logprobs", "output_token_logprobs", "prompt_token_ids", "token_ids", "sglext"),
+    *("response_token_ids", "output_ids", "input_ids", "metadata", "weight_versions", "version"),
+    *("weight_version", "start", "end", "output", "status", "type", "response", "stop_reason"),
+    *("content_block", "partial_json", "incomplete_details"),
+)
 CALL = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": '{"a": 1}'}}
 
 
@@ -184,3 +200,55 @@ def test_tokens_that_are_none_count_as_not_told(ids: Any) -> None:
 
 def test_a_broken_compression_is_no_choice() -> None:
     assert hear("/messages", b"Content-Encoding: gzip\r\n", b"not gzip") == []
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**33) | st.floats(-2, 2) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+"""Answers that nearly are some: the keys that are looked for, with anything behind them."""
+
+
+@settings(max_examples=400, derandomize=True, deadline=None)
+@given(
+    route=st.sampled_from(["/chat/completions", "/completions", "/responses", "/messages"]),
+    chunks=st.lists(JSON_VALUES, min_size=1, max_size=4),
+    is_stream=st.booleans(),
+)
+def test_whatever_is_told_is_heard_or_not(route: str, chunks: list[Any], is_stream: bool) -> None:
+    heard = stream(route, *chunks) if is_stream else plain(route, chunks[0])
+    for each in heard:
+        assert isinstance(each.message, dict)
+    account = account_of([answered(route, is_stream, chunks)], Rewards(1.0))
+    assert msgspec.json.encode(account)
+    for sample in account["samples"]:
+        assert len(sample["token_ids"]) == len(sample["logprobs"]) == len(sample["loss_mask"])
+
+
+def answered(route: str, is_stream: bool, chunks: list[Any]) -> RelayCall:
+    """A call that was delivered with this answer."""
+    request = Threads().hold(b'{"messages":[{"role":"user"}]}')
+    call = RelayCall(Asked(0, route, request, b"", "", 0.0), 2**20, lambda _: None)
+    call.carry(Nowhere())
+    kind = b"text/event-stream" if is_stream else b"application/json"
+    call.on_head(200, [(b"Content-Type", kind)])
+    told = [b"data: %b\n\n" % orjson.dumps(each) for each in chunks] if is_stream else []
+    for piece in told or [orjson.dumps(chunks[0])]:
+        call.on_data(piece)
+    call.on_end()
+    call.is_delivered = True
+    return call
+
+
+class Nowhere:
+    """A carrier that has nothing to do."""
+
+    def fail(self, error: EngineUnavailable, retries: bool) -> bool:
+        return False
+
+    def close(self) -> None:
+        return None
