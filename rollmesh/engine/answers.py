@@ -77,6 +77,8 @@ class _MetaInfo(msgspec.Struct):
 
 class _Error(msgspec.Struct):
     message: str = ""
+    code: int | str | None = None
+    """The status that a plain call would have had, where a stream had begun."""
 
 
 class Answer(msgspec.Struct):
@@ -163,7 +165,9 @@ def decode_answer(
     except msgspec.MsgspecError as error:
         raise EngineUnavailable(f"answered what is no answer: {error}") from None
     if answer.error:
-        raise told(answer.error.message)
+        code = answer.error.code
+        is_full = isinstance(code, int) and is_overload(code)
+        raise (EngineOverloaded if is_full else told)(answer.error.message)
     return answer
 
 
