@@ -19,8 +19,8 @@ import msgspec
 
 from rollmesh.core.types import ForkRow
 from rollmesh.runtime.chat import ROLES, ChatMessage
-from rollmesh.runtime.healing import healed_keys, healed_kinds
-from rollmesh.runtime.history import History, Match, Spot
+from rollmesh.runtime.healing import HealedKind, healed_keys, healed_kinds
+from rollmesh.runtime.history import History, Match, Spot, read_chat
 
 EXCERPT_CHARS = 80
 _CHARS_BEFORE = 20
@@ -70,6 +70,8 @@ class ForkLog:
                     break
                 kinds |= healed_kinds(history.read(spot), message)
                 spot = spot.parent
+            if match.walk.read is not read_chat:
+                kinds.discard(HealedKind.PART_LIST)  # other dialects have nothing but parts
             if kinds:
                 self.healed.update(kinds)
 

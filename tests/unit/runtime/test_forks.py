@@ -1,7 +1,9 @@
 """Why a request forks, where, and what is healed instead."""
 
+import msgspec
 import pytest
 
+from rollmesh.runtime.chat import read_message
 from rollmesh.runtime.forks import ForkCause, first_difference
 from rollmesh.runtime.turns import Turn
 from tests.unit.runtime.history_world import (
@@ -135,6 +137,17 @@ def test_what_is_seen_past_is_counted(ours: Message, theirs: Message, kinds: lis
     assert match.is_held
     assert held.cause is None
     assert held.log.report().healed == dict.fromkeys(kinds, 1)
+
+
+def test_parts_are_no_difference_where_a_dialect_has_nothing_else() -> None:
+    held = Held()
+    held.talk(SYSTEM, USER, SAID)
+    parts: Message = {"role": "assistant", "content": [{"type": "text", "text": "4"}]}
+    read = msgspec.structs.replace(
+        turn(SYSTEM, USER, parts, MORE), read=lambda raw, at: [read_message(raw, at)]
+    )
+    held.ask(read)
+    assert held.log.report().healed == {}
 
 
 def test_a_rotating_line_is_counted() -> None:
