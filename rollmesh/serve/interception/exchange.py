@@ -139,8 +139,8 @@ class Exchange:
         body = await read_body(request, self._kit.max_body_bytes, self._kit.keepalive_s)
         key = headers.get("Idempotency-Key")
         resent = headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        digest = hash((self._dialect, body, key))
-        call = self._dialect.decode(Asked(body, digest, resent or key is not None))
+        salt = hash((self._dialect, key))
+        call = self._dialect.decode(Asked(body, salt, resent or key is not None))
         self.state = ExchangeState.MATCHED
         return session, call
 

@@ -23,10 +23,20 @@ class Asked(msgspec.Struct, frozen=True):
     """A request's body, and what its headers say of it."""
 
     body: bytes
-    digest: int = 0
-    """Identifies the body (and its Idempotency-Key) within this process."""
+    salt: int = 0
+    """What else tells requests apart: the dialect, an Idempotency-Key."""
     is_retry: bool = False
     """The client says that it sent this before."""
+
+    @property
+    def digest(self) -> int:
+        """Identifies the request within this process."""
+        return hash((self.salt, self.body))
+
+    def digest_without(self, part: bytes) -> int:
+        """The same for a request of which `part` says nothing to the model."""
+        before, _, after = self.body.partition(part)
+        return hash((self.salt, before, after))
 
 
 class Stream(Protocol):

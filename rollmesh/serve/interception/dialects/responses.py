@@ -65,6 +65,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     top_logprobs: NumTops | None = None
     text: TextOptions | None = None
     metadata: Anything = absent()
+    client_metadata: Anything = absent()
+    """Codex's word on itself; its keys come in another order in each resend of a turn."""
 
 
 class _Heads(msgspec.Struct):
@@ -99,13 +101,18 @@ class ResponsesDialect:
             model=body.model or "",
             stream=bool(body.stream),
             logprobs=lists,
-            digest=asked.digest,
+            digest=_digest(body, asked),
             is_retry=asked.is_retry,
         )
         return ResponseCall(turn, _echo(body, raw_tools, include))
 
     def error(self, error: SessionError) -> bytes:
         return openai_failure_body(error)
+
+
+def _digest(body: ResponsesBody, asked: Asked) -> int:
+    told = present(body.client_metadata)
+    return asked.digest_without(told) if told else asked.digest
 
 
 def _units(body: ResponsesBody, asked: Asked) -> list[bytes]:

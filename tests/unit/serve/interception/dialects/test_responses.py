@@ -39,6 +39,13 @@ def test_a_text_is_a_user_message_and_instructions_come_first() -> None:
     ]
 
 
+def test_a_resend_is_known_whatever_order_its_client_metadata_comes_in() -> None:
+    # codex writes them in another order each time, and sends a turn up to six times
+    first = decode(client_metadata={"turn_id": "t", "window": 0})
+    assert decode(client_metadata={"window": 0, "turn_id": "t"}).digest == first.digest
+    assert decode(client_metadata={"turn_id": "t"}, input="other").digest != first.digest
+
+
 def test_the_items_of_a_turn_are_one_message() -> None:
     items = [
         {"type": "message", "role": "developer", "id": "x", "content": "be brief"},
