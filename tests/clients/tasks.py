@@ -137,7 +137,8 @@ def check_what_it_saw(row: Row, ended: Ended) -> None:
         told = json.loads(ended.output.splitlines()[-1])
         wanted = [["bash", json.loads(bash(command).arguments)] for command in COMMANDS]
         assert told["final"] == ANSWER, told["final"]
-        assert told["calls"] == wanted, told["calls"]
+        # Two calls of one turn may run in either order.
+        assert sorted(told["calls"], key=str) == sorted(wanted, key=str), told["calls"]
         if row.client.sees_reasoning:
             assert [*filter(None, told["reasoning"])] == [*filter(None, REASONINGS)]
     else:
