@@ -1,6 +1,7 @@
 """The relay over real sockets: what passes, what does not, who hears of what."""
 
 import asyncio
+import random
 import zlib
 from typing import Any
 
@@ -269,3 +270,42 @@ async def test_a_compressed_answer_passes_as_it_is_and_is_read_later(make_relay:
         assert await relay.read(ASK, Accept_Encoding="gzip") == (200, packed)
         assert "accept-encoding" not in dict(provider.seen[0].headers)
     assert relay.account()["messages"][-1]["content"] == "4"
+
+
+async def test_garbage_harms_neither_the_server_nor_another_session(make_relay: MakeRelay) -> None:
+    """Raw bytes, broken off, wrong lengths, wrong encodings: a canary is answered all the while."""
+    chance = random.Random(3)
+    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+        relay = await make_relay(provider)
+        host, _, port = relay.base.removeprefix("http://").rpartition(":")
+        key = relay.opened.api_key.encode()
+        whole = msgspec.json.encode(ASK)
+        for turn in range(120):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            body = bytearray(whole)
+            for _ in range(chance.randrange(4)):
+                body[chance.randrange(len(body))] = chance.randrange(256)
+            claimed = len(body) + chance.choice([0, 0, 0, -5, 9])
+            head = b"POST /v1%b HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer %b\r\n" % (
+                chance.choice(ROUTES).encode(),
+                key,
+            )
+            framing = chance.choice(
+                [
+                    b"Content-Length: %d\r\n\r\n" % claimed,
+                    b"Transfer-Encoding: chunked\r\n\r\n5\r\nabc",
+                    b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
+                    b"X: \x00\x01\r\n\r\n",
+                    b"",
+                ]
+            )
+            writer.write((head + framing + bytes(body))[: chance.randrange(40, 400)])
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+            if turn % 20 == 0:
+                assert await relay.read({**ASK, "seed": turn}) == (200, ANSWER)
+        assert relay.edge.num_open == 0
+        assert not relay.session.is_busy
+        assert relay.upstreams.all[0].num_running == 0
+    assert ("unknown", "failed") not in relay.edge.num_exchanges

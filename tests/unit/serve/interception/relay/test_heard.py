@@ -1,12 +1,11 @@
 """What raw answers say, in the shapes that engines and providers really send."""
 
+import random
 from typing import Any
 
 import msgspec
 import orjson
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rollmesh.core.errors import EngineUnavailable
 from rollmesh.serve.interception.capture import Rewards
@@ -17,14 +16,6 @@ from rollmesh.serve.interception.relay.threads import Threads
 
 JSON = b"content-type: application/json\r\n"
 SSE = b"Server: x\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
-KEYS = (
-    *("choices", "index", "message", "delta", "text", "content", "reasoning_content", "tool_calls"),
-    *("function", "name", "arguments", "id", "finish_reason", "logprobs", "logprob", "meta_info"),
-    *("token_logprobs", "output_token_logprobs", "prompt_token_ids", "token_ids", "sglext"),
-    *("response_token_ids", "output_ids", "input_ids", "metadata", "weight_versions", "version"),
-    *("weight_version", "start", "end", "output", "status", "type", "response", "stop_reason"),
-    *("content_block", "partial_json", "incomplete_details"),
-)
 CALL = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": '{"a": 1}'}}
 
 
@@ -202,31 +193,76 @@ def test_a_broken_compression_is_no_choice() -> None:
     assert hear("/messages", b"Content-Encoding: gzip\r\n", b"not gzip") == []
 
 
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 2**33) | st.floats(-2, 2) | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=4)
+CHOICE = {
+    "index": 0,
+    "message": {"role": "assistant", "content": "4", "tool_calls": [CALL]},
+    "delta": {"content": "4", "tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
+    "text": "4",
+    "token_ids": [3, 4],
+    "response_token_ids": [3, 4],
+    "prompt_token_ids": [1],
+    "meta_info": {"output_token_logprobs": [[-0.5, 3, None], [-0.25, 4, None]]},
+    "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}], "token_logprobs": [-0.5, -1]},
+}
+SPANS = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]
+PART = {"type": "output_text", "text": "4", "logprobs": [{"logprob": -0.5}]}
+BLOCK = {"type": "tool_use", "id": "t", "name": "run", "input": {}}
+WHOLE = {"status": "completed", "output": [{"type": "message", "content": [PART]}]}
+TEMPLATES: list[tuple[str, list[Any]]] = [
+    (
+        "/chat/completions",
+        [
+            {"choices": [CHOICE], "metadata": {"weight_versions": SPANS}},
+            {"choices": [], "sglext": {"input_ids": [1], "output_ids": [[3, 4]]}},
+        ],
     ),
-    max_leaves=12,
-)
-"""Answers that nearly are some: the keys that are looked for, with anything behind them."""
+    ("/completions", [{"choices": [CHOICE], "prompt_token_ids": [1]}]),
+    ("/responses", [{**WHOLE, "type": "response.completed", "response": WHOLE}]),
+    ("/messages", [{"type": "message", "content": [BLOCK], "stop_reason": "end_turn"}]),
+    (
+        "/messages",
+        [
+            {"type": "message_start"},
+            {"type": "content_block_start", "index": 0, "content_block": BLOCK},
+            {
+                "type": "content_block_delta",
+                "index": 0,
+                "delta": {"type": "input_json_delta", "partial_json": "{}"},
+            },
+            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}},
+        ],
+    ),
+]
+STRANGE: list[Any] = [None, True, -1, 0.5, 2**40, "", "x", [], {}, [[]], [None], {"a": 1}, ["x", 3]]
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
-@given(
-    route=st.sampled_from(["/chat/completions", "/completions", "/responses", "/messages"]),
-    chunks=st.lists(JSON_VALUES, min_size=1, max_size=4),
-    is_stream=st.booleans(),
-)
-def test_whatever_is_told_is_heard_or_not(route: str, chunks: list[Any], is_stream: bool) -> None:
-    heard = stream(route, *chunks) if is_stream else plain(route, chunks[0])
-    for each in heard:
-        assert isinstance(each.message, dict)
-    account = account_of([answered(route, is_stream, chunks)], Rewards(1.0))
-    assert msgspec.json.encode(account)
-    for sample in account["samples"]:
-        assert len(sample["token_ids"]) == len(sample["logprobs"]) == len(sample["loss_mask"])
+def mutated(chance: random.Random, value: Any) -> Any:
+    """`value` with something strange in it, now and then."""
+    if chance.random() < 0.04:
+        return chance.choice(STRANGE)
+    if isinstance(value, dict):
+        kept = {key: mutated(chance, each) for key, each in value.items()}
+        if kept and chance.random() < 0.1:
+            del kept[chance.choice(list(kept))]
+        return kept
+    return [mutated(chance, each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_told_makes_an_account_that_adds_up(seed: int, is_stream: bool) -> None:
+    chance = random.Random(seed)
+    num_samples = 0
+    for _ in range(400):
+        route, template = chance.choice(TEMPLATES)
+        chunks = [mutated(chance, chunk) for chunk in template]
+        account = account_of([answered(route, is_stream, chunks)], Rewards(1.0))
+        assert msgspec.json.encode(account)
+        for sample in account["samples"]:
+            num_samples += 1
+            assert len(sample["token_ids"]) == len(sample["logprobs"]) == len(sample["loss_mask"])
+            assert len(sample["policy_versions"]) == len(sample["token_ids"])
+    assert num_samples > 20
 
 
 def answered(route: str, is_stream: bool, chunks: list[Any]) -> RelayCall:
