@@ -7,6 +7,7 @@ the dialects through ReplyView.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 import orjson
 
@@ -14,11 +15,16 @@ Tops = Sequence[Sequence[tuple[float, int]]]
 """For each token its likeliest alternatives: log-prob and id; empty where none were asked for."""
 
 
+_Halves = tuple[bytes, bytes]
+"""What stands before and behind a token's log-prob; the object is left open."""
+_NO_TOPS = b',"top_logprobs":[]},'
+
+
 class TokenListing:
     """See the module."""
 
     def __init__(self) -> None:
-        self._halves: dict[int, tuple[bytes, bytes]] = {}
+        self._halves: dict[int, _Halves] = {}
 
     def rows(
         self,
@@ -28,31 +34,40 @@ class TokenListing:
         tops: Tops,
     ) -> bytes:
         """A JSON array of `{"token", "logprob", "bytes", "top_logprobs"}`."""
-        pieces: list[bytes] = []
-        for n, (token_id, figure) in enumerate(zip(token_ids, _figures(logprobs), strict=True)):
-            before, after = self._halves_of(bytes_of, token_id)
-            pieces += (before, figure, after)
-            if tops:
-                pieces += (b',"top_logprobs":[', self._tops(bytes_of, tops[n]), b"]},")
-            else:
-                pieces.append(b',"top_logprobs":[]},')
+        if not len(token_ids):
+            return b"[]"
+        halves = self._halves_of(bytes_of, token_ids)
+        ends = [self._tops(bytes_of, row) for row in tops] if tops else repeat(_NO_TOPS)
+        pieces = [
+            piece
+            for (before, after), figure, end in zip(halves, _figures(logprobs), ends, strict=False)
+            for piece in (before, figure, after, end)
+        ]
         return b"[%b]" % b"".join(pieces)[:-1]
 
     def _tops(self, bytes_of: Callable[[int], bytes], tops: Sequence[tuple[float, int]]) -> bytes:
         figures = _figures([logprob for logprob, _ in tops])
-        halves = [self._halves_of(bytes_of, token_id) for _, token_id in tops]
+        halves = self._halves_of(bytes_of, [token_id for _, token_id in tops])
         rows = zip(figures, halves, strict=True)
-        return b",".join(b"%b%b%b}" % (before, figure, after) for figure, (before, after) in rows)
+        listed = b",".join(b"%b%b%b}" % (before, figure, after) for figure, (before, after) in rows)
+        return b',"top_logprobs":[%b]},' % listed
 
-    def _halves_of(self, bytes_of: Callable[[int], bytes], token_id: int) -> tuple[bytes, bytes]:
-        halves = self._halves.get(token_id)
-        if halves is None:
-            token = bytes_of(token_id)
-            text = orjson.dumps(token.decode("utf-8", "replace"))
-            before = b'{"token":%b,"logprob":' % text
-            after = b',"bytes":' + orjson.dumps(list(token))
-            halves = self._halves[token_id] = before, after
-        return halves
+    def _halves_of(
+        self, bytes_of: Callable[[int], bytes], token_ids: Sequence[int]
+    ) -> list[_Halves]:
+        halves = self._halves
+        try:
+            return [halves[token_id] for token_id in token_ids]
+        except KeyError:
+            for token_id in token_ids:
+                if token_id not in halves:
+                    halves[token_id] = _cut(bytes_of(token_id))
+            return [halves[token_id] for token_id in token_ids]
+
+
+def _cut(token: bytes) -> _Halves:
+    text = orjson.dumps(token.decode("utf-8", "replace"))
+    return b'{"token":%b,"logprob":' % text, b',"bytes":' + orjson.dumps(list(token))
 
 
 def _figures(logprobs: Sequence[float]) -> list[bytes]:
