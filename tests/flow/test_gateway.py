@@ -79,13 +79,16 @@ async def serving(folder: Path, *words: str) -> AsyncIterator[Gateway]:
     fixed = ["--port", "0", "--admin-token-file", str(token_file), "--ready-fd", str(writing)]
     settings = ["--set", f"run.folder={folder}"]
     argv = argv_of(*words, *fixed, *settings)
-    process = await asyncio.create_subprocess_exec(*argv, pass_fds=[writing])
+    process = await asyncio.create_subprocess_exec(
+        *argv, pass_fds=[writing], stdout=asyncio.subprocess.PIPE
+    )
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         told = await asyncio.to_thread(pipe.readline)
-    gateway = Gateway(
-        process, msgspec.json.decode(told, type=Ready).address, token_file.read_text().strip()
-    )
+    address = msgspec.json.decode(told, type=Ready).address
+    assert process.stdout
+    assert (await process.stdout.readline()).startswith(f"rollmesh gateway: {address} ".encode())
+    gateway = Gateway(process, address, token_file.read_text().strip())
     try:
         yield gateway
     finally:
@@ -183,6 +186,59 @@ async def test_a_session_in_tokens_trains_on_exactly_what_was_sampled(tmp_path: 
     assert len(account["messages"]) == 4
     assert "rollmesh_sampled_tokens_total 16.0" in figures
     assert 'rollmesh_engines{phase="ready"} 1.0' in figures
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_relay_before_a_gateway_keeps_the_same_samples(
+    tmp_path: Path, is_stream: bool
+) -> None:
+    """What engines tell in their chat routes and what we know of the tokens are one."""
+    (tmp_path / "outer").mkdir()
+    key_file = tmp_path / "key"
+    async with (
+        ScriptedEngine(next_token) as engine,
+        sampling(tmp_path, engine) as inner,
+    ):
+        opened = await inner.open()
+        key_file.touch(mode=0o600)
+        key_file.write_text(opened["api_key"] + "\n")
+        words = ["--capture", "relay", "--engine", inner.address]
+        words += ["--upstream-key-file", str(key_file)]
+        async with serving(tmp_path / "outer", *words) as outer:
+            relayed = await outer.open()
+            messages: list[Any] = [{"role": "user", "content": "guess"}]
+            asked = {"stream": is_stream, "logprobs": True, "return_token_ids": True}
+            for word in ("higher", "lower"):
+                said = await say(outer, relayed, {"messages": messages, **asked})
+                messages = [*messages, said, {"role": "user", "content": word}]
+            kept = await finish(outer, relayed)
+        exact = await finish(inner, opened)
+    [mine], [theirs] = exact["samples"], kept["samples"]
+    for name in ("token_ids", "loss_mask", "logprobs"):
+        assert theirs[name] == mine[name]
+    assert sum(mine["loss_mask"]) == 16
+
+
+async def say(gateway: Gateway, opened: dict[str, str], body: Any) -> dict[str, str]:
+    """The message that a call is answered with, plain or streamed."""
+    auth = {"Authorization": f"Bearer {opened['api_key']}"}
+    url = opened["base_url"] + "/chat/completions"
+    async with gateway.client.post(url, data=orjson.dumps(body), headers=auth) as response:
+        assert response.status == 200
+        raw = await response.read()
+    if not body["stream"]:
+        return dict(orjson.loads(raw)["choices"][0]["message"])
+    events = [orjson.loads(line[6:]) for line in raw.splitlines() if line.startswith(b"data: {")]
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    return {"role": "assistant", "content": text}
+
+
+async def finish(gateway: Gateway, opened: dict[str, str]) -> Any:
+    path = f"/admin/sessions/{opened['session_id']}/finish"
+    status, account = await gateway.admin("POST", path)
+    assert status == 200
+    return account
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")
