@@ -4,6 +4,7 @@
 #   make test ARGS="-k ledger"  the whole test suite, or a part of it
 #   make check                  format, lint, types, arrows, house rules
 #   make bench BENCH=name       every benchmark, or one
+#   make bench-peers            other gateways for the interception benchmark, in .venv-peers (1.4 GB)
 #   make setup                  only the .venv        (PYTHON=python3.12 picks the interpreter)
 #   make sglang                 a real SGLang in .venv-sglang, for tests/contract (3 GB, minutes)
 #   make test-clients           real agents and SDKs through the gateway; writes docs/clients.md
@@ -16,12 +17,14 @@ STAMP  := $(VENV)/.installed
 SGLANG := .venv-sglang
 CLIENTS := .venv-clients
 PINS    := tests/clients/requirements
+PEERS   := .venv-peers
 PYTHON ?=
 ARGS   ?=
 BENCH  ?= $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
 SOURCE := rollmesh tests $(wildcard benchmarks examples)
 
-.PHONY: help demo test clients test-clients check format lint types arrows house bench setup sglang clean
+.PHONY: help demo test clients test-clients check format lint types arrows house bench bench-peers setup \
+        sglang clean
 .DEFAULT_GOAL := help
 
 help:
@@ -57,6 +60,8 @@ bench: $(STAMP)
 	@for name in $(BENCH); do \
 	    echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; \
 	done
+
+bench-peers: $(patsubst benchmarks/peers/%.txt,$(PEERS)/%/.installed,$(wildcard benchmarks/peers/*.txt))
 
 setup: $(STAMP)
 
@@ -99,4 +104,11 @@ $(CLIENTS)/%/.installed: $(PINS)/%/package.json $(PINS)/%/package-lock.json
 	@echo "rollmesh: installing a client into $(CLIENTS)/$*"
 	@mkdir -p $(CLIENTS)/$* && cp $^ $(CLIENTS)/$*/
 	@cd $(CLIENTS)/$* && npm ci --ignore-scripts --no-audit --no-fund --silent
+	@touch $@
+
+$(PEERS)/%/.installed: benchmarks/peers/%.txt
+	@echo "rollmesh: installing a peer into $(PEERS)/$*"
+	@mkdir -p $(PEERS)
+	@PYTHON="$(PYTHON)" sh .ci/venv $(PEERS)/$*
+	@$(PEERS)/$*/bin/python -m pip install --quiet -r $<
 	@touch $@

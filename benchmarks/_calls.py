@@ -17,7 +17,7 @@ from benchmarks._rounds import Bench
 GROUP = 16
 """Siblings of one prompt."""
 NUM_TURNS = 40
-PEER_CALLS = 20
+PEER_CALLS = 10
 
 
 async def repeated(bench: Bench) -> None:
