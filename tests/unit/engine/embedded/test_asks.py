@@ -143,7 +143,7 @@ def test_likeliest_tokens_are_told_beside_logprobs_alone(decoder: AskDecoder) ->
 
     assert num_top(return_logprob=True) == [3, 0]
     assert num_top() == [0, 0]
-    for wrong in (-1, VOCAB_SIZE + 1):  # either ends a real SGLang
+    for wrong in (-1, VOCAB_SIZE + 1):  # the latter ends a real SGLang
         with pytest.raises(EngineRefused, match="top_logprobs_num must be in"):
             decode(decoder, input_ids=PROMPT, return_logprob=True, top_logprobs_num=wrong)
 
