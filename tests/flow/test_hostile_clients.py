@@ -213,6 +213,31 @@ async def test_garbled_bodies_are_answered(canary: Canary, path: str) -> None:
     await canary.assert_unharmed()
 
 
+ODD_TOOLS: list[object] = [
+    {},
+    {"type": "function"},
+    {"type": "custom", "custom": {"name": "x"}},
+    {"function": "x"},
+    {"function": {"name": 10**30}},
+    {"function": {"name": "f", "description": {"a": 1}}},
+    {"function": {"name": "f", "parameters": [1]}},
+    {"function": {"name": "f", "parameters": {"properties": {"a": {"type": [1]}}}}},
+    {"name": None, "input_schema": {"a": 10**30}},
+    {"name": "f", "input_schema": 7},
+    {"type": "function", "name": "f", "parameters": {"properties": {"a": []}}},
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_tools_of_any_shape_are_answered(make_desk: MakeDesk, path: str) -> None:  # noqa: F811 - the fixture
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    desk = await make_desk(always=call)
+    for tool in ODD_TOOLS:
+        for choice in ("auto", "required", {"type": "any"}, {"type": "tool", "name": "f"}):
+            ask = {**ASKS.get(path, ASKS["/v1/messages"]), "tools": [tool], "tool_choice": choice}
+            assert (await desk.answer(json.dumps(ask).encode(), path))[0] in (200, 400), ask
+
+
 async def test_garbled_heads_are_answered_or_cut(canary: Canary) -> None:
     desk = canary.desk
     body = json.dumps(ASKS["/v1/chat/completions"]).encode()
