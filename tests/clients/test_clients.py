@@ -3,11 +3,13 @@
 import asyncio
 import functools
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
+from rollmesh.testing.agent_engine import ScriptedAgent
 from rollmesh.testing.engine import ScriptedEngine
-from tests.clients.exactness import calls_of, faults
+from tests.clients.exactness import Call, calls_of, faults
 from tests.clients.harnesses import VENVS, Visit, codex
 from tests.clients.matrix import Ran
 from tests.clients.roster import RESPONSES, ROSTER, Row, relayed, rows
@@ -15,10 +17,41 @@ from tests.clients.script import ANSWER, task, write_files
 from tests.clients.tasks import open_stage, perform, run
 
 NUM_RESENDS = 3
+IDLE_MS = 1_000
 
 
 def has_legs(engine: ScriptedEngine, num_legs: int) -> bool:
-    return engine.num_seen("/generate") == num_legs
+    return engine.num_seen("/generate") >= num_legs
+
+
+class Resent(NamedTuple):
+    """What is left of a task whose first turn stalled again and again."""
+
+    calls: list[Call]
+    account: dict[str, Any]
+    agent: ScriptedAgent
+
+    def faults(self, first_call: int = 0) -> list[str]:
+        return faults(self.calls[first_call:], self.account["samples"], self.agent)
+
+
+async def stall(folder: Path, num_tokens: int) -> Resent:
+    """Let codex do the task; each stream of its first turn stalls after `num_tokens` more."""
+    (client,) = (each for each in ROSTER if each.name == "codex")
+    home, work = folder / "home", folder / "work"
+    write_files(work)
+    async with open_stage(folder / "model", task(client.use)) as (agent, engine, gateway):
+        opened = await gateway.open()
+        visit = Visit(home, work, opened.base_url, opened.api_key, RESPONSES, is_stream=True)
+        engine.hold()
+        running = asyncio.create_task(run(codex(visit, IDLE_MS), work))
+        for n in range(NUM_RESENDS):
+            await engine.allow(num_tokens)
+            await engine.until(functools.partial(has_legs, engine, n + 2))
+        await engine.release()
+        ended = await running
+        assert ANSWER in ended.output, ended.output[-2000:]
+        return Resent(calls_of(engine, agent), await gateway.finish(opened), agent)
 
 
 @pytest.mark.clients
@@ -36,22 +69,17 @@ async def test_a_client_does_the_task_and_its_samples_are_exact(
 
 
 @pytest.mark.clients
-async def test_codex_resends_a_turn_whose_stream_stalls_and_it_trains_once(tmp_path: Path) -> None:
-    (client,) = (each for each in ROSTER if each.name == "codex")
-    home, work = tmp_path / "home", tmp_path / "work"
-    write_files(work)
-    async with open_stage(tmp_path / "model", task(client.use)) as (agent, engine, gateway):
-        opened = await gateway.open()
-        visit = Visit(home, work, opened.base_url, opened.api_key, RESPONSES, is_stream=True)
-        engine.hold()
-        running = asyncio.create_task(run(codex(visit, idle_ms=500), work))
-        for n in range(NUM_RESENDS):
-            await engine.allow(20)
-            await engine.until(functools.partial(has_legs, engine, n + 2))
-        await engine.release()
-        ended = await running
-        account = await gateway.finish(opened)
-    assert ANSWER in ended.output, ended.output[-2000:]
-    calls = calls_of(engine, agent)
-    assert faults(calls, account["samples"], agent) == []
-    assert (len(calls), account["num_calls"], account["forks"]) == (3, 3, [])
+async def test_a_turn_that_codex_resends_is_resumed_and_trains_once(tmp_path: Path) -> None:
+    resent = await stall(tmp_path, num_tokens=5)
+    assert resent.faults() == []
+    assert (len(resent.calls), resent.account["num_calls"], resent.account["forks"]) == (3, 3, [])
+
+
+@pytest.mark.clients
+async def test_what_codex_echoes_of_a_stalled_turn_is_context_and_the_turn_trains_once(
+    tmp_path: Path,
+) -> None:
+    # It puts each item that was finished, here the reasoning, into its next request.
+    resent = await stall(tmp_path, num_tokens=20)
+    assert resent.faults(first_call=1) == []
+    assert (len(resent.calls), resent.account["num_calls"]) == (4, 4)
