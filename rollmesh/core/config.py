@@ -141,7 +141,7 @@ class InterceptionConfig(Section, frozen=True):
         "<current_date>",
     )
     """Lines of a system text that begin with one of these patterns may differ in every call."""
-    retention_s: PositiveSeconds = 3600.0
+    retention_s: PositiveSeconds = 21_600.0
     """The stand-alone gateway forgets a session that nobody used or asked about for this long."""
 
 

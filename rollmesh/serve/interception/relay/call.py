@@ -112,7 +112,9 @@ class RelayCall:
     @property
     def is_stream(self) -> bool:
         """Whether the answer is a stream of events."""
-        return b"event-stream" in value_in(self.lines, b"content-type")
+        # Most are none: then one look at all lines is enough.
+        told = b"event-stream" in self.lines.lower()
+        return told and b"event-stream" in value_in(self.lines, b"content-type")
 
     @property
     def body(self) -> bytes:
