@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+import orjson
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
@@ -43,8 +44,8 @@ class Guide:
     def take(self, token: int) -> str:
         """Step over a token; '' or why it cannot be, which ends the output.
 
-        The library now and then allows a token that it then cannot take: one that was added to the
-        vocabulary, such as a tool call's mark, where a grammar spells its text.
+        The library now and then allows a token that it then cannot take: a special one, where a
+        grammar spells its text.
         """
         if self._matcher.consume_token(token):
             return ""
@@ -78,7 +79,7 @@ class GrammarCompiler:
     def _compile(self, kind: GrammarKind, text: str) -> Grammar:
         if self._words is None:  # made when first asked for: it takes seconds for a wide vocabulary
             self._words = LLTokenizer(
-                self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._ends
+                as_text(self._tokenizer.to_str()), n_vocab=self._vocab_size, eos_token=self._ends
             )
         try:
             matcher = LLMatcher(self._words, grammar_from(kind, text), log_level=0)
@@ -87,6 +88,24 @@ class GrammarCompiler:
         if matcher.is_error():
             raise refusal(kind, matcher.get_error())
         return Grammar(matcher, self._vocab_size)
+
+
+def as_text(tokenizer_json: str) -> str:
+    """The tokenizer with its marks as plain words, since the library takes them for no text.
+
+    A mark is a token that was added and is not special, such as `<tool_call>`: a grammar may spell
+    it. Those beyond ASCII are left; their bytes have other letters in a vocabulary.
+    """
+    tree = orjson.loads(tokenizer_json)
+    kept = []
+    for added in tree["added_tokens"]:
+        text = added["content"]
+        if added["special"] or not (text.isascii() and text.isprintable() and " " not in text):
+            kept.append(added)
+        else:
+            tree["model"]["vocab"][text] = added["id"]
+    tree["added_tokens"] = kept
+    return orjson.dumps(tree).decode()
 
 
 def refusal(kind: GrammarKind, why: str) -> GrammarRefused:

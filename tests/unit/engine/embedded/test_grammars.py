@@ -81,13 +81,22 @@ def test_a_token_that_the_grammar_cannot_take_ends_the_output_and_not_the_engine
     model: Model, letters: Tokenizer
 ) -> None:
     marked = Tokenizer.from_str(letters.to_str())
-    marked.add_tokens(["<end>"])  # an added token, whose text the grammar spells
+    marked.add_special_tokens(["<end>"])  # whose text the grammar spells
     grammar = GrammarCompiler(marked, VOCAB_SIZE, [0]).compile("ebnf", 'root ::= "<end>" "a"')
     bias = Shaping(bias_tokens=(EOS,), biases=(100.0,))
     request = ask([1, 2], new=9, grammar=grammar, shaping=bias)
     progress = finish_all(make_engine(model), request)
     assert progress[-1].finish == Finish("abort", message=f"token {EOS} is not in the grammar")
     assert output(request) == [EOS]
+
+
+def test_a_mark_may_be_spelled_in_a_grammar(model: Model, letters: Tokenizer) -> None:
+    marked = Tokenizer.from_str(letters.to_str())
+    marked.add_tokens(["<end>"])  # added and not special, as <tool_call> is
+    grammar = GrammarCompiler(marked, VOCAB_SIZE, [0]).compile("ebnf", 'root ::= "<end>" "a"')
+    request = ask([1, 2], new=9, grammar=grammar, stop_token_ids=frozenset({0}))
+    finish_all(make_engine(model), request)
+    assert letters.decode(output(request)[:-1]) == "<end>a"
 
 
 def test_a_text_that_is_no_grammar_is_refused_each_time(compiler: GrammarCompiler) -> None:
