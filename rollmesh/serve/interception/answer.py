@@ -91,7 +91,7 @@ class Answer:
             framing,
             _date(int(self._clock.unix_s())),
             self._extra_headers,
-            _CONNECTION[keeps, self._is_chunked],
+            CONNECTION_LINES[keeps, self._is_chunked],
         )
 
     def _write(self, data: bytes) -> None:
@@ -101,7 +101,7 @@ class Answer:
         transport.write(data)
 
 
-_CONNECTION = {
+CONNECTION_LINES = {
     (True, True): b"",
     (True, False): b"Connection: keep-alive\r\n",
     (False, True): b"Connection: close\r\n",

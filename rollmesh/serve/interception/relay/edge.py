@@ -20,7 +20,7 @@ from aiohttp.http import HttpVersion11
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
 from rollmesh.core.logs import get_logger
-from rollmesh.serve.interception.answer import written
+from rollmesh.serve.interception.answer import CONNECTION_LINES, written
 from rollmesh.serve.interception.auth import find_secret
 from rollmesh.serve.interception.body import read_body
 from rollmesh.serve.interception.edge import DIALECTS
@@ -187,13 +187,9 @@ class _Exchange:
         return _LAST_CHUNK if self._is_chunked else b""
 
     def _head(self, call: RelayCall, framing: bytes) -> bytes:
-        keeps = self._request.keep_alive
-        connection = (
-            b""
-            if keeps and self._is_chunked
-            else b"Connection: %b\r\n"
-            % (b"keep-alive" if keeps and b"Length" in framing else b"close")
-        )
+        is_sized = framing.startswith(b"Content-Length")
+        keeps = bool(self._request.keep_alive) and (is_sized or self._is_chunked)
+        connection = CONNECTION_LINES[keeps, self._is_chunked]
         return b"HTTP/1.1 %d %b\r\n%b%b%b\r\n" % (
             call.status,
             _REASONS.get(call.status, b""),

@@ -309,3 +309,21 @@ async def test_garbage_harms_neither_the_server_nor_another_session(make_relay: 
         assert not relay.session.is_busy
         assert relay.upstreams.all[0].num_running == 0
     assert ("unknown", "failed") not in relay.edge.num_exchanges
+
+
+@pytest.mark.parametrize("told", [Told((ANSWER,)), events(b"1", b"2")])
+async def test_an_agent_of_http_1_0_gets_the_same_bytes(make_relay: MakeRelay, told: Told) -> None:
+    async with ScriptedProvider([told]) as provider:
+        relay = await make_relay(provider)
+        host, _, port = relay.base.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = msgspec.json.encode(ASK)
+        head = f"POST /s/{relay.opened.path_secret}/v1/messages HTTP/1.0\r\n"
+        writer.write(head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+        answer = await reader.read()
+        writer.close()
+    lines, _, said = answer.partition(b"\r\n\r\n")
+    assert lines.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"Connection: close" in lines
+    assert b"chunked" not in lines
+    assert said == b"".join(told.pieces)
