@@ -150,6 +150,8 @@ class Connection(asyncio.Protocol):
         self.idle_since_s = 0.0
         self.transport: asyncio.Transport | None = None
         self._pool = pool
+        # Kept, because asking for it costs a system call each time on CPython 3.11.
+        self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._call: Call | None = None
         self._num_calls = 0
@@ -172,7 +174,7 @@ class Connection(asyncio.Protocol):
         assert self.transport
         self._call = call
         self._num_calls += 1
-        self._begun_s = asyncio.get_running_loop().time()
+        self._begun_s = self._loop.time()
         call.attach(connection=self)
         self._begin_answer()
         prelude, body = call.target.prelude, call.body
@@ -310,7 +312,7 @@ class Connection(asyncio.Protocol):
 
     def _was_stale(self) -> bool:
         """Whether the peer closed before it can have seen the request."""
-        waited_s = asyncio.get_running_loop().time() - self._begun_s
+        waited_s = self._loop.time() - self._begun_s
         return self._num_calls > 1 and not self._has_bytes and waited_s < STALE_S
 
     def _ends_with_connection(self) -> bool:

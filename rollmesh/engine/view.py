@@ -145,3 +145,11 @@ class FleetView:
 
 def _is_fit(row: EngineRow, min_policy_version: int) -> bool:
     return row.phase is EnginePhase.READY and row.policy_version >= min_policy_version
+
+
+def is_lost(row: EngineRow, incarnation: str) -> bool:
+    """Whether the life of the engine that a leg began with is over."""
+    if row.phase in (EnginePhase.FENCED, EnginePhase.GONE):
+        return True
+    # An engine that was updated before its first probe has no incarnation yet.
+    return bool(incarnation) and row.incarnation != incarnation

@@ -8,6 +8,7 @@ machine. Driven by sessions (start, join, wait, leave, seal) and by the fleet vi
 """
 
 import asyncio
+import functools
 from array import array
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -24,7 +25,7 @@ from rollmesh.engine.client import EngineClient
 from rollmesh.engine.connection import Call
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.leg import LegRequest
-from rollmesh.engine.view import FleetView
+from rollmesh.engine.view import FleetView, is_lost
 from rollmesh.runtime.generation import (
     Action,
     Event,
@@ -54,7 +55,7 @@ from rollmesh.runtime.generation_events import (
     WakeReaders,
 )
 from rollmesh.wire.machine import Ticked
-from rollmesh.wire.messages import EngineFaulted, EnginePhase, EngineRow
+from rollmesh.wire.messages import EngineFaulted, EnginePhase
 
 TICK_S = 0.1
 AVOID_S = 1.0
@@ -62,15 +63,20 @@ AVOID_S = 1.0
 
 log = get_logger()
 
+Drive = Callable[["Generation", Event], None]
+
 
 class Generation:
     """One sampled turn, as its readers see it; made by `Sampler.start`."""
 
-    def __init__(self, machine: GenerationMachine, drive: "Callable[[Generation, Event], None]"):
+    def __init__(
+        self, machine: GenerationMachine, drive: "Drive", loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.machine = machine
         self.legs: dict[int, _Leg] = {}
         """Legs whose connection is open, by number; the sampler's."""
         self._drive = drive
+        self._loop = loop
         self._waiters: list[asyncio.Future[None]] = []
 
     @property
@@ -129,8 +135,7 @@ class Generation:
         while len(self.token_ids) <= num_tokens:
             if self.state in (GenerationState.COMMITTED, GenerationState.VOID):
                 return False
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
+            self._waiters.append(waiter := self._loop.create_future())
             await waiter
         return True
 
@@ -212,6 +217,11 @@ class Sampler:
         self._num_started = 0
         parts.view.listeners.append(self._on_table)
 
+    @functools.cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that this is used from; on CPython 3.11 each asking costs a system call."""
+        return asyncio.get_running_loop()
+
     def start(self, request: GenerationRequest) -> Generation:
         """Begin to sample; the caller joins at once, since only a reader's leaving parks it."""
         rid = f"{self._rid_prefix}.{self._num_started}"
@@ -224,11 +234,11 @@ class Sampler:
             self._clock.now_s(),
             (lambda: make(stops)) if make and stops else None,
         )
-        generation = Generation(machine, self._drive)
+        generation = Generation(machine, self._drive, self._loop)
         self._live.add(generation)
         self._drive(generation, Ticked())
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+            self._timer = self._loop.call_later(TICK_S, self._tick)
         return generation
 
     async def close(self) -> None:
@@ -276,7 +286,7 @@ class Sampler:
         # Armed first: no fault below may stop the time of all generations.
         self._timer = None
         if self._live:
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+            self._timer = self._loop.call_later(TICK_S, self._tick)
         for generation in list(self._live):
             self._drive(generation, Ticked())
 
@@ -288,7 +298,7 @@ class Sampler:
         for generation in list(self._live):
             machine = generation.machine
             row = view.find(machine.leg_url) if machine.leg_url else None
-            if machine.leg_url and (row is None or _is_lost(row, machine.leg_incarnation)):
+            if machine.leg_url and (row is None or is_lost(row, machine.leg_incarnation)):
                 self._drive(generation, EngineLost(machine.leg_url))
             if machine.leg_url and row:
                 is_paused = row.phase is EnginePhase.UPDATING
@@ -310,7 +320,7 @@ class Sampler:
                 self._spawn(self._abort_leg(action), f"abort {action.rid}")
                 # An abort that came before its request did nothing, and ticks are far apart.
                 wait_s = self._settings.abort_repeat_s
-                asyncio.get_running_loop().call_later(wait_s, self._drive, generation, Ticked())
+                self._loop.call_later(wait_s, self._drive, generation, Ticked())
             case DropLeg():
                 leg = generation.legs.get(action.leg)
                 if leg:
@@ -337,11 +347,10 @@ class Sampler:
         key = generation.machine.request.session_key
         row = self._parts.view.choose(key, min_policy_version, self._avoid_until_s)
         if row:
-            chosen = EngineChosen(row.url, row.incarnation, row.policy_version)
-            self._drive(generation, chosen)
+            self._drive(generation, EngineChosen(row.url, row.incarnation, row.policy_version))
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=name)
+        task = self._loop.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -389,11 +398,3 @@ def _failed(number: int, error: EngineError) -> LegFailed:
         return LegFailed(number, str(error), "refused")
     kind: LegFailure = "overloaded" if isinstance(error, EngineOverloaded) else "fault"
     return LegFailed(number, str(error), kind)
-
-
-def _is_lost(row: EngineRow, incarnation: str) -> bool:
-    """Whether the life of the engine that a leg began with is over."""
-    if row.phase in (EnginePhase.FENCED, EnginePhase.GONE):
-        return True
-    # An engine that was updated before its first probe has no incarnation yet.
-    return bool(incarnation) and row.incarnation != incarnation
