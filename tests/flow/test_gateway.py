@@ -25,6 +25,7 @@ from tests.house.source import ROOT
 from tests.unit.serve.interception.relay.test_account import ask, tell
 
 PATIENCE_S = 20.0
+CONTEXT_TOKENS = 200
 
 
 def argv_of(*words: str) -> list[str]:
@@ -146,6 +147,9 @@ async def test_a_relayed_session_from_its_opening_to_its_deletion(tmp_path: Path
 @asynccontextmanager
 async def sampling(folder: Path, engine: ScriptedEngine) -> AsyncIterator[Gateway]:
     model = write_model_folder(folder / "model")
+    settings = orjson.loads((model / "config.json").read_bytes())
+    settings["max_position_embeddings"] = CONTEXT_TOKENS
+    (model / "config.json").write_bytes(orjson.dumps(settings))
     words = ["--model-dir", str(model), "--engine", engine.url]
     words += ["--set", "sampling.max_tokens=8", "--set", "interception.engine_wait_s=0.2"]
     async with serving(folder, *words) as gateway:
@@ -186,6 +190,16 @@ async def test_a_session_in_tokens_trains_on_exactly_what_was_sampled(tmp_path: 
     assert len(account["messages"]) == 4
     assert "rollmesh_sampled_tokens_total 16.0" in figures
     assert 'rollmesh_engines{phase="ready"} 1.0' in figures
+
+
+async def test_the_context_is_as_long_as_the_models_folder_says(tmp_path: Path) -> None:
+    async with ScriptedEngine(next_token) as engine, sampling(tmp_path, engine) as gateway:
+        opened = await gateway.open()
+        body = {"messages": [{"role": "user", "content": "x " * CONTEXT_TOKENS}]}
+        status, told = await gateway.call(opened, body)
+    assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+    line = f"This model's maximum context length is {CONTEXT_TOKENS} tokens."
+    assert told["error"]["message"].startswith(line)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
