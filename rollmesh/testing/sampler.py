@@ -46,7 +46,7 @@ class ScriptedGeneration(Generation):
     """A generation whose engine is the test."""
 
     def __init__(self, machine: GenerationMachine, sampler: "ScriptedSampler") -> None:
-        super().__init__(machine, _drive)
+        super().__init__(machine, _drive, asyncio.get_running_loop())
         self.leg: StartLeg | None = None
         """The open leg."""
         self.num_aborts = 0

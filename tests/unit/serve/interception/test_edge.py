@@ -1,10 +1,12 @@
 """Routes, keys and limits, over a real socket."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
 from rollmesh.core.config import InterceptionConfig
+from rollmesh.serve.interception.exchange import ExchangeState
 from tests.unit.serve.interception.conftest import MakeDesk
 
 ASK = {"messages": [{"role": "user", "content": "guess"}]}
@@ -65,3 +67,31 @@ async def test_a_body_over_the_limit_is_413_before_it_is_read(make_desk: MakeDes
     url = desk.base + "/v1/chat/completions"
     async with desk.client.post(url, data=chunks(), headers=key) as response:
         assert response.status == 413
+
+
+async def test_an_exchange_is_in_the_table_while_it_runs_and_gone_at_any_end(
+    make_desk: MakeDesk,
+) -> None:
+    desk = await make_desk()
+    edge, made, route = desk.edge, desk.sampler.generations, "/chat/completions"
+
+    async def opened(num: int) -> None:
+        await desk.sampler.until(lambda: len(made) == num and made[-1].machine.num_readers > 0)
+        assert edge.num_open == 1
+
+    ends = [
+        (ExchangeState.DELIVERED, lambda _: desk.say("4")),
+        (ExchangeState.FAILED, lambda _: made[-1].seal("the engine is on fire")),
+        (ExchangeState.ABANDONED, lambda task: task.cancel()),
+        (ExchangeState.SEALED, lambda _: desk.opened.session.seal("the rollout ended")),
+    ]
+    for num, (state, end) in enumerate(ends, start=1):
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(desk.answer({**ASK, "user": str(num)}))
+            await opened(num)
+            end(task)
+            if state is ExchangeState.ABANDONED:
+                await desk.sampler.until(lambda: made[-1].num_aborts == 1)
+        assert edge.num_open == 0
+        assert edge.num_exchanges[route, state] == 1
+    assert edge.num_exchanges.total() == len(ends)
