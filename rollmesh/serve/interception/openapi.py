@@ -78,7 +78,7 @@ def _sampled(name: str, body: type, answer: str, streams: bool = True) -> Json:
     error = "AnthropicError" if body is MessagesBody else "OpenAIError"
     content = _json(_REFERENCE + answer)
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}
     asked = _json(_REFERENCE + body.__name__)
     return {
         "operationId": f"create{name}",
