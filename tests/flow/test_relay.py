@@ -1,0 +1,130 @@
+"""A real gateway that relays: its book, real SDKs, and a gateway in tokens as its upstream."""
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import orjson
+import pytest
+
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.provider import ScriptedProvider
+from tests.flow.gateway_process import (
+    finish,
+    next_token,
+    sampling,
+    say,
+    serving,
+)
+from tests.unit.serve.interception.relay.test_account import ask, tell
+
+
+async def test_a_relayed_session_from_its_opening_to_its_deletion(tmp_path: Path) -> None:
+    told = [
+        tell("b", [1, 2], [3, 4], id="chatcmpl-1"),
+        tell("d", [1, 2, 3, 4, 5], [6], id="chatcmpl-2"),
+    ]
+    async with (
+        ScriptedProvider(told) as provider,
+        serving(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway,
+    ):
+        opened = await gateway.open(metadata={"task": 7})
+        assert set(opened) == {"session_id", "api_key", "base_url", "path_url"}
+        assert opened["base_url"] == f"{gateway.address}/v1"
+        assert (await gateway.call(opened, ask("a")))[0] == 200
+        url = opened["path_url"].removesuffix("/v1") + "/chat/completions"
+        async with gateway.client.post(url, data=orjson.dumps(ask("a", "b", "c"))) as response:
+            assert response.status == 200
+        path = f"/admin/sessions/{opened['session_id']}"
+        status, row = await gateway.admin("GET", path)
+        assert (status, row["state"], row["num_calls"]) == (200, "open", 2)
+        assert row["metadata"] == {"task": 7}
+        assert (await gateway.admin("POST", f"{path}/reward", {"reward": 1}))[0] == 200
+        at = {"reward": 0.5, "node": "chatcmpl-2"}
+        assert (await gateway.admin("POST", f"{path}/reward", at))[0] == 200
+        status, account = await gateway.admin("POST", f"{path}/finish")
+        assert (status, account["outcome"], account["num_calls"]) == (200, "completed", 2)
+        [sample] = account["samples"]
+        assert sample["token_ids"] == [1, 2, 3, 4, 5, 6]
+        assert (sample["loss_mask"], sample["reward"]) == ([0, 0, 1, 1, 0, 1], 0.5)
+        assert await gateway.admin("POST", f"{path}/finish") == (200, account)
+        assert (await gateway.call(opened, ask("a")))[0] == 410
+        figures = (await gateway.admin("GET", "/metrics"))[1]
+        for line in [
+            'rollmesh_exchanges_total{dialect="chat/completions",state="delivered"} 2.0',
+            'rollmesh_sessions{state="finished"} 1.0',
+            "rollmesh_calls_total 2.0",
+            "rollmesh_live_legs 0.0",
+        ]:
+            assert line in figures
+        assert (await gateway.admin("DELETE", path))[0] == 200
+        assert [(await gateway.admin("GET", path))[0]] == [404]
+        assert (await gateway.call(opened, ask("a")))[0] == 401
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_relay_before_a_gateway_keeps_the_same_samples(
+    tmp_path: Path, is_stream: bool
+) -> None:
+    """What engines tell in their chat routes and what we know of the tokens are one."""
+    (tmp_path / "outer").mkdir()
+    key_file = tmp_path / "key"
+    async with (
+        ScriptedEngine(next_token) as engine,
+        sampling(tmp_path, engine) as inner,
+    ):
+        opened = await inner.open()
+        key_file.touch(mode=0o600)
+        key_file.write_text(opened["api_key"] + "\n")
+        words = ["--capture", "relay", "--engine", inner.address]
+        words += ["--upstream-key-file", str(key_file)]
+        async with serving(tmp_path / "outer", *words) as outer:
+            relayed = await outer.open()
+            messages: list[Any] = [{"role": "user", "content": "guess"}]
+            asked = {"stream": is_stream, "logprobs": True, "return_token_ids": True}
+            for word in ("higher", "lower"):
+                said = await say(outer, relayed, {"messages": messages, **asked})
+                messages = [*messages, said, {"role": "user", "content": word}]
+            kept = await finish(outer, relayed)
+        exact = await finish(inner, opened)
+    [mine], [theirs] = exact["samples"], kept["samples"]
+    for name in ("token_ids", "loss_mask", "logprobs"):
+        assert theirs[name] == mine[name]
+    assert sum(mine["loss_mask"]) == 16
+
+
+async def test_real_sdks_find_every_dialect_behind_a_relay(tmp_path: Path) -> None:
+    """What they insist on of an answer is still there, plain and streamed."""
+    (tmp_path / "outer").mkdir()
+    hi: Any = [{"role": "user", "content": "hi"}]
+    async with ScriptedEngine(next_token) as engine, sampling(tmp_path, engine) as inner:
+        key_file = tmp_path / "key"
+        key_file.touch(mode=0o600)
+        key_file.write_text((await inner.open())["api_key"])
+        words = ["--capture", "relay", "--engine", inner.address]
+        words += ["--upstream-key-file", str(key_file)]
+        async with serving(tmp_path / "outer", *words) as outer:
+            opened = await outer.open()
+            url = opened["base_url"]
+            async with openai.AsyncOpenAI(api_key=opened["api_key"], base_url=url) as client:
+                chat = client.chat.completions
+                assert (await chat.create(model="m", messages=hi)).choices[0].message.content
+                chunks = [c async for c in await chat.create(model="m", messages=hi, stream=True)]
+                assert chunks[-1].choices[0].finish_reason == "length"
+                assert (await client.responses.create(model="m", input="hi")).output
+                async with client.responses.stream(model="m", input="hi") as events:
+                    assert [each.type async for each in events][-1] == "response.incomplete"
+            base = opened["path_url"].removesuffix("/v1")
+            async with anthropic.AsyncAnthropic(api_key="unused", base_url=base) as other:
+                said: Any = {"model": "m", "max_tokens": 8, "messages": hi}
+                assert (await other.messages.create(**said)).stop_reason == "max_tokens"
+                async with other.messages.stream(**said) as blocks:
+                    assert (await blocks.get_final_message()).usage.output_tokens == 8
+                counted = await other.messages.count_tokens(model="m", messages=hi)
+                assert counted.input_tokens > 0
+            account = await finish(outer, opened)
+    routes = [call["route"] for call in account["calls"] if call["delivered"]]
+    assert routes == [r for r in ("/chat/completions", "/responses", "/messages") for _ in "ab"]
