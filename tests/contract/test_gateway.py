@@ -190,8 +190,10 @@ async def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_its_exact_tokens(
     engine: EngineUnderContract, address: str, model_folder: Path, tmp_path: Path
 ) -> None:
     token_file = tmp_path / "token"
+    # Of other weights it would be given nothing, and tests before this one have renamed them.
+    serving = (await engine.get("/model_info"))["weight_version"]
     with (
-        embedded_engine(model_folder) as victim,
+        embedded_engine(model_folder, "--weight-version", serving) as victim,
         gateway([victim.address, address], model_folder, token_file) as process,
     ):
         door = Door(process, token_file)
