@@ -42,6 +42,7 @@ def is_offline() -> bool:
 def _line(ran: Ran) -> str:
     client, dialect, mode, capture = ran.row
     rate = f"{ran.num_extending} of {ran.num_calls - 1}" if ran.num_calls > 1 else "-"
+    claims = [rate, _counts(ran.forks), _counts(ran.healed)]
     cells = [
         client.name,
         client.package,
@@ -50,9 +51,7 @@ def _line(ran: Ran) -> str:
         "**relay**" if capture == RELAY else capture,
         f"**fails**: {ran.fault}" if ran.fault else "pass",
         str(ran.num_calls),
-        "not claimed" if capture == RELAY else rate,
-        _counts(ran.forks),
-        _counts(ran.healed),
+        *(["not claimed", "-", "-"] if capture == RELAY else claims),
     ]
     return "| " + " | ".join(cells) + " |"
 
