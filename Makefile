@@ -103,7 +103,7 @@ $(CLIENTS)/%/.installed: $(PINS)/%.txt
 $(CLIENTS)/%/.installed: $(PINS)/%/package.json $(PINS)/%/package-lock.json
 	@echo "rollmesh: installing a client into $(CLIENTS)/$*"
 	@mkdir -p $(CLIENTS)/$* && cp $^ $(CLIENTS)/$*/
-	@cd $(CLIENTS)/$* && npm ci --ignore-scripts --no-audit --no-fund --silent
+	@cd $(CLIENTS)/$* && npm install --ignore-scripts --no-audit --no-fund --silent
 	@touch $@
 
 $(PEERS)/%/.installed: benchmarks/peers/%.txt
