@@ -105,8 +105,9 @@ def _make(folder: Path) -> None:
     def answer(num_tokens: int) -> Answer:
         ids: list[int] = []
         while len(ids) < num_tokens - 1:
-            # From a line's begin, so that no answer opens with the middle of a word.
-            ids = tokenizer.encode(texts.piece(12 * num_tokens).partition("\n")[2]).ids
+            # From a line's first word, as models begin: outer white space would not be told.
+            text = texts.piece(12 * num_tokens).partition("\n")[2].lstrip()
+            ids = tokenizer.encode(text).ids
         ids = [*ids[: num_tokens - 1], end]
         # As engines print them: float32 with all the digits of a float64.
         logprobs = array("f", [-chance.expovariate(2.0) for _ in ids]).tolist()
