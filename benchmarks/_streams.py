@@ -71,7 +71,7 @@ async def _rounds(
 ) -> list[list[Run]]:
     """So many streams on each of 32 connections; the first round is not counted."""
     runs: list[list[Run]] = [[] for _ in arms]
-    for _ in range(1 + bench.sized(8)):
+    for _ in range(1 + bench.sized(4)):
         for arm, done in zip(arms, runs, strict=True):
             talks = _talks(bench, arm, num_streams)
             done.append(await run(arm, NUM_CONNECTIONS, talks, stagger_s))
