@@ -44,10 +44,11 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A READY engine is probed this often; its load comes with it."""
     join_probe_s: float = 0.25
     """An engine that is not READY yet is probed this often."""
-    answer_s: float = 5.0
+    answer_s: float = 3.0
     """A probe that the shell has not answered by then has failed."""
-    max_failed_probes: int = 3
-    """So many in a row fence a READY engine."""
+    max_failed_probes: int = 2
+    """So many in a row fence a READY engine: a hung one is left after five seconds or so, which is
+    longer than the longest step of a busy one takes."""
     max_faults: int = 3
     """So many reports by workers within `fault_window_s` fence a READY engine."""
     fault_window_s: float = 5.0
@@ -59,7 +60,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A removed engine is shown as GONE so long, then forgotten."""
     believes_engines: bool = False
     """No publisher reports here, as to a stand-alone gateway: what an engine says it serves counts,
-    and weights without a version are weights."""
+    weights without a version are weights, and who paused an engine resumes it."""
 
 
 class EngineProbed(msgspec.Struct, frozen=True, kw_only=True):
@@ -372,7 +373,7 @@ class Fleet:
         return [ask(engine.row.url, self._serial)]
 
     def _rejoin(self, engine: _Engine, detail: str, now_s: float) -> None:
-        engine.is_suspect = True
+        engine.is_suspect = not self._settings.believes_engines
         engine.holder = b""
         engine.next_probe_s = now_s
         engine.probe_serial = None

@@ -13,7 +13,7 @@ from rollmesh.engine.client import EngineClient
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, ProbeEngine
 from rollmesh.engine.http import HttpClient
 
-PROBE_TIMEOUT_S = 3.0
+PROBE_TIMEOUT_S = 2.0
 """Shorter than the fleet's own patience, so that a failure comes with its reason."""
 
 _IDENTITY_KEYS = ("incarnation", "random_seed", "pid", "start_time")

@@ -13,6 +13,7 @@ from rollmesh.engine.fleet import (
     ProbeEngine,
     PublishTable,
 )
+from rollmesh.engine.probe import PROBE_TIMEOUT_S
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
     BeginUpdate,
@@ -238,17 +239,32 @@ def test_faults_of_an_earlier_incarnation_do_not_count() -> None:
 def test_failed_probes_fence_a_ready_engine() -> None:
     bench = ready(A)
     bench.tick(1.0)
-    for _ in range(3):
+    for _ in range(2):
+        assert bench.phase() is EnginePhase.READY
         bench.answer(A, ok=False)
         bench.tick(0.25)
     assert bench.phase() is EnginePhase.FENCED
     assert "connection refused" in bench.row().detail
 
 
+def test_engine_that_hangs_is_left_within_six_seconds() -> None:
+    """Its agents wait so long for an engine that takes everything and answers nothing."""
+    bench = ready(A)
+    asked_s: float | None = None
+    while bench.phase() is EnginePhase.READY:
+        bench.tick(0.1)
+        if A in bench.pending and asked_s is None:
+            asked_s = bench.now_s
+        if asked_s is not None and bench.now_s >= asked_s + PROBE_TIMEOUT_S:
+            bench.answer(A, ok=False)
+            asked_s = None
+    assert PROBE_TIMEOUT_S < bench.now_s < 6.0
+
+
 def test_probe_that_is_never_answered_counts_as_failed() -> None:
     bench = ready(A)
     bench.tick(1.0)
-    for _ in range(3):
+    for _ in range(2):
         assert bench.phase() is EnginePhase.READY
         bench.tick(5.0)
         bench.tick(0.25)
@@ -391,3 +407,14 @@ def test_where_no_publisher_reports_an_engines_own_word_on_its_weights_counts() 
     bench.tick(1.0)
     bench.answer(A, policy_version=5)
     assert (bench.row().phase, bench.row().policy_version) == (EnginePhase.READY, 5)
+
+
+def test_where_no_publisher_reports_an_engine_that_its_trainer_paused_stays_paused() -> None:
+    bench = Bench(A, settings=FleetSettings(believes_engines=True))
+    bench.answer(A)
+    fault = EngineFaulted(A, "i1", "connection reset")
+    for _ in range(3):
+        bench.take(bench.fleet.step(Received(b"", fault), bench.now_s))
+    assert bench.phase() is EnginePhase.FENCED
+    bench.tick(1.0)
+    assert isinstance(bench.pending[A], ProbeEngine)
