@@ -279,7 +279,7 @@ class Fleet:
         engine.faults_s = [at for at in engine.faults_s if at > window_start_s] + [now_s]
         engine.next_probe_s = now_s
         if len(engine.faults_s) >= self._settings.max_faults:
-            self._fence(engine, f"workers report: {fault.detail}", now_s)
+            self._fence(engine, f"its requests fail: {fault.detail}", now_s)
 
     def _on_probed(self, probed: EngineProbed, now_s: float) -> None:
         engine = self._engines.get(probed.url)

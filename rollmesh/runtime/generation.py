@@ -45,6 +45,7 @@ from rollmesh.runtime.leg import Leg, LegPhase, is_resumable
 from rollmesh.runtime.sampled import SampledTokens
 from rollmesh.wire.machine import Ticked
 
+_NO_ENGINE = "no engine is ready; `rollmesh status`, or a gateway's /healthz, says why"
 _CANNOT_RESUME = "its engine was cut off; a turn with penalties or a grammar cannot be resumed"
 
 
@@ -351,7 +352,7 @@ class GenerationMachine:
             actions = self._tend_leg(self._leg)
         elif self.state is GenerationState.RUNNING:
             if self._clock_s - self._waiting_since_s >= self._settings.engine_wait_s:
-                return self._void(EngineUnavailable("no engine is ready; see `rollmesh status`"))
+                return self._void(EngineUnavailable(_NO_ENGINE))
             actions = self._go_on()
         else:
             actions = []
