@@ -33,13 +33,14 @@ Rotating = re.Pattern[str] | None
 class Part(msgspec.Struct, omit_defaults=True):
     """One element of a content list."""
 
-    type: str = "text"
+    type: str = ""
     text: str | None = None
     refusal: str | None = None
     """What an assistant says instead of a text."""
     image_url: Any = None
     """As the client sends an image; replaced by `image` when read."""
-    image: ImageRef | None = None
+    image: ImageRef | None = msgspec.field(default=None, name="rollmesh_image")
+    """Of a message that `as_json` wrote; clients cannot set it."""
 
     def said(self) -> str | None:
         """Its text; None where it is something else, such as an image."""
@@ -92,11 +93,13 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
             return []
         return [p.image for p in self.content if isinstance(p, Part) and p.image is not None]
 
-    def meanings(self, rotating: Rotating = None) -> list[int]:
+    def meanings(self, rotating: Rotating = None, is_ours: bool = True) -> list[int]:
         """Identities by meaning, strongest first; one match is enough.
 
         An assistant message is known by its tool-call ids, then by text, reasoning and parsed
         arguments, then without the reasoning, since many agents drop it, then by the calls alone.
+        One that is not ours, but of the agent's making, is not known by ids, which agents use
+        again, nor by the calls alone: nothing but what it says would be what the model saw.
         """
         if self.role != "assistant":
             return [hash((ROLES[self.role], self._shown(rotating), self.tool_call_id))]
@@ -108,7 +111,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
         if self.reasoning_content:
             reasoning = str(self.reasoning_content).strip()
             keys.insert(0, hash(("reasoned", reasoning, text, calls)))
-        if self.tool_calls:
+        if self.tool_calls and is_ours:
             ids = tuple(c.id for c in self.tool_calls)
             if all(ids):
                 keys.insert(0, hash(("ids", ids)))
@@ -148,7 +151,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
         is_system = ROLES[self.role] == "system"
         if not isinstance(self.content, list):
             text = self.content or ""
-            return settled(text, rotating) if is_system and rotating else text.strip()
+            return (settled(text, rotating) if is_system and rotating else text).strip()
         shown = []
         for part in self.content:
             text = (part if isinstance(part, str) else part.said()) or ""
@@ -192,17 +195,24 @@ def compile_rotating(patterns: Sequence[str]) -> Rotating:
         return None
     for pattern in patterns:
         try:
-            re.compile(pattern)
+            matches_all = _beginning_with(pattern).fullmatch("") is not None
         except re.error as error:
             why = f"interception.rotating_lines: {pattern!r} is no regular expression: {error}"
             raise ConfigError(why) from None
-    return re.compile(r"(?m)^[ \t]*(?:" + "|".join(patterns) + r").*$")
+        if matches_all:
+            why = f"interception.rotating_lines: {pattern!r} matches every line; begin with a word"
+            raise ConfigError(why)
+    return _beginning_with("|".join(patterns))
+
+
+def _beginning_with(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(?m)^[ \t]*(?:{pattern}).*$")
 
 
 @functools.lru_cache(maxsize=64)
 def settled(text: str, rotating: re.Pattern[str]) -> str:
-    """A system text without its rotating lines; the sessions of a group share it."""
-    return rotating.sub("", text).strip()
+    """A system text, or a part of it, less its rotating lines; a group's sessions share it."""
+    return rotating.sub("", text)
 
 
 def normalised(text: str) -> str:
@@ -244,6 +254,7 @@ def _open_part(part: Part, position: int) -> None:
     elif part.said() is None:
         why = f"content of type {part.type!r}: only texts and images can be read"
         raise _bad_message(position, why, "unsupported_content")
+    part.type = part.type or "text"
 
 
 def _call_for_template(call: Call) -> dict[str, Any]:

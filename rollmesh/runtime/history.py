@@ -168,7 +168,7 @@ class Walk:
     def leap(self, stretch: Stretch, array: bytes) -> "Walk | None":
         """The same walk over a known stretch; None where what lies in it has to be read."""
         walk = Walk(stretch.end, self.read, self.rotating)
-        walk.aliases = self.aliases
+        walk.aliases = list(self.aliases)
         walk.num_leapt, walk.stretch = stretch.num_units, stretch
         walk.go(stretch.rest(array))
         if walk.anchor is None and (walk.is_stopped or walk.spot.asked() is None):
@@ -351,7 +351,8 @@ class History:
             return child
         for image in message.images():
             self.images[image.digest] = image
-        return self._new_spot(spot, raw, [hash(raw), *keys])
+        own = message.meanings(self.rotating, is_ours=False)
+        return self._new_spot(spot, raw, [hash(raw), *own])
 
     def _new_spot(self, parent: Spot, raw: bytes, keys: list[int]) -> Spot:
         spot = Spot(parent, raw)
@@ -378,7 +379,8 @@ def _conclude(walk: Walk, tools_key: int) -> Match:
     match = Match(walk.anchor, walk.spot, tools_key, walk)
     for place in range(walk.num_anchor, len(walk.units)):
         unit, messages = walk.units[place], walk.messages_of(place)
-        is_common = walk.read is read_chat and not messages[0].images()
+        # Parts may have keys of the client's own, which say nothing and are not held.
+        is_common = walk.read is read_chat and not isinstance(messages[0].content, list)
         match.new += messages
         match.raws += [unit] if is_common else [message.as_json() for message in messages]
         match.ends.append((hash(unit), len(match.new)))

@@ -5,9 +5,15 @@ import re
 import msgspec
 import pytest
 
-from rollmesh.core.errors import SessionError
+from rollmesh.core.errors import ConfigError, SessionError
 from rollmesh.runtime.blobs import hold_image
-from rollmesh.runtime.chat import read_held, read_message, read_tools
+from rollmesh.runtime.chat import (
+    ChatMessage,
+    compile_rotating,
+    read_held,
+    read_message,
+    read_tools,
+)
 
 
 def meanings(**fields: object) -> list[int]:
@@ -136,6 +142,46 @@ def test_a_client_cannot_name_an_image_that_it_did_not_send() -> None:
     part = {"type": "text", "text": "x", "image": {"digest": image.digest}}
     message = read_message(msgspec.json.encode({"role": "user", "content": [part]}), 0)
     assert message.images() == []
+
+
+def test_an_agents_own_calls_are_known_by_what_they_say_alone() -> None:
+    """Agents number their calls anew in every chat, and say other things before one call."""
+
+    def made(name: str, content: str = "", call_id: str = "call_0") -> ChatMessage:
+        call = {"id": call_id, "function": {"name": name, "arguments": "{}"}}
+        message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        return read_message(msgspec.json.encode(message), 0)
+
+    held = set(made("f", "first").meanings(is_ours=False))
+    assert held.isdisjoint(made("g", "first").meanings())
+    assert held.isdisjoint(made("f", "then").meanings())
+    assert not held.isdisjoint(made("f", "first", "call_1").meanings())
+
+
+def test_a_part_may_have_any_key_of_the_clients_own() -> None:
+    for image in ("a.png", {"digest": "d"}, None):
+        part = {"text": "x", "image": image, "rollmesh_image": None}
+        message = read_message(msgspec.json.encode({"role": "user", "content": [part]}), 0)
+        assert message.images() == []
+        assert msgspec.json.decode(message.as_json())["content"] == [{"type": "text", "text": "x"}]
+
+
+def test_white_space_between_the_parts_of_a_system_text_is_a_difference() -> None:
+    rotating = compile_rotating(["Today: "])
+
+    def known(*texts: str) -> list[int]:
+        parts = [{"type": "text", "text": text} for text in texts]
+        message = {"role": "system", "content": parts}
+        return read_message(msgspec.json.encode(message), 0).meanings(rotating)
+
+    assert known("Today: Monday", "ab ", "c") == known("Today: Sunday", "ab c\n")
+    assert known("ab ", "c") != known("ab", "c")
+
+
+@pytest.mark.parametrize("pattern", ["(", "(?i)today", "x*", ""])
+def test_a_rotating_line_has_to_begin_with_something(pattern: str) -> None:
+    with pytest.raises(ConfigError, match=r"interception\.rotating_lines: "):
+        compile_rotating(["Today: ", pattern])
 
 
 def test_rotating_lines_of_a_system_text_mean_nothing() -> None:

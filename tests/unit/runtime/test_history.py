@@ -216,6 +216,29 @@ def test_an_array_that_parts_from_a_known_one_is_read_as_a_whole() -> None:
     assert texts(edited.new) == ["rules", "guess", "5", "higher"]
 
 
+def test_what_a_leap_saw_past_is_counted_once() -> None:
+    held = Held()
+    held.ask(array_turn(USER))
+    held.ask(array_turn(USER, MORE))
+    part = {"type": "text", "text": "higher", "cache_control": {"type": "ephemeral"}}
+    held.ask(array_turn(USER, {"role": "user", "content": [part]}, user("new")))
+    assert held.log.report().healed == {"cache_marker": 1, "part_list": 1}
+
+
+def test_a_call_id_that_an_agent_uses_again_names_another_call() -> None:
+    def asked(name: str) -> Turn:
+        call = {"id": "call_0", "function": {"name": name, "arguments": "{}"}}
+        shown: Message = {"role": "assistant", "tool_calls": [call]}
+        return turn(USER, shown, {"role": "tool", "tool_call_id": "call_0", "content": "42"})
+
+    held = Held()
+    held.ask(asked("f"))
+    match, _ = held.ask(asked("g"))
+    assert not match.is_held
+    assert match.new[1].tool_calls is not None
+    assert match.new[1].tool_calls[0].function.name == "g"
+
+
 def test_the_same_array_again_is_held_without_splitting_it() -> None:
     held = Held()
     held.ask(array_turn(SYSTEM, USER))
