@@ -3,7 +3,8 @@
 A client of the Completions API keeps the history itself, as text or as tokens. Owns where the
 session's raw prompts and the answers to them end in the token graph. Invariant: a prompt goes on
 from held tokens only where it repeats them exactly, by ids, or by the whole text that the tokens
-stand for, special tokens included; what was sampled is never tokenised again. Driven by
+stand for, special tokens included, and from the longest line that it repeats; what was sampled is
+never tokenised again. Driven by
 holdings.py.
 """
 
@@ -56,11 +57,14 @@ class RawPrompts:
         if turn.prompt_ids is not None:
             return self._plan_ids(turn.prompt_ids, graph)
         text = turn.prompt_text or ""
-        for end in reversed(self._ends):
+        for end in sorted(self._ends, key=lambda end: end.num_chars, reverse=True):
             if 0 < end.num_chars <= len(text) and hash(text[: end.num_chars]) == end.text_hash:
                 rest = self._prompts.raw(text[end.num_chars :])
                 return RawPrompt(hash(text), end.node, rest)
-        return RawPrompt(hash(text), ROOT, self._prompts.raw(text))
+        ids = self._prompts.raw(text)
+        if not ids:
+            raise SessionError(400, "invalid_prompt", "prompt: expected a text that is not empty")
+        return RawPrompt(hash(text), ROOT, ids)
 
     def spot(self, prompt: RawPrompt) -> Spot | None:
         """Where the same prompt was asked before."""
@@ -82,7 +86,7 @@ class RawPrompts:
             why = f"prompt: expected token ids from 0 to {self._prompts.vocab_size - 1}"
             raise SessionError(400, "invalid_prompt", why)
         ids = array("i", token_ids)
-        for end in reversed(self._ends):
+        for end in sorted(self._ends, key=lambda end: graph.depth_of(end.node), reverse=True):
             depth = graph.depth_of(end.node)
             if depth <= len(ids) and ids[:depth] == graph.path_ids(end.node):
                 return RawPrompt(hash(token_ids), end.node, ids[depth:])

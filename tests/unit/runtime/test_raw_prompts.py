@@ -52,6 +52,42 @@ async def test_a_raw_prompt_that_repeats_held_tokens_goes_on_from_them(
     assert [row.parent for row in session.record().nodes][:3] == [-1, 0, 1]
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_the_longest_line_that_a_prompt_repeats_is_gone_on_from(
+    prompts: Prompts, tokenizer: Tokenizer, as_ids: bool
+) -> None:
+    """A newer answer may be a beginning of an older line."""
+    texts = ["I guess", " higher", " or", " lower", " hi", " end"]
+    ids = {text: tokenizer.encode(text) for text in texts}
+    ids[" hi"] = ids[" higher"][:1]
+    texts[4] = tokenizer.decode(ids[" hi"])
+
+    def asked(*parts: str) -> Turn:
+        whole = tuple(i for part in parts for i in ids[part])
+        return raw(ids=whole) if as_ids else raw("".join(parts))
+
+    sampler = ScriptedSampler(None)
+    session = open_session(sampler, prompts)
+    for parts, said in [
+        (texts[:1], " higher"),
+        (texts[:3], " lower"),
+        (texts[:1], " hi"),
+        (["I guess", " higher", " or", " lower", " end"], " end"),
+    ]:
+        (reply,) = await session.attach(asked(*parts))
+        sampler.generations[-1].end(*ids[said], reason="length")
+        session.finish(reply)
+        session.delivered(reply)
+    session.seal("done")
+    assert [row.parent for row in session.record().nodes] == [-1, 0, 1, 2, 0, 3, 5]
+
+
+async def test_a_prompt_without_a_token_is_refused(prompts: Prompts) -> None:
+    with pytest.raises(SessionError, match="prompt: expected a text that is not empty") as caught:
+        await open_session(ScriptedSampler(), prompts).attach(raw(""))
+    assert caught.value.status == 400
+
+
 async def test_the_same_raw_prompt_is_held_once(prompts: Prompts, say: Say) -> None:
     session = open_session(ScriptedSampler([say("4"), say("5")]), prompts)
     await call_all(session, raw("x"))
