@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollmesh.runtime.calls import CallStyle
 from rollmesh.runtime.deltas import Answer, Delta, DeltaReader, Reading, ToolCall
-from rollmesh.runtime.families import Family
+from rollmesh.runtime.families import Family, Parser
 from rollmesh.runtime.marked import MarkedReader, Marks
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import Tokenizer
@@ -150,7 +151,8 @@ def test_a_well_formed_reply_says_what_the_library_hears(
     blocks = [json.dumps({"name": "f", "arguments": a}, ensure_ascii=False) for a in calls]
     said += content + "".join(f"\n<tool_call>\n{block}\n</tool_call>" for block in blocks) + END
     ids = tokenizer.encode(said)
-    heard = family.renderer.parse_response(ids, tools=None, prompt_ids=None)
+    library = cast(Parser, family.renderer)
+    heard = library.parse_response(ids, tools=None, prompt_ids=None)
     own = read(prompts.reader((), True, "call"), ids, sizes)
     assert (own.content, own.reasoning) == (heard.content, heard.reasoning_content or "")
     assert [json.loads(call.arguments) for call in own.tool_calls] == [

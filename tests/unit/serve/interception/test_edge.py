@@ -1,7 +1,8 @@
 """Routes, keys and limits, over a real socket."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,7 @@ async def test_an_exchange_is_in_the_table_while_it_runs_and_gone_at_any_end(
         await desk.sampler.until(lambda: len(made) == num and made[-1].machine.num_readers > 0)
         assert edge.num_open == 1
 
-    ends = [
+    ends: list[tuple[ExchangeState, Callable[[asyncio.Task[Any]], object]]] = [
         (ExchangeState.DELIVERED, lambda _: desk.say("4")),
         (ExchangeState.FAILED, lambda _: made[-1].seal("the engine is on fire")),
         (ExchangeState.ABANDONED, lambda task: task.cancel()),
