@@ -30,6 +30,8 @@ def named_event(data: dict[str, Any]) -> bytes:
 def read_body(decoder: "msgspec.json.Decoder[Body]", body: bytes, kind: str) -> Body:
     """The body as its struct; SessionError 400 says which key is wrong."""
     try:
+        if not body.isascii():
+            body.decode()  # most of it is kept unopened, and must come out as the text it is
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise refusal("invalid_request", f"the body is no {kind}: {error}") from None

@@ -55,6 +55,27 @@ async def test_errors_have_their_true_status(make_desk: MakeDesk, path: str) -> 
 
 
 @every_dialect
+@pytest.mark.parametrize("at", ["content", "extra", "tool", "unknown"])
+async def test_bytes_that_are_no_text_are_refused_wherever_they_stand(
+    make_desk: MakeDesk, path: str, at: str
+) -> None:
+    """Most of a body is kept unopened: garbage in it would come out in the session's record."""
+    desk = await make_desk("4", "4")
+    user = {"role": "user", "content": "gu?ss" if at == "content" else "guess"}
+    if at == "extra":
+        user["x"] = "gu?ss"
+    history = {name: [user] if name != "prompt" else user["content"] for name in ASKS[path]}
+    tool = {"name": "f", "function": {"name": "f"}, "input_schema": {}, "description": "gu?ss"}
+    more = {"tool": {"tools": [{"type": "function", **tool}]}, "unknown": {"x": "gu?ss"}}
+    body = {**ASKS[path], **history, "max_tokens": 99, **more.get(at, {})}
+    raw = msgspec.json.encode(body)
+    status, answer = await desk.answer(raw.replace(b"?", b"\xff"), path)
+    if b"?" in raw:
+        assert (status, code_of(answer)) == (400, "invalid_request")
+    assert (await desk.answer(raw.replace(b"?", "\xe9".encode()), path))[0] == 200
+
+
+@every_dialect
 async def test_a_context_overflow_says_what_agents_look_for(make_desk: MakeDesk, path: str) -> None:
     desk = await make_desk("4", max_context_tokens=2)
     status, answer = await desk.answer(ASKS[path], path)
