@@ -77,6 +77,10 @@ class SessionError(RollmeshError):
         self.code = code
         self.retry_after_s = retry_after_s
 
+    def again(self) -> "SessionError":
+        """The same to raise: one that is kept and raised keeps all its callers' frames alive."""
+        return SessionError(self.status, self.code, str(self), self.retry_after_s)
+
 
 class JournalError(RollmeshError):
     """A journal cannot be written, or the file is of another format."""

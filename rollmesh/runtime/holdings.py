@@ -67,7 +67,8 @@ class Holdings:
     """One per session."""
 
     __slots__ = (
-        "_json", "_leads", "_prompts", "forks", "graph", "history", "raw_prompts", "root_kinds",
+        "_json", "_lead_nodes", "_leads", "_prompts", "forks", "graph", "history", "raw_prompts",
+        "root_kinds",
     )  # fmt: skip
 
     def __init__(self, prompts: Prompts, rotating: Rotating) -> None:
@@ -79,6 +80,7 @@ class Holdings:
         self._json = PromptJson()
         self.raw_prompts = RawPrompts(prompts)
         self._leads: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._lead_nodes: set[int] = set()
 
     def match(self, turn: Turn, start: Spot | None) -> Place:
         """Find what is held of a chat; it goes on from the answer `start`, where there is one."""
@@ -101,7 +103,7 @@ class Holdings:
             return Prompt(match, match.spot.node, ())
         if match.spot.node == NO_NODE:
             return Prompt(match, ROOT, self._prompts.first(place.chat))
-        ids = self._prompts.extend(self.graph.ids_of(match.spot.node), place.chat)
+        ids = self._prompts.extend(self._turn_ids(match.spot.node), place.chat)
         if ids is not None:
             return Prompt(match, match.spot.node, ids)
         turn = self._spell_out(place.turn, place.start) if place.start else place.turn
@@ -148,6 +150,7 @@ class Holdings:
         found = self._leads.get((node, lead))
         if found is None:
             found = self._leads[node, lead] = self.graph.add_context(node, lead)
+            self._lead_nodes.add(found)
         return found
 
     def prompt_json(self, node: int) -> bytes | memoryview:
@@ -168,6 +171,11 @@ class Holdings:
         num_items = len(self.graph.token_ids) + len(self.graph.logprobs)
         images = sum([len(image.address) for image in self.history.images.values()])
         return 4 * num_items + self.history.num_bytes + images
+
+    def _turn_ids(self, node: int) -> Sequence[int]:
+        """What stands behind the generation prompt: a lead, and what was sampled as `node`."""
+        ids, above = self.graph.ids_of(node), self.graph.nodes[node].parent
+        return self.graph.ids_of(above) + ids if above in self._lead_nodes else ids
 
     def _fork_row(self, prompt: Prompt, match: Match, call: int) -> ForkRow | None:
         """What is to be said of a prompt that is about to be held; None if it forks nothing."""

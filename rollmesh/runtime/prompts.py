@@ -83,10 +83,11 @@ class Prompts:
         return self._checked(array("i", rendered), chat)
 
     def extend(self, sampled_ids: Sequence[int], chat: Chat) -> "array[int] | None":
-        """The ids that follow `sampled_ids` when `chat`'s messages come after them.
+        """The ids that follow a turn of `sampled_ids` when `chat`'s messages come after them.
 
-        With the turn's missing close, if it was cut short, and the generation prompt. None where
-        this model's format cannot be extended so; then the whole chat has to be rendered.
+        These begin with the turn's lead, if it had one. With the turn's missing close, if it was
+        cut short, and the generation prompt. None where this model's format cannot be extended so;
+        then the whole chat has to be rendered.
         """
         if self._frames:
             framed = self._frames.extend(sampled_ids, chat.messages)

@@ -26,6 +26,7 @@ from rollmesh.runtime.graph import Path, Sampled
 from rollmesh.runtime.history import NO_NODE, Spot
 from rollmesh.runtime.holdings import Holdings, Prompt, shared_tools
 from rollmesh.runtime.kit import SessionAsk, SessionKit
+from rollmesh.runtime.plan import lead_of, plan_of
 from rollmesh.runtime.record import SessionRecord, as_message, record_of
 from rollmesh.runtime.reply import (
     LiveGeneration,
@@ -35,7 +36,7 @@ from rollmesh.runtime.reply import (
     ReplyState,
     failure_of,
 )
-from rollmesh.runtime.sampling import derive_seed, forced_fields, resolve
+from rollmesh.runtime.sampling import forced_fields
 from rollmesh.runtime.turns import Turn
 
 OFF_LOOP_BYTES = 32 * 1024
@@ -86,36 +87,26 @@ class Session:
         """
         if (replies := self._known(turn)) is not None:
             return replies
-        held = self._holdings
-        if turn.is_raw:
-            return self._start(turn, held.build_raw(turn))
-        start = self._spot_named(turn.previous_reply)
-        place = held.match(turn, start)
-        if place.chat.num_bytes <= OFF_LOOP_BYTES:
-            return self._start(turn, held.build(place))
-        prompt = await asyncio.to_thread(held.build, place)
-        # Other calls went on meanwhile; what they changed decides.
-        if (replies := self._known(turn)) is not None:
-            return replies
-        again = held.match(turn, start)
-        if again.stand != place.stand:
-            prompt = held.build(again)
-        return self._start(turn, prompt)
+        prompt = await self._build(turn)
+        # Other calls may have gone on meanwhile; what they changed decides.
+        return self._known(turn) or self._start(turn, prompt)
 
-    def count(self, turn: Turn) -> int:
-        """Prompt tokens that `turn` would be sampled after; nothing is started or held."""
+    async def count(self, turn: Turn) -> int:
+        """Prompt tokens that `turn` would be sampled after; nothing is started or held.
+
+        SessionError as `attach`, but for the overflow.
+        """
+        self._check_open()
         held = self._holdings
-        if turn.is_raw:
-            return held.num_tokens(held.build_raw(turn))
-        place = held.match(turn, self._spot_named(turn.previous_reply))
-        return held.num_tokens(held.build(place))
+        prompt = await self._build(turn)
+        return held.num_tokens(prompt) + len(lead_of(turn, self._ask, self._kit))
 
     def finish(self, reply: Reply) -> Answer:
         """What an ended reply says; commits it first. SessionError where it has no good end."""
         if reply.state is ReplyState.SAMPLING:
             self._commit(reply)
         if reply.state is ReplyState.VOID:
-            raise reply.failure or self._gone()
+            raise reply.failure.again() if reply.failure else self._gone()
         if reply.answer is None:
             reply.answer = self._parse(reply)
         return reply.answer
@@ -185,8 +176,8 @@ class Session:
 
     @property
     def num_running(self) -> int:
-        """Generations that are not at an end, or not read to it."""
-        return len(self._sampling)
+        """Generations that are not at an end."""
+        return sum([not reply.is_ended for reply in self._sampling])
 
     @property
     def held_bytes(self) -> int:
@@ -201,10 +192,29 @@ class Session:
             self._held = Holdings(self._kit.prompts, self._kit.rotating)
         return self._held
 
-    def _known(self, turn: Turn) -> tuple[Reply, ...] | None:
-        """The replies that `turn` is to be answered with, if it already has them."""
+    async def _build(self, turn: Turn) -> Prompt:
+        """The new tokens of a turn's prompt; of a long text in a thread."""
+        held = self._holdings
+        if turn.is_raw:
+            if len(turn.prompt_text or "") <= OFF_LOOP_BYTES:
+                return held.build_raw(turn)
+            return await asyncio.to_thread(held.build_raw, turn)
+        start = self._spot_named(turn.previous_reply)
+        place = held.match(turn, start)
+        if place.chat.num_bytes <= OFF_LOOP_BYTES:
+            return held.build(place)
+        prompt = await asyncio.to_thread(held.build, place)
+        self._check_open()
+        again = held.match(turn, start)
+        return prompt if again.stand == place.stand else held.build(again)
+
+    def _check_open(self) -> None:
         if self.state is SessionState.SEALED:
             raise self._gone()
+
+    def _known(self, turn: Turn) -> tuple[Reply, ...] | None:
+        """The replies that `turn` is to be answered with, if it already has them."""
+        self._check_open()
         for lost in [r for r in self._sampling if not r.is_running]:
             self._void(lost)
         replies = self._replies.get(turn.digest)
@@ -232,53 +242,21 @@ class Session:
                 self._holdings.graph.nodes[reply.node].finish_reason = VOID_FINISH
 
     def _start(self, turn: Turn, prompt: Prompt) -> tuple[Reply, ...]:
-        held, prompts = self._holdings, self._kit.prompts
-        params = self._params(turn, held.num_tokens(prompt))
-        lead: tuple[int, ...] = ()
-        if prompt.raw is None:
-            lead = prompts.lead(turn.tool_choice, params[0].grammar, turn.tools)
+        held = self._holdings
+        plan = plan_of(turn, held.num_tokens(prompt), self.num_calls, self._ask, self._kit)
         context = held.hold(prompt, self.num_calls)
         source = ReplySource(
             context,
-            held.lead_to(context.node, lead),
-            lead,
+            held.lead_to(context.node, plan.lead),
+            plan.lead,
             shared_tools(turn.tools),
-            prompt.raw is not None,
+            turn.is_raw,
             turn.prompt_text,
         )
-        replies = tuple([self._sample(turn, source, each, n) for n, each in enumerate(params)])
+        choices = enumerate(plan.choices)
+        replies = tuple([self._sample(turn, source, params, n) for n, params in choices])
         self._replies[turn.digest] = replies
         return replies
-
-    def _params(self, turn: Turn, num_prompt: int) -> list[SamplingParams]:
-        """What to sample each choice with; SessionError 400 where the context is full."""
-        prompts, max_tokens = self._kit.prompts, self._kit.max_context_tokens
-        if num_prompt >= max_tokens:
-            raise SessionError(
-                400,
-                "context_length_exceeded",
-                f"This model's maximum context length is {max_tokens} tokens. "
-                f"However, your messages resulted in {num_prompt} tokens.",
-            )
-        if any(not 0 <= token_id < prompts.vocab_size for token_id, _ in turn.ask.logit_bias):
-            why = f"logit_bias: expected token ids from 0 to {prompts.vocab_size - 1}"
-            raise SessionError(400, "invalid_logit_bias", why)
-        ends = prompts.stop_token_ids
-        if turn.reads_calls and not turn.parallel_calls:
-            ends = (*ends, *prompts.call_end_ids)
-        return [
-            resolve(
-                self._ask.sampling,
-                turn.ask,
-                room_tokens=max_tokens - num_prompt,
-                derived_seed=derive_seed(
-                    self._ask.seed, self.rollout_id.index, self.num_calls + choice
-                ),
-                stop_token_ids=ends,
-                choice=choice,
-            )
-            for choice in range(turn.num_choices)
-        ]
 
     def _sample(
         self, turn: Turn, source: ReplySource, params: SamplingParams, choice: int

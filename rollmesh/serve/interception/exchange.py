@@ -127,7 +127,7 @@ class Exchange:
 
     async def _count(self) -> web.StreamResponse:
         session, call = await self._match()
-        num_tokens = sum([session.count(turn) for turn in call.turns])
+        num_tokens = sum([await session.count(turn) for turn in call.turns])
         response = self._answer.send_whole(b'{"input_tokens":%d}' % num_tokens)
         self.state = ExchangeState.DELIVERED
         return response

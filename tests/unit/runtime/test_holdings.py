@@ -1,6 +1,8 @@
 """Replies that are gone on from by name, leads, counts: what a session holds of its talks."""
 
+import asyncio
 import weakref
+from collections.abc import Awaitable
 
 import msgspec
 import pytest
@@ -10,6 +12,7 @@ from rollmesh.runtime.blobs import hold_image
 from rollmesh.runtime.forks import ForkCause
 from rollmesh.runtime.holdings import Holdings
 from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.runtime.turns import ToolChoice, Turn
 from rollmesh.testing.sampler import ScriptedSampler
@@ -96,18 +99,85 @@ async def test_a_required_call_is_begun_as_context(
     assert trained(session) == [(1, False, "tool_calls")] * 2
 
 
+async def test_a_lead_is_prompt_wherever_prompt_tokens_are_counted(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler(lambda _: say("}"))
+    free = open_session(sampler, prompts)
+    asked = with_fields(turn(USER, tools=TOOLS), tool_choice=ToolChoice("required"))
+    num_lead = len(prompts.lead(asked.tool_choice, None, TOOLS))
+    num_prompt = await free.count(turn(USER, tools=TOOLS)) + num_lead
+    assert await free.count(asked) == num_prompt
+    session = open_session(sampler, prompts, max_context_tokens=num_prompt + 3)
+    reply, _ = await call(session, asked)
+    assert (reply.head.num_prompt_tokens, reply.head.params.max_tokens) == (num_prompt, 3)
+    full = open_session(sampler, prompts, max_context_tokens=num_prompt)
+    with pytest.raises(SessionError, match=f"resulted in {num_prompt} tokens"):
+        await full.attach(asked)
+
+
+async def test_a_turn_is_extended_as_it_stands_behind_its_lead(
+    prompts: Prompts, tokenizer: Tokenizer
+) -> None:
+    """What would be an open reasoning at a turn's begin is none in a call."""
+    sampler = ScriptedSampler()
+    session = open_session(sampler, prompts)
+    asked = with_fields(turn(USER, tools=TOOLS), tool_choice=ToolChoice("required"))
+    cut = tokenizer.encode("<think>hm")
+    (reply,) = await session.attach(asked)
+    sampler.generations[0].end(*cut, reason="length")
+    session.finish(reply)
+    session.delivered(reply)
+    named = with_fields(turn(MORE, tools=TOOLS), previous_reply=reply.head.id)
+    await session.attach(named)
+    before, after = (list(request.prompt_ids) for request in sampler.requests)
+    assert after[: len(before) + len(cut)] == [*before, *cut]
+    rest = tokenizer.decode(after[len(before) + len(cut) :])
+    assert rest == "<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+
+
 async def test_tokens_are_counted_without_a_trace(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler([say("4"), say("5")])
     session = open_session(sampler, prompts)
-    num_first = session.count(turn(USER))
+    num_first = await session.count(turn(USER))
     reply, _ = await call(session, turn(USER))
     assert num_first == reply.head.num_prompt_tokens
-    num_tokens = session.count(turn(USER, said("4"), MORE))
+    num_tokens = await session.count(turn(USER, said("4"), MORE))
     held = session.held_bytes
     await call(session, turn(USER, said("4"), MORE))
     assert num_tokens == len(sampler.requests[1].prompt_ids)
     assert held < session.held_bytes
     assert session.num_calls == 2
+
+
+async def test_a_sealed_session_counts_nothing_neither_before_nor_after_a_long_text(
+    prompts: Prompts,
+) -> None:
+    session = open_session(ScriptedSampler(), prompts)
+    long = "x " * OFF_LOOP_BYTES
+    async with asyncio.TaskGroup() as group:
+        waiting = [
+            group.create_task(_status(asked))
+            for asked in (
+                session.count(turn({"role": "user", "content": long})),
+                session.attach(turn({"role": "user", "content": long})),
+                session.attach(Turn(messages=[], prompt_text=long, digest=1)),
+            )
+        ]
+        group.create_task(_end(session))
+    assert [task.result() for task in waiting] == [410] * 3
+    assert await _status(session.count(turn(USER))) == 410
+
+
+async def _status(asked: Awaitable[object]) -> int:
+    with pytest.raises(SessionError) as caught:
+        await asked
+    return caught.value.status
+
+
+async def _end(session: Session) -> None:
+    session.seal("the rollout ended")
+    session.forget()
 
 
 def test_an_image_is_held_once_and_goes_with_the_last_that_was_shown_it(prompts: Prompts) -> None:

@@ -1,5 +1,8 @@
 """Choices, and what a turn that is sent again is answered with."""
 
+import contextlib
+import weakref
+
 import pytest
 
 from rollmesh.core.errors import SessionError
@@ -182,3 +185,37 @@ async def test_a_cut_answer_never_stands_for_a_whole_one_of_the_same_text(
     await session.attach(turn(USER, said("4"), MORE))
     before = [*sampler.requests[0].prompt_ids, *say("4")]
     assert list(sampler.requests[2].prompt_ids)[: len(before)] == before
+
+
+async def test_a_session_whose_agent_went_for_good_is_idle(prompts: Prompts, say: Say) -> None:
+    """Else nobody would ever forget it: its last turn is void, or was never fetched."""
+    clock = FakeClock()
+    sampler = ScriptedSampler(None, GenerationSettings(retry_window_s=30.0), clock)
+    session = open_session(sampler, prompts)
+    for asked in (USER, MORE):
+        (reply,) = await session.attach(turn(asked))
+        reply.join()
+    assert session.num_running == 2
+    sampler.generations[0].end(*say("4"))
+    sampler.generations[1].show(*say("4")[:1])
+    reply.leave()
+    clock.advance(31.0)
+    sampler.tick()
+    assert session.num_running == 0
+
+
+async def test_a_failure_keeps_nobody_who_was_told_of_it(prompts: Prompts) -> None:
+    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
+    session = open_session(sampler, prompts)
+    (reply,) = await session.attach(turn(USER))
+    sampler.generations[0].fail("out of memory")
+
+    def ask() -> "weakref.ref[FakeClock]":
+        request = FakeClock()  # anything that a caller has at hand
+        with contextlib.suppress(SessionError):
+            session.finish(reply)
+        return weakref.ref(request)
+
+    assert ask()() is None
+    with pytest.raises(SessionError, match="no engine got on"):
+        session.finish(reply)
