@@ -16,7 +16,7 @@ here before it takes a request for an agent's.
 import hmac
 import re
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -24,16 +24,16 @@ from aiohttp import web
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition
-from rollmesh.core.types import EVAL_SAMPLING, Outcome, SamplingPolicy, SamplingRule
+from rollmesh.core.types import Outcome, SamplingPolicy
 from rollmesh.serve.interception.book import Entry, SessionBook
 from rollmesh.serve.interception.capture import SessionWish
+from rollmesh.serve.interception.rules import Wish, policy_of
 
 SESSIONS = "/admin/sessions"
 MAX_METADATA_BYTES = 16 * 1024
 
 _JSON = {"Content-Type": "application/json"}
 _HOST = re.compile(r"[A-Za-z0-9.\-_]+(:\d+)?|\[[0-9A-Fa-f:.]+\](:\d+)?")
-_SAMPLING_FIELDS = SamplingPolicy.__struct_fields__
 
 B = TypeVar("B", bound=msgspec.Struct)
 
@@ -43,8 +43,8 @@ class OpenBody(msgspec.Struct, forbid_unknown_fields=True):
 
     metadata: msgspec.Raw = msgspec.Raw(b"{}")
     """Any JSON; given back as it is."""
-    sampling: Literal["train", "eval"] | dict[str, SamplingRule] | None = None
-    """Training's rules, which are the default, evaluation's, or rules by field over training's."""
+    sampling: Wish | None = None
+    """Left out, training's rules."""
     seed: int | None = None
     """From which turns get their seeds where a rule forces them; random if left out."""
 
@@ -142,7 +142,7 @@ class Admin:
             why = f"metadata: {len(metadata)} bytes; at most {MAX_METADATA_BYTES}"
             raise SessionError(413, "metadata_too_large", why)
         base = _address(request)
-        policy = _policy(asked.sampling, self._kit.sampling) if asked.sampling else None
+        policy = policy_of(asked.sampling, self._kit.sampling) if asked.sampling else None
         opened = self._kit.book.open(SessionWish(policy, asked.seed), metadata)
         answer = {
             "session_id": opened.captured.session_id,
@@ -155,20 +155,6 @@ class Admin:
     def _reward(self, entry: Entry, asked: RewardBody) -> web.Response:
         self._kit.book.reward(entry, asked.reward, asked.node)
         return _answer(entry.describe())
-
-
-def _policy(
-    asked: Literal["train", "eval"] | dict[str, SamplingRule], training: SamplingPolicy
-) -> SamplingPolicy:
-    if asked == "train":
-        return training
-    if asked == "eval":
-        return EVAL_SAMPLING
-    for name in asked:
-        if name not in _SAMPLING_FIELDS:
-            known = ", ".join(_SAMPLING_FIELDS)
-            raise SessionError(400, "invalid_body", f"sampling.{name}: no such field; {known}")
-    return msgspec.structs.replace(training, **asked)
 
 
 def _address(request: web.BaseRequest) -> str:
@@ -187,6 +173,7 @@ async def _read(request: web.BaseRequest, kind: type[B]) -> B:
     except web.HTTPRequestEntityTooLarge:
         raise SessionError(413, "body_too_large", "the body is too long") from None
     try:
+        raw.decode()  # metadata is kept unopened, and must come out as the text it is
         return msgspec.json.decode(raw or b"{}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise SessionError(400, "invalid_body", f"the body: {error}") from None

@@ -162,6 +162,19 @@ BAD: list[Bad] = [
     ("", b'{"sampling": "trian"}', 400, "Invalid enum value 'trian'"),
     ("", b'{"sampling": {"topk": {"policy": "allow"}}}', 400, "sampling.topk: no such field"),
     ("", b'{"sampling": {"top_k": {"policy": "often"}}}', 400, "Invalid enum value 'often'"),
+    *[
+        ("", b'{"sampling": {"%b": {"policy": "force", "value": %b}}}' % (field, value), 400, line)
+        for field, value, line in [
+            (b"temperature", b"-1", "sampling.temperature: -1 is not at least 0"),
+            (b"top_p", b"0", "sampling.top_p: 0 is not above 0 and at most 1"),
+            (b"top_k", b"0", "sampling.top_k: 0 is not -1 or a whole number from 1"),
+            (b"max_tokens", b"1.5", "sampling.max_tokens: 1.5 is not a whole number from 1"),
+            (b"min_p", b"2", "sampling.min_p: 2 is not from 0 to 1"),
+            (b"penalties", b"9", "sampling.penalties: takes no value; forced means none"),
+            (b"grammar", b"1", "sampling.grammar: takes no value; forced means none"),
+        ]
+    ],
+    ("", b'{"metadata": "\xff"}', 400, "the body: 'utf-8' codec can't decode byte 0xff"),
     ("", b'{"seed": "x"}', 400, "Expected `int | null`"),
     ("", b'{"metadata": "%b"}' % (b"x" * 20_000), 413, "metadata: 20002 bytes; at most 16384"),
     ("", b"x" * 200_000, 413, "too long"),

@@ -64,10 +64,13 @@ async def test_bytes_that_are_no_text_are_refused_wherever_they_stand(
     user = {"role": "user", "content": "gu?ss" if at == "content" else "guess"}
     if at == "extra":
         user["x"] = "gu?ss"
-    history = {name: [user] if name != "prompt" else user["content"] for name in ASKS[path]}
-    tool = {"name": "f", "function": {"name": "f"}, "input_schema": {}, "description": "gu?ss"}
-    more = {"tool": {"tools": [{"type": "function", **tool}]}, "unknown": {"x": "gu?ss"}}
-    body = {**ASKS[path], **history, "max_tokens": 99, **more.get(at, {})}
+    body: dict[str, Any] = {
+        name: user["content"] if name == "prompt" else [user] for name in ASKS[path]
+    }
+    body |= {"max_tokens": 99, "unknown": "gu?ss" if at == "unknown" else ""}
+    if at == "tool":
+        tool = {"name": "f", "function": {"name": "f"}, "input_schema": {}, "description": "gu?ss"}
+        body["tools"] = [{"type": "function", **tool}]
     raw = msgspec.json.encode(body)
     status, answer = await desk.answer(raw.replace(b"?", b"\xff"), path)
     if b"?" in raw:
