@@ -145,14 +145,14 @@ class RelayCall:
         while self.is_running and len(self.pieces) <= num_pieces:
             await self._move()
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.again()
 
     async def wait_for_head(self) -> None:
         """Until status and headers are known; SessionError if the call was cut."""
         while self.state is CallState.WAITING:
             await self._move()
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.again()
 
     def cut(self, failure: SessionError) -> None:
         """End it as failed; its readers are told. No effect on a call that has ended."""

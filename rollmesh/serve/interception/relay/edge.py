@@ -148,7 +148,7 @@ class _Exchange:
             await call.wait(len(call.pieces))
         body = call.body
         if call.failure is not None:
-            raise call.failure
+            raise call.failure.again()
         self.state = ExchangeState.STREAMING
         self._write(self._head(call, b"Content-Length: %d\r\n" % len(body)) + body)
         return bool(self._request.keep_alive)

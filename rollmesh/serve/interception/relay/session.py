@@ -3,8 +3,8 @@
     OPEN --seal--> SEALED, after which calls get a 410 and running ones are cut
 
 Invariants: a request's new messages are kept and nothing twice; a retry that says so is answered
-by the call that it repeats; every running call is in `_live` and gone from it at its end. Driven by
-edge.py and, through capture.py, by the gateway's book.
+by the call that it repeats, unless that one failed; every running call is in `_live` and gone from
+it at its end. Driven by edge.py and, through capture.py, by the gateway's book.
 """
 
 from collections.abc import Mapping
@@ -150,10 +150,14 @@ class RelaySession:
 
 
 def _repeats(known: RelayCall, route: str, request: Request, key: str) -> bool:
-    """Whether a marked request is the same as a call that runs or was answered."""
+    """Whether a marked request is the same as a call that runs or was answered well.
+
+    What was refused or failed is sent again: that is what the mark is for.
+    """
     asked = known.asked
     return (
         known.state is not CallState.CUT
+        and known.status < 400
         and (asked.route, asked.key) == (route, key)
         and asked.request is not None
         and request.asks_the_same(asked.request)

@@ -120,6 +120,18 @@ async def test_a_marked_retry_is_answered_again_byte_for_byte(
     assert len(provider.seen) == 4
 
 
+@pytest.mark.parametrize("status", [409, 429, 503])
+async def test_a_marked_retry_of_a_failed_call_is_sent_again(
+    make_relay: MakeRelay, status: int
+) -> None:
+    async with ScriptedProvider([Told((b"{}",), status), Told((ANSWER,))]) as provider:
+        relay = await make_relay(provider)
+        assert (await relay.read(ASK))[0] == status
+        for n in ("1", "2"):
+            assert await relay.read(ASK, x_stainless_retry_count=n) == (200, ANSWER)
+    assert len(provider.seen) == 2
+
+
 async def test_a_marked_retry_joins_the_call_that_still_runs(make_relay: MakeRelay) -> None:
     async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
         provider.holds = provider.holds_first = True

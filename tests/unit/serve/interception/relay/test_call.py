@@ -1,0 +1,36 @@
+"""One forwarded call."""
+
+import contextlib
+import weakref
+
+import pytest
+
+from rollmesh.core.errors import EngineUnavailable, SessionError
+from rollmesh.serve.interception.relay.call import Asked, RelayCall
+from rollmesh.testing.clock import FakeClock
+
+
+class NoOther:
+    """Carries nothing any further."""
+
+    def fail(self, error: EngineUnavailable, retries: bool) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+async def test_a_failure_keeps_nobody_who_was_told_of_it() -> None:
+    call = RelayCall(Asked(0, "/messages", None, b"", "", 0.0), 10, lambda _: None)
+    call.carry(NoOther())
+    call.on_error(EngineUnavailable("down"))
+
+    async def ask() -> "weakref.ref[FakeClock]":
+        request = FakeClock()  # anything that a reader has at hand
+        with contextlib.suppress(SessionError):
+            await call.wait(0)
+        return weakref.ref(request)
+
+    assert (await ask())() is None
+    with pytest.raises(SessionError, match="down") as caught:
+        await call.wait_for_head()
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 1.0)
