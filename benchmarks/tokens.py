@@ -16,6 +16,7 @@ import tokenizers
 from benchmarks._corpus import Texts, model_folder
 from benchmarks._report import Goal, parser, report
 from rollmesh.runtime.chat import read_message
+from rollmesh.runtime.deltas import Reading
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import load_tokenizer
@@ -72,13 +73,10 @@ def main() -> None:
     system = {"role": "system", "content": "You are a careful engineer."}
 
     def read(token_ids: Sequence[int]) -> None:
-        reader = prompts.reader((), True, "call")
-        reader.feed(token_ids)
-        reader.end(len(token_ids))
-        reader.answer()
+        prompts.answer(Reading((), True, "call"), token_ids)
 
     def stream(token_ids: Sequence[int]) -> None:
-        reader = prompts.reader((), True, "call")
+        reader = prompts.reader(Reading((), True, "call"))
         for token_id in token_ids:
             reader.feed([token_id])
         reader.end(len(token_ids))

@@ -1,8 +1,9 @@
 """Replies of families that frame reasoning and calls by marks of one token each, read as they come.
 
 Owns the cutting of a token stream into reasoning, content and calls: this reader is the parser, of
-streams and of finished replies alike. Invariant: the same tokens tell the same answer, however they
-were cut. Content is all that stands outside of reasoning and calls; neither has outer white space.
+streams and of finished replies alike, but for those that readers.py knows to be content alone.
+Invariant: the same tokens tell the same answer, however they were cut. Content is all that stands
+outside of reasoning and calls; neither has outer white space.
 
     OPENING -- <think> --> REASONING -- </think> --> CONTENT <-- </tool_call> --> CALL
        `-- any text ---------------------------------^       --- <tool_call> -->

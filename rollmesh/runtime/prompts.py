@@ -18,7 +18,7 @@ import msgspec
 from rollmesh.core.types import Grammar
 from rollmesh.runtime.calls import sole_function
 from rollmesh.runtime.chat import ChatMessage, read_tools
-from rollmesh.runtime.deltas import DeltaReader, Reading
+from rollmesh.runtime.deltas import Answer, DeltaReader, Reading
 from rollmesh.runtime.families import Family
 from rollmesh.runtime.frames import Frames
 from rollmesh.runtime.plain import PlainReader
@@ -101,16 +101,13 @@ class Prompts:
             ids = self._extend_behind_prefix(sampled_ids, messages, chat.tools)
         return None if ids is None else self._checked(ids, chat)
 
-    def reader(
-        self,
-        stop: tuple[str, ...],
-        reads_calls: bool,
-        call_id_prefix: str = "call",
-        lead: tuple[int, ...] = (),
-        tools: bytes = b"",
-    ) -> DeltaReader:
-        """Cuts one generation's tokens into deltas as they come; Reading has the meanings."""
-        return self._readers.new(Reading(stop, reads_calls, call_id_prefix, lead, tools))
+    def reader(self, reading: Reading) -> DeltaReader:
+        """Cuts one generation's tokens into deltas as they come."""
+        return self._readers.new(reading)
+
+    def answer(self, reading: Reading, token_ids: Sequence[int]) -> Answer:
+        """What a finished reply says: the fold of what its reader would tell."""
+        return self._readers.answer(reading, token_ids)
 
     def lead(
         self, tool_choice: ToolChoice, grammar: Grammar | None, tools: bytes

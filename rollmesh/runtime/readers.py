@@ -1,13 +1,16 @@
 """Which reader a family's replies get, and what may stand before them.
 
 Owns the family's marks as this tokenizer has them. Invariant: a reader that tells while tokens come
-tells what the parse at the end would; what cannot be told so waits. Driven by prompts.py.
+tells what the parse at the end would; what cannot be told so waits. A finished reply that is only
+content, as most are, needs no reader. Driven by prompts.py.
 """
+
+from collections.abc import Sequence
 
 import msgspec
 
 from rollmesh.runtime.calls import CallStyle, call_opening
-from rollmesh.runtime.deltas import DeltaReader, Reading
+from rollmesh.runtime.deltas import Answer, DeltaReader, Reading
 from rollmesh.runtime.families import Family
 from rollmesh.runtime.marked import MarkedReader, Marks
 from rollmesh.runtime.parsed import ParsedReader
@@ -49,6 +52,15 @@ class Readers:
         told = MarkedReader(tokenizer, self._marks_before_calls, reading)
         return ParsedReader(style, tokenizer, self._opening, reading, told)
 
+    def answer(self, reading: Reading, token_ids: Sequence[int]) -> Answer:
+        """The fold of a finished reply's deltas; a reply without marks is looked up in one go."""
+        if (said := self._all_content(reading, token_ids)) is not None:
+            return Answer(self._tokenizer.decode(said).strip())
+        reader = self.new(reading)
+        reader.feed(token_ids)
+        reader.end(len(token_ids))
+        return reader.answer()
+
     def lead(self, name: str | None) -> list[int]:
         """The end of an open reasoning and, for a `name`, the beginning of a call; '' is any."""
         style, marks = self._family.style, self._marks
@@ -58,6 +70,15 @@ class Readers:
         if name is not None and marks.tool_call is not None:
             text += "<tool_call>\n" + call_opening(style, name)
         return self._tokenizer.encode(text)
+
+    def _all_content(self, reading: Reading, token_ids: Sequence[int]) -> Sequence[int] | None:
+        """The reply without the mark of its end, if it is nothing but content; else None."""
+        marks = self._marks
+        is_read_by_marks = isinstance(self._family.style, CallStyle)
+        if not is_read_by_marks or marks.opens_in_reasoning or reading.stop or reading.lead:
+            return None
+        said = token_ids[:-1] if len(token_ids) and token_ids[-1] in marks.stops else token_ids
+        return said if marks.ids.isdisjoint(said) else None
 
     @property
     def call_end_ids(self) -> tuple[int, ...]:

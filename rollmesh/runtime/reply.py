@@ -18,7 +18,7 @@ import msgspec
 from rollmesh.core.errors import EngineError, EngineOverloaded, EngineRefused, SessionError
 from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.engine.answers import TopLogprobs
-from rollmesh.runtime.deltas import Answer
+from rollmesh.runtime.deltas import Answer, Reading
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.graph import TokenGraph
 from rollmesh.runtime.history import NO_NODE, Spot
@@ -164,6 +164,12 @@ class Reply:
     def prompt_ids(self) -> Sequence[int]:
         """All tokens that it was sampled after."""
         return self._graph.path_ids(self.source.node)
+
+    def reading(self) -> Reading:
+        """How its tokens are to be read, unless it answers a raw prompt."""
+        head, source = self.head, self.source
+        prefix = f"call_{head.id.replace('-', '_')}"
+        return Reading(head.params.stop, head.reads_calls, prefix, source.lead, source.tools)
 
     def settle(self, node: int) -> None:
         """Its tokens are in the graph now, as `node`; the generation goes."""

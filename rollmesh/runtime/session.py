@@ -119,13 +119,9 @@ class Session:
 
     def reader(self, reply: Reply) -> DeltaReader:
         """Cuts the reply's tokens into deltas."""
-        head, source = reply.head, reply.source
-        if source.is_raw:
-            return self._kit.prompts.raw_reader(head.params.stop)
-        prefix = f"call_{head.id.replace('-', '_')}"
-        return self._kit.prompts.reader(
-            head.params.stop, head.reads_calls, prefix, source.lead, source.tools
-        )
+        if reply.source.is_raw:
+            return self._kit.prompts.raw_reader(reply.head.params.stop)
+        return self._kit.prompts.reader(reply.reading())
 
     def token_bytes(self, token_id: int) -> bytes:
         """One token's bytes, which may be a part of a character."""
@@ -273,7 +269,7 @@ class Session:
                 min_policy_version=self._min_policy_version,
                 stream=turn.stream,
                 num_top_logprobs=turn.num_top_logprobs,
-                images=held.images(source.context),
+                images=held.images(source.node),
             )
         )
         self.num_calls += 1
@@ -368,7 +364,10 @@ class Session:
             self._answers[int(reply.head.id.rpartition("-")[2])] = spot
 
     def _parse(self, reply: Reply) -> Answer:
-        reader, token_ids = self.reader(reply), reply.token_ids()
+        token_ids = reply.token_ids()
+        if not reply.source.is_raw:
+            return self._kit.prompts.answer(reply.reading(), token_ids)
+        reader = self.reader(reply)
         reader.feed(token_ids)
         reader.end(len(token_ids))
         return reader.answer()

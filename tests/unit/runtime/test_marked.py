@@ -153,7 +153,7 @@ def test_a_well_formed_reply_says_what_the_library_hears(
     ids = tokenizer.encode(said)
     library = cast(Parser, family.renderer)
     heard = library.parse_response(ids, tools=None, prompt_ids=None)
-    own = read(prompts.reader((), True, "call"), ids, sizes)
+    own = read(prompts.reader(Reading((), True, "call")), ids, sizes)
     assert (own.content, own.reasoning) == (heard.content, heard.reasoning_content or "")
     assert [json.loads(call.arguments) for call in own.tool_calls] == [
         call.arguments for call in heard.tool_calls
@@ -163,7 +163,7 @@ def test_a_well_formed_reply_says_what_the_library_hears(
 def test_text_reasoning_and_calls_are_sent_as_they_come(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
-    reader = prompts.reader((), True, "c")
+    reader = prompts.reader(Reading((), True, "c"))
     ids = tokenizer.encode(f"<think>hm, so</think>I guess{CALL}{END}")
     deltas = [delta for i in ids if (delta := reader.feed([i]))]
     assert len([1 for delta in deltas if delta.reasoning]) > 1
@@ -176,10 +176,10 @@ def test_text_reasoning_and_calls_are_sent_as_they_come(
 def test_the_beginning_of_a_stop_string_waits(
     prompts: Prompts, tokenizer: Tokenizer, stop: str
 ) -> None:
-    reader = prompts.reader((stop,), False)
+    reader = prompts.reader(Reading((stop,), False))
     sent = [reader.feed([i]) for i in tokenizer.encode("go " + stop)]
     assert "".join(d.content for d in sent if d) == "go"
-    missed = prompts.reader(("Observation:",), False)
+    missed = prompts.reader(Reading(("Observation:",), False))
     sent = [missed.feed([i]) for i in tokenizer.encode("Observant")]
     assert "".join(d.content for d in sent if d) == "Observant"
 
@@ -206,7 +206,7 @@ def test_nothing_from_a_stop_string_on_is_said(
     reasoning: str,
     arguments: list[str],
 ) -> None:
-    answer = read(prompts.reader(("Obs:",), True), tokenizer.encode(said), [1] * 99)
+    answer = read(prompts.reader(Reading(("Obs:",), True)), tokenizer.encode(said), [1] * 99)
     assert (answer.content, answer.reasoning) == (content, reasoning)
     assert [call.arguments for call in answer.tool_calls] == arguments
 
@@ -230,7 +230,7 @@ def test_a_block_is_a_call_from_the_moment_that_its_name_is_read(
     prompts: Prompts, tokenizer: Tokenizer, block: str, calls: list[tuple[str, str]]
 ) -> None:
     ids = tokenizer.encode(f"so <tool_call>\n{block}\n</tool_call>{END}")
-    answer = read(prompts.reader((), True, "p"), ids, [1] * len(ids))
+    answer = read(prompts.reader(Reading((), True, "p")), ids, [1] * len(ids))
     assert [(call.name, call.arguments) for call in answer.tool_calls] == calls
     assert [call.id for call in answer.tool_calls] == [f"p_{n}" for n in range(len(calls))]
     text = "so" if calls else f"so <tool_call>\n{block}\n</tool_call>"
@@ -241,13 +241,13 @@ def test_a_reply_cut_short_in_a_call_keeps_what_was_said_of_it(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
     said = '<tool_call>\n{"name": "f", "arguments": {"a": "long'
-    answer = read(prompts.reader((), True, "c"), tokenizer.encode(said), [3])
+    answer = read(prompts.reader(Reading((), True, "c")), tokenizer.encode(said), [3])
     assert answer == Answer("", "", (ToolCall("c_0", "f", '{"a": "long'),))
 
 
 def test_what_is_said_behind_a_call_comes_last(prompts: Prompts, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(f"so {CALL} and on{END}")
-    answer = read(prompts.reader((), True), ids, [1] * len(ids))
+    answer = read(prompts.reader(Reading((), True)), ids, [1] * len(ids))
     assert answer.content == "so  and on"
     assert len(answer.tool_calls) == 1
 
@@ -271,7 +271,7 @@ def test_a_call_in_reasoning_is_a_draft_unless_nothing_closes_the_reasoning(
     num_calls: int,
 ) -> None:
     ids = tokenizer.encode(said)
-    answer = read(prompts.reader((), True), ids, [1] * len(ids))
+    answer = read(prompts.reader(Reading((), True)), ids, [1] * len(ids))
     assert (answer.content, answer.reasoning) == (content, reasoning)
     assert len(answer.tool_calls) == num_calls
 
@@ -288,7 +288,7 @@ def test_a_call_in_reasoning_is_a_draft_unless_nothing_closes_the_reasoning(
 def test_markup_is_text_where_no_calls_are_read(
     prompts: Prompts, tokenizer: Tokenizer, said: str, content: str, reasoning: str
 ) -> None:
-    answer = read(prompts.reader((), False), tokenizer.encode(said), [2])
+    answer = read(prompts.reader(Reading((), False)), tokenizer.encode(said), [2])
     assert answer == Answer(content, reasoning)
 
 

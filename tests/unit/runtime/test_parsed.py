@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from rollmesh.runtime.chat import read_message
-from rollmesh.runtime.deltas import Answer, DeltaReader
+from rollmesh.runtime.deltas import Answer, DeltaReader, Reading
 from rollmesh.runtime.families import Family, choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -109,7 +109,7 @@ def test_a_reply_is_read_as_the_library_reads_it(
         if whole[: len(prompt)] != prompt:
             # Templates drop reasoning from history, where this prompt has it begun.
             sampled, num_calls = say(prompts, tokenizer, prompt), 0
-        answer, _ = read(prompts.reader((), True, "c", tools=TOOLS_JSON), sampled)
+        answer, _ = read(prompts.reader(Reading((), True, "c", tools=TOOLS_JSON)), sampled)
         heard = library.parse_response(sampled, tools=TOOLS, prompt_ids=prompt)
         assert answer.content == heard.content.strip()
         assert answer.reasoning == (heard.reasoning_content or "").strip()
@@ -149,7 +149,9 @@ def test_what_stands_before_a_call_is_told_as_it_comes(
         *tokenizer.encode(f"hm, so</think>I will look{markup}"),
         prompts.stop_token_ids[0],
     ]
-    answer, num_told = read(prompts.reader((), reads_calls, "c", tools=TOOLS_JSON), sampled)
+    answer, num_told = read(
+        prompts.reader(Reading((), reads_calls, "c", tools=TOOLS_JSON)), sampled
+    )
     assert num_told > 10
     assert answer.reasoning == "hm, so"
     assert answer.content == "I will look" + ("" if reads_calls else markup)

@@ -7,7 +7,7 @@ import pytest
 
 from rollmesh.core.types import Grammar
 from rollmesh.runtime.chat import read_message
-from rollmesh.runtime.deltas import Answer, ToolCall
+from rollmesh.runtime.deltas import Answer, Reading, ToolCall
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -24,7 +24,7 @@ def chat(*messages: dict[str, object], tools: bytes = b"") -> Chat:
 
 def read(prompts: Prompts, ids: list[int], reads_calls: bool, prefix: str) -> Answer:
     """A finished reply."""
-    reader = prompts.reader((), reads_calls, prefix)
+    reader = prompts.reader(Reading((), reads_calls, prefix))
     reader.feed(ids)
     reader.end(len(ids))
     return reader.answer()
@@ -130,7 +130,7 @@ def test_a_required_call_is_begun_for_the_model(
 ) -> None:
     lead = prompts.lead(choice, None, TOOLS)
     assert tokenizer.decode(lead) == '<tool_call>\n{"name": "f", "arguments":'
-    reader = prompts.reader((), True, "c", lead, TOOLS)
+    reader = prompts.reader(Reading((), True, "c", lead, TOOLS))
     sampled = tokenizer.encode(said)
     delta = reader.feed(sampled)
     assert delta is not None
@@ -164,7 +164,7 @@ def test_an_opened_reasoning_is_closed_before_a_grammar_or_a_call(
     grammar = Grammar("json_schema", "{}")
     lead = prompts.lead(ToolChoice(), grammar, b"")
     assert own.decode(lead) == "\n</think>\n\n"
-    reader = prompts.reader((), True, "c", lead)
+    reader = prompts.reader(Reading((), True, "c", lead))
     reader.feed(own.encode('{"a": 1}<|im_end|>'))
     assert reader.end(9).content == ""
     assert reader.answer() == Answer('{"a": 1}')

@@ -113,6 +113,10 @@ class SamplingBody(msgspec.Struct, kw_only=True):
         )
 
     def _grammar(self) -> Grammar | None:
+        forms = (self.response_format, self.structured_outputs, self.json_schema)
+        guides = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if not any((*forms, self.regex, self.ebnf, *guides)):
+            return None
         outputs = self.structured_outputs or _NO_OUTPUTS
         schemas = (self.guided_json, self.json_schema, outputs.json)
         regexes = (self.guided_regex, self.regex, outputs.regex)
