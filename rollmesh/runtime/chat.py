@@ -118,6 +118,13 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
             keys.append(hash(("calls", calls)))
         return keys
 
+    def joined(self, other: "ChatMessage") -> "ChatMessage":
+        """This message and the one behind it as one, both being the assistant's."""
+        thoughts = [str(m.reasoning_content) for m in (self, other) if m.reasoning_content]
+        calls = [*(self.tool_calls or ()), *(other.tool_calls or ())]
+        text = self.text() + other.text()
+        return ChatMessage("assistant", text, "\n".join(thoughts) or None, calls or None)
+
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it: text content, arguments as objects."""
         if self.images():

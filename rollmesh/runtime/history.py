@@ -8,10 +8,11 @@ like one seen before is not even split: see stretches.py.
     root --system--> . --user--> [context node] --assistant--> [sampled node] --tool--> [context]
 
 A request that ends with the model's own answer gets a bare spot behind it, without a message, so
-that the answer's spot keeps its node; lookups see through it. Invariants: each distinct message is
-stored once, in the common shape, whatever dialect brought it; further spellings are remembered by
-hash alone, at most ALIASES_PER_SPOT of them per spot. `match` changes nothing, so that it may run
-twice, or only to count. Driven by holdings.py.
+that the answer's spot keeps its node; lookups see through it. Codex shows a cut answer and the next
+one as adjacent items, which are one message: that leads to the newer's spot too. Invariants: each
+distinct message is stored once, in the common shape, whatever dialect brought it; further spellings
+are remembered by hash alone, at most ALIASES_PER_SPOT of them per spot. `match` changes nothing, so
+that it may run twice, or only to count. Driven by holdings.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -294,6 +295,7 @@ class History:
             self.sampled.append(spot)
             before = context.anchor()
             before.continued = before.sampled
+        self._join(context, message, spot)
         return spot
 
     def forget(self) -> None:
@@ -342,17 +344,25 @@ class History:
         self._stretches.add(walk.stretch, start, walk.array, end, num_units)
 
     def _hold_message(self, spot: Spot, message: ChatMessage, raw: bytes) -> Spot:
-        child = spot.child(hash(raw))
-        if child is not None:
-            return child
-        keys = message.meanings(self.rotating)
-        child = spot.find(keys)
+        child = spot.child(hash(raw)) or spot.find(message.meanings(self.rotating))
         if child is not None:
             return child
         for image in message.images():
             self.images[image.digest] = image
         own = message.meanings(self.rotating, is_ours=False)
         return self._new_spot(spot, raw, [hash(raw), *own])
+
+    def _join(self, spot: Spot | None, message: ChatMessage, answer: Spot) -> None:
+        """Know `answer` too where it is shown as one with the assistant's messages before it."""
+        while spot is not None and spot.parent is not None:
+            if spot.raw:
+                before = self.read(spot) if b'"assistant"' in spot.raw else None
+                if before is None or before.role != "assistant":
+                    return
+                message, above = before.joined(message), spot.parent
+                keys = [key for key in message.meanings() if above.child(key) is None]
+                above.adopt(answer, keys)
+            spot = spot.parent
 
     def _new_spot(self, parent: Spot, raw: bytes, keys: list[int]) -> Spot:
         spot = Spot(parent, raw)

@@ -98,6 +98,26 @@ def test_asking_on_after_an_answer_leaves_the_answer_its_tokens(held: Held) -> N
     assert held.texts(last) == ["rules", "guess", "4", "or 5", "higher"]
 
 
+@pytest.mark.parametrize("seen", ["let me", "let"])
+def test_a_cut_answer_and_the_next_one_shown_as_one_lead_to_the_next(seen: str) -> None:
+    """Codex resends what it saw of a cut turn; its items then stand side by side."""
+    held = Held()
+    _, context = held.ask(turn(USER))
+    cut = read_message(msgspec.json.encode(said("let me")), 0)
+    held.history.add_sampled(context, cut, 1, is_void=True)
+    held.num_nodes = 2
+    _, context = held.ask(turn(USER, said(seen)))
+    call = {"id": "call_s_1_0", "function": {"name": "f", "arguments": "{}"}}
+    made: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = held.say(context, made)
+    result: Message = {"role": "tool", "tool_call_id": "call_s_1_0", "content": "42"}
+    match, _ = held.ask(turn(USER, {**made, "content": seen}, result))
+    assert match.spot is answer
+    assert len(match.new) == 1
+    assert held.ask(turn(USER, said(seen), made, result))[0].is_held
+    assert held.cause is None
+
+
 def test_each_message_is_held_once(held: Held) -> None:
     before = held.history.num_bytes
     asked = turn(SYSTEM, USER, SAID, MORE)
