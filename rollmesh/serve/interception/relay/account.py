@@ -146,7 +146,10 @@ def _runs(heard: Heard) -> tuple[VersionRun, ...]:
 
 def _temperature(asked: Asked) -> float:
     """As asked; 1 where it was left to the endpoint, as the APIs say."""
-    settings = orjson.loads(asked.request.settings) if asked.request else {}
+    try:
+        settings = orjson.loads(asked.request.settings) if asked.request else {}
+    except orjson.JSONDecodeError:  # a number that no float holds
+        settings = {}
     temperature = settings.get("temperature")
     return float(temperature) if isinstance(temperature, int | float) else 1.0
 

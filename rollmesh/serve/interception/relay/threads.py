@@ -26,6 +26,7 @@ _BLANKS = b" \t\r\n"
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _elements = msgspec.json.Decoder(list[msgspec.Raw])
+_encode = msgspec.json.Encoder().encode
 
 
 class Spot:
@@ -107,12 +108,14 @@ class Threads:
     def hold(self, body: bytes) -> Request | None:
         """Keep what is new in a request; None where its body is no JSON object."""
         try:
+            if not body.isascii():
+                body.decode()  # what is kept unopened must come out as text
             read = self._read_on(body) or self._read(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         fields, spot = read.fields, read.spot
         tools, system = (bytes(fields.pop(key, b"")) for key in ("tools", "system"))
-        settings = b",".join([b'"%b":%b' % (k.encode(), bytes(v)) for k, v in fields.items()])
+        settings = b",".join([b"%b:%b" % (_encode(k), bytes(v)) for k, v in fields.items()])
         cause = self._fork(read.joint, spot, tools, system)
         spot.asked = Request(
             spot, self._keep(b"{%b}" % settings), self._keep(tools), self._keep(system), cause

@@ -1,9 +1,13 @@
 """What a relayed session has to show: samples where the engine told enough, text everywhere."""
 
+import json
 from typing import Any
 
+import msgspec
 import orjson
+import pytest
 
+from rollmesh.serve.interception.capture import Rewards
 from rollmesh.serve.interception.relay.heard import ROUTES
 from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told
 from tests.unit.serve.interception.relay.conftest import MakeRelay, Relay
@@ -102,6 +106,34 @@ async def test_calls_that_failed_are_told_and_train_nowhere(make_relay: MakeRela
     assert "closed before" in account["calls"][2]["error"]
     assert account["messages"][0]["content"] == "a"
     assert relay.account() == account
+
+
+ODD_SETTINGS = [
+    b'"model":"\xff"',
+    b'"temperature":1e999',
+    b'"temperature":%b' % (b"9" * 400),
+    b'"temperature":true',
+    b'"temperature":"warm"',
+    b'"\xff":1',
+    b'"a\\"b":1',
+    b'"a":%b1%b' % (b"[" * 900, b"]" * 900),
+    b'"a":"\\ud800"',
+]
+
+
+@pytest.mark.parametrize("odd", ODD_SETTINGS)
+async def test_whatever_an_agent_sent_its_session_can_be_told(
+    make_relay: MakeRelay, odd: bytes
+) -> None:
+    async with ScriptedProvider([tell("b", [1], [2]), tell("d", [3], [4])]) as provider:
+        relay = await make_relay(provider)
+        assert (await relay.read(b'{"messages":[{"role":"user","content":"a"}],%b}' % odd))[
+            0
+        ] == 200
+        assert (await relay.read(b'{"messages":[{"role":"user","content":"\xff"}]}'))[0] == 200
+    account = json.loads(msgspec.json.encode(relay.session.account(Rewards())).decode())
+    assert len(account["samples"]) == 2
+    assert account["num_calls"] == 2
 
 
 async def test_a_reward_finds_its_call_by_number_or_by_the_responses_id(
