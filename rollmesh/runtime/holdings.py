@@ -91,7 +91,7 @@ class Holdings:
         while root.parent is not None:
             root = root.parent
         known = self.history.roots.get(self.history.tools_key(turn.tools)) is root
-        if known and not self._begins_with_system(turn):
+        if known and not turn.begins_anew:
             return Place(turn, self.history.match(turn, start), start)
         whole = self._spell_out(turn, start)
         return Place(whole, self.history.match(whole))
@@ -203,20 +203,14 @@ class Holdings:
 
     def _without_own_system(self, turn: Turn, start: Spot) -> Turn:
         """The turn less a system text that its line begins with anyhow."""
-        if not self._begins_with_system(turn):
+        if not turn.begins_anew:
             return turn
         (system, *_) = (turn.read or read_chat)(turn.messages[0], 0)
         first = start.line()[0]
         keys = system.meanings(self.history.rotating)
         if set(keys) & set(self.history.read(first).meanings(self.history.rotating)):
-            return msgspec.structs.replace(turn, messages=turn.messages[1:])
+            return msgspec.structs.replace(turn, messages=turn.messages[1:], begins_anew=False)
         return turn
-
-    def _begins_with_system(self, turn: Turn) -> bool:
-        if not turn.messages:
-            return False
-        messages = (turn.read or read_chat)(turn.messages[0], 0)
-        return bool(messages) and messages[0].role in ("system", "developer")
 
     def _spell_out(self, turn: Turn, start: Spot) -> Turn:
         """The whole chat that `turn` goes on with, in the common shape."""
@@ -224,13 +218,13 @@ class Holdings:
         new: list[ChatMessage] = []
         for position, unit in enumerate(turn.messages):
             new += (turn.read or read_chat)(unit, position)
-        if new and new[0].role in ("system", "developer"):
+        if turn.begins_anew:
             is_system = self.history.read(line[0]).role in ("system", "developer")
             line = line[1:] if is_system else line
         images = {image.digest: image for message in new for image in message.images()}
         images |= self.history.images
         raws = [message.as_json() for message in new]
-        num_system = 1 if new and new[0].role in ("system", "developer") else 0
+        num_system = int(turn.begins_anew)
         held = [spot.raw for spot in line]
         return msgspec.structs.replace(
             turn,

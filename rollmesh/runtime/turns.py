@@ -62,6 +62,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     num_top_logprobs: int = 0
     previous_reply: str = ""
     """ReplyHead.id of the reply to go on from; then the units are what follows it."""
+    begins_anew: bool = False
+    """The first unit is a system text that takes the place of that reply's own."""
     prompt_ids: tuple[int, ...] | None = None
     prompt_text: str | None = None
     """A raw prompt instead of messages: either as tokens or as text."""

@@ -43,7 +43,7 @@ async def test_a_named_reply_is_gone_on_from_without_its_history(
     second, _ = await call(session, named)
     before = [*sampler.requests[0].prompt_ids, *say("4")]
     assert list(sampler.requests[1].prompt_ids)[: len(before)] == before
-    with_system = with_fields(turn(SYSTEM, USER), previous_reply=second.head.id)
+    with_system = with_fields(turn(SYSTEM, USER), previous_reply=second.head.id, begins_anew=True)
     await call(session, with_system)
     text = tokenizer.decode(list(sampler.requests[2].prompt_ids))
     assert text.count("Be brief.") == 1
@@ -60,12 +60,28 @@ async def test_other_instructions_replace_those_of_the_line(
     session = open_session(sampler, prompts)
     first, _ = await call(session, turn(SYSTEM, USER))
     other: Message = {"role": "system", "content": "Be loud."}
-    await call(session, with_fields(turn(other, MORE), previous_reply=first.head.id))
+    named = with_fields(turn(other, MORE), previous_reply=first.head.id, begins_anew=True)
+    await call(session, named)
     text = tokenizer.decode(list(sampler.requests[1].prompt_ids))
     assert "Be loud." in text
     assert "Be brief." not in text
     assert text.index("guess") < text.index("higher")
     assert [row.cause for row in session.fork_report().forks] == [ForkCause.SYSTEM_CHANGED]
+
+
+async def test_a_developers_word_behind_a_named_reply_stays_in_its_place(
+    prompts: Prompts, tokenizer: Tokenizer, say: Say
+) -> None:
+    sampler = ScriptedSampler([say("4"), say("5")])
+    session = open_session(sampler, prompts)
+    first, _ = await call(session, turn(SYSTEM, USER))
+    word: Message = {"role": "developer", "content": "Now be loud."}
+    await call(session, with_fields(turn(word, MORE), previous_reply=first.head.id))
+    before = [*sampler.requests[0].prompt_ids, *say("4")]
+    after = list(sampler.requests[1].prompt_ids)
+    assert after[: len(before)] == before
+    assert "Now be loud." in tokenizer.decode(after[len(before) :])
+    assert not session.fork_report().forks
 
 
 async def test_other_tools_behind_a_named_reply_are_a_fork(prompts: Prompts, say: Say) -> None:

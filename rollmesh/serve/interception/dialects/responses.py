@@ -97,6 +97,7 @@ class ResponsesDialect:
             parallel_calls=body.parallel_tool_calls is not False,
             num_top_logprobs=(body.top_logprobs or 0) if lists else 0,
             previous_reply=previous.removeprefix(ID_PREFIX),
+            begins_anew=bool(body.instructions),
             ask=_sampling(body),
             model=body.model or "",
             stream=bool(body.stream),
