@@ -90,7 +90,8 @@ class FleetView:
             home = None
         if home is None or self._loads[home.url].num_may_move:
             fit = [row for row in self._rows.values() if _is_fit(row, min_policy_version)]
-            fit = [row for row in fit if row.url not in avoid] or fit
+            if avoid:
+                fit = [row for row in fit if row.url not in avoid] or fit
             if not fit:
                 return None
             home = self._settle(home, fit)
@@ -113,7 +114,10 @@ class FleetView:
 
     def begin(self, url: str) -> None:
         """A leg of ours runs at `url` from now on."""
-        self._loads.setdefault(url, _Load()).num_own += 1
+        load = self._loads.get(url)
+        if load is None:
+            load = self._loads[url] = _Load()
+        load.num_own += 1
 
     def end(self, url: str) -> None:
         """It ended."""
@@ -133,6 +137,8 @@ class FleetView:
 
     def _settle(self, home: EngineRow | None, fit: list[EngineRow]) -> EngineRow:
         """Where a session without a home goes, or one whose home is overfull."""
+        if len(fit) == 1:
+            return fit[0]
         least = min(fit, key=lambda row: (self._loads[row.url].total, -row.policy_version))
         if home is None:
             return least

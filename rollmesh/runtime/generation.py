@@ -104,7 +104,8 @@ class GenerationMachine:
     ) -> None:
         """`rid` is unique among all live requests of the engines; legs append their number.
 
-        Begin with `step(Ticked())`. `new_matcher` is needed where the request has stop strings.
+        Begin with `step(EngineChosen(...))` where an engine is at hand, else with `step(Ticked())`.
+        `new_matcher` is needed where the request has stop strings.
         """
         self.request = request
         self.state = GenerationState.RUNNING

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from rollmesh.core.types import SamplingParams, VersionRun
-from rollmesh.engine.answers import TopLogprobs
+from rollmesh.engine.answers import Finish, TopLogprobs
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,14 +49,6 @@ class StopMatcher(Protocol):
 
     def push(self, token_ids: Sequence[int]) -> StopHit | None:
         """Take the next tokens; the first hit, if they complete one."""
-
-
-class LegFinish(msgspec.Struct, frozen=True):
-    """Why a leg's stream ended."""
-
-    kind: Literal["stop", "length", "abort"]
-    matched: int | str | None = None
-    """The stop token or string, as the engine names it."""
 
 
 # events
@@ -104,7 +96,7 @@ class LegSampled(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     policy_version: int
-    finish: LegFinish | None = None
+    finish: Finish | None = None
     policy_versions: tuple[VersionRun, ...] = ()
     """With `finish`, where the engine knows: the versions of all of the leg's tokens."""
     top_logprobs: Sequence[TopLogprobs] = ()

@@ -46,7 +46,6 @@ from rollmesh.runtime.generation_events import (
     Left,
     LegFailed,
     LegFailure,
-    LegFinish,
     LegSampled,
     ReportFault,
     Sealed,
@@ -160,21 +159,19 @@ class _Leg:
         self._sampler = sampler
 
     def on_chunk(self, chunk: LegChunk) -> None:
-        finish = chunk.finish
-        self._sampler.hear(
-            self,
-            LegSampled(
-                self.number,
-                chunk.token_ids,
-                chunk.logprobs,
-                chunk.policy_version,
-                LegFinish(finish.kind, finish.matched) if finish else None,
-                chunk.policy_versions,
-                chunk.top_logprobs,
-            ),
+        sampled = LegSampled(
+            self.number,
+            chunk.token_ids,
+            chunk.logprobs,
+            chunk.policy_version,
+            chunk.finish,
+            chunk.policy_versions,
+            chunk.top_logprobs,
         )
+        self._sampler.hear(self, sampled)
 
     def on_end(self) -> None:
+        self.call = None
         self._sampler.drop(self)
 
     def on_error(self, error: EngineError) -> None:
@@ -236,7 +233,7 @@ class Sampler:
         )
         generation = Generation(machine, self._drive, self._loop)
         self._live.add(generation)
-        self._drive(generation, Ticked())
+        self._drive(generation, self._chosen(machine) or Ticked())
         if self._timer is None:
             self._timer = self._loop.call_later(TICK_S, self._tick)
         return generation
@@ -313,7 +310,8 @@ class Sampler:
             case WakeReaders():
                 generation.wake()
             case ChooseEngine():
-                self._choose(generation, action.min_policy_version)
+                if chosen := self._chosen(generation.machine):
+                    self._drive(generation, chosen)
             case StartLeg():
                 self._start_leg(generation, action)
             case AbortLeg():
@@ -340,14 +338,16 @@ class Sampler:
         elif is_news:
             log.info("engine.overloaded", url=url)
 
-    def _choose(self, generation: Generation, min_policy_version: int) -> None:
-        now_s = self._clock.now_s()
-        for url in [u for u, until_s in self._avoid_until_s.items() if until_s <= now_s]:
-            del self._avoid_until_s[url]
-        key = generation.machine.request.session_key
-        row = self._parts.view.choose(key, min_policy_version, self._avoid_until_s)
-        if row:
-            self._drive(generation, EngineChosen(row.url, row.incarnation, row.policy_version))
+    def _chosen(self, machine: GenerationMachine) -> EngineChosen | None:
+        """The engine for the next leg, if there is one."""
+        avoid = self._avoid_until_s
+        if avoid:
+            now_s = self._clock.now_s()
+            for url in [u for u, until_s in avoid.items() if until_s <= now_s]:
+                del avoid[url]
+        key = machine.request.session_key
+        row = self._parts.view.choose(key, machine.min_policy_version, avoid)
+        return EngineChosen(row.url, row.incarnation, row.policy_version) if row else None
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._loop.create_task(work, name=name)

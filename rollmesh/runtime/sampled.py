@@ -42,6 +42,8 @@ class SampledTokens:
 
     def restate(self, offset: int, runs: Sequence[VersionRun]) -> None:
         """Replace the runs of all tokens from `offset` on, if `runs` add up to so many."""
+        if not offset and self.policy_versions == [*runs]:
+            return
         if sum(run.num_tokens for run in runs) == len(self) - offset:
             self._truncate_runs(offset)
             for run in runs:

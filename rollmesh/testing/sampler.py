@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from rollmesh.core.clock import Clock
+from rollmesh.engine.answers import Finish
 from rollmesh.runtime.generation import (
     Action,
     Event,
@@ -22,7 +23,6 @@ from rollmesh.runtime.generation_events import (
     EngineChosen,
     GenerationRequest,
     LegFailed,
-    LegFinish,
     LegSampled,
     StartLeg,
     StopMatcher,
@@ -52,7 +52,7 @@ class ScriptedGeneration(Generation):
         self.num_aborts = 0
         self._sampler = sampler
 
-    def show(self, *token_ids: int, finish: LegFinish | None = None) -> None:
+    def show(self, *token_ids: int, finish: Finish | None = None) -> None:
         """The engine streams these tokens; with `finish` the leg's stream ends."""
         assert self.leg is not None, "no leg is open"
         start = len(self.token_ids)
@@ -65,7 +65,7 @@ class ScriptedGeneration(Generation):
     def end(self, *token_ids: int, reason: str = "stop") -> None:
         """The engine streams these last tokens and finishes."""
         kind = "length" if reason == "length" else "stop"
-        self.show(*token_ids, finish=LegFinish(kind))  # type: ignore[arg-type]
+        self.show(*token_ids, finish=Finish(kind))  # type: ignore[arg-type]
 
     def fail(self, detail: str, is_refused: bool = False) -> None:
         """The leg's stream breaks."""
@@ -88,7 +88,7 @@ class ScriptedGeneration(Generation):
             case AbortLeg():
                 self.num_aborts += 1
                 if self.leg is not None and self.leg.leg == action.leg:
-                    self.show(finish=LegFinish("abort"))
+                    self.show(finish=Finish("abort"))
             case _:
                 self.wake()
 

@@ -7,6 +7,7 @@ kernel: ticks, messages, and the answers of engines.
 import msgspec
 
 from rollmesh.core.ids import GroupId
+from rollmesh.engine.answers import Finish
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation import Action as LegAction
 from rollmesh.runtime.generation import GenerationMachine
@@ -17,7 +18,6 @@ from rollmesh.runtime.generation_events import (
     EngineLost,
     FleetMoved,
     LegFailed,
-    LegFinish,
     LegSampled,
     ReportFault,
     Sealed,
@@ -203,7 +203,7 @@ class SimWorker(Node):
 
     def _start_leg(self, rollout: SimRollout, machine: GenerationMachine, leg: StartLeg) -> None:
         def answer(chunk: EngineChunk) -> None:
-            finish = LegFinish(chunk.finish) if chunk.finish else None  # type: ignore[arg-type]
+            finish = Finish(chunk.finish) if chunk.finish else None  # type: ignore[arg-type]
             sampled = LegSampled(
                 leg.leg,
                 chunk.token_ids,

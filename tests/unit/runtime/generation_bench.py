@@ -4,6 +4,7 @@ Invariant: time moves only when the test says so. Driven by test_generation.py.
 """
 
 from rollmesh.core.types import SamplingParams
+from rollmesh.engine.answers import Finish
 from rollmesh.runtime.generation import (
     Action,
     Event,
@@ -15,7 +16,6 @@ from rollmesh.runtime.generation_events import (
     EngineChosen,
     GenerationRequest,
     Joined,
-    LegFinish,
     LegSampled,
     StartLeg,
 )
@@ -49,7 +49,7 @@ class Bench:
         return self.actions
 
     def sample(
-        self, leg: int, *token_ids: int, finish: LegFinish | None = None, policy_version: int = 0
+        self, leg: int, *token_ids: int, finish: Finish | None = None, policy_version: int = 0
     ) -> list[Action]:
         logprobs = [-float(token) for token in token_ids]
         return self.step(LegSampled(leg, token_ids, logprobs, policy_version, finish))

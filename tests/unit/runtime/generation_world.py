@@ -7,6 +7,7 @@ itself. Driven by test_generation.py, seed by seed.
 import random
 
 from rollmesh.core.types import SamplingParams
+from rollmesh.engine.answers import Finish
 from rollmesh.runtime.generation import (
     Action,
     Event,
@@ -24,7 +25,6 @@ from rollmesh.runtime.generation_events import (
     Joined,
     Left,
     LegFailed,
-    LegFinish,
     LegSampled,
     StartLeg,
     WakeReaders,
@@ -33,7 +33,7 @@ from rollmesh.testing.engine import STOP_TOKEN, chain_token
 from rollmesh.wire.machine import Ticked
 
 PROMPT = [11, 12, 13]
-ABORT = LegFinish("abort")
+ABORT = Finish("abort")
 
 
 class World:
@@ -121,9 +121,9 @@ class World:
             tokens.append(chain_token(self.policy_version, context))
             context.append(tokens[-1])
             if tokens[-1] == STOP_TOKEN:
-                finish = LegFinish("stop", STOP_TOKEN)
+                finish = Finish("stop", STOP_TOKEN)
             elif len(context) - 4 == 30:
-                finish = LegFinish("length")
+                finish = Finish("length")
             if finish:
                 del self.legs[leg]
                 break

@@ -6,6 +6,7 @@ import pytest
 
 from rollmesh.core.errors import EngineOverloaded, EngineRefused, EngineUnavailable
 from rollmesh.core.types import Grammar, VersionRun
+from rollmesh.engine.answers import Finish
 from rollmesh.runtime.generation import (
     GenerationMachine,
     GenerationSettings,
@@ -22,7 +23,6 @@ from rollmesh.runtime.generation_events import (
     Joined,
     Left,
     LegFailed,
-    LegFinish,
     LegSampled,
     ReportFault,
     Sealed,
@@ -39,7 +39,7 @@ from tests.unit.runtime.generation_world import ABORT, PROMPT, World
 def test_turn_that_stops_is_committed_with_its_tokens() -> None:
     bench = running()
     bench.sample(0, 1, 2)
-    bench.sample(0, 3, STOP_TOKEN, finish=LegFinish("stop", STOP_TOKEN))
+    bench.sample(0, 3, STOP_TOKEN, finish=Finish("stop", STOP_TOKEN))
     machine = bench.machine
     assert machine.state is GenerationState.COMMITTED
     assert list(machine.sampled.token_ids) == [1, 2, 3, STOP_TOKEN]
@@ -57,7 +57,7 @@ def test_abort_that_nobody_asked_for_is_resumed_from_the_exact_tokens() -> None:
     [start] = bench.step(EngineChosen("http://b", "i1", 1))
     assert start == StartLeg(1, "r.1", "http://b", 7, "1", True)
     assert bench.machine.context() == [*PROMPT, 1, 2, 3]
-    bench.sample(1, 4, finish=LegFinish("stop"), policy_version=1)
+    bench.sample(1, 4, finish=Finish("stop"), policy_version=1)
     assert bench.machine.finish_reason == "stop"
     assert bench.machine.sampled.policy_versions == [VersionRun(0, 3), VersionRun(1, 1)]
 
@@ -79,7 +79,7 @@ def test_abort_behind_a_stop_token_is_a_stop() -> None:
 
 def test_engine_that_overshoots_is_cut_at_max_tokens() -> None:
     bench = running(max_tokens=10)
-    bench.sample(0, *range(1, 15), finish=LegFinish("length"))
+    bench.sample(0, *range(1, 15), finish=Finish("length"))
     assert len(bench.machine.sampled) == 10
     assert len(bench.machine.sampled.logprobs) == 10
 
@@ -130,7 +130,7 @@ def test_leg_that_ignores_its_abort_is_dropped() -> None:
 def test_parked_turn_that_finishes_before_its_abort_is_committed() -> None:
     bench = running()
     bench.step(Left())
-    bench.sample(0, 1, finish=LegFinish("stop", 1))
+    bench.sample(0, 1, finish=Finish("stop", 1))
     assert bench.machine.state is GenerationState.COMMITTED
 
 
@@ -157,7 +157,7 @@ def test_seal_wakes_readers_and_takes_no_more_tokens() -> None:
 
 def test_seal_leaves_a_committed_turn_alone() -> None:
     bench = running()
-    bench.sample(0, 1, finish=LegFinish("stop", 1))
+    bench.sample(0, 1, finish=Finish("stop", 1))
     assert bench.step(Sealed("late")) == []
     assert bench.machine.state is GenerationState.COMMITTED
 
@@ -249,7 +249,7 @@ def test_engines_account_of_versions_is_taken_for_the_whole_leg() -> None:
     bench.step(ENGINE)
     bench.sample(1, 2, 3, policy_version=1)
     runs = (VersionRun(0, 1), VersionRun(1, 2))
-    bench.step(LegSampled(1, [4], [-4.0], 1, LegFinish("stop", 4), runs))
+    bench.step(LegSampled(1, [4], [-4.0], 1, Finish("stop", 4), runs))
     assert bench.machine.sampled.policy_versions == [VersionRun(0, 2), VersionRun(1, 2)]
 
 
@@ -292,7 +292,7 @@ def test_full_queue_is_avoided_and_tried_again_but_is_no_fault() -> None:
     bench.step(LegFailed(0, "queue full", "overloaded"))
     assert bench.actions == [AvoidEngine(ENGINE.url), ChooseEngine(0)]
     bench.step(EngineChosen("http://b", "i1", 0))
-    bench.sample(1, 1, finish=LegFinish("stop"))
+    bench.sample(1, 1, finish=Finish("stop"))
     assert bench.machine.state is GenerationState.COMMITTED
 
 
@@ -313,7 +313,7 @@ def test_likeliest_tokens_are_kept_over_legs_and_cut_at_max_tokens() -> None:
     tops = [((-0.5, token),) for token in range(12)]
     bench.step(LegSampled(0, [1, 2], [0.0, 0.0], 0, ABORT, (), tops[:2]))
     bench.step(ENGINE)
-    bench.step(LegSampled(1, range(10), [0.0] * 10, 0, LegFinish("length"), (), tops[2:]))
+    bench.step(LegSampled(1, range(10), [0.0] * 10, 0, Finish("length"), (), tops[2:]))
     assert bench.machine.sampled.top_logprobs == tops[:10]
 
 
