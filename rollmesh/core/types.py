@@ -149,6 +149,8 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     """`stop`, `length`, `tool_calls` or `void` (never delivered); empty where not sampled."""
     superseded: bool = False
     """A retry of the same request replaced this sampled node."""
+    images: tuple[str, ...] = ()
+    """Digests (blobs.py) of the images that its tokens have placeholders for, in order."""
 
 
 class ForkRow(msgspec.Struct, frozen=True):

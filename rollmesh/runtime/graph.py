@@ -37,6 +37,7 @@ class Node(msgspec.Struct, gc=False):
     finish_reason: str = ""
     params: SamplingParams | None = None
     policy_versions: tuple[VersionRun, ...] = ()
+    images: tuple[str, ...] = ()
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -82,9 +83,13 @@ class TokenGraph:
         self.token_ids: array[int] = array("i")
         self.logprobs: array[float] = array("f")
 
-    def add_context(self, parent: int, token_ids: Sequence[int]) -> int:
-        """A node of tokens that nobody sampled; returns its index."""
-        self.nodes.append(self._new_node(parent, token_ids))
+    def add_context(
+        self, parent: int, token_ids: Sequence[int], images: tuple[str, ...] = ()
+    ) -> int:
+        """A node of tokens that nobody sampled, and the images they show; returns its index."""
+        node = self._new_node(parent, token_ids)
+        node.images = images
+        self.nodes.append(node)
         self.token_ids.extend(token_ids)
         return len(self.nodes) - 1
 
@@ -133,6 +138,16 @@ class TokenGraph:
             path.extend(self.token_ids[start:stop])
         return path
 
+    def images_of(self, index: int) -> list[str]:
+        """Digests of the images shown from the root down to and with this node, in order."""
+        found: list[tuple[str, ...]] = []
+        while index != ROOT:
+            node = self.nodes[index]
+            if node.images:
+                found.append(node.images)
+            index = node.parent
+        return [digest for images in reversed(found) for digest in images]
+
     def root_of(self, index: int) -> int:
         """The index of the root above this node."""
         while self.nodes[index].parent != ROOT:
@@ -155,6 +170,7 @@ class TokenGraph:
                     params=node.params,
                     finish_reason=node.finish_reason,
                     superseded=node.superseded,
+                    images=node.images,
                 )
             )
         return rows

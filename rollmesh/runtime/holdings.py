@@ -135,7 +135,8 @@ class Holdings:
         fork = self._fork_row(prompt, match, call)
         if fork is not None:
             self.forks.rows.append(fork)
-        node = self.graph.add_context(prompt.parent, prompt.token_ids)
+        images = tuple([image.digest for message in match.new for image in message.images()])
+        node = self.graph.add_context(prompt.parent, prompt.token_ids, images)
         if prompt.parent == ROOT:
             first = match.new[0]
             keys = first.meanings(self.history.rotating)
@@ -157,12 +158,11 @@ class Holdings:
         """All tokens down to and with `node`, as JSON without brackets."""
         return self._json.of(self.graph, node)
 
-    def images(self, context: Spot) -> tuple[str, ...]:
-        """Addresses of the images that a history shows, in order."""
-        if not self.history.images:
-            return ()
-        return tuple(
-            image.address for spot in context.line() for image in self.history.read(spot).images()
+    def images(self, node: int) -> tuple[str, ...]:
+        """Addresses of the images that have a placeholder down to and with `node`, in order."""
+        held = self.history.images
+        return (
+            tuple([held[digest].address for digest in self.graph.images_of(node)]) if held else ()
         )
 
     @property

@@ -28,6 +28,8 @@ class SessionRecord(msgspec.Struct, frozen=True):
     """The main line's messages, a JSON array, for people."""
     num_calls: int
     forks: list[ForkRow]
+    images: dict[str, str]
+    """Addresses of the images that its nodes show, by their digests."""
     healed: dict[str, int]
     """Differences that did not fork, by kind."""
 
@@ -58,6 +60,7 @@ def record_of(
         messages=msgspec.Raw(b"[" + b",".join(messages) + b"]"),
         num_calls=num_calls,
         forks=report.forks,
+        images={digest: image.address for digest, image in held.history.images.items()},
         healed=report.healed,
     )
 

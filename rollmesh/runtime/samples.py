@@ -56,6 +56,11 @@ def path_to(nodes: Sequence[NodeRow], row: int) -> list[int]:
     return path[::-1]
 
 
+def images_on(nodes: Sequence[NodeRow], path: Sequence[int]) -> tuple[str, ...]:
+    """Digests of the images that a path's tokens have placeholders for, in order."""
+    return tuple([digest for row in path for digest in nodes[row].images])
+
+
 def reasons_of(nodes: Sequence[NodeRow], branches: Collection[Branch]) -> list[str]:
     """Why each row does not train; '' for those that do. `branches` says which branches train."""
     with_children = {node.parent for node in nodes}

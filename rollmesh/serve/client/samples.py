@@ -18,7 +18,7 @@ import numpy.typing as npt
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import Branch, GroupRecord, NodeRow, Outcome, RolloutRecord
-from rollmesh.runtime.samples import Claim, claims_of, reasons_of, temperature_of
+from rollmesh.runtime.samples import Claim, claims_of, images_on, reasons_of, temperature_of
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
@@ -47,6 +47,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """This sample's share of its rollout, in (0, 1]; one rollout's shares add up to 1."""
     temperature: float
     """What all its trained tokens were sampled with; their log-probs are of that distribution."""
+    images: tuple[str, ...] = ()
+    """SHA-256 of each image that the tokens have a placeholder for, in order; see NodeRow."""
 
     @property
     def group_id(self) -> GroupId:
@@ -162,6 +164,7 @@ class _Paths:
             reward=shares[0],
             weight=shares[1],
             temperature=temperature_of(last),
+            images=images_on(self.nodes, path),
         )
 
 

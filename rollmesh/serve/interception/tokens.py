@@ -17,6 +17,7 @@ from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import GroupId, RolloutId, new_id
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.samples import images_on
 from rollmesh.runtime.session import Session
 from rollmesh.serve.interception.capture import (
     NO_COUNTS,
@@ -89,10 +90,14 @@ class TokenSession:
         token_ids, logprobs = array("i"), array("f")
         token_ids.frombytes(record.token_ids)
         logprobs.frombytes(record.logprobs)
+        samples = cut_samples(record.nodes, token_ids, logprobs, rewards)
+        for sample in samples:
+            sample["images"] = images_on(record.nodes, sample["nodes"])
         return {
-            "samples": cut_samples(record.nodes, token_ids, logprobs, rewards),
+            "samples": samples,
             "unused": unused_turns(record.nodes),
             "messages": record.messages,
+            "images": record.images,
             "forks": [msgspec.structs.asdict(row) for row in record.forks],
             "healed": record.healed,
             "num_calls": record.num_calls,

@@ -10,7 +10,8 @@ import pytest
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.blobs import hold_image
 from rollmesh.runtime.forks import ForkCause
-from rollmesh.runtime.holdings import Holdings
+from rollmesh.runtime.graph import ROOT
+from rollmesh.runtime.holdings import Holdings, Prompt
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
 from rollmesh.runtime.tokenizer import Tokenizer
@@ -203,9 +204,9 @@ def test_an_image_is_held_once_and_goes_with_the_last_that_was_shown_it(prompts:
     sessions = [Holdings(prompts, None) for _ in range(2)]
     for held in sessions:
         match = held.match(asked, None).match
-        spot = held.history.hold(match, 0)
+        spot = held.hold(Prompt(match, ROOT, (1,)), 0)
         assert len(spot.raw) < 200
-        assert held.images(spot) == (hold_image(address).address,)
+        assert held.images(spot.node) == (hold_image(address).address,)
         assert held.num_bytes < 1000
     left = weakref.ref(hold_image(address))
     assert sessions[0].history.images == sessions[1].history.images

@@ -234,3 +234,18 @@ def test_each_sample_is_a_path_from_a_root(nodes: list[NodeRow]) -> None:
             path = [*range(starts[row] + 100, starts[row + 1] + 100), *path]
             row = nodes[row].parent
         assert sample.token_ids.tolist() == path
+
+
+def test_a_sample_names_the_images_of_its_path_in_order() -> None:
+    nodes = [
+        NodeRow(-1, 2, sampled=False, images=("a", "b")),
+        turn(0, 1),
+        NodeRow(1, 1, sampled=False, images=("a",)),
+        turn(2, 1),
+        NodeRow(1, 1, sampled=False, images=("c",)),
+        turn(4, 1),
+    ]
+    assert [sample.images for sample in cut_rollouts(nodes).samples] == [
+        ("a", "b", "a"),
+        ("a", "b", "c"),
+    ]

@@ -1,0 +1,266 @@
+"""Screenshots through a real gateway, in every dialect: an agent that sees at every turn.
+
+The engine is scripted, so that each prompt proves itself: as many placeholders as images, in the
+order in which the agent showed them, and each turn's prompt begins with all tokens of the last.
+"""
+
+import base64
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.testing.agent_engine import Say, ScriptedAgent, Use, steps
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.model_folder import write_large_folder, write_model_folder
+from rollmesh.testing.provider import ScriptedProvider, Told
+from tests.clients.exactness import calls_of, faults
+from tests.flow.gateway_process import Gateway, finish, serving
+
+Json = dict[str, Any]
+
+NUM_BYTES = 60_000
+ELSEWHERE = "https://example.com/map.png"
+CLICK = {"type": "object", "properties": {"at": {"type": "integer"}}}
+SCRIPT = steps(
+    *(
+        Say(f"Step {n}.", reasoning="I look.", uses=(Use("click", f'{{"at":  {n}}}'),))
+        for n in (1, 2, 3)
+    ),
+    Say("Done."),
+)
+
+
+def shot(number: int) -> str:
+    """The address of a screenshot, the same for the same number."""
+    raw = b"\x89PNG" + random.Random(number).randbytes(NUM_BYTES)
+    return "data:image/png;base64," + base64.b64encode(raw).decode()
+
+
+class Chat:
+    """An agent that speaks Chat Completions."""
+
+    path = "/chat/completions"
+
+    def __init__(self) -> None:
+        self.shown: list[Json] = []
+
+    def body(self) -> Json:
+        function = {"name": "click", "parameters": CLICK}
+        return {"messages": self.shown, "tools": [{"type": "function", "function": function}]}
+
+    def image(self, address: str) -> Json:
+        return {"type": "image_url", "image_url": {"url": address}}
+
+    def text(self, said: str) -> Json:
+        return {"type": "text", "text": said}
+
+    def ask(self, *parts: Json) -> None:
+        self.shown.append({"role": "user", "content": list(parts)})
+
+    def hear(self, told: Json) -> list[str]:
+        """Keep the answer; ids of the calls in it."""
+        message = told["choices"][0]["message"]
+        self.shown.append(message)
+        return [call["id"] for call in message.get("tool_calls") or ()]
+
+    def answer(self, call: str, *parts: Json) -> None:
+        self.shown.append({"role": "tool", "tool_call_id": call, "content": list(parts)})
+
+    def code_of(self, told: Json) -> str:
+        return str(told["error"]["code"])
+
+
+class Responses(Chat):
+    """One that speaks Responses, and sends all items each time."""
+
+    path = "/responses"
+
+    def body(self) -> Json:
+        tool = {"type": "function", "name": "click", "parameters": CLICK}
+        return {"input": self.shown, "tools": [tool], "store": False}
+
+    def image(self, address: str) -> Json:
+        return {"type": "input_image", "image_url": address, "detail": "auto"}
+
+    def text(self, said: str) -> Json:
+        return {"type": "input_text", "text": said}
+
+    def hear(self, told: Json) -> list[str]:
+        self.shown += told["output"]
+        return [item["call_id"] for item in told["output"] if item["type"] == "function_call"]
+
+    def answer(self, call: str, *parts: Json) -> None:
+        item = {"type": "function_call_output", "call_id": call, "output": list(parts)}
+        self.shown.append(item)
+
+
+class Messages(Chat):
+    """One that speaks Anthropic's Messages."""
+
+    path = "/messages"
+
+    def body(self) -> Json:
+        tool = {"name": "click", "input_schema": CLICK}
+        return {"messages": self.shown, "tools": [tool], "max_tokens": 200}
+
+    def image(self, address: str) -> Json:
+        if not address.startswith("data:"):
+            return {"type": "image", "source": {"type": "url", "url": address}}
+        media_type, _, data = address.removeprefix("data:").partition(";base64,")
+        source = {"type": "base64", "media_type": media_type, "data": data}
+        return {"type": "image", "source": source}
+
+    def hear(self, told: Json) -> list[str]:
+        self.shown.append({"role": "assistant", "content": told["content"]})
+        return [block["id"] for block in told["content"] if block["type"] == "tool_use"]
+
+    def answer(self, call: str, *parts: Json) -> None:
+        result = {"type": "tool_result", "tool_use_id": call, "content": list(parts)}
+        self.shown.append({"role": "user", "content": [result]})
+
+    def code_of(self, told: Json) -> str:  # this dialect has no codes: the type and the line say it
+        assert told["error"]["type"] == "invalid_request_error"
+        return "unsupported_content"
+
+
+AGENTS: list[type[Chat]] = [Chat, Responses, Messages]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that sees."""
+    return write_large_folder(tmp_path_factory.mktemp("seeing"), "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder)
+
+
+@asynccontextmanager
+async def before(
+    engine: ScriptedEngine, model: Path, tmp_path: Path, *words: str
+) -> AsyncIterator[Gateway]:
+    argv = ["--model-dir", str(model), "--engine", engine.url, *words]
+    async with serving(tmp_path, *argv) as gateway:
+        await gateway.until_ready()
+        yield gateway
+
+
+async def send(
+    gateway: Gateway, opened: dict[str, str], agent: Chat, **headers: str
+) -> tuple[int, bytes]:
+    auth = {"Authorization": f"Bearer {opened['api_key']}", **headers}
+    url = opened["base_url"] + agent.path
+    async with gateway.client.post(url, data=orjson.dumps(agent.body()), headers=auth) as response:
+        return response.status, await response.read()
+
+
+@pytest.mark.parametrize("kind", AGENTS)
+async def test_a_screenshot_at_every_turn_is_held_once_and_sampled_after_exactly(
+    kind: type[Chat], folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    agent, model = kind(), ScriptedAgent(tokenizer, SCRIPT)
+    async with (
+        ScriptedEngine(model.next_token) as engine,
+        before(engine, folder, tmp_path) as gateway,
+    ):
+        opened = await gateway.open()
+        shown = [shot(1), ELSEWHERE]
+        agent.ask(agent.text("find it"), *map(agent.image, shown), agent.text("on these"))
+        expected = []
+        for number in (2, 1, 3):  # the second shows what the first did
+            expected.append(list(shown))
+            status, first = await send(gateway, opened, agent)
+            assert status == 200
+            again = await send(gateway, opened, agent, **{"x-stainless-retry-count": "1"})
+            assert again == (200, first)
+            (call,) = agent.hear(orjson.loads(first))
+            shown.append(shot(number))
+            agent.answer(call, agent.text("done"), agent.image(shot(number)))
+        expected.append(list(shown))
+        assert (await send(gateway, opened, agent))[0] == 200
+        row = (await gateway.admin("GET", f"/admin/sessions/{opened['session_id']}"))[1]
+        account = await finish(gateway, opened)
+    asked = [request.body for request in engine.seen if request.path == "/generate"]
+    place = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert [body["image_data"] for body in asked] == expected
+    assert [body["input_ids"].count(place) for body in asked] == [len(each) for each in expected]
+    once = sum(map(len, {*shown}))
+    assert once < row["held_bytes"] < once + 20_000
+    assert (account["forks"], faults(calls_of(engine, model), account["samples"], model)) == (
+        [],
+        [],
+    )
+    (sample,) = account["samples"]
+    assert [account["images"][digest] for digest in sample["images"]] == shown
+    assert len(account["messages"]) == 8
+
+
+@pytest.mark.parametrize("kind", AGENTS)
+async def test_what_cannot_be_seen_is_said_in_a_line(
+    kind: type[Chat], folder: Path, tmp_path: Path
+) -> None:
+    refused = [
+        ("data:image/png;base64,AAA?" + "A" * 100_000, "its base64 is garbled"),
+        ("data:text/html;base64,aGk=", "expected data:image/...;base64,..."),
+        ("file:///etc/passwd", "expected a data: or http(s) address"),
+    ]
+    async with (
+        ScriptedEngine() as engine,
+        before(engine, folder, tmp_path, "--set", "interception.max_body_bytes=200000") as gateway,
+    ):
+        opened = await gateway.open()
+        for address, why in refused:
+            agent = kind()
+            agent.ask(agent.text("look"), agent.image(address))
+            status, raw = await send(gateway, opened, agent)
+            told = orjson.loads(raw)["error"]["message"]
+            assert (status, told.count("\n"), why in told, len(told) < 200) == (400, 0, True, True)
+        large = kind()
+        large.ask(large.text("look"), large.image("data:image/png;base64," + "A" * 200_000))
+        assert (await send(gateway, opened, large))[0] == 413
+        assert (await gateway.admin("GET", f"/admin/sessions/{opened['session_id']}"))[1][
+            "held_bytes"
+        ] == 0
+    assert engine.num_seen("/generate") == 0
+
+
+@pytest.mark.parametrize("kind", AGENTS)
+async def test_a_model_that_reads_text_only_says_so(kind: type[Chat], tmp_path: Path) -> None:
+    model = write_model_folder(tmp_path / "model")
+    async with ScriptedEngine() as engine, before(engine, model, tmp_path) as gateway:
+        opened = await gateway.open()
+        agent = kind()
+        agent.ask(agent.text("look"), agent.image(shot(1)))
+        status, raw = await send(gateway, opened, agent)
+        told = orjson.loads(raw)
+    assert (status, agent.code_of(told)) == (400, "unsupported_content")
+    assert told["error"]["message"] == "this model reads text only, and a message shows an image"
+
+
+@pytest.mark.parametrize("kind", AGENTS)
+async def test_a_relay_passes_images_on_and_keeps_each_once(
+    kind: type[Chat], tmp_path: Path
+) -> None:
+    agent = kind()
+    agent.ask(agent.text("look"), agent.image(shot(1)), agent.image(ELSEWHERE))
+    async with (
+        ScriptedProvider([Told(), Told()]) as provider,
+        serving(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway,
+    ):
+        opened = await gateway.open()
+        sent = [orjson.dumps(agent.body())]
+        await send(gateway, opened, agent)
+        agent.ask(agent.text("again"), agent.image(shot(1)))
+        sent.append(orjson.dumps(agent.body()))
+        await send(gateway, opened, agent)
+        row = (await gateway.admin("GET", f"/admin/sessions/{opened['session_id']}"))[1]
+    assert [request.body for request in provider.seen] == sent
+    assert len(shot(1)) < row["held_bytes"] < len(shot(1)) + 10_000
