@@ -41,6 +41,8 @@ class FleetKeeper:
         self._fleet = Fleet(FleetSettings(believes_engines=True))
         self._asked: list[ProbeEngine | ContinueEngine] = []
         self._phases: dict[str, EnginePhase] = {}
+        self._silent: set[str] = set()
+        """Engines whose last probe failed."""
         for url in urls:
             self._step(Received(b"", JoinEngine(0, url)))
 
@@ -67,6 +69,11 @@ class FleetKeeper:
             answer = await probe_engine(ask, http)
         except Exception as error:  # noqa: BLE001 - door: what an engine answers must not end us
             answer = EngineProbed(url=ask.url, serial=ask.serial, ok=False, detail=repr(error))
+        if answer.ok:
+            self._silent.discard(ask.url)
+        elif ask.url not in self._silent:
+            self._silent.add(ask.url)
+            log.warning("engine.unreachable", engine=ask.url, why=answer.detail)
         self._step(answer)
 
     def _step(self, event: Event) -> None:

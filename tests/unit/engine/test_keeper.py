@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from rollmesh.engine.keeper import FleetKeeper
 from rollmesh.engine.view import FleetView
 from rollmesh.testing.engine import ScriptedEngine
@@ -65,3 +67,26 @@ async def test_an_engine_that_dies_is_left_and_taken_again_when_it_is_back() -> 
         await engine.restart()
         await watch.until(lambda: watch.phase(engine) is EnginePhase.READY)
         assert keeper.rows()[0].incarnation != row.incarnation
+
+
+async def test_who_waits_for_an_engine_reads_why_once(capsys: pytest.CaptureFixture[str]) -> None:
+    num_probes, is_enough = 0, asyncio.Event()
+
+    def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_probes
+        num_probes += 1
+        writer.close()
+        if num_probes == 6:
+            is_enough.set()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        keeper = FleetKeeper([f"http://{host}:{port}"], FleetView())
+        running = asyncio.create_task(keeper.run())
+        async with asyncio.timeout(10):
+            await is_enough.wait()
+        running.cancel()
+        await asyncio.wait([running])
+    told = capsys.readouterr().out
+    assert told.count("engine.unreachable") == 1
+    assert f"{host}:{port}: the connection was closed" in told
