@@ -99,6 +99,8 @@ class ReplySource(msgspec.Struct, frozen=True):
     """It answers a raw prompt: all of it is text."""
     prompt_text: str | None = None
     """That prompt, if it came as text."""
+    digest: int = 0
+    """Of the request."""
 
 
 class Reply:
@@ -160,6 +162,10 @@ class Reply:
     def top_logprobs(self) -> Sequence[TopLogprobs]:
         """Per token so far the likeliest (log-prob, token id) of its place, where asked for."""
         return self._top_logprobs if self.generation is None else self.generation.top_logprobs
+
+    def drop_top_logprobs(self) -> None:
+        """They take far more room than all else of a reply."""
+        self._top_logprobs = ()
 
     def prompt_ids(self) -> Sequence[int]:
         """All tokens that it was sampled after."""

@@ -15,6 +15,7 @@ them, and they do not train. So a turn that is resent five times trains once.
 
 import asyncio
 import enum
+from collections import deque
 
 from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.core.types import SamplingParams, VersionRun
@@ -42,6 +43,8 @@ from rollmesh.runtime.turns import Turn
 OFF_LOOP_BYTES = 32 * 1024
 """Longer new text is tokenised in a thread, so that other calls go on."""
 VOID_FINISH = "void"
+MAX_LISTED = 32
+"""Delivered replies whose likeliest tokens are kept, for a retry: they take 2 KB a token."""
 
 
 class SessionState(enum.Enum):
@@ -55,9 +58,9 @@ class Session:
     """See the module."""
 
     __slots__ = (
-        "__weakref__", "_answers", "_ask", "_held", "_kit", "_min_policy_version", "_replies",
-        "_sampling", "_sealed_because", "engine_fault", "num_calls", "rollout_id", "session_id",
-        "state",
+        "__weakref__", "_answers", "_ask", "_held", "_kit", "_listed", "_min_policy_version",
+        "_replies", "_sampling", "_sealed_because", "engine_fault", "num_calls", "rollout_id",
+        "session_id", "state",
     )  # fmt: skip
 
     def __init__(self, ask: SessionAsk, kit: SessionKit) -> None:
@@ -76,6 +79,8 @@ class Session:
         self._sampling: list[Reply] = []
         self._answers: list[Spot | None] = []
         """The answer of each call that has one, by the call's number."""
+        self._listed: deque[Reply] = deque()
+        """The newest delivered ones with likeliest tokens."""
         self._sealed_because = ""
         self._min_policy_version = -1
 
@@ -113,9 +118,14 @@ class Session:
 
     def delivered(self, reply: Reply) -> None:
         """The last byte of `reply` was handed over."""
-        if reply.state is ReplyState.COMMITTED:
-            reply.state = ReplyState.DELIVERED
         reply.answer = None
+        if reply.state is not ReplyState.COMMITTED:
+            return
+        reply.state = ReplyState.DELIVERED
+        if reply.top_logprobs():
+            self._listed.append(reply)
+            if len(self._listed) > MAX_LISTED:
+                self._listed.popleft().drop_top_logprobs()
 
     def reader(self, reply: Reply) -> DeltaReader:
         """Cuts the reply's tokens into deltas."""
@@ -139,8 +149,8 @@ class Session:
         self.state = SessionState.SEALED
         self._sealed_because = reason
         for reply in list(self._sampling):
-            assert reply.generation is not None
-            reply.generation.seal(reason)
+            if reply.generation is not None:
+                reply.generation.seal(reason)
             self._void(reply)
         for replies in self._replies.values():
             self._withdraw(replies)
@@ -164,6 +174,7 @@ class Session:
         self._held = None
         self._replies.clear()
         self._answers.clear()
+        self._listed.clear()
 
     def is_sampled(self, node: int) -> bool:
         """Whether the graph has this node, and the model sampled it."""
@@ -216,21 +227,17 @@ class Session:
         replies = self._replies.get(turn.digest)
         if replies is None:
             return None
-        if any(reply.state is ReplyState.VOID for reply in replies):
-            self._withdraw(replies)
-        elif turn.is_retry or any(r.state is not ReplyState.DELIVERED for r in replies):
+        if turn.is_retry or any(r.state is not ReplyState.DELIVERED for r in replies):
             return replies
         # Asked anew after delivery: siblings. If nothing follows the old ones, it was a retry.
         for reply in replies:
-            if reply.node != NO_NODE:
-                self._holdings.graph.nodes[reply.node].superseded = True
+            self._holdings.graph.nodes[reply.node].superseded = True
         return None
 
     def _withdraw(self, replies: tuple[Reply, ...]) -> None:
-        """What of these was not delivered never will be."""
+        """What of these choices was not delivered never will be."""
         for reply in replies:
-            if reply.state is ReplyState.SAMPLING:
-                assert reply.generation is not None
+            if reply.state is ReplyState.SAMPLING and reply.generation is not None:
                 reply.generation.seal("another choice of its call failed")
                 self._void(reply)
             elif reply.state is ReplyState.COMMITTED:
@@ -248,6 +255,7 @@ class Session:
             shared_tools(turn.tools),
             turn.is_raw,
             turn.prompt_text,
+            turn.digest,
         )
         choices = enumerate(plan.choices)
         replies = tuple([self._sample(turn, source, params, n) for n, params in choices])
@@ -324,19 +332,21 @@ class Session:
         Agents may show it back to us, as much of it as they saw: then it is context.
         """
         generation = reply.generation
-        assert generation is not None
+        if generation is None:
+            return  # another choice took it along
         reply.state = ReplyState.VOID
         if self.state is SessionState.OPEN:
             reply.failure = failure_of(generation.error)
             if isinstance(generation.error, EngineUnavailable):
                 self.engine_fault = str(generation.error)
-        if not len(generation.token_ids):
+        if len(generation.token_ids):
+            self._enter(reply, generation, VOID_FINISH)
+            if self.state is SessionState.OPEN:
+                self._hold_answer(reply, self._parse(reply))
+        else:
             self._sampling.remove(reply)
             reply.settle(NO_NODE)
-            return
-        self._enter(reply, generation, VOID_FINISH)
-        if self.state is SessionState.OPEN:
-            self._hold_answer(reply, self._parse(reply))
+        self._withdraw(self._replies.pop(reply.source.digest, ()))
 
     def _enter(self, reply: Reply, generation: LiveGeneration, finish_reason: str) -> None:
         versions: tuple[VersionRun, ...] = tuple(generation.policy_versions)

@@ -1,6 +1,7 @@
 """Choices, and what a turn that is sent again is answered with."""
 
 import contextlib
+import gc
 import weakref
 
 import pytest
@@ -9,13 +10,14 @@ from rollmesh.core.errors import SessionError
 from rollmesh.core.types import EVAL_SAMPLING
 from rollmesh.runtime.generation import GenerationSettings
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.reply import ReplyState
+from rollmesh.runtime.reply import Reply, ReplyState
 from rollmesh.runtime.samples import reasons_of
+from rollmesh.runtime.session import MAX_LISTED
 from rollmesh.runtime.stops import StopStrings
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.runtime.turns import SamplingAsk
 from rollmesh.testing.clock import FakeClock
-from rollmesh.testing.sampler import ScriptedSampler
+from rollmesh.testing.sampler import ScriptedGeneration, ScriptedSampler
 from tests.unit.runtime.session_world import (
     MORE,
     USER,
@@ -219,3 +221,43 @@ async def test_a_failure_keeps_nobody_who_was_told_of_it(prompts: Prompts) -> No
     assert ask()() is None
     with pytest.raises(SessionError, match="no engine got on"):
         session.finish(reply)
+
+
+async def test_aborted_calls_leave_nothing_once_their_time_is_over(
+    prompts: Prompts, say: Say
+) -> None:
+    def num_replies() -> int:
+        return sum([isinstance(each, Reply) for each in gc.get_objects()])
+
+    clock = FakeClock()
+    sampler = ScriptedSampler(None, GenerationSettings(retry_window_s=30.0), clock)
+    session = open_session(sampler, prompts)
+    num_before = num_replies()
+    for n in range(100):
+        asked = turn({"role": "user", "content": str(n)})
+        for reply in await session.attach(with_fields(asked, num_choices=1 + n % 2)):
+            reply.join()
+            sampler.generations[-1].show(*say("4")[: n % 2])
+            reply.leave()
+    del reply
+    clock.advance(31.0)
+    sampler.tick()
+    await session.attach(turn(USER))
+    assert num_replies() - num_before == 1
+
+
+async def test_likeliest_tokens_are_kept_for_the_newest_replies_alone(
+    prompts: Prompts, say: Say
+) -> None:
+    session = open_session(ScriptedSampler(), prompts)
+    replies = []
+    for n in range(MAX_LISTED + 1):
+        (reply,) = await session.attach(turn({"role": "user", "content": str(n)}))
+        generation = reply.generation
+        assert isinstance(generation, ScriptedGeneration)
+        generation.top_logprobs.append(((-0.5, 7),))
+        generation.end(*say("4"))
+        session.finish(reply)
+        session.delivered(reply)
+        replies.append(reply)
+    assert [len(reply.top_logprobs()) for reply in replies] == [0, *[1] * MAX_LISTED]
