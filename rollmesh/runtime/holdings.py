@@ -61,6 +61,8 @@ class Prompt(msgspec.Struct, frozen=True):
     cause: ForkCause | None = None
     """Where it is known before the history is asked."""
     raw: RawPrompt | None = None
+    context: Spot | None = None
+    """Where it is held already: the very same request was asked before."""
 
 
 class Holdings:
@@ -96,6 +98,10 @@ class Holdings:
         whole = self._spell_out(turn, start)
         return Place(whole, self.history.match(whole))
 
+    def again(self, context: Spot) -> Prompt:
+        """The prompt that `context` ends, for one more answer to the same request."""
+        return Prompt(None, context.node, (), context=context)
+
     def build(self, place: Place) -> Prompt:
         """The new prompt tokens of a chat; falls back to the whole of it, and says so."""
         match = place.match
@@ -125,6 +131,8 @@ class Holdings:
 
     def hold(self, prompt: Prompt, call: int) -> Spot:
         """Enter a prompt's new tokens and messages, for the call with this number."""
+        if prompt.context is not None:
+            return prompt.context
         if prompt.match is None:
             return self._hold_raw(prompt)
         match = prompt.match

@@ -45,7 +45,8 @@ def plan_of(turn: Turn, num_prompt: int, call: int, ask: SessionAsk, kit: Sessio
             f"This model's maximum context length is {max_tokens} tokens. "
             f"However, your messages resulted in {num_prompt} tokens.",
         )
-    if any(not 0 <= token_id < prompts.vocab_size for token_id, _ in turn.ask.logit_bias):
+    bias = turn.ask.logit_bias
+    if bias and not all(0 <= token_id < prompts.vocab_size for token_id, _ in bias):
         why = f"logit_bias: expected token ids from 0 to {prompts.vocab_size - 1}"
         raise SessionError(400, "invalid_logit_bias", why)
     ends = prompts.stop_token_ids

@@ -22,6 +22,8 @@ from rollmesh.runtime.deltas import Answer, Reading
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.graph import TokenGraph
 from rollmesh.runtime.history import NO_NODE, Spot
+from rollmesh.runtime.sampling import forced_fields
+from rollmesh.runtime.turns import SamplingAsk
 
 RETRY_AFTER_S = 1.0
 
@@ -80,8 +82,13 @@ class ReplyHead(msgspec.Struct, frozen=True):
     params: SamplingParams
     index: int = 0
     """Which choice of its call it is."""
-    forced: tuple[str, ...] = ()
-    """Sampling fields that the session's policy decided against the agent's wish."""
+    ask: SamplingAsk = SamplingAsk()
+    """What the agent wished of them."""
+
+    @property
+    def forced(self) -> tuple[str, ...]:
+        """Sampling fields that the session's policy decided against the agent's wish."""
+        return forced_fields(self.ask, self.params)
 
 
 class ReplySource(msgspec.Struct, frozen=True):

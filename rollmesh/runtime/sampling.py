@@ -5,7 +5,11 @@ seed no two generations of a group share one, and the same ask, rollout and gene
 seed again on any machine. Driven by session.py.
 """
 
+import functools
 import hashlib
+import sys
+
+import msgspec
 
 from rollmesh.core.types import FieldPolicy, SamplingParams, SamplingPolicy, SamplingRule
 from rollmesh.runtime.turns import SamplingAsk
@@ -35,21 +39,29 @@ def resolve(
     `room_tokens` is what the context leaves for the answer; it caps max_tokens whatever is asked.
     The choices of one call never share a seed, wherever it comes from.
     """
-    free = policy.penalties.policy is not FieldPolicy.FORCE
-    has_bias = policy.logit_bias.policy is not FieldPolicy.FORCE
-    has_grammar = policy.grammar.policy is not FieldPolicy.FORCE
-    max_tokens = _pick(policy.max_tokens, ask.max_tokens, room_tokens)
+    decided = _decide(policy, ask, stop_token_ids)
     seed = _pick(policy.seed, None if ask.seed is None else ask.seed + choice, derived_seed)
     if seed == policy.seed.value:
         seed += choice
+    max_tokens = max(1, min(decided.max_tokens, room_tokens))
+    return msgspec.structs.replace(decided, max_tokens=max_tokens, seed=int(seed) & MAX_SEED)
+
+
+@functools.lru_cache(maxsize=64)
+def _decide(
+    policy: SamplingPolicy, ask: SamplingAsk, stop_token_ids: tuple[int, ...]
+) -> SamplingParams:
+    """What does not depend on the call: an agent asks the same of each of its turns."""
+    free = policy.penalties.policy is not FieldPolicy.FORCE
+    has_bias = policy.logit_bias.policy is not FieldPolicy.FORCE
+    has_grammar = policy.grammar.policy is not FieldPolicy.FORCE
     return SamplingParams(
-        max_tokens=max(1, min(int(max_tokens), room_tokens)),
+        max_tokens=int(_pick(policy.max_tokens, ask.max_tokens, sys.maxsize)),
         temperature=_pick(policy.temperature, ask.temperature, 1.0),
         top_p=_pick(policy.top_p, ask.top_p, 1.0),
         top_k=int(_pick(policy.top_k, ask.top_k, -1)),
         stop=ask.stop,
         stop_token_ids=stop_token_ids,
-        seed=int(seed) & MAX_SEED,
         frequency_penalty=(ask.frequency_penalty or 0.0) if free else 0.0,
         presence_penalty=(ask.presence_penalty or 0.0) if free else 0.0,
         repetition_penalty=(ask.repetition_penalty or 1.0) if free else 1.0,

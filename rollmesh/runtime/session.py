@@ -37,7 +37,6 @@ from rollmesh.runtime.reply import (
     ReplyState,
     failure_of,
 )
-from rollmesh.runtime.sampling import forced_fields
 from rollmesh.runtime.turns import Turn
 
 OFF_LOOP_BYTES = 32 * 1024
@@ -202,6 +201,8 @@ class Session:
     async def _build(self, turn: Turn) -> Prompt:
         """The new tokens of a turn's prompt; of a long text in a thread."""
         held = self._holdings
+        if (siblings := self._replies.get(turn.digest)) is not None:
+            return held.again(siblings[0].source.context)
         if turn.is_raw:
             if len(turn.prompt_text or "") <= OFF_LOOP_BYTES:
                 return held.build_raw(turn)
@@ -222,8 +223,9 @@ class Session:
     def _known(self, turn: Turn) -> tuple[Reply, ...] | None:
         """The replies that `turn` is to be answered with, if it already has them."""
         self._check_open()
-        for lost in [r for r in self._sampling if not r.is_running]:
-            self._void(lost)
+        if self._sampling:
+            for lost in [r for r in self._sampling if not r.is_running]:
+                self._void(lost)
         replies = self._replies.get(turn.digest)
         if replies is None:
             return None
@@ -290,7 +292,7 @@ class Session:
             reads_calls=turn.reads_calls,
             params=params,
             index=choice,
-            forced=forced_fields(turn.ask, params),
+            ask=turn.ask,
         )
         reply = Reply(head, source, generation, held.graph)
         self._sampling.append(reply)

@@ -35,7 +35,10 @@ def turn(*messages: Message, is_retry: bool = False, tools: bytes = b"") -> Turn
 
 
 def with_fields(asked: Turn, **fields: object) -> Turn:
-    return msgspec.structs.replace(asked, **fields)
+    """Another request; only marked as a retry it is the same one."""
+    same = fields.keys() == {"is_retry"}
+    digest = asked.digest if same else hash((asked.digest, repr(fields)))
+    return msgspec.structs.replace(asked, digest=digest, **fields)
 
 
 def open_session(

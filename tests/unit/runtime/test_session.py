@@ -165,6 +165,19 @@ async def test_the_same_body_after_delivery_is_a_sibling_that_supersedes(
     assert sampler.requests[0].params.seed != sampler.requests[1].params.seed
 
 
+async def test_a_request_that_is_asked_again_is_sampled_after_the_same_tokens(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler([say("4"), say("5"), say("4"), say("6")])
+    session = open_session(sampler, prompts)
+    for asked in (turn(USER), turn(USER, said("4"), MORE)) * 2:
+        await call(session, asked)
+    before, again = sampler.requests[1], sampler.requests[3]
+    assert list(before.prompt_ids) == list(again.prompt_ids)
+    session.seal("done")
+    assert len([node for node in session.record().nodes if not node.sampled]) == 2
+
+
 async def test_sealing_wakes_every_waiter_with_410(prompts: Prompts) -> None:
     session = open_session(ScriptedSampler(), prompts)
     (reply,) = await session.attach(turn(USER))
