@@ -360,8 +360,8 @@ class History:
                 if before is None or before.role != "assistant":
                     return
                 message, above = before.joined(message), spot.parent
-                keys = [key for key in message.meanings() if above.child(key) is None]
-                above.adopt(answer, keys)
+                keys = message.meanings(is_ours=False)
+                above.adopt(answer, [key for key in keys if above.child(key) is None])
             spot = spot.parent
 
     def _new_spot(self, parent: Spot, raw: bytes, keys: list[int]) -> Spot:

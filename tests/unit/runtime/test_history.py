@@ -118,6 +118,19 @@ def test_a_cut_answer_and_the_next_one_shown_as_one_lead_to_the_next(seen: str) 
     assert held.cause is None
 
 
+def test_an_answer_behind_an_agents_own_call_is_not_known_by_that_calls_id() -> None:
+    def made(name: str) -> Message:
+        call = {"id": "call_0", "function": {"name": name, "arguments": "{}"}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    held = Held()
+    _, context = held.ask(turn(USER, made("f")))
+    answer = held.say(context, SAID)
+    other, _ = held.ask(turn(USER, made("g"), MORE))
+    assert other.spot.parent is None
+    assert held.ask(turn(USER, made("f"), SAID, MORE))[0].spot is answer
+
+
 def test_each_message_is_held_once(held: Held) -> None:
     before = held.history.num_bytes
     asked = turn(SYSTEM, USER, SAID, MORE)
