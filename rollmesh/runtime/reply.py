@@ -154,6 +154,13 @@ class Reply:
         """Of a committed reply: `stop`, `length` or `tool_calls`."""
         return self._graph.nodes[self.node].finish_reason
 
+    @property
+    def num_tokens(self) -> int:
+        """Sampled so far."""
+        if self.generation is not None:
+            return len(self.generation.token_ids)
+        return 0 if self.node == NO_NODE else self._graph.nodes[self.node].num_tokens
+
     def token_ids(self, start: int = 0) -> Sequence[int]:
         """The tokens so far, from `start` on."""
         if self.generation is not None:

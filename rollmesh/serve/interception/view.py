@@ -16,16 +16,15 @@ from rollmesh.serve.interception.dialects.listing import TokenListing
 class ReplyView:
     """One reply as one exchange shows it."""
 
+    __slots__ = ("_listing", "_reply", "_session", "head", "model", "turn")
+
     def __init__(self, session: Session, reply: Reply, turn: Turn, edge: "EdgeView") -> None:
+        self.head: ReplyHead = reply.head
         self.turn = turn
         self.model = turn.model or edge.model_name
         self._session = session
         self._reply = reply
         self._listing = edge.listing
-
-    @property
-    def head(self) -> ReplyHead:
-        return self._reply.head
 
     @property
     def answer(self) -> Answer:
@@ -56,7 +55,7 @@ class ReplyView:
     @property
     def num_tokens(self) -> int:
         """Sampled tokens; of a committed reply."""
-        return len(self._reply.token_ids())
+        return self._reply.num_tokens
 
     def prompt_ids(self) -> list[int]:
         """The exact tokens that the reply was sampled after."""

@@ -11,12 +11,17 @@ from typing import Any
 import orjson
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.deltas import CallDelta, Delta, ToolCall
+from rollmesh.runtime.deltas import Answer, CallDelta, Delta, ToolCall
 from rollmesh.runtime.turns import Turn
 from rollmesh.serve.interception.dialects.dialect import Stream
 from rollmesh.serve.interception.dialects.failures import openai_failure
 from rollmesh.serve.interception.dialects.frames import DONE, event
 from rollmesh.serve.interception.view import ReplyView
+
+_CHOICE = (
+    b'{"index":%d,"message":{"role":"assistant","content":%b%b},"logprobs":%b,'
+    b'"finish_reason":"%b"%b}'
+)
 
 
 class ChatCall:
@@ -39,23 +44,27 @@ class ChatCall:
         return ChatStream(views, self._is_legacy)
 
     def _choice(self, index: int, view: ReplyView) -> bytes:
-        answer = view.answer
-        message: dict[str, Any] = {"role": "assistant", "content": answer.content}
-        if answer.reasoning:
-            message["reasoning_content"] = answer.reasoning
-        if answer.tool_calls:
-            message["content"] = answer.content or None
-            if self._is_legacy:
-                message["function_call"] = _function(answer.tool_calls[0])
-            else:
-                message["tool_calls"] = [_call(call) for call in answer.tool_calls]
-        return b'{"index":%d,"message":%b,"logprobs":%b,"finish_reason":"%b"%b}' % (
+        answer, num_tokens = view.answer, view.num_tokens
+        return _CHOICE % (
             index,
-            orjson.dumps(message),
-            listing(view, 0, view.num_tokens) if view.turn.logprobs else b"null",
+            b"null" if answer.tool_calls and not answer.content else orjson.dumps(answer.content),
+            self._beside_content(answer),
+            listing(view, 0, num_tokens) if view.turn.logprobs else b"null",
             _finish(view, self._is_legacy),
-            _token_ids(view, 0, view.num_tokens),
+            _token_ids(view, 0, num_tokens),
         )
+
+    def _beside_content(self, answer: Answer) -> bytes:
+        """What else a message says; most say nothing else."""
+        fields = b""
+        if answer.reasoning:
+            fields += b',"reasoning_content":' + orjson.dumps(answer.reasoning)
+        if answer.tool_calls and self._is_legacy:
+            fields += b',"function_call":' + orjson.dumps(_function(answer.tool_calls[0]))
+        elif answer.tool_calls:
+            calls = [_call(call) for call in answer.tool_calls]
+            fields += b',"tool_calls":' + orjson.dumps(calls)
+        return fields
 
 
 class ChatStream:
