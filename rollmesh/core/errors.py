@@ -10,6 +10,7 @@
       EngineError          an engine refused, failed or vanished
         EngineUnavailable  no engine is READY, or it did not answer
           EngineOverloaded its queue is full
+          EngineBroke      it took the request and failed at it
         EngineRefused      the engine answered that this request is wrong
       SessionError         what the HTTP edge turns into a reply in the caller's dialect
       JournalError         a journal that cannot be written or is of another format
@@ -60,6 +61,10 @@ class EngineUnavailable(EngineError):
 
 class EngineOverloaded(EngineUnavailable):
     """The engine's queue is full; worth a retry elsewhere, or later."""
+
+
+class EngineBroke(EngineUnavailable):
+    """The engine took the request and failed before its first token; perhaps the request is why."""
 
 
 class EngineRefused(EngineError):

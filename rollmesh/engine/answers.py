@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from rollmesh.core.errors import (
+    EngineBroke,
     EngineError,
     EngineOverloaded,
     EngineRefused,
@@ -153,6 +154,8 @@ def refusal_of(status: int, raw: bytes) -> EngineError:
     told = f"HTTP {status}: {error_text(raw)}"
     if is_overload(status):
         return EngineOverloaded(told)
+    if status == 500:
+        return EngineBroke(told)
     return EngineRefused(told) if is_refusal(status) else EngineUnavailable(told)
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
+from rollmesh.core.errors import EngineBroke, EngineError, EngineRefused, EngineUnavailable
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine import answers
 from rollmesh.engine.answers import Answer, LegChunk
@@ -207,7 +207,10 @@ class LegAnswer:
             # All that was to be said was said before the connection broke.
             self._receiver.on_end()
         else:
-            self._receiver.on_error(error)
+            self._receiver.on_error(self._broken(str(error)) if self._status == 200 else error)
+
+    def _broken(self, why: str) -> EngineUnavailable:
+        return EngineUnavailable(why) if self._num_seen else EngineBroke(why)
 
     def _finish(self) -> None:
         answer = answers.decode_answer(self._pending)
@@ -268,4 +271,4 @@ class LegStream(LegAnswer):
 
     def _finish(self) -> None:
         if not self._is_finished:
-            raise EngineUnavailable("the stream was cut")
+            raise self._broken("the stream was cut")

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from rollmesh.core.errors import (
+    EngineBroke,
     EngineError,
     EngineOverloaded,
     EngineRefused,
@@ -72,6 +73,8 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """So many legs in a row without a token, and the engines are given up."""
     max_full_queues: int = 8
     """So many legs in a row that meet a full queue, and the caller is told to come back later."""
+    max_broken_legs: int = 3
+    """So many legs that break before the first token of a request with images, and it is why."""
     backoff_s: float = 0.05
     """Wait after a second fruitless leg in a row; doubles from there."""
     max_backoff_s: float = 1.0
@@ -124,6 +127,7 @@ class GenerationMachine:
         """The newest that the session has seen."""
         self._num_fruitless = 0
         self._num_full_queues = 0
+        self._num_broken = 0
         self._is_paused = False
         self._seen_s = now_s
         self._clock_s = 0.0
@@ -265,6 +269,8 @@ class GenerationMachine:
             return [] if self._is_ended else self._void(EngineRefused(failed.detail))
         if failed.kind == "overloaded":
             return [AvoidEngine(leg.url), *self._on_full_queue(failed.detail)]
+        if failed.kind == "broke" and self.request.images and not len(self.sampled):
+            return [AvoidEngine(leg.url), *self._on_broken(failed.detail)]
         self._num_full_queues = 0
         report = ReportFault(leg.url, leg.incarnation, failed.detail)
         return [report, *self._on_cut(len(self.sampled) > leg.offset)]
@@ -273,6 +279,17 @@ class GenerationMachine:
         self._num_full_queues += 1
         if not self._is_ended and self._num_full_queues > self._settings.max_full_queues:
             return self._void(EngineOverloaded(detail))
+        return self._on_cut(False)
+
+    def _on_broken(self, detail: str) -> list[Action]:
+        """The engine fetches and opens images before it samples: one such request would fence all.
+
+        SGLang answers 500, or cuts the stream, where an image's address leads nowhere.
+        """
+        self._num_broken += 1
+        if not self._is_ended and self._num_broken >= self._settings.max_broken_legs:
+            why = f"engines break at this request, which shows images; are they in reach? {detail}"
+            return self._void(EngineBroke(why))
         return self._on_cut(False)
 
     def _on_lost(self, lost: EngineLost) -> list[Action]:

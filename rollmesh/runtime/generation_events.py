@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from rollmesh.core.errors import EngineBroke, EngineError, EngineOverloaded, EngineRefused
 from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.engine.answers import Finish, TopLogprobs
 
@@ -103,9 +104,15 @@ class LegSampled(msgspec.Struct, frozen=True):
     """One per token where they were asked for."""
 
 
-LegFailure = Literal["fault", "refused", "overloaded"]
+LegFailure = Literal["fault", "broke", "refused", "overloaded"]
 """`refused`: the engine says that the request is wrong, and another try would fail alike;
-`overloaded`: its queue is full, which is no fault of its."""
+`overloaded`: its queue is full, which is no fault of its; `broke`: it failed at the request before
+the first token."""
+KIND_OF_ERROR: dict[type[EngineError], LegFailure] = {
+    EngineBroke: "broke",
+    EngineOverloaded: "overloaded",
+    EngineRefused: "refused",
+}
 
 
 class LegFailed(msgspec.Struct, frozen=True):
@@ -160,7 +167,7 @@ class ReportFault(msgspec.Struct, frozen=True):
 
 
 class AvoidEngine(msgspec.Struct, frozen=True):
-    """This engine should not be chosen for a moment: its queue is full."""
+    """This engine should not be chosen for a moment, by no fault of its own."""
 
     url: str
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.core.clock import Clock, SystemClock
-from rollmesh.core.errors import EngineError, EngineOverloaded, EngineRefused
+from rollmesh.core.errors import EngineError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.types import VersionRun
@@ -34,6 +34,7 @@ from rollmesh.runtime.generation import (
     GenerationState,
 )
 from rollmesh.runtime.generation_events import (
+    KIND_OF_ERROR,
     AbortLeg,
     AvoidEngine,
     ChooseEngine,
@@ -45,7 +46,6 @@ from rollmesh.runtime.generation_events import (
     Joined,
     Left,
     LegFailed,
-    LegFailure,
     LegSampled,
     ReportFault,
     Sealed,
@@ -336,7 +336,7 @@ class Sampler:
             if is_news:
                 log.warning("engine.faulted", url=url, detail=action.detail)
         elif is_news:
-            log.info("engine.overloaded", url=url)
+            log.info("engine.avoided", url=url)
 
     def _chosen(self, machine: GenerationMachine) -> EngineChosen | None:
         """The engine for the next leg, if there is one."""
@@ -394,7 +394,4 @@ class Sampler:
 
 
 def _failed(number: int, error: EngineError) -> LegFailed:
-    if isinstance(error, EngineRefused):
-        return LegFailed(number, str(error), "refused")
-    kind: LegFailure = "overloaded" if isinstance(error, EngineOverloaded) else "fault"
-    return LegFailed(number, str(error), kind)
+    return LegFailed(number, str(error), KIND_OF_ERROR.get(type(error), "fault"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.core.errors import EngineOverloaded, EngineRefused, EngineUnavailable
+from rollmesh.core.errors import EngineBroke, EngineOverloaded, EngineRefused, EngineUnavailable
 from rollmesh.engine.answers import EngineLoad, ModelInfo
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
@@ -125,7 +125,7 @@ async def test_id_that_is_no_token_never_reaches_the_engine(
         (Fault.BAD_EVENT, EngineRefused),
         (Fault.BUSY, EngineOverloaded),
         (Fault.FULL, EngineOverloaded),
-        (Fault.ERROR, EngineUnavailable),
+        (Fault.ERROR, EngineBroke),
         (Fault.CUT, EngineUnavailable),
     ],
 )

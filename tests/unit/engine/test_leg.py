@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rollmesh.core.errors import EngineOverloaded, EngineRefused, EngineUnavailable
+from rollmesh.core.errors import EngineBroke, EngineOverloaded, EngineRefused, EngineUnavailable
 from rollmesh.core.types import Grammar, SamplingParams, VersionRun
 from rollmesh.engine.leg import LegAnswer, LegStream, encode_leg, encode_score
 from tests.unit.engine.leg_ear import LegEar, leg
@@ -206,6 +206,23 @@ def test_stream_that_ends_without_a_finish_was_cut() -> None:
     assert "the stream was cut" in str(told.ear.ends[0])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_broke_at_a_leg_that_it_took_and_told_nothing_of(stream: bool) -> None:
+    refused, cut = Told(stream=stream), Told(stream=stream)
+    refused.answer.on_head(500, [])
+    refused.answer.on_end()
+    cut.answer.on_error(EngineUnavailable("reset"))
+    assert [type(told.ear.ends[0]) for told in (refused, cut)] == [EngineBroke] * 2
+
+
+def test_one_that_was_not_reached_or_told_tokens_did_not_break_at_the_leg() -> None:
+    ear, told = LegEar(), Told()
+    LegAnswer("http://e", ear, lambda: None).on_error(EngineUnavailable("refused"))
+    told.answer.on_data(INCREMENTAL[0])
+    told.answer.on_error(EngineUnavailable("reset"))
+    assert [type(each.ends[0]) for each in (ear, told.ear)] == [EngineUnavailable] * 2
+
+
 @pytest.mark.parametrize(
     ("raw", "kind"),
     [
@@ -251,7 +268,7 @@ def test_comments_that_keep_a_stream_alive_tell_nothing() -> None:
         (404, EngineRefused),
         (408, EngineUnavailable),
         (429, EngineOverloaded),
-        (500, EngineUnavailable),
+        (500, EngineBroke),
         (503, EngineOverloaded),
     ],
 )

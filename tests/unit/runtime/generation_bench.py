@@ -29,7 +29,9 @@ ENGINE = EngineChosen("http://a", "i1", 0)
 class Bench:
     """A machine, a clock that stands still, and the actions of the last step."""
 
-    def __init__(self, *, stream: bool = True, **params: object) -> None:
+    def __init__(
+        self, *, stream: bool = True, images: tuple[str, ...] = (), **params: object
+    ) -> None:
         fields = {"max_tokens": 10, "stop_token_ids": (STOP_TOKEN,), **params}
         request = GenerationRequest(
             generation_id="g",
@@ -38,6 +40,7 @@ class Bench:
             params=SamplingParams(**fields),  # type: ignore[arg-type]
             min_policy_version=0,
             stream=stream,
+            images=images,
         )
         self.now_s = 0.0
         self.actions: list[Action] = []

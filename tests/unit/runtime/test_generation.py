@@ -189,6 +189,28 @@ def test_fruitless_legs_back_off_and_end_within_bounds() -> None:
     assert isinstance(bench.machine.error, EngineUnavailable)
 
 
+def test_a_request_whose_images_break_engines_ends_without_fencing_them() -> None:
+    bench = running(images=("https://nowhere/a.png",))
+    for leg in range(2):
+        bench.step(LegFailed(leg, "HTTP 500: oops", "broke"))
+        assert bench.said(AvoidEngine)
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+    bench.step(LegFailed(2, "HTTP 500: oops", "broke"))
+    assert bench.said(ReportFault) == []
+    assert bench.machine.state is GenerationState.VOID
+    assert "in reach? HTTP 500: oops" in str(bench.machine.error)
+
+
+def test_an_engine_that_breaks_after_a_token_or_without_images_is_at_fault() -> None:
+    seeing, plain = running(images=("https://here/a.png",)), running()
+    seeing.sample(0, 1)
+    for bench in (seeing, plain):
+        bench.step(LegFailed(0, "cut", "broke"))
+        assert bench.said(ReportFault)
+        assert bench.machine.state is GenerationState.RUNNING
+
+
 def test_waiting_for_an_engine_ends_in_time_but_pauses_do_not_count() -> None:
     bench = Bench()
     bench.step(Joined())
