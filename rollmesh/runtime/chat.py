@@ -118,12 +118,16 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
             keys.append(hash(("calls", calls)))
         return keys
 
+    @property
+    def is_text_of_assistant(self) -> bool:
+        """Whether it is nothing but what the assistant says, as what is seen of a cut answer is."""
+        return self.role == "assistant" and not self.tool_calls and bool(self.text().strip())
+
     def joined(self, other: "ChatMessage") -> "ChatMessage":
-        """This message and the one behind it as one, both being the assistant's."""
+        """Such a message and the assistant's next one as one."""
         thoughts = [str(m.reasoning_content) for m in (self, other) if m.reasoning_content]
-        calls = [*(self.tool_calls or ()), *(other.tool_calls or ())]
-        text = self.text() + other.text()
-        return ChatMessage("assistant", text, "\n".join(thoughts) or None, calls or None)
+        text, reasoning = self.text() + other.text(), "\n".join(thoughts) or None
+        return ChatMessage("assistant", text, reasoning, other.tool_calls)
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it: text content, arguments as objects."""

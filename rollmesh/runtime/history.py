@@ -357,7 +357,7 @@ class History:
         while spot is not None and spot.parent is not None:
             if spot.raw:
                 before = self.read(spot) if b'"assistant"' in spot.raw else None
-                if before is None or before.role != "assistant":
+                if before is None or not before.is_text_of_assistant:
                     return
                 message, above = before.joined(message), spot.parent
                 keys = message.meanings(is_ours=False)

@@ -118,17 +118,19 @@ def test_a_cut_answer_and_the_next_one_shown_as_one_lead_to_the_next(seen: str) 
     assert held.cause is None
 
 
-def test_an_answer_behind_an_agents_own_call_is_not_known_by_that_calls_id() -> None:
-    def made(name: str) -> Message:
+@pytest.mark.parametrize("name", ["f", ""])
+def test_an_answer_behind_an_agents_call_or_empty_turn_is_known_by_itself(name: str) -> None:
+    def made(name: str, content: str = "") -> Message:
         call = {"id": "call_0", "function": {"name": name, "arguments": "{}"}}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
+        shown: Message = {"role": "assistant", "content": content}
+        return {**shown, "tool_calls": [call]} if name else shown
 
     held = Held()
-    _, context = held.ask(turn(USER, made("f")))
+    _, context = held.ask(turn(USER, made(name)))
     answer = held.say(context, SAID)
-    other, _ = held.ask(turn(USER, made("g"), MORE))
-    assert other.spot.parent is None
-    assert held.ask(turn(USER, made("f"), SAID, MORE))[0].spot is answer
+    for other in (made("g"), made(name, "4")):
+        assert held.ask(turn(USER, other, MORE))[0].spot.parent is None
+    assert held.ask(turn(USER, made(name), SAID, MORE))[0].spot is answer
 
 
 def test_each_message_is_held_once(held: Held) -> None:
