@@ -227,7 +227,7 @@ async def test_aborted_calls_leave_nothing_once_their_time_is_over(
     prompts: Prompts, say: Say
 ) -> None:
     def num_replies() -> int:
-        return sum([isinstance(each, Reply) for each in gc.get_objects()])
+        return sum([type(each) is Reply for each in gc.get_objects()])
 
     clock = FakeClock()
     sampler = ScriptedSampler(None, GenerationSettings(retry_window_s=30.0), clock)
