@@ -11,7 +11,6 @@ begin, so they have one cause; the branch of their nodes tells them apart once t
 
 import bisect
 import enum
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +57,8 @@ class ForkLog:
 
     def __init__(self) -> None:
         self.rows: list[ForkRow] = []
-        self.healed: Counter[str] = Counter()
+        self.healed: dict[str, int] = {}
+        """How often, by kind."""
 
     def add_healed(self, history: History, match: Match) -> None:
         """Count what was seen past when `match` was found."""
@@ -72,8 +72,8 @@ class ForkLog:
                 spot = spot.parent
             if match.walk.read is not read_chat:
                 kinds.discard(HealedKind.PART_LIST)  # other dialects have nothing but parts
-            if kinds:
-                self.healed.update(kinds)
+            for kind in kinds:
+                self.healed[kind] = self.healed.get(kind, 0) + 1
 
     def report(self) -> ForkReport:
         return ForkReport(list(self.rows), dict(self.healed))

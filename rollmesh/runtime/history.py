@@ -186,6 +186,9 @@ class Walk:
         if child is not None:
             self._arrive(child)
             return
+        if not self.spot.children:
+            self.is_stopped = True
+            return
         place = len(self.units) - 1
         messages = self.pending[place] = self.read(unit, self.num_leapt + place)
         start = self.spot
@@ -344,9 +347,10 @@ class History:
         self._stretches.add(walk.stretch, start, walk.array, end, num_units)
 
     def _hold_message(self, spot: Spot, message: ChatMessage, raw: bytes) -> Spot:
-        child = spot.child(hash(raw)) or spot.find(message.meanings(self.rotating))
-        if child is not None:
-            return child
+        if spot.children:
+            child = spot.child(hash(raw)) or spot.find(message.meanings(self.rotating))
+            if child is not None:
+                return child
         for image in message.images():
             self.images[image.digest] = image
         own = message.meanings(self.rotating, is_ours=False)

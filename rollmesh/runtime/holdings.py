@@ -147,9 +147,9 @@ class Holdings:
         node = self.graph.add_context(prompt.parent, prompt.token_ids, images)
         if prompt.parent == ROOT:
             first = match.new[0]
-            keys = first.meanings(self.history.rotating)
             is_system = first.role in ("system", "developer")
-            self.root_kinds[node] = RootKind(match.tools_key, keys[0] if is_system else 0)
+            system_key = first.meanings(self.history.rotating)[0] if is_system else 0
+            self.root_kinds[node] = RootKind(match.tools_key, system_key)
         return self.history.hold(match, node)
 
     def lead_to(self, node: int, lead: tuple[int, ...]) -> int:
