@@ -13,10 +13,12 @@ from rollmesh.runtime.forks import ForkCause
 from rollmesh.runtime.graph import ROOT
 from rollmesh.runtime.holdings import Holdings, Prompt
 from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.samples import claims_of, reasons_of
 from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.runtime.turns import ToolChoice, Turn
 from rollmesh.testing.sampler import ScriptedSampler
+from tests.unit.runtime.random_talks import RandomTalks
 from tests.unit.runtime.session_world import (
     MORE,
     SYSTEM,
@@ -234,3 +236,21 @@ async def test_a_fork_says_where_its_tokens_part_and_what_it_cost(
     assert left[: row.token] == after[: row.token]
     assert left[row.token] != after[row.token]
     assert row.num_tokens == len(after)
+
+
+@pytest.mark.parametrize("seed", range(24))
+async def test_whatever_agents_do_a_prompt_says_what_they_asked_and_each_token_trains_once(
+    prompts: Prompts, template_prompts: Prompts, tokenizer: Tokenizer, seed: int
+) -> None:
+    talks = RandomTalks(prompts if seed % 3 else template_prompts, tokenizer, seed)
+    for _ in range(40):
+        await talks.step()
+    assert not {"changed_text", "changed_call"} & set(talks.session.fork_report().healed)
+    talks.session.seal("done")
+    nodes = talks.session.record().nodes
+    reasons = reasons_of(nodes, ["main", "side", "subagent"])
+    claims = claims_of(nodes, [not reason for reason in reasons])
+    claimed = sorted(row for claim in claims for row in claim.trained)
+    assert claimed == [row for row, reason in enumerate(reasons) if not reason]
+    sampled = [row for row, node in enumerate(nodes) if node.sampled and node.num_tokens]
+    assert {reasons[row] for row in sampled} <= {"", "void", "superseded"}
