@@ -186,7 +186,9 @@ def chunk_of(answer: Answer, num_seen: int) -> LegChunk:
     num_new = meta.completion_tokens - num_seen
     logprobs = meta.output_token_logprobs
     token_ids = answer.output_ids
-    if num_new < 0 or num_new > len(token_ids) or num_new > len(logprobs):
+    is_short = num_new > len(token_ids) or num_new > len(logprobs)
+    is_untold = not num_seen and not num_new and token_ids
+    if num_new < 0 or is_short or is_untold:
         told = f"{meta.completion_tokens} tokens, {len(token_ids)} ids, {len(logprobs)} log-probs"
         raise EngineUnavailable(f"told of {told} after {num_seen} of them")
     if num_new != len(token_ids):

@@ -213,8 +213,10 @@ class LegAnswer:
         return EngineUnavailable(why) if self._num_seen else EngineBroke(why)
 
     def _finish(self) -> None:
-        answer = answers.decode_answer(self._pending)
-        self._tell(answers.chunk_of(answer, 0))
+        chunk = answers.chunk_of(answers.decode_answer(self._pending), 0)
+        if chunk.finish is None:
+            raise EngineUnavailable("answered without a finish reason")
+        self._tell(chunk)
 
     def _tell(self, chunk: LegChunk) -> None:
         self._num_seen += len(chunk.token_ids)

@@ -206,6 +206,16 @@ def test_stream_that_ends_without_a_finish_was_cut() -> None:
     assert "the stream was cut" in str(told.ear.ends[0])
 
 
+@pytest.mark.parametrize("raw", [b'{"text": "hi"}', event([1], 1)[6:]])
+def test_plain_answer_without_a_finish_is_none(raw: bytes) -> None:
+    """Or its reader would wait for the rest until the engine counts as silent."""
+    told = Told(stream=False)
+    told.answer.on_data(raw)
+    told.answer.on_end()
+    assert told.ear.chunks == []
+    assert str(told.ear.ends[0]) == "http://e: answered without a finish reason"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_broke_at_a_leg_that_it_took_and_told_nothing_of(stream: bool) -> None:
     refused, cut = Told(stream=stream), Told(stream=stream)
@@ -228,6 +238,8 @@ def test_one_that_was_not_reached_or_told_tokens_did_not_break_at_the_leg() -> N
     [
         (event([2], 2), EngineUnavailable),
         (event([1], 3), EngineUnavailable),
+        (event([1], 0), EngineUnavailable),
+        (event([1], 0, LENGTH), EngineUnavailable),
         (b"data: {\n\n", EngineUnavailable),
         (b'data: {"error": {"message": "too long", "code": 400}}\n\n', EngineRefused),
         (b'data: {"error": {"message": "full", "code": 503}}\n\n', EngineOverloaded),
