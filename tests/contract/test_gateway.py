@@ -54,11 +54,16 @@ class Caller:
 
     async def samples(self) -> list[Json]:
         """What the session holds, at its end."""
+        found: list[Json] = (await self.account())["samples"]
+        return found
+
+    async def account(self) -> Json:
+        """All that is told at its end."""
         path = f"/admin/sessions/{self.opened['session_id']}/finish"
         response = await self.client.post(path, json={}, headers=self._admin)
         assert response.status_code == 200, response.text
-        found: list[Json] = response.json()["samples"]
-        return found
+        told: Json = response.json()
+        return told
 
 
 class Door:

@@ -10,7 +10,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import NoReturn
 
+import torch
+
 PARTS = ("elementwise", "flash_attn", "flash_mla", "kvcacheio", "mamba", "quantization")
+FETCHED = (
+    "sigmoid_mul qk_gemma_rmsnorm qk_gemma_rmsnorm_with_gate qkvzba_split_reshape_cat_contiguous"
+)
+"""Operators, fused_*_cpu, that the multimodal Qwens fetch when their module is imported."""
 
 
 def absent(name: str) -> Callable[..., NoReturn]:
@@ -28,3 +34,5 @@ __getattr__ = absent
 for part in PARTS:
     module = sys.modules[f"{__name__}.{part}"] = ModuleType(f"{__name__}.{part}")
     vars(module)["__getattr__"] = absent
+for part in FETCHED.split():  # no others: SGLang asks of them whether they are there
+    setattr(torch.ops.sgl_kernel, f"fused_{part}_cpu", absent(f"fused_{part}_cpu"))
