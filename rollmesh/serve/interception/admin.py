@@ -20,19 +20,22 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import msgspec
-from aiohttp import web
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition
 from rollmesh.core.types import Outcome, SamplingPolicy
 from rollmesh.serve.interception.book import Entry, SessionBook
 from rollmesh.serve.interception.capture import SessionWish
+from rollmesh.serve.interception.request import JSON, Request
 from rollmesh.serve.interception.rules import Wish, policy_of
 
 SESSIONS = "/admin/sessions"
 MAX_METADATA_BYTES = 16 * 1024
 
-_JSON = {"Content-Type": "application/json"}
+MAX_BODY_BYTES = 128 * 1024
+SILENCE_S = 10.0
+"""A body may stop coming for this long."""
+
 _HOST = re.compile(r"[A-Za-z0-9.\-_]+(:\d+)?|\[[0-9A-Fa-f:.]+\](:\d+)?")
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -82,35 +85,42 @@ class Admin:
         self._kit = kit
         self._token = kit.token.encode()
 
-    async def handle(self, request: web.BaseRequest, path: str) -> web.StreamResponse | None:
-        """The answer to a request that is ours, None for any other."""
+    async def handle(self, request: Request, path: str) -> bool:
+        """Answer a request that is ours; False for any other."""
         if path == "/healthz" and request.method == "GET":
-            return _answer(self._kit.health())
+            request.answer(200, request.dated(JSON), msgspec.json.encode(self._kit.health()))
+            return True
         if path != "/metrics" and path != "/admin" and not path.startswith("/admin/"):
-            return None
+            return False
+        kind = JSON
         try:
             self._check_token(request)
-            return await self._route(request, path)
+            status, body = 200, await self._route(request, path)
+            if path == "/metrics":
+                kind = CONTENT_TYPE.encode()
+            elif request.method == "POST" and path == SESSIONS:
+                status = 201
         except SessionError as error:
             told = {"error": {"message": str(error), "code": error.code}}
-            return _answer(told, error.status)
+            status, body = error.status, msgspec.json.encode(told)
+        request.answer(status, request.dated(kind), body)
+        return True
 
-    def _check_token(self, request: web.BaseRequest) -> None:
-        scheme, _, said = request.headers.get("Authorization", "").partition(" ")
-        known = hmac.compare_digest(said.strip().encode("utf-8", "surrogateescape"), self._token)
-        if scheme.lower() != "bearer" or not known:
+    def _check_token(self, request: Request) -> None:
+        scheme, _, said = request.headers.get(b"authorization", b"").partition(b" ")
+        known = hmac.compare_digest(said.strip(), self._token)
+        if scheme.lower() != b"bearer" or not known:
             why = "send the token of --admin-token-file as `Authorization: Bearer TOKEN`"
             raise SessionError(401, "invalid_admin_token", why)
 
-    async def _route(self, request: web.BaseRequest, path: str) -> web.Response:
+    async def _route(self, request: Request, path: str) -> bytes:
         if path == "/metrics":
             _expect(request, "GET")
-            body = self._kit.exposition.render()
-            return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+            return self._kit.exposition.render()
         if path == SESSIONS:
             if request.method == "GET":
                 rows = [entry.describe() for entry in self._kit.book.entries()]
-                return _answer({"sessions": rows})
+                return _encode({"sessions": rows})
             _expect(request, "POST")
             return self._open(request, await _read(request, OpenBody))
         if not path.startswith(SESSIONS + "/"):
@@ -118,25 +128,23 @@ class Admin:
         session_id, _, verb = path.removeprefix(SESSIONS + "/").partition("/")
         return await self._route_session(request, unquote(session_id), verb)
 
-    async def _route_session(
-        self, request: web.BaseRequest, session_id: str, verb: str
-    ) -> web.Response:
+    async def _route_session(self, request: Request, session_id: str, verb: str) -> bytes:
         book = self._kit.book
         if verb == "" and request.method == "DELETE":
             book.delete(book.find(session_id))
-            return _answer({"session_id": session_id, "deleted": True})
+            return _encode({"session_id": session_id, "deleted": True})
         if verb == "":
             _expect(request, "GET")
-            return _answer(book.find(session_id).describe())
+            return _encode(book.find(session_id).describe())
         if verb not in ("reward", "finish"):
             raise SessionError(404, "unknown_route", f"no {verb!r} here; there are reward, finish")
         _expect(request, "POST")
         if verb == "reward":
             return self._reward(book.find(session_id), await _read(request, RewardBody))
         asked = await _read(request, FinishBody)
-        return _answer(book.finish(book.find(session_id), asked.outcome))
+        return _encode(book.finish(book.find(session_id), asked.outcome))
 
-    def _open(self, request: web.BaseRequest, asked: OpenBody) -> web.Response:
+    def _open(self, request: Request, asked: OpenBody) -> bytes:
         metadata = bytes(asked.metadata)
         if len(metadata) > MAX_METADATA_BYTES:
             why = f"metadata: {len(metadata)} bytes; at most {MAX_METADATA_BYTES}"
@@ -150,28 +158,25 @@ class Admin:
             "base_url": f"{base}/v1",
             "path_url": f"{base}/s/{opened.path_secret}/v1",
         }
-        return _answer(answer, 201)
+        return _encode(answer)
 
-    def _reward(self, entry: Entry, asked: RewardBody) -> web.Response:
+    def _reward(self, entry: Entry, asked: RewardBody) -> bytes:
         self._kit.book.reward(entry, asked.reward, asked.node)
-        return _answer(entry.describe())
+        return _encode(entry.describe())
 
 
-def _address(request: web.BaseRequest) -> str:
+def _address(request: Request) -> str:
     """How the caller reached us, which is how the agent on its side will."""
-    host = request.headers.get("Host", "")
-    scheme = request.headers.get("X-Forwarded-Proto", "http").lower()
+    host = request.headers.get(b"host", b"").decode("latin-1")
+    scheme = request.headers.get(b"x-forwarded-proto", b"http").decode("latin-1").lower()
     if not _HOST.fullmatch(host) or scheme not in ("http", "https"):
         raise SessionError(400, "invalid_host", f"Host: {host!r} is no address to give to agents")
     return f"{scheme}://{host}"
 
 
-async def _read(request: web.BaseRequest, kind: type[B]) -> B:
+async def _read(request: Request, kind: type[B]) -> B:
     """The body as `kind`, an empty one as {}; SessionError names the key that is wrong."""
-    try:
-        raw = await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise SessionError(413, "body_too_large", "the body is too long") from None
+    raw = await request.read(MAX_BODY_BYTES, SILENCE_S)
     try:
         raw.decode()  # metadata is kept unopened, and must come out as the text it is
         return msgspec.json.decode(raw or b"{}", type=kind)
@@ -179,11 +184,10 @@ async def _read(request: web.BaseRequest, kind: type[B]) -> B:
         raise SessionError(400, "invalid_body", f"the body: {error}") from None
 
 
-def _expect(request: web.BaseRequest, method: str) -> None:
+def _expect(request: Request, method: str) -> None:
     if request.method != method:
         why = f"{request.method} is not possible here; use {method}"
         raise SessionError(405, "wrong_method", why)
 
 
-def _answer(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, headers=_JSON)
+_encode = msgspec.json.encode

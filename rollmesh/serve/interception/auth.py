@@ -8,12 +8,12 @@ here logs. Driven by exchange.py.
 from collections.abc import Mapping
 
 
-def find_secret(path: str, headers: Mapping[str, str]) -> str:
-    """The secret of a request, or '' if it has none."""
+def find_secret(path: str, headers: Mapping[bytes, bytes]) -> str:
+    """The secret of a request, or '' if it has none; headers by name in lower case."""
     before, mark, rest = path.partition("/s/")
     if mark and "/v1" not in before:
         return rest.partition("/")[0]
-    scheme, _, token = headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token:
-        return token.strip()
-    return headers.get("x-api-key", "").strip()
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer" or not token:
+        token = headers.get(b"x-api-key", b"")
+    return token.strip().decode("utf-8", "surrogateescape")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-from aiohttp import web
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
@@ -24,10 +23,11 @@ from rollmesh.engine.view import FleetView
 from rollmesh.runtime.assembly import new_runtime
 from rollmesh.serve.interception.capture import Capture
 from rollmesh.serve.interception.edge import Control, Edge
-from rollmesh.serve.interception.face import Face
 from rollmesh.serve.interception.relay.capture import RelayCapture
 from rollmesh.serve.interception.relay.edge import RelayEdge, RelayKit
 from rollmesh.serve.interception.relay.upstreams import COOL_DOWN_S, Upstreams
+from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.server import HttpServer
 from rollmesh.serve.interception.tokens import TokenCapture
 
 DRAIN_S = 30.0
@@ -131,11 +131,12 @@ class RelayBackend:
     def serve(self, control: Control) -> Faced:
         edge = self._edge
 
-        async def handle(request: web.BaseRequest) -> web.StreamResponse:
-            path = request.raw_path.partition("?")[0].rstrip("/")
-            return await control(request, path) or await edge.handle(request, path)
+        async def handle(request: Request) -> None:
+            path = request.path.partition("?")[0].rstrip("/")
+            if not await control(request, path):
+                await edge.handle(request, path)
 
-        return Face(handle, self._config.interception.max_body_bytes, DRAIN_S)
+        return HttpServer(handle, DRAIN_S)
 
     def engines(self) -> list[dict[str, Any]]:
         """A relay probes nobody: an endpoint is ready until a call fails."""

@@ -17,8 +17,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from urllib.parse import unquote
 
-from aiohttp import web
-
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
@@ -29,10 +27,11 @@ from rollmesh.serve.interception.dialects.completions import CompletionsDialect
 from rollmesh.serve.interception.dialects.dialect import Dialect
 from rollmesh.serve.interception.dialects.messages import MessagesDialect
 from rollmesh.serve.interception.dialects.responses import ResponsesDialect
-from rollmesh.serve.interception.exchange import Exchange, ExchangeKit, ExchangeState, refusal
-from rollmesh.serve.interception.face import Face
+from rollmesh.serve.interception.exchange import Exchange, ExchangeKit, ExchangeState, refuse
 from rollmesh.serve.interception.models import model_list, one_model
 from rollmesh.serve.interception.openapi import openapi_document
+from rollmesh.serve.interception.request import JSON, Request
+from rollmesh.serve.interception.server import HttpServer
 from rollmesh.serve.interception.view import EdgeView
 
 SHUTDOWN_S = 1.0
@@ -46,8 +45,8 @@ DIALECTS: dict[str, Dialect] = {
 }
 """By the end of the path; a longer end stands before one that ends it."""
 
-Control = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse | None]]
-"""Asked before any route of ours, with the path; None where the request is not for it."""
+Control = Callable[[Request, str], Awaitable[bool]]
+"""Asked before any route of ours, with the path; whether it has answered the request."""
 
 
 class Edge:
@@ -69,7 +68,7 @@ class Edge:
         self._kit = ExchangeKit(
             runtime, SystemClock(), EdgeView(model_name), config.max_body_bytes, config.keepalive_s
         )
-        self._face = Face(self._handle, config.max_body_bytes, drain_s)
+        self._server = HttpServer(self._handle, drain_s)
 
     @property
     def num_open(self) -> int:
@@ -78,68 +77,60 @@ class Edge:
 
     async def start(self, listening: socket.socket) -> str:
         """Serve on the socket; returns its base address, `http://host:port`."""
-        return await self._face.start(listening)
+        return await self._server.start(listening)
 
     async def stop(self) -> None:
         """Close the socket and all connections; running exchanges get their time."""
-        await self._face.stop()
+        await self._server.stop()
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        path = request.raw_path.partition("?")[0].rstrip("/")
-        if self._control is not None:
-            response = await self._control(request, path)
-            if response is not None:
-                return response
+    async def _handle(self, request: Request) -> None:
+        path = request.path.partition("?")[0].rstrip("/")
+        if self._control is not None and await self._control(request, path):
+            return
         if request.method == "POST":
             for suffix, dialect in DIALECTS.items():
                 if path.endswith(suffix):
-                    return await self._exchange(request, suffix, dialect)
+                    await self._exchange(request, suffix, dialect)
+                    return
             if path.endswith(COUNT_SUFFIX):
-                return await self._exchange(request, COUNT_SUFFIX, DIALECTS["/messages"])
-        elif request.method == "GET":
-            return self._look_up(request, path)
-        return self._unknown()
+                await self._exchange(request, COUNT_SUFFIX, DIALECTS["/messages"])
+                return
+        try:
+            if request.method != "GET":
+                raise _unknown()
+            request.answer(200, request.dated(JSON), self._look_up(request, path))
+        except SessionError as error:
+            refuse(request, DIALECTS["/chat/completions"].error(error), error)
 
-    async def _exchange(
-        self, request: web.BaseRequest, route: str, dialect: Dialect
-    ) -> web.StreamResponse:
+    async def _exchange(self, request: Request, route: str, dialect: Dialect) -> None:
         exchange = Exchange(request, dialect, self._kit)
         self._open.add(exchange)
         try:
-            return await (exchange.run_count() if route == COUNT_SUFFIX else exchange.run())
+            await (exchange.run_count() if route == COUNT_SUFFIX else exchange.run())
         finally:
             self._open.discard(exchange)
             self.num_exchanges[route, exchange.state] += 1
 
-    def _look_up(self, request: web.BaseRequest, path: str) -> web.Response:
+    def _look_up(self, request: Request, path: str) -> bytes:
         if path.endswith("/healthz"):
-            return web.Response(body=b'{"status":"ok"}', headers=_JSON)
+            return b'{"status":"ok"}'
         if path.endswith("/openapi.json"):
-            return web.Response(body=openapi_document(), headers=_JSON)
+            return openapi_document()
         _, mark, model = path.rpartition("/models")
         if not mark or model[:1] not in ("", "/"):
-            return self._unknown()
-        try:
-            self._kit.runtime.find(find_secret(path, request.headers))
-        except SessionError as error:
-            return _refuse(error)
-        name = self._kit.view.model_name
-        body = one_model(_unquoted(model[1:])) if model else model_list(name)
-        return web.Response(body=body, headers=_JSON)
+            raise _unknown()
+        self._kit.runtime.find(find_secret(path, request.headers))
+        return one_model(_unquoted(model[1:])) if model else model_list(self._kit.view.model_name)
 
-    def _unknown(self) -> web.Response:
-        known = ", ".join(f"POST /v1{suffix}" for suffix in [*DIALECTS, COUNT_SUFFIX])
-        why = f"no such route here; there are {known}, GET /v1/models and GET /healthz"
-        return _refuse(SessionError(404, "unknown_route", why))
+
+_KNOWN = ", ".join(f"POST /v1{suffix}" for suffix in [*DIALECTS, COUNT_SUFFIX])
+
+
+def _unknown() -> SessionError:
+    why = f"no such route here; there are {_KNOWN}, GET /v1/models and GET /healthz"
+    return SessionError(404, "unknown_route", why)
 
 
 def _unquoted(name: str) -> str:
     """A name from a path, as text that every encoder takes."""
     return unquote(name).encode("utf-8", "replace").decode()
-
-
-_JSON = {"Content-Type": "application/json"}
-
-
-def _refuse(error: SessionError) -> web.Response:
-    return refusal(DIALECTS["/chat/completions"].error(error), error)

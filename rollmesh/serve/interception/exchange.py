@@ -11,26 +11,29 @@ edge.py.
 """
 
 import asyncio
+import contextlib
 import enum
 import json
 from collections.abc import Awaitable, Sequence
 
 import msgspec
-from aiohttp import web
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.errors import Overloaded, SessionError
 from rollmesh.core.logs import get_logger
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.reply import Reply, ReplyHead
-from rollmesh.runtime.session import Session
-from rollmesh.serve.interception.answer import Answer
+from rollmesh.runtime.session import Session, SessionState
 from rollmesh.serve.interception.auth import find_secret
-from rollmesh.serve.interception.body import read_body
 from rollmesh.serve.interception.dialects.dialect import Asked, Call, Dialect, Stream
+from rollmesh.serve.interception.request import JSON, Request
 from rollmesh.serve.interception.view import EdgeView, ReplyView
 
-SAMPLING_HEADER = "x-rollmesh-sampling"
+SAMPLING_HEADER = b"x-rollmesh-sampling"
+EVENTS = b"text/event-stream; charset=utf-8"
+SEAL_LOOK_S = 1.0
+"""How often a call whose client takes nothing looks whether its session was sealed."""
+KEEP_ALIVE = b": keep-alive\n\n"
 _TO_THE_END = 1 << 62
 
 log = get_logger()
@@ -62,44 +65,43 @@ class ExchangeKit(msgspec.Struct, frozen=True):
 class Exchange:
     """See the module."""
 
-    __slots__ = ("_answer", "_dialect", "_kit", "_request", "_stream", "state")
+    __slots__ = ("_dialect", "_kit", "_request", "_stream", "state")
 
-    def __init__(self, request: web.BaseRequest, dialect: Dialect, kit: ExchangeKit) -> None:
+    def __init__(self, request: Request, dialect: Dialect, kit: ExchangeKit) -> None:
         self.state = ExchangeState.RECEIVED
         self._request = request
         self._dialect = dialect
         self._kit = kit
-        self._answer = Answer(request, kit.clock)
         self._stream: Stream | None = None
         """Of a streamed answer, once its replies are known."""
 
-    async def run(self) -> web.StreamResponse:
+    async def run(self) -> None:
         """Answer the request."""
-        return await self._guard(self._sample())
+        await self._guard(self._sample())
 
-    async def run_count(self) -> web.StreamResponse:
+    async def run_count(self) -> None:
         """Answer with the number of tokens that the request would be sampled after."""
-        return await self._guard(self._count())
+        await self._guard(self._count())
 
-    async def _guard(self, work: Awaitable[web.StreamResponse]) -> web.StreamResponse:
+    async def _guard(self, work: Awaitable[None]) -> None:
         """Every error of an exchange ends here."""
         try:
-            return await work
+            await work
         except SessionError as error:
             self.state = ExchangeState.SEALED if error.status == 410 else ExchangeState.FAILED
-            return self._refuse(error)
+            self._refuse(error)
         except Overloaded as error:
             self.state = ExchangeState.FAILED
-            return self._refuse(SessionError(429, "overloaded", str(error), error.retry_after_s))
+            self._refuse(SessionError(429, "overloaded", str(error), error.retry_after_s))
         except (asyncio.CancelledError, ConnectionError):
             self.state = ExchangeState.ABANDONED
             raise
         except Exception:  # door: a fault of ours must not take other calls along
             self.state = ExchangeState.FAILED
             log.exception("exchange.broken")
-            return self._refuse(SessionError(500, "internal_error", "a fault in the server"))
+            self._refuse(SessionError(500, "internal_error", "a fault in the server"))
 
-    async def _sample(self) -> web.StreamResponse:
+    async def _sample(self) -> None:
         session, call = await self._match()
         replies: list[Reply] = []
         views: list[ReplyView] = []
@@ -110,55 +112,50 @@ class Exchange:
                     replies.append(reply)
                     views.append(ReplyView(session, reply, turn, self._kit.view))
             self.state = ExchangeState.ATTACHED
+            lines = self._request.dated(EVENTS if call.is_streamed else JSON)
             if self._request.headers.get(SAMPLING_HEADER):
-                self._answer.add_header(SAMPLING_HEADER.encode(), sampling_of(views[0].head))
+                lines += b"%b: %b\r\n" % (SAMPLING_HEADER, sampling_of(views[0].head))
             if call.is_streamed:
-                response = await self._send_events(session, replies, call.stream(views))
+                self._request.open(200, b"Cache-Control: no-cache\r\n" + lines)
+                await self._send_events(session, replies, call.stream(views))
             else:
-                response = await self._send_whole(session, replies, call, views)
-            await self._answer.drain()
+                for reply in replies:
+                    await reply.wait(_TO_THE_END)
+                    session.finish(reply)
+                self._request.answer(200, lines, call.whole(views))
+                self.state = ExchangeState.STREAMING
+            await self._drain(session)
             for reply in replies:
                 session.delivered(reply)
             self.state = ExchangeState.DELIVERED
-            return response
         finally:
             for reply in replies:
                 reply.leave()
 
-    async def _count(self) -> web.StreamResponse:
+    async def _count(self) -> None:
         session, call = await self._match()
         num_tokens = sum([await session.count(turn) for turn in call.turns])
-        response = self._answer.send_whole(b'{"input_tokens":%d}' % num_tokens)
+        body = b'{"input_tokens":%d}' % num_tokens
+        self._request.answer(200, self._request.dated(JSON), body)
         self.state = ExchangeState.DELIVERED
-        return response
 
     async def _match(self) -> tuple[Session, Call]:
         request = self._request
         headers = request.headers
-        session = self._kit.runtime.find(find_secret(request.raw_path, headers))
-        body = await read_body(request, self._kit.max_body_bytes, self._kit.keepalive_s)
-        key = headers.get("Idempotency-Key")
-        resent = headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        session = self._kit.runtime.find(find_secret(request.path, headers))
+        body = await request.read(self._kit.max_body_bytes, self._kit.keepalive_s)
+        key = headers.get(b"idempotency-key")
+        resent = headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
         salt = hash((self._dialect, key))
         call = self._dialect.decode(Asked(body, salt, resent or key is not None))
         self.state = ExchangeState.MATCHED
         return session, call
 
-    async def _send_whole(
-        self, session: Session, replies: Sequence[Reply], call: Call, views: Sequence[ReplyView]
-    ) -> web.StreamResponse:
-        for reply in replies:
-            await reply.wait(_TO_THE_END)
-            session.finish(reply)
-        body = call.whole(views)
-        self.state = ExchangeState.STREAMING
-        return self._answer.send_whole(body)
-
     async def _send_events(
         self, session: Session, replies: Sequence[Reply], stream: Stream
-    ) -> web.StreamResponse:
+    ) -> None:
         self._stream = stream
-        heart = _Heart(self._answer, self._kit.keepalive_s)
+        heart = _Heart(self._request, self._kit.keepalive_s)
         try:
             if len(replies) == 1:
                 last = await self._follow(session, replies[0], stream, 0)
@@ -167,13 +164,13 @@ class Exchange:
         finally:
             heart.stop()
         self.state = ExchangeState.STREAMING
-        return self._answer.close(last + stream.close())
+        self._request.close(last + stream.close())
 
     async def _follow_all(
         self, session: Session, replies: Sequence[Reply], stream: Stream
     ) -> bytes:
         async def follow(choice: int, reply: Reply) -> None:
-            await self._send(await self._follow(session, reply, stream, choice))
+            await self._send(session, await self._follow(session, reply, stream, choice))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -192,25 +189,36 @@ class Exchange:
             num_read += len(token_ids)
             delta = reader.feed(token_ids)
             if delta is not None:
-                await self._send(stream.piece(choice, delta))
+                await self._send(session, stream.piece(choice, delta))
         session.finish(reply)
         rest = reply.token_ids(num_read)
         delta = reader.feed(rest) if len(rest) else None
         events = stream.piece(choice, delta) if delta is not None else b""
         return events + stream.end(choice, reader.end(num_read + len(rest)))
 
-    async def _send(self, events: bytes) -> None:
+    async def _send(self, session: Session, events: bytes) -> None:
         self.state = ExchangeState.STREAMING
-        self._answer.send(events)
-        await self._answer.drain()
+        self._request.send(events)
+        await self._drain(session)
 
-    def _refuse(self, error: SessionError) -> web.StreamResponse:
+    async def _drain(self, session: Session) -> None:
+        """Until the client takes more; SessionError 410 if the session ends meanwhile."""
+        while self._request.is_clogged:
+            if session.state is SessionState.SEALED:
+                raise SessionError(410, "session_sealed", "the session has ended")
+            await self._request.drain(SEAL_LOOK_S)
+
+    def _refuse(self, error: SessionError) -> None:
         """An error reply; after the first byte of a stream, an error event."""
-        if not self._answer.is_open:
-            return refusal(self._dialect.error(error), error)
+        if not self._request.is_opened:
+            refuse(self._request, self._dialect.error(error), error)
+            return
+        if self._request.is_answered:
+            # Its client did not take it all before its session ended.
+            return
         assert self._stream is not None, "a plain answer fails before its first byte"
         try:
-            return self._answer.close(self._stream.error(error))
+            self._request.close(self._stream.error(error))
         except ConnectionError:
             self.state = ExchangeState.ABANDONED
             raise
@@ -225,9 +233,10 @@ def sampling_of(head: ReplyHead) -> bytes:
 class _Heart:
     """Keeps an idle stream alive by comments, on one timer."""
 
-    def __init__(self, answer: Answer, period_s: float) -> None:
-        self._answer = answer
+    def __init__(self, request: Request, period_s: float) -> None:
+        self._request = request
         self._period_s = period_s
+        self._num_seen = 0
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(period_s, self._beat)
 
@@ -236,12 +245,16 @@ class _Heart:
 
     def _beat(self) -> None:
         self._timer = self._loop.call_later(self._period_s, self._beat)
-        self._answer.beat()
+        if self._request.num_sends == self._num_seen and not self._request.is_clogged:
+            # A lost client is no matter here.
+            with contextlib.suppress(ConnectionError):
+                self._request.send(KEEP_ALIVE)
+        self._num_seen = self._request.num_sends
 
 
-def refusal(body: bytes, error: SessionError) -> web.Response:
-    """The HTTP response of an error whose body a dialect has encoded."""
-    headers = {"Content-Type": "application/json"}
+def refuse(request: Request, body: bytes, error: SessionError) -> None:
+    """Answer with an error whose body a dialect has encoded."""
+    lines = request.dated(JSON)
     if error.retry_after_s is not None:
-        headers["Retry-After"] = f"{max(1, round(error.retry_after_s))}"
-    return web.Response(body=body, status=error.status, headers=headers)
+        lines += b"Retry-After: %d\r\n" % max(1, round(error.retry_after_s))
+    request.answer(error.status, lines, body)

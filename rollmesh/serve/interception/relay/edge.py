@@ -10,29 +10,26 @@ dialect. Driven by the gateway's HTTP face.
 """
 
 import asyncio
-import http
 from collections import Counter
 
 import msgspec
-from aiohttp import web
-from aiohttp.http import HttpVersion11
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
 from rollmesh.core.logs import get_logger
-from rollmesh.serve.interception.answer import CONNECTION_LINES, written
 from rollmesh.serve.interception.auth import find_secret
-from rollmesh.serve.interception.body import read_body
 from rollmesh.serve.interception.edge import DIALECTS
-from rollmesh.serve.interception.exchange import ExchangeState, refusal
+from rollmesh.serve.interception.exchange import ExchangeState, refuse
 from rollmesh.serve.interception.relay.call import RelayCall
 from rollmesh.serve.interception.relay.capture import RelayCapture
 from rollmesh.serve.interception.relay.headers import forwarded
 from rollmesh.serve.interception.relay.heard import ROUTES
 from rollmesh.serve.interception.relay.upstreams import Parcel, Upstreams
+from rollmesh.serve.interception.request import Request
 
 PASSED = {"POST": ("/messages/count_tokens",), "GET": ("/models",)}
-_LAST_CHUNK = b"0\r\n\r\n"
+SEAL_LOOK_S = 1.0
+"""How often a call whose client takes nothing looks whether it was cut."""
 
 log = get_logger()
 
@@ -54,19 +51,19 @@ class RelayEdge:
         self.num_open = 0
         self._kit = kit
 
-    async def handle(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
-        """The answer; every error ends here."""
+    async def handle(self, request: Request, path: str) -> None:
+        """Answer it; every error ends here."""
         route, is_kept = _route_of(request.method, path)
         exchange = _Exchange(request, self._kit)
         self.num_open += 1
         try:
             if not route:
                 raise SessionError(404, "unknown_route", f"no such route; there are {_KNOWN}")
-            return await exchange.run(route, is_kept)
+            await exchange.run(route, is_kept)
         except SessionError as error:
             is_sealed = error.status == 410
             exchange.state = ExchangeState.SEALED if is_sealed else ExchangeState.FAILED
-            return exchange.refuse(route, error)
+            exchange.refuse(route, error)
         except (asyncio.CancelledError, ConnectionError):
             exchange.state = ExchangeState.ABANDONED
             raise
@@ -74,7 +71,7 @@ class RelayEdge:
             exchange.state = ExchangeState.FAILED
             log.exception("relay.broken")
             fault = SessionError(500, "internal_error", "a fault in the gateway")
-            return exchange.refuse(route, fault)
+            exchange.refuse(route, fault)
         finally:
             self.num_open -= 1
             self.num_exchanges[route.strip("/") or "unknown", exchange.state.value] += 1
@@ -83,26 +80,24 @@ class RelayEdge:
 class _Exchange:
     """One agent's connection to one call."""
 
-    __slots__ = ("_is_open", "_kit", "_request", "state")
+    __slots__ = ("_kit", "_request", "state")
 
-    def __init__(self, request: web.BaseRequest, kit: RelayKit) -> None:
+    def __init__(self, request: Request, kit: RelayKit) -> None:
         self.state = ExchangeState.RECEIVED
         self._request = request
         self._kit = kit
-        self._is_open = False
-        """The first byte of a stream left."""
 
-    async def run(self, route: str, is_kept: bool) -> web.StreamResponse:
+    async def run(self, route: str, is_kept: bool) -> None:
         request, config = self._request, self._kit.config
         headers = request.headers
-        secret = find_secret(request.raw_path, headers)
+        secret = find_secret(request.path, headers)
         session = self._kit.capture.find(secret)
-        body = await read_body(request, config.max_body_bytes, config.keepalive_s)
+        body = await request.read(config.max_body_bytes, config.keepalive_s)
         self.state = ExchangeState.MATCHED
         parcel = self._parcel(route, secret, body)
         if is_kept:
-            key = headers.get("Idempotency-Key", "")
-            resent = headers.get("x-stainless-retry-count", "0") not in ("", "0")
+            key = headers.get(b"idempotency-key", b"").decode("latin-1")
+            resent = headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
             call = session.call(route, parcel, key, resent or bool(key))
         else:
             call = session.pass_by(parcel)
@@ -110,31 +105,33 @@ class _Exchange:
         try:
             self.state = ExchangeState.ATTACHED
             await call.wait_for_head()
-            keeps = await (self._stream(call) if call.is_stream else self._send_whole(call))
-            await request.writer.drain()
+            await (self._stream(call) if call.is_stream else self._send_whole(call))
+            await self._drain(call)
             call.is_delivered = True
             self.state = ExchangeState.DELIVERED
-            return written(keeps)
         finally:
             call.leave()
 
-    def refuse(self, route: str, error: SessionError) -> web.StreamResponse:
+    def refuse(self, route: str, error: SessionError) -> None:
         """An error reply; once a stream has begun, an error event and its end."""
         body = DIALECTS.get(route, DIALECTS["/chat/completions"]).error(error)
-        if not self._is_open:
-            return refusal(body, error)
+        if not self._request.is_opened:
+            refuse(self._request, body, error)
+            return
+        if self._request.is_answered:
+            # Its client did not take it all before its session ended.
+            return
         name = b"event: error\n" if route == "/messages" else b""
         # What was passed may end within an event: the blank line ends that one.
         event = b"\n\n%bdata: %b\n\n" % (name, body)
         try:
-            self._write(self._framed(event) + self._last())
+            self._request.close(event)
         except ConnectionError:
             self.state = ExchangeState.ABANDONED
-        return written(self._keeps_stream)
 
     def _parcel(self, route: str, secret: str, body: bytes) -> Parcel:
         request = self._request
-        query = request.raw_path.partition("?")[2]
+        query = request.path.partition("?")[2]
         tail = f"?{query}" if query and secret not in query else ""
         lines = forwarded(
             request.raw_headers, secret, self._kit.upstreams.key, route.startswith("/messages")
@@ -142,71 +139,40 @@ class _Exchange:
         path = (route + tail).encode("ascii", "ignore")
         return Parcel(request.method.encode(), path, lines, body)
 
-    async def _send_whole(self, call: RelayCall) -> bool:
-        """A plain answer in one write; whether its connection is kept."""
+    async def _send_whole(self, call: RelayCall) -> None:
+        """A plain answer in one write."""
         while call.is_running:
             await call.wait(len(call.pieces))
         body = call.body
         if call.failure is not None:
             raise call.failure.again()
         self.state = ExchangeState.STREAMING
-        self._write(self._head(call, b"Content-Length: %d\r\n" % len(body)) + body)
-        return bool(self._request.keep_alive)
+        self._request.answer(call.status, call.lines, body)
 
-    async def _stream(self, call: RelayCall) -> bool:
+    async def _stream(self, call: RelayCall) -> None:
         """Pieces as they come, all that has arrived in one write."""
-        framing = b"Transfer-Encoding: chunked\r\n" if self._is_chunked else b""
-        head = self._head(call, framing)
+        self._request.open(call.status, call.lines)
         num_sent = 0
         while True:
             await call.wait(num_sent)
-            new = call.pieces[num_sent:]
+            new = b"".join(call.pieces[num_sent:])
+            num_sent = len(call.pieces)
             if new:
-                num_sent += len(new)
-                self._write(head + self._framed(b"".join(new)))
-                head, self._is_open, self.state = b"", True, ExchangeState.STREAMING
-                await self._request.writer.drain()
+                self._request.send(new)
+                self.state = ExchangeState.STREAMING
+                await self._drain(call)
             elif not call.is_running:
                 break
-        self._write(head + self._last())
-        return self._keeps_stream
+        self._request.close()
 
-    @property
-    def _is_chunked(self) -> bool:
-        """Without chunks only the connection's end can end a stream."""
-        return self._request.version >= HttpVersion11
-
-    @property
-    def _keeps_stream(self) -> bool:
-        return self._is_chunked and bool(self._request.keep_alive)
-
-    def _framed(self, data: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data
-
-    def _last(self) -> bytes:
-        return _LAST_CHUNK if self._is_chunked else b""
-
-    def _head(self, call: RelayCall, framing: bytes) -> bytes:
-        is_sized = framing.startswith(b"Content-Length")
-        keeps = bool(self._request.keep_alive) and (is_sized or self._is_chunked)
-        connection = CONNECTION_LINES[keeps, self._is_chunked]
-        return b"HTTP/1.1 %d %b\r\n%b%b%b\r\n" % (
-            call.status,
-            _REASONS.get(call.status, b""),
-            call.lines,
-            framing,
-            connection,
-        )
-
-    def _write(self, data: bytes) -> None:
-        transport = self._request.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client hung up")
-        if data:
-            transport.write(data)
+    async def _drain(self, call: RelayCall) -> None:
+        """Until the client takes more; SessionError if the call is cut meanwhile."""
+        while self._request.is_clogged:
+            if call.failure is not None:
+                raise call.failure
+            await self._request.drain(SEAL_LOOK_S)
 
 
-_REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 _KNOWN = ", ".join(
     [*(f"POST /v1{route}" for route in (*ROUTES, *PASSED["POST"])), "GET /v1/models"]
 )

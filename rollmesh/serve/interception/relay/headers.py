@@ -24,6 +24,7 @@ _HOP_BY_HOP = {
 _NOT_FORWARDED = _HOP_BY_HOP | {
     b"host",
     b"content-length",
+    b"content-encoding",  # of the body, which is inflated here
     b"expect",
     b"cookie",
     b"authorization",

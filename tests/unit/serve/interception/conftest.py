@@ -1,6 +1,7 @@
 """An edge on a free port over scripted generations, and a client for it."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import uvloop
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.ids import GroupId, RolloutId
@@ -136,3 +138,11 @@ async def make_desk(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[Mak
         desk.runtime.end_group(GroupId("r", 0))
         await desk.client.close()
         await desk.edge.stop()
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
+    """uvloop's transports are asyncio's by duty, not by class: each promise is kept on both."""
+    with asyncio.Runner(loop_factory=request.param) as runner:
+        yield runner
+        assert not asyncio.all_tasks(runner.get_loop())

@@ -6,7 +6,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from aiohttp import web
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import SamplingConfig
@@ -18,7 +17,8 @@ from rollmesh.runtime.registry import Runtime
 from rollmesh.serve.interception.admin import Admin, AdminKit
 from rollmesh.serve.interception.book import SessionBook
 from rollmesh.serve.interception.capture import Opened, SessionWish
-from rollmesh.serve.interception.face import Face
+from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.server import HttpServer
 from rollmesh.serve.interception.tokens import TokenCapture
 from rollmesh.testing.sampler import ScriptedSampler
 
@@ -48,12 +48,13 @@ class Office:
         self.client = aiohttp.ClientSession()
         kit = AdminKit(self.book, TOKEN, TRAINING, Exposition("gateway"), lambda: {"status": "ok"})
         self._admin = Admin(kit)
-        self.face = Face(self._handle, 100_000, drain_s=0.1)
+        self.server = HttpServer(self._handle, drain_s=0.1)
         self.base = ""
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        path = request.raw_path.partition("?")[0]
-        return await self._admin.handle(request, path) or web.Response(status=299)
+    async def _handle(self, request: Request) -> None:
+        path = request.path.partition("?")[0]
+        if not await self._admin.handle(request, path):
+            request.answer(299, b"", b"")
 
     async def ask(
         self, method: str, path: str, body: Any = None, **headers: str
@@ -74,10 +75,10 @@ class Office:
 async def office(prompts: Prompts) -> AsyncIterator[Office]:
     sampler = ScriptedSampler(None)
     office = Office(Wishes(Runtime(sampler, prompts, 4096, sampler.clock)))
-    office.base = await office.face.start(listen("127.0.0.1:0"))
+    office.base = await office.server.start(listen("127.0.0.1:0"))
     yield office
     await office.client.close()
-    await office.face.stop()
+    await office.server.stop()
 
 
 Route = tuple[str, str]
@@ -177,7 +178,7 @@ BAD: list[Bad] = [
     ("", b'{"metadata": "\xff"}', 400, "the body: 'utf-8' codec can't decode byte 0xff"),
     ("", b'{"seed": "x"}', 400, "Expected `int | null`"),
     ("", b'{"metadata": "%b"}' % (b"x" * 20_000), 413, "metadata: 20002 bytes; at most 16384"),
-    ("", b"x" * 200_000, 413, "too long"),
+    ("", b"x" * 200_000, 413, "longer than 131072 bytes"),
     ("/ID/reward", b"{}", 400, "missing required field `reward`"),
     ("/ID/reward", b'{"reward": "1"}', 400, "Expected `float`"),
     ("/ID/reward", b'{"reward": 1, "node": 0}', 404, "node: 0 is neither"),

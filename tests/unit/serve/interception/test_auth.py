@@ -8,15 +8,15 @@ from rollmesh.serve.interception.auth import find_secret
 @pytest.mark.parametrize(
     ("path", "headers", "secret"),
     [
-        ("/v1/chat/completions", {"Authorization": "Bearer k"}, "k"),
-        ("/v1/chat/completions", {"Authorization": "bearer k "}, "k"),
-        ("/v1/chat/completions", {"x-api-key": "k"}, "k"),
-        ("/v1/chat/completions", {"Authorization": "Basic k", "x-api-key": "x"}, "x"),
-        ("/s/p/v1/chat/completions", {"Authorization": "Bearer sk-unused"}, "p"),
+        ("/v1/chat/completions", {b"authorization": b"Bearer k"}, "k"),
+        ("/v1/chat/completions", {b"authorization": b"bearer k "}, "k"),
+        ("/v1/chat/completions", {b"x-api-key": b"k"}, "k"),
+        ("/v1/chat/completions", {b"authorization": b"Basic k", b"x-api-key": b"x"}, "x"),
+        ("/s/p/v1/chat/completions", {b"authorization": b"Bearer sk-unused"}, "p"),
         ("/prefix/s/p/chat/completions", {}, "p"),
         ("/v1/chat/completions", {}, ""),
-        ("/v1/s/p", {"x-api-key": "k"}, "k"),
+        ("/v1/s/p", {b"x-api-key": b"k"}, "k"),
     ],
 )
-def test_a_secret_is_found(path: str, headers: dict[str, str], secret: str) -> None:
+def test_a_secret_is_found(path: str, headers: dict[bytes, bytes], secret: str) -> None:
     assert find_secret(path, headers) == secret

@@ -13,10 +13,11 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.process import listen
 from rollmesh.engine.http import HttpClient
 from rollmesh.serve.interception.capture import Rewards, SessionWish
-from rollmesh.serve.interception.face import Face
 from rollmesh.serve.interception.relay.capture import RelayCapture
 from rollmesh.serve.interception.relay.edge import RelayEdge, RelayKit
 from rollmesh.serve.interception.relay.upstreams import Upstreams
+from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.server import HttpServer
 from rollmesh.testing.provider import ScriptedProvider
 
 PROVIDER_KEY = "pk-of-the-provider"
@@ -76,13 +77,13 @@ async def make_relay() -> AsyncIterator[MakeRelay]:
             capture = RelayCapture(upstreams, SystemClock(), settings.max_body_bytes)
             edge = RelayEdge(RelayKit(capture, upstreams, settings))
 
-            async def handle(request: aiohttp.web.BaseRequest) -> aiohttp.web.StreamResponse:
-                return await edge.handle(request, request.raw_path.partition("?")[0])
+            async def handle(request: Request) -> None:
+                await edge.handle(request, request.path.partition("?")[0])
 
-            face = Face(handle, settings.max_body_bytes, drain_s=0.1)
+            server = HttpServer(handle, drain_s=0.1)
             relay = Relay(edge, capture, upstreams)
-            relay.base = await face.start(listen("127.0.0.1:0"))
-            stack.push_async_callback(face.stop)
+            relay.base = await server.start(listen("127.0.0.1:0"))
+            stack.push_async_callback(server.stop)
             stack.push_async_callback(relay.client.close)
             return relay
 

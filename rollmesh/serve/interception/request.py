@@ -1,0 +1,220 @@
+"""One HTTP request of an agent, and its answer's way back onto the connection.
+
+    nothing --answer--> answered        nothing --open--> opened --send...--> --close--> answered
+
+Invariants: an answer is one write, of a stream one write an event; a stream is chunked, or ends
+with its connection where the client speaks HTTP/1.0; a body over the limit is refused by what its
+head says, or once the limit is passed, never after it was read whole; a sender that falls silent
+does not hold us. A writer awaits `drain` before it writes more. Made by inbound.py; driven by
+exchange.py, the relay and the admin's routes.
+"""
+
+import asyncio
+import email.utils
+import functools
+import http
+import zlib
+from typing import Protocol
+
+from rollmesh.core.errors import SessionError
+from rollmesh.engine.connection import Headers
+
+JSON = b"application/json"
+_LAST_CHUNK = b"0\r\n\r\n"
+_WINDOWS = {b"gzip": zlib.MAX_WBITS | 16, b"x-gzip": zlib.MAX_WBITS | 16, b"deflate": 15}
+_REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
+_CONNECTION_LINES = {
+    (True, True): b"",
+    (True, False): b"Connection: keep-alive\r\n",
+    (False, True): b"Connection: close\r\n",
+    (False, False): b"Connection: close\r\n",
+}
+"""By whether the connection is kept, and whether it would be without saying so (HTTP/1.1)."""
+
+
+class Wire(Protocol):
+    """The connection, as its request uses it."""
+
+    is_clogged: bool
+    """The client does not take what was written."""
+
+    def write(self, data: bytes) -> None:
+        """ConnectionResetError if the client hung up."""
+
+    def want(self) -> "asyncio.Future[None]":
+        """Read on; done when more of the body has come, or will not come."""
+
+    async def drain(self, most_s: float) -> None:
+        """Until it is not clogged, or for `most_s`."""
+
+    def unix_s(self) -> float:
+        """The time of day."""
+
+
+class Request:
+    """See the module."""
+
+    __slots__ = (
+        "_body", "_is_chunked", "_is_opened", "_lines", "_wire", "headers", "is_answered",
+        "is_broken", "is_whole", "keeps", "method", "num_bytes", "num_sends", "path",
+        "raw_headers",
+    )  # fmt: skip
+
+    def __init__(self, wire: Wire, method: str, path: str, raw_headers: Headers) -> None:
+        self.method = method
+        self.path = path
+        """As it was sent, with the query."""
+        self.raw_headers = raw_headers
+        self.headers = {name.lower(): value for name, value in reversed(raw_headers)}
+        """By name in lower case; of several, the first."""
+        self.is_whole = False
+        """The last byte of the body is here."""
+        self.is_broken = False
+        """It never will be."""
+        self.is_answered = False
+        """The last byte of the answer was written."""
+        self.num_bytes = 0
+        """Of the body that is here."""
+        self.num_sends = 0
+        """Writes of a stream."""
+        self.keeps = False
+        """Its connection goes on behind the answer."""
+        self._is_chunked = False
+        self._is_opened = False
+        self._body: list[bytes] = []
+        self._lines = b""
+        self._wire = wire
+
+    # what the connection tells
+
+    def speak(self, protocol: str, keeps: bool) -> None:
+        """How its client wants to be answered."""
+        self._is_chunked, self.keeps = protocol == "1.1", keeps
+
+    def add(self, data: bytes) -> None:
+        """More of the body."""
+        self._body.append(data)
+        self.num_bytes += len(data)
+
+    # the body
+
+    async def read(self, max_bytes: int, silence_s: float) -> bytes:
+        """The body, once; SessionError 413 if it is too long, 408 if it stops coming, 400 if
+        it breaks off."""
+        if not self.is_whole:
+            await self._gather(max_bytes, silence_s)
+        if self.num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        pieces, self._body = self._body, []
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        coding = self.headers.get(b"content-encoding")
+        return _inflated(body, coding, max_bytes) if coding else body
+
+    async def _gather(self, max_bytes: int, silence_s: float) -> None:
+        if int(self.headers.get(b"content-length", b"0")) > max_bytes:
+            raise _too_large(max_bytes)
+        if self._is_chunked and self.headers.get(b"expect", b"").lower() == b"100-continue":
+            self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while not self.is_whole and self.num_bytes <= max_bytes:
+            if self.is_broken:
+                why = "the body breaks off or is garbled"
+                raise SessionError(400, "invalid_body", why)
+            try:
+                async with asyncio.timeout(silence_s):
+                    await self._wire.want()
+            except TimeoutError:
+                raise SessionError(408, "body_timeout", "the body stopped coming") from None
+
+    # the answer
+
+    @property
+    def is_opened(self) -> bool:
+        """The first byte of the answer was written."""
+        return self._is_opened
+
+    @property
+    def is_clogged(self) -> bool:
+        """The client does not take what was written: await `drain`."""
+        return self._wire.is_clogged
+
+    def dated(self, kind: bytes) -> bytes:
+        """The header lines of an answer of our own, of this media type."""
+        return _dated(kind, int(self._wire.unix_s()))
+
+    def answer(self, status: int, lines: bytes, body: bytes) -> None:
+        """The whole answer; ConnectionResetError if the client hung up."""
+        self._is_opened = self.is_answered = True
+        self.keeps = self.keeps and self.is_whole
+        sized = b"HTTP/1.1 %d %b\r\n%bContent-Length: %d\r\n%b\r\n" % (
+            status,
+            _REASONS.get(status, b""),
+            lines,
+            len(body),
+            _CONNECTION_LINES[self.keeps, self._is_chunked],
+        )
+        self._wire.write(sized if self.method == "HEAD" else sized + body)
+
+    def open(self, status: int, lines: bytes) -> None:
+        """A stream begins; its head is written with the first of it."""
+        # Without chunks only the connection's end can end a stream.
+        self.keeps = self.keeps and self.is_whole and self._is_chunked
+        self._lines = b"HTTP/1.1 %d %b\r\n%b%b%b\r\n" % (
+            status,
+            _REASONS.get(status, b""),
+            lines,
+            b"Transfer-Encoding: chunked\r\n" if self._is_chunked else b"",
+            _CONNECTION_LINES[self.keeps, self._is_chunked],
+        )
+
+    def send(self, data: bytes) -> None:
+        """More of a stream."""
+        self.num_sends += 1
+        self._wire.write(self._framed(data))
+
+    def close(self, data: bytes = b"") -> None:
+        """The last of a stream."""
+        self.is_answered = True
+        framed = self._framed(data) if data else self._head()
+        self._wire.write(framed + _LAST_CHUNK if self._is_chunked else framed)
+
+    async def drain(self, most_s: float) -> None:
+        """Until the client takes more, or for `most_s`."""
+        await self._wire.drain(most_s)
+
+    def _framed(self, data: bytes) -> bytes:
+        framed = b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data
+        return framed if self._is_opened else self._head() + framed
+
+    def _head(self) -> bytes:
+        head, self._lines, self._is_opened = self._lines, b"", True
+        return head
+
+
+@functools.lru_cache(maxsize=8)
+def _dated(kind: bytes, unix_s: int) -> bytes:
+    date = email.utils.formatdate(unix_s, usegmt=True).encode()
+    return b"Content-Type: %b\r\nDate: %b\r\n" % (kind, date)
+
+
+def _inflated(body: bytes, coding: bytes, max_bytes: int) -> bytes:
+    """What was encoded; never more than the limit is made of it."""
+    coding = coding.strip().lower()
+    if coding == b"identity":
+        return body
+    if coding not in _WINDOWS:
+        why = "the body's Content-Encoding is not known here; send gzip, deflate or none"
+        raise SessionError(415, "unsupported_encoding", why)
+    try:
+        inflater = zlib.decompressobj(_WINDOWS[coding])
+        plain = inflater.decompress(body, max_bytes + 1)
+    except zlib.error:
+        raise SessionError(400, "invalid_body", "the body is not encoded as it says") from None
+    if len(plain) > max_bytes:
+        raise _too_large(max_bytes)
+    if not inflater.eof:
+        raise SessionError(400, "invalid_body", "the encoded body breaks off")
+    return plain
+
+
+def _too_large(max_bytes: int) -> SessionError:
+    return SessionError(413, "body_too_large", f"the body is longer than {max_bytes} bytes")

@@ -1,0 +1,101 @@
+"""An HTTP/1.1 server on one socket: what edge, relay and gateway have in common beneath routes.
+
+Owns the connections and the tasks that serve them, one each. Invariants: nothing of a request is
+logged, since paths and headers may hold secrets; a handler is cancelled when its client hangs up;
+connections that do not get on are closed; `stop` closes the socket and idle connections first, then
+lets running handlers end within a bound. Driven by edge.py and by the gateway.
+"""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.process import http_address
+from rollmesh.serve.interception.inbound import Inbound, Limits
+from rollmesh.serve.interception.request import Request
+
+BACKLOG = 1024
+SWEEP_S = 1.0
+
+Handler = Callable[[Request], Awaitable[None]]
+"""Answers its request."""
+
+
+class HttpServer:
+    """`start` serves until `stop`."""
+
+    def __init__(self, handle: Handler, drain_s: float, limits: Limits | None = None) -> None:
+        """`drain_s` is how long `stop` waits for running handlers."""
+        self.handle = handle
+        self.limits = limits or Limits()
+        self.unix_s = SystemClock().unix_s
+        self._drain_s = drain_s
+        self._listener: asyncio.Server | None = None
+        self._connections: set[Inbound] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+        self._emptied = asyncio.Event()
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    async def start(self, listening: socket.socket) -> str:
+        """Serve on the socket; returns its base address, `http://host:port`."""
+        address = http_address(listening)
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(
+            lambda: Inbound(self, loop), sock=listening, backlog=BACKLOG
+        )
+        self._sweep(loop)
+        return address
+
+    async def stop(self) -> None:
+        """Close the socket and all connections; running handlers get their bound."""
+        if self._listener is None:
+            return
+        self._is_stopping = True
+        self._listener.close()
+        for each in list(self._connections):
+            each.retire()
+        if self._connections:
+            self._emptied.clear()
+            try:
+                async with asyncio.timeout(self._drain_s):
+                    await self._emptied.wait()
+            except TimeoutError:
+                for each in list(self._connections):
+                    each.hang_up()
+                await self._emptied.wait()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._sweeper:
+            self._sweeper.cancel()
+        self._listener = None
+
+    # what connections say
+
+    def opened(self, inbound: Inbound) -> None:
+        """It is there."""
+        self._connections.add(inbound)
+        if self._is_stopping:
+            inbound.hang_up()
+
+    def lost(self, inbound: Inbound) -> None:
+        """It is gone."""
+        self._connections.discard(inbound)
+        if not self._connections:
+            self._emptied.set()
+
+    def employ(self, inbound: Inbound) -> asyncio.Task[None]:
+        """A task that serves it."""
+        task = asyncio.get_running_loop().create_task(inbound.serve(), name="http.inbound")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        now_s = loop.time()
+        for each in list(self._connections):
+            each.look(now_s)
+        limits = self.limits
+        period_s = min(SWEEP_S, limits.idle_s / 4, limits.head_s / 4, limits.linger_s / 4)
+        self._sweeper = loop.call_later(period_s, self._sweep, loop)

@@ -1,0 +1,256 @@
+"""What agents may send: requests, bodies and garbage on real sockets, on both event loops."""
+
+import asyncio
+import gzip
+
+import pytest
+
+from rollmesh.engine.connection import MAX_MUTE_BYTES
+from rollmesh.serve.interception.parser import MAX_AHEAD
+from rollmesh.serve.interception.request import Request
+from tests.unit.serve.interception.http_client import (
+    GET,
+    MAX_BYTES,
+    Held,
+    echo,
+    serving,
+    sized,
+    status_of,
+)
+
+
+def test_request_is_told_as_it_was_sent(runner: asyncio.Runner) -> None:
+    seen: list[Request] = []
+
+    async def handle(request: Request) -> None:
+        seen.append(request)
+        await echo(request)
+
+    async def main() -> None:
+        async with serving(handle) as place:
+            client = await place.client()
+            client.send(sized(b"abc", b"X-Key: one", b"x-key: two", b"X-Key:"))
+            assert await client.answer() == (200, b"abc")
+
+    runner.run(main())
+    assert (seen[0].method, seen[0].path) == ("POST", "/p?q")
+    assert seen[0].headers == {b"content-length": b"3", b"x-key": b"one"}
+    told = [(b"Content-Length", b"3"), (b"X-Key", b"one"), (b"x-key", b"two"), (b"X-Key", b"")]
+    assert seen[0].raw_headers == told
+
+
+def test_requests_that_come_byte_by_byte_are_answered_on_one_connection(
+    runner: asyncio.Runner,
+) -> None:
+    chunked = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2;x=y\r\nde\r\n1\r\nf\r\n"
+    chunked += b"0\r\nTrailer: x\r\n\r\n"
+
+    async def main() -> None:
+        async with serving(echo) as place:
+            client = await place.client()
+            for request, body in ((sized(b"abc"), b"abc"), (chunked, b"def")):
+                for byte in request:
+                    client.send(bytes([byte]))
+                    await client.writer.drain()
+                    await asyncio.sleep(0)
+                assert await client.answer() == (200, body)
+
+    runner.run(main())
+
+
+def test_pipelined_requests_are_answered_one_after_the_other(runner: asyncio.Runner) -> None:
+    running: list[Request] = []
+
+    async def handle(request: Request) -> None:
+        assert not running
+        running.append(request)
+        await asyncio.sleep(0)
+        await echo(request)
+        running.clear()
+
+    async def main() -> None:
+        async with serving(handle) as place:
+            client = await place.client()
+            bodies = [b"%d" % number * 5000 for number in range(MAX_AHEAD)]
+            client.send(b"".join(map(sized, bodies)))
+            assert [await client.answer() for _ in bodies] == [(200, body) for body in bodies]
+
+    runner.run(main())
+
+
+def test_too_many_pipelined_requests_end_the_connection_behind_those_before(
+    runner: asyncio.Runner,
+) -> None:
+    async def main() -> None:
+        async with serving(echo) as place:
+            told = await place.ask(GET * 1000)
+            assert told.count(b"HTTP/1.1 200 ") == MAX_AHEAD + 1
+            assert told.count(b"HTTP/1.1 400 ") == 1
+            assert told.rpartition(b"HTTP/1.1 ")[2].startswith(b"400 ")
+
+    runner.run(main())
+
+
+def test_what_nobody_asked_for_is_not_read(runner: asyncio.Runner) -> None:
+    held = Held()
+
+    async def handle(request: Request) -> None:
+        await (held(request) if request.path == "/held" else echo(request))
+
+    async def main() -> None:
+        async with serving(handle) as place:
+            client = await place.client()
+            client.send(b"POST /held HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
+            await held.begun.wait()
+            client.send(b"x" * 60_000_000)
+            other = await place.client()
+            for _ in range(500):
+                other.send(sized(b"x"))
+                assert await other.answer() == (200, b"x")
+            assert client.num_unsent > 40_000_000
+
+    runner.run(main())
+
+
+def test_who_asks_whether_to_go_on_is_told_so_only_where_the_body_is_wanted(
+    runner: asyncio.Runner,
+) -> None:
+    async def main() -> None:
+        async with serving(echo) as place:
+            client = await place.client()
+            head, _, _ = sized(b"abc", b"Expect: 100-continue").partition(b"abc")
+            client.send(head)
+            assert await client.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
+            client.send(b"abc")
+            assert await client.answer() == (200, b"abc")
+            large = b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 900000\r\n\r\n"
+            client.send(large)
+            assert await client.answer() == (413, b"body_too_large")
+            assert await client.rest() == b""
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"Content-Length: 900000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\ndbba0\r\n"],
+    ids=["sized", "chunked"],
+)
+def test_a_body_over_the_limit_is_refused_though_its_sender_goes_on(
+    runner: asyncio.Runner, head: bytes
+) -> None:
+    async def main() -> None:
+        async with serving(echo) as place:
+            told = await place.ask(b"POST / HTTP/1.1\r\n" + head + b"x" * 900_000)
+            assert told.startswith(b"HTTP/1.1 413 ")
+            assert b"Connection: close\r\n" in told
+
+    runner.run(main())
+
+
+def test_encoded_bodies_are_inflated_within_the_limit(runner: asyncio.Runner) -> None:
+    gzipped = b"Content-Encoding: gzip"
+
+    async def main() -> None:
+        async with serving(echo) as place:
+            client = await place.client()
+            for raw, coding, answer in (
+                (gzip.compress(b"abc" * 1000), gzipped, (200, b"abc" * 1000)),
+                (gzip.compress(b"x" * (MAX_BYTES + 1)), gzipped, (413, b"body_too_large")),
+                (gzip.compress(b"abc")[:-9], gzipped, (400, b"invalid_body")),
+                (b"abc", gzipped, (400, b"invalid_body")),
+                (b"abc", b"Content-Encoding: br", (415, b"unsupported_encoding")),
+                (b"abc", b"Content-Encoding: identity", (200, b"abc")),
+            ):
+                client.send(sized(raw, coding))
+                assert await client.answer() == answer
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize("wish", [b"h2c", b"websocket"])
+def test_another_protocol_is_declined_and_hides_no_body(
+    runner: asyncio.Runner, wish: bytes
+) -> None:
+    inner = b"GET /smuggled HTTP/1.1\r\n\r\n"
+
+    async def main() -> None:
+        async with serving(echo) as place:
+            client = await place.client()
+            upgrade = sized(inner, b"Connection: Upgrade", b"Upgrade: " + wish)
+            for cut in (len(upgrade), len(upgrade) - 5, 20):
+                client.send(upgrade[:cut])
+                for _ in range(5):  # so that the server reads it by itself
+                    await asyncio.sleep(0)
+                client.send(upgrade[cut:] + sized(b"next"))
+                assert await client.answer() == (200, inner)
+                assert await client.answer() == (200, b"next")
+
+    runner.run(main())
+
+
+GARBAGE = {
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00",
+    "no method": b"FROB / HTTP/1.1\r\n\r\n",
+    "http 2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "a later version": b"GET / HTTP/2.0\r\n\r\n",
+    "an earlier version": b"GET /\r\n\r\n",
+    "a proxy's": b"CONNECT h:443 HTTP/1.1\r\n\r\n",
+    "bare line ends": b"GET / HTTP/1.1\nA: b\n\n",
+    "a bare return": b"GET / HTTP/1.1\r\nA: b\rX: y\r\n\r\n",
+    "a folded line": b"GET / HTTP/1.1\r\nA: b\r\n c\r\n\r\n",
+    "a space in a name": b"GET / HTTP/1.1\r\nTransfer-Encoding : chunked\r\n\r\n",
+    "a zero": b"GET / HTTP/1.1\r\nA: b\0c\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nabc",
+    "a signed length": b"POST / HTTP/1.1\r\nContent-Length: +1\r\n\r\na",
+    "length and chunks": b"POST / HTTP/1.1\r\nContent-Length: 5\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n",
+    "chunks and length": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n"
+    b"Content-Length: 5\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n",
+    "not chunked last": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
+    "unknown framing": b"POST / HTTP/1.1\r\nTransfer-Encoding: identity\r\n\r\n" + GET,
+    "a garbled chunk": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nz\r\n" + GET,
+    "a chunk's bare end": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\na\r\n" + GET,
+    "a long chunk": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n" + GET,
+    "a huge chunk": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 17,
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_is_answered_once_in_one_line_and_ends_the_connection(
+    runner: asyncio.Runner, garbage: bytes
+) -> None:
+    async def main() -> None:
+        async with serving(echo) as place:
+            told = await place.ask(sized(b"before") + garbage)
+            assert told.count(b"HTTP/1.1 ") == 2
+            assert b"\r\n\r\nbeforeHTTP/1.1 40" in told
+            head, _, body = told.rpartition(b"\r\n\r\n")
+            assert b"\r\nConnection: close" in head
+            assert b"\n" not in body
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [b"GET /", b"GET / HTTP/1.1\r\nA: ", b"GET / HTTP/1.1\r\nCookie: secret\r\nA: b\r\n" * 1],
+)
+def test_a_head_without_end_is_refused(runner: asyncio.Runner, endless: bytes) -> None:
+    async def main() -> None:
+        async with serving(echo) as place:
+            more = b"x" if not endless.endswith(b"\n") else b"A: b\r\n"
+            told = await place.ask(endless + more * (2 * MAX_MUTE_BYTES))
+            assert status_of(told) == 431
+            assert b"secret" not in told
+
+    runner.run(main())
+
+
+def test_chunk_extensions_without_end_are_refused(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        async with serving(echo) as place:
+            head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;"
+            assert status_of(await place.ask(head + b"x" * (4 * MAX_MUTE_BYTES))) == 400
+
+    runner.run(main())

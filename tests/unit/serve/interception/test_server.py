@@ -1,0 +1,277 @@
+"""How connections end: silence, hang-ups, streams and the stop, on both event loops."""
+
+import asyncio
+
+import pytest
+
+from rollmesh.serve.interception.inbound import Limits
+from rollmesh.serve.interception.request import JSON, Request
+from tests.unit.serve.interception.http_client import (
+    GET,
+    LAST_GET,
+    PATIENCE_S,
+    Held,
+    echo,
+    serving,
+    sized,
+)
+
+# who stays silent, and who leaves
+
+
+def test_a_head_that_stops_coming_is_408_though_bytes_trickle(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        async with serving(echo, limits=Limits(head_s=0.05)) as place:
+            client = await place.client()
+            client.send(GET)
+            assert (await client.answer())[0] == 200
+            client.send(b"GET / HTTP/1.1\r\nA: ")
+            answer = asyncio.create_task(client.answer())
+            while not answer.done():
+                client.send(b"x")
+                await asyncio.sleep(0)
+            assert (await answer)[0] == 408
+            assert await client.rest() == b""
+
+    runner.run(main())
+
+
+def test_idle_connections_are_closed_without_a_word(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        async with serving(echo, limits=Limits(idle_s=0.05)) as place:
+            fresh, kept = await place.client(), await place.client()
+            kept.send(GET)
+            assert (await kept.answer())[0] == 200
+            assert await fresh.rest() == await kept.rest() == b""
+
+    runner.run(main())
+
+
+def test_a_running_handler_is_not_idle(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        held = Held()
+        async with serving(held, limits=Limits(idle_s=0.01, head_s=0.01, linger_s=0.01)) as place:
+            client, fresh = await place.client(), await place.client()
+            client.send(GET)
+            await held.begun.wait()
+            assert await fresh.rest() == b""
+            held.go.set()
+            assert await client.answer() == (200, b"held")
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["reset", "half"])
+def test_handler_is_cancelled_when_its_client_hangs_up(runner: asyncio.Runner, half: bool) -> None:
+    async def main() -> None:
+        held = Held()
+        async with serving(held) as place:
+            client = await place.client()
+            client.send(GET)
+            await held.begun.wait()
+            if half:
+                client.writer.write_eof()
+            else:
+                client.reset()
+            await held.cancelled.wait()
+
+    runner.run(main())
+
+
+def test_a_body_that_its_sender_leaves_cancels_its_handler(runner: asyncio.Runner) -> None:
+    reading = asyncio.Event()
+    left = asyncio.Event()
+
+    async def handle(request: Request) -> None:
+        reading.set()
+        try:
+            await echo(request)
+        except asyncio.CancelledError:
+            left.set()
+            raise
+
+    async def main() -> None:
+        async with serving(handle) as place:
+            client = await place.client()
+            client.send(sized(b"abc")[:-1])
+            await reading.wait()
+            client.reset()
+            await left.wait()
+
+    runner.run(main())
+
+
+def test_a_client_that_takes_nothing_holds_its_writer_then_is_cut(runner: asyncio.Runner) -> None:
+    num_sent = 0
+    ended = asyncio.Event()
+
+    async def handle(request: Request) -> None:
+        nonlocal num_sent
+        request.open(200, b"")
+        try:
+            while True:
+                request.send(b"x" * 65536)
+                num_sent += 1
+                while request.is_clogged:
+                    await request.drain(0.01)
+        finally:
+            ended.set()
+
+    async def main() -> None:
+        async with serving(handle, limits=Limits(idle_s=0.2)) as place:
+            client = await place.client(limit=1)
+            client.send(GET)
+            await ended.wait()
+
+    runner.run(main())
+    assert num_sent < 1000
+
+
+def test_a_clogged_writer_goes_on_when_its_client_reads_again(runner: asyncio.Runner) -> None:
+    whole = b"x" * 20_000_000
+
+    async def handle(request: Request) -> None:
+        request.answer(200, b"", whole)
+        assert request.is_clogged
+        while request.is_clogged:
+            await request.drain(PATIENCE_S)
+
+    async def main() -> None:
+        async with serving(handle) as place:
+            client = await place.client()
+            client.send(GET)
+            assert await client.answer() == (200, whole)
+            client.send(LAST_GET)
+            assert (await client.rest()).endswith(whole)
+
+    runner.run(main())
+
+
+# answers
+
+
+def test_connections_are_kept_and_closed_as_the_client_says(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        async with serving(echo) as place:
+            client = await place.client()
+            client.send(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+            assert b"\r\nConnection: keep-alive\r\n" in await client.head()
+            client.send(b"GET / HTTP/1.0\r\n\r\n")
+            assert b"\r\nConnection: close\r\n" in await client.head()
+            assert await client.rest() == b""
+            told = await place.ask(LAST_GET + GET)
+            assert told.count(b"HTTP/1.1 200 OK\r\n") == 1
+            assert b"\r\nConnection: close\r\n" in told
+
+    runner.run(main())
+
+
+async def tell(request: Request) -> None:
+    request.open(200, request.dated(b"text/event-stream"))
+    for _ in range(2):
+        request.send(b"data: 1\n\n")
+        await asyncio.sleep(0)
+    request.close(b"data: 2\n\n" if request.path == "/last" else b"")
+
+
+def test_streams_are_chunked_or_end_with_their_connection(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        async with serving(tell) as place:
+            client = await place.client()
+            chunk = b"9\r\ndata: 1\n\n\r\n"
+            client.send(GET)
+            assert b"\r\nTransfer-Encoding: chunked\r\n" in await client.head()
+            assert await client.reader.readexactly(2 * len(chunk) + 5) == 2 * chunk + b"0\r\n\r\n"
+            client.send(b"GET /last HTTP/1.1\r\nConnection: close\r\n\r\n")
+            body = (await client.rest()).partition(b"\r\n\r\n")[2]
+            assert body == 2 * chunk + chunk.replace(b"1\n", b"2\n") + b"0\r\n\r\n"
+            old = await place.ask(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+            head, _, body = old.partition(b"\r\n\r\n")
+            assert body == b"data: 1\n\n" * 2
+            assert b"Transfer-Encoding" not in head
+            assert b"\r\nConnection: close" in head
+
+    runner.run(main())
+
+
+def test_head_is_answered_without_a_body(runner: asyncio.Runner) -> None:
+    async def handle(request: Request) -> None:
+        request.answer(200, request.dated(JSON), b"body")
+
+    async def main() -> None:
+        async with serving(handle) as place:
+            told = await place.ask(b"HEAD / HTTP/1.1\r\n\r\n" + LAST_GET)
+            assert told.count(b"Content-Length: 4\r\n") == 2
+            assert told.count(b"body") == 1
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_broken_handler_ends_its_own_connection_only(
+    runner: asyncio.Runner, begins: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def handle(request: Request) -> None:
+        if request.method == "GET":
+            await echo(request)
+            return
+        if begins:
+            request.open(200, b"")
+            request.send(b"x")
+        raise ValueError("broken")
+
+    async def main() -> None:
+        async with serving(handle) as place:
+            other = await place.client()
+            client = await place.client()
+            client.send(sized(b"", b"x-api-key: rk-secret"))
+            told = await client.rest()
+            assert told[:13] in ((b"", b"HTTP/1.1 200 ") if begins else (b"HTTP/1.1 500 ",))
+            assert not told.endswith(b"0\r\n\r\n")
+            other.send(GET)
+            assert (await other.answer())[0] == 200
+
+    runner.run(main())
+    said = "".join(capsys.readouterr())
+    assert "http.broken" in said
+    assert "rk-secret" not in said
+
+
+# the end
+
+
+def test_stop_closes_idle_connections_and_lets_a_running_handler_end(
+    runner: asyncio.Runner,
+) -> None:
+    async def main() -> None:
+        held = Held()
+        async with serving(held, drain_s=PATIENCE_S) as place:
+            idle, partial, busy = [await place.client() for _ in range(3)]
+            partial.send(b"GET / HT")
+            busy.send(GET + GET)
+            await held.begun.wait()
+            stopping = asyncio.create_task(place.server.stop())
+            assert await idle.rest() == await partial.rest() == b""
+            with pytest.raises(OSError):  # noqa: PT011 - each loop has its own words
+                await place.client()
+            assert not stopping.done()
+            held.go.set()
+            told = await busy.rest()
+            assert told.count(b"HTTP/1.1 200 OK\r\n") == 1
+            assert b"\r\nConnection: close\r\n" in told
+            await stopping
+
+    runner.run(main())
+
+
+def test_stop_ends_what_does_not_end(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        held = Held()
+        async with serving(held, drain_s=0.01) as place:
+            client = await place.client()
+            client.send(GET)
+            await held.begun.wait()
+            await place.server.stop()
+            assert held.cancelled.is_set()
+
+    runner.run(main())
