@@ -9,8 +9,8 @@ and the worker.
 
 The same body has the same replies while they are not delivered, so two equal requests in flight
 share one answer; after delivery it has them again if the client marks it as a retry. Unmarked it
-gets new ones, and the old ones are superseded: if nothing ever follows them, the client never saw
-them, and they do not train. So a turn that is resent five times trains once.
+gets new ones, which supersede the old ones once they are delivered: if nothing ever follows those,
+the client never saw them, and they do not train. So a turn that is resent five times trains once.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ class Session:
 
     __slots__ = (
         "__weakref__", "_answers", "_ask", "_held", "_kit", "_listed", "_min_policy_version",
-        "_replies", "_sampling", "_sealed_because", "engine_fault", "num_calls", "rollout_id",
-        "session_id", "state",
+        "_older", "_replies", "_sampling", "_sealed_because", "engine_fault", "num_calls",
+        "rollout_id", "session_id", "state",
     )  # fmt: skip
 
     def __init__(self, ask: SessionAsk, kit: SessionKit) -> None:
@@ -75,6 +75,8 @@ class Session:
         """Made by the first call: most sessions of a large run wait for theirs."""
         self._replies: dict[int, tuple[Reply, ...]] = {}
         """The newest replies to each distinct request, by its digest."""
+        self._older: dict[int, set[int]] = {}
+        """Nodes of delivered answers to requests that were asked anew, until that is delivered."""
         self._sampling: list[Reply] = []
         self._answers: list[Spot | None] = []
         """The answer of each call that has one, by the call's number."""
@@ -121,6 +123,9 @@ class Session:
         if reply.state is not ReplyState.COMMITTED:
             return
         reply.state = ReplyState.DELIVERED
+        if self._older:
+            for node in self._older.pop(reply.source.digest, ()):
+                self._holdings.graph.nodes[node].superseded = True
         if reply.top_logprobs():
             self._listed.append(reply)
             if len(self._listed) > MAX_LISTED:
@@ -172,6 +177,7 @@ class Session:
             self._held.history.forget()
         self._held = None
         self._replies.clear()
+        self._older.clear()
         self._answers.clear()
         self._listed.clear()
 
@@ -232,8 +238,7 @@ class Session:
         if turn.is_retry or any(r.state is not ReplyState.DELIVERED for r in replies):
             return replies
         # Asked anew after delivery: siblings. If nothing follows the old ones, it was a retry.
-        for reply in replies:
-            self._holdings.graph.nodes[reply.node].superseded = True
+        self._older.setdefault(turn.digest, set()).update([reply.node for reply in replies])
         return None
 
     def _withdraw(self, replies: tuple[Reply, ...]) -> None:

@@ -113,6 +113,22 @@ async def test_five_resends_of_a_delivered_turn_train_once(prompts: Prompts, say
     assert reasons.count("superseded") == 5
 
 
+async def test_a_delivered_turn_is_superseded_by_another_that_is_delivered_alone(
+    prompts: Prompts, say: Say
+) -> None:
+    for num_good in (0, 1):
+        sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
+        session = open_session(sampler, prompts)
+        for is_good in [True, False, *[True] * num_good]:
+            (reply,) = await session.attach(turn(USER))
+            generation = sampler.generations[-1]
+            generation.end(*say("4")) if is_good else generation.fail("out of memory")
+            with contextlib.suppress(SessionError):
+                session.finish(reply)
+                session.delivered(reply)
+        assert trained(session) == [(0, bool(num_good), "stop"), *[(0, False, "stop")] * num_good]
+
+
 async def test_resends_of_a_cut_turn_resume_it(
     prompts: Prompts, tokenizer: Tokenizer, say: Say
 ) -> None:
