@@ -309,7 +309,8 @@ class Session:
             return None
         session_id, _, number = reply_id.rpartition("-")
         spot = None
-        if session_id == self.session_id and number.isdecimal() and int(number) < self.num_calls:
+        is_ours = session_id == self.session_id and len(number) <= len(str(self.num_calls))
+        if is_ours and number.isdecimal() and int(number) < self.num_calls:
             spot = self._answers[int(number)]
         if spot is None:
             why = f"Previous response with id {reply_id!r} not found."

@@ -97,7 +97,8 @@ async def test_other_tools_behind_a_named_reply_are_a_fork(prompts: Prompts, say
 async def test_an_unknown_reply_is_refused_by_name(prompts: Prompts) -> None:
     session = open_session(ScriptedSampler(), prompts)
     await session.attach(turn(USER))
-    for name in ("resp_1", f"{session.session_id}-0", f"{session.session_id}-9", "x-0"):
+    own = session.session_id
+    for name in ("resp_1", f"{own}-0", f"{own}-9", "x-0", f"{own}-" + "9" * 5000):
         with pytest.raises(SessionError, match="not found") as caught:
             await session.attach(with_fields(turn(MORE), previous_reply=name))
         assert (caught.value.status, caught.value.code) == (400, "previous_response_not_found")
