@@ -305,7 +305,8 @@ class Connection(asyncio.Protocol):
         call.over()
         self._call = None
         if is_sound and self._keeps_alive and self.transport and not self.transport.is_closing():
-            self.resume()
+            if self._is_paused:
+                self.resume()
             self._pool.rest(self)
         else:
             self.hang_up()

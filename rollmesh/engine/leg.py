@@ -99,7 +99,7 @@ def encode_leg(leg: LegRequest, vocab_size: int) -> list[Piece]:
     ]
     if len(leg.sampled_ids):
         pieces += (b",", _ids_json(leg.sampled_ids, vocab_size))
-    if not all(image.startswith(_IMAGE_SCHEMES) for image in leg.images):
+    if leg.images and not all(image.startswith(_IMAGE_SCHEMES) for image in leg.images):
         # SGLang would open anything else as a file of its own machine.
         raise EngineRefused("an image must have a data: or http(s) address")
     body = _Body(

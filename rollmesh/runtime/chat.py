@@ -104,9 +104,8 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
         if self.role != "assistant":
             return [hash((ROLES[self.role], self._shown(rotating), self.tool_call_id))]
         text = normalised(self.text())
-        calls = tuple(
-            (c.function.name, canonical(c.parsed_arguments())) for c in self.tool_calls or ()
-        )
+        told = self.tool_calls or ()
+        calls = tuple([(c.function.name, canonical(c.parsed_arguments())) for c in told])
         keys = [hash(("text", text, calls))]
         if self.reasoning_content:
             reasoning = str(self.reasoning_content).strip()

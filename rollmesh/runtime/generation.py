@@ -242,7 +242,7 @@ class GenerationMachine:
         return self._commit(event.finish.kind, event.finish.matched)
 
     def _append(self, event: LegSampled, offset: int) -> None:
-        room = self.request.params.max_tokens - len(self.sampled)
+        room = self.request.params.max_tokens - len(self.sampled.token_ids)
         token_ids, logprobs, top = event.token_ids, event.logprobs, event.top_logprobs
         if len(token_ids) > room:
             token_ids, logprobs, top = token_ids[:room], logprobs[:room], top[:room]

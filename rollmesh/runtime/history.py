@@ -182,13 +182,11 @@ class Walk:
         return self.read(self.units[place], self.num_leapt + place) if found is None else found
 
     def _step(self, unit: bytes) -> None:
-        child = self.spot.child(hash(unit))
-        if child is not None:
-            self._arrive(child)
-            return
         if not self.spot.children:
             self.is_stopped = True
             return
+        if child := self.spot.child(hash(unit)):
+            return self._arrive(child)
         place = len(self.units) - 1
         messages = self.pending[place] = self.read(unit, self.num_leapt + place)
         start = self.spot
@@ -347,10 +345,9 @@ class History:
         self._stretches.add(walk.stretch, start, walk.array, end, num_units)
 
     def _hold_message(self, spot: Spot, message: ChatMessage, raw: bytes) -> Spot:
-        if spot.children:
-            child = spot.child(hash(raw)) or spot.find(message.meanings(self.rotating))
-            if child is not None:
-                return child
+        keys = message.meanings(self.rotating) if spot.children else ()
+        if child := spot.child(hash(raw)) or spot.find(keys):
+            return child
         for image in message.images():
             self.images[image.digest] = image
         own = message.meanings(self.rotating, is_ours=False)

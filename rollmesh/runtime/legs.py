@@ -72,6 +72,15 @@ class Generation:
         self, machine: GenerationMachine, drive: "Drive", loop: asyncio.AbstractEventLoop
     ) -> None:
         self.machine = machine
+        sampled = machine.sampled
+        self.token_ids: array[int] = sampled.token_ids
+        """All sampled tokens so far, the stop token included."""
+        self.logprobs: array[float] = sampled.logprobs
+        """One per token."""
+        self.top_logprobs: list[TopLogprobs] = sampled.top_logprobs
+        """One per token where the request asked for them."""
+        self.policy_versions: list[VersionRun] = sampled.policy_versions
+        """Runs that add up to the tokens."""
         self.legs: dict[int, _Leg] = {}
         """Legs whose connection is open, by number; the sampler's."""
         self._drive = drive
@@ -81,26 +90,6 @@ class Generation:
     @property
     def state(self) -> GenerationState:
         return self.machine.state
-
-    @property
-    def token_ids(self) -> "array[int]":
-        """All sampled tokens so far, the stop token included."""
-        return self.machine.sampled.token_ids
-
-    @property
-    def logprobs(self) -> "array[float]":
-        """One per token."""
-        return self.machine.sampled.logprobs
-
-    @property
-    def top_logprobs(self) -> list[TopLogprobs]:
-        """One per token where the request asked for them."""
-        return self.machine.sampled.top_logprobs
-
-    @property
-    def policy_versions(self) -> list[VersionRun]:
-        """Runs that add up to the tokens."""
-        return self.machine.sampled.policy_versions
 
     @property
     def finish_reason(self) -> str:

@@ -23,7 +23,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 def lead_of(turn: Turn, ask: SessionAsk, kit: SessionKit) -> tuple[int, ...]:
     """Tokens that stand behind the prompt as context; none behind a raw one."""
-    if turn.is_raw:
+    if turn.is_raw or (turn.ask.grammar is None and turn.tool_choice.kind == "auto"):
         return ()
     is_free = ask.sampling.grammar.policy is not FieldPolicy.FORCE
     grammar = turn.ask.grammar if is_free else None

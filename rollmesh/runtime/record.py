@@ -67,5 +67,7 @@ def record_of(
 
 def as_message(answer: Answer) -> ChatMessage:
     """A reply as the assistant message that a history holds."""
+    if not answer.tool_calls:
+        return ChatMessage("assistant", answer.content, answer.reasoning or None)
     calls = [Call(Function(call.name, call.arguments), call.id) for call in answer.tool_calls]
-    return ChatMessage("assistant", answer.content, answer.reasoning or None, calls or None)
+    return ChatMessage("assistant", answer.content, answer.reasoning or None, calls)

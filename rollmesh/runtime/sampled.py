@@ -13,7 +13,10 @@ from rollmesh.engine.answers import TopLogprobs
 
 
 class SampledTokens:
-    """Grows at its end; `truncate` takes back what lies behind a stop."""
+    """Grows at its end; `truncate` takes back what lies behind a stop.
+
+    Its arrays and lists stay the same objects: readers hold them.
+    """
 
     def __init__(self) -> None:
         self.token_ids = array("i")

@@ -93,6 +93,8 @@ class Session:
         """
         if (replies := self._known(turn)) is not None:
             return replies
+        if (siblings := self._replies.get(turn.digest)) is not None:
+            return self._start(turn, self._holdings.again(siblings[0].source.context))
         prompt = await self._build(turn)
         # Other calls may have gone on meanwhile; what they changed decides.
         return self._known(turn) or self._start(turn, prompt)
@@ -207,8 +209,6 @@ class Session:
     async def _build(self, turn: Turn) -> Prompt:
         """The new tokens of a turn's prompt; of a long text in a thread."""
         held = self._holdings
-        if (siblings := self._replies.get(turn.digest)) is not None:
-            return held.again(siblings[0].source.context)
         if turn.is_raw:
             if len(turn.prompt_text or "") <= OFF_LOOP_BYTES:
                 return held.build_raw(turn)
@@ -364,8 +364,8 @@ class Session:
         reply.settle(self._holdings.graph.add_sampled(reply.source.node, sampled))
         self._sampling.remove(reply)
         self._kit.totals.num_tokens += len(sampled.token_ids)
-        newest = max((run.policy_version for run in versions), default=-1)
-        self._min_policy_version = max(self._min_policy_version, newest)
+        for run in versions:
+            self._min_policy_version = max(self._min_policy_version, run.policy_version)
 
     def _hold_answer(self, reply: Reply, answer: Answer) -> None:
         held, source = self._holdings, reply.source

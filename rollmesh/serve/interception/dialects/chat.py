@@ -81,9 +81,9 @@ _AUTO = ToolChoice()
 
 def _tools(body: ChatBody) -> tuple[bytes, ToolChoice, bool]:
     """Tools in today's shape, the choice among them, and whether they came as `functions`."""
+    if body.tool_choice is None and not body.functions:
+        return present(body.tools), _AUTO, False
     tools, functions = present(body.tools), present(body.functions)
-    if body.tool_choice is None and not functions:
-        return tools, _AUTO, False
     is_legacy = bool(functions) and not tools
     if is_legacy:
         tools = _from_functions(functions)
