@@ -43,7 +43,7 @@ class EngineClient:
     """Talks to the engine at `url` over a shared `http`."""
 
     def __init__(self, url: str, http: HttpClient, vocab_size: int = 2**31) -> None:
-        """Token ids must be below `vocab_size`; the default is for callers that send none."""
+        """Token ids, sent or told, must be below `vocab_size`; by default any id is good."""
         self.url = url.rstrip("/")
         self._http = http
         self._vocab_size = vocab_size
@@ -58,7 +58,7 @@ class EngineClient:
         """
         body = encode_leg(leg, self._vocab_size)
         kind = LegStream if leg.stream else LegAnswer
-        answer = kind(self.url, receiver, self._on_costly)
+        answer = kind(self.url, receiver, self._on_costly, self._vocab_size)
         call = self._http.send(self._generate_target, body, answer)
         answer.attend(call)
         return call

@@ -168,13 +168,17 @@ class LegAnswer:
         "_receiver",
         "_status",
         "_url",
+        "_vocab_size",
     )
 
-    def __init__(self, url: str, receiver: LegReceiver, on_costly: Callable[[], None]) -> None:
+    def __init__(
+        self, url: str, receiver: LegReceiver, on_costly: Callable[[], None], vocab_size: int
+    ) -> None:
         """`on_costly` is called where a stream says again in each event what it said before."""
         self._url = url
         self._receiver = receiver
         self._on_costly = on_costly
+        self._vocab_size = vocab_size
         self._call: Call | None = None
         self._status = 0
         self._pending = b""
@@ -219,7 +223,11 @@ class LegAnswer:
         self._tell(chunk)
 
     def _tell(self, chunk: LegChunk) -> None:
-        self._num_seen += len(chunk.token_ids)
+        token_ids = chunk.token_ids
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
+            told = f"told of tokens that are none of {self._vocab_size}; does it serve this model?"
+            raise EngineUnavailable(told)
+        self._num_seen += len(token_ids)
         self._is_finished = chunk.finish is not None
         self._receiver.on_chunk(chunk)
 

@@ -111,7 +111,7 @@ class Told:
         self.ear = LegEar()
         self.num_costly = 0
         kind = LegStream if stream else LegAnswer
-        self.answer = kind("http://e", self.ear, self._count)
+        self.answer = kind("http://e", self.ear, self._count, VOCAB_SIZE)
         self.answer.on_head(200, [])
 
     def _count(self) -> None:
@@ -206,6 +206,18 @@ def test_stream_that_ends_without_a_finish_was_cut() -> None:
     assert "the stream was cut" in str(told.ear.ends[0])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
+def test_tokens_of_another_vocabulary_never_reach_a_record(stream: bool, token_id: int) -> None:
+    told = Told(stream=stream)
+    raw = event([1, token_id], 2, LENGTH)
+    told.answer.on_data(raw if stream else raw[6:])
+    if not stream:
+        told.answer.on_end()
+    assert told.ear.chunks == []
+    assert "does it serve this model" in str(told.ear.ends[0])
+
+
 @pytest.mark.parametrize("raw", [b'{"text": "hi"}', event([1], 1)[6:]])
 def test_plain_answer_without_a_finish_is_none(raw: bytes) -> None:
     """Or its reader would wait for the rest until the engine counts as silent."""
@@ -227,7 +239,7 @@ def test_an_engine_broke_at_a_leg_that_it_took_and_told_nothing_of(stream: bool)
 
 def test_one_that_was_not_reached_or_told_tokens_did_not_break_at_the_leg() -> None:
     ear, told = LegEar(), Told()
-    LegAnswer("http://e", ear, lambda: None).on_error(EngineUnavailable("refused"))
+    LegAnswer("http://e", ear, lambda: None, VOCAB_SIZE).on_error(EngineUnavailable("refused"))
     told.answer.on_data(INCREMENTAL[0])
     told.answer.on_error(EngineUnavailable("reset"))
     assert [type(each.ends[0]) for each in (ear, told.ear)] == [EngineUnavailable] * 2
