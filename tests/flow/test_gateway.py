@@ -166,7 +166,7 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
         (["--engine", "http://u:p@h"], "--engine h: name and password in a URL"),
         (["--engine", "http://h"], "--model-dir DIR is needed to capture tokens"),
         (["--engine", "http://h", "--model-dir", "nowhere"], "--model-dir nowhere: no such folder"),
-        (["--engine", "http://h", "--model-dir", "."], "no tokenizer.json in it"),
+        (["--engine", "http://h", "--model-dir", ".", "--port", "0"], "no tokenizer.json in it"),
         (["--engine", "http://h", "--capture", "relay", "--port", "{port}"], "choose another"),
         (["--engine", "http://h", "--capture", "relay", "--port", "0", "--upstream-key-file", "k"],
          "k: no such file or directory"),
