@@ -20,6 +20,7 @@ from collections import deque
 from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.runtime.deltas import Answer, DeltaReader
+from rollmesh.runtime.echoes import find_shown
 from rollmesh.runtime.forks import ForkReport
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
@@ -97,7 +98,8 @@ class Session:
             return self._start(turn, self._holdings.again(siblings[0].source.context))
         prompt = await self._build(turn)
         # Other calls may have gone on meanwhile; what they changed decides.
-        return self._known(turn) or self._start(turn, prompt)
+        known = self._known(turn) or find_shown(turn, prompt, self._replies.values(), self._parse)
+        return known or self._start(turn, prompt)
 
     async def count(self, turn: Turn) -> int:
         """Prompt tokens that `turn` would be sampled after; nothing is started or held.

@@ -31,8 +31,8 @@ class Resent(NamedTuple):
     account: dict[str, Any]
     agent: ScriptedAgent
 
-    def faults(self, first_call: int = 0) -> list[str]:
-        return faults(self.calls[first_call:], self.account["samples"], self.agent)
+    def faults(self) -> list[str]:
+        return faults(self.calls, self.account["samples"], self.agent)
 
 
 async def stall(folder: Path, num_tokens: int) -> Resent:
@@ -76,10 +76,10 @@ async def test_a_turn_that_codex_resends_is_resumed_and_trains_once(tmp_path: Pa
 
 
 @pytest.mark.clients
-async def test_what_codex_echoes_of_a_stalled_turn_is_context_and_the_turn_trains_once(
+async def test_a_turn_of_which_codex_echoes_a_part_is_resumed_and_trains_once(
     tmp_path: Path,
 ) -> None:
     # It puts each item that was finished, here the reasoning, into its next request.
     resent = await stall(tmp_path, num_tokens=20)
-    assert resent.faults(first_call=1) == []
-    assert (len(resent.calls), resent.account["num_calls"]) == (4, 4)
+    assert resent.faults() == []
+    assert (len(resent.calls), resent.account["num_calls"], resent.account["forks"]) == (3, 3, [])
