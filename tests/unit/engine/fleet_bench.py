@@ -1,0 +1,82 @@
+"""A fleet machine under a clock that stands still, with engines that answer probes as told."""
+
+from rollmesh.engine.fleet import (
+    Action,
+    ContinueEngine,
+    EngineProbed,
+    Fleet,
+    FleetSettings,
+    ProbeEngine,
+    PublishTable,
+)
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.messages import (
+    EnginePhase,
+    EngineRow,
+    FleetAnswered,
+    FleetAsk,
+    JoinEngine,
+)
+
+A, B = "http://a", "http://b"
+PUBLISHER = b"publisher"
+
+
+class Bench:
+    """A fleet, a clock that stands still, and engines that answer probes as told."""
+
+    def __init__(self, *urls: str, settings: FleetSettings | None = None) -> None:
+        self.fleet = Fleet(settings)
+        self.now_s = 0.0
+        self.pending: dict[str, ProbeEngine | ContinueEngine] = {}
+        self.num_pushes = 0
+        for url in urls:
+            self.ask(JoinEngine(1, url))
+
+    def take(self, actions: list[Action]) -> list[Action]:
+        for action in actions:
+            if isinstance(action, ProbeEngine | ContinueEngine):
+                self.pending[action.url] = action
+            self.num_pushes += isinstance(action, PublishTable)
+        return actions
+
+    def ask(self, ask: FleetAsk, route: bytes = PUBLISHER) -> FleetAnswered:
+        actions = self.take(self.fleet.step(Received(route, ask), self.now_s))
+        [answer] = [a.message for a in actions if isinstance(a, Send) and a.route == route]
+        assert isinstance(answer, FleetAnswered)
+        assert answer.epoch == self.fleet.table().epoch
+        return answer
+
+    def tick(self, after_s: float = 0.0) -> list[Action]:
+        self.now_s += after_s
+        return self.take(self.fleet.step(Ticked(), self.now_s))
+
+    def answer(
+        self, url: str, policy_version: int = 0, incarnation: str = "i1", ok: bool = True
+    ) -> None:
+        ask = self.pending.pop(url)
+        probed = EngineProbed(
+            url=url,
+            serial=ask.serial,
+            ok=ok,
+            incarnation=incarnation,
+            policy_version=policy_version,
+            detail="" if ok else "connection refused",
+        )
+        self.take(self.fleet.step(probed, self.now_s))
+
+    def row(self, url: str = A) -> EngineRow:
+        [row] = [row for row in self.fleet.table().engines if row.url == url]
+        return row
+
+    def phase(self, url: str = A) -> EnginePhase:
+        return self.row(url).phase
+
+
+def ready(*urls: str, policy_version: int = 0) -> Bench:
+    """A fleet whose engines have all been probed."""
+    bench = Bench(*urls)
+    for url in urls:
+        bench.answer(url, policy_version)
+        assert bench.phase(url) is EnginePhase.READY
+    return bench
