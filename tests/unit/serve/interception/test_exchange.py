@@ -1,6 +1,7 @@
 """Exchanges over a real socket: plain, streamed, cut, retried, sealed."""
 
 import asyncio
+import socket
 from typing import Any
 
 import aiohttp
@@ -9,6 +10,7 @@ import pytest
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.runtime.generation import GenerationState
+from rollmesh.serve.interception import exchange
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
 
 USER = {"role": "user", "content": "guess"}
@@ -139,6 +141,40 @@ async def test_a_sealed_session_wakes_its_waiters_with_410(
     status, answer = waiting.result()
     assert (status, answer["error"]["code"]) == (410, "session_sealed")
     assert (await desk.answer(ask))[0] == 410
+
+
+@pytest.mark.parametrize("ask", [ASK, STREAM])
+async def test_a_sealed_session_wakes_a_call_whose_client_takes_nothing(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch, ask: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(exchange, "SEAL_LOOK_S", 0.01)
+    desk = await make_desk(max_context_tokens=10**7)
+    client = await narrow_client(desk, {**ask, "max_tokens": 10**6})
+    await started(desk)
+    # Six bytes of JSON each, so more than the kernel takes. The generation ends: only the client
+    # is waited for.
+    desk.sampler.generations[0].end(*desk.ids("\x01") * 10**6)
+    await asyncio.get_running_loop().sock_recv(client, 1)
+    assert desk.edge.num_open
+    desk.opened.session.seal("the rollout ended")
+    while desk.edge.num_open:  # noqa: ASYNC110 - nobody tells when an exchange ends
+        await asyncio.sleep(0)
+    client.close()
+    assert {state for _, state in desk.edge.num_exchanges} == {exchange.ExchangeState.SEALED}
+
+
+async def narrow_client(desk: Desk, ask: dict[str, Any]) -> socket.socket:
+    """It has asked, and takes little at a time."""
+    host, _, port = desk.base.removeprefix("http://").partition(":")
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, (host, int(port)))
+    body = msgspec.json.encode(ask)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nx-api-key: {desk.opened.api_key}\r\n"
+    await loop.sock_sendall(client, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return client
 
 
 async def test_a_failure_after_the_first_byte_is_an_event(make_desk: MakeDesk) -> None:

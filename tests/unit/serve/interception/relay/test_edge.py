@@ -1,6 +1,7 @@
 """The relay over real sockets: what passes, what does not, who hears of what."""
 
 import asyncio
+import gzip
 import random
 import zlib
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.process import listen
+from rollmesh.serve.interception.relay import edge as relay_edge
 from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, events
 from tests.unit.serve.interception.relay.conftest import PROVIDER_KEY, MakeRelay
 
@@ -227,6 +229,33 @@ async def test_sealing_wakes_who_waits_and_refuses_who_comes(
         await provider.until(lambda: provider.num_left == 1)
     states = {state for _, state in relay.edge.num_exchanges}
     assert states == {"sealed"}
+
+
+async def test_sealing_wakes_a_call_whose_agent_takes_nothing(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_edge, "SEAL_LOOK_S", 0.01)
+    async with ScriptedProvider(lambda _: events(b"x" * 30_000_000, b"2")) as provider:
+        provider.holds = True
+        relay = await make_relay(provider)
+        async with relay.post({**ASK, "stream": True}) as response:
+            relay.session.seal("enough")
+            while relay.edge.num_open:  # noqa: ASYNC110 - nobody tells when an exchange ends
+                await asyncio.sleep(0)
+            response.close()
+    assert {state for _, state in relay.edge.num_exchanges} == {"sealed"}
+
+
+async def test_a_gzipped_request_is_forwarded_plain_and_not_said_to_be_gzipped(
+    make_relay: MakeRelay,
+) -> None:
+    plain = msgspec.json.encode(ASK)
+    async with ScriptedProvider([Told()]) as provider:
+        relay = await make_relay(provider)
+        told = await relay.read(gzip.compress(plain), Content_Encoding="gzip")
+        assert told == (200, b"{}")
+        assert provider.seen[0].body == plain
+        assert "content-encoding" not in dict(provider.seen[0].headers)
 
 
 async def test_what_asks_for_no_sampling_passes_by_and_is_not_kept(make_relay: MakeRelay) -> None:
