@@ -164,7 +164,7 @@ class LegAnswer:
         "_is_finished",
         "_num_seen",
         "_on_costly",
-        "_pending",
+        "_pieces",
         "_receiver",
         "_status",
         "_url",
@@ -181,8 +181,8 @@ class LegAnswer:
         self._vocab_size = vocab_size
         self._call: Call | None = None
         self._status = 0
-        self._pending = b""
-        """What no chunk was made of yet."""
+        self._pieces: list[bytes] = []
+        """Of a body that is opened whole."""
         self._num_seen = 0
         self._is_finished = False
 
@@ -194,12 +194,12 @@ class LegAnswer:
         self._status = status
 
     def on_data(self, data: bytes) -> None:
-        self._pending = self._pending + data if self._pending else data
+        self._pieces.append(data)
 
     def on_end(self) -> None:
         try:
             if self._status != 200:
-                raise answers.refusal_of(self._status, self._pending)
+                raise answers.refusal_of(self._status, b"".join(self._pieces))
             self._finish()
         except EngineError as error:
             self._fail(error)
@@ -217,7 +217,7 @@ class LegAnswer:
         return EngineUnavailable(why) if self._num_seen else EngineBroke(why)
 
     def _finish(self) -> None:
-        chunk = answers.chunk_of(answers.decode_answer(self._pending), 0)
+        chunk = answers.chunk_of(answers.decode_answer(b"".join(self._pieces)), 0)
         if chunk.finish is None:
             raise EngineUnavailable("answered without a finish reason")
         self._tell(chunk)
@@ -240,13 +240,23 @@ class LegAnswer:
 class LegStream(LegAnswer):
     """As LegAnswer, for an answer that is a stream of events."""
 
-    __slots__ = ()
+    __slots__ = ("_pending",)
+
+    def __init__(
+        self, url: str, receiver: LegReceiver, on_costly: Callable[[], None], vocab_size: int
+    ) -> None:
+        super().__init__(url, receiver, on_costly, vocab_size)
+        self._pending = b""
+        """An event that has not come to its end."""
 
     def on_data(self, data: bytes) -> None:
+        if self._status != 200:
+            super().on_data(data)
+            return
         if self._pending:
             data = self._pending + data
         end = data.rfind(b"\n\n")
-        if self._status != 200 or end < 0:
+        if end < 0:
             self._pending = data
             return
         self._pending = data[end + 2 :]

@@ -1,5 +1,6 @@
 """Bodies as SGLang takes them, and answers told byte by byte as it gives them."""
 
+import time
 from typing import Any
 
 import orjson
@@ -204,6 +205,20 @@ def test_stream_that_ends_without_a_finish_was_cut() -> None:
     told.answer.on_end()
     assert told.ear.token_ids == [1]
     assert "the stream was cut" in str(told.ear.ends[0])
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_long_plain_answer_costs_what_it_is_long(status: int) -> None:
+    """The likeliest tokens of a long turn are tens of megabytes; copied at each read, a minute."""
+    told = Told(stream=False)
+    told.answer.on_head(status, [])
+    raw = event([1], 1, LENGTH)[6:-2]
+    began_s = time.process_time()
+    for piece in [*[b" " * 1024] * 20_000, raw]:
+        told.answer.on_data(piece)
+    told.answer.on_end()
+    assert time.process_time() - began_s < 2.0
+    assert told.ear.token_ids == ([1] if status == 200 else [])
 
 
 @pytest.mark.parametrize("stream", [False, True])
