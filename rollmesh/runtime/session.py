@@ -11,6 +11,7 @@ The same body has the same replies while they are not delivered, so two equal re
 share one answer; after delivery it has them again if the client marks it as a retry. Unmarked it
 gets new ones, which supersede the old ones once they are delivered: if nothing ever follows those,
 the client never saw them, and they do not train. So a turn that is resent five times trains once.
+One that is shown back as far as it was finished is that turn still (echoes.py).
 """
 
 import asyncio
