@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from urllib.parse import unquote
 
-from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.registry import Runtime
@@ -66,7 +65,7 @@ class Edge:
         self._open: set[Exchange] = set()
         self._control = control
         self._kit = ExchangeKit(
-            runtime, SystemClock(), EdgeView(model_name), config.max_body_bytes, config.keepalive_s
+            runtime, EdgeView(model_name), config.max_body_bytes, config.keepalive_s
         )
         self._server = HttpServer(self._handle, drain_s)
 

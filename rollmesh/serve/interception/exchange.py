@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Sequence
 
 import msgspec
 
-from rollmesh.core.clock import Clock
 from rollmesh.core.errors import Overloaded, SessionError
 from rollmesh.core.logs import get_logger
 from rollmesh.runtime.registry import Runtime
@@ -56,7 +55,6 @@ class ExchangeKit(msgspec.Struct, frozen=True):
     """What all exchanges of an edge share."""
 
     runtime: Runtime
-    clock: Clock
     view: EdgeView
     max_body_bytes: int
     keepalive_s: float
