@@ -10,6 +10,7 @@ and the generation is gone. Owned by session.py; read by the HTTP edge.
 """
 
 import enum
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -26,6 +27,8 @@ from rollmesh.runtime.sampling import forced_fields
 from rollmesh.runtime.turns import SamplingAsk
 
 RETRY_AFTER_S = 1.0
+_OVERFLOW = re.compile("(longer than|exceeds) the model's (maximum )?context length")
+"""How SGLang says that a request is longer than its context."""
 
 
 class LiveGeneration(Protocol):
@@ -217,6 +220,9 @@ class Reply:
 def failure_of(error: EngineError | None) -> SessionError:
     """What the readers of a reply are told whose generation found no good end."""
     if isinstance(error, EngineRefused):
+        if _OVERFLOW.search(str(error)):  # by images, whose tokens the engine alone counts
+            why = f"This model's maximum context length is exceeded, as its engine says: {error}"
+            return SessionError(400, "context_length_exceeded", why)
         return SessionError(400, "engine_refused", f"the engine refused the request: {error}")
     why = str(error or "the generation ended without a result")
     if isinstance(error, EngineOverloaded):

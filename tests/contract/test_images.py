@@ -22,6 +22,8 @@ RED, WIDE, SMALL = (
     picture(160, 64, (0, 0, 255)),
     picture(32, 32, (0, 255, 0)),
 )
+LARGE = picture(400, 400, (9, 9, 9))
+"""Thirty of these are longer than the context."""
 NUM_TOKENS = {RED: 4, WIDE: 10, SMALL: 1}
 
 
@@ -129,6 +131,17 @@ async def test_what_is_shown_makes_the_difference(sight: Sight) -> None:
         told.append((await caller.samples())[0]["logprobs"][-1:])
         await caller.client.aclose()
     assert told[0] != told[1]
+
+
+async def test_a_context_that_images_fill_is_told_as_a_full_context(sight: Sight) -> None:
+    caller = await sight.door.session()
+    body: Json = {"messages": [{"role": "user", "content": show(*[LARGE] * 30)}]}
+    response = await caller.client.post("/v1/chat/completions", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (
+        400,
+        "context_length_exceeded",
+    )
+    await caller.client.aclose()
 
 
 @pytest.mark.parametrize(

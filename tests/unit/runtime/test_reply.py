@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 
-from rollmesh.core.errors import SessionError
+from rollmesh.core.errors import EngineRefused, SessionError
 from rollmesh.core.types import EVAL_SAMPLING
 from rollmesh.runtime.generation import GenerationSettings
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.reply import Reply, ReplyState
+from rollmesh.runtime.reply import Reply, ReplyState, failure_of
 from rollmesh.runtime.samples import reasons_of
 from rollmesh.runtime.session import MAX_LISTED
 from rollmesh.runtime.stops import StopStrings
@@ -169,6 +169,26 @@ async def test_a_cut_answer_that_is_shown_back_is_exact_context_and_does_not_tra
     session.delivered(reply)
     assert not session.fork_report().forks
     assert [finish for _, _, finish in trained(session)] == ["void", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("told", "is_full"),
+    [
+        ("The input (10271 tokens) is longer than the model's context length (4096 tokens).", True),
+        ("Requested token count exceeds the model's maximum context length of 4096 tokens.", True),
+        ("Could not decode image", False),
+    ],
+)
+def test_a_context_that_images_fill_is_told_as_a_full_context(told: str, is_full: bool) -> None:
+    """Their tokens are the engine's alone to count; the texts are SGLang's."""
+    failure = failure_of(EngineRefused(f"http://e: HTTP 400: {told}"))
+    assert (failure.status, failure.code) == (
+        400,
+        "context_length_exceeded" if is_full else "engine_refused",
+    )
+    line = "This model's maximum context length is exceeded, as its engine says: http://e: "
+    assert str(failure).startswith(line) == is_full
+    assert str(failure).endswith(told)
 
 
 async def test_a_repeated_answer_has_its_stop_string_and_alternatives_again(
