@@ -11,11 +11,13 @@ def context(parent: int, num_tokens: int) -> NodeRow:
     return NodeRow(parent, num_tokens, False)
 
 
-def turn(parent: int, *runs: tuple[int, int], finish: str = "stop", **more: bool) -> NodeRow:
+def turn(
+    parent: int, *runs: tuple[int, int], finish: str = "stop", superseded: bool = False
+) -> NodeRow:
     versions = tuple(VersionRun(*run) for run in runs)
     num_tokens = sum(num for _, num in runs)
     params = SamplingParams(max_tokens=9)
-    return NodeRow(parent, num_tokens, True, versions, "main", params, finish, **more)
+    return NodeRow(parent, num_tokens, True, versions, "main", params, finish, superseded)
 
 
 NODES = [
