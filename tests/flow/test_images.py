@@ -16,7 +16,7 @@ import pytest
 
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.agent_engine import Say, ScriptedAgent, Use, steps
-from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.engine import Fault, ScriptedEngine
 from rollmesh.testing.model_folder import write_large_folder, write_model_folder
 from rollmesh.testing.provider import ScriptedProvider, Told
 from tests.clients.exactness import calls_of, faults
@@ -153,12 +153,24 @@ async def before(
         yield gateway
 
 
+def encoded(agent: Chat, is_stream: bool = False) -> bytes:
+    return orjson.dumps({**agent.body(), "stream": is_stream})
+
+
 async def send(
-    gateway: Gateway, opened: dict[str, str], agent: Chat, **headers: str
+    gateway: Gateway,
+    opened: dict[str, str],
+    agent: Chat,
+    *,
+    is_stream: bool = False,
+    is_retry: bool = False,
 ) -> tuple[int, bytes]:
-    auth = {"Authorization": f"Bearer {opened['api_key']}", **headers}
+    headers = {"Authorization": f"Bearer {opened['api_key']}"}
+    if is_retry:
+        headers["x-stainless-retry-count"] = "1"
     url = opened["base_url"] + agent.path
-    async with gateway.client.post(url, data=orjson.dumps(agent.body()), headers=auth) as response:
+    body = encoded(agent, is_stream)
+    async with gateway.client.post(url, data=body, headers=headers) as response:
         return response.status, await response.read()
 
 
@@ -179,7 +191,7 @@ async def test_a_screenshot_at_every_turn_is_held_once_and_sampled_after_exactly
             expected.append(list(shown))
             status, first = await send(gateway, opened, agent)
             assert status == 200
-            again = await send(gateway, opened, agent, **{"x-stainless-retry-count": "1"})
+            again = await send(gateway, opened, agent, is_retry=True)
             assert again == (200, first)
             (call,) = agent.hear(orjson.loads(first))
             shown.append(shot(number))
@@ -201,6 +213,26 @@ async def test_a_screenshot_at_every_turn_is_held_once_and_sampled_after_exactly
     (sample,) = account["samples"]
     assert [account["images"][digest] for digest in sample["images"]] == shown
     assert len(account["messages"]) == 8
+
+
+async def test_a_turn_that_an_engine_cut_goes_on_with_its_images(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    agent, model = Chat(), ScriptedAgent(tokenizer, SCRIPT)
+    agent.ask(agent.text("look"), agent.image(shot(1)))
+    async with (
+        ScriptedEngine(model.next_token) as engine,
+        before(engine, folder, tmp_path) as gateway,
+    ):
+        opened = await gateway.open()
+        engine.faults.append(Fault.CUT)
+        status, raw = await send(gateway, opened, agent, is_stream=True)
+        assert (status, raw.endswith(b"data: [DONE]\n\n")) == (200, True)
+        account = await finish(gateway, opened)
+    cut, rest = [request.body for request in engine.seen if request.path == "/generate"]
+    assert rest["input_ids"][:-1] == cut["input_ids"]
+    assert cut["image_data"] == rest["image_data"] == [shot(1)]
+    assert faults(calls_of(engine, model), account["samples"], model) == []
 
 
 @pytest.mark.parametrize("kind", AGENTS)
@@ -256,10 +288,10 @@ async def test_a_relay_passes_images_on_and_keeps_each_once(
         serving(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway,
     ):
         opened = await gateway.open()
-        sent = [orjson.dumps(agent.body())]
+        sent = [encoded(agent)]
         await send(gateway, opened, agent)
         agent.ask(agent.text("again"), agent.image(shot(1)))
-        sent.append(orjson.dumps(agent.body()))
+        sent.append(encoded(agent))
         await send(gateway, opened, agent)
         row = (await gateway.admin("GET", f"/admin/sessions/{opened['session_id']}"))[1]
     assert [request.body for request in provider.seen] == sent
