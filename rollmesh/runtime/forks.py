@@ -19,7 +19,8 @@ import msgspec
 from rollmesh.core.types import ForkRow
 from rollmesh.runtime.chat import ROLES, ChatMessage
 from rollmesh.runtime.healing import HealedKind, healed_keys, healed_kinds
-from rollmesh.runtime.history import History, Match, Spot, read_chat
+from rollmesh.runtime.history import History, Match, read_chat
+from rollmesh.runtime.spot import Spot
 
 EXCERPT_CHARS = 80
 _CHARS_BEFORE = 20

@@ -1,110 +1,26 @@
 """Which part of a request's messages the session already holds as exact tokens.
 
-Owns a trie of messages: each Spot is a history up to one message, and knows the graph node whose
-tokens end there, if one does. A unit of a request is looked up by its bytes, and only where these
-are new is it read and looked up by meaning (ChatMessage.meanings). An array of units that begins
-like one seen before is not even split: see stretches.py.
-
-    root --system--> . --user--> [context node] --assistant--> [sampled node] --tool--> [context]
-
-A request that ends with the model's own answer gets a bare spot behind it, without a message, so
-that the answer's spot keeps its node; lookups see through it. Codex shows a cut answer and the next
+Owns a trie of messages: each Spot (spot.py) is a history up to one message and knows the graph node
+whose tokens end there, if one does. A request walks down it (walk.py); an array of units that
+begins like one seen before is not even split (stretches.py). Codex shows a cut answer and the next
 one as adjacent items, which are one message: that leads to the newer's spot too. Invariants: each
 distinct message is stored once, in the common shape, whatever dialect brought it; further spellings
 are remembered by hash alone, at most ALIASES_PER_SPOT of them per spot. `match` changes nothing, so
 that it may run twice, or only to count. Driven by holdings.py.
 """
 
-from collections.abc import Iterable, Sequence
-
 import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.blobs import ImageRef
 from rollmesh.runtime.chat import ChatMessage, Rotating, read_held, read_message, read_tools
-from rollmesh.runtime.stretches import Stretch, Stretches, split_array
-from rollmesh.runtime.turns import ReadUnit, Turn
+from rollmesh.runtime.spot import BARE, NO_NODE, Spot
+from rollmesh.runtime.stretches import Stretches, split_array
+from rollmesh.runtime.turns import Turn
+from rollmesh.runtime.walk import Walk
 
-NO_NODE = -1
 ALIASES_PER_SPOT = 4
 _MAX_TOOLS = 64
-_BARE = hash("asked with nothing new after an answer")
-
-
-class Spot:
-    """A history up to and with one message."""
-
-    __slots__ = (
-        "__weakref__", "children", "continued", "depth", "node", "parent", "raw", "sampled",
-    )  # fmt: skip
-
-    def __init__(self, parent: "Spot | None", raw: bytes) -> None:
-        self.parent = parent
-        self.depth: int = (parent.depth if parent else 0) + bool(raw)
-        """Messages up to and with this one."""
-        self.raw = raw
-        """The message in the common shape; empty at a root and at a bare spot."""
-        self.children: dict[int, Spot] | None = None
-        """By meanings, and by the hashes of units that lead there or further down."""
-        self.node = NO_NODE
-        """The graph node that ends with this message (a context's also ends the prompt)."""
-        self.sampled = False
-        """This message is one that the model sampled here."""
-        self.continued = False
-        """The model has answered a request that went on from this answer."""
-
-    def child(self, key: int) -> "Spot | None":
-        if not self.children:
-            return None
-        found = self.children.get(key)
-        if found is None and (bare := self.children.get(_BARE)) is not None:
-            return bare.child(key)
-        return found
-
-    def find(self, keys: Iterable[int]) -> "Spot | None":
-        """The child under the first key that has one."""
-        if not self.children:
-            return None
-        return next((found for key in keys if (found := self.child(key)) is not None), None)
-
-    def adopt(self, spot: "Spot", keys: Iterable[int]) -> None:
-        """Make `spot` a child under each key; a newer sibling of the same meaning wins."""
-        if self.children is None:
-            self.children = {}
-        for key in keys:
-            self.children[key] = spot
-
-    def line(self) -> "list[Spot]":
-        """The spots of this history that have a message, in order."""
-        spots: list[Spot] = []
-        spot: Spot | None = self
-        while spot is not None:
-            if spot.raw:
-                spots.append(spot)
-            spot = spot.parent
-        spots.reverse()
-        return spots
-
-    def anchor(self) -> "Spot":
-        """The last sampled message of this history, else its root."""
-        spot = self
-        while not spot.sampled and spot.parent is not None:
-            spot = spot.parent
-        return spot
-
-    def asked(self) -> "Spot | None":
-        """The spot whose node a request that ends with this message was sampled after."""
-        spot = self.child(_BARE) if self.sampled else self
-        return spot if spot is not None and spot.node != NO_NODE else None
-
-
-class Alias(msgspec.Struct, frozen=True):
-    """A unit whose bytes were new and whose meaning was not."""
-
-    start: Spot
-    unit: bytes
-    spot: Spot
-    messages: list[ChatMessage]
 
 
 class Match(msgspec.Struct):
@@ -116,7 +32,7 @@ class Match(msgspec.Struct):
     """The last spot that the request was found to share."""
     tools_key: int
     """The meaning of the tools on offer."""
-    walk: "Walk"
+    walk: Walk
     new: list[ChatMessage] = []
     """The messages after `spot`, read."""
     raws: list[bytes] = []
@@ -128,81 +44,6 @@ class Match(msgspec.Struct):
     def is_held(self) -> bool:
         """The very same messages were asked before: a sibling, no new context."""
         return not self.new and self.spot.node != NO_NODE and not self.spot.sampled
-
-
-class Walk:
-    """One request's way down the trie, unit by unit."""
-
-    __slots__ = (
-        "aliases", "anchor", "array", "array_start", "is_stopped", "num_anchor", "num_leapt",
-        "pending", "read", "rotating", "spot", "stretch", "units",
-    )  # fmt: skip
-
-    def __init__(self, start: Spot, read: ReadUnit, rotating: Rotating) -> None:
-        self.spot = start
-        self.anchor: Spot | None = start if start.sampled or start.parent is None else None
-        """The last sampled message on the way; None while none is known."""
-        self.units: list[bytes] = []
-        self.num_anchor = 0
-        """Of `units`: those up to and with the anchor."""
-        self.num_leapt = 0
-        """Position of the first of `units`; in an array, elements count from 0."""
-        self.pending: dict[int, list[ChatMessage]] = {}
-        """What was read on the way, by place in `units`."""
-        self.aliases: list[Alias] = []
-        self.is_stopped = False
-        """The next message is not held."""
-        self.array = b""
-        """The request's array of units, the spot that it follows, and what is known of it."""
-        self.array_start: Spot | None = None
-        self.stretch: Stretch | None = None
-        self.read = read
-        self.rotating = rotating
-
-    def go(self, units: Sequence[bytes]) -> None:
-        """Walk on while units are known."""
-        for unit in units:
-            self.units.append(unit)
-            if not self.is_stopped:
-                self._step(unit)
-
-    def leap(self, stretch: Stretch, array: bytes) -> "Walk | None":
-        """The same walk over a known stretch; None where what lies in it has to be read."""
-        walk = Walk(stretch.end, self.read, self.rotating)
-        walk.aliases = list(self.aliases)
-        walk.num_leapt, walk.stretch = stretch.num_units, stretch
-        walk.go(stretch.rest(array))
-        if walk.anchor is None and (walk.is_stopped or walk.spot.asked() is None):
-            return None
-        return walk
-
-    def messages_of(self, place: int) -> list[ChatMessage]:
-        """The messages of the unit at `place`."""
-        found = self.pending.get(place)
-        return self.read(self.units[place], self.num_leapt + place) if found is None else found
-
-    def _step(self, unit: bytes) -> None:
-        if not self.spot.children:
-            self.is_stopped = True
-            return
-        if child := self.spot.child(hash(unit)):
-            return self._arrive(child)
-        place = len(self.units) - 1
-        messages = self.pending[place] = self.read(unit, self.num_leapt + place)
-        start = self.spot
-        for message in messages:
-            found = self.spot.find(message.meanings(self.rotating))
-            if found is None:
-                self.is_stopped = True
-                return
-            self.spot = found
-        self._arrive(self.spot)
-        self.aliases.append(Alias(start, unit, self.spot, messages))
-
-    def _arrive(self, spot: Spot) -> None:
-        self.spot = spot
-        if spot.sampled:
-            self.anchor, self.num_anchor = spot, len(self.units)
 
 
 class History:
@@ -276,7 +117,7 @@ class History:
             at = end
         self._remember(match, spot)
         if spot.sampled:
-            spot = spot.child(_BARE) or self._new_spot(spot, b"", [_BARE])
+            spot = spot.child(BARE) or self._new_spot(spot, b"", [BARE])
         spot.node = node
         return spot
 

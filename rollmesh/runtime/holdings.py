@@ -25,7 +25,8 @@ from rollmesh.runtime.forks import (
     where,
 )
 from rollmesh.runtime.graph import ROOT, TokenGraph
-from rollmesh.runtime.history import NO_NODE, History, Match, Spot, read_chat
+from rollmesh.runtime.history import History, Match, read_chat
+from rollmesh.runtime.spot import NO_NODE, Spot
 from rollmesh.runtime.prompt_json import PromptJson
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.raw_prompts import RawPrompt, RawPrompts

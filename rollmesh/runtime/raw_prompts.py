@@ -15,7 +15,7 @@ import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.graph import ROOT, TokenGraph
-from rollmesh.runtime.history import Spot
+from rollmesh.runtime.spot import Spot
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.turns import Turn
 

@@ -26,7 +26,7 @@ from rollmesh.runtime.forks import ForkReport
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.runtime.graph import Path, Sampled
-from rollmesh.runtime.history import NO_NODE, Spot
+from rollmesh.runtime.spot import NO_NODE, Spot
 from rollmesh.runtime.holdings import Holdings, Prompt, shared_tools
 from rollmesh.runtime.kit import SessionAsk, SessionKit
 from rollmesh.runtime.plan import lead_of, plan_of

@@ -7,14 +7,10 @@ scan of the request and one hash of what is new. Invariant: bounded, and no mess
 Driven by history.py.
 """
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from rollmesh.core.errors import SessionError
-
-if TYPE_CHECKING:
-    from rollmesh.runtime.history import Spot
+from rollmesh.runtime.spot import Spot
 
 MAX_STRETCHES = 8
 _MAX_SEGMENTS = 16
@@ -25,9 +21,9 @@ _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 class Stretch(msgspec.Struct, frozen=True):
     """Units in a row, without the bracket that closes them."""
 
-    start: "Spot"
+    start: Spot
     """What they follow."""
-    end: "Spot"
+    end: Spot
     """Their last message."""
     segments: tuple[tuple[int, int], ...]
     """(offset of its end, hash of its bytes); the first begins at 0."""
@@ -63,16 +59,14 @@ class Stretches:
     def __init__(self) -> None:
         self._newest_last: tuple[Stretch, ...] = ()
 
-    def find(self, start: "Spot", array: bytes) -> Stretch | None:
+    def find(self, start: Spot, array: bytes) -> Stretch | None:
         """The one that `array`, standing behind `start`, goes on from."""
         for stretch in reversed(self._newest_last):
             if stretch.start is start and stretch.begins(array):
                 return stretch
         return None
 
-    def add(
-        self, known: Stretch | None, start: "Spot", array: bytes, end: "Spot", num: int
-    ) -> None:
+    def add(self, known: Stretch | None, start: Spot, array: bytes, end: Spot, num: int) -> None:
         """Remember all of `array`, `num` units; it begins with `known` and takes its place."""
         stop = len(array) - 1
         segments = known.segments if known else ()

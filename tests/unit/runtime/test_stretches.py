@@ -1,6 +1,6 @@
 """Arrays that begin like one seen before."""
 
-from rollmesh.runtime.history import Spot
+from rollmesh.runtime.spot import Spot
 from rollmesh.runtime.stretches import MAX_STRETCHES, Stretches, split_array
 
 START, END = Spot(None, b""), Spot(None, b"{}")

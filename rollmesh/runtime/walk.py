@@ -1,0 +1,99 @@
+"""One request's way down the trie of what a session holds, unit by unit.
+
+A unit is looked up by its bytes, and only where these are new is it read and looked up by meaning.
+Invariant: a walk changes nothing of the trie; what it learned (aliases) is for history.py to hold.
+Driven by history.py.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from rollmesh.runtime.chat import ChatMessage, Rotating
+from rollmesh.runtime.spot import Spot
+from rollmesh.runtime.stretches import Stretch
+from rollmesh.runtime.turns import ReadUnit
+
+
+class Alias(msgspec.Struct, frozen=True):
+    """A unit whose bytes were new and whose meaning was not."""
+
+    start: Spot
+    unit: bytes
+    spot: Spot
+    messages: list[ChatMessage]
+
+
+class Walk:
+    """One request's way down the trie, unit by unit."""
+
+    __slots__ = (
+        "aliases", "anchor", "array", "array_start", "is_stopped", "num_anchor", "num_leapt",
+        "pending", "read", "rotating", "spot", "stretch", "units",
+    )  # fmt: skip
+
+    def __init__(self, start: Spot, read: ReadUnit, rotating: Rotating) -> None:
+        self.spot = start
+        self.anchor: Spot | None = start if start.sampled or start.parent is None else None
+        """The last sampled message on the way; None while none is known."""
+        self.units: list[bytes] = []
+        self.num_anchor = 0
+        """Of `units`: those up to and with the anchor."""
+        self.num_leapt = 0
+        """Position of the first of `units`; in an array, elements count from 0."""
+        self.pending: dict[int, list[ChatMessage]] = {}
+        """What was read on the way, by place in `units`."""
+        self.aliases: list[Alias] = []
+        self.is_stopped = False
+        """The next message is not held."""
+        self.array = b""
+        """The request's array of units, the spot that it follows, and what is known of it."""
+        self.array_start: Spot | None = None
+        self.stretch: Stretch | None = None
+        self.read = read
+        self.rotating = rotating
+
+    def go(self, units: Sequence[bytes]) -> None:
+        """Walk on while units are known."""
+        for unit in units:
+            self.units.append(unit)
+            if not self.is_stopped:
+                self._step(unit)
+
+    def leap(self, stretch: Stretch, array: bytes) -> "Walk | None":
+        """The same walk over a known stretch; None where what lies in it has to be read."""
+        walk = Walk(stretch.end, self.read, self.rotating)
+        walk.aliases = list(self.aliases)
+        walk.num_leapt, walk.stretch = stretch.num_units, stretch
+        walk.go(stretch.rest(array))
+        if walk.anchor is None and (walk.is_stopped or walk.spot.asked() is None):
+            return None
+        return walk
+
+    def messages_of(self, place: int) -> list[ChatMessage]:
+        """The messages of the unit at `place`."""
+        found = self.pending.get(place)
+        return self.read(self.units[place], self.num_leapt + place) if found is None else found
+
+    def _step(self, unit: bytes) -> None:
+        if not self.spot.children:
+            self.is_stopped = True
+            return
+        if child := self.spot.child(hash(unit)):
+            return self._arrive(child)
+        place = len(self.units) - 1
+        messages = self.pending[place] = self.read(unit, self.num_leapt + place)
+        start = self.spot
+        for message in messages:
+            found = self.spot.find(message.meanings(self.rotating))
+            if found is None:
+                self.is_stopped = True
+                return
+            self.spot = found
+        self._arrive(self.spot)
+        self.aliases.append(Alias(start, unit, self.spot, messages))
+
+    def _arrive(self, spot: Spot) -> None:
+        self.spot = spot
+        if spot.sampled:
+            self.anchor, self.num_anchor = spot, len(self.units)
