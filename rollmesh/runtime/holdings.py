@@ -26,10 +26,10 @@ from rollmesh.runtime.forks import (
 )
 from rollmesh.runtime.graph import ROOT, TokenGraph
 from rollmesh.runtime.history import History, Match, read_chat
-from rollmesh.runtime.spot import NO_NODE, Spot
 from rollmesh.runtime.prompt_json import PromptJson
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.raw_prompts import RawPrompt, RawPrompts
+from rollmesh.runtime.spot import NO_NODE, Spot
 from rollmesh.runtime.turns import Turn
 
 

@@ -15,8 +15,8 @@ import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.graph import ROOT, TokenGraph
-from rollmesh.runtime.spot import Spot
 from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.spot import Spot
 from rollmesh.runtime.turns import Turn
 
 MAX_ENDS = 32

@@ -22,8 +22,8 @@ from rollmesh.engine.answers import TopLogprobs
 from rollmesh.runtime.deltas import Answer, Reading
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.graph import TokenGraph
-from rollmesh.runtime.spot import NO_NODE, Spot
 from rollmesh.runtime.sampling import forced_fields
+from rollmesh.runtime.spot import NO_NODE, Spot
 from rollmesh.runtime.turns import SamplingAsk
 
 RETRY_AFTER_S = 1.0

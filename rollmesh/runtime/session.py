@@ -26,7 +26,6 @@ from rollmesh.runtime.forks import ForkReport
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.runtime.graph import Path, Sampled
-from rollmesh.runtime.spot import NO_NODE, Spot
 from rollmesh.runtime.holdings import Holdings, Prompt, shared_tools
 from rollmesh.runtime.kit import SessionAsk, SessionKit
 from rollmesh.runtime.plan import lead_of, plan_of
@@ -39,6 +38,7 @@ from rollmesh.runtime.reply import (
     ReplyState,
     failure_of,
 )
+from rollmesh.runtime.spot import NO_NODE, Spot
 from rollmesh.runtime.turns import Turn
 
 OFF_LOOP_BYTES = 32 * 1024
