@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rollmesh.core.types import Grammar, SamplingParams
+from rollmesh.engine.answers import policy_version_of
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
@@ -30,11 +31,12 @@ TIE = 1e-3
 class Caller:
     """A sampler before one engine."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, policy_version: int) -> None:
+        """`policy_version` is the engine's, which other tests may have updated."""
         self.url = url
         self.view = FleetView()
         self.faults: list[EngineFaulted] = []
-        row = EngineRow(url, "", EnginePhase.READY, -1)
+        row = EngineRow(url, "", EnginePhase.READY, policy_version)
         self.view.update(FleetChanged(1, (row,)), "r")
         parts = SamplerParts(view=self.view, vocab_size=2**31, report=self.faults.append)
         self.sampler = Sampler(parts)
@@ -65,13 +67,16 @@ class Caller:
 
 @pytest.fixture
 async def caller(engine: EngineUnderContract) -> AsyncIterator[Caller]:
-    caller = Caller(str(engine.client.base_url).rstrip("/"))
+    info = await engine.get("/model_info")
+    policy_version = policy_version_of(info["weight_version"])
+    caller = Caller(str(engine.client.base_url).rstrip("/"), policy_version)
     yield caller
     await caller.sampler.close()
 
 
 def assert_reads_alike(found: Generation, expected: Generation) -> None:
     """Both are greedy: up to the first tie each token and its log-prob are the same."""
+    assert found.state is GenerationState.COMMITTED, found.error
     assert len(found.token_ids) == len(expected.token_ids)
     for at, (mine, theirs) in enumerate(zip(found.token_ids, expected.token_ids, strict=True)):
         gap = abs(found.logprobs[at] - expected.logprobs[at])
