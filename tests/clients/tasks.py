@@ -154,5 +154,6 @@ def judge(row: Row, stage: Stage, account: dict[str, Any]) -> Ran:
     num_extended = num_extending(calls)
     assert len(calls) == 3 + row.client.num_asides, f"{len(calls)} calls"
     assert num_extended == 2, f"{num_extended} of the task's last two calls extend the one before"
-    assert forks.total() == row.client.num_asides, f"forks: {dict(forks)}"
+    # An aside that comes before anything was sampled leaves no line that the task could fork from.
+    assert forks.total() <= row.client.num_asides, f"forks: {dict(forks)}"
     return Ran(row, len(calls), num_extended, forks, account["healed"])
