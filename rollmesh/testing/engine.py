@@ -175,8 +175,11 @@ class ScriptedEngine:
         for connection, handling in list(self._handling.items()):
             connection.abort()
             handling.cancel()
-        if runner:
+        if runner and (server := runner.server):
             await runner.cleanup()
+            for _ in range(4):  # turns of the loop from an accepted socket to its protocol
+                await asyncio.sleep(0)
+            await server.shutdown(0.0)
 
     async def restart(self) -> None:
         """Come back at the same address with the first weights and no memory."""

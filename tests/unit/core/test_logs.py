@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 
 from rollmesh.core import logs
 from rollmesh.core.ids import GroupId
@@ -28,6 +29,7 @@ def _quiet_afterwards() -> Iterator[None]:
         root.removeHandler(handler)
         handler.close()
     root.setLevel(level)
+    structlog.reset_defaults()
 
 
 def lines(folder: Path, role: str) -> list[dict[str, Any]]:
