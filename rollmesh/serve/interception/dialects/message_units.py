@@ -7,7 +7,6 @@ for redacted thinking and cache markers, which say nothing. Shapes as in Anthrop
 reference. Driven by history.py through messages.py.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -110,27 +109,3 @@ def _chat(message: dict[str, Any], position: int) -> ChatMessage:
     except TypeError as error:  # integers past 64 bits
         raise refusal("invalid_messages", f"messages[{position}]: {error}") from None
     return read_message(raw, position)
-
-
-@lru_cache(maxsize=64)
-def chat_tools(raw: bytes) -> bytes:
-    """Tools in chat shape; those that only Anthropic's servers can run are left out.
-
-    Such a tool has a versioned `type` and no `input_schema`; an agent that offers it does so
-    beside its own, and the model is not told of what nobody here could run.
-    """
-    try:
-        tools = msgspec.json.decode(raw, type=list[dict[str, Any]])
-    except msgspec.MsgspecError as error:
-        raise refusal("invalid_tools", f"tools: {error}") from None
-    functions = [
-        {
-            "name": tool.get("name"),
-            "description": tool.get("description") or "",
-            "parameters": tool["input_schema"],
-        }
-        for tool in tools
-        if tool.get("input_schema") is not None
-    ]
-    named = [{"type": "function", "function": function} for function in functions]
-    return msgspec.json.encode(named) if named else b""

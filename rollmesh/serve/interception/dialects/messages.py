@@ -17,8 +17,8 @@ from rollmesh.serve.interception.dialects.asks import AtLeastOne, NotNegative, S
 from rollmesh.serve.interception.dialects.dialect import Asked, Call
 from rollmesh.serve.interception.dialects.frames import present, read_body
 from rollmesh.serve.interception.dialects.message_events import MessageCall, failure
-from rollmesh.serve.interception.dialects.message_units import chat_tools, read_unit
-from rollmesh.serve.interception.dialects.tools import as_choice, check_named
+from rollmesh.serve.interception.dialects.message_units import read_unit
+from rollmesh.serve.interception.dialects.tools import as_choice, check_named, tools_of_messages
 from rollmesh.serve.interception.dialects.unopened import (
     Messages,
     Schema,
@@ -71,7 +71,7 @@ class MessagesDialect:
         units = [b'{"role":"system","content":%b}' % system] if system not in (b"", b'""') else []
         tools = present(body.tools)
         if tools:
-            tools = chat_tools(tools)
+            tools = tools_of_messages(tools)
         choice, is_parallel = _choice(body.tool_choice)
         check_named(choice, tools)
         turn = Turn(

@@ -6,7 +6,6 @@ left out are items and tools that only OpenAI's servers can run or open. Shapes 
 reference (create response). Driven by history.py through responses.py.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -152,26 +151,3 @@ def _unknown(kind: Any, position: int) -> Exception:
         return refusal("item_not_found", f"input[{position}]: {why}")
     why = f"input[{position}]: {kind!r} is nothing that this model can read"
     return refusal("unsupported_content", why)
-
-
-@lru_cache(maxsize=64)
-def chat_tools(raw: bytes) -> bytes:
-    """Tools in chat shape; namespaces, web search and the like are left out: nobody here has them.
-
-    The agent may offer them still, as codex does on every call; the model is not told.
-    """
-    try:
-        tools = msgspec.json.decode(raw, type=list[dict[str, Any]])
-    except msgspec.MsgspecError as error:
-        raise refusal("invalid_tools", f"tools: {error}") from None
-    functions = [
-        {
-            "name": tool.get("name"),
-            "description": tool.get("description") or "",
-            "parameters": tool.get("parameters") or {"type": "object", "properties": {}},
-        }
-        for tool in tools
-        if tool.get("type") == "function"
-    ]
-    named = [{"type": "function", "function": function} for function in functions]
-    return msgspec.json.encode(named) if named else b""

@@ -26,11 +26,10 @@ from rollmesh.serve.interception.dialects.response_events import ResponseCall
 from rollmesh.serve.interception.dialects.response_items import ID_PREFIX, Echo
 from rollmesh.serve.interception.dialects.response_units import (
     ItemHead,
-    chat_tools,
     read_unit,
     units_of,
 )
-from rollmesh.serve.interception.dialects.tools import as_choice, check_named
+from rollmesh.serve.interception.dialects.tools import as_choice, check_named, tools_of_responses
 from rollmesh.serve.interception.dialects.unopened import Anything, Item, Schema, Tools, absent
 
 
@@ -83,7 +82,7 @@ class ResponsesDialect:
     def decode(self, asked: Asked) -> Call:
         body = read_body(_decoder, asked.body, "responses request")
         raw_tools = present(body.tools)
-        tools = chat_tools(raw_tools) if raw_tools else b""
+        tools = tools_of_responses(raw_tools) if raw_tools else b""
         choice = as_choice(msgspec.json.decode(present(body.tool_choice) or b"null"))
         check_named(choice, tools)
         previous = body.previous_response_id or ""

@@ -7,6 +7,8 @@ engine to stumble over. Driven by the dialects.
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from rollmesh.runtime.chat import read_tools
 from rollmesh.runtime.turns import ToolChoice
 from rollmesh.serve.interception.dialects.frames import refusal
@@ -46,6 +48,49 @@ def check_named(choice: ToolChoice, tools: bytes) -> None:
     if choice.kind == "named" and choice.name not in _names(tools):
         why = f"tool_choice: {choice.name!r} is not among the tools"
         raise refusal("invalid_tool_choice", why)
+
+
+@lru_cache(maxsize=64)
+def tools_of_messages(raw: bytes) -> bytes:
+    """Tools in chat shape; those that only Anthropic's servers can run are left out.
+
+    Such a tool has a versioned `type` and no `input_schema`; an agent that offers it does so
+    beside its own, and the model is not told of what nobody here could run.
+    """
+    tools = [tool for tool in _decoded(raw) if tool.get("input_schema") is not None]
+    return _in_chat_shape([(tool, tool["input_schema"]) for tool in tools])
+
+
+@lru_cache(maxsize=64)
+def tools_of_responses(raw: bytes) -> bytes:
+    """Tools in chat shape; namespaces, web search and the like are left out: nobody here has them.
+
+    The agent may offer them still, as codex does on every call; the model is not told.
+    """
+    empty = {"type": "object", "properties": {}}
+    tools = [tool for tool in _decoded(raw) if tool.get("type") == "function"]
+    return _in_chat_shape([(tool, tool.get("parameters") or empty) for tool in tools])
+
+
+def _decoded(raw: bytes) -> list[dict[str, Any]]:
+    try:
+        return msgspec.json.decode(raw, type=list[dict[str, Any]])
+    except msgspec.MsgspecError as error:
+        raise refusal("invalid_tools", f"tools: {error}") from None
+
+
+def _in_chat_shape(tools: list[tuple[dict[str, Any], Any]]) -> bytes:
+    """The JSON of (tool, its parameters) pairs; empty for none."""
+    functions = [
+        {
+            "name": tool.get("name"),
+            "description": tool.get("description") or "",
+            "parameters": parameters,
+        }
+        for tool, parameters in tools
+    ]
+    named = [{"type": "function", "function": function} for function in functions]
+    return msgspec.json.encode(named) if named else b""
 
 
 @lru_cache(maxsize=64)

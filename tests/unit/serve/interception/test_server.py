@@ -73,7 +73,7 @@ def test_handler_is_cancelled_when_its_client_hangs_up(runner: asyncio.Runner, h
                 client.writer.write_eof()
             else:
                 client.reset()
-            await held.cancelled.wait()
+            assert await held.cancelled.wait()
 
     runner.run(main())
 
@@ -96,7 +96,7 @@ def test_a_body_that_its_sender_leaves_cancels_its_handler(runner: asyncio.Runne
             client.send(sized(b"abc")[:-1])
             await reading.wait()
             client.reset()
-            await left.wait()
+            assert await left.wait()
 
     runner.run(main())
 
