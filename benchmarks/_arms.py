@@ -195,6 +195,7 @@ def start_gateway(capture: str, engine: Child, model: Path, folder: Path) -> Arm
     token_file.touch(0o600)
     token_file.write_text(token := secrets.token_urlsafe(32))
     argv = [sys.executable, "-m", "rollmesh.cli.main", "gateway", "--engine", engine.ready.address]
-    argv += ["--capture", capture, "--model-dir", str(model), "--host", "127.0.0.1", "--port", "0"]
+    argv += ["--capture", capture, "--host", "127.0.0.1", "--port", "0"]
+    argv += ["--model-dir", str(model)] if capture == "tokens" else []
     child = Child([*argv, "--admin-token-file", str(token_file)], cores()[0])
     return GatewayArm(capture, child, token)

@@ -24,6 +24,7 @@ UPSTREAM_KEY_VARIABLE = "ROLLMESH_UPSTREAM_KEY"
 def main(argv: list[str]) -> int:
     """Serve."""
     options = _arguments().parse_args(argv)
+    _check_used(options)
     from rollmesh.serve.interception.gateway import GatewayAsk, run
 
     _lay_over(options)
@@ -79,6 +80,26 @@ def _arguments() -> argparse.ArgumentParser:
     add_room(arguments)
     add_listen(arguments)
     return arguments
+
+
+def _check_used(options: argparse.Namespace) -> None:
+    """ConfigError for an option that would change nothing beside the others."""
+    if options.capture == "tokens" and options.upstream_key_file is not None:
+        raise ConfigError(
+            f"--upstream-key-file {options.upstream_key_file}: engines are asked without a key; "
+            "leave it out, or --capture relay"
+        )
+    if options.capture == "relay" and options.model_dir is not None:
+        raise ConfigError(
+            f"--model-dir {options.model_dir}: a relay renders nothing; "
+            "leave it out, or --capture tokens"
+        )
+    for name in ("host", "port"):
+        told = getattr(options, name)
+        if options.listen_fd is not None and told is not None:
+            raise ConfigError(
+                f"--{name} {told}: the socket of --listen-fd has its address; leave one out"
+            )
 
 
 def _lay_over(options: argparse.Namespace) -> None:

@@ -172,6 +172,12 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
          "k: no such file or directory"),
         (["--engine", "http://h", "--capture", "relay", "--set", "interception.x=1"],
          "unknown key 'interception.x'"),
+        (["--engine", "http://h", "--model-dir", ".", "--upstream-key-file", "k"],
+         "--upstream-key-file k: engines are asked without a key; leave it out, or --capture relay"),
+        (["--engine", "http://h", "--capture", "relay", "--model-dir", "."],
+         "--model-dir .: a relay renders nothing; leave it out, or --capture tokens"),
+        (["--engine", "http://h", "--capture", "relay", "--port", "0", "--listen-fd", "3"],
+         "--port 0: the socket of --listen-fd has its address; leave one out"),
     ],
 )  # fmt: skip
 async def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], told: str) -> None:
