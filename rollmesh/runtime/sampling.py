@@ -17,6 +17,8 @@ from rollmesh.runtime.turns import SamplingAsk
 Number = float | int
 MAX_SEED = 2**63 - 1
 """Engines keep seeds in a signed 64-bit integer."""
+NO_TOP_K = -1
+"""SGLang's word for no bound; agents of other servers write 0."""
 
 
 def derive_seed(seed: int, rollout_index: int, generation_index: int) -> int:
@@ -55,11 +57,16 @@ def _decide(
     free = policy.penalties.policy is not FieldPolicy.FORCE
     has_bias = policy.logit_bias.policy is not FieldPolicy.FORCE
     has_grammar = policy.grammar.policy is not FieldPolicy.FORCE
+    temperature = _pick(policy.temperature, ask.temperature, 1.0)
+    top_p = _pick(policy.top_p, ask.top_p, 1.0)
+    if top_p == 0:
+        # The smallest nucleus is the likeliest token; engines take no share of nothing.
+        temperature, top_p = 0.0, 1.0
     return SamplingParams(
         max_tokens=int(_pick(policy.max_tokens, ask.max_tokens, sys.maxsize)),
-        temperature=_pick(policy.temperature, ask.temperature, 1.0),
-        top_p=_pick(policy.top_p, ask.top_p, 1.0),
-        top_k=int(_pick(policy.top_k, ask.top_k, -1)),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=int(_pick(policy.top_k, ask.top_k, NO_TOP_K)) or NO_TOP_K,
         stop=ask.stop,
         stop_token_ids=stop_token_ids,
         frequency_penalty=(ask.frequency_penalty or 0.0) if free else 0.0,

@@ -26,6 +26,14 @@ def test_evaluation_gives_the_agent_what_it_asks() -> None:
     assert params(EVAL_SAMPLING, SamplingAsk()).seed == 77
 
 
+def test_a_share_of_nothing_is_greedy_and_a_count_of_nothing_is_no_bound() -> None:
+    """Agents of other servers write both; SGLang answers 400 to either."""
+    greedy = params(EVAL_SAMPLING, SamplingAsk(temperature=0.7, top_p=0.0, top_k=5))
+    assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, 5)
+    free = params(EVAL_SAMPLING, SamplingAsk(temperature=0.7, top_p=0.9, top_k=0))
+    assert (free.temperature, free.top_p, free.top_k) == (0.7, 0.9, -1)
+
+
 def test_max_tokens_never_leaves_the_context() -> None:
     assert params(SamplingPolicy(), SamplingAsk(max_tokens=500), room_tokens=40).max_tokens == 40
     assert params(SamplingPolicy(), SamplingAsk()).max_tokens == 100
