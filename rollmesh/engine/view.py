@@ -112,6 +112,13 @@ class FleetView:
             return False
         return any(row.phase is EnginePhase.UPDATING for row in rows)
 
+    def trouble(self) -> str:
+        """What keeps an engine from serving, in a line; '' where each serves, or none is known."""
+        for row in self._rows.values():
+            if row.phase is not EnginePhase.READY:
+                return f"{row.url}: {row.phase.value}, {row.detail}".removesuffix(", ")
+        return ""
+
     def begin(self, url: str) -> None:
         """A leg of ours runs at `url` from now on."""
         load = self._loads.get(url)

@@ -10,8 +10,8 @@ from pathlib import Path
 from rollmesh.core.config import Config
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.generation import GenerationSettings
 from rollmesh.runtime.legs import Sampler, SamplerParts
+from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.stops import StopStrings

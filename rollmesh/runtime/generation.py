@@ -14,15 +14,7 @@ which engines were not being updated. Pure; driven by legs.py and by the simulat
 import enum
 from collections.abc import Callable
 
-import msgspec
-
-from rollmesh.core.errors import (
-    EngineBroke,
-    EngineError,
-    EngineOverloaded,
-    EngineRefused,
-    EngineUnavailable,
-)
+from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
 from rollmesh.runtime.generation_events import (
     AbortLeg,
     AvoidEngine,
@@ -30,6 +22,7 @@ from rollmesh.runtime.generation_events import (
     DropLeg,
     EngineChosen,
     EngineLost,
+    EngineMissed,
     FleetMoved,
     GenerationRequest,
     Joined,
@@ -43,10 +36,10 @@ from rollmesh.runtime.generation_events import (
     WakeReaders,
 )
 from rollmesh.runtime.leg import Leg, LegPhase, is_resumable
+from rollmesh.runtime.patience import GenerationSettings, Patience
 from rollmesh.runtime.sampled import SampledTokens
 from rollmesh.wire.machine import Ticked
 
-_NO_ENGINE = "no engine is ready; `rollmesh status`, or a gateway's /healthz, says why"
 _CANNOT_RESUME = "its engine was cut off; a turn with penalties or a grammar cannot be resumed"
 
 
@@ -59,27 +52,6 @@ class GenerationState(enum.StrEnum):
     VOID = "void"
 
 
-class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How patient a generation is; all in time that is not paused by an update."""
-
-    retry_window_s: float = 30.0
-    engine_wait_s: float = 120.0
-    answer_timeout_s: float = 60.0
-    abort_repeat_s: float = 0.04
-    """Wait after a first abort; grows from there."""
-    abort_timeout_s: float = 5.0
-    """A leg that does not end by then is dropped with the tokens that it did not show."""
-    max_fruitless_legs: int = 16
-    """So many legs in a row without a token, and the engines are given up."""
-    max_full_queues: int = 8
-    """So many legs in a row that meet a full queue, and the caller is told to come back later."""
-    max_broken_legs: int = 3
-    """So many legs that break before the first token of a request with images, and it is why."""
-    backoff_s: float = 0.05
-    """Wait after a second fruitless leg in a row; doubles from there."""
-    max_backoff_s: float = 1.0
-
-
 Event = (
     Joined
     | Left
@@ -87,6 +59,7 @@ Event = (
     | EngineChosen
     | FleetMoved
     | EngineLost
+    | EngineMissed
     | LegSampled
     | LegFailed
     | Ticked
@@ -125,15 +98,12 @@ class GenerationMachine:
         self._leg: Leg | None = None
         self.min_policy_version = request.min_policy_version
         """The newest that the session has seen."""
-        self._num_fruitless = 0
-        self._num_full_queues = 0
-        self._num_broken = 0
+        self._patience = Patience(settings)
         self._is_paused = False
         self._seen_s = now_s
         self._clock_s = 0.0
         """Un-paused seconds since the start; all times below are of this clock."""
         self._waiting_since_s = 0.0
-        self._not_before_s = 0.0
         self._parked_s = 0.0
 
     @property
@@ -163,8 +133,8 @@ class GenerationMachine:
         match event:
             case LegSampled():
                 return self._on_sampled(event)
-            case EngineChosen():
-                return self._on_chosen(event)
+            case EngineChosen() | EngineMissed():
+                return self._on_choice(event)
             case Joined():
                 return self._on_joined()
             case Left():
@@ -174,7 +144,7 @@ class GenerationMachine:
             case EngineLost():
                 return self._on_lost(event)
             case Sealed():
-                return [] if self._is_ended else self._void(EngineError(event.reason))
+                return self._on_sealed(event)
             case FleetMoved():
                 self._is_paused = event.is_paused
         return self._tend()
@@ -197,9 +167,15 @@ class GenerationMachine:
         self._parked_s = self._clock_s
         return self._abort()
 
+    def _on_sealed(self, event: Sealed) -> list[Action]:
+        return [] if self._is_ended else self._void(EngineError(event.reason))
+
     # legs
 
-    def _on_chosen(self, chosen: EngineChosen) -> list[Action]:
+    def _on_choice(self, chosen: EngineChosen | EngineMissed) -> list[Action]:
+        if isinstance(chosen, EngineMissed):
+            self._patience.on_missing(chosen.why)
+            return []
         if self.state is not GenerationState.RUNNING or self._leg:
             return []
         if chosen.policy_version < self.min_policy_version:
@@ -229,7 +205,7 @@ class GenerationMachine:
         if event.token_ids and event.policy_version < self.min_policy_version:
             return self._on_older_weights(leg, event.policy_version)
         self._append(event, leg.offset)
-        self._num_full_queues = 0
+        self._patience.on_tokens()
         woken: list[Action] = [WakeReaders()] if event.token_ids else []
         hit = self._matcher.push(event.token_ids) if self._matcher else None
         if hit:
@@ -268,29 +244,21 @@ class GenerationMachine:
         if failed.kind == "refused":
             return [] if self._is_ended else self._void(EngineRefused(failed.detail))
         if failed.kind == "overloaded":
-            return [AvoidEngine(leg.url), *self._on_full_queue(failed.detail)]
+            end = self._patience.on_full_queue(failed.detail)
+            return [AvoidEngine(leg.url), *self._on_cut(False, end)]
         if failed.kind == "broke" and self.request.images and not len(self.sampled):
-            return [AvoidEngine(leg.url), *self._on_broken(failed.detail)]
-        self._num_full_queues = 0
-        report = ReportFault(leg.url, leg.incarnation, failed.detail)
-        return [report, *self._on_cut(len(self.sampled) > leg.offset)]
+            end = self._patience.on_broken(failed.detail)
+            return [AvoidEngine(leg.url), *self._on_cut(False, end)]
+        return self._on_fault(leg, failed.detail)
 
-    def _on_full_queue(self, detail: str) -> list[Action]:
-        self._num_full_queues += 1
-        if not self._is_ended and self._num_full_queues > self._settings.max_full_queues:
-            return self._void(EngineOverloaded(detail))
-        return self._on_cut(False)
-
-    def _on_broken(self, detail: str) -> list[Action]:
-        """The engine fetches and opens images before it samples: one such request would fence all.
-
-        SGLang answers 500, or cuts the stream, where an image's address leads nowhere.
-        """
-        self._num_broken += 1
-        if not self._is_ended and self._num_broken >= self._settings.max_broken_legs:
-            why = f"engines break at this request, which shows images; are they in reach? {detail}"
-            return self._void(EngineBroke(why))
-        return self._on_cut(False)
+    def _on_fault(self, leg: Leg, detail: str) -> list[Action]:
+        """The engine failed the leg, and should not be chosen for a moment."""
+        is_fruitful, life = len(self.sampled) > leg.offset, (leg.url, leg.incarnation)
+        end = None
+        if not is_fruitful and self.state is GenerationState.RUNNING:
+            end = self._patience.on_fault(life, detail, self._clock_s)
+        report = ReportFault(leg.url, leg.incarnation, detail)
+        return [report, *self._on_cut(is_fruitful, end)]
 
     def _on_lost(self, lost: EngineLost) -> list[Action]:
         leg = self._leg
@@ -299,20 +267,17 @@ class GenerationMachine:
         self._leg = None
         return [DropLeg(leg.number), *self._on_cut(len(self.sampled) > leg.offset)]
 
-    def _on_cut(self, is_fruitful: bool) -> list[Action]:
-        """The leg is over and the turn is not, unless the tokens themselves end it."""
+    def _on_cut(self, is_fruitful: bool, end: EngineError | None = None) -> list[Action]:
+        """The leg is over and the turn is not, unless the tokens end it, or `end` does."""
         if self._is_ended:
             return []
+        if end:
+            return self._void(end)
         self._waiting_since_s = self._clock_s
         if self.state is GenerationState.PARKED:
             return self._go_on()
-        self._num_fruitless = 0 if is_fruitful else self._num_fruitless + 1
-        if self._num_fruitless > self._settings.max_fruitless_legs:
-            return self._void(EngineUnavailable("no engine got on with it; are they healthy?"))
-        if self._num_fruitless > 1:
-            wait_s = self._settings.backoff_s * 2.0 ** (self._num_fruitless - 2)
-            self._not_before_s = self._clock_s + min(wait_s, self._settings.max_backoff_s)
-        return self._go_on()
+        end = self._patience.on_cut(is_fruitful, self._clock_s)
+        return self._void(end) if end else self._go_on()
 
     def _go_on(self) -> list[Action]:
         """Without a leg: see whether the tokens end the turn, else ask for an engine."""
@@ -331,7 +296,7 @@ class GenerationMachine:
             self._restart()
         if is_parked:
             return []
-        if self._clock_s < self._not_before_s:
+        if self._clock_s < self._patience.not_before_s:
             return []
         return [ChooseEngine(self.min_policy_version)]
 
@@ -370,7 +335,7 @@ class GenerationMachine:
             actions = self._tend_leg(self._leg)
         elif self.state is GenerationState.RUNNING:
             if self._clock_s - self._waiting_since_s >= self._settings.engine_wait_s:
-                return self._void(EngineUnavailable(_NO_ENGINE))
+                return self._void(self._patience.without_engine())
             actions = self._go_on()
         else:
             actions = []
@@ -385,9 +350,8 @@ class GenerationMachine:
             if not leg.is_silent(now_s, settings.answer_timeout_s):
                 return []
             self._leg = None
-            report = ReportFault(leg.url, leg.incarnation, "a request shows no sign of life")
             stop: list[Action] = [leg.abort(now_s), DropLeg(leg.number)]
-            return [*stop, report, *self._on_cut(len(self.sampled) > leg.offset)]
+            return [*stop, *self._on_fault(leg, "a request shows no sign of life")]
         if leg.is_deaf(now_s, settings.abort_timeout_s):
             self._leg = None
             return [DropLeg(leg.number), *self._on_cut(len(self.sampled) > leg.offset)]

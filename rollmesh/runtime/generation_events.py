@@ -70,11 +70,18 @@ class Sealed(msgspec.Struct, frozen=True):
 
 
 class EngineChosen(msgspec.Struct, frozen=True):
-    """The answer to ChooseEngine, when there is one; none is needed otherwise."""
+    """The answer to ChooseEngine, when there is one; none is needed otherwise, see EngineMissed."""
 
     url: str
     incarnation: str
     policy_version: int
+
+
+class EngineMissed(msgspec.Struct, frozen=True):
+    """The answer to ChooseEngine where there is none, if anybody knows why."""
+
+    why: str
+    """What keeps an engine from serving, in a line; '' where none is known of."""
 
 
 class FleetMoved(msgspec.Struct, frozen=True):

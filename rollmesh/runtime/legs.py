@@ -30,7 +30,6 @@ from rollmesh.runtime.generation import (
     Action,
     Event,
     GenerationMachine,
-    GenerationSettings,
     GenerationState,
 )
 from rollmesh.runtime.generation_events import (
@@ -41,6 +40,7 @@ from rollmesh.runtime.generation_events import (
     DropLeg,
     EngineChosen,
     EngineLost,
+    EngineMissed,
     FleetMoved,
     GenerationRequest,
     Joined,
@@ -53,6 +53,7 @@ from rollmesh.runtime.generation_events import (
     StopMatcher,
     WakeReaders,
 )
+from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.wire.machine import Ticked
 from rollmesh.wire.messages import EngineFaulted, EnginePhase
 
@@ -299,8 +300,8 @@ class Sampler:
             case WakeReaders():
                 generation.wake()
             case ChooseEngine():
-                if chosen := self._chosen(generation.machine):
-                    self._drive(generation, chosen)
+                chosen = self._chosen(generation.machine)
+                self._drive(generation, chosen or EngineMissed(self._parts.view.trouble()))
             case StartLeg():
                 self._start_leg(generation, action)
             case AbortLeg():

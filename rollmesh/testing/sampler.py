@@ -14,7 +14,6 @@ from rollmesh.runtime.generation import (
     Action,
     Event,
     GenerationMachine,
-    GenerationSettings,
     GenerationState,
 )
 from rollmesh.runtime.generation_events import (
@@ -28,6 +27,7 @@ from rollmesh.runtime.generation_events import (
     StopMatcher,
 )
 from rollmesh.runtime.legs import Generation
+from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.wire.machine import Ticked
 

@@ -10,7 +10,7 @@ import anthropic
 import openai
 import pytest
 
-from rollmesh.runtime.generation import GenerationSettings
+from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.testing.agent_engine import Say, steps
 from rollmesh.testing.engine import Fault, ScriptedEngine
 from tests.clients.exactness import calls_of, faults

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from rollmesh.core.process import listen
-from rollmesh.testing.engine import ScriptedEngine, logprob_of
+from rollmesh.testing.engine import Fault, ScriptedEngine, logprob_of
 from rollmesh.testing.provider import ScriptedProvider, Told
 from tests.flow.gateway_process import (
     CONTEXT_TOKENS,
@@ -102,9 +102,29 @@ async def test_an_engine_that_is_gone_is_503_and_taken_again_when_it_is_back(
         ) as response:
             assert response.status == 503
             assert int(response.headers["Retry-After"]) >= 1
+            told = orjson.loads(await response.read())["error"]["message"]
+            assert f"(last: {engine.url}: " in told
         await engine.restart()
         await gateway.until_ready()
         assert (await gateway.call(opened, body))[0] == 200
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_lone_engine_that_fails_at_every_try_is_told_within_3_s(
+    tmp_path: Path, is_stream: bool
+) -> None:
+    async with (
+        ScriptedEngine(next_token) as engine,
+        sampling(tmp_path, engine, engine_wait_s=60.0) as gateway,
+    ):
+        opened = await gateway.open()
+        engine.faults.extend([Fault.ERROR] * 1000)
+        body = {"messages": [{"role": "user", "content": "guess"}], "stream": is_stream}
+        async with asyncio.timeout(3.0):
+            status, told = await gateway.call(opened, body)
+    assert (status, told["error"]["code"]) == (503, "engine_unavailable")
+    assert f"(last: {engine.url}: HTTP 500: " in told["error"]["message"]
+    assert "/healthz" in told["error"]["message"]
 
 
 async def test_the_first_sigterm_lets_running_calls_end(tmp_path: Path) -> None:
@@ -173,7 +193,7 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
         (["--engine", "http://h", "--capture", "relay", "--set", "interception.x=1"],
          "unknown key 'interception.x'"),
         (["--engine", "http://h", "--model-dir", ".", "--upstream-key-file", "k"],
-         "--upstream-key-file k: engines are asked without a key; leave it out, or --capture relay"),
+         "--upstream-key-file k: engines are asked without a key; leave it out, or --capture"),
         (["--engine", "http://h", "--capture", "relay", "--model-dir", "."],
          "--model-dir .: a relay renders nothing; leave it out, or --capture tokens"),
         (["--engine", "http://h", "--capture", "relay", "--port", "0", "--listen-fd", "3"],

@@ -14,10 +14,10 @@ from rollmesh.runtime.generation import (
     Action,
     Event,
     GenerationMachine,
-    GenerationSettings,
     GenerationState,
 )
 from rollmesh.runtime.generation_events import GenerationRequest, Joined, Left, WakeReaders
+from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.testing.mesh_sim.engine import STOP_TOKEN
 from rollmesh.testing.mesh_sim.kernel import Kernel
 from rollmesh.testing.mesh_sim.turns import Turn

@@ -33,6 +33,13 @@ def test_only_ready_engines_are_chosen() -> None:
         assert chosen(view_of(row(A, phase=phase))) == expected
 
 
+def test_what_keeps_an_engine_away_is_told_in_its_words() -> None:
+    away = EngineRow(B, "", EnginePhase.JOINING, -1, detail="connection refused")
+    assert view_of(row(A), away).trouble() == f"{B}: joining, connection refused"
+    assert view_of(row(A)).trouble() == ""
+    assert view_of(row(A, phase=EnginePhase.UPDATING)).trouble() == f"{A}: updating"
+
+
 def test_session_never_hops_to_older_weights() -> None:
     view = view_of(row(A, policy_version=3), row(B, policy_version=4, running=50))
     assert chosen(view, min_version=4) == B

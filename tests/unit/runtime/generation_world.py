@@ -12,7 +12,6 @@ from rollmesh.runtime.generation import (
     Action,
     Event,
     GenerationMachine,
-    GenerationSettings,
     GenerationState,
 )
 from rollmesh.runtime.generation_events import (
@@ -29,6 +28,7 @@ from rollmesh.runtime.generation_events import (
     StartLeg,
     WakeReaders,
 )
+from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.testing.engine import STOP_TOKEN, chain_token
 from rollmesh.wire.machine import Ticked
 

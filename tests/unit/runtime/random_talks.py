@@ -12,7 +12,8 @@ import msgspec
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.chat import read_message
 from rollmesh.runtime.deltas import Answer
-from rollmesh.runtime.generation import GenerationSettings
+from rollmesh.runtime.openings import Openings
+from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.reply import Reply
 from rollmesh.runtime.tokenizer import Tokenizer
@@ -34,11 +35,13 @@ Talk = tuple[list[Message], bytes]
 class RandomTalks:
     """One session; `step` makes one call."""
 
-    def __init__(self, prompts: Prompts, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(
+        self, prompts: Prompts, tokenizer: Tokenizer, seed: int, openings: Openings | None = None
+    ) -> None:
         self.clock = FakeClock()
         settings = GenerationSettings(retry_window_s=WINDOW_S, max_fruitless_legs=0)
         self.sampler = ScriptedSampler(None, settings, self.clock)
-        self.session = open_session(self.sampler, prompts)
+        self.session = open_session(self.sampler, prompts, openings=openings)
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._chance = random.Random(seed)

@@ -9,7 +9,6 @@ from rollmesh.core.types import Grammar, VersionRun
 from rollmesh.engine.answers import Finish
 from rollmesh.runtime.generation import (
     GenerationMachine,
-    GenerationSettings,
     GenerationState,
 )
 from rollmesh.runtime.generation_events import (
@@ -19,6 +18,7 @@ from rollmesh.runtime.generation_events import (
     DropLeg,
     EngineChosen,
     EngineLost,
+    EngineMissed,
     FleetMoved,
     Joined,
     Left,
@@ -30,6 +30,7 @@ from rollmesh.runtime.generation_events import (
     StopHit,
     WakeReaders,
 )
+from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.testing.engine import STOP_TOKEN
 from rollmesh.wire.machine import Ticked
 from tests.unit.runtime.generation_bench import ENGINE, Bench, running
@@ -182,11 +183,36 @@ def test_fruitless_legs_back_off_and_end_within_bounds() -> None:
     bench = running()
     for leg in range(17):
         assert bench.machine.error is None
-        bench.step(LegFailed(leg, "connection refused"))
+        bench.sample(leg, finish=ABORT)
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
     assert bench.machine.state is GenerationState.VOID
     assert isinstance(bench.machine.error, EngineUnavailable)
+
+
+def test_a_lone_engine_that_fails_on_is_told_in_its_own_words() -> None:
+    bench = running()
+    for leg in range(3):
+        assert bench.machine.error is None
+        bench.step(LegFailed(leg, "http://a: HTTP 500: oops", "broke"))
+        assert bench.said(ReportFault)
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+    assert bench.machine.state is GenerationState.VOID
+    assert "last: http://a: HTTP 500: oops" in str(bench.machine.error)
+
+
+def test_an_engine_that_is_parked_with_or_restarted_is_not_given_up() -> None:
+    bench = running()
+    bench.step(LegFailed(0, "cut"))
+    bench.step(EngineChosen(ENGINE.url, "i2", 0), after_s=60.0)
+    bench.step(LegFailed(1, "cut"))
+    assert bench.machine.error is None
+    bench.step(Ticked(), after_s=60.0)
+    bench.step(ENGINE)
+    bench.step(Left())
+    bench.step(LegFailed(2, "cut"))
+    assert bench.machine.state is GenerationState.PARKED
 
 
 def test_a_request_whose_images_break_engines_ends_without_fencing_them() -> None:
@@ -220,8 +246,10 @@ def test_waiting_for_an_engine_ends_in_time_but_pauses_do_not_count() -> None:
     bench.step(FleetMoved(is_paused=False))
     bench.step(Ticked(), after_s=119.0)
     assert bench.said(ChooseEngine)
+    assert bench.step(EngineMissed("http://a: joining, connection refused")) == []
     bench.step(Ticked(), after_s=1.0)
     assert isinstance(bench.machine.error, EngineUnavailable)
+    assert "no engine is ready (last: http://a: joining, conn" in str(bench.machine.error)
 
 
 def test_silent_leg_is_given_up_and_resumed() -> None:

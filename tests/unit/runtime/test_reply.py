@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.core.errors import EngineRefused, SessionError
 from rollmesh.core.types import EVAL_SAMPLING
-from rollmesh.runtime.generation import GenerationSettings
+from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.reply import Reply, ReplyState, failure_of
 from rollmesh.runtime.samples import reasons_of

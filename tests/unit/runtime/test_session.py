@@ -11,7 +11,7 @@ from rollmesh.core.errors import SessionError
 from rollmesh.core.types import EVAL_SAMPLING, FieldPolicy, Grammar, SamplingPolicy, SamplingRule
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.forks import ForkCause
-from rollmesh.runtime.generation import GenerationSettings
+from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.reply import Reply
 from rollmesh.runtime.session import OFF_LOOP_BYTES, Session

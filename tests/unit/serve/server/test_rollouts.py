@@ -11,7 +11,7 @@ from rollmesh.core.errors import AgentFailed, InfraError, SessionError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import Outcome, Score
 from rollmesh.envs.env import Endpoint, Transcript
-from rollmesh.runtime.generation import GenerationSettings
+from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.runtime.turns import Turn
 from rollmesh.serve.server.rollouts import Played, Stage, check_score, one_line, play
 from rollmesh.testing.sampler import ScriptedSampler
