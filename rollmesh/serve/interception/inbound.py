@@ -96,13 +96,18 @@ class Inbound(asyncio.Protocol):
         """Have requests handled until the last; ends with the connection."""
         keeps = True
         while keeps:
-            if self._parser.requests:
+            if self.is_clogged:
+                # Answers must not pile up; a client that takes none is cut by `look`.
+                await self.drain(self._house.limits.idle_s)
+            elif self._parser.requests:
                 keeps = await self._serve_one(self._parser.requests.popleft())
             elif self._parser.fault:
                 self._refuse(self._parser.fault)
                 keeps = False
             else:
-                self.state, self._since_s = InboundState.IDLE, self._loop.time()
+                is_begun = self._parser.is_in_head
+                self.state = InboundState.READING if is_begun else InboundState.IDLE
+                self._since_s = self._loop.time()
                 await self.want()
         self._part()
 
@@ -174,11 +179,17 @@ class Inbound(asyncio.Protocol):
             self._tell()
 
     def eof_received(self) -> None:
-        """The client hung up: the connection is closed in both directions."""
+        """The client hung up: the connection is closed in both directions; at once where an answer
+        is under way, since a client that takes none of it would hold its handler."""
+        if self._current and not self._current.is_answered:
+            self.hang_up()
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._task:
             self._task.cancel()
+        # What refers back here is let go, so that all of it is freed now.
+        self._task = self._transport = None
+        self._parser.close()
         self._house.lost(self)
 
     def pause_writing(self) -> None:
@@ -253,8 +264,7 @@ class Inbound(asyncio.Protocol):
     def _part(self) -> None:
         """Close, once the client has what was written."""
         self.state, self._since_s = InboundState.LEAVING, self._loop.time()
-        assert self._transport
-        if self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing():
             return
         if self._parser.fault is None and self._parser.incoming is None:
             self._transport.close()

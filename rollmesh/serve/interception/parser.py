@@ -6,6 +6,7 @@ also where the client wished for another protocol, which is declined by not answ
 parser's callbacks only collect. Driven by inbound.py.
 """
 
+import re
 from collections import deque
 
 import httptools
@@ -35,6 +36,8 @@ class RequestParser(HTTPProtocol):
         self.incoming: Request | None = None
         """Whose body is not whole."""
         self.fault: Fault | None = None
+        self.is_in_head = False
+        """A request has begun, and its head is not whole."""
         self._wire = wire
         self._llhttp = httptools.HttpRequestParser(self)
         self._url = b""
@@ -63,6 +66,13 @@ class RequestParser(HTTPProtocol):
         if self.incoming:
             self.incoming.is_broken, self.incoming = True, None
 
+    def close(self) -> None:
+        """Nothing more comes. Else this, llhttp and the wire would hold each other, and all that
+        was read, until the garbage collector comes."""
+        self.requests.clear()
+        self.incoming = None
+        del self._llhttp, self._wire
+
     def _declined(self, rest: bytes) -> bytes:
         """The head again without its wish for another protocol, which would hide its body."""
         method = self._llhttp.get_method()
@@ -78,6 +88,7 @@ class RequestParser(HTTPProtocol):
     # llhttp's callbacks
 
     def on_message_begin(self) -> None:
+        self.is_in_head = True
         self._url = b""
         self._headers = []
 
@@ -94,14 +105,19 @@ class RequestParser(HTTPProtocol):
         protocol = llhttp.get_http_version()
         if llhttp.should_upgrade() or self.fault:
             return
+        self.is_in_head = False
         if protocol not in ("1.1", "1.0"):
             self.fail(400, "only HTTP/1.0 and 1.1 are spoken here")
         elif len(self.requests) > MAX_AHEAD:
             self.fail(400, f"more than {MAX_AHEAD} requests wait for their answers")
         else:
-            url = self._url.decode("utf-8", "surrogateescape")
-            request = Request(self._wire, llhttp.get_method().decode(), url, self._headers)
+            url = self._url if self._url.startswith(b"/") else _path_of(self._url)
+            path = url.decode("utf-8", "surrogateescape")
+            request = Request(self._wire, llhttp.get_method().decode(), path, self._headers)
             request.speak(protocol, llhttp.should_keep_alive())
+            if request.headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+                self.fail(501, "of transfer codings only chunked is known here")
+                return
             self.incoming = request
             self.requests.append(request)
 
@@ -124,3 +140,14 @@ class RequestParser(HTTPProtocol):
 
     def on_chunk_complete(self) -> None:
         """Only the bytes count."""
+
+
+def _path_of(target: bytes) -> bytes:
+    """A request's target without the scheme and the host that stand before it for a proxy."""
+    _, mark, rest = target.partition(b"://")
+    if not mark:
+        return target
+    host = re.match(rb"[^/?#]*", rest)
+    assert host
+    path = rest[host.end() :]
+    return path if path.startswith(b"/") else b"/" + path

@@ -5,8 +5,8 @@
 Invariants: an answer is one write, of a stream one write an event; a stream is chunked, or ends
 with its connection where the client speaks HTTP/1.0; a body over the limit is refused by what its
 head says, or once the limit is passed, never after it was read whole; a sender that falls silent
-does not hold us. A writer awaits `drain` before it writes more. Made by inbound.py; driven by
-exchange.py, the relay and the admin's routes.
+or only drips does not hold us. A writer awaits `drain` before it writes more. Made by inbound.py;
+driven by exchange.py, the relay and the admin's routes.
 """
 
 import asyncio
@@ -20,6 +20,8 @@ from rollmesh.core.errors import SessionError
 from rollmesh.engine.connection import Headers
 
 JSON = b"application/json"
+SLOWEST_BYTES_PER_S = 500
+"""A body that comes slower than this for longer than its sender may be silent stops coming."""
 _LAST_CHUNK = b"0\r\n\r\n"
 _WINDOWS = {b"gzip": zlib.MAX_WBITS | 16, b"x-gzip": zlib.MAX_WBITS | 16, b"deflate": 15}
 _REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
@@ -111,16 +113,20 @@ class Request:
         return _inflated(body, coding, max_bytes) if coding else body
 
     async def _gather(self, max_bytes: int, silence_s: float) -> None:
-        if int(self.headers.get(b"content-length", b"0")) > max_bytes:
+        # Python counts the digits of an integer and refuses too many; llhttp does not mind zeros.
+        if int(self.headers.get(b"content-length", b"").lstrip(b"0") or b"0") > max_bytes:
             raise _too_large(max_bytes)
         if self._is_chunked and self.headers.get(b"expect", b"").lower() == b"100-continue":
             self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        now_s = asyncio.get_running_loop().time
+        begun_s = now_s()
         while not self.is_whole and self.num_bytes <= max_bytes:
             if self.is_broken:
                 why = "the body breaks off or is garbled"
                 raise SessionError(400, "invalid_body", why)
+            earned_s = self.num_bytes / SLOWEST_BYTES_PER_S
             try:
-                async with asyncio.timeout(silence_s):
+                async with asyncio.timeout_at(min(now_s(), begun_s + earned_s) + silence_s):
                     await self._wire.want()
             except TimeoutError:
                 raise SessionError(408, "body_timeout", "the body stopped coming") from None

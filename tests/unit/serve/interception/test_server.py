@@ -1,10 +1,12 @@
 """How connections end: silence, hang-ups, streams and the stop, on both event loops."""
 
 import asyncio
+import gc
 
 import pytest
 
-from rollmesh.serve.interception.inbound import Limits
+from rollmesh.serve.interception.inbound import Inbound, Limits
+from rollmesh.serve.interception.parser import RequestParser
 from rollmesh.serve.interception.request import JSON, Request
 from tests.unit.serve.interception.http_client import (
     GET,
@@ -32,6 +34,19 @@ def test_a_head_that_stops_coming_is_408_though_bytes_trickle(runner: asyncio.Ru
                 await asyncio.sleep(0)
             assert (await answer)[0] == 408
             assert await client.rest() == b""
+
+    runner.run(main())
+
+
+def test_half_a_head_behind_an_answer_has_no_more_time_than_another(
+    runner: asyncio.Runner,
+) -> None:
+    async def main() -> None:
+        async with serving(echo, limits=Limits(head_s=0.05)) as place:
+            client = await place.client()
+            client.send(GET + b"GET / HT")
+            assert (await client.answer())[0] == 200
+            assert (await client.answer())[0] == 408
 
     runner.run(main())
 
@@ -125,6 +140,54 @@ def test_a_client_that_takes_nothing_holds_its_writer_then_is_cut(runner: asynci
 
     runner.run(main())
     assert num_sent < 1000
+
+
+def test_a_client_that_takes_nothing_and_half_hangs_up_is_cut_at_once(
+    runner: asyncio.Runner,
+) -> None:
+    clogged, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def handle(request: Request) -> None:
+        request.open(200, b"")
+        try:
+            while not request.is_clogged:
+                request.send(b"x" * 65536)
+            clogged.set()
+            await request.drain(PATIENCE_S)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def main() -> None:
+        async with serving(handle) as place:
+            client = await place.client(limit=1)
+            client.send(GET)
+            await clogged.wait()
+            client.writer.write_eof()
+            await cancelled.wait()
+
+    runner.run(main())
+
+
+def test_a_lost_connection_leaves_nothing_to_the_garbage_collector(
+    runner: asyncio.Runner,
+) -> None:
+    async def main() -> None:
+        async with serving(echo) as place:
+            gc.collect()
+            gc.disable()
+            try:
+                assert b" 200 " in await place.ask(LAST_GET)
+                kept = await place.client()
+                kept.send(GET + sized(b"abc")[:-1])
+                assert (await kept.answer())[0] == 200
+                kept.reset()
+                while any(isinstance(each, (Inbound, RequestParser)) for each in gc.get_objects()):  # noqa: ASYNC110 - nobody tells when the last of it is freed
+                    await asyncio.sleep(0)
+            finally:
+                gc.enable()
+
+    runner.run(main())
 
 
 def test_a_clogged_writer_goes_on_when_its_client_reads_again(runner: asyncio.Runner) -> None:
