@@ -1,0 +1,191 @@
+"""An engine process that is frozen in mid-turn, and thaws: its turn goes on elsewhere, once.
+
+SIGSTOP looks from outside as a hung driver or a paused container does: connections stay open, new
+ones are accepted by the kernel, nothing is answered, nothing fails.
+"""
+
+import asyncio
+import math
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.contract.engines import WAIT_S, EngineUnderContract
+from tests.contract.model import write_contract_model
+from tests.contract.processes import EngineProcess, embedded_engine
+from tests.flow.gateway_process import Gateway, finish, serving
+
+LEFT_WITHIN_S = 8.0
+"""From the freeze to the next token: two probes that go unanswered, and a new prefill."""
+NUM_TOKENS = 2000
+"""A second or two of generation."""
+VOCAB_SIZE = 265
+ENDS = (256, 258)
+"""Forbidden, so that no turn ends before its length."""
+AROUND = 100
+"""Tokens before and after a seam that are judged."""
+
+
+class Watched:
+    """One streamed turn, and when its tokens came."""
+
+    def __init__(self, gateway: Gateway, opened: dict[str, str]) -> None:
+        self.opened = opened
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason = ""
+        self.begun = asyncio.Event()
+        """It has so many tokens that a seam will have AROUND before it."""
+        self.ended_s = 0.0
+        self.went_on_s = 0.0
+        """When the longest silence ended."""
+        self.silence_s = 0.0
+        self.seam = 0
+        """Tokens before it."""
+        self._gateway = gateway
+
+    async def watch(self) -> None:
+        """Ask, and read to the end."""
+        loop = asyncio.get_running_loop()
+        last_s = 0.0
+        async for choice in self._choices():
+            now_s = loop.time()
+            if last_s and now_s - last_s > self.silence_s:
+                self.silence_s, self.went_on_s = now_s - last_s, now_s
+                self.seam = len(self.token_ids)
+            last_s = now_s
+            self.token_ids += choice.get("token_ids") or []
+            self.text += choice["delta"].get("content") or ""
+            self.finish_reason = choice["finish_reason"] or ""
+            if len(self.token_ids) >= AROUND:
+                self.begun.set()
+        self.ended_s = loop.time()
+
+    async def _choices(self) -> AsyncIterator[dict[str, Any]]:
+        body = {
+            "messages": [{"role": "user", "content": "go on"}],
+            "max_tokens": NUM_TOKENS,
+            "logit_bias": dict.fromkeys(map(str, ENDS), -100),
+            "stream": True,
+            "return_token_ids": True,
+        }
+        url = self.opened["path_url"] + "/chat/completions"
+        async with self._gateway.client.post(url, json=body) as response:
+            assert response.status == 200
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    for choice in orjson.loads(line[6:])["choices"]:
+                        yield choice
+
+
+@contextmanager
+def frozen(engine: EngineProcess) -> Iterator[None]:
+    """Stopped until the block ends."""
+    os.kill(engine.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_contract_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def engines(model_folder: Path) -> Iterator[tuple[EngineProcess, EngineProcess]]:
+    """One to be frozen, and one beside it."""
+    incremental = "--incremental-streaming-output"
+    with (
+        embedded_engine(model_folder, incremental) as one,
+        embedded_engine(model_folder, incremental) as other,
+    ):
+        yield one, other
+
+
+async def until_all_ready(gateway: Gateway) -> None:
+    """Asked again and again, since nothing is told."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            _, health = await gateway.admin("GET", "/healthz")
+            if all(engine["phase"] == "ready" for engine in health["engines"]):
+                return
+
+
+async def figures(gateway: Gateway, *names: str) -> list[float]:
+    _, told = await gateway.admin("GET", "/metrics")
+    return [float(re.findall(rf"^rollmesh_{name} (\S+)$", told, re.M)[0]) for name in names]
+
+
+def assert_has_each_token_once(turn: Watched, account: Any) -> None:
+    """The session's one sample is what the client was told."""
+    [sample] = account["samples"]
+    num_prompt = len(sample["token_ids"]) - NUM_TOKENS
+    assert sample["token_ids"][num_prompt:] == turn.token_ids
+    assert [*map(bool, sample["loss_mask"])] == [False] * num_prompt + [True] * NUM_TOKENS
+
+
+async def assert_goes_on_over_its_seam(turn: Watched, account: Any, judge: EngineProcess) -> None:
+    """`judge` finds each token around the seam as likely after those before it as was recorded."""
+    [sample] = account["samples"]
+    seam = len(sample["token_ids"]) - NUM_TOKENS + turn.seam
+    places = range(seam - AROUND, seam + AROUND)
+    ids = sample["token_ids"][: places.stop]
+    async with httpx.AsyncClient(base_url=judge.address, timeout=WAIT_S) as client:
+        answer = await EngineUnderContract(client, "", is_incremental=True).generate(
+            ids,
+            sampling_params={"max_new_tokens": 0},
+            return_logprob=True,
+            logprob_start_len=places.start - 1,
+            top_logprobs_num=VOCAB_SIZE,
+        )
+    tops = answer["meta_info"]["input_top_logprobs"]
+    scored = []
+    for place, top in zip(places, tops[1:], strict=True):  # the first has none
+        logprobs = {token: logprob for logprob, token, _ in top}
+        # The judge scores among all tokens; the turn was drawn among all but ENDS.
+        of_ends = sum(math.exp(logprobs[token]) for token in ENDS)
+        scored.append(logprobs[ids[place]] - math.log1p(-of_ends))
+    recorded = sample["logprobs"][places.start : places.stop]
+    assert recorded == pytest.approx(scored, abs=2e-3)
+
+
+async def test_a_turn_whose_engine_freezes_goes_on_elsewhere_and_is_counted_once(
+    engines: tuple[EngineProcess, EngineProcess], model_folder: Path, tmp_path: Path
+) -> None:
+    victim, other = engines
+    words = ["--model-dir", str(model_folder)]
+    words += ["--engine", victim.address, "--engine", other.address]
+    async with serving(tmp_path, *words) as gateway:
+        await until_all_ready(gateway)
+        # Each goes to the engine with less to do, so one of them to the victim.
+        turns = [Watched(gateway, await gateway.open(sampling="eval")) for _ in range(2)]
+        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+            watching = []
+            for turn in turns:
+                watching.append(group.create_task(turn.watch()))
+                await turn.begun.wait()
+            with frozen(victim):
+                await asyncio.wait(watching)
+        uncut, cut = sorted(turns, key=lambda turn: turn.silence_s)
+        assert uncut.ended_s < cut.went_on_s, "the victim was not frozen in mid-turn"
+        assert cut.silence_s < LEFT_WITHIN_S
+        async with httpx.AsyncClient(base_url=victim.address, timeout=WAIT_S) as client:
+            await EngineUnderContract(client, "", is_incremental=True).until_idle()
+        await until_all_ready(gateway)
+        names = ("live_legs", "exchanges_open", "calls_total", "sampled_tokens_total")
+        assert await figures(gateway, *names) == [0, 0, 2, 2 * NUM_TOKENS]
+        for turn in turns:
+            account = await finish(gateway, turn.opened)
+            assert_has_each_token_once(turn, account)
+            if turn is cut:
+                await assert_goes_on_over_its_seam(turn, account, other)
