@@ -9,18 +9,20 @@ are remembered by hash alone, at most ALIASES_PER_SPOT of them per spot. `match`
 that it may run twice, or only to count. Driven by holdings.py.
 """
 
+import functools
+
 import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.blobs import ImageRef
 from rollmesh.runtime.chat import ChatMessage, Rotating, read_held, read_message, read_tools
+from rollmesh.runtime.openings import Line, Link
 from rollmesh.runtime.spot import BARE, NO_NODE, Spot
 from rollmesh.runtime.stretches import Stretches, split_array
 from rollmesh.runtime.turns import Turn
 from rollmesh.runtime.walk import Walk
 
 ALIASES_PER_SPOT = 4
-_MAX_TOOLS = 64
 
 
 class Match(msgspec.Struct):
@@ -50,7 +52,7 @@ class History:
     """One per session."""
 
     __slots__ = (
-        "_num_aliases", "_num_spots", "_stretches", "_tools", "images", "num_bytes", "roots",
+        "_num_aliases", "_num_spots", "_stretches", "images", "num_bytes", "roots",
         "rotating", "sampled",
     )  # fmt: skip
 
@@ -64,8 +66,6 @@ class History:
         """Those that held messages show, by digest."""
         self.num_bytes = 0
         """Of the messages held."""
-        self._tools: dict[int, int] = {}
-        """Tools by their bytes to tools by their meaning."""
         self._stretches = Stretches()
         self._num_aliases = 0
         self._num_spots = 0
@@ -75,7 +75,7 @@ class History:
 
         From `start` on where it is given, else from the root of the turn's tools.
         """
-        tools_key = self.tools_key(turn.tools)
+        tools_key = tools_key_of(turn.tools)
         root = start or self.roots.get(tools_key) or Spot(None, b"")
         walk = Walk(root, turn.read or read_chat, self.rotating)
         walk.go(turn.messages)
@@ -140,6 +140,38 @@ class History:
         self._join(context, message, spot)
         return spot
 
+    def begin(self, line: Line, node: int) -> Spot:
+        """Hold a whole line, before anything else; `node` ends with the last of its messages."""
+        spots = [self.roots.setdefault(line.tools_key, Spot(None, b""))]
+        for raw in line.raws:
+            spots.append(self._new_spot(spots[-1], raw, []))
+        for link in line.links:
+            spots[link.start].adopt(spots[link.end], (link.key,))
+        if line.segments:
+            self._stretches.begin(spots[0], line.segments, spots[-1], line.num_units)
+        self.images.update(line.images)
+        spots[-1].node = node
+        return spots[-1]
+
+    def line(self, match: Match, spot: Spot) -> Line:
+        """The line down to `spot`, which is all that there is; `match` made it."""
+        spots = [self.roots[match.tools_key], *spot.line()]
+        places = {each: place for place, each in enumerate(spots)}
+        links = [
+            Link(place, key, places[child])
+            for place, each in enumerate(spots)
+            for key, child in (each.children or {}).items()
+        ]
+        stretch = self._stretches.newest
+        return Line(
+            tools_key=match.tools_key,
+            raws=tuple([each.raw for each in spots[1:]]),
+            links=tuple(links),
+            segments=stretch.segments if stretch else (),
+            num_units=stretch.num_units if stretch else 0,
+            images=dict(self.images),
+        )
+
     def forget(self) -> None:
         """Cut the ties between spots, which hold each other."""
         spots = list(self.roots.values())
@@ -154,17 +186,6 @@ class History:
     def read(self, spot: Spot) -> ChatMessage:
         """The message of a spot that has one."""
         return read_held(spot.raw, self.images)
-
-    def tools_key(self, raw: bytes) -> int:
-        """The meaning of tools; 0 for none."""
-        if not raw:
-            return 0
-        key = self._tools.get(hash(raw))
-        if key is None:
-            key = hash(msgspec.json.encode(read_tools(raw), order="deterministic"))
-            if len(self._tools) < _MAX_TOOLS:
-                self._tools[hash(raw)] = key
-        return key
 
     def _walk_array(self, walk: Walk, array: bytes) -> Walk:
         start = None if walk.is_stopped else walk.spot
@@ -217,6 +238,12 @@ class History:
         if self._num_aliases < ALIASES_PER_SPOT * self._num_spots:
             self._num_aliases += 1
             start.adopt(spot, [key])
+
+
+@functools.lru_cache(maxsize=256)
+def tools_key_of(raw: bytes) -> int:
+    """The meaning of tools; 0 for none."""
+    return hash(msgspec.json.encode(read_tools(raw), order="deterministic")) if raw else 0
 
 
 def read_chat(raw: bytes, position: int) -> list[ChatMessage]:

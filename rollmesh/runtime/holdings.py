@@ -15,7 +15,8 @@ import msgspec
 
 from rollmesh.core.types import ForkRow
 from rollmesh.runtime.branches import RootKind
-from rollmesh.runtime.chat import ChatMessage, Rotating, read_held
+from rollmesh.runtime.chat import Call, ChatMessage, Function, Rotating, read_held
+from rollmesh.runtime.deltas import Answer
 from rollmesh.runtime.forks import (
     ForkCause,
     ForkLog,
@@ -25,10 +26,12 @@ from rollmesh.runtime.forks import (
     where,
 )
 from rollmesh.runtime.graph import ROOT, TokenGraph
-from rollmesh.runtime.history import History, Match, read_chat
-from rollmesh.runtime.prompt_json import PromptJson
+from rollmesh.runtime.history import History, Match, read_chat, tools_key_of
+from rollmesh.runtime.openings import Opening
+from rollmesh.runtime.prompt_json import PromptJson, encode
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.raw_prompts import RawPrompt, RawPrompts
+from rollmesh.runtime.reply import ReplySource
 from rollmesh.runtime.spot import NO_NODE, Spot
 from rollmesh.runtime.turns import Turn
 
@@ -93,11 +96,33 @@ class Holdings:
         root = start
         while root.parent is not None:
             root = root.parent
-        known = self.history.roots.get(self.history.tools_key(turn.tools)) is root
+        known = self.history.roots.get(tools_key_of(turn.tools)) is root
         if known and not turn.begins_anew:
             return Place(turn, self.history.match(turn, start), start)
         whole = self._spell_out(turn, start)
         return Place(whole, self.history.match(whole))
+
+    def begin(self, opening: Opening) -> Prompt:
+        """Hold, before anything else, what another session held after the same request."""
+        node = self.graph.add_context(ROOT, opening.token_ids, opening.image_digests)
+        self.root_kinds[node] = opening.kind
+        self._json.begin(node, opening.prompt_json)
+        return self.again(self.history.begin(opening.line, node))
+
+    def opening(self, prompt: Prompt, context: Spot) -> Opening | None:
+        """What is held after the first `prompt`, for others that begin so; None if it is raw."""
+        match, node = prompt.match, context.node
+        if match is None or len(self.graph.nodes) > 1:
+            return None
+        token_ids = self.graph.ids_of(node)
+        self._json.begin(node, text := encode(token_ids))
+        return Opening(
+            line=self.history.line(match, context),
+            kind=self.root_kinds[node],
+            token_ids=token_ids,
+            prompt_json=text,
+            image_digests=self.graph.nodes[node].images,
+        )
 
     def again(self, context: Spot) -> Prompt:
         """The prompt that `context` ends, for one more answer to the same request."""
@@ -152,6 +177,18 @@ class Holdings:
             system_key = first.meanings(self.history.rotating)[0] if is_system else 0
             self.root_kinds[node] = RootKind(match.tools_key, system_key)
         return self.history.hold(match, node)
+
+    def hold_answer(
+        self, source: ReplySource, answer: Answer, node: int, is_void: bool
+    ) -> Spot | None:
+        """Enter what was sampled as `node` as a message of the chat; None where it is none."""
+        if source.is_raw:
+            if not is_void:
+                self.raw_prompts.add_answer(source.prompt_text, node, self.graph.ids_of(node))
+            return None
+        if is_void and not (answer.content or answer.tool_calls):
+            return None
+        return self.history.add_sampled(source.context, as_message(answer), node, is_void)
 
     def lead_to(self, node: int, lead: tuple[int, ...]) -> int:
         """The node of a lead behind the context `node`; it is made once."""
@@ -247,3 +284,11 @@ class Holdings:
 def shared_tools(raw: bytes) -> bytes:
     """One copy of the tools that many sessions offer."""
     return raw
+
+
+def as_message(answer: Answer) -> ChatMessage:
+    """A reply as the assistant message that a history holds."""
+    if not answer.tool_calls:
+        return ChatMessage("assistant", answer.content, answer.reasoning or None)
+    calls = [Call(Function(call.name, call.arguments), call.id) for call in answer.tool_calls]
+    return ChatMessage("assistant", answer.content, answer.reasoning or None, calls)

@@ -1,6 +1,6 @@
 """What all sessions of a process share, and what one session is opened with.
 
-Values and doors only; `Totals` is the one thing that sessions write to. Made by registry.py, read
+Values and doors only; totals and openings are what sessions write to. Made by registry.py, read
 by session.py.
 """
 
@@ -13,6 +13,7 @@ from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.chat import Rotating
 from rollmesh.runtime.generation_events import GenerationRequest
+from rollmesh.runtime.openings import Openings
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.reply import LiveGeneration
 
@@ -40,6 +41,7 @@ class SessionKit(msgspec.Struct, frozen=True):
     clock: Clock
     max_context_tokens: int
     totals: Totals
+    openings: Openings
     rotating: Rotating = None
 
 

@@ -1,13 +1,13 @@
 """The ids of a line as JSON, so that an engine call encodes only what is new.
 
 Owns the text of one session's newest long prompt, in a buffer that grows in place: at 100,000
-tokens a copy of it would cost more than all else that a call does. Invariant: what `of` gives is
-exactly the path's ids, comma by comma, without brackets, and does not change while somebody has it:
-then the buffer is left to them, and a copy grows. A short prompt is not kept by its session: the
-siblings of a group, which all begin with it, share a cache. Driven by holdings.py.
+tokens a copy of it would cost more than all else that a call does. A session begins with the text
+of its opening, which it may share with others. Invariant: what `of` gives is exactly the path's
+ids, comma by comma, without brackets, and does not change while somebody has it: then the buffer is
+left to them, and a copy grows. Short prompts behind the opening are not kept. Driven by
+holdings.py.
 """
 
-import functools
 from collections.abc import Sequence
 
 import orjson
@@ -22,35 +22,43 @@ _MAX_STEPS = 8
 class PromptJson:
     """One per session."""
 
-    __slots__ = ("_buffer", "_node")
+    __slots__ = ("_node", "_text")
 
     def __init__(self) -> None:
         self._node = ROOT
-        self._buffer: bytearray | None = None
+        self._text: bytes | bytearray = b""
+
+    def begin(self, node: int, text: bytes) -> None:
+        """`text` is that of all tokens down to and with `node`."""
+        self._node, self._text = node, text
 
     def of(self, graph: TokenGraph, node: int) -> bytes | memoryview:
         """`1,2,3`: all tokens down to and with `node`."""
-        if graph.depth_of(node) < KEPT_FROM_TOKENS:
-            return _encode_short(graph.path_ids(node).tobytes())
-        if node != self._node or self._buffer is None:
+        if node != self._node:
+            if graph.depth_of(node) < KEPT_FROM_TOKENS:
+                return encode(graph.path_ids(node))
             self._move(graph, node)
-        assert self._buffer is not None
-        return memoryview(self._buffer).toreadonly()
+        text = self._text
+        return text if isinstance(text, bytes) else memoryview(text).toreadonly()
 
     def _move(self, graph: TokenGraph, node: int) -> None:
         new = self._new_pieces(graph, node)
-        if new is None or self._buffer is None:
-            self._buffer = bytearray(encode(graph.path_ids(node)))
+        if new is None:
+            self._text = bytearray(encode(graph.path_ids(node)))
+        elif isinstance(self._text, bytes):
+            self._text = bytearray(self._text + new)
         else:
             try:
-                self._buffer += new
+                self._text += new
             except BufferError:  # a call still sends it
-                self._buffer = self._buffer + new
+                self._text = self._text + new
         self._node = node
 
     def _new_pieces(self, graph: TokenGraph, node: int) -> bytes | None:
         """What follows the kept text; None where `node` is not on its line."""
         pieces: list[bytes] = []
+        if self._node == ROOT:
+            return None
         for _ in range(_MAX_STEPS):
             if node == self._node:
                 return b"".join(reversed(pieces))
@@ -60,12 +68,6 @@ class PromptJson:
                 pieces.append(b"," + encode(graph.ids_of(node)))
             node = graph.nodes[node].parent
         return None
-
-
-@functools.lru_cache(maxsize=256)
-def _encode_short(token_ids: bytes) -> bytes:
-    """Of int32s as they lie in memory."""
-    return encode(memoryview(token_ids).cast("i"))
 
 
 def encode(token_ids: Sequence[int]) -> bytes:

@@ -9,7 +9,6 @@ Driven by session.py.
 """
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +27,6 @@ from rollmesh.runtime.turns import ToolChoice
 from rollmesh.runtime.vision import check_placeholders, with_images
 
 _FIXED_PREFIX = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-_MAX_CACHED_CHATS = 256
-_MAX_CACHED_BYTES = 32 * 1024
-"""A longer chat is rendered each time."""
 
 
 class Chat(msgspec.Struct, frozen=True):
@@ -47,12 +43,11 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 class Prompts:
-    """One per process; stateless but for the cache that renders a group's first prompt once."""
+    """One per process; stateless but for the newest fixed prefix."""
 
     def __init__(self, family: Family, tokenizer: Tokenizer) -> None:
         self._renderer = family.renderer
         self._tokenizer = tokenizer
-        self._cache: OrderedDict[tuple[bytes, ...], array[int]] = OrderedDict()
         self._prefixes: dict[bytes, list[int]] = {}
         self.stop_token_ids: tuple[int, ...] = tuple(family.renderer.get_stop_token_ids())
         self._image_id = family.image_id
@@ -64,18 +59,6 @@ class Prompts:
 
     def first(self, chat: Chat) -> "array[int]":
         """Token ids of a whole chat with the generation prompt; SessionError 400 if it has none."""
-        if chat.num_bytes > _MAX_CACHED_BYTES:
-            return self._first(chat)
-        key = (chat.tools, *chat.raws)
-        if (cached := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
-            return cached
-        ids = self._cache[key] = self._first(chat)
-        if len(self._cache) > _MAX_CACHED_CHATS:
-            self._cache.popitem(last=False)
-        return ids
-
-    def _first(self, chat: Chat) -> "array[int]":
         framed = self._frames.first(chat.messages, chat.tools) if self._frames else None
         if framed is not None:
             return array("i", framed)

@@ -10,9 +10,8 @@ import msgspec
 
 from rollmesh.core.types import ForkRow, NodeRow
 from rollmesh.runtime.branches import branches_of
-from rollmesh.runtime.chat import Call, ChatMessage, Function
 from rollmesh.runtime.deltas import Answer
-from rollmesh.runtime.holdings import Holdings
+from rollmesh.runtime.holdings import Holdings, as_message
 from rollmesh.runtime.reply import Reply
 
 
@@ -63,11 +62,3 @@ def record_of(
         images={digest: image.address for digest, image in held.history.images.items()},
         healed=report.healed,
     )
-
-
-def as_message(answer: Answer) -> ChatMessage:
-    """A reply as the assistant message that a history holds."""
-    if not answer.tool_calls:
-        return ChatMessage("assistant", answer.content, answer.reasoning or None)
-    calls = [Call(Function(call.name, call.arguments), call.id) for call in answer.tool_calls]
-    return ChatMessage("assistant", answer.content, answer.reasoning or None, calls)

@@ -15,6 +15,7 @@ from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.chat import compile_rotating
 from rollmesh.runtime.doors import Doors, Locks
 from rollmesh.runtime.kit import AnySampler, SessionAsk, SessionKit, Totals
+from rollmesh.runtime.openings import Openings
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.session import Session
 
@@ -45,8 +46,15 @@ class Runtime:
         """`rotating_lines`: see InterceptionConfig; ConfigError where one is no pattern."""
         self._totals = Totals()
         rotating = compile_rotating(rotating_lines)
-        clock = clock or SystemClock()
-        self._kit = SessionKit(sampler, prompts, clock, max_context_tokens, self._totals, rotating)
+        self._kit = SessionKit(
+            sampler,
+            prompts,
+            clock or SystemClock(),
+            max_context_tokens,
+            self._totals,
+            Openings(),
+            rotating,
+        )
         self._doors: Doors[Session] = Doors()
         self._groups: dict[GroupId, list[tuple[Session, Locks]]] = {}
 

@@ -29,7 +29,7 @@ from rollmesh.runtime.graph import Path, Sampled
 from rollmesh.runtime.holdings import Holdings, Prompt, shared_tools
 from rollmesh.runtime.kit import SessionAsk, SessionKit
 from rollmesh.runtime.plan import lead_of, plan_of
-from rollmesh.runtime.record import SessionRecord, as_message, record_of
+from rollmesh.runtime.record import SessionRecord, record_of
 from rollmesh.runtime.reply import (
     LiveGeneration,
     Reply,
@@ -97,6 +97,8 @@ class Session:
             return replies
         if (siblings := self._replies.get(turn.digest)) is not None:
             return self._start(turn, self._holdings.again(siblings[0].source.context))
+        if self._held is None and (opening := self._kit.openings.find(turn)) is not None:
+            return self._start(turn, self._holdings.begin(opening))
         prompt = await self._build(turn)
         # Other calls may have gone on meanwhile; what they changed decides.
         known = self._known(turn) or find_shown(turn, prompt, self._replies.values(), self._parse)
@@ -258,6 +260,8 @@ class Session:
         held = self._holdings
         plan = plan_of(turn, held.num_tokens(prompt), self.num_calls, self._ask, self._kit)
         context = held.hold(prompt, self.num_calls)
+        if self.num_calls == 0 and (opening := held.opening(prompt, context)) is not None:
+            self._kit.openings.keep(turn, opening)
         source = ReplySource(
             context,
             held.lead_to(context.node, plan.lead),
@@ -371,16 +375,8 @@ class Session:
             self._min_policy_version = max(self._min_policy_version, run.policy_version)
 
     def _hold_answer(self, reply: Reply, answer: Answer) -> None:
-        held, source = self._holdings, reply.source
         is_void = reply.state is ReplyState.VOID
-        if source.is_raw:
-            if not is_void:
-                held.raw_prompts.add_answer(source.prompt_text, reply.node, reply.token_ids())
-            return
-        if is_void and not (answer.content or answer.tool_calls):
-            return
-        message = as_message(answer)
-        spot = held.history.add_sampled(source.context, message, reply.node, is_void)
+        spot = self._holdings.hold_answer(reply.source, answer, reply.node, is_void)
         if not is_void:
             self._answers[int(reply.head.id.rpartition("-")[2])] = spot
 

@@ -59,6 +59,16 @@ class Stretches:
     def __init__(self) -> None:
         self._newest_last: tuple[Stretch, ...] = ()
 
+    @property
+    def newest(self) -> Stretch | None:
+        return self._newest_last[-1] if self._newest_last else None
+
+    def begin(
+        self, start: Spot, segments: tuple[tuple[int, int], ...], end: Spot, num_units: int
+    ) -> None:
+        """Know one stretch, of which another session has learned."""
+        self._newest_last = (Stretch(start, end, segments, num_units),)
+
     def find(self, start: Spot, array: bytes) -> Stretch | None:
         """The one that `array`, standing behind `start`, goes on from."""
         for stretch in reversed(self._newest_last):

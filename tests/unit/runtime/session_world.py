@@ -9,6 +9,7 @@ from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.chat import Rotating
 from rollmesh.runtime.deltas import Answer
 from rollmesh.runtime.kit import SessionAsk, SessionKit, Totals
+from rollmesh.runtime.openings import Openings
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.reply import Reply
 from rollmesh.runtime.session import Session
@@ -47,8 +48,17 @@ def open_session(
     max_context_tokens: int = 4096,
     sampling: SamplingPolicy | None = None,
     rotating: Rotating = None,
+    openings: Openings | None = None,
 ) -> Session:
-    kit = SessionKit(sampler, prompts, sampler.clock, max_context_tokens, Totals(), rotating)
+    kit = SessionKit(
+        sampler,
+        prompts,
+        sampler.clock,
+        max_context_tokens,
+        Totals(),
+        openings or Openings(),
+        rotating,
+    )
     rollout_id = RolloutId(GroupId("r", 0), 0)
     return Session(SessionAsk("s1", rollout_id, sampling or SamplingPolicy(), 7), kit)
 

@@ -81,10 +81,6 @@ def test_tool_results_extend_like_users(prompts: Prompts, tokenizer: Tokenizer) 
     assert "<tool_response>\n42\n</tool_response>" in tokenizer.decode(delta)
 
 
-def test_a_groups_first_prompt_is_rendered_once(prompts: Prompts) -> None:
-    assert prompts.first(chat(USER)) is prompts.first(chat(USER))
-
-
 def test_calls_get_ids_and_broken_ones_stay_text(prompts: Prompts, tokenizer: Tokenizer) -> None:
     good = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     broken = "<tool_call>\n{nope\n</tool_call>"

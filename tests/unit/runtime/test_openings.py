@@ -1,0 +1,147 @@
+"""Sessions that begin as one before them did: what they hold, and what is kept for them."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from rollmesh.runtime.chat import ChatMessage
+from rollmesh.runtime.openings import MAX_OPENING_BYTES, MAX_OPENINGS, Openings
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.record import SessionRecord
+from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.turns import Turn
+from rollmesh.testing.sampler import ScriptedSampler
+from tests.unit.runtime.history_world import Held
+from tests.unit.runtime.history_world import turn as history_turn
+from tests.unit.runtime.random_talks import RandomTalks
+from tests.unit.runtime.session_world import (
+    MORE,
+    SYSTEM,
+    TOOLS,
+    USER,
+    Message,
+    Say,
+    call,
+    open_session,
+    said,
+    turn,
+)
+
+
+def as_array(*messages: Message, tools: bytes = b"") -> Turn:
+    raw = msgspec.json.encode(messages)
+    return Turn(messages=[], messages_raw=raw, digest=hash((raw, tools)), tools=tools)
+
+
+def two_in_one(raw: bytes, _: int) -> list[ChatMessage]:
+    """A unit that is two messages."""
+    text = msgspec.json.decode(raw)["content"]
+    return [ChatMessage("user", text), ChatMessage("assistant", "I see.")]
+
+
+def of_pairs(*messages: Message) -> Turn:
+    return msgspec.structs.replace(turn(*messages), read=two_in_one)
+
+
+async def talk(
+    prompts: Prompts, say: Say, ask: Callable[..., Turn], openings: Openings
+) -> tuple[SessionRecord, list[list[int]]]:
+    """Three requests, one of them anew; the record, and the prompts that were sampled after."""
+    sampler = ScriptedSampler(lambda _: say("4"))
+    session = open_session(sampler, prompts, openings=openings)
+    first = (SYSTEM, USER)
+    for asked in (first, (*first, said("4"), MORE), first):
+        await call(session, ask(*asked))
+    session.seal("done")
+    asked_ids = [list(request.prompt_ids) for request in sampler.requests]
+    for ids, request in zip(asked_ids, sampler.requests, strict=True):
+        assert msgspec.json.decode(b"[%b]" % bytes(request.prompt_json)) == ids
+    return session.record(), asked_ids
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        turn,
+        as_array,
+        of_pairs,
+        lambda *messages: turn(*messages, tools=TOOLS),
+        lambda *messages: as_array(*messages, tools=TOOLS),
+    ],
+    ids=["units", "array", "pairs", "tools", "array with tools"],
+)
+async def test_a_session_that_begins_like_another_comes_to_hold_the_same(
+    prompts: Prompts, say: Say, ask: Callable[..., Turn]
+) -> None:
+    openings = Openings()
+    alone = await talk(prompts, say, ask, openings)
+    assert openings.find(ask(SYSTEM, USER)) is not None
+    assert await talk(prompts, say, ask, openings) == alone
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_follows_an_opening_is_as_it_would_be_without(
+    prompts: Prompts, tokenizer: Tokenizer, seed: int
+) -> None:
+    openings, records = Openings(), []
+    for _ in range(3):
+        talks = RandomTalks(prompts, tokenizer, seed, openings)
+        for _ in range(25):
+            await talks.step()
+        talks.session.seal("done")
+        records.append(talks.session.record())
+    assert records[0] == records[1] == records[2]
+
+
+async def test_a_groups_first_prompt_is_rendered_once(prompts: Prompts, say: Say) -> None:
+    openings, sampler = Openings(), ScriptedSampler(lambda _: say("4"))
+    for _ in range(3):
+        await call(open_session(sampler, prompts, openings=openings), turn(USER))
+    first, *others = [request.prompt_json for request in sampler.requests]
+    assert all(other is first for other in others)
+
+
+async def test_other_tools_or_another_reading_are_another_opening(
+    prompts: Prompts, say: Say
+) -> None:
+    openings, sampler = Openings(), ScriptedSampler(lambda _: say("4"))
+    for asked in (turn(USER), turn(USER, tools=TOOLS), of_pairs(USER), turn(SYSTEM, USER)):
+        await call(open_session(sampler, prompts, openings=openings), asked)
+    assert len({bytes(request.prompt_json) for request in sampler.requests}) == 4
+
+
+def test_the_images_of_an_opening_are_held_too() -> None:
+    address = "data:image/png;base64,iVBORw0KGgo="
+    shown: Message = {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": address}}],
+    }
+    held = Held()
+    match, context = held.ask(history_turn(shown))
+    other = Held()
+    other.history.begin(held.history.line(match, context), 0)
+    assert other.history.images == held.history.images != {}
+    assert other.history.match(history_turn(shown)).is_held
+
+
+async def test_openings_are_bounded_in_number_and_size(prompts: Prompts, say: Say) -> None:
+    openings = Openings()
+    asked = [turn({"role": "user", "content": str(n)}) for n in range(MAX_OPENINGS + 1)]
+    large = turn({"role": "user", "content": "a" * MAX_OPENING_BYTES})
+    for each in (*asked, large):
+        sampler = ScriptedSampler([say("4")])
+        session = open_session(sampler, prompts, 10**6, openings=openings)
+        await call(session, each)
+    assert [openings.find(each) is None for each in (asked[0], asked[1], large)] == [
+        True, False, True,
+    ]  # fmt: skip
+
+
+async def test_only_a_sessions_first_request_is_an_opening(prompts: Prompts, say: Say) -> None:
+    openings = Openings()
+    session = open_session(ScriptedSampler(lambda _: say("4")), prompts, openings=openings)
+    await call(session, turn(USER))
+    await call(session, turn(SYSTEM, USER))
+    assert openings.find(turn(USER)) is not None
+    assert openings.find(turn(SYSTEM, USER)) is None
