@@ -21,6 +21,7 @@ from rollmesh.runtime.chat import ROLES, ChatMessage
 from rollmesh.runtime.healing import HealedKind, healed_keys, healed_kinds
 from rollmesh.runtime.history import History, Match, read_chat
 from rollmesh.runtime.spot import Spot
+from rollmesh.runtime.walk import Alias
 
 EXCERPT_CHARS = 80
 _CHARS_BEFORE = 20
@@ -65,12 +66,8 @@ class ForkLog:
         """Count what was seen past when `match` was found."""
         for alias in match.walk.aliases:
             kinds = healed_keys(alias.unit) if len(alias.messages) == 1 else set()
-            spot: Spot | None = alias.spot
-            for message in reversed(alias.messages):
-                if spot is None or not spot.raw:
-                    break
-                kinds |= healed_kinds(history.read(spot), message)
-                spot = spot.parent
+            for held, message in zip(_held_as(history, alias), alias.messages, strict=True):
+                kinds |= healed_kinds(held, message)
             if match.walk.read is not read_chat:
                 kinds.discard(HealedKind.PART_LIST)  # other dialects have nothing but parts
             for kind in kinds:
@@ -124,6 +121,24 @@ def first_difference(one: Sequence[Any], two: Sequence[Any]) -> int:
     if one[:size] == two[:size]:
         return size
     return bisect.bisect_left(range(size), True, key=lambda n: one[: n + 1] != two[: n + 1])
+
+
+def _held_as(history: History, alias: Alias) -> list[ChatMessage]:
+    """What is held for each message of `alias`; what the assistant said in a row may be one."""
+    spots: list[Spot] = []
+    spot: Spot | None = alias.spot
+    while spot is not None and spot is not alias.start:
+        spots += [spot] if spot.raw else []
+        spot = spot.parent
+    spots.reverse()
+    held: list[ChatMessage] = []
+    for num_left in range(len(alias.messages) - 1, -1, -1):
+        one = history.read(spots.pop())
+        while len(spots) > num_left and (before := history.read(spots[-1])).is_text_of_assistant:
+            one = before.joined(one)
+            spots.pop()
+        held.append(one)
+    return held[::-1]
 
 
 def _cause_at_root(history: History, match: Match) -> ForkCause:

@@ -56,6 +56,17 @@ def test_a_fork_says_its_cause(held: Held, asked: Turn, cause: ForkCause | None)
     assert held.cause == cause
 
 
+def test_what_was_said_in_two_messages_and_comes_back_in_one_is_healed_of_nothing() -> None:
+    held = Held()
+    _, context = held.ask(turn(USER, said("4")))
+    held.say(context, said(" or 5"))
+    held.ask(turn(USER, said("4 or 5"), MORE))
+    assert held.cause is None
+    assert held.log.healed == {}
+    held.ask(turn(USER, said(" 4 or 5"), MORE))
+    assert held.log.healed == {"white_space": 1}
+
+
 def test_answers_of_others_behind_the_end_of_a_line_are_no_fork() -> None:
     held = Held()
     held.talk(SYSTEM, USER, SAID)

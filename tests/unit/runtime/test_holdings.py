@@ -239,7 +239,7 @@ async def test_a_fork_says_where_its_tokens_part_and_what_it_cost(
     assert row.num_tokens == len(after)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(24), 302])
 async def test_whatever_agents_do_a_prompt_says_what_they_asked_and_each_token_trains_once(
     prompts: Prompts, template_prompts: Prompts, tokenizer: Tokenizer, seed: int
 ) -> None:
