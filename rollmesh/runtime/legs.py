@@ -9,7 +9,6 @@ machine. Driven by sessions (start, join, wait, leave, seal) and by the fleet vi
 
 import asyncio
 import functools
-from array import array
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -19,19 +18,13 @@ from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.errors import EngineError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
-from rollmesh.core.types import VersionRun
-from rollmesh.engine.answers import LegChunk, TopLogprobs
+from rollmesh.engine.answers import LegChunk
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.connection import Call
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.leg import LegRequest
 from rollmesh.engine.view import FleetView, is_lost
-from rollmesh.runtime.generation import (
-    Action,
-    Event,
-    GenerationMachine,
-    GenerationState,
-)
+from rollmesh.runtime.generation import Action, Event, GenerationMachine
 from rollmesh.runtime.generation_events import (
     KIND_OF_ERROR,
     AbortLeg,
@@ -43,16 +36,14 @@ from rollmesh.runtime.generation_events import (
     EngineMissed,
     FleetMoved,
     GenerationRequest,
-    Joined,
-    Left,
     LegFailed,
     LegSampled,
     ReportFault,
-    Sealed,
     StartLeg,
     StopMatcher,
     WakeReaders,
 )
+from rollmesh.runtime.generation_view import Generation
 from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.wire.machine import Ticked
 from rollmesh.wire.messages import EngineFaulted, EnginePhase
@@ -62,78 +53,6 @@ AVOID_S = 1.0
 """An engine that failed a leg is chosen for so long only where there is no other."""
 
 log = get_logger()
-
-Drive = Callable[["Generation", Event], None]
-
-
-class Generation:
-    """One sampled turn, as its readers see it; made by `Sampler.start`."""
-
-    def __init__(
-        self, machine: GenerationMachine, drive: "Drive", loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.machine = machine
-        sampled = machine.sampled
-        self.token_ids: array[int] = sampled.token_ids
-        """All sampled tokens so far, the stop token included."""
-        self.logprobs: array[float] = sampled.logprobs
-        """One per token."""
-        self.top_logprobs: list[TopLogprobs] = sampled.top_logprobs
-        """One per token where the request asked for them."""
-        self.policy_versions: list[VersionRun] = sampled.policy_versions
-        """Runs that add up to the tokens."""
-        self.legs: dict[int, _Leg] = {}
-        """Legs whose connection is open, by number; the sampler's."""
-        self._drive = drive
-        self._loop = loop
-        self._waiters: list[asyncio.Future[None]] = []
-
-    @property
-    def state(self) -> GenerationState:
-        return self.machine.state
-
-    @property
-    def finish_reason(self) -> str:
-        """`stop` or `length` once COMMITTED, else ''."""
-        return self.machine.finish_reason
-
-    @property
-    def matched_stop(self) -> int | str | None:
-        """The token or string that stopped it."""
-        return self.machine.matched_stop
-
-    @property
-    def error(self) -> EngineError | None:
-        """Why it is VOID."""
-        return self.machine.error
-
-    def join(self) -> None:
-        """A reader comes; a parked generation goes on from its exact tokens."""
-        self._drive(self, Joined())
-
-    def leave(self) -> None:
-        """A reader goes; the last one parks a running generation."""
-        self._drive(self, Left())
-
-    def seal(self, reason: str) -> None:
-        """End it, VOID, unless it is COMMITTED; every waiter is woken."""
-        self._drive(self, Sealed(reason))
-
-    async def wait(self, num_tokens: int) -> bool:
-        """Until there are more than `num_tokens` tokens (True) or no more will come (False)."""
-        while len(self.token_ids) <= num_tokens:
-            if self.state in (GenerationState.COMMITTED, GenerationState.VOID):
-                return False
-            self._waiters.append(waiter := self._loop.create_future())
-            await waiter
-        return True
-
-    def wake(self) -> None:
-        """Let every waiter look again; the sampler's."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
 
 
 class _Leg:
@@ -194,6 +113,8 @@ class Sampler:
         self._settings = settings or GenerationSettings()
         self._clock = clock or SystemClock()
         self._live: set[Generation] = set()
+        self._legs: dict[tuple[Generation, int], _Leg] = {}
+        """Those whose connection is open, by their number within the generation."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.clients: dict[str, EngineClient] = {}
         """Of engines that are in the table, or run legs of ours still."""
@@ -256,7 +177,7 @@ class Sampler:
 
     def drop(self, leg: _Leg) -> None:
         """The leg's connection is over, or is to be."""
-        if leg.generation.legs.pop(leg.number, None) is None:
+        if self._legs.pop((leg.generation, leg.number), None) is None:
             return
         self._parts.view.end(leg.url)
         if leg.call:
@@ -310,7 +231,7 @@ class Sampler:
                 wait_s = self._settings.abort_repeat_s
                 self._loop.call_later(wait_s, self._drive, generation, Ticked())
             case DropLeg():
-                leg = generation.legs.get(action.leg)
+                leg = self._legs.get((generation, action.leg))
                 if leg:
                     self.drop(leg)
             case AvoidEngine() | ReportFault():
@@ -365,7 +286,7 @@ class Sampler:
         except EngineError as error:
             self._drive(generation, _failed(start.leg, error))
             return
-        generation.legs[start.leg] = leg
+        self._legs[generation, start.leg] = leg
         self._parts.view.begin(start.url)
 
     async def _abort_leg(self, action: AbortLeg) -> None:

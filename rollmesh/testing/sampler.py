@@ -26,7 +26,7 @@ from rollmesh.runtime.generation_events import (
     StartLeg,
     StopMatcher,
 )
-from rollmesh.runtime.legs import Generation
+from rollmesh.runtime.generation_view import Generation
 from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.wire.machine import Ticked

@@ -16,7 +16,8 @@ from rollmesh.engine.answers import policy_version_of
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.legs import Generation, Sampler, SamplerParts
+from rollmesh.runtime.generation_view import Generation
+from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.wire.messages import EngineFaulted, EnginePhase, EngineRow, FleetChanged
 from tests.contract.engines import WAIT_S, EngineUnderContract
 

@@ -26,7 +26,8 @@ from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.legs import Generation, Sampler, SamplerParts
+from rollmesh.runtime.generation_view import Generation
+from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.publisher import Probe
 from rollmesh.trainer.tiny import TinyShape, write_tiny_model

@@ -11,7 +11,8 @@ from typing import Any
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.legs import Generation, Sampler, SamplerParts
+from rollmesh.runtime.generation_view import Generation
+from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.runtime.stops import StopStrings
 from rollmesh.testing.clock import FakeClock

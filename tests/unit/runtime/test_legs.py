@@ -11,7 +11,7 @@ import pytest
 from rollmesh.core.errors import EngineOverloaded, EngineRefused, EngineUnavailable
 from rollmesh.core.types import Grammar, VersionRun
 from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.legs import Generation
+from rollmesh.runtime.generation_view import Generation
 from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import Fault, ScriptedEngine, endless_token
