@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollmesh.core.errors import EngineOverloaded, EngineRefused, EngineUnavailable
+from rollmesh.core.errors import EngineRefused, EngineUnavailable
 from rollmesh.core.types import Grammar, VersionRun
 from rollmesh.engine.answers import Finish
 from rollmesh.runtime.generation import (
@@ -179,55 +179,6 @@ def test_refused_leg_ends_the_turn_with_the_engines_words() -> None:
     assert bench.said(WakeReaders)
 
 
-def test_fruitless_legs_back_off_and_end_within_bounds() -> None:
-    bench = running()
-    for leg in range(17):
-        assert bench.machine.error is None
-        bench.sample(leg, finish=ABORT)
-        bench.step(Ticked(), after_s=1.0)
-        bench.step(ENGINE)
-    assert bench.machine.state is GenerationState.VOID
-    assert isinstance(bench.machine.error, EngineUnavailable)
-
-
-def test_a_lone_engine_that_fails_on_is_told_in_its_own_words() -> None:
-    bench = running()
-    for leg in range(3):
-        assert bench.machine.error is None
-        bench.step(LegFailed(leg, "http://a: HTTP 500: oops", "broke"))
-        assert bench.said(ReportFault)
-        bench.step(Ticked(), after_s=1.0)
-        bench.step(ENGINE)
-    assert bench.machine.state is GenerationState.VOID
-    assert "last: http://a: HTTP 500: oops" in str(bench.machine.error)
-
-
-def test_an_engine_that_is_parked_with_or_restarted_is_not_given_up() -> None:
-    bench = running()
-    bench.step(LegFailed(0, "cut"))
-    bench.step(EngineChosen(ENGINE.url, "i2", 0), after_s=60.0)
-    bench.step(LegFailed(1, "cut"))
-    assert bench.machine.error is None
-    bench.step(Ticked(), after_s=60.0)
-    bench.step(ENGINE)
-    bench.step(Left())
-    bench.step(LegFailed(2, "cut"))
-    assert bench.machine.state is GenerationState.PARKED
-
-
-def test_a_request_whose_images_break_engines_ends_without_fencing_them() -> None:
-    bench = running(images=("https://nowhere/a.png",))
-    for leg in range(2):
-        bench.step(LegFailed(leg, "HTTP 500: oops", "broke"))
-        assert bench.said(AvoidEngine)
-        bench.step(Ticked(), after_s=1.0)
-        bench.step(ENGINE)
-    bench.step(LegFailed(2, "HTTP 500: oops", "broke"))
-    assert bench.said(ReportFault) == []
-    assert bench.machine.state is GenerationState.VOID
-    assert "in reach? HTTP 500: oops" in str(bench.machine.error)
-
-
 def test_an_engine_that_breaks_after_a_token_or_without_images_is_at_fault() -> None:
     seeing, plain = running(images=("https://here/a.png",)), running()
     seeing.sample(0, 1)
@@ -344,18 +295,6 @@ def test_full_queue_is_avoided_and_tried_again_but_is_no_fault() -> None:
     bench.step(EngineChosen("http://b", "i1", 0))
     bench.sample(1, 1, finish=Finish("stop"))
     assert bench.machine.state is GenerationState.COMMITTED
-
-
-def test_queues_that_stay_full_end_the_turn_as_overload_within_bounds() -> None:
-    bench = running()
-    for leg in range(9):
-        assert bench.machine.error is None
-        bench.step(LegFailed(leg, "http://a: the queue is full", "overloaded"))
-        bench.step(Ticked(), after_s=1.0)
-        bench.step(ENGINE)
-    assert isinstance(bench.machine.error, EngineOverloaded)
-    assert str(bench.machine.error) == "http://a: the queue is full"
-    assert bench.now_s < 10.0
 
 
 def test_likeliest_tokens_are_kept_over_legs_and_cut_at_max_tokens() -> None:

@@ -1,7 +1,18 @@
 """What a generation puts up with, and what it says when it does no more."""
 
-from rollmesh.core.errors import EngineError, EngineOverloaded
+from rollmesh.core.errors import EngineError, EngineOverloaded, EngineUnavailable
+from rollmesh.runtime.generation import GenerationState
+from rollmesh.runtime.generation_events import (
+    AvoidEngine,
+    EngineChosen,
+    Left,
+    LegFailed,
+    ReportFault,
+)
 from rollmesh.runtime.patience import MAX_SAID_CHARS, GenerationSettings, Patience
+from rollmesh.wire.machine import Ticked
+from tests.unit.runtime.generation_bench import ENGINE, running
+from tests.unit.runtime.generation_world import ABORT
 
 A, B = ("http://a", "i1"), ("http://b", "i1")
 SICK_S = GenerationSettings().sick_s
@@ -68,3 +79,67 @@ def test_what_keeps_engines_away_is_said_within_bounds() -> None:
     assert len(told) < MAX_SAID_CHARS + 150
     mine.on_missing("")
     assert "connection refused" in str(mine.without_engine())
+
+
+# as the machine asks it
+
+
+def test_fruitless_legs_back_off_and_end_within_bounds() -> None:
+    bench = running()
+    for leg in range(17):
+        assert bench.machine.error is None
+        bench.sample(leg, finish=ABORT)
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+    assert bench.machine.state is GenerationState.VOID
+    assert isinstance(bench.machine.error, EngineUnavailable)
+
+
+def test_a_lone_engine_that_fails_on_is_told_in_its_own_words() -> None:
+    bench = running()
+    for leg in range(3):
+        assert bench.machine.error is None
+        bench.step(LegFailed(leg, "http://a: HTTP 500: oops", "broke"))
+        assert bench.said(ReportFault)
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+    assert bench.machine.state is GenerationState.VOID
+    assert "last: http://a: HTTP 500: oops" in str(bench.machine.error)
+
+
+def test_an_engine_that_is_parked_with_or_restarted_is_not_given_up() -> None:
+    bench = running()
+    bench.step(LegFailed(0, "cut"))
+    bench.step(EngineChosen(ENGINE.url, "i2", 0), after_s=60.0)
+    bench.step(LegFailed(1, "cut"))
+    assert bench.machine.error is None
+    bench.step(Ticked(), after_s=60.0)
+    bench.step(ENGINE)
+    bench.step(Left())
+    bench.step(LegFailed(2, "cut"))
+    assert bench.machine.state is GenerationState.PARKED
+
+
+def test_a_request_whose_images_break_engines_ends_without_fencing_them() -> None:
+    bench = running(images=("https://nowhere/a.png",))
+    for leg in range(2):
+        bench.step(LegFailed(leg, "HTTP 500: oops", "broke"))
+        assert bench.said(AvoidEngine)
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+    bench.step(LegFailed(2, "HTTP 500: oops", "broke"))
+    assert bench.said(ReportFault) == []
+    assert bench.machine.state is GenerationState.VOID
+    assert "in reach? HTTP 500: oops" in str(bench.machine.error)
+
+
+def test_queues_that_stay_full_end_the_turn_as_overload_within_bounds() -> None:
+    bench = running()
+    for leg in range(9):
+        assert bench.machine.error is None
+        bench.step(LegFailed(leg, "http://a: the queue is full", "overloaded"))
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+    assert isinstance(bench.machine.error, EngineOverloaded)
+    assert str(bench.machine.error) == "http://a: the queue is full"
+    assert bench.now_s < 10.0
