@@ -23,7 +23,7 @@ from rollmesh.runtime.record import SessionRecord
 from rollmesh.runtime.registry import OpenSession, Runtime
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.interception.edge import Edge
-from rollmesh.serve.interception.exchange import ExchangeState
+from rollmesh.serve.interception.ending import ExchangeState
 from rollmesh.testing.engine import ScriptedEngine, endless_token, logprob_of
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.wire.messages import EngineFaulted, EnginePhase, EngineRow, FleetChanged

@@ -26,7 +26,8 @@ from rollmesh.serve.interception.dialects.completions import CompletionsDialect
 from rollmesh.serve.interception.dialects.dialect import Dialect
 from rollmesh.serve.interception.dialects.messages import MessagesDialect
 from rollmesh.serve.interception.dialects.responses import ResponsesDialect
-from rollmesh.serve.interception.exchange import Exchange, ExchangeKit, ExchangeState, refuse
+from rollmesh.serve.interception.ending import ExchangeState, refuse
+from rollmesh.serve.interception.exchange import Exchange, ExchangeKit
 from rollmesh.serve.interception.models import model_list, one_model
 from rollmesh.serve.interception.openapi import openapi_document
 from rollmesh.serve.interception.request import JSON, Request

@@ -6,25 +6,23 @@
 
 Invariants: the raw body goes as soon as it is decoded; no byte leaves before the first token or the
 keep-alive time, so an early failure keeps its true status; at every end the replies are left, which
-parks a generation that nobody reads. Errors become replies in one place, `_guard`. Driven by
-edge.py.
+parks a generation that nobody reads. Errors become replies in ending.py. Driven by edge.py.
 """
 
 import asyncio
 import contextlib
-import enum
 import json
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from rollmesh.core.errors import Overloaded, SessionError
-from rollmesh.core.logs import get_logger
+from rollmesh.core.errors import SessionError
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.reply import Reply, ReplyHead
 from rollmesh.runtime.session import Session, SessionState
 from rollmesh.serve.interception.auth import find_secret
 from rollmesh.serve.interception.dialects.dialect import Asked, Call, Dialect, Stream
+from rollmesh.serve.interception.ending import ExchangeState, guard
 from rollmesh.serve.interception.request import JSON, Request
 from rollmesh.serve.interception.view import EdgeView, ReplyView
 
@@ -34,21 +32,6 @@ SEAL_LOOK_S = 1.0
 """How often a call whose client takes nothing looks whether its session was sealed."""
 KEEP_ALIVE = b": keep-alive\n\n"
 _TO_THE_END = 1 << 62
-
-log = get_logger()
-
-
-class ExchangeState(enum.StrEnum):
-    """See the module's drawing."""
-
-    RECEIVED = "received"
-    MATCHED = "matched"
-    ATTACHED = "attached"
-    STREAMING = "streaming"
-    DELIVERED = "delivered"
-    ABANDONED = "abandoned"
-    FAILED = "failed"
-    SEALED = "sealed"
 
 
 class ExchangeKit(msgspec.Struct, frozen=True):
@@ -63,11 +46,11 @@ class ExchangeKit(msgspec.Struct, frozen=True):
 class Exchange:
     """See the module."""
 
-    __slots__ = ("_dialect", "_kit", "_request", "_stream", "state")
+    __slots__ = ("_dialect", "_kit", "_stream", "request", "state")
 
     def __init__(self, request: Request, dialect: Dialect, kit: ExchangeKit) -> None:
         self.state = ExchangeState.RECEIVED
-        self._request = request
+        self.request = request
         self._dialect = dialect
         self._kit = kit
         self._stream: Stream | None = None
@@ -75,29 +58,20 @@ class Exchange:
 
     async def run(self) -> None:
         """Answer the request."""
-        await self._guard(self._sample())
+        await guard(self, self._sample())
 
     async def run_count(self) -> None:
         """Answer with the number of tokens that the request would be sampled after."""
-        await self._guard(self._count())
+        await guard(self, self._count())
 
-    async def _guard(self, work: Awaitable[None]) -> None:
-        """Every error of an exchange ends here."""
-        try:
-            await work
-        except SessionError as error:
-            self.state = ExchangeState.SEALED if error.status == 410 else ExchangeState.FAILED
-            self._refuse(error)
-        except Overloaded as error:
-            self.state = ExchangeState.FAILED
-            self._refuse(SessionError(429, "overloaded", str(error), error.retry_after_s))
-        except (asyncio.CancelledError, ConnectionError):
-            self.state = ExchangeState.ABANDONED
-            raise
-        except Exception:  # door: a fault of ours must not take other calls along
-            self.state = ExchangeState.FAILED
-            log.exception("exchange.broken")
-            self._refuse(SessionError(500, "internal_error", "a fault in the server"))
+    def refusal(self, error: SessionError) -> bytes:
+        """The body of a refusal."""
+        return self._dialect.error(error)
+
+    def last_event(self, error: SessionError) -> bytes:
+        """What ends a stream that has begun."""
+        assert self._stream is not None, "a plain answer fails before its first byte"
+        return self._stream.error(error)
 
     async def _sample(self) -> None:
         session, call = await self._match()
@@ -110,17 +84,17 @@ class Exchange:
                     replies.append(reply)
                     views.append(ReplyView(session, reply, turn, self._kit.view))
             self.state = ExchangeState.ATTACHED
-            lines = self._request.dated(EVENTS if call.is_streamed else JSON)
-            if self._request.headers.get(SAMPLING_HEADER):
+            lines = self.request.dated(EVENTS if call.is_streamed else JSON)
+            if self.request.headers.get(SAMPLING_HEADER):
                 lines += b"%b: %b\r\n" % (SAMPLING_HEADER, sampling_of(views[0].head))
             if call.is_streamed:
-                self._request.open(200, b"Cache-Control: no-cache\r\n" + lines)
+                self.request.open(200, b"Cache-Control: no-cache\r\n" + lines)
                 await self._send_events(session, replies, call.stream(views))
             else:
                 for reply in replies:
                     await reply.wait(_TO_THE_END)
                     session.finish(reply)
-                self._request.answer(200, lines, call.whole(views))
+                self.request.answer(200, lines, call.whole(views))
                 self.state = ExchangeState.STREAMING
             await self._drain(session)
             for reply in replies:
@@ -134,11 +108,11 @@ class Exchange:
         session, call = await self._match()
         num_tokens = sum([await session.count(turn) for turn in call.turns])
         body = b'{"input_tokens":%d}' % num_tokens
-        self._request.answer(200, self._request.dated(JSON), body)
+        self.request.answer(200, self.request.dated(JSON), body)
         self.state = ExchangeState.DELIVERED
 
     async def _match(self) -> tuple[Session, Call]:
-        request = self._request
+        request = self.request
         headers = request.headers
         session = self._kit.runtime.find(find_secret(request.path, headers))
         body = await request.read(self._kit.max_body_bytes, self._kit.keepalive_s)
@@ -153,7 +127,7 @@ class Exchange:
         self, session: Session, replies: Sequence[Reply], stream: Stream
     ) -> None:
         self._stream = stream
-        heart = _Heart(self._request, self._kit.keepalive_s)
+        heart = _Heart(self.request, self._kit.keepalive_s)
         try:
             if len(replies) == 1:
                 last = await self._follow(session, replies[0], stream, 0)
@@ -162,7 +136,7 @@ class Exchange:
         finally:
             heart.stop()
         self.state = ExchangeState.STREAMING
-        self._request.close(last + stream.close())
+        self.request.close(last + stream.close())
 
     async def _follow_all(
         self, session: Session, replies: Sequence[Reply], stream: Stream
@@ -196,30 +170,15 @@ class Exchange:
 
     async def _send(self, session: Session, events: bytes) -> None:
         self.state = ExchangeState.STREAMING
-        self._request.send(events)
+        self.request.send(events)
         await self._drain(session)
 
     async def _drain(self, session: Session) -> None:
         """Until the client takes more; SessionError 410 if the session ends meanwhile."""
-        while self._request.is_clogged:
+        while self.request.is_clogged:
             if session.state is SessionState.SEALED:
                 raise SessionError(410, "session_sealed", "the session has ended")
-            await self._request.drain(SEAL_LOOK_S)
-
-    def _refuse(self, error: SessionError) -> None:
-        """An error reply; after the first byte of a stream, an error event."""
-        if not self._request.is_opened:
-            refuse(self._request, self._dialect.error(error), error)
-            return
-        if self._request.is_answered:
-            # Its client did not take it all before its session ended.
-            return
-        assert self._stream is not None, "a plain answer fails before its first byte"
-        try:
-            self._request.close(self._stream.error(error))
-        except ConnectionError:
-            self.state = ExchangeState.ABANDONED
-            raise
+            await self.request.drain(SEAL_LOOK_S)
 
 
 def sampling_of(head: ReplyHead) -> bytes:
@@ -248,11 +207,3 @@ class _Heart:
             with contextlib.suppress(ConnectionError):
                 self._request.send(KEEP_ALIVE)
         self._num_seen = self._request.num_sends
-
-
-def refuse(request: Request, body: bytes, error: SessionError) -> None:
-    """Answer with an error whose body a dialect has encoded."""
-    lines = request.dated(JSON)
-    if error.retry_after_s is not None:
-        lines += b"Retry-After: %d\r\n" % max(1, round(error.retry_after_s))
-    request.answer(error.status, lines, body)

@@ -9,17 +9,15 @@ as they arrive; an agent that hangs up leaves its call at once; our own refusals
 dialect. Driven by the gateway's HTTP face.
 """
 
-import asyncio
 from collections import Counter
 
 import msgspec
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
-from rollmesh.core.logs import get_logger
 from rollmesh.serve.interception.auth import find_secret
 from rollmesh.serve.interception.edge import DIALECTS
-from rollmesh.serve.interception.exchange import ExchangeState, refuse
+from rollmesh.serve.interception.ending import ExchangeState, guard
 from rollmesh.serve.interception.relay.call import RelayCall
 from rollmesh.serve.interception.relay.capture import RelayCapture
 from rollmesh.serve.interception.relay.headers import forwarded
@@ -30,8 +28,6 @@ from rollmesh.serve.interception.request import Request
 PASSED = {"POST": ("/messages/count_tokens",), "GET": ("/models",)}
 SEAL_LOOK_S = 1.0
 """How often a call whose client takes nothing looks whether it was cut."""
-
-log = get_logger()
 
 
 class RelayKit(msgspec.Struct, frozen=True):
@@ -52,26 +48,12 @@ class RelayEdge:
         self._kit = kit
 
     async def handle(self, request: Request, path: str) -> None:
-        """Answer it; every error ends here."""
+        """Answer it."""
         route, is_kept = _route_of(request.method, path)
-        exchange = _Exchange(request, self._kit)
+        exchange = _Exchange(request, route, self._kit)
         self.num_open += 1
         try:
-            if not route:
-                raise SessionError(404, "unknown_route", f"no such route; there are {_KNOWN}")
-            await exchange.run(route, is_kept)
-        except SessionError as error:
-            is_sealed = error.status == 410
-            exchange.state = ExchangeState.SEALED if is_sealed else ExchangeState.FAILED
-            exchange.refuse(route, error)
-        except (asyncio.CancelledError, ConnectionError):
-            exchange.state = ExchangeState.ABANDONED
-            raise
-        except Exception:  # door: a fault of ours must not take other calls along
-            exchange.state = ExchangeState.FAILED
-            log.exception("relay.broken")
-            fault = SessionError(500, "internal_error", "a fault in the gateway")
-            exchange.refuse(route, fault)
+            await guard(exchange, exchange.run(is_kept))
         finally:
             self.num_open -= 1
             self.num_exchanges[route.strip("/") or "unknown", exchange.state.value] += 1
@@ -80,21 +62,24 @@ class RelayEdge:
 class _Exchange:
     """One agent's connection to one call."""
 
-    __slots__ = ("_kit", "_request", "state")
+    __slots__ = ("_kit", "_route", "request", "state")
 
-    def __init__(self, request: Request, kit: RelayKit) -> None:
+    def __init__(self, request: Request, route: str, kit: RelayKit) -> None:
         self.state = ExchangeState.RECEIVED
-        self._request = request
+        self.request = request
+        self._route = route
         self._kit = kit
 
-    async def run(self, route: str, is_kept: bool) -> None:
-        request, config = self._request, self._kit.config
+    async def run(self, is_kept: bool) -> None:
+        request, route, config = self.request, self._route, self._kit.config
+        if not route:
+            raise SessionError(404, "unknown_route", f"no such route; there are {_KNOWN}")
         headers = request.headers
         secret = find_secret(request.path, headers)
         session = self._kit.capture.find(secret)
         body = await request.read(config.max_body_bytes, config.keepalive_s)
         self.state = ExchangeState.MATCHED
-        parcel = self._parcel(route, secret, body)
+        parcel = self._parcel(secret, body)
         if is_kept:
             key = headers.get(b"idempotency-key", b"").decode("latin-1")
             resent = headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
@@ -112,25 +97,18 @@ class _Exchange:
         finally:
             call.leave()
 
-    def refuse(self, route: str, error: SessionError) -> None:
-        """An error reply; once a stream has begun, an error event and its end."""
-        body = DIALECTS.get(route, DIALECTS["/chat/completions"]).error(error)
-        if not self._request.is_opened:
-            refuse(self._request, body, error)
-            return
-        if self._request.is_answered:
-            # Its client did not take it all before its session ended.
-            return
-        name = b"event: error\n" if route == "/messages" else b""
-        # What was passed may end within an event: the blank line ends that one.
-        event = b"\n\n%bdata: %b\n\n" % (name, body)
-        try:
-            self._request.close(event)
-        except ConnectionError:
-            self.state = ExchangeState.ABANDONED
+    def refusal(self, error: SessionError) -> bytes:
+        """The body of a refusal."""
+        return DIALECTS.get(self._route, DIALECTS["/chat/completions"]).error(error)
 
-    def _parcel(self, route: str, secret: str, body: bytes) -> Parcel:
-        request = self._request
+    def last_event(self, error: SessionError) -> bytes:
+        """What ends a stream that has begun."""
+        name = b"event: error\n" if self._route == "/messages" else b""
+        # What was passed may end within an event: the blank line ends that one.
+        return b"\n\n%bdata: %b\n\n" % (name, self.refusal(error))
+
+    def _parcel(self, secret: str, body: bytes) -> Parcel:
+        request, route = self.request, self._route
         query = request.path.partition("?")[2]
         tail = f"?{query}" if query and secret not in query else ""
         lines = forwarded(
@@ -147,30 +125,30 @@ class _Exchange:
         if call.failure is not None:
             raise call.failure.again()
         self.state = ExchangeState.STREAMING
-        self._request.answer(call.status, call.lines, body)
+        self.request.answer(call.status, call.lines, body)
 
     async def _stream(self, call: RelayCall) -> None:
         """Pieces as they come, all that has arrived in one write."""
-        self._request.open(call.status, call.lines)
+        self.request.open(call.status, call.lines)
         num_sent = 0
         while True:
             await call.wait(num_sent)
             new = b"".join(call.pieces[num_sent:])
             num_sent = len(call.pieces)
             if new:
-                self._request.send(new)
+                self.request.send(new)
                 self.state = ExchangeState.STREAMING
                 await self._drain(call)
             elif not call.is_running:
                 break
-        self._request.close()
+        self.request.close()
 
     async def _drain(self, call: RelayCall) -> None:
         """Until the client takes more; SessionError if the call is cut meanwhile."""
-        while self._request.is_clogged:
+        while self.request.is_clogged:
             if call.failure is not None:
-                raise call.failure
-            await self._request.drain(SEAL_LOOK_S)
+                raise call.failure.again()
+            await self.request.drain(SEAL_LOOK_S)
 
 
 _KNOWN = ", ".join(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollmesh.core.config import InterceptionConfig
-from rollmesh.serve.interception.exchange import ExchangeState
+from rollmesh.serve.interception.ending import ExchangeState
 from tests.unit.serve.interception.conftest import MakeDesk
 
 ASK = {"messages": [{"role": "user", "content": "guess"}]}
