@@ -10,7 +10,6 @@ opens. Driven by tests and benchmarks.
 """
 
 import asyncio
-import enum
 import types
 import zlib
 from collections import deque
@@ -22,6 +21,7 @@ import orjson
 from aiohttp import web
 
 from rollmesh.engine.answers import policy_version_of
+from rollmesh.testing.faults import Fault, refusal
 
 VOCAB_SIZE = 500
 STOP_TOKEN = 0
@@ -44,22 +44,6 @@ def endless_token(policy_version: int, context: Sequence[int]) -> int:
 def logprob_of(policy_version: int, token_id: int) -> float:
     """What the scripted engine says of a token, exact in float32."""
     return -(1 + policy_version % 8) / 8 - token_id / 512
-
-
-class Fault(enum.Enum):
-    """What can go wrong with a `/generate`."""
-
-    BAD_REQUEST = "answers 400"
-    BAD_EVENT = "answers a stream by an error event, as SGLang does where a plain call gets 400"
-    BUSY = "answers 429"
-    FULL = "its queue is full: 503, or an aborted first event of a stream, as SGLang has it"
-    ERROR = "answers 500"
-    HANG = "takes the request and never answers"
-    CUT = "closes the connection after a token"
-
-
-_STATUS = {Fault.BAD_REQUEST: 400, Fault.BAD_EVENT: 400, Fault.BUSY: 429, Fault.ERROR: 500}
-_FULL = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
 
 
 class SeenRequest(msgspec.Struct, frozen=True):
@@ -276,11 +260,8 @@ class ScriptedEngine:
 
     async def _on_generate(self, http: web.BaseRequest, body: dict[str, Any]) -> web.StreamResponse:
         fault = self.faults.popleft() if self.faults else None
-        if fault in _STATUS:
-            status = 200 if fault is Fault.BAD_EVENT and body.get("stream") else _STATUS[fault]
-            return _refusal(fault, status)
-        if fault is Fault.FULL:
-            return _full(bool(body.get("stream")))
+        if fault and (told := refusal(fault, bool(body.get("stream")))):
+            return told
         if body["sampling_params"]["max_new_tokens"] == 0:
             return _json(self._score(body["input_ids"]))
         if fault is Fault.HANG:
@@ -384,17 +365,3 @@ def _top(token: int, logprob: float, num_top: int) -> list[list[float | int | No
 
 def _json(answer: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(answer), status=status, content_type="application/json")
-
-
-def _full(stream: bool) -> web.Response:
-    if not stream:
-        return _json({"detail": _FULL["message"]}, 503)
-    event = orjson.dumps({"output_ids": [], "meta_info": {"finish_reason": _FULL}})
-    return web.Response(body=b"data: %b\n\ndata: [DONE]\n\n" % event)
-
-
-def _refusal(fault: Fault, status: int) -> web.Response:
-    raw = orjson.dumps({"error": {"message": fault.value}})
-    if status == 200:
-        raw = b"data: %b\n\ndata: [DONE]\n\n" % raw
-    return web.Response(body=raw, status=status)

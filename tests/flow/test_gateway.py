@@ -11,7 +11,8 @@ import orjson
 import pytest
 
 from rollmesh.core.process import listen
-from rollmesh.testing.engine import Fault, ScriptedEngine, logprob_of
+from rollmesh.testing.engine import ScriptedEngine, logprob_of
+from rollmesh.testing.faults import Fault
 from rollmesh.testing.provider import ScriptedProvider, Told
 from tests.flow.gateway_process import (
     CONTEXT_TOKENS,

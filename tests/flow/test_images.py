@@ -16,7 +16,8 @@ import pytest
 
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.agent_engine import Say, ScriptedAgent, Use, steps
-from rollmesh.testing.engine import Fault, ScriptedEngine
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.faults import Fault
 from rollmesh.testing.model_folder import write_large_folder, write_model_folder
 from rollmesh.testing.provider import ScriptedProvider, Told
 from tests.clients.exactness import calls_of, faults

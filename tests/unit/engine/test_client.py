@@ -12,11 +12,11 @@ from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.testing.engine import (
     VOCAB_SIZE,
-    Fault,
     ScriptedEngine,
     endless_token,
     logprob_of,
 )
+from rollmesh.testing.faults import Fault
 from tests.unit.engine.leg_ear import PROMPT, LegEar, expected, leg
 
 

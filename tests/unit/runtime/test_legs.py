@@ -14,7 +14,8 @@ from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_view import Generation
 from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.testing.clock import FakeClock
-from rollmesh.testing.engine import Fault, ScriptedEngine, endless_token
+from rollmesh.testing.engine import ScriptedEngine, endless_token
+from rollmesh.testing.faults import Fault
 from rollmesh.wire.messages import EnginePhase, FleetChanged
 from tests.unit.runtime.legs_bench import TO_THE_END, Bench, expected, until
 

@@ -1,0 +1,48 @@
+"""What can go wrong with a scripted engine's `/generate`, and what SGLang answers then.
+
+Invariant: a fault that is told by an answer is told here, in the form that SGLang gives it to a
+plain call or to a stream; the others happen on the connection. Driven by engine.py.
+"""
+
+import enum
+
+import orjson
+from aiohttp import web
+
+
+class Fault(enum.Enum):
+    """One fault of one call."""
+
+    BAD_REQUEST = "answers 400"
+    BAD_EVENT = "answers a stream by an error event, as SGLang does where a plain call gets 400"
+    BUSY = "answers 429"
+    FULL = "its queue is full: 503, or an aborted first event of a stream, as SGLang has it"
+    ERROR = "answers 500"
+    HANG = "takes the request and never answers"
+    CUT = "closes the connection after a token"
+
+
+_STATUS = {Fault.BAD_REQUEST: 400, Fault.BAD_EVENT: 400, Fault.BUSY: 429, Fault.ERROR: 500}
+_FULL = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
+
+
+def refusal(fault: Fault, stream: bool) -> web.Response | None:
+    """The answer that tells of `fault`; None for one that no answer tells of."""
+    if fault is Fault.FULL:
+        if stream:
+            return _event({"output_ids": [], "meta_info": {"finish_reason": _FULL}})
+        return _json({"detail": _FULL["message"]}, 503)
+    if fault not in _STATUS:
+        return None
+    told = {"error": {"message": fault.value}}
+    if fault is Fault.BAD_EVENT and stream:
+        return _event(told)
+    return _json(told, _STATUS[fault])
+
+
+def _event(told: dict[str, object]) -> web.Response:
+    return web.Response(body=b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(told))
+
+
+def _json(told: dict[str, object], status: int) -> web.Response:
+    return web.Response(body=orjson.dumps(told), status=status, content_type="application/json")
