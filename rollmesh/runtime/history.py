@@ -9,7 +9,9 @@ are remembered by hash alone, at most ALIASES_PER_SPOT of them per spot. `match`
 that it may run twice, or only to count. Driven by holdings.py.
 """
 
+import bisect
 import functools
+from typing import NamedTuple
 
 import msgspec
 
@@ -48,12 +50,21 @@ class Match(msgspec.Struct):
         return not self.new and self.spot.node != NO_NODE and not self.spot.sampled
 
 
+class _LateAnswer(NamedTuple):
+    """A sampled message on its way into the trie."""
+
+    context: Spot
+    message: ChatMessage
+    node: int
+    is_void: bool
+
+
 class History:
     """One per session."""
 
     __slots__ = (
-        "_num_aliases", "_num_spots", "_stretches", "images", "num_bytes", "roots",
-        "rotating", "sampled",
+        "_begun", "_late", "_num_aliases", "_num_bytes", "_num_spots", "_stretches", "images",
+        "roots", "rotating", "sampled",
     )  # fmt: skip
 
     def __init__(self, rotating: Rotating = None) -> None:
@@ -64,8 +75,11 @@ class History:
         """Answers of the model, in order."""
         self.images: dict[str, ImageRef] = {}
         """Those that held messages show, by digest."""
-        self.num_bytes = 0
-        """Of the messages held."""
+        self._num_bytes = 0
+        self._begun: tuple[Line, Spot] | None = None
+        """The opening and its end, while nothing has asked for more than that."""
+        self._late: list[_LateAnswer] = []
+        """Answers that nothing has asked for yet."""
         self._stretches = Stretches()
         self._num_aliases = 0
         self._num_spots = 0
@@ -75,6 +89,7 @@ class History:
 
         From `start` on where it is given, else from the root of the turn's tools.
         """
+        self.catch_up()
         tools_key = tools_key_of(turn.tools)
         root = start or self.roots.get(tools_key) or Spot(None, b"")
         walk = Walk(root, turn.read or read_chat, self.rotating)
@@ -123,35 +138,49 @@ class History:
 
     def add_sampled(
         self, context: Spot, message: ChatMessage, node: int, is_void: bool = False
-    ) -> Spot:
+    ) -> None:
         """Hold the message that the model sampled after `context`.
 
         Void, it is no answer, and never stands for one that says the same.
         """
-        keys = message.meanings()
-        if is_void:
-            keys = [key for key in keys if context.child(key) is None]
-        spot = self._new_spot(context, message.as_json(), keys)
-        spot.node, spot.sampled = node, True
-        if not is_void:
-            self.sampled.append(spot)
-            before = context.anchor()
-            before.continued = before.sampled
-        self._join(context, message, spot)
-        return spot
+        self._late.append(_LateAnswer(context, message, node, is_void))
+
+    def answer_at(self, node: int) -> Spot | None:
+        """The answer that was sampled as `node`; None if it is no message of a chat."""
+        self.catch_up()
+        at = bisect.bisect_left(self.sampled, node, key=lambda spot: spot.node)
+        found = self.sampled[at] if at < len(self.sampled) else None
+        return found if found and found.node == node else None
+
+    def raws_to(self, context: Spot) -> list[bytes]:
+        """The messages down to and with `context`, in the common shape."""
+        if self._begun and self._begun[1] is context:
+            return list(self._begun[0].raws)
+        return [spot.raw for spot in context.line()]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the messages held."""
+        late = sum([len(answer.message.text()) for answer in self._late])
+        return self._num_bytes + late + (self._begun[0].num_bytes if self._begun else 0)
 
     def begin(self, line: Line, node: int) -> Spot:
         """Hold a whole line, before anything else; `node` ends with the last of its messages."""
-        spots = [self.roots.setdefault(line.tools_key, Spot(None, b""))]
-        for raw in line.raws:
-            spots.append(self._new_spot(spots[-1], raw, []))
-        for link in line.links:
-            spots[link.start].adopt(spots[link.end], (link.key,))
-        if line.segments:
-            self._stretches.begin(spots[0], line.segments, spots[-1], line.num_units)
+        end = Spot(None, b"")
+        end.node = node
         self.images.update(line.images)
-        spots[-1].node = node
-        return spots[-1]
+        self._begun = line, end
+        return end
+
+    def catch_up(self) -> None:
+        """Enter into the trie what is held already; most rollouts of one turn never need it."""
+        if self._begun:
+            self._link(*self._begun)
+            self._begun = None
+        if self._late:
+            late, self._late = self._late, []
+            for answer in late:
+                self._add_answer(answer)
 
     def line(self, match: Match, spot: Spot) -> Line:
         """The line down to `spot`, which is all that there is; `match` made it."""
@@ -182,6 +211,8 @@ class History:
         self.roots.clear()
         self.sampled.clear()
         self._stretches = Stretches()
+        self._late.clear()
+        self._begun = None
 
     def read(self, spot: Spot) -> ChatMessage:
         """The message of a spot that has one."""
@@ -205,6 +236,30 @@ class History:
             return
         num_units = walk.num_leapt + len(walk.units)
         self._stretches.add(walk.stretch, start, walk.array, end, num_units)
+
+    def _link(self, line: Line, end: Spot) -> None:
+        spots = [self.roots.setdefault(line.tools_key, Spot(None, b""))]
+        for raw in line.raws[:-1]:
+            spots.append(self._new_spot(spots[-1], raw, []))
+        end.follow(spots[-1], line.raws[-1])
+        spots.append(self._counted(end))
+        for link in line.links:
+            spots[link.start].adopt(spots[link.end], (link.key,))
+        if line.segments:
+            self._stretches.begin(spots[0], line.segments, end, line.num_units)
+
+    def _add_answer(self, answer: "_LateAnswer") -> None:
+        context, message = answer.context, answer.message
+        keys = message.meanings()
+        if answer.is_void:
+            keys = [key for key in keys if context.child(key) is None]
+        spot = self._new_spot(context, message.as_json(), keys)
+        spot.node, spot.sampled = answer.node, True
+        if not answer.is_void:
+            self.sampled.append(spot)
+            before = context.anchor()
+            before.continued = before.sampled
+        self._join(context, message, spot)
 
     def _hold_message(self, spot: Spot, message: ChatMessage, raw: bytes) -> Spot:
         keys = message.meanings(self.rotating) if spot.children else ()
@@ -230,8 +285,11 @@ class History:
     def _new_spot(self, parent: Spot, raw: bytes, keys: list[int]) -> Spot:
         spot = Spot(parent, raw)
         parent.adopt(spot, keys)
+        return self._counted(spot)
+
+    def _counted(self, spot: Spot) -> Spot:
         self._num_spots += 1
-        self.num_bytes += len(raw)
+        self._num_bytes += len(spot.raw)
         return spot
 
     def _add_alias(self, start: Spot, key: int, spot: Spot) -> None:

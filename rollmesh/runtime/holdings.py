@@ -20,6 +20,7 @@ from rollmesh.runtime.deltas import Answer
 from rollmesh.runtime.forks import (
     ForkCause,
     ForkLog,
+    ForkReport,
     cause_of,
     first_difference,
     newest_node,
@@ -73,20 +74,19 @@ class Holdings:
     """One per session."""
 
     __slots__ = (
-        "_json", "_lead_nodes", "_leads", "_prompts", "forks", "graph", "history", "raw_prompts",
-        "root_kinds",
+        "_forks", "_json", "_leads", "_prompts", "_raw_prompts", "graph", "history", "root_kinds",
     )  # fmt: skip
 
     def __init__(self, prompts: Prompts, rotating: Rotating) -> None:
         self.graph = TokenGraph()
         self.history = History(rotating)
-        self.forks = ForkLog()
         self.root_kinds: dict[int, RootKind] = {}
         self._prompts = prompts
         self._json = PromptJson()
-        self.raw_prompts = RawPrompts(prompts)
         self._leads: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._lead_nodes: set[int] = set()
+        # Most sessions never have these, and there are many sessions.
+        self._raw_prompts: RawPrompts | None = None
+        self._forks: ForkLog | None = None
 
     def match(self, turn: Turn, start: Spot | None) -> Place:
         """Find what is held of a chat; it goes on from the answer `start`, where there is one."""
@@ -161,14 +161,15 @@ class Holdings:
             return prompt.context
         if prompt.match is None:
             return self._hold_raw(prompt)
+        self.history.catch_up()
         match = prompt.match
         if match.walk.aliases:
-            self.forks.add_healed(self.history, match)
+            self._fork_log().add_healed(self.history, match)
         if match.is_held:
             return self.history.hold(match, match.spot.node)
         fork = self._fork_row(prompt, match, call)
         if fork is not None:
-            self.forks.rows.append(fork)
+            self._fork_log().rows.append(fork)
         images = tuple([image.digest for message in match.new for image in message.images()])
         node = self.graph.add_context(prompt.parent, prompt.token_ids, images)
         if prompt.parent == ROOT:
@@ -178,17 +179,13 @@ class Holdings:
             self.root_kinds[node] = RootKind(match.tools_key, system_key)
         return self.history.hold(match, node)
 
-    def hold_answer(
-        self, source: ReplySource, answer: Answer, node: int, is_void: bool
-    ) -> Spot | None:
-        """Enter what was sampled as `node` as a message of the chat; None where it is none."""
+    def hold_answer(self, source: ReplySource, answer: Answer, node: int, is_void: bool) -> None:
+        """Enter what was sampled as `node` as the next message behind what it answers."""
         if source.is_raw:
             if not is_void:
                 self.raw_prompts.add_answer(source.prompt_text, node, self.graph.ids_of(node))
-            return None
-        if is_void and not (answer.content or answer.tool_calls):
-            return None
-        return self.history.add_sampled(source.context, as_message(answer), node, is_void)
+        elif not is_void or answer.content or answer.tool_calls:
+            self.history.add_sampled(source.context, as_message(answer), node, is_void)
 
     def lead_to(self, node: int, lead: tuple[int, ...]) -> int:
         """The node of a lead behind the context `node`; it is made once."""
@@ -197,7 +194,6 @@ class Holdings:
         found = self._leads.get((node, lead))
         if found is None:
             found = self._leads[node, lead] = self.graph.add_context(node, lead)
-            self._lead_nodes.add(found)
         return found
 
     def prompt_json(self, node: int) -> bytes | memoryview:
@@ -218,10 +214,31 @@ class Holdings:
         images = sum([len(image.address) for image in self.history.images.values()])
         return 4 * num_items + self.history.num_bytes + images
 
+    def fork_report(self) -> ForkReport:
+        """Where the histories did not extend what was sampled, and what was healed instead."""
+        return self._forks.report() if self._forks else ForkReport([], {})
+
+    def _fork_log(self) -> ForkLog:
+        self._forks = self._forks or ForkLog()
+        return self._forks
+
+    @property
+    def raw_prompts(self) -> RawPrompts:
+        """Prompts that are no chats."""
+        if self._raw_prompts is None:
+            self._raw_prompts = RawPrompts(self._prompts)
+        return self._raw_prompts
+
     def _turn_ids(self, node: int) -> Sequence[int]:
         """What stands behind the generation prompt: a lead, and what was sampled as `node`."""
         ids, above = self.graph.ids_of(node), self.graph.nodes[node].parent
-        return self.graph.ids_of(above) + ids if above in self._lead_nodes else ids
+        return self.graph.ids_of(above) + ids if self._is_lead(above) else ids
+
+    def _is_lead(self, node: int) -> bool:
+        """Nothing else is context behind context."""
+        nodes = self.graph.nodes
+        row = nodes[node]
+        return not row.sampled and row.parent != ROOT and not nodes[row.parent].sampled
 
     def _fork_row(self, prompt: Prompt, match: Match, call: int) -> ForkRow | None:
         """What is to be said of a prompt that is about to be held; None if it forks nothing."""

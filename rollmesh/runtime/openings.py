@@ -44,6 +44,11 @@ class Line(msgspec.Struct, frozen=True):
     """In that array."""
     images: dict[str, ImageRef]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the messages."""
+        return sum(map(len, self.raws))
+
 
 class Opening(msgspec.Struct, frozen=True):
     """A first chat."""
@@ -85,5 +90,5 @@ def _key(turn: Turn) -> Hashable:
 
 def _size(turn: Turn, opening: Opening) -> int:
     asked = len(turn.messages_raw) + len(turn.tools) + sum(map(len, turn.messages))
-    held = sum(map(len, opening.line.raws)) + _BYTES_PER_TOKEN * len(opening.token_ids)
+    held = opening.line.num_bytes + _BYTES_PER_TOKEN * len(opening.token_ids)
     return asked + held

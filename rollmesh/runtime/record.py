@@ -49,9 +49,9 @@ def record_of(
     )
     messages: list[bytes] = []
     if last is not None:
-        line = [spot.raw for spot in last.source.context.line()]
+        line = held.history.raws_to(last.source.context)
         messages = [*line, as_message(parse(last)).as_json()]
-    report = held.forks.report()
+    report = held.fork_report()
     return SessionRecord(
         nodes=held.graph.rows(branches),
         token_ids=memoryview(held.graph.token_ids).cast("B"),

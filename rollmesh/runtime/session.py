@@ -80,8 +80,8 @@ class Session:
         self._older: dict[int, set[int]] = {}
         """Nodes of delivered answers to requests that were asked anew, until that is delivered."""
         self._sampling: list[Reply] = []
-        self._answers: list[Spot | None] = []
-        """The answer of each call that has one, by the call's number."""
+        self._answers: list[int] = []
+        """The node of each call's answer, NO_NODE where it has none, by the call's number."""
         self._listed: deque[Reply] = deque()
         """The newest delivered ones with likeliest tokens."""
         self._sealed_because = ""
@@ -150,8 +150,15 @@ class Session:
 
     def node_of(self, reply_id: str) -> int:
         """The node of the answer with this ReplyHead.id; SessionError 400 if there is none."""
-        spot = self._spot_named(reply_id)
-        return NO_NODE if spot is None else spot.node
+        if not reply_id:
+            return NO_NODE
+        session_id, _, number = reply_id.rpartition("-")
+        is_ours = session_id == self.session_id and len(number) <= len(str(self.num_calls))
+        if is_ours and number.isdecimal() and int(number) < self.num_calls:
+            node = self._answers[int(number)]
+            if node != NO_NODE:
+                return node
+        raise _no_such(reply_id)
 
     def seal(self, reason: str) -> None:
         """End the session; whoever still waits is woken and gets an error. Idempotent."""
@@ -168,7 +175,7 @@ class Session:
 
     def fork_report(self) -> ForkReport:
         """Where histories did not extend what was sampled, and what was healed instead."""
-        return self._held.forks.report() if self._held else ForkReport([], {})
+        return self._held.fork_report() if self._held else ForkReport([], {})
 
     def record(self) -> SessionRecord:
         """What the rollout leaves behind; the session must be sealed."""
@@ -296,7 +303,7 @@ class Session:
         )
         self.num_calls += 1
         kit.totals.num_calls += 1
-        self._answers.append(None)
+        self._answers.append(NO_NODE)
         head = ReplyHead(
             id=name,
             created_s=int(kit.clock.unix_s()),
@@ -312,16 +319,10 @@ class Session:
 
     def _spot_named(self, reply_id: str) -> Spot | None:
         """The answer with this id; None for no id. SessionError 400 if there is none such."""
-        if not reply_id:
-            return None
-        session_id, _, number = reply_id.rpartition("-")
-        spot = None
-        is_ours = session_id == self.session_id and len(number) <= len(str(self.num_calls))
-        if is_ours and number.isdecimal() and int(number) < self.num_calls:
-            spot = self._answers[int(number)]
-        if spot is None:
-            why = f"Previous response with id {reply_id!r} not found."
-            raise SessionError(400, "previous_response_not_found", why)
+        node = self.node_of(reply_id)
+        spot = None if node == NO_NODE else self._holdings.history.answer_at(node)
+        if reply_id and spot is None:
+            raise _no_such(reply_id)
         return spot
 
     # a reply's end
@@ -376,9 +377,9 @@ class Session:
 
     def _hold_answer(self, reply: Reply, answer: Answer) -> None:
         is_void = reply.state is ReplyState.VOID
-        spot = self._holdings.hold_answer(reply.source, answer, reply.node, is_void)
+        self._holdings.hold_answer(reply.source, answer, reply.node, is_void)
         if not is_void:
-            self._answers[int(reply.head.id.rpartition("-")[2])] = spot
+            self._answers[int(reply.head.id.rpartition("-")[2])] = reply.node
 
     def _parse(self, reply: Reply) -> Answer:
         token_ids = reply.token_ids()
@@ -392,3 +393,8 @@ class Session:
     def _gone(self) -> SessionError:
         why = f"this rollout's session is over: {self._sealed_because}"
         return SessionError(410, "session_sealed", why)
+
+
+def _no_such(reply_id: str) -> SessionError:
+    why = f"Previous response with id {reply_id!r} not found."
+    return SessionError(400, "previous_response_not_found", why)

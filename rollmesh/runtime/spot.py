@@ -21,11 +21,7 @@ class Spot:
     )  # fmt: skip
 
     def __init__(self, parent: "Spot | None", raw: bytes) -> None:
-        self.parent = parent
-        self.depth: int = (parent.depth if parent else 0) + bool(raw)
-        """Messages up to and with this one."""
-        self.raw = raw
-        """The message in the common shape; empty at a root and at a bare spot."""
+        self.follow(parent, raw)
         self.children: dict[int, Spot] | None = None
         """By meanings, and by the hashes of units that lead there or further down."""
         self.node = NO_NODE
@@ -34,6 +30,14 @@ class Spot:
         """This message is one that the model sampled here."""
         self.continued = False
         """The model has answered a request that went on from this answer."""
+
+    def follow(self, parent: "Spot | None", raw: bytes) -> None:
+        """Stand behind `parent`, for one message more."""
+        self.parent = parent
+        self.depth: int = (parent.depth if parent else 0) + bool(raw)
+        """Messages up to and with this one."""
+        self.raw = raw
+        """The message in the common shape; empty at a root and at a bare spot."""
 
     def child(self, key: int) -> "Spot | None":
         if not self.children:

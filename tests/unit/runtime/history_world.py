@@ -61,7 +61,10 @@ class Held:
     def say(self, context: Spot, message: Message) -> Spot:
         self.num_nodes += 1
         read = read_message(msgspec.json.encode(message), 0)
-        return self.history.add_sampled(context, read, self.num_nodes - 1)
+        self.history.add_sampled(context, read, self.num_nodes - 1)
+        answer = self.history.answer_at(self.num_nodes - 1)
+        assert answer is not None
+        return answer
 
     def talk(self, *messages: Message, tools: bytes = b"") -> None:
         """Ask up to each assistant message, and say it."""
