@@ -5,11 +5,13 @@ are tested. Driven by pytest.
 """
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from tests.house.leaks import end_leftovers, mark_this_run
 from tests.house.skips import read_skips, refusal
@@ -55,12 +57,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Coroutine tests, and only they, are watched for tasks left behind."""
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
-            item.fixturenames.insert(0, "no_task_left")
+            mark = item.get_closest_marker("asyncio")
+            shares_loop = mark is not None and mark.kwargs.get("loop_scope") == "module"
+            item.fixturenames.insert(0, "no_task_left_by_" + ("module" if shares_loop else "test"))
 
 
 @pytest.fixture
-async def no_task_left() -> AsyncIterator[None]:
+async def no_task_left_by_test() -> AsyncIterator[None]:
     """The test, and the fixtures it used, end every task that they started."""
+    async with _no_task_left():
+        yield
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def no_task_left_by_module() -> AsyncIterator[None]:
+    """So do the tests of a module that share a loop, by the end of the last."""
+    async with _no_task_left():
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _no_task_left() -> AsyncIterator[None]:
     before = asyncio.all_tasks()
     yield
     for _ in range(3):  # tasks that were cancelled without being awaited get their turn to end

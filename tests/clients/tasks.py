@@ -68,17 +68,23 @@ async def open_stage(folder: Path, script: Script, *options: str) -> AsyncIterat
         yield Stage(agent, engine, gateway)
 
 
-async def perform(row: Row, folder: Path, visit: Visiting | None = None) -> Ran:
+async def perform(row: Row, folder: Path) -> Ran:
     """Run the row's task in `folder`; AssertionError says in a line what is not as it must be."""
     script = task(row.client.use, row.client.ending)
     async with open_stage(folder / "model", script) as stage:
-        opened = await stage.gateway.open(metadata={"client": row.id})
-        if row.capture == RELAY:
-            return await _perform_relayed(row, folder, stage, opened)
-        ended = await (visit or start)(row, folder, opened)
-        account = await stage.gateway.finish(opened)
-        check_what_it_saw(row, ended)
-        return judge(row, stage, account)
+        return await perform_on(stage, row, folder, start)
+
+
+async def perform_on(stage: Stage, row: Row, folder: Path, visit: Visiting) -> Ran:
+    """As `perform`, on a stage that has the row's script, and may have played it before."""
+    stage.engine.seen.clear()
+    opened = await stage.gateway.open(metadata={"client": row.id})
+    if row.capture == RELAY:
+        return await _perform_relayed(row, folder, stage, opened)
+    ended = await visit(row, folder, opened)
+    account = await stage.gateway.finish(opened)
+    check_what_it_saw(row, ended)
+    return judge(row, stage, account)
 
 
 async def _perform_relayed(row: Row, folder: Path, stage: Stage, behind: Opened) -> Ran:

@@ -1,6 +1,8 @@
 """What clients do when an answer is late or fails: they ask again, and it trains once."""
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,32 @@ import aiohttp
 import anthropic
 import openai
 import pytest
+import pytest_asyncio
 
+from rollmesh.core.config import InterceptionConfig
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.process import listen
+from rollmesh.core.types import SamplingPolicy
+from rollmesh.engine.view import FleetView
+from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.reply import RETRY_AFTER_S
+from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.serve.interception.edge import Edge
 from rollmesh.testing.agent_engine import Say, steps
-from rollmesh.testing.engine import Fault, ScriptedEngine
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.faults import Fault
+from rollmesh.wire.messages import EnginePhase, EngineRow, FleetChanged
 from tests.clients.exactness import calls_of, faults
 from tests.clients.gateway import Opened
-from tests.clients.tasks import Stage, open_stage
+from tests.clients.tasks import Stage, model_folder, open_stage
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GROUP = GroupId("r", 0)
 SAID = "It is the word zebra."
 USER: Any = {"role": "user", "content": "Which word?"}
 IMPATIENT_S = 0.3
@@ -45,10 +65,42 @@ Ask = Callable[..., Coroutine[Any, Any, str]]
 each_sdk = pytest.mark.parametrize("ask", [chat, messages], ids=["openai", "anthropic"])
 
 
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with open_stage(tmp_path, steps(Say(SAID))) as stage:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+    async with open_stage(tmp_path_factory.mktemp("stage"), steps(Say(SAID))) as stage:
         yield stage
+
+
+@pytest.fixture
+def stage(shared_stage: Stage) -> Stage:
+    """Of whose past nothing is seen."""
+    shared_stage.engine.seen.clear()
+    return shared_stage
+
+
+@contextlib.asynccontextmanager
+async def hasty_worker(folder: Path, stage: Stage) -> AsyncIterator[tuple[Runtime, Opened]]:
+    """A worker's edge before the stage's engine, which waits for next to nothing between two legs;
+    and a session there."""
+    model = model_folder(folder)
+    tokenizer = load_tokenizer(model)
+    view = FleetView()
+    row = EngineRow(stage.engine.url, "", EnginePhase.READY, 0)
+    view.update(FleetChanged(0, (row,)), "router")
+    parts = SamplerParts(view=view, vocab_size=tokenizer.vocab_size, report=lambda fault: None)
+    sampler = Sampler(parts, GenerationSettings(backoff_s=0.001, max_backoff_s=0.001))
+    prompts = Prompts(choose_family(model, "auto", tokenizer), tokenizer)
+    runtime = Runtime(sampler, prompts, 4096)
+    edge = Edge(runtime, InterceptionConfig(), "policy")
+    address = await edge.start(listen("127.0.0.1:0"))
+    session = runtime.open_session(RolloutId(GROUP, 0), SamplingPolicy(), seed=0)
+    paths = (f"{address}/v1", f"{address}/s/{session.path_secret}/v1")
+    try:
+        yield runtime, Opened(session.session_id, session.api_key, *paths)
+    finally:
+        runtime.end_group(GROUP)
+        await edge.stop()
+        await sampler.close()
 
 
 async def until_legs(engine: ScriptedEngine, num: int) -> None:
@@ -79,30 +131,34 @@ async def test_a_client_that_times_out_and_retries_gets_the_one_turn(
     assert (await assert_trained_once(stage, opened))["num_calls"] == 1
 
 
-@each_sdk
-async def test_a_client_that_finds_no_engine_comes_back_when_told(tmp_path: Path, ask: Ask) -> None:
+async def test_clients_that_find_no_engine_come_back_when_told(tmp_path: Path) -> None:
     options = ("--set", f"interception.engine_wait_s={IMPATIENT_S}")
     async with open_stage(tmp_path, steps(Say(SAID)), *options) as stage:
-        opened = await stage.gateway.open()
+        sessions = [(ask, await stage.gateway.open()) for ask in (chat, messages)]
         await stage.engine.die()
-        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as failed:
-            await ask(opened, max_retries=0)
-        error: Any = failed.value
-        assert error.status_code == 503
-        assert int(error.response.headers["retry-after"]) >= 1
+        refused = [ask(opened, max_retries=0) for ask, opened in sessions]
+        for error in await asyncio.gather(*refused, return_exceptions=True):
+            assert isinstance(error, openai.APIStatusError | anthropic.APIStatusError)
+            assert error.status_code == 503
+            assert int(error.response.headers["retry-after"]) >= 1
         await stage.engine.restart()
-        assert await ask(opened, max_retries=9) == SAID
-        await assert_trained_once(stage, opened)
+        answered = [ask(opened, max_retries=9) for ask, opened in sessions]
+        assert await asyncio.gather(*answered) == [SAID] * 2
+        for _, opened in sessions:
+            await assert_trained_once(stage, opened)
 
 
-async def test_a_client_that_finds_full_queues_comes_back_when_told(stage: Stage) -> None:
-    opened = await stage.gateway.open()
-    stage.engine.faults.extend([Fault.BUSY] * NUM_FULL_QUEUES)
-    with pytest.raises(openai.RateLimitError) as failed:
-        await chat(opened, max_retries=0)
-    assert int(failed.value.response.headers["retry-after"]) >= 1
-    assert await chat(opened) == SAID
-    await assert_trained_once(stage, opened)
+async def test_a_client_that_finds_full_queues_comes_back_when_told(
+    stage: Stage, tmp_path: Path
+) -> None:
+    async with hasty_worker(tmp_path, stage) as (runtime, opened):
+        stage.engine.faults.extend([Fault.BUSY] * NUM_FULL_QUEUES)
+        began_s = time.monotonic()
+        assert await chat(opened, max_retries=1) == SAID
+        assert time.monotonic() - began_s >= RETRY_AFTER_S
+        (call,) = calls_of(stage.engine, stage.agent)
+        assert stage.engine.num_seen("/generate") == NUM_FULL_QUEUES + 1
+        assert runtime.num_tokens == len(call.answer)
 
 
 async def test_five_resends_of_a_stream_that_broke_train_once(stage: Stage) -> None:

@@ -1,16 +1,27 @@
 """The SDKs of this environment, openai and anthropic, through the gateway: every dialect."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from tests.clients.drivers import anthropic_sdk, openai_sdk
 from tests.clients.drivers.toolbox import Diary, Order
 from tests.clients.gateway import Opened
 from tests.clients.roster import IN_HOUSE, MESSAGES, STREAM, Row, rows
-from tests.clients.script import write_files
-from tests.clients.tasks import Ended, perform
+from tests.clients.script import task, write_files
+from tests.clients.tasks import Ended, Stage, open_stage, perform_on
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+    """One gateway for all, each in a session of its own."""
+    async with open_stage(tmp_path_factory.mktemp("stage"), task()) as stage:
+        yield stage
 
 
 async def play(row: Row, folder: Path, opened: Opened) -> Ended:
@@ -24,6 +35,8 @@ async def play(row: Row, folder: Path, opened: Opened) -> Ended:
 
 
 @pytest.mark.parametrize("row", rows(IN_HOUSE), ids=lambda row: row.id)
-async def test_an_sdk_does_the_task_and_its_samples_are_exact(row: Row, tmp_path: Path) -> None:
-    ran = await perform(row, tmp_path, play)
+async def test_an_sdk_does_the_task_and_its_samples_are_exact(
+    stage: Stage, row: Row, tmp_path: Path
+) -> None:
+    ran = await perform_on(stage, row, tmp_path, play)
     assert (ran.num_calls, ran.num_extending) == (3, 2)

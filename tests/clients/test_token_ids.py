@@ -4,16 +4,18 @@ Terminus sends `logprobs`, `return_token_ids` and a `session_id`, and trains on 
 """
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
 import pytest
+import pytest_asyncio
 
 from tests.clients.drivers.openai_sdk import FUNCTION
 from tests.clients.gateway import Opened
 from tests.clients.script import COMMANDS, task
 from tests.clients.tasks import Stage, open_stage
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOOLS: Any = [{"type": "function", "function": FUNCTION}]
 ASKED: Any = {
@@ -34,9 +36,9 @@ class Told(NamedTuple):
     message: dict[str, Any]
 
 
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with open_stage(tmp_path, task()) as stage:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+    async with open_stage(tmp_path_factory.mktemp("stage"), task()) as stage:
         yield stage
 
 

@@ -62,6 +62,22 @@ def test_process_and_task_left_behind_fail_the_run(tmp_path: Path) -> None:
     assert "tasks left behind: <coroutine object test_task.<locals>.stray" in answer.stdout
 
 
+def test_task_left_behind_by_a_module_that_shares_a_loop_fails_the_run(tmp_path: Path) -> None:
+    answer = run_pytest(
+        tmp_path,
+        "import asyncio, pytest\n"
+        "TASKS = []\n"
+        "pytestmark = pytest.mark.asyncio(loop_scope='module')\n"
+        "async def test_task():\n"
+        "    async def stray(): await asyncio.Event().wait()\n"
+        "    TASKS.append(asyncio.get_running_loop().create_task(stray()))\n"
+        "async def test_same_loop(): assert not TASKS[0].done()\n",
+    )
+    assert answer.returncode == 1, answer.stdout
+    assert "2 passed, 1 error" in answer.stdout
+    assert "tasks left behind: <coroutine object test_task.<locals>.stray" in answer.stdout
+
+
 def test_clean_tests_pass_under_the_hooks(tmp_path: Path) -> None:
     text = "async def test_a(): assert True is not None\ndef test_b(): assert 1 + 1 == 2\n"
     answer = run_pytest(tmp_path, text)
