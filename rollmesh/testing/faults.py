@@ -5,6 +5,7 @@ plain call or to a stream; the others happen on the connection. Driven by engine
 """
 
 import enum
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -40,9 +41,9 @@ def refusal(fault: Fault, stream: bool) -> web.Response | None:
     return _json(told, _STATUS[fault])
 
 
-def _event(told: dict[str, object]) -> web.Response:
+def _event(told: dict[str, Any]) -> web.Response:
     return web.Response(body=b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(told))
 
 
-def _json(told: dict[str, object], status: int) -> web.Response:
+def _json(told: dict[str, Any], status: int) -> web.Response:
     return web.Response(body=orjson.dumps(told), status=status, content_type="application/json")
