@@ -24,7 +24,7 @@ from rollmesh.runtime.plain import PlainReader
 from rollmesh.runtime.readers import Readers, TurnFrame
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.runtime.turns import ToolChoice
-from rollmesh.runtime.vision import check_placeholders, with_images
+from rollmesh.runtime.vision import check_placeholders, check_sampled, with_images
 
 _FIXED_PREFIX = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
@@ -70,8 +70,10 @@ class Prompts:
 
         These begin with the turn's lead, if it had one. With the turn's missing close, if it was
         cut short, and the generation prompt. None where this model's format cannot be extended so;
-        then the whole chat has to be rendered.
+        then the whole chat has to be rendered. SessionError 400 where nothing may follow.
         """
+        if self._image_id is not None:
+            check_sampled(sampled_ids, self._image_id)
         if self._frames:
             framed = self._frames.extend(sampled_ids, chat.messages)
             if framed is not None:

@@ -1,11 +1,12 @@
 """Chats that show images, as token ids with one placeholder for each image.
 
 Owns the rendering of image parts. Invariant: a prompt has as many placeholders as its chat shows
-images, in the same order, and no image is opened or copied here. SGLang takes such ids as they are
-and puts as many image tokens in each placeholder's stead as the model's own processor says. Seen on
-0.5.21 with a tiny Qwen3-VL: the ids it returns are ours but for that, sampled ones included, over
-several turns; ids that are expanded already it refuses, as it does a wrong number of images (500).
-A trainer expands the recorded ids by the same processor. Driven by prompts.py.
+images, in the same order, whoever wrote them, and no image is opened or copied here. SGLang takes
+such ids as they are and puts as many image tokens in each placeholder's stead as the model's own
+processor says. Seen on 0.5.21 with a tiny Qwen3-VL: the ids it returns are ours but for that,
+sampled ones included, over several turns; ids that are expanded already it refuses, as it does a
+wrong number of images (500). A trainer expands the recorded ids by the same processor. Driven by
+prompts.py.
 """
 
 from collections.abc import Sequence
@@ -82,6 +83,21 @@ def check_placeholders(
             "unsupported_content",
             f"{num_images} images are shown{where}, but this model's chat format has a place for "
             f"{num_places}: users and tools can show images, and their marks cannot be written",
+        )
+
+
+def check_sampled(sampled_ids: Sequence[int], image_id: int) -> None:
+    """SessionError 400 where a turn to go on from holds a placeholder that shows no image.
+
+    A model may sample the mark like any token. It trains as one; but in a prompt neither an engine
+    nor a trainer's processor could tell it from the place of an image.
+    """
+    if image_id in sampled_ids:
+        raise SessionError(
+            400,
+            "unsupported_content",
+            "the model itself wrote the mark of an image in an earlier turn, and no engine could "
+            "tell it from the place of one: go on without that turn",
         )
 
 

@@ -82,6 +82,17 @@ def test_what_has_no_place_is_refused(vl_prompts: Prompts, message: Mapping[str,
     assert (caught.value.status, caught.value.code) == (400, "unsupported_content")
 
 
+def test_a_turn_in_which_the_model_wrote_the_mark_itself_is_not_gone_on_from(
+    vl_prompts: Prompts, vl_tokenizer: Tokenizer
+) -> None:
+    """SGLang would look for one image more than there are and answer 500 from then on."""
+    said = vl_tokenizer.encode(f"a <|image_pad|> cat{END}")
+    for new in (SHOT, {"role": "user", "content": "go on"}):
+        with pytest.raises(SessionError, match="the model itself wrote the mark") as caught:
+            vl_prompts.extend(said, chat(new))
+        assert (caught.value.status, caught.value.code) == (400, "unsupported_content")
+
+
 @pytest.mark.parametrize("which", ["prompts", "template_prompts"])
 def test_a_model_of_text_says_so(which: str, request: pytest.FixtureRequest) -> None:
     prompts: Prompts = request.getfixturevalue(which)
