@@ -246,7 +246,7 @@ class GenerationMachine:
         if failed.kind == "overloaded":
             end = self._patience.on_full_queue(failed.detail)
             return [AvoidEngine(leg.url), *self._on_cut(False, end)]
-        if failed.kind == "broke" and self.request.images and not len(self.sampled):
+        if failed.kind == "broke" and self.request.images and len(self.sampled) == leg.offset:
             end = self._patience.on_broken(failed.detail)
             return [AvoidEngine(leg.url), *self._on_cut(False, end)]
         return self._on_fault(leg, failed.detail)

@@ -133,6 +133,18 @@ def test_a_request_whose_images_break_engines_ends_without_fencing_them() -> Non
     assert "in reach? HTTP 500: oops" in str(bench.machine.error)
 
 
+def test_a_resumed_leg_that_breaks_at_its_images_fences_nobody_either() -> None:
+    """An address may lead nowhere by then, or the model has written the mark of an image."""
+    bench = running(images=("https://gone/a.png",))
+    bench.sample(0, 1, finish=ABORT)
+    for leg in range(1, 4):
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+        bench.step(LegFailed(leg, "HTTP 500: oops", "broke"))
+        assert bench.said(ReportFault) == []
+    assert "in reach? HTTP 500: oops" in str(bench.machine.error)
+
+
 def test_queues_that_stay_full_end_the_turn_as_overload_within_bounds() -> None:
     bench = running()
     for leg in range(9):
