@@ -7,6 +7,7 @@
 #   make bench-peers            other gateways for the interception benchmark, in .venv-peers (1.4 GB)
 #   make setup                  only the .venv        (PYTHON=python3.12 picks the interpreter)
 #   make sglang                 a real SGLang in .venv-sglang, for tests/contract (3 GB, minutes)
+#   make test-sglang            the engines' contract, ours and a real SGLang, in both stream forms
 #   make test-clients           real agents and SDKs through the gateway; writes docs/clients.md
 #   make clients                only their environments, in .venv-clients (2.5 GB; npm for three)
 #   make clean                  remove the .venv and the caches; runs/ stays
@@ -23,7 +24,7 @@ ARGS   ?=
 BENCH  ?= $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
 SOURCE := rollmesh tests $(wildcard benchmarks examples)
 
-.PHONY: help demo test clients test-clients check format lint types arrows house bench bench-peers setup \
+.PHONY: help demo test clients test-clients test-sglang check format lint types arrows house bench bench-peers setup \
         sglang clean
 .DEFAULT_GOAL := help
 
@@ -38,6 +39,9 @@ test: $(STAMP)
 
 test-clients: $(STAMP) clients
 	@sh tests/clients/offline $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
+
+test-sglang: $(STAMP) sglang
+	@$(BIN)/python -m pytest tests/contract $(ARGS)
 
 check: format lint types arrows house
 

@@ -24,6 +24,7 @@ RED, WIDE, SMALL = (
 )
 LARGE = picture(400, 400, (9, 9, 9))
 """Thirty of these are longer than the context."""
+INCREMENTAL = "--incremental-streaming-output"
 NUM_TOKENS = {RED: 4, WIDE: 10, SMALL: 1}
 
 
@@ -36,15 +37,23 @@ class Sight(NamedTuple):
     """The token that stands for an image."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param("sglang", marks=pytest.mark.sglang)])
-def sight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sight]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param([], marks=pytest.mark.sglang, id="sglang"),
+        pytest.param([INCREMENTAL], marks=pytest.mark.sglang, id="sglang_incremental"),
+    ],
+)
+def sight(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Sight]:
     """With its cache of prefixes."""
     if not SGLANG_INSTALLED.exists():
         pytest.skip(NOT_INSTALLED)
     folder = write_seeing_model(tmp_path_factory.mktemp("models") / "seeing")
     token_file = tmp_path_factory.mktemp("gateway") / "token"
     with (
-        sglang_engine(folder, "--incremental-streaming-output") as engine,
+        sglang_engine(folder, *request.param) as engine,
         gateway([engine.address], folder, token_file) as process,
     ):
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -57,7 +66,7 @@ def sight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sight]:
 async def engine(sight: Sight) -> AsyncIterator[EngineUnderContract]:
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=sight.address, timeout=WAIT_S, limits=limits) as client:
-        yield EngineUnderContract(client, "", is_incremental=True)
+        yield EngineUnderContract(client, "", is_incremental=False)  # it is asked whole answers
 
 
 def show(*parts: str) -> list[Json]:
