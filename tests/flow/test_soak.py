@@ -1,0 +1,196 @@
+"""A gateway under thousands of mixed calls: nothing of a call is left when it is over.
+
+The calls are of every dialect, plain and streamed; a half of them are garbled, foreign, cut off in
+the head, in the body or in the answer. In one process each live object is counted; of a process of
+its own the memory is watched.
+"""
+
+import asyncio
+import gc
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+import pytest
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import load_config
+from rollmesh.core.process import listen
+from rollmesh.runtime.generation_view import Generation
+from rollmesh.serve.interception.backends import Backend, RelayBackend, TokenBackend
+from rollmesh.serve.interception.book import SessionBook
+from rollmesh.serve.interception.capture import SessionWish
+from rollmesh.serve.interception.inbound import Inbound
+from rollmesh.serve.interception.request import Request
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, events
+from tests.flow.gateway_process import PATIENCE_S, next_token, sampling
+
+SAID = [{"role": "user", "content": "hi"}]
+PAD = "x" * 20_000
+"""In each body, so that a body that is kept shows."""
+ASKS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": SAID},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": SAID, "max_tokens": 8},
+}
+ROUGH = ["good", "good", "good", "garbled", "foreign", "cut head", "cut body", "cut answer", "gone"]
+PASSING = {f"{Generation.__module__}.Generation", f"{Inbound.__module__}.Inbound"}
+"""What goes soon after a call, and takes the rest along: aborts are repeated for a moment, and lost
+clients are noticed by the server alone."""
+
+Capturing = Callable[[Path], AbstractAsyncContextManager[tuple[Backend, Callable[[], None]]]]
+
+
+class Crowd:
+    """Agents of a gateway on this machine, each call on a connection of its own."""
+
+    def __init__(self, address: str, seed: int) -> None:
+        self.statuses: Counter[tuple[str, int]] = Counter()
+        """By kind of call; 0 where the answer was not awaited."""
+        self._host, _, self._port = address.removeprefix("http://").partition(":")
+        self._random = random.Random(seed)
+
+    async def call(self, api_key: str) -> None:
+        """One call of a kind that chance chooses."""
+        kind, path = self._random.choice(ROUGH), self._random.choice(list(ASKS))
+        ask = {**ASKS[path], "stream": self._random.random() < 0.5, "pad": PAD}
+        body = orjson.dumps(ask | {"user": f"{self._random.random()}"})
+        lines = [
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n",
+            f"x-api-key: {'rk-nobody' if kind == 'foreign' else api_key}\r\n",
+            f"Content-Length: {len(body)}\r\n\r\n",
+        ]
+        head = "".join(lines).encode()
+        sent = {
+            "garbled": head + body[:-1] + b"]",
+            "cut head": head[:40],
+            "cut body": head + body[:-9],
+        }.get(kind, head + body)
+        reader, writer = await asyncio.open_connection(self._host, int(self._port))
+        writer.write(sent)
+        told = b""
+        if kind == "cut answer":
+            told = await reader.read(64)
+        elif kind in ("good", "garbled", "foreign"):
+            told = await reader.read()
+        writer.transport.abort()
+        self.statuses[kind, int(told.split(b" ", 2)[1]) if told else 0] += 1
+
+    def assert_answered(self) -> None:
+        """Each as it deserved."""
+        assert set(self.statuses) == {
+            ("good", 200),
+            ("garbled", 400),
+            ("foreign", 401),
+            ("cut answer", 200),
+            ("cut head", 0),
+            ("cut body", 0),
+            ("gone", 0),
+        }
+
+
+@asynccontextmanager
+async def captured_in_tokens(folder: Path) -> AsyncIterator[tuple[Backend, Callable[[], None]]]:
+    """A backend, and what makes its engine forget what it saw."""
+    model = write_model_folder(folder / "model")
+    settings = [f"model.path={model}", f"run.folder={folder}", "sampling.max_tokens=8"]
+    async with ScriptedEngine(next_token) as engine:
+        backend = TokenBackend(load_config(None, settings), (engine.url,))
+        yield backend, engine.seen.clear
+
+
+@asynccontextmanager
+async def captured_by_relay(folder: Path) -> AsyncIterator[tuple[Backend, Callable[[], None]]]:
+    def tell(seen: SeenRequest) -> Told:
+        try:
+            asked = orjson.loads(seen.body)
+        except orjson.JSONDecodeError:
+            return Told(status=400)
+        return events(b'{"n":1}', b"[DONE]") if asked["stream"] else Told((b'{"id":"r"}',))
+
+    async with ScriptedProvider(tell) as provider:
+        settings = [f"run.folder={folder}"]
+        backend = RelayBackend(load_config(None, settings), (provider.url,), "")
+        yield backend, provider.seen.clear
+
+
+def ours() -> Counter[str]:
+    """Live objects of a call's making by their type, but for openings: a bounded cache."""
+    gc.collect()
+    names = (f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+    rooms = ("rollmesh.runtime.", "rollmesh.serve.")
+    return Counter(n for n in names if n.startswith(rooms) and ".openings." not in n)
+
+
+@pytest.mark.parametrize("capturing", [captured_in_tokens, captured_by_relay])
+async def test_no_object_of_a_call_outlives_its_session(
+    tmp_path: Path, capturing: Capturing
+) -> None:
+    async with asyncio.timeout(PATIENCE_S), capturing(tmp_path) as (backend, forget):
+        book = SessionBook(backend.capture, SystemClock(), retention_s=60.0)
+
+        async def control(request: Request, path: str) -> bool:
+            return False
+
+        face = backend.serve(control)
+        crowd = Crowd(await face.start(listen("127.0.0.1:0")), seed=7)
+        running = asyncio.create_task(backend.run())
+        left: list[Counter[str]] = []
+        for _ in range(3):
+            for _ in range(8):
+                opened = book.open(SessionWish(), b"{}")
+                for _ in range(20):
+                    await crowd.call(opened.api_key)
+                book.delete(book.find(opened.captured.session_id))
+            forget()
+            del opened
+            while not ours().keys().isdisjoint(PASSING):  # noqa: ASYNC110 - told by nobody
+                await asyncio.sleep(0)
+            assert backend.num_open() == backend.num_live() == 0
+            left.append(ours())
+        running.cancel()
+        await face.stop()
+        await backend.close()
+    crowd.assert_answered()
+    # What the first round left are caches.
+    assert left[-1] - left[0] == Counter()
+
+
+async def test_the_memory_of_a_gateway_is_flat_under_rough_calls(tmp_path: Path) -> None:
+    num_lanes = 8
+    async with ScriptedEngine(next_token) as engine, sampling(tmp_path, engine) as gateway:
+        process = psutil.Process(gateway.process.pid)
+        crowd = Crowd(gateway.address, seed=7)
+
+        async def lane(num_sessions: int) -> None:
+            for _ in range(num_sessions):
+                opened = await gateway.open()
+                for _ in range(20):
+                    await crowd.call(opened["api_key"])
+                path = f"/admin/sessions/{opened['session_id']}"
+                assert (await gateway.admin("POST", f"{path}/finish"))[0] == 200
+                assert (await gateway.admin("DELETE", path))[0] == 200
+
+        rss_bytes: list[int] = []
+        for _ in range(3):
+            async with asyncio.TaskGroup() as group:
+                for _ in range(num_lanes):
+                    group.create_task(lane(4))
+            rss_bytes.append(process.memory_info().rss)
+        metrics = ""
+        while "rollmesh_exchanges_open 0.0" not in metrics:
+            _, metrics = await gateway.admin("GET", "/metrics")
+    crowd.assert_answered()
+    assert "rollmesh_live_legs 0.0" in metrics
+    assert 'rollmesh_sessions{state="open"} 0.0' in metrics
+    assert 'rollmesh_sessions{state="finished"} 0.0' in metrics
+    # The bodies of the last 640 calls are 12 MB.
+    assert rss_bytes[-1] - rss_bytes[1] < 4_000_000
