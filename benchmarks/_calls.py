@@ -17,7 +17,8 @@ from benchmarks._rounds import Bench
 GROUP = 16
 """Siblings of one prompt."""
 NUM_TURNS = 40
-PEER_CALLS = 10
+PEER_CALLS = 40
+"""In each of its sessions: of fewer, our own round would be over in 50 ms."""
 
 
 async def repeated(bench: Bench) -> None:
