@@ -145,8 +145,8 @@ class Holdings:
 
     def build_raw(self, turn: Turn) -> Prompt:
         """The new tokens of a raw prompt; SessionError 400 for ids that no model has."""
-        raw = self.raw_prompts.plan(turn, self.graph)
-        held = self.raw_prompts.spot(raw)
+        raw = self._raw().plan(turn, self.graph)
+        held = self._raw().spot(raw)
         if held is not None:
             return Prompt(None, held.node, (), raw=raw)
         return Prompt(None, raw.parent, raw.token_ids, raw=raw)
@@ -183,7 +183,7 @@ class Holdings:
         """Enter what was sampled as `node` as the next message behind what it answers."""
         if source.is_raw:
             if not is_void:
-                self.raw_prompts.add_answer(source.prompt_text, node, self.graph.ids_of(node))
+                self._raw().add_answer(source.prompt_text, node, self.graph.ids_of(node))
         elif not is_void or answer.content or answer.tool_calls:
             self.history.add_sampled(source.context, as_message(answer), node, is_void)
 
@@ -222,9 +222,7 @@ class Holdings:
         self._forks = self._forks or ForkLog()
         return self._forks
 
-    @property
-    def raw_prompts(self) -> RawPrompts:
-        """Prompts that are no chats."""
+    def _raw(self) -> RawPrompts:
         if self._raw_prompts is None:
             self._raw_prompts = RawPrompts(self._prompts)
         return self._raw_prompts
@@ -256,13 +254,13 @@ class Holdings:
 
     def _hold_raw(self, prompt: Prompt) -> Spot:
         assert prompt.raw is not None
-        held = self.raw_prompts.spot(prompt.raw)
+        held = self._raw().spot(prompt.raw)
         if held is not None:
             return held
         node = self.graph.add_context(prompt.parent, prompt.token_ids)
         if prompt.parent == ROOT:
             self.root_kinds[node] = RootKind(0, 0)
-        return self.raw_prompts.hold(prompt.raw, node)
+        return self._raw().hold(prompt.raw, node)
 
     def _without_own_system(self, turn: Turn, start: Spot) -> Turn:
         """The turn less a system text that its line begins with anyhow."""
