@@ -21,6 +21,7 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 AdvantageRule = Literal["grpo", "mean", "leave_one_out"]
+FailedSibling = Literal["drop", "score_rest"]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +81,8 @@ class RouterConfig(Section, frozen=True):
     """Workers and clients beat this often."""
     missed_beats: Positive = 6
     """So many missed beats and a worker or client is gone."""
+    max_lag_s: PositiveSeconds = 60.0
+    """A worker whose event loop is held for longer is given up, though it beats."""
     max_attempts: Positive = 3
     """A group whose workers die runs at most this often."""
     client_grace_s: PositiveSeconds = 30.0
@@ -93,14 +96,24 @@ class WorkerConfig(Section, frozen=True):
     """How many this machine starts."""
     max_rollouts: Positive = 64
     """Rollouts that run at the same time in one worker."""
+    load_timeout_s: PositiveSeconds = 120.0
+    """An environment that takes longer to load has failed."""
     run_timeout_s: PositiveSeconds = 600.0
     """A rollout that runs longer ends as `truncated`."""
     score_timeout_s: PositiveSeconds = 120.0
     """Scoring a rollout or a group may take this long; past it the outcome is infra_error."""
+    delivery_timeout_s: PositiveSeconds = 600.0
+    """A result that its sink does not acknowledge in this time is given up, and run again."""
+    failed_sibling: FailedSibling = "drop"
+    """When a rollout fails for good: `drop` its group, or `score_rest` of the siblings."""
     num_infra_retries: NonNegative = 2
     """A rollout that fails for infrastructure reasons is run again so often, in its worker."""
     max_unacked_bytes: Positive = 256 * 2**20
     """Finished groups that no sink acknowledged yet; past it the worker takes no new asks."""
+    max_rss_bytes: NonNegative = 0
+    """A worker that holds more memory finishes what it runs and starts afresh; 0: never."""
+    recycle_rollouts: NonNegative = 0
+    """A worker that has run so many rollouts does the same; 0: never."""
 
 
 class SamplingConfig(Section, frozen=True):

@@ -8,13 +8,16 @@ in tests/golden. Headers stay small: tasks and results travel in the body, array
     router -> client   RouterHello GroupMoved GroupFailed AskRefused
     router -> worker   RouterHello RunGroup CancelRun FleetChanged DrainWorker
     worker -> router   WorkerHello WorkerBeat WorkerLeft GroupStarted GroupDelivered GroupReturned
-                       EnvFailed EngineFaulted
+                       GroupLost EnvFailed EngineFaulted
     worker -> sink     GroupFinished (body GroupRecord, buffers int32 ids and float32 log-probs)
     sink -> worker     GroupAcked
     publisher, launch, scheduler -> router   JoinEngine BeginUpdate FinishUpdate SleepEngine
                                              WakeEngine RemoveEngine ReadFleet
     router -> the asker                      FleetAnswered
+    cli <-> router <- launch                 AskDrain DrainAnswered, WorkerExited
 
+A GroupFailed's reason begins with a code: attempts_exhausted, env_failed, bad_ask, overloaded,
+quarantined, deadline, client_left, cancelled or infra_error, then a colon.
 Driven by the shells in serve, trainer and launch; the step machines use the same structs as events
 and actions where that is natural.
 """
@@ -92,6 +95,10 @@ class HeldGroup(msgspec.Struct, frozen=True, array_like=True):
 
 class ClientHello(Message, frozen=True, tag="client_hello"):
     client_id: str
+    weight: int = 1
+    """Its share of turns against the other clients'."""
+    keep: bool = False
+    """Its groups go on while it is gone."""
 
 
 class ClientBeat(Message, frozen=True, tag="client_beat"):
@@ -114,6 +121,8 @@ class AskGroup(Message, frozen=True, tag="ask_group"):
     """Attempts that already began, as far as the client knows; more than 0 in a re-assertion."""
     priority: int = 0
     """Higher runs first."""
+    deadline_s: float = 0.0
+    """Seconds it may still take until its end at the sink, counted when said; 0 is no limit."""
 
 
 class CancelGroup(Message, frozen=True, tag="cancel_group"):
@@ -160,6 +169,8 @@ class RunGroup(Message, frozen=True, tag="run_group"):
     attempt: int
     num_samples: int
     sink: str
+    deadline_s: float = 0.0
+    """As in AskGroup, counted when said."""
 
 
 class CancelRun(Message, frozen=True, tag="cancel_run"):
@@ -206,6 +217,10 @@ class WorkerBeat(Message, frozen=True, tag="worker_beat"):
     """Sampled tokens since the start."""
     stalled_in: str = ""
     """The function that holds the event loop, when it has been held for long."""
+    state: str = "serving"
+    num_failed: int = 0
+    """Rollouts since the start that ended in infra_error or agent_error."""
+    last_error: str = ""
 
 
 class WorkerLeft(Message, frozen=True, tag="worker_left"):
@@ -227,6 +242,14 @@ class GroupDelivered(Message, frozen=True, tag="group_delivered"):
 
 class GroupReturned(Message, frozen=True, tag="group_returned"):
     """The worker cannot run it; it has not begun."""
+
+    group_id: GroupId
+    attempt: int
+    reason: str
+
+
+class GroupLost(Message, frozen=True, tag="group_lost"):
+    """Its result was given up: the sink did not ack within the delivery deadline."""
 
     group_id: GroupId
     attempt: int
@@ -314,6 +337,32 @@ class FleetAnswered(Message, frozen=True, tag="fleet_answered"):
     engines: tuple[EngineRow, ...]
 
 
+# launch and cli
+
+
+class WorkerExited(Message, frozen=True, tag="worker_exited"):
+    """Its process has ended."""
+
+    worker_id: str
+    pid: int
+    cause: str
+    """`killed by signal 9`, `exit code 1`, `out of memory`."""
+
+
+class AskDrain(Message, frozen=True, tag="ask_drain"):
+    """The worker finishes what it runs, takes nothing new, and leaves."""
+
+    ask_id: int
+    worker_id: str
+    reason: str
+
+
+class DrainAnswered(Message, frozen=True, tag="drain_answered"):
+    ask_id: int
+    ok: bool
+    error: str
+
+
 FleetAsk = (
     JoinEngine | BeginUpdate | FinishUpdate | SleepEngine | WakeEngine | RemoveEngine | ReadFleet
 )
@@ -338,10 +387,14 @@ AnyMessage = (
     | GroupStarted
     | GroupDelivered
     | GroupReturned
+    | GroupLost
     | EnvFailed
     | EngineFaulted
     | GroupFinished
     | GroupAcked
     | FleetAsk
     | FleetAnswered
+    | WorkerExited
+    | AskDrain
+    | DrainAnswered
 )

@@ -38,4 +38,4 @@ def test_a_sample_shows_every_field(message: AnyMessage) -> None:
 
 def test_the_header_names_the_protocol_the_router_and_the_kind() -> None:
     protocol, router, body = msgspec.msgpack.decode(bytes.fromhex(GOLDEN["ClientHello"]))
-    assert (protocol, router, body) == (1, "i5d1e", ["client_hello", "c1"])
+    assert (protocol, router, body) == (1, "i5d1e", ["client_hello", "c1", 3, True])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.wire.frames import PROTOCOL, Packet, decode, encode
-from rollmesh.wire.messages import ClientHello, GroupAcked, GroupFinished
+from rollmesh.wire.messages import ClientHello, ClientLeft, GroupAcked, GroupFinished
 
 ACKED = GroupAcked(GroupId("r1", 2), 1, False)
 
@@ -57,8 +57,8 @@ def test_what_is_no_packet_is_refused_in_one_line(frames: list[bytes], said: str
 
 
 def test_a_later_peer_may_append_fields() -> None:
-    packet = decode([header(PROTOCOL, "i1", ["client_hello", "c", "new", 1]), b""])
-    assert packet.message == ClientHello("c")
+    packet = decode([header(PROTOCOL, "i1", ["client_left", "c", "new", 1]), b""])
+    assert packet.message == ClientLeft("c")
 
 
 @given(st.lists(st.binary(max_size=200), max_size=5))

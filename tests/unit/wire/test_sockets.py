@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -29,13 +30,13 @@ def dialer(hub: Hub) -> Iterator[Dialer]:
 
 
 def packets(hub: Hub, number: int) -> list[tuple[bytes, Packet]]:
-    """The next `number` packets."""
+    """The next `number` packets; what is not one wakes the waiter too."""
     found: list[tuple[bytes, Packet]] = []
+    end_s = time.monotonic() + PATIENCE_S
     while len(found) < number:
+        assert time.monotonic() < end_s, "nothing came"
         wait([hub], None, PATIENCE_S)
-        arrived = list(hub.receive())
-        assert arrived, "nothing came"
-        found += arrived
+        found += hub.receive()
     return found
 
 
