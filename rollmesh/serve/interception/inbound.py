@@ -4,9 +4,10 @@
     BUSY --answered, not kept--> LEAVING --client closed, or time is over--> lost;  any --> lost
 
 Invariants: one request is handled at a time, in the order they came; who sends what nobody has
-asked for is read only so far; whatever is no HTTP is answered once, in one line, behind the answers
-before it, and ends the connection; when the client hangs up, its handler is cancelled. A client
-that closes only its own direction hangs up, too. Owned and driven by server.py.
+asked for is read only so far, and who takes no answer gets no other; whatever is no HTTP is
+answered once, in one line, behind the answers before it, and ends the connection; when the client
+hangs up, its handler is cancelled. A client that closes only its own direction hangs up, too. A
+lost connection refers to nothing. Owned and driven by server.py.
 """
 
 import asyncio
