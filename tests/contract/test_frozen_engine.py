@@ -6,9 +6,7 @@ ones are accepted by the kernel, nothing is answered, nothing fails.
 
 import asyncio
 import math
-import os
 import re
-import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +14,20 @@ from typing import Any
 
 import httpx
 import orjson
+import psutil
 import pytest
 
+from tests.contract.conftest import NOT_INSTALLED
 from tests.contract.engines import WAIT_S, EngineUnderContract
-from tests.contract.model import write_contract_model
-from tests.contract.processes import EngineProcess, embedded_engine
+from tests.contract.processes import (
+    SGLANG_INSTALLED,
+    EngineProcess,
+    embedded_engine,
+    sglang_engine,
+)
 from tests.flow.gateway_process import Gateway, finish, serving
 
+INCREMENTAL = "--incremental-streaming-output"
 LEFT_WITHIN_S = 8.0
 """From the freeze to the next token: two probes that go unanswered, and a new prefill."""
 NUM_TOKENS = 2000
@@ -88,28 +93,38 @@ class Watched:
 
 @contextmanager
 def frozen(engine: EngineProcess) -> Iterator[None]:
-    """Stopped until the block ends."""
-    os.kill(engine.pid, signal.SIGSTOP)
+    """Stopped until the block ends, with all that it started."""
+    process = psutil.Process(engine.pid)
+    family = [process, *process.children(recursive=True)]
+    for member in family:
+        member.suspend()
     try:
         yield
     finally:
-        os.kill(engine.pid, signal.SIGCONT)
+        for member in family:
+            member.resume()
+
+
+@pytest.fixture(
+    scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)]
+)
+def victim(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[EngineProcess]:
+    """One to be frozen."""
+    if request.param == "embedded":
+        engine = embedded_engine(model_folder, INCREMENTAL)
+    elif SGLANG_INSTALLED.exists():
+        engine = sglang_engine(model_folder, INCREMENTAL)
+    else:
+        pytest.skip(NOT_INSTALLED)
+    with engine as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_contract_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def engines(model_folder: Path) -> Iterator[tuple[EngineProcess, EngineProcess]]:
-    """One to be frozen, and one beside it."""
-    incremental = "--incremental-streaming-output"
-    with (
-        embedded_engine(model_folder, incremental) as one,
-        embedded_engine(model_folder, incremental) as other,
-    ):
-        yield one, other
+def other(model_folder: Path) -> Iterator[EngineProcess]:
+    """One beside it."""
+    with embedded_engine(model_folder, INCREMENTAL) as process:
+        yield process
 
 
 async def until_all_ready(gateway: Gateway) -> None:
@@ -160,9 +175,8 @@ async def assert_goes_on_over_its_seam(turn: Watched, account: Any, judge: Engin
 
 
 async def test_a_turn_whose_engine_freezes_goes_on_elsewhere_and_is_counted_once(
-    engines: tuple[EngineProcess, EngineProcess], model_folder: Path, tmp_path: Path
+    victim: EngineProcess, other: EngineProcess, model_folder: Path, tmp_path: Path
 ) -> None:
-    victim, other = engines
     words = ["--model-dir", str(model_folder)]
     words += ["--engine", victim.address, "--engine", other.address]
     async with serving(tmp_path, *words) as gateway:
