@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.wire.frames import PROTOCOL, Packet, decode, encode
-from rollmesh.wire.messages import ClientHello, ClientLeft, GroupAcked, GroupFinished
+from rollmesh.wire.messages import ClientLeft, GroupAcked, GroupFinished
 
 ACKED = GroupAcked(GroupId("r1", 2), 1, False)
 
