@@ -170,15 +170,6 @@ class Dialer:
                 self._loop.call_soon(self._drain)
 
 
-def check_told(address: str) -> None:
-    """AddressError if `address` is bound and then told to peers, who could not dial it."""
-    if address.startswith(("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")):
-        raise AddressError(
-            f"{address}: peers are told it and cannot dial it; "
-            "name this machine's own address, or an interface, such as tcp://eth0:5556"
-        )
-
-
 def wait(sockets: Sequence[Hub | Dialer], doorbell: Doorbell | None, timeout_s: float) -> None:
     """Block until a socket has something to receive, the bell was rung, or `timeout_s` is over."""
     poller = zmq.Poller()
@@ -200,8 +191,8 @@ def _open(kind: int) -> "zmq.Socket[bytes]":
     return socket
 
 
-# pyzmq's own multipart calls combine enum flags and look at each frame again: 10 us for three frames,
-# where these take 4. Only the first frame can be refused: zmq takes a message whole.
+# pyzmq's own multipart calls combine enum flags and look at each frame again: 10 us where three
+# frames take 4. Only the first frame can be refused: zmq takes a message whole.
 
 
 def _send(socket: "zmq.Socket[bytes]", frames: list[Buffer]) -> bool:
