@@ -11,6 +11,7 @@ import argparse
 
 from rollmesh.cli.options import add_listen, add_room, config_of, parser
 from rollmesh.core.process import wait_for_go
+from rollmesh.launch.folder import RunFolder
 
 
 def engine(argv: list[str]) -> int:
@@ -60,7 +61,10 @@ def train(argv: list[str]) -> int:
     add_room(arguments)
     arguments.add_argument("--router", required=True, help="tcp:// address of the router")
     options = arguments.parse_args(pass_gate(argv))
-    run(config_of(options), options.router, options.ready_fd)
+    config = config_of(options)
+    if options.ready_fd is None:  # launch has made it
+        RunFolder(config)
+    run(config, options.router, options.ready_fd)
     return 0
 
 

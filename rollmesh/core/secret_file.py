@@ -1,17 +1,30 @@
 """Secrets that stand in files: one line each, readable by their owner alone.
 
 Invariant: a file that others can read is refused, and one that we make is 0600 from its first
-byte. Driven by the gateway's command.
+byte. Driven by the gateway's command, and by whoever asks for the admin token of the environment.
 """
 
 import os
 import secrets
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from rollmesh.core.errors import ConfigError
 
 SECRET_BYTES = 32
+ADMIN_TOKEN_VARIABLE = "ROLLMESH_ADMIN_TOKEN"
+ADMIN_TOKEN_FILE_VARIABLE = "ROLLMESH_ADMIN_TOKEN_FILE"
+
+
+def admin_token(environment: Mapping[str, str] = os.environ) -> str:
+    """ROLLMESH_ADMIN_TOKEN, or what the file holds that ROLLMESH_ADMIN_TOKEN_FILE names; else ''.
+
+    ConfigError if there is no such file, or others can read it.
+    """
+    told = environment.get(ADMIN_TOKEN_VARIABLE, "")
+    file = environment.get(ADMIN_TOKEN_FILE_VARIABLE)
+    return told or (read_secret(Path(file)) if file else "")
 
 
 def read_secret(path: Path) -> str:

@@ -138,3 +138,4 @@ class TrainLoop:
             "num_dropped": self._parts.tally.num_dropped,
         }
         self._parts.records.step(row | msgspec.structs.asdict(report) | times)
+        log.info("step.trained", step=batch.step, success=round(success, 3), **times)

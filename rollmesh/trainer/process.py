@@ -35,11 +35,11 @@ CLOSE_S = 2.0
 def run(config: Config, router: str, ready_fd: int | None) -> None:
     """Train until done or told to stop by SIGTERM or SIGINT."""
     folder = config.run_folder()
-    setup("trainer", folder)
+    setup("trainer", folder, on_console=ready_fd is None)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
     policy = Policy(config.model.path, config.trainer)
-    client = RolloutClient(router, config.journal, folder, read_keys())
+    client = RolloutClient(router, config.journal, folder, read_keys(), bind=config.trainer.bind)
     client.start()
     announce(ready_fd, Ready("trainer", os.getpid(), client.address))
     records, tally = RunRecords(folder, SystemClock()), Tally()

@@ -11,6 +11,7 @@ Driven by `rollmesh make-model`, a process of its own, once per demo.
 
 import argparse
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,9 @@ from rollmesh.trainer.tiny import TinyShape, write_tiny_model
 
 Game = tuple[tuple[int, str], ...]
 """What the player said and the answer it got, turn by turn; the last answer is empty."""
+
+LAST_FILE = "config.json"
+"""Without it, a folder is no model."""
 
 
 class Lesson(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,16 +83,28 @@ class GameTokens:
 
 
 def main(argv: list[str]) -> int:
-    """`rollmesh make-model FOLDER --seed N`: write the demo's model; the exit code."""
+    """`rollmesh make-model FOLDER [--seed N] [--keep]`: write the demo's model; the exit code."""
     arguments = argparse.ArgumentParser(
         prog="rollmesh make-model", description="Write the demo's warm-started tiny model."
     )
     arguments.add_argument("folder", type=Path)
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--keep", action="store_true", help="keep a model that is there")
     options = arguments.parse_args(argv)
     torch.set_num_threads(1)
-    make_model(options.folder, GuessEnv(), options.seed)
+    if not (options.keep and (options.folder / LAST_FILE).is_file()):
+        make_whole_model(options.folder, options.seed)
     return 0
+
+
+def make_whole_model(folder: Path, seed: int) -> None:
+    """Write the demo's model into `folder`, LAST_FILE last: with it, the model is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder) as name:
+        new = Path(name)
+        make_model(new, GuessEnv(), seed)
+        for file in sorted(new.iterdir(), key=lambda file: file.name == LAST_FILE):
+            file.replace(folder / file.name)
 
 
 def make_model(folder: Path, env: GuessEnv, seed: int, lesson: Lesson | None = None) -> None:

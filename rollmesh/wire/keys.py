@@ -103,3 +103,12 @@ def check_bind(bind: str, keys: Keys | None) -> None:
         raise AddressError(
             f"{bind}: others can reach it; set {KEYS_VARIABLE} to a key file or bind 127.0.0.1"
         )
+
+
+def check_told(address: str) -> None:
+    """AddressError if `address` is bound and then told to peers, who could not dial it."""
+    if address.startswith(("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")):
+        raise AddressError(
+            f"{address}: peers are told it and cannot dial it; "
+            "name this machine's own address, or an interface, such as tcp://eth0:5556"
+        )

@@ -25,7 +25,7 @@ from rollmesh.serve.client.asks import Asked, AsksSettings, Cancelled
 from rollmesh.serve.client.book import AnyEntry, Book, Published, StepTaken
 from rollmesh.serve.client.intake import Free, Intake, Note
 from rollmesh.wire.bodies import encode_ask
-from rollmesh.wire.keys import Keys
+from rollmesh.wire.keys import Keys, check_told
 from rollmesh.wire.messages import GroupAsk
 from rollmesh.wire.sockets import Dialer, Hub
 
@@ -52,6 +52,7 @@ class RolloutClient:
         self._next_seq = 0
         client_id = new_id("c")
         with ExitStack() as undo:
+            check_told(bind)
             book = undo.enter_context(closing(Book(folder, journal)))
             hub = undo.enter_context(closing(Hub(bind, keys)))
             dialer = Dialer(router, client_id, keys)

@@ -5,14 +5,13 @@
 
 Invariants: nothing here waits for the hot loop or makes it wait: the loop hangs a finished snapshot
 on the board, probes answer into a mailbox and ring its bell; every probe asked for is answered. An
-address that other machines can reach needs the token in ROLLMESH_ADMIN_TOKEN, as a Bearer. Driven
-by process.py.
+address that other machines can reach needs a token, as a Bearer: that of ROLLMESH_ADMIN_TOKEN, or
+of the file that ROLLMESH_ADMIN_TOKEN_FILE names. Driven by process.py.
 """
 
 import asyncio
 import collections
 import hmac
-import os
 import socket
 import threading
 from collections.abc import Iterable
@@ -26,6 +25,7 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.errors import AddressError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
+from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, ProbeEngine
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.probe import probe_engine
@@ -34,7 +34,6 @@ from rollmesh.wire.sockets import Doorbell
 
 log = get_logger()
 
-TOKEN_VARIABLE = "ROLLMESH_ADMIN_TOKEN"
 STALE_S = 5.0
 """A snapshot older than this says that the hot loop hangs."""
 
@@ -135,7 +134,9 @@ class SideThread:
         said = request.headers.get("Authorization", "").removeprefix("Bearer ")
         is_open = not self._token or request.path == "/healthz"
         if not is_open and not hmac.compare_digest(said.encode(), self._token.encode()):
-            return web.Response(status=401, text=f"send the token of {TOKEN_VARIABLE} as Bearer\n")
+            return web.Response(
+                status=401, text=f"send the token of {ADMIN_TOKEN_VARIABLE} as Bearer\n"
+            )
         return await handler(request)
 
     async def _get_status(self, _: web.Request) -> web.Response:
@@ -156,9 +157,10 @@ def _token_for(listening: socket.socket) -> str:
     host = listening.getsockname()[0]
     if host.startswith("127.") or host == "::1":
         return ""
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    token = admin_token()
     if not token:
         raise AddressError(
-            f"router.http_bind = {host}: others can reach it; set {TOKEN_VARIABLE} or 127.0.0.1"
+            f"router.http_bind = {host}: others can reach it; set {ADMIN_TOKEN_VARIABLE} or "
+            "127.0.0.1"
         )
     return token

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.cli.main import main
+from rollmesh.core.secret_file import admin_token
 from rollmesh.wire.keys import read_keys
 
 
@@ -24,3 +25,23 @@ def test_an_existing_file_is_never_overwritten(
     assert main(["keys", str(file)]) == 2
     assert "choose another name" in capsys.readouterr().err
     assert file.read_text() == "mine"
+
+
+def test_a_second_start_keeps_the_keys_and_the_token(tmp_path: Path) -> None:
+    file, token = tmp_path / "keys.json", tmp_path / "token"
+    words = ["keys", "--keep", "--admin-token-file", str(token), str(file)]
+    assert main(words) == 0
+    made = file.read_bytes(), token.read_bytes()
+    assert main(words) == 0
+    assert (file.read_bytes(), token.read_bytes()) == made
+    environment = {"ROLLMESH_ADMIN_TOKEN_FILE": str(token)}
+    assert admin_token(environment) == made[1].decode().strip()
+
+
+def test_what_is_no_key_file_is_not_kept_silently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.json"
+    file.touch(0o600)
+    assert main(["keys", "--keep", str(file)]) == 2
+    assert "not a key file" in capsys.readouterr().err

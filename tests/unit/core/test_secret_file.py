@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.secret_file import read_or_make_secret, read_secret
+from rollmesh.core.secret_file import admin_token, read_or_make_secret, read_secret
 
 
 def test_a_missing_file_is_made_random_and_for_its_owner_alone(tmp_path: Path) -> None:
@@ -48,3 +48,17 @@ def test_a_place_where_none_can_be_made_is_told(tmp_path: Path) -> None:
         read_secret(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="is a directory"):
         read_or_make_secret(tmp_path)
+
+
+def test_the_admin_token_stands_in_the_environment_or_in_the_file_that_it_names(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "token"
+    secret = read_or_make_secret(path)
+    in_file = {"ROLLMESH_ADMIN_TOKEN_FILE": str(path)}
+    assert admin_token({}) == ""
+    assert admin_token(in_file) == secret
+    assert admin_token({"ROLLMESH_ADMIN_TOKEN": "said", **in_file}) == "said"
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="others can read it"):
+        admin_token(in_file)

@@ -70,8 +70,10 @@ def test_lesson_teaches_the_format_first(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_made_model_wins_about_two_games_in_three(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("half a model is made anew")
     threads = torch.get_num_threads()
-    assert main([str(tmp_path / "model"), "--seed", "0"]) == 0
+    assert main([str(tmp_path / "model"), "--seed", "0", "--keep"]) == 0
     torch.set_num_threads(threads)
     assert 0.60 < success(tmp_path / "model") < 0.70
 
@@ -101,3 +103,9 @@ def success(folder: Path) -> float:
 
     known: dict[tuple[tuple[int, str], ...], list[float]] = {}
     return sum(won(secret, ()) for secret in range(1, 8)) / 7
+
+
+def test_a_model_that_is_there_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("mine")
+    assert main([str(tmp_path), "--keep"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

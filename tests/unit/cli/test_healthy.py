@@ -1,0 +1,82 @@
+"""`rollmesh healthy`: it asks the process, not the port, and says what is wrong."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+
+from rollmesh.cli.main import main
+from rollmesh.wire.sockets import Hub
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[int]:
+    """The port of a server that says `answer` to its one caller, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            caller, _ = listening.accept()
+            with caller:
+                caller.recv(1024)
+                caller.sendall(answer)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        yield listening.getsockname()[1]
+        server.join()
+
+
+def test_a_process_that_answers_2xx_is_healthy() -> None:
+    with answering(b"HTTP/1.1 204 No Content\r\n\r\n") as port:
+        assert main(["healthy", f"http://127.0.0.1:{port}/healthz"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n", "answers 503"),
+        (b"nonsense\r\n", "nonsense"),
+        (b"", "closed connection"),
+    ],
+)
+def test_any_other_answer_is_told(
+    answer: bytes, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(answer) as port:
+        address = f"http://127.0.0.1:{port}/healthz"
+        assert main(["healthy", address]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"{address}: ")
+    assert told in said
+    assert said.count("\n") == 1
+
+
+def test_nobody_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    for address in (f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{port}/"):
+        assert main(["healthy", address]) == 1
+        assert "refused" in capsys.readouterr().out
+
+
+def test_a_hub_is_healthy_and_hears_nothing_of_it() -> None:
+    with closing(Hub("tcp://127.0.0.1:0")) as hub:
+        assert main(["healthy", hub.address]) == 0
+        assert list(hub.receive()) == []
+        assert hub.num_malformed == 0
+
+
+def test_an_open_port_alone_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setenv("ROLLMESH_HEALTH", f"tcp://127.0.0.1:{listening.getsockname()[1]}")
+        assert main(["healthy"]) == 1
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:80", "http://127.0.0.1/", "ftp://here:21"])
+def test_what_cannot_be_asked_is_the_callers_mistake(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["healthy", address]) == 2
+    assert "ROLLMESH_HEALTH" in capsys.readouterr().err
