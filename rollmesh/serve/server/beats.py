@@ -32,10 +32,13 @@ PROBE_S = 0.1
 class Vitals(msgspec.Struct, frozen=True, kw_only=True):
     """What the worker says of itself."""
 
+    state: str
     num_running: int
     accepting: bool
     unacked_bytes: int
     num_finished: int
+    num_failed: int
+    last_error: str
     num_calls: int
     num_tokens: int
 

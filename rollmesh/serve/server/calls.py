@@ -1,15 +1,32 @@
-"""Calls into environment code: coroutines on the loop, plain methods in a thread, all with a limit.
+"""Calls into environment code: each in a task or thread of its own, each with a limit.
 
-Invariants: a slow or blocking method of an environment never holds the event loop, unless it is a
-coroutine that blocks, which the beat thread then names; whatever it raises is an Exception, unless
-our own task is cancelled. Driven by rollouts.py and groups.py.
+    RUNNING --it ends--> what it gave, or raised
+       +----time is over, or its caller is cancelled--> TOLD --it ends--> gone
+                                                          +--GRACE_S--> LEFT BEHIND
+
+Coroutines run on the loop and are told by a cancellation; plain methods run in a thread, which
+nobody can tell anything. Invariants: the caller goes on in time, whatever the code does, even where
+it swallows its cancellation; what comes out of it is an Exception, unless the caller itself is
+cancelled; what is left behind is counted until it ends, and keeps no process alive. A coroutine
+that blocks holds the loop, which the beat thread then names. Driven by rollouts.py and groups.py.
 """
 
 import asyncio
 import contextlib
+import contextvars
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
-from typing import ParamSpec, TypeVar, overload
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+import msgspec
+
+from rollmesh.core.logs import get_logger
+
+log = get_logger()
+
+GRACE_S = 5.0
+"""What a coroutine that was told to end has for its `finally` blocks."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -19,48 +36,145 @@ class EscapedError(Exception):
     """Foreign code let something out that would have ended our task or the process."""
 
 
-@contextlib.contextmanager
-def fenced() -> Iterator[None]:
-    """Around code of others: raises EscapedError for its stray cancellations and its sys.exit."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise EscapedError("a CancelledError of its own came out of environment code") from None
-    except SystemExit as error:
-        raise EscapedError(f"environment code called sys.exit({error.code!r})") from None
+class OvertimeError(Exception):
+    """A call did not end in its time."""
 
 
-@overload
-async def call_env(
-    timeout_s: float, method: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
-) -> T:
-    """A coroutine method."""
+def nothing() -> None:
+    """For a limit with nothing to do at its end."""
 
 
-@overload
-async def call_env(
-    timeout_s: float, method: Callable[P, T | Awaitable[T]], *args: P.args, **kwargs: P.kwargs
-) -> T:
-    """A method of which only its author knows."""
+class Limit(msgspec.Struct, frozen=True):
+    """How long a call may take, and the setting that says so."""
+
+    key: str
+    timeout_s: float
+    when_over: Callable[[], None] = nothing
+    """Done as soon as the call is given up, before its code had time to end."""
 
 
-async def call_env(
-    timeout_s: float, method: Callable[P, T | Awaitable[T]], *args: P.args, **kwargs: P.kwargs
-) -> T:
-    """What `method` gives; TimeoutError after `timeout_s`, when its thread is left behind."""
-    async with asyncio.timeout(timeout_s):
-        with fenced():
-            return await _call(method, *args, **kwargs)
+class Calls:
+    """Those of one worker."""
+
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        self._grace_s = grace_s
+        self._left: set[asyncio.Future[Any]] = set()
+
+    @property
+    def num_left(self) -> int:
+        """Calls that were given up and have not ended."""
+        return len(self._left)
+
+    @overload
+    async def call(
+        self, limit: Limit, method: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """A coroutine method."""
+
+    @overload
+    async def call(
+        self, limit: Limit, method: Callable[P, T | Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """A method of which only its author knows."""
+
+    async def call(
+        self, limit: Limit, method: Callable[P, T | Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """What `method` gives; OvertimeError, EscapedError, or whatever Exception it raises."""
+        found: T | Awaitable[T]
+        if inspect.iscoroutinefunction(method):
+            return await self._ended(limit, _begin_task(method, args, kwargs), method)
+        found = await self._ended(limit, _begin_thread(method, args, kwargs), method)
+        if inspect.isawaitable(found):
+            return await self._ended(limit, _begin_task(lambda: found, (), {}), method)
+        return found
+
+    async def _ended(
+        self, limit: Limit, call: asyncio.Future[T], method: Callable[..., object]
+    ) -> T:
+        is_over = True
+        try:
+            await asyncio.wait((call,), timeout=limit.timeout_s)
+            is_over = not call.done()
+        finally:
+            if is_over:
+                limit.when_over()
+                await self._end(call, method)
+        if is_over:
+            raise OvertimeError(f"{limit.key} = {limit.timeout_s:g} is over")
+        return call.result()
+
+    async def _end(self, call: asyncio.Future[Any], method: Callable[..., object]) -> None:
+        self._left.add(call)
+        call.add_done_callback(self._forget)
+        if isinstance(call, asyncio.Task):
+            call.cancel()
+            await asyncio.wait((call,), timeout=self._grace_s)
+            call.cancel()
+        if not call.done():
+            name = getattr(method, "__qualname__", repr(method))
+            log.warning("call.left_behind", method=name, num_left=self.num_left)
+
+    def _forget(self, call: asyncio.Future[Any]) -> None:
+        self._left.discard(call)
+        if not call.cancelled():
+            call.exception()  # looked at, so that asyncio does not complain of it
 
 
-async def _call(method: Callable[P, T | Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-    if inspect.iscoroutinefunction(method):
-        found: T | Awaitable[T] = method(*args, **kwargs)
+def _begin_task(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> asyncio.Task[Any]:
+    async def run() -> Any:
+        try:
+            return await method(*args, **kwargs)
+        except asyncio.CancelledError as stray:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise tamed(stray) from None
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise tamed(error) from None
+
+    return asyncio.get_running_loop().create_task(run())
+
+
+def _begin_thread(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> asyncio.Future[Any]:
+    """A thread of its own: a pool would fill with those that never end, and wait for them."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            found, error = context.run(method, *args, **kwargs), None
+        except BaseException as raised:  # noqa: BLE001 - door: env code may raise anything
+            found, error = None, tamed(raised)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+            loop.call_soon_threadsafe(_settle, ended, found, error)
+
+    threading.Thread(target=work, name="env-call", daemon=True).start()
+    return ended
+
+
+def _settle(ended: asyncio.Future[Any], found: Any, error: Exception | None) -> None:
+    if error is None:
+        ended.set_result(found)
     else:
-        found = await asyncio.to_thread(method, *args, **kwargs)
-    if inspect.isawaitable(found):
-        return await found
-    return found
+        ended.set_exception(error)
+
+
+def tamed(error: BaseException) -> Exception:
+    """What foreign code raised, as something that ends nobody else."""
+    match error:
+        case asyncio.CancelledError():
+            return EscapedError("a CancelledError of its own came out of environment code")
+        case SystemExit():
+            return EscapedError(f"environment code called sys.exit({error.code!r})")
+        case StopIteration():  # a Future does not take it
+            return EscapedError("a StopIteration came out of environment code")
+        case Exception():
+            return error
+        case _:
+            return EscapedError(f"a {type(error).__name__} came out of environment code")

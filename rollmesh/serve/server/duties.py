@@ -3,7 +3,8 @@
     RunGroup --> RUNNING --Ended--> DELIVERING --GroupAcked, CancelRun--> forgotten
                     +---CancelRun--> ABORTING --Ended--> forgotten
 
-    the worker:  SERVING --DrainWorker (finish), Stopping (abort)--> DRAINING --nothing left--> LEFT
+    the worker:  SERVING --DrainWorker, WornOut (finish), Stopping (abort)--> DRAINING
+                 DRAINING --nothing left--> LEFT
 
 Invariants: a group is here once, under the newest attempt number that the router gave it; a router
 that does not know us (a new incarnation) is told all that we hold before anything else; what was
@@ -75,12 +76,20 @@ class Stopping(msgspec.Struct, frozen=True):
     reason: str
 
 
+class WornOut(msgspec.Struct, frozen=True):
+    """Event: the process has served long enough; it finishes what it has."""
+
+    reason: str
+
+
 class Begin(msgspec.Struct, frozen=True):
     """Action: run this group."""
 
     group_id: GroupId
     num_samples: int
     body: Buffer
+    deadline_s: float = 0.0
+    """Seconds until its end at the sink; 0 is no limit."""
 
 
 class Abort(msgspec.Struct, frozen=True):
@@ -94,7 +103,7 @@ class Left(msgspec.Struct, frozen=True):
     """Action: nothing is held any more; the process may end."""
 
 
-Event = Ended | Stopping | Received | Ticked
+Event = Ended | Stopping | WornOut | Received | Ticked
 Action = Send | Begin | Abort | Forget | Left
 
 
@@ -114,6 +123,8 @@ class Duties:
         self.state = WorkerState.SERVING
         self.router = ""
         """The incarnation last heard; '' before the first."""
+        self.leaves_since = ""
+        """Why it drains, `drained: ...`, `recycled: ...` or `stopped: ...`."""
         self.running: dict[GroupId, Running] = {}
         self.aborting: set[GroupId] = set()
         self.outbox = Outbox(settings.outbox)
@@ -144,8 +155,10 @@ class Duties:
         match event:
             case Ended():
                 actions += self._ended(event, now_s)
+            case WornOut(reason):
+                self._drain(f"recycled: {reason}")
             case Stopping(reason):
-                self._drain()
+                self._drain(f"stopped: {reason}")
                 for group_id in list(self.running):
                     actions += self._abort(group_id, reason)
             case Received():
@@ -157,7 +170,10 @@ class Duties:
         idle = not (self.running or self.aborting or self.outbox.parcels)
         if idle and self.state is WorkerState.DRAINING:
             self.state = WorkerState.LEFT
-            actions += [Send(ROUTER, WorkerLeft(self.settings.worker_id, "drained")), Left()]
+            actions += [
+                Send(ROUTER, WorkerLeft(self.settings.worker_id, self.leaves_since)),
+                Left(),
+            ]
         return actions
 
     def _received(self, event: Received, now_s: float) -> list[Action]:
@@ -178,8 +194,8 @@ class Duties:
             case CancelRun(group_id, reason):
                 actions += self._abort(group_id, reason)
                 actions += self.outbox.step(Unwanted(group_id), now_s)
-            case DrainWorker():
-                self._drain()
+            case DrainWorker(reason):
+                self._drain(f"drained: {reason}")
             case GroupAcked(group_id):
                 acked = self.outbox.step(event, now_s)
                 if acked:
@@ -207,7 +223,7 @@ class Duties:
             reason = "its last run is still coming to its end"
             return [Send(ROUTER, GroupReturned(group_id, attempt, reason))]
         self.running[group_id] = Running(attempt, ask.num_samples, ask.sink)
-        return [started, Begin(group_id, ask.num_samples, body)]
+        return [started, Begin(group_id, ask.num_samples, body, ask.deadline_s)]
 
     def _ended(self, ended: Ended, now_s: float) -> list[Action]:
         group = self.running.pop(ended.group_id, None)
@@ -227,9 +243,9 @@ class Duties:
         self.aborting.add(group_id)
         return [Abort(group_id, reason)]
 
-    def _drain(self) -> None:
+    def _drain(self, reason: str) -> None:
         if self.state is WorkerState.SERVING:
-            self.state = WorkerState.DRAINING
+            self.state, self.leaves_since = WorkerState.DRAINING, reason
 
     def _hello(self, now_s: float) -> Send:
         self._awaits_hello = True

@@ -3,11 +3,12 @@
     HELD --sent--> SENT --silence--> HELD (sent again, each time later)
     HELD | SENT --GroupAcked--> ACKED --told the router--> forgotten
     HELD | SENT --CancelRun--> forgotten
+    HELD | SENT --no ack within delivery_timeout_s--> GroupLost, forgotten; the router decides
 
-Invariants: a parcel is held until its sink acked it or nobody wants it; its bytes are counted all
-that time; parcels of one sink go out in the order in which they were packed, and an ack of a later
-one says that the earlier were lost. The machine knows sizes only: its shell keeps the payloads by
-group id. Driven by duties.py.
+Invariants: a parcel is held until its sink acked it, nobody wants it, or its time is over; its
+bytes are counted all that time; parcels of one sink go out in the order in which they were packed,
+and an ack of a later one says that the earlier were lost. The machine knows sizes only: its shell
+keeps the payloads by group id. Driven by duties.py.
 """
 
 import enum
@@ -16,7 +17,7 @@ import msgspec
 
 from rollmesh.core.ids import GroupId
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
-from rollmesh.wire.messages import GroupAcked, GroupDelivered, GroupFinished
+from rollmesh.wire.messages import GroupAcked, GroupDelivered, GroupFinished, GroupLost
 
 
 class ParcelState(enum.StrEnum):
@@ -33,6 +34,8 @@ class OutboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     resend_s: float = 2.0
     """Silence after the first sending; doubles with each."""
     max_resend_s: float = 30.0
+    delivery_timeout_s: float = 600.0
+    """A parcel that is not acked in this time is given up."""
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -70,6 +73,8 @@ class Parcel(msgspec.Struct):
     """Place of its last sending among all sendings."""
     wait_s: float = 0.0
     due_s: float = 0.0
+    lost_s: float = 0.0
+    """When it is given up."""
 
 
 class Outbox:
@@ -88,7 +93,13 @@ class Outbox:
             case Packed(message, sink, num_bytes):
                 if message.group_id in self.parcels:
                     return []
-                parcel = Parcel(message, sink, num_bytes, wait_s=self.settings.resend_s)
+                parcel = Parcel(
+                    message,
+                    sink,
+                    num_bytes,
+                    wait_s=self.settings.resend_s,
+                    lost_s=now_s + self.settings.delivery_timeout_s,
+                )
                 self.parcels[message.group_id] = parcel
                 self.unacked_bytes += num_bytes
                 return [self._send(parcel, now_s)]
@@ -99,7 +110,9 @@ class Outbox:
             case Received():
                 return []
             case Ticked():
-                return [self._send_again(p, now_s) for p in self._due(now_s)]
+                lost = [each for each in self.parcels.values() if now_s >= each.lost_s]
+                given_up = [action for each in lost for action in self._give_up(each)]
+                return given_up + [self._send_again(p, now_s) for p in self._due(now_s)]
 
     def renumber(self, group_id: GroupId, attempt: int) -> None:
         """The router calls what is held a later attempt."""
@@ -124,6 +137,13 @@ class Outbox:
             and other.sink.encode() == route
         ]
         return actions + [self._send_again(other, now_s) for other in lost]
+
+    def _give_up(self, parcel: Parcel) -> list[Action]:
+        message = parcel.message
+        self._take_out(message.group_id)
+        reason = f"{parcel.sink} did not ack in {self.settings.delivery_timeout_s:g} s"
+        lost = GroupLost(message.group_id, message.attempt, reason)
+        return [Send(ROUTER, lost), Forget(message.group_id)]
 
     def _take_out(self, group_id: GroupId) -> Parcel | None:
         parcel = self.parcels.pop(group_id, None)

@@ -25,6 +25,7 @@ from rollmesh.envs.loading import load_env
 from rollmesh.runtime.assembly import GC_THRESHOLDS, new_runtime
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.serve.server.beats import Beats, BeatSettings
+from rollmesh.serve.server.calls import Calls
 from rollmesh.serve.server.rollouts import Stage
 from rollmesh.serve.server.worker import Worker, WorkerSettings
 from rollmesh.wire.frames import Packet
@@ -88,7 +89,10 @@ async def _serve(
         beats = Beats(
             beat_settings, settings.keys, worker.vitals, lambda packet: worker.hear(ROUTER, packet)
         )
-        stage = Stage(env, runtime, f"{address}/v1", model_name, config.worker, SystemClock())
+        calls = Calls()
+        stage = Stage(
+            env, runtime, f"{address}/v1", model_name, config.worker, SystemClock(), calls
+        )
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         worker.begin(stage)

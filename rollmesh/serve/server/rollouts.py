@@ -2,6 +2,7 @@
 
     run --Transcript--> score --Score--> COMPLETED, or TRUNCATED where a limit ended the agent
      +--time is over---------> TRUNCATED, without a reward
+     +--its task is cancelled--> the session is sealed, which aborts at the engine; no record
      +--AgentFailed, any other error of env code--> AGENT_ERROR
      +--InfraError, or its last call got no answer--> again in a fresh session, then INFRA_ERROR
     score --InfraError--> again;  any other error, time is over--> INFRA_ERROR
@@ -11,7 +12,6 @@ reward of zero; the session is sealed before its record is read, whatever happen
 groups.py.
 """
 
-import asyncio
 import math
 
 import msgspec
@@ -25,7 +25,7 @@ from rollmesh.core.types import Outcome, RolloutRecord, Score
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.runtime.record import SessionRecord
 from rollmesh.runtime.registry import OpenSession, Runtime
-from rollmesh.serve.server.calls import call_env, fenced
+from rollmesh.serve.server.calls import Calls, Limit, OvertimeError
 from rollmesh.wire.messages import GroupAsk
 
 log = get_logger()
@@ -43,13 +43,15 @@ class Stage(msgspec.Struct, frozen=True):
     model_name: str
     settings: WorkerConfig
     clock: Clock
+    calls: Calls
 
 
 class Played(msgspec.Struct):
     """A rollout that came to its end."""
 
     record: RolloutRecord
-    session: SessionRecord
+    session: SessionRecord | None
+    """None where it was cut short."""
     score: Score | None = None
 
 
@@ -94,6 +96,12 @@ async def play(stage: Stage, rollout_id: RolloutId, ask: GroupAsk) -> Played:
     return Played(record, session, verdict.score)
 
 
+def cut_short(index: int) -> Played:
+    """A rollout that was ended before its outcome, since nobody wants it any more."""
+    error = "its group ended first"
+    return Played(RolloutRecord(index=index, outcome=Outcome.CANCELLED, error=error), None)
+
+
 def give_score(record: RolloutRecord, score: Score | None) -> None:
     """Put the environment's word on the record."""
     if score is not None:
@@ -107,6 +115,11 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS]
 
 
+def score_limit(settings: WorkerConfig) -> Limit:
+    """Of a call that scores."""
+    return Limit("score_timeout_s", settings.score_timeout_s)
+
+
 def check_score(score: object) -> Score:
     """The score itself; TypeError or ValueError where it is none."""
     if not isinstance(score, Score):
@@ -118,21 +131,22 @@ def check_score(score: object) -> Score:
 
 async def _play_once(stage: Stage, opened: OpenSession, ask: GroupAsk) -> _Verdict:
     agent = Endpoint(stage.base_url, opened.api_key, stage.model_name)
-    limit = asyncio.timeout(stage.settings.run_timeout_s)
+
+    def when_over() -> None:
+        opened.session.seal("the rollout was ended")
+
+    limit = Limit("run_timeout_s", stage.settings.run_timeout_s, when_over)
     try:
-        async with limit:
-            with fenced():
-                transcript = await stage.env.run(ask.task, agent)
+        transcript = await stage.calls.call(limit, stage.env.run, ask.task, agent)
         if not isinstance(transcript, Transcript):
             raise TypeError(f"run gave {type(transcript).__name__} and not a Transcript")
+    except OvertimeError as error:
+        return _Verdict(Outcome.TRUNCATED, str(error))
     except InfraError as error:
         return _Verdict(Outcome.INFRA_ERROR, one_line(error), is_worth_retry=True)
     except AgentFailed as error:
         return _blame(opened, one_line(error))
     except Exception as error:  # door: env and agent code may raise anything
-        if limit.expired():
-            after = f"run_timeout_s = {stage.settings.run_timeout_s:g} is over"
-            return _Verdict(Outcome.TRUNCATED, after)
         log.exception("rollout.failed", rollout_id=str(opened.session.rollout_id))
         return _blame(opened, one_line(error))
     if opened.session.engine_fault:
@@ -150,8 +164,9 @@ def _blame(opened: OpenSession, error: str) -> _Verdict:
 
 async def _score(stage: Stage, ask: GroupAsk, transcript: Transcript) -> _Verdict:
     try:
-        timeout_s = stage.settings.score_timeout_s
-        score = check_score(await call_env(timeout_s, stage.env.score, ask.task, transcript))
+        limit = score_limit(stage.settings)
+        found = await stage.calls.call(limit, stage.env.score, ask.task, transcript)
+        score = check_score(found)
     except InfraError as error:
         return _Verdict(Outcome.INFRA_ERROR, f"score: {one_line(error)}", is_worth_retry=True)
     except Exception as error:  # door: env code may raise anything

@@ -1,4 +1,4 @@
-"""The worker's rollout slots: how many rollouts run at once, and who waits for one.
+"""The worker's rollout slots: how many rollouts run at once, who waits for one, how many failed.
 
 Invariant: at most `max_rollouts` rollouts hold a slot; those that wait get theirs in the order of
 their coming; a cancelled waiter takes nothing. Plain integers, so that the beat thread may read
@@ -18,6 +18,9 @@ class Slots:
         """Rollouts that run or wait for a slot."""
         self.num_finished = 0
         """Rollouts that came to their end since the start, cancelled ones not counted."""
+        self.num_failed = 0
+        """Those of them that ended in an error."""
+        self.last_error = ""
 
     async def __aenter__(self) -> None:
         self.num_open += 1
@@ -36,3 +39,8 @@ class Slots:
         self._free.release()
         self.num_open -= 1
         self.num_finished += kind is None
+
+    def note_failure(self, error: str) -> None:
+        """A rollout ended in an error."""
+        self.num_failed += 1
+        self.last_error = error

@@ -11,6 +11,7 @@ import os
 import socket
 
 import msgspec
+import psutil
 
 from rollmesh.core.config import Config
 from rollmesh.core.errors import WireError
@@ -28,12 +29,15 @@ from rollmesh.serve.server.duties import (
     Event,
     Left,
     Stopping,
+    WorkerState,
+    WornOut,
 )
 from rollmesh.serve.server.groups import Payload, empty_payload, run_group
-from rollmesh.serve.server.outbox import Forget
+from rollmesh.serve.server.outbox import Forget, OutboxSettings
 from rollmesh.serve.server.post import Post
 from rollmesh.serve.server.rollouts import Stage, one_line
 from rollmesh.serve.server.slots import Slots
+from rollmesh.serve.server.wear import Wear, worn_out
 from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
@@ -78,8 +82,10 @@ class Worker:
                 pid=os.getpid(),
                 host=socket.gethostname(),
                 hello_s=config.router.beat_s,
+                outbox=OutboxSettings(delivery_timeout_s=config.worker.delivery_timeout_s),
             )
         )
+        self._process = psutil.Process()
         self._slots = Slots(config.worker.max_rollouts)
         self._post = Post(settings.router, worker_id, settings.keys, self.hear)
         self._payloads: dict[GroupId, Payload] = {}
@@ -92,10 +98,13 @@ class Worker:
         """For the beats; from any thread."""
         runtime = self._stage.runtime if self._stage else None
         return Vitals(
+            state=self._duties.state.value,
             num_running=self._slots.num_open,
             accepting=self._duties.accepting,
             unacked_bytes=self._duties.outbox.unacked_bytes,
             num_finished=self._slots.num_finished,
+            num_failed=self._slots.num_failed,
+            last_error=self._slots.last_error,
             num_calls=runtime.num_calls if runtime else 0,
             num_tokens=runtime.num_tokens if runtime else 0,
         )
@@ -134,7 +143,20 @@ class Worker:
     async def _tick(self) -> None:
         while True:
             self._step(Ticked())
+            self._look_for_wear()
             await asyncio.sleep(self._tick_s)
+
+    def _look_for_wear(self) -> None:
+        stage = self._stage
+        assert stage is not None
+        wear = Wear(
+            rss_bytes=self._process.memory_info().rss,
+            num_rollouts=self._slots.num_finished,
+            num_left_behind=stage.calls.num_left,
+        )
+        if self._duties.state is WorkerState.SERVING and (why := worn_out(stage.settings, wear)):
+            log.info("worker.worn_out", reason=why)
+            self._step(WornOut(why))
 
     async def _farewell(self) -> None:
         self._step(Stopping("the worker was stopped"))
@@ -144,7 +166,7 @@ class Worker:
         except TimeoutError:
             num_held = len(self._duties.holds())
             log.warning("worker.left_undelivered", num_groups=num_held)
-            left = WorkerLeft(self._worker_id, "stopped")
+            left = WorkerLeft(self._worker_id, self._duties.leaves_since)
             self._post.send(ROUTER, Packet(left, self._duties.router))
 
     def _step(self, event: Event) -> None:
@@ -185,8 +207,7 @@ class Worker:
 
     async def _run(self, stage: Stage, begin: Begin) -> Payload:
         try:
-            ask = decode_ask(begin.body)
-            return await run_group(stage, self._slots, begin.group_id, begin.num_samples, ask)
+            return await run_group(stage, self._slots, begin, decode_ask(begin.body))
         except WireError as error:
             return empty_payload(f"bad_ask: {error}")
         except Exception as error:  # door: one group must not end the worker

@@ -10,6 +10,7 @@ from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.serve.server.calls import Calls
 from rollmesh.serve.server.rollouts import Stage
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.model_folder import write_model_folder
@@ -50,11 +51,11 @@ class ScriptedEnv(Env):
 
 
 def new_stage(
-    folder: Path, env: Env, sampler: ScriptedSampler | None = None, **settings: float
+    folder: Path, env: Env, sampler: ScriptedSampler | None = None, **settings: float | str
 ) -> Stage:
     """The stage of a worker; `settings` are those of WorkerConfig."""
     tokenizer = load_tokenizer(write_model_folder(folder))
     prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
     runtime = Runtime(sampler or ScriptedSampler(), prompts, max_context_tokens=100)
     config = WorkerConfig(**settings)  # type: ignore[arg-type]
-    return Stage(env, runtime, "http://edge/v1", "policy", config, FakeClock())
+    return Stage(env, runtime, "http://edge/v1", "policy", config, FakeClock(), Calls(grace_s=0.01))

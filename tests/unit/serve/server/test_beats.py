@@ -12,7 +12,15 @@ from rollmesh.wire.messages import RouterHello, WorkerBeat
 from rollmesh.wire.sockets import Hub, wait
 
 VITALS = Vitals(
-    num_running=3, accepting=True, unacked_bytes=10, num_finished=4, num_calls=5, num_tokens=6
+    state="draining",
+    num_running=3,
+    accepting=True,
+    unacked_bytes=10,
+    num_finished=4,
+    num_failed=2,
+    last_error="infra_error: engine gone",
+    num_calls=5,
+    num_tokens=6,
 )
 
 
@@ -43,6 +51,8 @@ async def test_beat_carries_the_vitals_and_the_memory(hub: Hub) -> None:
     _, beat = await asyncio.to_thread(next_beat, hub)
     beats.close()
     assert (beat.worker_id, beat.num_running, beat.accepting, beat.num_tokens) == ("w1", 3, True, 6)
+    assert (beat.state, beat.num_failed) == ("draining", 2)
+    assert beat.last_error == "infra_error: engine gone"
     assert beat.rss_bytes > 2**20
     assert beat.stalled_in == ""
 

@@ -2,10 +2,14 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from rollmesh.serve.server.calls import EscapedError, call_env
+from rollmesh.serve.server.calls import Calls, EscapedError, Limit, OvertimeError
+
+SOON = Limit("score_timeout_s", 5.0)
+NOW = Limit("score_timeout_s", 0.01)
 
 
 def plain(seen: list[int]) -> str:
@@ -18,52 +22,135 @@ async def coroutine(seen: list[int]) -> str:
     return "coroutine"
 
 
+async def never() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
 async def test_plain_method_runs_in_a_thread_and_a_coroutine_on_the_loop() -> None:
     seen: list[int] = []
-    assert await call_env(5.0, plain, seen) == "plain"
-    assert await call_env(5.0, coroutine, seen) == "coroutine"
+    calls = Calls()
+    assert await calls.call(SOON, plain, seen) == "plain"
+    assert await calls.call(SOON, coroutine, seen) == "coroutine"
     assert seen[0] != threading.get_ident()
     assert seen[1] == threading.get_ident()
+    assert calls.num_left == 0
 
 
 async def test_plain_method_may_give_an_awaitable() -> None:
     seen: list[int] = []
-    assert await call_env(5.0, lambda: coroutine(seen)) == "coroutine"
+    assert await Calls().call(SOON, lambda: coroutine(seen)) == "coroutine"
     assert seen == [threading.get_ident()]
 
 
-async def test_call_that_takes_too_long_is_a_timeout() -> None:
-    async def never() -> None:
-        await asyncio.get_running_loop().create_future()
+async def test_call_that_takes_too_long_is_over_and_its_code_has_ended() -> None:
+    calls, ended = Calls(), list[str]()
 
-    with pytest.raises(TimeoutError):
-        await call_env(0.01, never)
+    async def tidy() -> None:
+        try:
+            await never()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("tidied up")
+
+    over = Limit("score_timeout_s", 0.01, lambda: ended.append("over"))
+    with pytest.raises(OvertimeError, match=r"score_timeout_s = 0\.01 is over"):
+        await calls.call(over, tidy)
+    assert ended == ["over", "tidied up"]
+    assert calls.num_left == 0
 
 
-@pytest.mark.parametrize("stray", [asyncio.CancelledError(), SystemExit(3)])
-@pytest.mark.parametrize("in_thread", [False, True])
-async def test_stray_cancellation_or_exit_does_not_end_the_caller(
-    stray: BaseException, in_thread: bool
-) -> None:
+async def test_timeout_of_the_code_itself_is_not_ours() -> None:
+    async def give_up() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        await Calls().call(SOON, give_up)
+
+
+async def test_coroutine_that_swallows_its_cancellation_is_left_behind_and_counted() -> None:
+    calls, gate = Calls(grace_s=0.01), asyncio.Event()
+
+    async def stubborn() -> None:
+        while not gate.is_set():
+            try:
+                await gate.wait()
+            except asyncio.CancelledError:
+                continue
+
+    with pytest.raises(OvertimeError):
+        await calls.call(NOW, stubborn)
+    assert calls.num_left == 1
+    gate.set()
+    me = asyncio.current_task()
+    await asyncio.wait([task for task in asyncio.all_tasks() if task is not me])
+    assert calls.num_left == 0
+
+
+async def test_thread_that_never_ends_is_left_behind_and_holds_up_nobody() -> None:
+    calls, gate = Calls(), threading.Event()
+    for _ in range(50):
+        with pytest.raises(OvertimeError):
+            await calls.call(Limit("score_timeout_s", 0.001), gate.wait, 30.0)
+    assert calls.num_left == 50
+    assert await calls.call(SOON, plain, []) == "plain"
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "env-call":
+            await asyncio.to_thread(thread.join)
+    assert calls.num_left == 0
+
+
+def leave_by(stray: BaseException) -> Callable[[], None]:
     def leave() -> None:
         raise stray
 
+    return leave
+
+
+STRAYS = [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("stray", [*STRAYS, StopIteration(), GeneratorExit()])
+async def test_what_a_thread_lets_out_does_not_end_the_caller(stray: BaseException) -> None:
+    with pytest.raises(EscapedError):
+        await Calls().call(SOON, leave_by(stray))
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+async def test_stray_cancellation_or_exit_does_not_end_the_caller(stray: BaseException) -> None:
     async def leave_soon() -> None:
         raise stray
 
     with pytest.raises(EscapedError):
-        await call_env(5.0, leave if in_thread else leave_soon)
+        await Calls().call(SOON, leave_soon)
 
 
-async def test_cancelled_caller_is_cancelled_all_the_same() -> None:
-    started = asyncio.Event()
+async def test_cancelled_caller_is_cancelled_at_once_and_so_is_the_call() -> None:
+    started, ended = asyncio.Event(), list[str]()
+    over = Limit("run_timeout_s", 5.0, lambda: ended.append("over"))
 
-    async def never() -> None:
+    async def tidy() -> None:
         started.set()
-        await asyncio.get_running_loop().create_future()
+        try:
+            await never()
+        finally:
+            ended.append("tidied up")
 
-    task = asyncio.ensure_future(call_env(5.0, never))
+    calls = Calls()
+    task = asyncio.ensure_future(calls.call(over, tidy))
     await started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert ended == ["over", "tidied up"]
+    assert calls.num_left == 0
+
+
+async def test_call_that_is_cancelled_before_it_begins_leaves_no_coroutine_unawaited() -> None:
+    calls = Calls()
+    task = asyncio.ensure_future(calls.call(SOON, never))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert calls.num_left == 0

@@ -15,6 +15,7 @@ from rollmesh.serve.server.duties import (
     Left,
     Stopping,
     WorkerState,
+    WornOut,
 )
 from rollmesh.serve.server.outbox import Forget, OutboxSettings
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
@@ -25,6 +26,7 @@ from rollmesh.wire.messages import (
     GroupAcked,
     GroupDelivered,
     GroupFinished,
+    GroupLost,
     GroupReturned,
     GroupStarted,
     HeldGroup,
@@ -45,7 +47,7 @@ def new_duties(max_unacked_bytes: int = 1000) -> Duties:
             env="guess",
             max_rollouts=8,
             max_unacked_bytes=max_unacked_bytes,
-            outbox=OutboxSettings(resend_s=1.0),
+            outbox=OutboxSettings(resend_s=1.0, delivery_timeout_s=60.0),
         )
     )
     hear(duties, RouterHello(1.0))
@@ -183,8 +185,38 @@ def test_draining_worker_finishes_and_leaves() -> None:
     assert isinstance(returned, GroupReturned)
     end(duties, ONE)
     actions = ack(duties, ONE)
-    assert actions[-2:] == [Send(ROUTER, WorkerLeft("w1", "drained")), Left()]
+    assert actions[-2:] == [Send(ROUTER, WorkerLeft("w1", "drained: shrink")), Left()]
     assert duties.state is WorkerState.LEFT
+
+
+def test_worn_out_worker_finishes_what_it_has_and_leaves_with_the_reason() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    assert duties.step(WornOut("9 rollouts"), 0.0) == []
+    assert duties.step(WornOut("10 rollouts"), 0.0) == []
+    [returned] = said(run(duties, TWO))
+    assert isinstance(returned, GroupReturned)
+    end(duties, ONE)
+    assert ack(duties, ONE)[-2:] == [
+        Send(ROUTER, WorkerLeft("w1", "recycled: 9 rollouts")),
+        Left(),
+    ]
+
+
+def test_result_that_its_sink_never_acks_is_given_up_and_the_router_told() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    end(duties, ONE)
+    actions = duties.step(Ticked(), 60.0)
+    lost = GroupLost(ONE, 1, "tcp://sink did not ack in 60 s")
+    assert actions == [Send(ROUTER, lost), Forget(ONE)]
+    assert (duties.holds(), duties.outbox.unacked_bytes) == ([], 0)
+    assert Begin(ONE, 4, b"ask") in run(duties, ONE, attempt=2)
+
+
+def test_deadline_of_an_ask_goes_with_the_group() -> None:
+    [_, begin] = hear(new_duties(), RunGroup(ONE, 1, 4, SINK, deadline_s=7.5))
+    assert begin == Begin(ONE, 4, b"ask", 7.5)
 
 
 def test_stopping_worker_aborts_what_runs_and_delivers_what_is_finished() -> None:

@@ -1,8 +1,10 @@
 """A group: one payload of all siblings, complete only if the infrastructure held."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 import pytest
 
@@ -10,6 +12,7 @@ from rollmesh.core.errors import InfraError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Outcome, Score, Task
 from rollmesh.envs.env import Endpoint, Env, Transcript
+from rollmesh.serve.server.duties import Begin
 from rollmesh.serve.server.groups import Payload, empty_payload, run_group
 from rollmesh.serve.server.slots import Slots
 from rollmesh.wire.bodies import decode_record
@@ -19,10 +22,23 @@ GROUP = GroupId("r1", 3)
 GOOD = Transcript()
 
 
-async def run(folder: Path, env: Env, **settings: float) -> tuple[Payload, GroupRecord]:
+async def run(
+    folder: Path,
+    env: Env,
+    slots: Slots | None = None,
+    deadline_s: float = 0.0,
+    **settings: float | str,
+) -> tuple[Payload, GroupRecord]:
     stage = new_stage(folder, env, None, **settings)
-    payload = await run_group(stage, Slots(2), GROUP, 3, ASK)
+    begin = Begin(GROUP, 3, b"", deadline_s)
+    payload = await run_group(stage, slots or Slots(2), begin, ASK)
     return payload, decode_record(payload.body)
+
+
+async def hang(agent: Endpoint) -> Transcript:
+    del agent
+    await asyncio.get_running_loop().create_future()
+    return GOOD
 
 
 async def test_complete_group_has_every_sibling_in_order(tmp_path: Path) -> None:
@@ -35,13 +51,99 @@ async def test_complete_group_has_every_sibling_in_order(tmp_path: Path) -> None
     assert payload.num_bytes == len(payload.body)
 
 
-async def test_sibling_that_stays_infra_error_makes_the_group_incomplete(tmp_path: Path) -> None:
-    env = ScriptedEnv(InfraError("engine gone"), GOOD)
-    payload, record = await run(tmp_path, env, num_infra_retries=0)
+class SlotsThatTell(Slots):
+    """Says when the first rollout has come to its end."""
+
+    def __init__(self, max_rollouts: int) -> None:
+        super().__init__(max_rollouts)
+        self.one_is_free = asyncio.Event()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await super().__aexit__(kind, error, trace)
+        self.one_is_free.set()
+
+
+async def test_siblings_of_one_that_failed_for_good_are_cut_short(tmp_path: Path) -> None:
+    slots = SlotsThatTell(3)
+
+    async def fail_second(agent: Endpoint) -> Transcript:
+        del agent
+        await slots.one_is_free.wait()
+        raise InfraError("engine gone")
+
+    env = ScriptedEnv(GOOD, fail_second, hang)
+    payload, record = await run(tmp_path, env, slots, num_infra_retries=0)
     assert not payload.complete
     assert record.reason == "infra_error: 1 of 3 rollouts: InfraError: engine gone"
     outcomes = [rollout.outcome for rollout in record.rollouts]
-    assert outcomes == [Outcome.INFRA_ERROR, Outcome.COMPLETED, Outcome.COMPLETED]
+    assert outcomes == [Outcome.COMPLETED, Outcome.INFRA_ERROR, Outcome.CANCELLED]
+    assert [rollout.index for rollout in record.rollouts] == [0, 1, 2]
+    assert record.rollouts[2].error == "its group ended first"
+    assert (slots.num_open, slots.num_finished, slots.num_failed) == (0, 2, 1)
+    assert slots.last_error == "infra_error: InfraError: engine gone"
+
+
+async def test_sibling_that_waits_for_a_slot_is_not_begun_for_a_lost_group(tmp_path: Path) -> None:
+    env = ScriptedEnv(InfraError("engine gone"))
+    _, record = await run(tmp_path, env, Slots(1), num_infra_retries=0)
+    assert len(env.agents) == 1
+    assert [r.outcome for r in record.rollouts[1:]] == [Outcome.CANCELLED] * 2
+
+
+async def test_rest_is_scored_where_the_policy_says_so(tmp_path: Path) -> None:
+    env = Ranking(GOOD, InfraError("engine gone"), GOOD)
+    policy = "score_rest"
+    payload, record = await run(tmp_path, env, num_infra_retries=0, failed_sibling=policy)
+    assert payload.complete
+    assert record.reason == ""
+    assert [r.reward for r in record.rollouts] == [0.0, None, 1.0]
+    assert record.rollouts[1].outcome is Outcome.INFRA_ERROR
+    assert env.num_scored == [2]
+
+
+async def test_group_of_which_nothing_is_left_is_incomplete_under_any_policy(
+    tmp_path: Path,
+) -> None:
+    env = ScriptedEnv(InfraError("engine gone"))
+    policy = "score_rest"
+    payload, record = await run(tmp_path, env, num_infra_retries=0, failed_sibling=policy)
+    assert not payload.complete
+    assert record.reason.startswith("infra_error: 3 of 3 rollouts: ")
+
+
+async def test_group_past_its_deadline_ends_with_what_there_is(tmp_path: Path) -> None:
+    slots = Slots(3)
+    payload, record = await run(tmp_path, ScriptedEnv(GOOD, hang), slots, deadline_s=0.05)
+    assert not payload.complete
+    assert record.reason == "deadline: the ask's 0.05 s are over"
+    outcomes = [rollout.outcome for rollout in record.rollouts]
+    assert outcomes == [Outcome.COMPLETED, Outcome.CANCELLED, Outcome.CANCELLED]
+    assert slots.num_open == 0
+
+
+async def test_group_whose_scoring_outlasts_its_deadline_ends_by_it(tmp_path: Path) -> None:
+    gate = threading.Event()
+    env = Ranking(GOOD)
+    env.give = lambda scores: [score for score in scores if gate.wait(30)]
+    _, record = await run(tmp_path, env, deadline_s=0.05)
+    gate.set()
+    assert record.reason.startswith("deadline: ")
+
+
+async def test_score_that_blocks_is_over_in_its_time(tmp_path: Path) -> None:
+    gate = threading.Event()
+    env = Ranking(GOOD)
+    env.give = lambda scores: [score for score in scores if gate.wait(30)]
+    _, record = await run(tmp_path, env, score_timeout_s=0.01)
+    gate.set()
+    assert record.reason == (
+        "infra_error: score_group: OvertimeError: score_timeout_s = 0.01 is over"
+    )
 
 
 async def test_agents_error_leaves_the_group_complete(tmp_path: Path) -> None:

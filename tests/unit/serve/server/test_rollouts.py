@@ -12,10 +12,11 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import Outcome, Score
 from rollmesh.envs.env import Endpoint, Transcript
 from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.runtime.session import SessionState
 from rollmesh.runtime.turns import Turn
 from rollmesh.serve.server.rollouts import Played, Stage, check_score, one_line, play
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.serve.server.staging import ASK, ScriptedEnv, new_stage
+from tests.unit.serve.server.staging import ASK, ScriptedEnv, Step, new_stage
 
 ROLLOUT = RolloutId(GroupId("r1", 3), 2)
 GOOD = Transcript()
@@ -40,15 +41,25 @@ async def test_rollout_cut_by_a_limit_is_truncated_and_keeps_its_score(tmp_path:
     assert (played.record.outcome, played.record.reward) == (Outcome.TRUNCATED, 1.0)
 
 
-async def test_rollout_out_of_time_is_truncated_without_a_reward(tmp_path: Path) -> None:
-    async def hang(agent: Endpoint) -> Transcript:
-        del agent
-        await asyncio.get_running_loop().create_future()
-        return GOOD
+async def hang(agent: Endpoint) -> Transcript:
+    del agent
+    await asyncio.get_running_loop().create_future()
+    return GOOD
 
-    played = await play_on(new_stage(tmp_path, ScriptedEnv(hang), run_timeout_s=0.01))
+
+async def shrug_off(agent: Endpoint) -> Transcript:
+    with contextlib.suppress(asyncio.CancelledError):
+        await hang(agent)
+    return GOOD
+
+
+@pytest.mark.parametrize("step", [hang, shrug_off])
+async def test_rollout_out_of_time_is_truncated_without_a_reward(
+    tmp_path: Path, step: Step
+) -> None:
+    played = await play_on(new_stage(tmp_path, ScriptedEnv(step), run_timeout_s=0.01))
     assert (played.record.outcome, played.record.reward) == (Outcome.TRUNCATED, None)
-    assert "run_timeout_s" in played.record.error
+    assert played.record.error == "run_timeout_s = 0.01 is over"
 
 
 @pytest.mark.parametrize(
@@ -149,20 +160,28 @@ async def test_session_is_sealed_when_its_rollout_has_ended(tmp_path: Path) -> N
         stage.runtime.find(env.agents[0].api_key)
 
 
-async def test_cancelled_rollout_seals_its_session(tmp_path: Path) -> None:
-    started = asyncio.Event()
+async def test_cancelled_rollout_seals_its_session_before_its_code_has_ended(
+    tmp_path: Path,
+) -> None:
+    started, told = asyncio.Event(), asyncio.Event()
+    seen: list[SessionState] = []
 
-    async def hang(agent: Endpoint) -> Transcript:
-        del agent
+    async def linger(agent: Endpoint) -> Transcript:
         started.set()
-        await asyncio.get_running_loop().create_future()
+        try:
+            await hang(agent)
+        finally:
+            seen.append(stage.runtime.find(agent.api_key).state)
+            told.set()
         return GOOD
 
-    env = ScriptedEnv(hang)
+    env = ScriptedEnv(linger)
     stage = new_stage(tmp_path, env)
     task = asyncio.ensure_future(play_on(stage))
     await started.wait()
     task.cancel()
+    await told.wait()
+    assert seen == [SessionState.SEALED]
     with pytest.raises(asyncio.CancelledError):
         await task
     assert stage.runtime.find(env.agents[0].api_key).record().nodes == []

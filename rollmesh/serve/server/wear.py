@@ -1,0 +1,35 @@
+"""When a worker has served long enough: its memory, its age in rollouts, what it could not end.
+
+    FRESH --a limit is passed--> WORN OUT (it drains, leaves with the reason and exits 0)
+
+Invariant: pure; the reason names the setting. What a process gathers that nobody gives back (leaks
+of environment code, calls that never end) goes with it, and a fresh one takes its place where a
+supervisor starts it. Driven by worker.py, at each tick.
+"""
+
+import msgspec
+
+from rollmesh.core.config import WorkerConfig
+
+MAX_LEFT_BEHIND = 100
+"""Calls of environment code that were given up and never ended: threads and coroutines."""
+
+
+class Wear(msgspec.Struct, frozen=True):
+    """What a worker has gathered."""
+
+    rss_bytes: int
+    num_rollouts: int
+    num_left_behind: int
+
+
+def worn_out(settings: WorkerConfig, wear: Wear) -> str:
+    """Why the worker should make place for a fresh one; '' if it should not."""
+    if 0 < settings.max_rss_bytes < wear.rss_bytes:
+        return f"{wear.rss_bytes} bytes of memory, worker.max_rss_bytes = {settings.max_rss_bytes}"
+    if 0 < settings.recycle_rollouts <= wear.num_rollouts:
+        limit = settings.recycle_rollouts
+        return f"{wear.num_rollouts} rollouts, worker.recycle_rollouts = {limit}"
+    if wear.num_left_behind >= MAX_LEFT_BEHIND:
+        return f"{wear.num_left_behind} calls of its environment never ended"
+    return ""
