@@ -276,7 +276,7 @@ class GroupFinished(Message, frozen=True, tag="group_finished"):
     attempt: int
     worker_id: str
     complete: bool
-    """All siblings reached an outcome that is not infra_error or cancelled."""
+    """No sibling is cancelled, and none infra_error where worker.failed_sibling is `drop`."""
 
 
 class GroupAcked(Message, frozen=True, tag="group_acked"):

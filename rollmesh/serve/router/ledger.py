@@ -198,7 +198,8 @@ class Ledger:
         if worker := self.crew.workers.get(message.worker_id):
             self.crew.dismiss(worker, f"left: {message.reason}")
 
-    def _on_env_failed(self, _: bytes, message: EnvFailed, __: Buffer) -> None:
+    def _on_env_failed(self, route: bytes, message: EnvFailed, _: Buffer) -> None:
+        self._hello(route)  # says that it was heard; the worker repeats it until then
         if len(self._env_errors) < MAX_ENV_ERRORS:
             self._env_errors[message.env] = message.error
         if self.crew.workers.serve(message.env):
