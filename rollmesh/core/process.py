@@ -20,6 +20,8 @@ from rollmesh.core.errors import AddressError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; a fault; the user can mend it, and one line says how; stopped by a signal."""
+RECYCLED = 75
+"""Exit code: it left in good order and wants another in its place (EX_TEMPFAIL of sysexits.h)."""
 
 LAUNCHER_VARIABLE = "ROLLMESH_LAUNCHER"
 """Environment: the pid of the launch process, set for the processes that it starts."""
@@ -85,9 +87,14 @@ def die_with_parent() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def is_launched() -> bool:
+    """Whether our parent is a launch process."""
+    return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
+
+
 def die_with_launcher() -> None:
     """Die with our parent if it is a launch process; one started by hand outlives its shell."""
-    if os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid()):
+    if is_launched():
         die_with_parent()
 
 

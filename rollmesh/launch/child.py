@@ -1,8 +1,9 @@
 """One process of the mesh, from its start to its end.
 
 Owns the process, its pipes and the file of its output. Invariants: it leads a session of its own,
-so that the terminal's Ctrl-C reaches launch alone; it dies with launch; what it prints goes to
-`logs/<role>.out`, whose last line says why it ended. Driven by the supervisor, one task per child.
+so that the terminal's Ctrl-C reaches launch alone; it dies with launch, and what it started dies
+with it, wherever that went; what it prints goes to `logs/<role>.out`, whose last line says why it
+ended. Driven by the supervisor, one task per child.
 """
 
 import asyncio
@@ -15,10 +16,15 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
+from rollmesh.core.logs import get_logger
 from rollmesh.core.process import LAUNCHER_VARIABLE, Ready
+from rollmesh.core.warden import MARK_VARIABLE, kill_marked
+from rollmesh.launch.causes import cause_of, num_oom_kills
 from rollmesh.launch.machine import Exited
 from rollmesh.launch.plan import ChildPlan
 from rollmesh.launch.reaper import signal_group
+
+log = get_logger()
 
 LAST_BYTES = 4096
 """Of the output, where its last line is looked for."""
@@ -52,13 +58,14 @@ def new_pipe() -> Pipe:
 class ChildProcess:
     """A process that keeps to the protocol of core/process.py."""
 
-    def __init__(self, plan: ChildPlan, argv: list[str], log_folder: Path) -> None:
-        """`argv` is the plan's, with the addresses filled in."""
+    def __init__(self, plan: ChildPlan, argv: list[str], log_folder: Path, mark: str) -> None:
+        """`argv` is the plan's, with the addresses filled in; `mark` is no other process's."""
         self.role = plan.role
         self.pid = 0
         """0 before the start and after the end."""
         self._plan = plan
         self._argv = argv
+        self._mark = mark
         self._output = log_folder / f"{plan.role}.out"
         self._report = new_pipe()
         self._gate = new_pipe()
@@ -67,7 +74,8 @@ class ChildProcess:
         """What it is sent as soon as it has a pid."""
 
     async def run(self, listening: socket.socket | None, hooks: Hooks) -> Exited:
-        """Start it, say so, pass its report on, and return when it has ended."""
+        """Start it, say so, pass its report on, and return when it and its own have ended."""
+        num_oom_kills_before = num_oom_kills()
         try:
             process = await self._start(listening)
             self._report.writing.close()
@@ -83,7 +91,13 @@ class ChildProcess:
         finally:
             self._report.close()
             self._gate.close()
-        return Exited(self.role, code, last_line(self._output))
+        told = last_line(self._output)
+        may_be_oom = num_oom_kills() > num_oom_kills_before
+        cause = cause_of(code, told, may_be_oom=may_be_oom)
+        num_left = await asyncio.to_thread(kill_marked, self._mark)
+        if num_left:
+            log.info("leftovers.killed", child=self.role, num_processes=num_left)
+        return Exited(self.role, code, told, process.pid, cause)
 
     def release(self) -> None:
         """Let it go on from its gate."""
@@ -122,7 +136,11 @@ class ChildProcess:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, LAUNCHER_VARIABLE: str(os.getpid())},
+                env={
+                    **os.environ,
+                    LAUNCHER_VARIABLE: str(os.getpid()),
+                    MARK_VARIABLE: self._mark,
+                },
             )
 
     async def _pass_report(self, hooks: Hooks) -> None:

@@ -9,7 +9,8 @@ child is gone. Driven by the supervisor, which tells it what happened and does w
                          |  v        v          v
                         BACKING_OFF <+----------+       and from anywhere: --> STOPPING --> GONE
 
-A child is HELD while it loads its libraries and what its gate waits for is not there yet.
+A child is HELD while it loads its libraries and what its gate waits for is not there yet. A worker
+that was drained is GONE; one that recycled itself is BACKING_OFF for no time.
 
     mesh    STARTING --> RUNNING --> SAVING --> STOPPING --> ENDED
                |                        ^
@@ -24,12 +25,15 @@ import enum
 import msgspec
 
 from rollmesh.core.config import LaunchConfig
-from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE
+from rollmesh.core.process import FAILED, INTERRUPTED, OK, RECYCLED, USAGE
+from rollmesh.launch.causes import OUT_OF_MEMORY
 from rollmesh.launch.plan import ChildPlan, OnDeath
 
 FIRST_BACK_OFF_S = 0.5
 LONGEST_BACK_OFF_S = 10.0
 LOOP_WINDOW_S = 60.0
+SHORTEST_LIFE_S = 10.0
+"""Who recycles itself sooner would do nothing else: that counts as a death."""
 SPARE_S = 1.0
 """The part of stop_timeout_s that the others have when the trainer uses up its own."""
 
@@ -71,6 +75,10 @@ class Exited(msgspec.Struct, frozen=True):
     """Negative: the signal that ended it."""
     last_line: str = ""
     """The last that it said on stderr."""
+    pid: int = 0
+    """0 if there was no process."""
+    cause: str = ""
+    """What ended it, in a few words."""
 
 
 class StopAsked(msgspec.Struct, frozen=True):
@@ -105,6 +113,14 @@ class Kill(msgspec.Struct, frozen=True):
     role: str
 
 
+class TellRouter(msgspec.Struct, frozen=True):
+    """Tell the router that this worker's process is gone."""
+
+    role: str
+    pid: int
+    cause: str
+
+
 class Note(msgspec.Struct, frozen=True):
     """Something for people to know."""
 
@@ -119,7 +135,7 @@ class End(msgspec.Struct, frozen=True):
 
 
 Event = Reported | Exited | StopAsked | Ticked
-Action = Start | Release | Tell | Kill | Note
+Action = Start | Release | Tell | Kill | TellRouter | Note
 
 
 class Child:
@@ -130,6 +146,8 @@ class Child:
         self.state = ChildState.WAITING
         self.since_s = 0.0
         """When the state was entered."""
+        self.started_s = 0.0
+        """When its process was."""
         self.back_off_s = 0.0
         self.deaths_s: list[float] = []
         """Within the last minute."""
@@ -188,6 +206,12 @@ class Supervision:
         child.enter(ChildState.GONE, now_s)
         if self.end is not None or not was_alive(was):
             return []
+        told: list[Action] = []
+        if child.plan.is_worker and event.pid:
+            told.append(TellRouter(event.role, event.pid, event.cause))
+        return told + self._on_death(child, event, now_s)
+
+    def _on_death(self, child: Child, event: Exited, now_s: float) -> list[Action]:
         if event.code == OK and child.plan.on_death is OnDeath.NEXT:
             child.enter(ChildState.DONE, now_s)
             return []
@@ -195,11 +219,17 @@ class Supervision:
             return self._stop(End(OK, "done"), now_s)
         if event.code == USAGE:
             return self._stop(End(USAGE, event.last_line.removeprefix("rollmesh: ")), now_s)
-        if child.plan.on_death in (OnDeath.RESTART, OnDeath.GIVE_UP):
+        if event.code == OK and child.plan.on_death is OnDeath.REPLACE:
+            return [Note(f"{event.role} has left and is not started again")]
+        if child.plan.on_death in (OnDeath.RESTART, OnDeath.REPLACE, OnDeath.GIVE_UP):
             return self._restart(child, event, now_s)
         return self._stop(End(FAILED, how_it_ended(event)), now_s)
 
     def _restart(self, child: Child, event: Exited, now_s: float) -> list[Action]:
+        if event.code == RECYCLED and now_s - child.started_s >= SHORTEST_LIFE_S:
+            child.back_off_s = 0.0
+            child.enter(ChildState.BACKING_OFF, now_s)
+            return [Note(f"{event.role} has recycled itself: {event.last_line}")]
         recent = [at_s for at_s in child.deaths_s if now_s - at_s < LOOP_WINDOW_S]
         child.deaths_s = [*recent, now_s]
         num_deaths = len(child.deaths_s)
@@ -228,6 +258,7 @@ class Supervision:
         for child in self.children.values():
             if self._may_start(child, now_s):
                 child.enter(ChildState.HELD, now_s)
+                child.started_s = now_s
                 actions.append(Start(child.plan.role))
             if child.state is ChildState.HELD and self._are_there(child.plan.gate):
                 child.enter(ChildState.STARTING, now_s)
@@ -298,4 +329,6 @@ def how_it_ended(event: Exited) -> str:
     how = (
         f"ended with code {event.code}" if event.code >= 0 else f"was ended by signal {-event.code}"
     )
+    if event.cause == OUT_OF_MEMORY:
+        how = "ran out of memory"
     return f"{event.role} {how}" + (f": {event.last_line}" if event.last_line else "")

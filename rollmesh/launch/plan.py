@@ -24,6 +24,8 @@ class OnDeath(enum.Enum):
     """The run cannot go on."""
     RESTART = "restart"
     """It is started again, with back-off; in a crash loop the run ends."""
+    REPLACE = "replace"
+    """The same, but with exit code 0 it left for good, and with RECYCLED it wants a successor."""
     GIVE_UP = "give_up"
     """It is started again, with back-off; in a crash loop the run goes on without it."""
     FINISH = "finish"
@@ -49,6 +51,8 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     """host:port of the listening socket that launch opens for it; '' for none."""
     bind_key: str = ""
     """The setting that `bind` stands in, for people."""
+    is_worker: bool = False
+    """Whether the router knows it by its role, and is told of its end."""
 
     @property
     def reports(self) -> bool:
@@ -135,7 +139,8 @@ def plan_worker(
     return ChildPlan(
         role=role,
         argv=(*ROLLMESH, "worker", *settings, "--router", "{router}", "--worker-id", role),
-        on_death=OnDeath.RESTART,
+        is_worker=True,
+        on_death=OnDeath.REPLACE,
         needs=("router",),
         gate=gate,
         bind=config.interception.bind,

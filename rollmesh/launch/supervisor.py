@@ -2,7 +2,8 @@
 
 Owns the children's tasks, the listening sockets and the addresses that children learn from each
 other. Invariants: it decides nothing, the machine does; when `run` returns, no process that the
-run started, or that those started, is left. Driven by `run`, on the main thread.
+run started, or that those started, is left; a warden sees to that should we be killed first. Driven
+by `run`, on the main thread.
 """
 
 import asyncio
@@ -16,8 +17,10 @@ from rollmesh.core.config import LaunchConfig
 from rollmesh.core.errors import AddressError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.process import FAILED, Ready, http_address, listen
+from rollmesh.core.warden import guard, new_mark
 from rollmesh.launch.child import ChildProcess, Hooks
 from rollmesh.launch.folder import RunFolder
+from rollmesh.launch.herald import Herald
 from rollmesh.launch.machine import (
     Action,
     End,
@@ -32,10 +35,12 @@ from rollmesh.launch.machine import (
     StopAsked,
     Supervision,
     Tell,
+    TellRouter,
     Ticked,
 )
 from rollmesh.launch.plan import ChildPlan, fill
-from rollmesh.launch.reaper import become_subreaper, kill_descendants
+from rollmesh.launch.reaper import become_subreaper, bury_orphans, kill_descendants
+from rollmesh.wire.messages import WorkerExited
 
 log = get_logger()
 
@@ -66,6 +71,9 @@ class Supervisor:
         self._clock = clock
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._processes: dict[str, ChildProcess] = {}
+        self._herald = Herald()
+        self._mark = new_mark("launch")
+        self._num_started = 0
         self._sockets = mesh.sockets
         self._addresses = {role: http_address(each) for role, each in self._sockets.items()}
 
@@ -81,6 +89,7 @@ class Supervisor:
     async def run(self) -> End:
         """Start, watch, stop; why it ended."""
         become_subreaper()
+        warden = guard(self._mark)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
@@ -89,7 +98,10 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 await self._watch(tasks)
         finally:
+            self._herald.close()
             kill_descendants()
+            warden.wait()
+            bury_orphans(own=set())
             for each in self._sockets.values():
                 each.close()
         assert self.machine.end is not None
@@ -116,7 +128,9 @@ class Supervisor:
                 plan = self._plans[role]
                 again = plan.again if role in self.ready else ()
                 argv = fill((*plan.argv, *again), self._addresses)
-                self._processes[role] = ChildProcess(plan, argv, self._folder.logs)
+                self._num_started += 1
+                mark = f"{self._mark}/{role}.{self._num_started}"
+                self._processes[role] = ChildProcess(plan, argv, self._folder.logs, mark)
                 tasks.create_task(self._child(plan), name=role)
             case Release(role):
                 self._processes[role].release()
@@ -124,6 +138,9 @@ class Supervisor:
                 self._processes[role].tell()
             case Kill(role):
                 self._processes[role].kill()
+            case TellRouter(role, pid, cause):
+                if router := self.ready.get("router"):
+                    self._herald.tell(router.address, WorkerExited(role, pid, cause))
             case Note(line):
                 self.notes.append(line)
                 log.warning("child.died", line=line)

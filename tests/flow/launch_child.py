@@ -50,6 +50,17 @@ def saves(options: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, save)
 
 
+def forsaken(options: argparse.Namespace) -> None:
+    """Starts a daemon, as tmux does: it leaves its group, its session and its parent."""
+    code = (
+        "import os, signal as s; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0)"
+    )
+    code += "; print(os.getpid(), flush=True); s.signal(s.SIGHUP, s.SIG_IGN); s.pause()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout
+        options.path.write_bytes(child.stdout.readline())
+
+
 def parent(options: argparse.Namespace) -> None:
     """Starts a process that leaves its session and does not hear SIGTERM."""
     code = "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print(flush=True); s.pause()"
@@ -82,7 +93,13 @@ def run(options: argparse.Namespace) -> None:
     if options.listen_fd is not None:
         listening = listen("", options.listen_fd)
         address = http_address(listening)
-    behave = {"serves": serves, "deaf": deaf, "saves": saves, "parent": parent}
+    behave = {
+        "serves": serves,
+        "deaf": deaf,
+        "saves": saves,
+        "parent": parent,
+        "forsaken": forsaken,
+    }
     behave.get(options.behaviour, serves)(options)
     if options.bind:
         mark(options, options.bind)

@@ -217,6 +217,27 @@ def test_grandchildren_that_left_their_session_are_ended_too(mesh: Mesh) -> None
     assert not psutil.pid_exists(grandchild)
 
 
+def test_a_daemon_does_not_outlive_the_worker_that_started_it(mesh: Mesh) -> None:
+    mesh.add("worker", "forsaken", OnDeath.RESTART)
+    mesh.start("worker")
+    daemon = psutil.Process(int(mesh.side_file.read_text()))
+    os.kill(mesh.pids()["worker"], signal.SIGKILL)
+    assert mesh.next_line() == "worker"  # its successor starts when nothing is left of it
+    assert daemon.status() == psutil.STATUS_ZOMBIE or not daemon.is_running()
+    mesh.signal(signal.SIGTERM)
+    mesh.result()
+
+
+def test_a_daemon_does_not_outlive_a_launch_that_is_killed(mesh: Mesh) -> None:
+    mesh.add("worker", "forsaken", OnDeath.RESTART)
+    mesh.start("worker")
+    pids = [mesh.pids()["worker"], int(mesh.side_file.read_text())]
+    processes = [psutil.Process(pid) for pid in pids]
+    mesh.signal(signal.SIGKILL)
+    gone, left = psutil.wait_procs(processes, timeout=5.0)
+    assert (set(gone), left) == (set(processes), [])
+
+
 def test_children_die_with_a_launch_that_is_killed(mesh: Mesh) -> None:
     mesh.add("router", "deaf", OnDeath.END)
     mesh.start("router")

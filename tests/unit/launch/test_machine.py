@@ -5,8 +5,11 @@ import random
 import pytest
 
 from rollmesh.core.config import LaunchConfig
+from rollmesh.core.process import RECYCLED
+from rollmesh.launch.causes import OUT_OF_MEMORY
 from rollmesh.launch.machine import (
     LOOP_WINDOW_S,
+    SHORTEST_LIFE_S,
     SPARE_S,
     Action,
     ChildState,
@@ -22,6 +25,7 @@ from rollmesh.launch.machine import (
     StopAsked,
     Supervision,
     Tell,
+    TellRouter,
     Ticked,
 )
 from rollmesh.launch.plan import ChildPlan, OnDeath
@@ -32,6 +36,10 @@ SETTINGS = LaunchConfig(ready_timeout_s=30.0, stop_timeout_s=4.0, max_restarts=2
 
 def plan(role: str, on_death: OnDeath, *needs: str, gate: tuple[str, ...] = ()) -> ChildPlan:
     return ChildPlan(role=role, argv=(role,), on_death=on_death, needs=needs, gate=gate)
+
+
+def worker_plan(role: str) -> ChildPlan:
+    return ChildPlan(role=role, argv=(role,), on_death=OnDeath.REPLACE, is_worker=True)
 
 
 PLANS = [
@@ -194,6 +202,57 @@ def test_a_worker_in_a_crash_loop_ends_the_run_with_the_reason(running: Stage) -
     )
 
 
+@pytest.fixture
+def crew() -> Stage:
+    """Two workers, as the router knows them."""
+    stage = Stage([worker_plan("w0"), worker_plan("w1")])
+    stage.run_all()
+    return stage
+
+
+def test_the_router_is_told_of_a_worker_s_end_and_its_cause(crew: Stage) -> None:
+    death = Exited("w0", -9, "", 41, "killed by signal 9")
+    assert crew.tell(death)[0] == TellRouter("w0", 41, "killed by signal 9")
+
+
+def test_the_router_is_not_told_of_others_or_at_the_end_of_a_run(
+    running: Stage, crew: Stage
+) -> None:
+    actions = running.tell(Exited("trainer", 1, "", 41, "exit code 1"))
+    crew.tell(StopAsked())
+    actions += crew.tell(Exited("w0", 0, "", 41, "exit code 0"))
+    assert not any(isinstance(each, TellRouter) for each in actions)
+
+
+def test_want_of_memory_is_said_to_people(crew: Stage) -> None:
+    notes = crew.tell(Exited("w0", -9, "", 41, OUT_OF_MEMORY))
+    assert notes[-1] == Note("w0 ran out of memory; started again in 0.5 s")
+
+
+def test_a_drained_worker_stays_away_and_the_run_goes_on(crew: Stage) -> None:
+    actions = crew.tell(Exited("w0", 0, "", 41, "exit code 0"))
+    assert actions[-1] == Note("w0 has left and is not started again")
+    assert crew.tell(Ticked(), after_s=100.0) == []
+    assert (crew.state("w0"), crew.mesh()) == (ChildState.GONE, MeshState.RUNNING)
+
+
+def test_a_worker_that_recycled_itself_has_a_successor_at_once(crew: Stage) -> None:
+    for _ in range(2 * SETTINGS.max_restarts):
+        crew.tell(Ticked(), after_s=SHORTEST_LIFE_S)
+        actions = crew.tell(Exited("w0", RECYCLED, "600 MB", 41, "exit code 75"))
+        assert actions[1:] == [Note("w0 has recycled itself: 600 MB"), Start("w0")]
+        crew.tell(Reported("w0"))
+    assert crew.machine.end is None
+
+
+def test_a_worker_that_does_nothing_but_recycle_itself_ends_the_run(crew: Stage) -> None:
+    for _ in range(SETTINGS.max_restarts + 1):
+        crew.tell(Exited("w0", RECYCLED, "600 MB", 41, "exit code 75"))
+        crew.tell(Ticked(), after_s=5.0)
+    assert crew.machine.end
+    assert crew.machine.end.reason.endswith("600 MB, the death number 3 within a minute")
+
+
 def test_deaths_far_apart_are_no_crash_loop(running: Stage) -> None:
     for _ in range(10):
         running.tell(Exited("worker", 1))
@@ -274,6 +333,7 @@ def test_words_of_an_unknown_child_change_nothing(running: Stage) -> None:
 def test_every_story_ends_with_every_child_gone(seed: int) -> None:
     """Random deaths, reports and pauses, then a stop: processes started are processes ended."""
     gated = [plan("model", OnDeath.NEXT), plan("tool", OnDeath.RESTART, "page", gate=("model",))]
+    gated.append(worker_plan("replaced"))
     chance, stage = random.Random(seed), Stage([*PLANS, *gated])
     alive: set[str] = set()
     event: Event = Ticked()
@@ -300,7 +360,7 @@ def some_event(chance: random.Random, alive: set[str], is_late: bool) -> Event:
     if alive and dice < 0.3:
         role = chance.choice(sorted(alive))
         alive.discard(role)
-        return Exited(role, chance.choice([0, 1, -9]))
+        return Exited(role, chance.choice([0, 1, -9, RECYCLED]))
     if alive and dice < 0.7:
         return Reported(chance.choice(sorted(alive)))
     return Ticked()

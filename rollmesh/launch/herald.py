@@ -1,0 +1,34 @@
+"""Tells the router what launch sees first: that a worker's process has ended.
+
+Owns a Dialer. Invariants: it waits for nobody; the router keeps its address when it is started
+again, so what is said in between reaches the next one. Driven by the supervisor.
+"""
+
+import os
+
+from rollmesh.core.logs import get_logger
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.keys import read_keys
+from rollmesh.wire.messages import WorkerExited
+from rollmesh.wire.sockets import Dialer
+
+log = get_logger()
+
+
+class Herald:
+    """See the module; it dials when there is something to tell."""
+
+    def __init__(self) -> None:
+        self._dialer: Dialer | None = None
+
+    def tell(self, router: str, exited: WorkerExited) -> None:
+        """Say it to the router at this address."""
+        if self._dialer is None:
+            self._dialer = Dialer(router, f"launch.{os.getpid()}", read_keys())
+        if not self._dialer.send(Packet(exited)):
+            log.warning("exit.untold", worker_id=exited.worker_id, cause=exited.cause)
+
+    def close(self) -> None:
+        """Drop the connection."""
+        if self._dialer:
+            self._dialer.close()

@@ -1,0 +1,104 @@
+"""What carries a mark is found and ended wherever it went; what does not is left alone."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from rollmesh.core.warden import MARK_VARIABLE, guard, kill_marked, new_mark
+
+ENDS_WITHIN_S = 10.0
+SLEEPS = "import signal; print(flush=True); signal.pause()"
+# Leaves its group, its session and its parent, as a tmux server does; says its pid.
+DAEMON = """
+import os, signal
+if os.fork():
+    signal.pause()
+os.setsid()
+if os.fork():
+    os._exit(0)
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+
+
+@contextmanager
+def running(code: str, mark: str) -> Iterator["subprocess.Popen[str]"]:
+    environment = {**os.environ, MARK_VARIABLE: mark}
+    argv = [sys.executable, "-c", code]
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ends(*pids: int) -> bool:
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(left, timeout=ENDS_WITHIN_S)
+    return not alive
+
+
+def test_a_daemon_is_ended_with_the_process_that_started_it() -> None:
+    mark = new_mark("test")
+    with running(DAEMON, f"{mark}/worker") as process:
+        assert process.stdout
+        daemon = int(process.stdout.readline())
+        assert kill_marked(mark) >= 2
+        assert ends(daemon)
+        assert process.wait(ENDS_WITHIN_S) == -9
+
+
+def test_a_mark_that_only_begins_alike_is_anothers() -> None:
+    mark = new_mark("test")
+    with running(SLEEPS, f"{mark}1") as process:
+        assert process.stdout
+        process.stdout.readline()
+        assert kill_marked(mark) == 0
+        assert process.poll() is None
+        assert kill_marked(f"{mark}1") == 1
+
+
+def test_a_mark_stands_below_the_mark_of_who_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK_VARIABLE, "outer.1")
+    assert new_mark("worker").startswith("outer.1/worker.")
+    assert new_mark("worker") != new_mark("worker")
+
+
+GUARDED = f"""
+import os, signal, subprocess, sys
+sys.path[:0] = [{os.getcwd()!r}]
+from rollmesh.core.warden import guard
+warden = guard(sys.argv[1])
+child = subprocess.Popen(
+    [sys.executable, "-c", {DAEMON!r}], stdout=subprocess.PIPE, text=True,
+    start_new_session=True, env={{**os.environ, {MARK_VARIABLE!r}: sys.argv[1]}},
+)
+print(child.pid, child.stdout.readline().strip(), warden.pid, flush=True)
+signal.pause()
+"""
+
+
+def test_kill_9_of_a_guarded_process_leaves_nothing_of_it() -> None:
+    mark = new_mark("test")
+    argv = [sys.executable, "-c", GUARDED, mark]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        child, daemon, warden = map(int, process.stdout.readline().split())
+        assert all(psutil.pid_exists(pid) for pid in (child, daemon, warden))
+        process.kill()
+    assert ends(child, daemon, warden)
+
+
+def test_a_warden_does_not_wait_for_a_process_that_is_already_gone() -> None:
+    warden = guard(new_mark("test"))
+    argv = [*warden.args[:-2], "999999999", warden.args[-1]]  # type: ignore[index]
+    late = subprocess.run(argv, env={}, timeout=ENDS_WITHIN_S, check=False)
+    warden.kill()
+    warden.wait()
+    assert late.returncode == 0
