@@ -37,7 +37,7 @@ def load_env(target: str, settings: Mapping[str, Json]) -> Env:
     _check_settings(target, env_class, settings)
     try:
         return env_class(**settings)
-    except Exception as error:  # door: a user's constructor may raise anything
+    except (Exception, SystemExit) as error:  # door: a user's constructor may raise anything
         raise EnvError(f'env = "{target}" could not be built: {_cause(error)}') from error
 
 
@@ -47,7 +47,7 @@ def _env_class(target: str, module_name: str, class_name: str) -> type[Env]:
         sys.path.append(cwd)  # last, so that a user's file shadows nothing that is installed
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # door: a user's module may raise anything
+    except (Exception, SystemExit) as error:  # door: a user's module may raise anything
         raise EnvError(
             f'env = "{target}": module {module_name} cannot be imported: {_cause(error)}'
         ) from error
@@ -74,7 +74,7 @@ def _check_settings(target: str, env_class: type[Env], settings: Mapping[str, Js
         ) from None
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: BaseException) -> str:
     """One line: the kind of error and the first line of what it says."""
     first_line = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

@@ -97,12 +97,24 @@ def read_keys(environment: dict[str, str] | Any = os.environ) -> Keys | None:
 
 def check_bind(bind: str, keys: Keys | None) -> None:
     """AddressError unless `bind` is loopback, a local socket, or there are keys."""
-    scheme, _, rest = bind.partition("://")
-    local = scheme in ("ipc", "inproc") or (scheme == "tcp" and rest.startswith(_LOOPBACK))
-    if not local and not keys:
+    if not keys and not _is_local(bind):
         raise AddressError(
             f"{bind}: others can reach it; set {KEYS_VARIABLE} to a key file or bind 127.0.0.1"
         )
+
+
+def check_dial(address: str, keys: Keys | None) -> None:
+    """AddressError if who listens at `address` is bound to ask for keys, and there are none."""
+    if not keys and address.startswith("tcp://") and not _is_local(address):
+        raise AddressError(
+            f"{address}: another machine lets in nobody without keys; "
+            f"set {KEYS_VARIABLE} to the mesh's key file"
+        )
+
+
+def _is_local(address: str) -> bool:
+    scheme, _, rest = address.partition("://")
+    return scheme in ("ipc", "inproc") or (scheme == "tcp" and rest.startswith(_LOOPBACK))
 
 
 def check_told(address: str) -> None:

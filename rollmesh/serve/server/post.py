@@ -1,8 +1,8 @@
 """The worker's sockets: one Dialer to its router, one to each sink that still wants something.
 
-Invariants: every send is a hint and never waits; the Dialers of sinks that were not used for
-longest are closed, so that clients that come and go leave nothing behind. Driven by worker.py, on
-its loop.
+Invariants: every send is a hint and never waits; a router that stays silent is dialled for ever,
+and told of in the log; the Dialers of sinks that were not used for longest are closed, so that
+clients that come and go leave nothing behind. Driven by worker.py, on its loop.
 """
 
 import asyncio
@@ -19,6 +19,8 @@ from rollmesh.wire.sockets import Dialer
 log = get_logger()
 
 MAX_SINKS = 64
+SILENT_S = 5.0
+"""A router speaks each second; one that does not for so long is told of, each time later."""
 
 Hear = Callable[[bytes, Packet], None]
 """Told of each packet with its route: ROUTER, or the sink's address."""
@@ -33,11 +35,22 @@ class Post:
         self._hear = hear
         self._router = Dialer(router, identity, keys)
         self._sinks: OrderedDict[bytes, Dialer] = OrderedDict()
+        self._heard_s = 0.0
+        self._told_s = SILENT_S
 
     def start(self) -> None:
         """Begin to hand over what the router says."""
         loop = asyncio.get_running_loop()
-        self._router.attach(loop, lambda packet: self._hear(ROUTER, packet))
+        self._heard_s = loop.time()
+        self._router.attach(loop, self._hear_router)
+
+    def look_for_silence(self) -> None:
+        """Say so where the router has not spoken for long."""
+        silent_s = asyncio.get_running_loop().time() - self._heard_s
+        if silent_s >= self._told_s:
+            self._told_s *= 2
+            what = f"no word from {self._router.address} for {silent_s:.0f} s; we keep dialling"
+            log.warning("router.silent", error=f"{what}; are its address and our keys right?")
 
     def send(self, route: bytes, packet: Packet) -> None:
         """Send to the router or to a sink, which is dialled if need be."""
@@ -51,6 +64,13 @@ class Post:
         for dialer in (self._router, *self._sinks.values()):
             dialer.close()
         self._sinks.clear()
+
+    def _hear_router(self, packet: Packet) -> None:
+        if self._told_s > SILENT_S:
+            log.info("router.back", address=self._router.address)
+            self._told_s = SILENT_S
+        self._heard_s = asyncio.get_running_loop().time()
+        self._hear(ROUTER, packet)
 
     def _sink(self, route: bytes) -> Dialer | None:
         sink = self._sinks.get(route)

@@ -1,14 +1,17 @@
 """The worker process: loads the environment, serves the edge, works, and goes when told.
 
-Invariants: an environment that does not load is reported to the router and ends the process with
-one line (exit code 2) before anything else starts; the process says Ready only when its edge serves
-and its hello is out; no torch, no numpy. Driven by `rollmesh worker`.
+Invariants: an environment that does not load ends the process before anything else starts; the
+process says Ready only when its edge serves and its hello is out; what environment code leaves
+running, or lets out of its tasks, neither ends the process nor keeps it from ending; no torch, no
+numpy. Driven by `rollmesh worker`.
 """
 
 import asyncio
 import gc
 import os
 import socket
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -17,55 +20,78 @@ import uvloop
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
-from rollmesh.core.errors import EnvError
+from rollmesh.core.errors import UserError
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.process import Ready, announce, listen, stop_event
+from rollmesh.core.process import FAILED, OK, USAGE, Ready, announce, listen, stop_event
 from rollmesh.envs.env import Env
-from rollmesh.envs.loading import load_env
 from rollmesh.runtime.assembly import GC_THRESHOLDS, new_runtime
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.serve.server.beats import Beats, BeatSettings
-from rollmesh.serve.server.calls import Calls
-from rollmesh.serve.server.rollouts import Stage
+from rollmesh.serve.server.calls import Calls, Limit, tamed
+from rollmesh.serve.server.loading import load_in_time
+from rollmesh.serve.server.rollouts import Stage, one_line
 from rollmesh.serve.server.worker import Worker, WorkerSettings
-from rollmesh.wire.frames import Packet
-from rollmesh.wire.keys import read_keys
+from rollmesh.wire.keys import check_dial, read_keys
 from rollmesh.wire.machine import ROUTER
-from rollmesh.wire.messages import EnvFailed
-from rollmesh.wire.sockets import Dialer
 
 log = get_logger()
 
 OWN_THREADS = 4
-"""For prompts, beside a thread for each rollout: asyncio's few would make a score that blocks
-hold up the others, until their time is over, and every long prompt too."""
+"""For prompts, beside a thread for each rollout, since environments use asyncio.to_thread."""
+CLOSE_S = 1.0
+"""What an environment has for its `close`."""
+EXIT_S = 1.0
+"""What tasks and threads that environment code has left running have once all is served."""
 
 
 def run(
     config: Config, router: str, worker_id: str, listen_fd: int | None, ready_fd: int | None
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the router lets the worker go.
+    """Serve until SIGTERM or SIGINT, or until the router lets the worker go, or it is worn out.
 
     EnvError, ModelError or AddressError, one line, where it cannot begin.
     """
     setup(worker_id, config.run_folder() if ready_fd is not None else None)
     settings = WorkerSettings(worker_id, router, config, read_keys())
-    env = _load_env(settings)
+    check_dial(router, settings.keys)
+    env = load_in_time(settings)
     listening = listen(config.interception.bind, listen_fd)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, env, listening, ready_fd))
+        loop = runner.get_loop()
+        code = FAILED
+        try:
+            _run_to_end(loop, loop.create_task(_serve(settings, env, listening, ready_fd)))
+            code = OK
+        except UserError:
+            code = USAGE
+            raise
+        finally:
+            _end_in_time(code)
 
 
-def _load_env(settings: WorkerSettings) -> Env:
-    """The environment; if it does not load the router hears of it at once."""
-    config = settings.config
-    try:
-        return load_env(config.env, config.env_settings)
-    except EnvError as error:
-        dialer = Dialer(settings.router, settings.worker_id, settings.keys)
-        dialer.send(Packet(EnvFailed(settings.worker_id, config.env, str(error))))
-        dialer.close()
-        raise
+def _run_to_end(loop: asyncio.AbstractEventLoop, serving: asyncio.Task[None]) -> None:
+    """Serve on, whatever the tasks that environment code starts let out."""
+    while True:
+        try:
+            return loop.run_until_complete(serving)
+        except (SystemExit, KeyboardInterrupt) as error:
+            if serving.done():
+                raise
+            log.error("env.escaped", error=str(tamed(error)))
+
+
+def _end_in_time(code: int) -> None:
+    """From here on nothing that environment code left running keeps the process alive."""
+
+    def leave() -> None:
+        names = [each.name for each in threading.enumerate() if not each.daemon]
+        log.warning("worker.ended_by_force", threads=names)
+        sys.stdout.flush()
+        os._exit(code)
+
+    watch = threading.Timer(EXIT_S, leave)
+    watch.daemon = True
+    watch.start()
 
 
 async def _serve(
@@ -75,9 +101,10 @@ async def _serve(
     loop = asyncio.get_running_loop()
     stop = stop_event(loop)
     num_threads = config.worker.max_rollouts + OWN_THREADS
-    loop.set_default_executor(ThreadPoolExecutor(num_threads, "calls"))
+    loop.set_default_executor(ThreadPoolExecutor(num_threads, "pool"))
+    calls = Calls()
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(env.close)
+        stack.push_async_callback(_close, env, calls)
         worker = Worker(settings)
         runtime, sampler = new_runtime(config, worker.view, worker.report)
         stack.push_async_callback(sampler.close)
@@ -89,7 +116,6 @@ async def _serve(
         beats = Beats(
             beat_settings, settings.keys, worker.vitals, lambda packet: worker.hear(ROUTER, packet)
         )
-        calls = Calls()
         stage = Stage(
             env, runtime, f"{address}/v1", model_name, config.worker, SystemClock(), calls
         )
@@ -102,3 +128,10 @@ async def _serve(
         log.info("worker.started", address=address, env=config.env)
         await worker.serve(stop)
     log.info("worker.stopped")
+
+
+async def _close(env: Env, calls: Calls) -> None:
+    try:
+        await calls.call(Limit("the time to close", CLOSE_S), env.close)
+    except Exception as error:  # noqa: BLE001 - door: env code may raise anything
+        log.warning("env.not_closed", error=one_line(error))

@@ -144,6 +144,7 @@ class Worker:
         while True:
             self._step(Ticked())
             self._look_for_wear()
+            self._post.look_for_silence()
             await asyncio.sleep(self._tick_s)
 
     def _look_for_wear(self) -> None:
