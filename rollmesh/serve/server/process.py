@@ -23,11 +23,11 @@ from rollmesh.core.config import Config
 from rollmesh.core.errors import UserError
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import FAILED, OK, USAGE, Ready, announce, listen, stop_event
+from rollmesh.envs.calls import Calls, Limit, tamed
 from rollmesh.envs.env import Env
 from rollmesh.runtime.assembly import GC_THRESHOLDS, new_runtime
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.serve.server.beats import Beats, BeatSettings
-from rollmesh.serve.server.calls import Calls, Limit, tamed
 from rollmesh.serve.server.loading import load_in_time
 from rollmesh.serve.server.rollouts import Stage, one_line
 from rollmesh.serve.server.worker import Worker, WorkerSettings

@@ -22,10 +22,10 @@ from rollmesh.core.errors import AgentFailed, InfraError
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.logs import get_logger
 from rollmesh.core.types import Outcome, RolloutRecord, Score
+from rollmesh.envs.calls import Calls, Limit, OvertimeError
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.runtime.record import SessionRecord
 from rollmesh.runtime.registry import OpenSession, Runtime
-from rollmesh.serve.server.calls import Calls, Limit, OvertimeError
 from rollmesh.wire.messages import GroupAsk
 
 log = get_logger()

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from rollmesh.core.config import WorkerConfig
 from rollmesh.core.types import SamplingPolicy, Score, Task
+from rollmesh.envs.calls import Calls
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.tokenizer import load_tokenizer
-from rollmesh.serve.server.calls import Calls
 from rollmesh.serve.server.rollouts import Stage
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.model_folder import write_model_folder

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rollmesh.serve.server.calls import Calls, EscapedError, Limit, OvertimeError
+from rollmesh.envs.calls import Calls, EscapedError, Limit, OvertimeError
 
 SOON = Limit("score_timeout_s", 5.0)
 NOW = Limit("score_timeout_s", 0.01)

@@ -8,7 +8,8 @@ Coroutines run on the loop and are told by a cancellation; plain methods run in 
 nobody can tell anything. Invariants: the caller goes on in time, whatever the code does, even where
 it swallows its cancellation; what comes out of it is an Exception, unless the caller itself is
 cancelled; what is left behind is counted until it ends, and keeps no process alive. A coroutine
-that blocks holds the loop, which the beat thread then names. Driven by rollouts.py and groups.py.
+that blocks holds the loop, which the beat thread then names. Driven by the worker and by
+tools.py.
 """
 
 import asyncio
