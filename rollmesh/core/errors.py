@@ -15,12 +15,23 @@
       SessionError         what the HTTP edge turns into a reply in the caller's dialect
       JournalError         a journal that cannot be written or is of another format
       Overloaded           a bounded queue is full; `retry_after_s` says when to come back
+      GroupError           a group of rollouts that was asked for ended without a result
+        GroupCancelled     its client, or whoever stopped that, no longer wanted it
+        DeadlineExceeded   it was not there in time
+        EnvFailed          no worker could load its environment
+        AttemptsExhausted  worker after worker died that had it
+        Quarantined        workers died that had it, as if it were why; it will not run again
+        GroupIncomplete    it ran, but not all of its rollouts came to an outcome
       InfraError           a rollout failed for reasons that are not the agent's
       AgentFailed          a rollout failed and the agent itself is at fault
+        ContextFull        the conversation is longer than the model's context
 
 Invariant: a message names the key, address or file and says what to do. `assert` is for our own
 mistakes. Driven by everyone.
 """
+
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import GroupRecord
 
 
 class RollmeshError(Exception):
@@ -99,9 +110,48 @@ class Overloaded(RollmeshError):
         self.retry_after_s = retry_after_s
 
 
+class GroupError(RollmeshError):
+    """A group ended without a result; the message is the reason with its code."""
+
+    def __init__(self, group_id: GroupId, reason: str, record: GroupRecord | None = None) -> None:
+        super().__init__(f"group {group_id}: {reason}")
+        self.group_id = group_id
+        self.reason = reason
+        self.record = record
+        """What there is of its rollouts, where it ran."""
+
+
+class GroupCancelled(GroupError):
+    """The group was cancelled: by its client, or because that left."""
+
+
+class DeadlineExceeded(GroupError):
+    """The group's deadline came before its result."""
+
+
+class EnvFailed(GroupError):
+    """The group's environment does not load on any worker."""
+
+
+class AttemptsExhausted(GroupError):
+    """Every worker that ran the group died, as often as it may run."""
+
+
+class Quarantined(GroupError):
+    """Workers that ran the group died; the reason names them and how they ended."""
+
+
+class GroupIncomplete(GroupError):
+    """Rollouts of the group failed for reasons that are not the agent's; see `record`."""
+
+
 class InfraError(RollmeshError):
     """A rollout failed for reasons that are not the agent's; it is retried, never scored zero."""
 
 
 class AgentFailed(RollmeshError):
     """An agent broke down by its own fault; its rollout ends as `agent_error`."""
+
+
+class ContextFull(AgentFailed):
+    """The conversation has grown past the model's context; an environment may end it there."""

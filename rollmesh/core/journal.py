@@ -58,6 +58,15 @@ class Journal:
         """On disk."""
         return self._end - (self._starts[0] if self._starts else self._end)
 
+    @property
+    def end(self) -> int:
+        """Where the next record will stand, or just before."""
+        return self._end
+
+    def can_drop_before(self, position: int) -> bool:
+        """Whether a segment holds only records before `position`."""
+        return len(self._starts) > 1 and self._starts[1] <= position
+
     def append(self, frames: Sequence[Buffer]) -> int:
         """Write one record; its position. JournalError if the disk does not take it.
 
@@ -92,7 +101,7 @@ class Journal:
 
     def drop_before(self, position: int) -> None:
         """Remove the segments that hold only records before `position`."""
-        while len(self._starts) > 1 and self._starts[1] <= position:
+        while self.can_drop_before(position):
             self._path(self._starts.pop(0)).unlink(missing_ok=True)
 
     def close(self) -> None:

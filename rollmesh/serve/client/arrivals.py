@@ -26,6 +26,10 @@ class RawResult(msgspec.Struct, frozen=True):
     buffers: tuple[Buffer, ...]
     position: int
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + sum(map(len, self.buffers))
+
 
 class Finished(msgspec.Struct, frozen=True):
     """A group all of whose siblings came to an outcome."""
@@ -47,8 +51,11 @@ class Dropped(msgspec.Struct, frozen=True):
 
     group_id: GroupId
     reason: str
+    """Begins with a code; see wire/messages.py."""
     record: GroupRecord | None = None
     """What there is of an incomplete group."""
+    retry_after_s: float = 0.0
+    """Of an `overloaded`: when to come back."""
 
 
 Arrival = Finished | Dropped
@@ -59,7 +66,7 @@ def open_result(raw: RawResult) -> Arrival:
     try:
         record = decode_record(raw.body)
         if not raw.complete:
-            return Dropped(raw.group_id, record.reason or "incomplete", record)
+            return Dropped(raw.group_id, record.reason or "infra_error: incomplete", record)
         token_ids, logprobs = _arrays(raw.buffers)
         check_counts(record, len(token_ids), len(logprobs))
     except WireError as error:

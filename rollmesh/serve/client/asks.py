@@ -1,12 +1,16 @@
 """What this client asked for and has not got yet: the truth that a router's queue only mirrors.
 
     OPEN --------silence, AskRefused, a new router: said again--------> OPEN
-    OPEN --result at the sink, GroupFailed, CANCELLED, cancelled here--> forgotten
+    OPEN --result at the sink, GroupFailed, CANCELLED, cancelled here,
+           its deadline, refused for longer than its patience--------> forgotten
 
 Invariants: an ask is kept until it ended at the sink, so whatever the network and the router lose,
 it is said again; an ended ask leaves nothing behind but, for a while, its CancelGroup. All asks
-are idempotent by their group id. Driven by client.py, and by the simulator.
+are idempotent by their group id. A turn in which nothing is due costs the same whatever number is
+open. Driven by intake.py, and by the simulator.
 """
+
+import math
 
 import msgspec
 
@@ -41,6 +45,17 @@ class AsksSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The same, once the router has spoken of it."""
     num_cancels: int = 3
     """How often a CancelGroup is said."""
+    weight: int = 1
+    """This client's share of turns against the others'."""
+    keep: bool = False
+    """Its groups go on while it is gone."""
+
+
+PATIENCE_S = 600.0
+LONGEST_WAIT_S = 15.0
+"""Between two times that a refused ask is said."""
+MOMENT_S = 0.001
+"""A deadline that is over is said as this: 0 would be none."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +65,12 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     env: str
     num_samples: int
     priority: int = 0
+    deadline_s: float = 0.0
+    """It ends without a result when so much time is over; 0 is no limit."""
+    patience_s: float = PATIENCE_S
+    """So long a full queue's refusals are answered by asking again; at 0 the first ends it."""
+    attempts: int = 0
+    """Attempts that may have begun, where an earlier process asked."""
     body: Buffer = b""
 
 
@@ -75,6 +96,9 @@ class AskEnded(msgspec.Struct, frozen=True):
 
     group_id: GroupId
     reason: str
+    """Begins with a code; see wire/messages.py."""
+    retry_after_s: float = 0.0
+    """Of an `overloaded`: when to come back."""
 
 
 Event = Asked | Cancelled | Arrived | Closed | Received | Ticked
@@ -83,8 +107,15 @@ Action = Send | AskEnded
 
 class _Ask(msgspec.Struct):
     asked: Asked
-    attempts: int = 0
+    attempts: int
+    ends_s: float
     say_again_s: float = 0.0
+    refused_since_s: float = math.inf
+    num_refusals: int = 0
+
+    @property
+    def due_s(self) -> float:
+        return min(self.ends_s, self.say_again_s)
 
 
 class _Cancel(msgspec.Struct):
@@ -104,7 +135,9 @@ class Asks:
         self.open: dict[GroupId, _Ask] = {}
         self._cancels: dict[GroupId, _Cancel] = {}
         self._awaits_hello = True
-        self._next_beat_s = float("-inf")
+        self._next_beat_s = -math.inf
+        self._next_due_s = math.inf
+        """No ask and no cancel is due before."""
 
     @property
     def num_cancels(self) -> int:
@@ -122,7 +155,9 @@ class Asks:
                 self.open.pop(group_id, None)
                 return []
             case Closed():
-                return [Send(ROUTER, ClientLeft(self.settings.client_id))]
+                # Kept groups go on; whoever wants their end cancels them.
+                left = ClientLeft(self.settings.client_id)
+                return [] if self.settings.keep else [Send(ROUTER, left)]
             case Received():
                 return self._received(event, now_s)
             case Ticked():
@@ -131,7 +166,9 @@ class Asks:
     def _asked(self, asked: Asked, now_s: float) -> list[Action]:
         if asked.group_id in self.open:
             return []
-        ask = self.open[asked.group_id] = _Ask(asked)
+        ends_s = now_s + asked.deadline_s if asked.deadline_s > 0 else math.inf
+        ask = self.open[asked.group_id] = _Ask(asked, asked.attempts, ends_s)
+        self._note_due(ends_s)
         # Before the first RouterHello nobody knows us; the hello says all open asks.
         return [self._say(ask, now_s)] if self.router else []
 
@@ -159,9 +196,8 @@ class Asks:
                 actions += self._moved(event.message, now_s)
             case GroupFailed(group_id, reason):
                 actions += self._end(group_id, reason)
-            case AskRefused(group_id, _, retry_after_s):
-                if ask := self.open.get(group_id):
-                    ask.say_again_s = now_s + max(retry_after_s, 0.0)
+            case AskRefused():
+                actions += self._refused(event.message, now_s)
             case _:
                 pass
         return actions
@@ -172,7 +208,8 @@ class Asks:
         It answers with a RouterHello; one that comes unasked says that it has forgotten us.
         """
         self._awaits_hello = True
-        actions: list[Action] = [Send(ROUTER, ClientHello(self.settings.client_id))]
+        self._note_due(now_s)
+        actions: list[Action] = [Send(ROUTER, self._hello())]
         actions += [self._say(ask, now_s) for ask in self.open.values()]
         return actions
 
@@ -183,36 +220,79 @@ class Asks:
         if ask is None:
             return []
         ask.attempts = max(ask.attempts, moved.attempt)
+        ask.refused_since_s, ask.num_refusals = math.inf, 0
         if moved.state is GroupState.CANCELLED:
-            return self._end(moved.group_id, "cancelled by the router")
-        if moved.state in (GroupState.DONE, GroupState.FAILED):
-            # DONE follows our own ack and FAILED comes with its reason: an ask that is still open
-            # crossed one of them, or nobody holds its result. Saying it again settles either.
-            ask.say_again_s = now_s + self.settings.confirm_beats * self.beat_s
-            return []
-        ask.say_again_s = now_s + self.settings.reassert_beats * self.beat_s
+            return self._end(moved.group_id, "cancelled: by the router")
+        # DONE follows our own ack and FAILED comes with its reason: an ask that is still open
+        # crossed one of them, or nobody holds its result. Saying it again soon settles either.
+        has_ended = moved.state in (GroupState.DONE, GroupState.FAILED)
+        beats = self.settings.confirm_beats if has_ended else self.settings.reassert_beats
+        self._say_again(ask, now_s + beats * self.beat_s)
         return []
 
-    def _end(self, group_id: GroupId, reason: str) -> list[Action]:
-        return [AskEnded(group_id, reason)] if self.open.pop(group_id, None) else []
+    def _refused(self, refused: AskRefused, now_s: float) -> list[Action]:
+        """The queue is full: ask again, later each time, while the ask has patience."""
+        ask = self.open.get(refused.group_id)
+        if ask is None:
+            return []
+        ask.refused_since_s = min(ask.refused_since_s, now_s)
+        least_s = max(refused.retry_after_s, 0.0)
+        wait_s = max(least_s, min(least_s * 2.0**ask.num_refusals, LONGEST_WAIT_S))
+        if now_s + wait_s > ask.refused_since_s + ask.asked.patience_s:
+            return self._end(refused.group_id, refused.reason, least_s)
+        ask.num_refusals += 1
+        self._say_again(ask, now_s + wait_s)
+        return []
+
+    def _end(self, group_id: GroupId, reason: str, retry_after_s: float = 0.0) -> list[Action]:
+        if self.open.pop(group_id, None) is None:
+            return []
+        return [AskEnded(group_id, reason, retry_after_s)]
 
     def _ticked(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + self.beat_s
-            client_id = self.settings.client_id
-            known = bool(self.router)
-            beat = ClientBeat(client_id, len(self.open)) if known else ClientHello(client_id)
-            actions.append(Send(ROUTER, beat))
-        if self.router:
-            actions += [self._say(a, now_s) for a in self.open.values() if now_s >= a.say_again_s]
-            for group_id, cancel in list(self._cancels.items()):
-                if now_s >= cancel.say_again_s:
-                    actions += self._say_cancel(group_id, cancel, now_s)
+            beat = ClientBeat(self.settings.client_id, len(self.open))
+            actions.append(Send(ROUTER, beat if self.router else self._hello()))
+        if now_s >= self._next_due_s:
+            actions += self._look_at_all(now_s)
         return actions
 
+    def _look_at_all(self, now_s: float) -> list[Action]:
+        """Say what is due, end what is late, and find out when to look again."""
+        actions: list[Action] = []
+        self._next_due_s = math.inf
+        for group_id, ask in list(self.open.items()):
+            if now_s >= ask.ends_s:
+                late = f"deadline: no result within {ask.asked.deadline_s:g} s"
+                actions += self._cancelled(group_id, late, now_s)
+            elif now_s >= ask.say_again_s and self.router:
+                actions.append(self._say(ask, now_s))
+            else:
+                self._note_due(ask.due_s if self.router else ask.ends_s)
+        for group_id, cancel in list(self._cancels.items()):
+            if not self.router:
+                continue
+            if now_s >= cancel.say_again_s:
+                actions += self._say_cancel(group_id, cancel, now_s)
+            else:
+                self._note_due(cancel.say_again_s)
+        return actions
+
+    def _note_due(self, at_s: float) -> None:
+        self._next_due_s = min(self._next_due_s, at_s)
+
+    def _say_again(self, ask: _Ask, at_s: float) -> None:
+        ask.say_again_s = at_s
+        self._note_due(ask.due_s)
+
+    def _hello(self) -> ClientHello:
+        settings = self.settings
+        return ClientHello(settings.client_id, settings.weight, settings.keep)
+
     def _say(self, ask: _Ask, now_s: float) -> Send:
-        ask.say_again_s = now_s + self.settings.confirm_beats * self.beat_s
+        self._say_again(ask, now_s + self.settings.confirm_beats * self.beat_s)
         asked = ask.asked
         message = AskGroup(
             group_id=asked.group_id,
@@ -222,12 +302,14 @@ class Asks:
             sink=self.settings.sink,
             attempts=ask.attempts,
             priority=asked.priority,
+            deadline_s=max(ask.ends_s - now_s, MOMENT_S) if ask.ends_s < math.inf else 0.0,
         )
         return Send(ROUTER, message, asked.body)
 
     def _say_cancel(self, group_id: GroupId, cancel: _Cancel, now_s: float) -> list[Action]:
         cancel.num_left -= 1
         cancel.say_again_s = now_s + self.settings.confirm_beats * self.beat_s
+        self._note_due(cancel.say_again_s)
         if cancel.num_left <= 0:
             del self._cancels[group_id]
         return [Send(ROUTER, CancelGroup(group_id, cancel.reason))]

@@ -1,16 +1,20 @@
-"""The client's book: what arrived, what was dropped, what was trained and published, on disk.
+"""The client's book: what was asked, what arrived and was dropped, trained or published, on disk.
 
     RunBegan      first, once per client                         frames: [entry]
+    GroupAsked    an ask that is to outlive its process          frames: [entry, body]
     GroupKept     a complete result, before its ack              frames: [entry, body, *buffers]
     GroupBooked   a group that ended without one
+    GroupsTaken   results that nobody needs again
     StepTaken     the groups of a train step, before it is taken
     Published     a policy version, before it is published
     EndedSoFar    all ended groups as intervals, before older segments are dropped
 
-Invariants: an act follows its entry; replaying the entries gives which groups have ended, and which
-results no step has taken. Driven by the intake's thread.
+Invariants: an act follows its entry; replaying the entries gives which groups are asked for and
+open, which have ended, and which results nobody has taken. Driven by the intake's thread.
 """
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,7 +24,8 @@ from rollmesh.core.errors import JournalError
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.core.journal import Journal
 from rollmesh.serve.client.arrivals import RawResult
-from rollmesh.wire.frames import Packet
+from rollmesh.serve.client.asks import MOMENT_S, Asked
+from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.messages import GroupFinished
 
 JOURNAL_FOLDER = "journal"
@@ -32,6 +37,19 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 
 class RunBegan(Entry, frozen=True, tag="run_began"):
     run_id: str
+    client_id: str = ""
+    sink: str = ""
+    """Address; a client that goes on for this one listens there again."""
+
+
+class GroupAsked(Entry, frozen=True, tag="group_asked"):
+    group_id: GroupId
+    env: str
+    num_samples: int
+    priority: int
+    ends_s: float
+    """Unix time; 0 for never."""
+    patience_s: float
 
 
 class GroupKept(Entry, frozen=True, tag="group_kept"):
@@ -43,6 +61,10 @@ class GroupKept(Entry, frozen=True, tag="group_kept"):
 class GroupBooked(Entry, frozen=True, tag="group_booked"):
     group_id: GroupId
     reason: str
+
+
+class GroupsTaken(Entry, frozen=True, tag="groups_taken"):
+    group_ids: tuple[GroupId, ...]
 
 
 class StepTaken(Entry, frozen=True, tag="step_taken"):
@@ -59,7 +81,16 @@ class EndedSoFar(Entry, frozen=True, tag="ended_so_far"):
     runs: dict[str, list[tuple[int, int]]]
 
 
-AnyEntry = RunBegan | GroupKept | GroupBooked | StepTaken | Published | EndedSoFar
+AnyEntry = (
+    RunBegan
+    | GroupAsked
+    | GroupKept
+    | GroupBooked
+    | GroupsTaken
+    | StepTaken
+    | Published
+    | EndedSoFar
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
@@ -74,7 +105,12 @@ class Book:
         self._journal = Journal(folder / JOURNAL_FOLDER, config.segment_bytes, fsync=config.fsync)
         self.ended: dict[str, IntervalSet] = {}
         """By run; the sink works on these sets."""
+        self.began = RunBegan("")
+        """The newest run."""
+        self._open: dict[GroupId, Asked] = {}
         self._untaken: dict[GroupId, RawResult] = {}
+        self._needed: dict[GroupId, int] = {}
+        """Where the asks and results stand that are still needed."""
         try:
             for position, frames in self._journal.replay():
                 self._replay(position, frames)
@@ -93,17 +129,38 @@ class Book:
         return self._journal.size_bytes > self._config.max_bytes
 
     def restored(self) -> list[RawResult]:
-        """Results of earlier runs that no step took, oldest first; they are given once."""
+        """Results of earlier runs that nobody took, oldest first; they are given once."""
         results, self._untaken = list(self._untaken.values()), {}
         return results
+
+    def reopened(self) -> list[Asked]:
+        """What earlier runs asked for to outlive them and is open; given once."""
+        asks, self._open = list(self._open.values()), {}
+        return asks
+
+    def begin(self, began: RunBegan) -> None:
+        """Write down a new run."""
+        self._write(began)
+        self.began = began
+        self.ended[began.run_id] = IntervalSet()
+
+    def ask(self, asked: Asked) -> None:
+        """Write down an ask that is to outlive this process."""
+        ends_s = time.time() + asked.deadline_s if asked.deadline_s > 0 else 0.0
+        entry = GroupAsked(
+            asked.group_id, asked.env, asked.num_samples, asked.priority, ends_s, asked.patience_s
+        )
+        self._needed[asked.group_id] = self._write(entry, asked.body)
 
     def keep(self, message: GroupFinished, packet: Packet) -> RawResult:
         """Write a result down; an incomplete one leaves a line and not its tokens."""
         if message.complete:
             entry: AnyEntry = GroupKept(message.group_id, message.attempt, message.worker_id)
-            position = self._write(entry, packet)
+            position = self._write(entry, packet.body, *packet.buffers)
+            self._needed[message.group_id] = position
         else:
             position = self._write(GroupBooked(message.group_id, "incomplete"))
+            self._needed.pop(message.group_id, None)
         return RawResult(
             group_id=message.group_id,
             attempt=message.attempt,
@@ -117,18 +174,37 @@ class Book:
     def note(self, entry: AnyEntry) -> None:
         """Write one entry; JournalError if the disk does not take it."""
         self._write(entry)
+        if isinstance(entry, GroupBooked):
+            self._needed.pop(entry.group_id, None)
+
+    def take(self, group_ids: tuple[GroupId, ...]) -> None:
+        """Nobody needs these results again, nor the segments that hold nothing else."""
+        self._write(GroupsTaken(group_ids))
+        for group_id in group_ids:
+            self._needed.pop(group_id, None)
+        self._drop_before(min(self._needed.values(), default=self._journal.end))
 
     def free(self, position: int) -> None:
-        """Drop what stands before `position`, but for which groups have ended."""
-        ended = {run: interval_set.intervals() for run, interval_set in self.ended.items()}
-        self._write(EndedSoFar(ended))
-        self._journal.drop_before(position)
+        """Drop the results before `position`, but for which groups have ended."""
+        open_asks = (at for group, at in self._needed.items() if not self._has_ended(group))
+        self._needed = {
+            group: at
+            for group, at in self._needed.items()
+            if at >= position or not self._has_ended(group)
+        }
+        self._drop_before(min([position, *open_asks]))
 
     def close(self) -> None:
         self._journal.close()
 
-    def _write(self, entry: AnyEntry, packet: Packet | None = None) -> int:
-        frames = [packet.body, *packet.buffers] if packet else []
+    def _drop_before(self, position: int) -> None:
+        if not self._journal.can_drop_before(position):
+            return
+        self._write(EndedSoFar({run: each.intervals() for run, each in self.ended.items()}))
+        self._write(self.began)
+        self._journal.drop_before(position)
+
+    def _write(self, entry: AnyEntry, *frames: Buffer) -> int:
         return self._journal.append([_encoder.encode(entry), *frames])
 
     def _replay(self, position: int, frames: list[bytes]) -> None:
@@ -137,25 +213,62 @@ class Book:
         except (msgspec.MsgspecError, IndexError) as error:
             raise JournalError(f"the journal's record at {position} is unknown: {error}") from None
         match entry:
-            case RunBegan(run_id):
-                self.ended.setdefault(run_id, IntervalSet())
+            case GroupAsked(group_id):
+                self._open[group_id] = _asked_again(entry, frames[1])
+                self._needed[group_id] = position
             case GroupKept(group_id, attempt, worker_id):
                 self._end(group_id)
                 body, *buffers = frames[1:]
                 self._untaken[group_id] = RawResult(
                     group_id, attempt, worker_id, True, body, tuple(buffers), position
                 )
+                self._needed[group_id] = position
+            case _:
+                self._replay_alone(entry)
+
+    def _replay_alone(self, entry: AnyEntry) -> None:
+        """An entry without further frames."""
+        match entry:
+            case RunBegan(run_id):
+                self.began = entry
+                self.ended.setdefault(run_id, IntervalSet())
             case GroupBooked(group_id):
                 self._end(group_id)
-                self._untaken.pop(group_id, None)
+                self._forget([group_id])
             case StepTaken(_, group_ids):
                 for group_id in group_ids:
                     self._untaken.pop(group_id, None)
+            case GroupsTaken(group_ids):
+                self._forget(group_ids)
             case EndedSoFar(runs):
                 for run_id, intervals in runs.items():
                     self.ended[run_id] = IntervalSet(intervals)
-            case Published():
+            case _:
                 pass
 
     def _end(self, group_id: GroupId) -> None:
         self.ended.setdefault(group_id.run_id, IntervalSet()).add(group_id.seq)
+        self._open.pop(group_id, None)
+
+    def _forget(self, group_ids: Sequence[GroupId]) -> None:
+        for group_id in group_ids:
+            self._untaken.pop(group_id, None)
+            self._needed.pop(group_id, None)
+
+    def _has_ended(self, group_id: GroupId) -> bool:
+        return group_id.seq in self.ended.get(group_id.run_id, ())
+
+
+def _asked_again(entry: GroupAsked, body: bytes) -> Asked:
+    """The ask of an earlier process; its first attempt may have begun, or be over."""
+    left_s = max(entry.ends_s - time.time(), MOMENT_S) if entry.ends_s else 0.0
+    return Asked(
+        group_id=entry.group_id,
+        env=entry.env,
+        num_samples=entry.num_samples,
+        priority=entry.priority,
+        deadline_s=left_s,
+        patience_s=entry.patience_s,
+        attempts=1,
+        body=body,
+    )

@@ -7,24 +7,28 @@
 
 Invariants: every group asked for is handed out by `take` once, as Finished or as Dropped with its
 reason; what was handed out is in the journal, and a new client on the same folder hands out again
-what no noted step took. Every method may be called from any thread and none waits for the network.
-Driven by the trainer, evaluations, and users' own code.
+what was neither trained nor marked as done with. With `keep` that new client also goes on with
+what is open: it has the same name in the mesh and listens where the old one did. Every method may
+be called from any thread and none waits for the network. Driven by the trainer, calls.py, and
+users' own code.
 """
 
+import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 from rollmesh.core.config import JournalConfig
+from rollmesh.core.errors import AddressError, Overloaded
 from rollmesh.core.ids import GroupId, new_id
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, RawResult, open_result
-from rollmesh.serve.client.asks import Asked, AsksSettings, Cancelled
+from rollmesh.serve.client.asks import PATIENCE_S, Asked, AsksSettings, Cancelled
 from rollmesh.serve.client.book import AnyEntry, Book, Published, StepTaken
-from rollmesh.serve.client.intake import Free, Intake, Note
-from rollmesh.wire.bodies import encode_ask
+from rollmesh.serve.client.intake import Free, Intake, Note, Taken
+from rollmesh.wire.bodies import decode_ask, encode_ask
 from rollmesh.wire.keys import Keys, check_told
 from rollmesh.wire.messages import GroupAsk
 from rollmesh.wire.sockets import Dialer, Hub
@@ -32,10 +36,13 @@ from rollmesh.wire.sockets import Dialer, Hub
 __all__ = ["Arrival", "Dropped", "Finished", "RolloutClient"]
 
 NOTE_TIMEOUT_S = 30.0
+MAX_OPEN = 16_384
+"""Groups asked for and not taken; past it `ask` raises Overloaded."""
+LOOPBACK = "127.0.0.1"
 
 
 class RolloutClient:
-    """One client with one sink; its journal stands in `folder/journal`."""
+    """One client with one sink; its journal stands in `folder/journal`, which nobody shares."""
 
     def __init__(
         self,
@@ -44,29 +51,48 @@ class RolloutClient:
         folder: Path,
         keys: Keys | None = None,
         *,
-        bind: str = "tcp://127.0.0.1:0",
+        bind: str = "",
+        weight: int = 1,
+        keep: bool = False,
     ) -> None:
-        """Dial `router` and listen at `bind`; AddressError or JournalError where that fails."""
+        """Dial `router`, listen at `bind` or, if that is empty, at a free port that faces it.
+
+        `weight` is this client's share of turns against other clients'. `keep` lets its groups
+        outlive it. AddressError or JournalError where it cannot be opened.
+        """
         self.run_id = new_id("r")
+        self.reopened: dict[GroupId, Task] = {}
+        """With `keep`, after `start`: what an earlier client here asked for and is still open."""
         self._lock = threading.Lock()
         self._next_seq = 0
-        client_id = new_id("c")
+        self._num_open = 0
         with ExitStack() as undo:
+            bind = bind or f"tcp://{facing(router)}:0"
             check_told(bind)
             book = undo.enter_context(closing(Book(folder, journal)))
-            hub = undo.enter_context(closing(Hub(bind, keys)))
+            earlier = book.began if keep else None
+            client_id = (earlier and earlier.client_id) or new_id("c")
+            hub = undo.enter_context(closing(listen(bind, earlier.sink if earlier else "", keys)))
             dialer = Dialer(router, client_id, keys)
             undo.pop_all()
         self.address = hub.address
-        settings = AsksSettings(client_id=client_id, sink=hub.address)
+        settings = AsksSettings(client_id=client_id, sink=hub.address, weight=weight, keep=keep)
         self._intake = Intake(hub, dialer, book, settings)
 
     def start(self) -> None:
         """Begin to serve; what the journal holds of earlier runs is handed out first."""
-        self._intake.start(self.run_id)
+        reopened = self._intake.start(self.run_id)
+        self.reopened = {asked.group_id: decode_ask(asked.body).task for asked in reopened}
+
+    def watch(self, on_arrival: Callable[[], None] | None) -> None:
+        """Call this, from another thread, when `take` would bring something again; None: no more.
+
+        It must not wait, and not call this client.
+        """
+        self._intake.watch(on_arrival)
 
     def close(self) -> None:
-        """Leave: the router cancels what is still open here; the journal stays."""
+        """Leave; the router cancels what is open here, unless it is kept. The journal stays."""
         self._intake.close()
 
     def ask(
@@ -79,14 +105,22 @@ class RolloutClient:
         seed: int,
         is_eval: bool = False,
         priority: int = 0,
+        deadline_s: float = 0.0,
+        patience_s: float = PATIENCE_S,
     ) -> GroupId:
         """Ask for `num_samples` rollouts of `task`; the group's id, at once.
 
-        While the journal is over its byte budget asks are held back, and the log says so.
+        Higher `priority` runs first. What has not ended `deadline_s` from now (0: no limit) ends as
+        `deadline`; what a full router refuses for longer than `patience_s`, as `overloaded`.
+        Overloaded where too much is asked for here already. While the journal is over its byte
+        budget asks are held back, and the log says so.
         """
         with self._lock:
+            if self._num_open >= MAX_OPEN:
+                raise Overloaded(f"{MAX_OPEN} groups are asked for here and not taken", 1.0)
             group_id = GroupId(self.run_id, self._next_seq)
             self._next_seq += 1
+            self._num_open += 1
         ask = GroupAsk(task=task, sampling=sampling, seed=seed, is_eval=is_eval)
         self._intake.command(
             Asked(
@@ -94,21 +128,30 @@ class RolloutClient:
                 env=env,
                 num_samples=num_samples,
                 priority=priority,
+                deadline_s=deadline_s,
+                patience_s=patience_s,
                 body=encode_ask(ask),
             )
         )
         return group_id
 
     def cancel(self, group_id: GroupId, reason: str) -> None:
-        """End an open group as Dropped with `reason`; nothing happens if it has ended."""
-        self._intake.command(Cancelled(group_id, reason))
+        """End an open group as Dropped `cancelled: {reason}`; nothing happens if it has ended."""
+        self._intake.command(Cancelled(group_id, f"cancelled: {reason}"))
 
     def take(self, timeout_s: float) -> list[Arrival]:
-        """What has ended since the last call, waiting up to `timeout_s` for the first."""
-        return [
-            open_result(each) if isinstance(each, RawResult) else each
-            for each in self._intake.take(timeout_s)
-        ]
+        """What has ended since the last call, waiting up to `timeout_s` for the first.
+
+        Raises what ended the client's own thread, if anything did.
+        """
+        arrivals = self._intake.take(timeout_s)
+        with self._lock:
+            self._num_open -= sum(each.group_id.run_id == self.run_id for each in arrivals)
+        return [open_result(each) if isinstance(each, RawResult) else each for each in arrivals]
+
+    def done_with(self, group_ids: Iterable[GroupId]) -> None:
+        """These results need not be handed out again; the journal may let go of them."""
+        self._intake.command(Taken(tuple(group_ids)))
 
     def note_step(self, step: int, group_ids: Sequence[GroupId]) -> None:
         """Write down, before the act, that `step` trains these groups; JournalError if it fails."""
@@ -126,3 +169,28 @@ class RolloutClient:
         written: Future[None] = Future()
         self._intake.command(Note(entry, written))
         written.result(NOTE_TIMEOUT_S)
+
+
+def listen(bind: str, earlier: str, keys: Keys | None) -> Hub:
+    """Where an earlier client listened, if that is free and `bind` allows it; else at `bind`."""
+    host, _, port = bind.rpartition(":")
+    if port == "0" and earlier.rpartition(":")[0] == host:
+        try:
+            return Hub(earlier, keys)
+        except AddressError:
+            # Somebody else has the port. What workers hold for it runs again for the new address.
+            pass
+    return Hub(bind, keys)
+
+
+def facing(router: str) -> str:
+    """The address of ours that the host of `router` sees; loopback where it cannot be told."""
+    host, _, port = router.removeprefix("tcp://").rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host.strip("[]"), int(port)))  # sends nothing
+            found: str = probe.getsockname()[0]
+    except (OSError, ValueError):
+        return LOOPBACK
+    return f"[{found}]" if family == socket.AF_INET6 else found

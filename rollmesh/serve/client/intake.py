@@ -2,18 +2,20 @@
 
 Owns the sink's Hub, the Dialer to the router, the two machines and the book; the program's thread
 reaches it through two queues. Invariants: nothing here waits for the program, and nothing decodes
-a result; a result is written before it is acked. Driven by its own thread, from `start` to `close`.
+a result; a result is written before it is acked; while the program leaves many bytes untaken, more
+stay with their workers. Driven by its own thread, from `start` to `close`.
 """
 
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import msgspec
 
 from rollmesh.core.errors import JournalError
-from rollmesh.core.ids import IntervalSet
+from rollmesh.core.ids import GroupId
 from rollmesh.core.logs import get_logger
 from rollmesh.serve.client.arrivals import Dropped, RawResult
 from rollmesh.serve.client.asks import Action as AskAction
@@ -37,6 +39,10 @@ from rollmesh.wire.sockets import Dialer, Doorbell, Hub, wait
 log = get_logger()
 
 JOIN_S = 5.0
+MAX_UNTAKEN_BYTES = 256 * 2**20
+"""Of results in memory; past it the sink reads no more, and workers keep theirs."""
+MAX_RESULTS = 64
+"""Taken in before the router and the program are listened to again."""
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -52,7 +58,13 @@ class Free(msgspec.Struct, frozen=True):
     position: int
 
 
-Command = Asked | Cancelled | Note | Free
+class Taken(msgspec.Struct, frozen=True):
+    """Command: nobody needs the results of these groups again."""
+
+    group_ids: tuple[GroupId, ...]
+
+
+Command = Asked | Cancelled | Note | Free | Taken
 
 
 class Intake:
@@ -68,17 +80,38 @@ class Intake:
         self._commands: deque[Command] = deque()
         self._held_asks: deque[Asked] = deque()
         self._arrivals: deque[RawResult | Dropped] = deque()
+        self._num_untaken_bytes = 0
         self._arrived = threading.Condition()
+        self._on_arrival: Callable[[], None] | None = None
         self._closing = False
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
 
-    def start(self, run_id: str) -> None:
-        """Begin a run of this id and serve; JournalError if the book cannot be written."""
-        self._book.note(RunBegan(run_id))
-        self._book.ended[run_id] = IntervalSet()
-        self._arrivals.extend(self._book.restored())
+    def start(self, run_id: str) -> list[Asked]:
+        """Begin a run of this id and serve; the open asks of earlier runs, which go on or end.
+
+        JournalError if the book cannot be written.
+        """
+        settings = self._asks.settings
+        self._book.begin(RunBegan(run_id, settings.client_id, settings.sink))
+        for result in self._book.restored():
+            self._hand_out(result)
+        reopened = self._book.reopened()
+        for asked in reopened:
+            if settings.keep:
+                self._do_asks(self._asks.step(asked, time.monotonic()))
+            else:
+                self._do_asks([AskEnded(asked.group_id, "cancelled: its client was started anew")])
         self._thread.start()
+        return reopened if settings.keep else []
+
+    def watch(self, on_arrival: Callable[[], None] | None) -> None:
+        """Have this called, on the intake's thread, when there is something to take again."""
+        with self._arrived:
+            self._on_arrival = on_arrival
+            is_news = bool(self._arrivals or self._fault)
+        if is_news and on_arrival:
+            on_arrival()
 
     def close(self) -> None:
         """Carry out what was commanded, say goodbye, and end the thread."""
@@ -95,7 +128,9 @@ class Intake:
         self._bell.close()
 
     def command(self, command: Command) -> None:
-        """Have the thread do this; from any thread."""
+        """Have the thread do this; from any thread. After `close` nothing is done any more."""
+        if self._closing:
+            return
         self._commands.append(command)
         if self._fault:
             self._fail_notes(self._fault)
@@ -110,6 +145,9 @@ class Intake:
             self._arrived.wait_for(lambda: self._arrivals or self._fault, timeout_s)
             arrivals = list(self._arrivals)
             self._arrivals.clear()
+            was_full, self._num_untaken_bytes = self._is_full, 0
+        if was_full:
+            self._bell.ring()
         if not arrivals and self._fault:
             raise self._fault
         return arrivals
@@ -119,7 +157,8 @@ class Intake:
     def _run(self) -> None:
         try:
             while not self._closing:
-                wait([self._hub, self._dialer], self._bell, self._asks.beat_s / 2)
+                sockets = [self._dialer] if self._is_full else [self._dialer, self._hub]
+                wait(sockets, self._bell, self._asks.beat_s / 2)
                 self._turn()
             self._turn()
             self._do_asks(self._asks.step(Closed(), time.monotonic()))
@@ -131,7 +170,13 @@ class Intake:
         with self._arrived:
             self._fault = error
             self._arrived.notify_all()
+            if self._on_arrival:
+                self._on_arrival()
         self._fail_notes(error)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._num_untaken_bytes > MAX_UNTAKEN_BYTES
 
     def _fail_notes(self, error: Exception) -> None:
         """Nobody carries them out any more; whoever wrote them must not wait."""
@@ -144,12 +189,13 @@ class Intake:
         for packet in self._dialer.receive():
             event = Received(ROUTER, packet.message, packet.body, packet.router)
             self._do_asks(self._asks.step(event, time.monotonic()))
-        for route, packet in self._hub.receive():
-            self._receive_result(route, packet)
+        if not self._is_full:
+            for route, packet in self._hub.receive(MAX_RESULTS):
+                self._receive_result(route, packet)
         while self._commands:
             self._carry_out(self._commands.popleft())
         while self._held_asks and not self._book.is_full:
-            self._do_asks(self._asks.step(self._held_asks.popleft(), time.monotonic()))
+            self._say(self._held_asks.popleft())
         self._do_asks(self._asks.step(Ticked(), time.monotonic()))
 
     def _carry_out(self, command: Command) -> None:
@@ -168,6 +214,8 @@ class Intake:
                     written.set_exception(error)
             case Free(position):
                 self._free(position)
+            case Taken(group_ids):
+                self._take(group_ids)
 
     def _ask(self, asked: Asked) -> None:
         if self._book.is_full or self._held_asks:
@@ -179,7 +227,23 @@ class Intake:
                 )
             self._held_asks.append(asked)
         else:
-            self._do_asks(self._asks.step(asked, time.monotonic()))
+            self._say(asked)
+
+    def _say(self, asked: Asked) -> None:
+        if self._asks.settings.keep:
+            try:
+                self._book.ask(asked)
+            except JournalError as error:
+                self._do_asks([AskEnded(asked.group_id, f"infra_error: {error}")])
+                return
+        self._do_asks(self._asks.step(asked, time.monotonic()))
+
+    def _take(self, group_ids: tuple[GroupId, ...]) -> None:
+        try:
+            self._book.take(group_ids)
+        except JournalError as error:
+            # A new client on the folder hands them out again, which is better than never.
+            log.error("journal.failed", error=str(error))
 
     def _free(self, position: int) -> None:
         with self._arrived:
@@ -222,16 +286,21 @@ class Intake:
         match action:
             case Send(route, message):
                 self._hub.send(route, Packet(message))
-            case BookDrop(group_id, reason):
+            case BookDrop(group_id, reason, retry_after_s):
                 try:
                     self._book.note(GroupBooked(group_id, reason))
                 except JournalError as error:
                     log.error("journal.failed", error=str(error))
-                self._hand_out(Dropped(group_id, reason))
+                self._hand_out(Dropped(group_id, reason, retry_after_s=retry_after_s))
             case Keep():
                 raise AssertionError("a result is kept with its packet")
 
     def _hand_out(self, arrival: RawResult | Dropped) -> None:
         with self._arrived:
+            is_first = not self._arrivals
             self._arrivals.append(arrival)
+            if isinstance(arrival, RawResult):
+                self._num_untaken_bytes += arrival.num_bytes
             self._arrived.notify()
+            if is_first and self._on_arrival:
+                self._on_arrival()

@@ -39,6 +39,7 @@ class Book(msgspec.Struct, frozen=True):
 
     group_id: GroupId
     reason: str
+    retry_after_s: float = 0.0
 
 
 Event = Received | Kept | AskEnded
@@ -68,10 +69,10 @@ class Sink:
             case Kept(keep):
                 ended = self.ended[keep.message.group_id.run_id]
                 return [self._ack(keep, duplicate=not ended.add(keep.message.group_id.seq))]
-            case AskEnded(group_id, reason):
+            case AskEnded(group_id, reason, retry_after_s):
                 known = self.ended.get(group_id.run_id)
                 fresh = known is not None and known.add(group_id.seq)
-                return [Book(group_id, reason)] if fresh else []
+                return [Book(group_id, reason, retry_after_s)] if fresh else []
 
     def _arrived(self, route: bytes, message: GroupFinished, body: Buffer) -> list[Action]:
         keep = Keep(route, message, body)

@@ -123,7 +123,7 @@ def test_cancelled_group_is_handed_out_as_dropped(router: FakeRouter, tmp_path: 
     group_id = ask(client)
     router.expect(AskGroup)
     client.cancel(group_id, "no longer needed")
-    assert client.take(timeout_s=5) == [Dropped(group_id, "no longer needed")]
+    assert client.take(timeout_s=5) == [Dropped(group_id, "cancelled: no longer needed")]
     _, message, _ = router.expect(CancelGroup)
     assert message.group_id == group_id
     assert deliver(client, group_id).duplicate
@@ -175,7 +175,7 @@ def test_asks_wait_while_the_journal_is_full(router: FakeRouter, tmp_path: Path)
     client.note_step(0, [])  # the ask before it is carried out by now
     router.expect(ClientHello)
     client.cancel(group_id, "gave up")
-    assert client.take(timeout_s=5) == [Dropped(group_id, "gave up")]
+    assert client.take(timeout_s=5) == [Dropped(group_id, "cancelled: gave up")]
     client.close()
     router.expect(ClientLeft)
     assert not any(isinstance(packet.message, AskGroup) for _, packet in router.packets)

@@ -1,0 +1,251 @@
+"""AsyncRolloutClient: await rollouts like any other call, or stream them as they finish.
+
+    async with AsyncRolloutClient("tcp://host:port") as client:
+        finished = await client.run(task, env="guess")
+        finished = await client.run_group(task, 8, env="guess", deadline_s=60.0)
+        for task in tasks:
+            await client.ask(task, 8, env="guess")
+        async for arrival in client.stream(): ...
+
+A call is ASKED until its group has ended, and then handed out: to the coroutine that awaits it, as
+Finished or as the error that endings.py names; or by `stream`, as Finished or Dropped.
+
+Invariants: cancelling the coroutine cancels the group in the mesh; at most MAX_CALLS groups are
+asked for and not handed out, and further calls wait, so that no queue grows; what was handed out is
+not handed out again by a later client on the folder, unless `stream`'s caller ended before it came
+back for the next. One object serves all tasks of one event loop; each process has its own, and its
+own folder. Driven by evaluation.py and by users' own code.
+"""
+
+import asyncio
+import math
+import secrets
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Required, Self, TypedDict, Unpack
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.errors import GroupCancelled, Overloaded
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import EVAL_SAMPLING, SamplingPolicy, Task
+from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
+from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S
+from rollmesh.serve.client.client import RolloutClient
+from rollmesh.serve.client.endings import error_of
+from rollmesh.wire.keys import Keys
+
+MAX_CALLS = 4096
+"""Groups asked for and not handed out."""
+
+Call = asyncio.Future[Arrival]
+
+
+class CallOptions(TypedDict, total=False):
+    """What may be said of a call, besides its task."""
+
+    env: Required[str]
+    """The environment that runs it, by the name that its workers know."""
+    sampling: SamplingPolicy
+    """Default: that of training, or of evaluation where `is_eval`."""
+    seed: int
+    """Seeds the sampling; default: a fresh one."""
+    deadline_s: float
+    """From the call to its result, waiting included; 0 is no limit."""
+    priority: int
+    """Higher runs first."""
+    is_eval: bool
+    patience_s: float
+    """How long a full mesh is asked again; 0: Overloaded at once."""
+
+
+class AsyncRolloutClient:
+    """See the module; enter it with `async with`."""
+
+    def __init__(
+        self,
+        router: str,
+        folder: Path | None = None,
+        *,
+        journal: JournalConfig | None = None,
+        keys: Keys | None = None,
+        bind: str = "",
+        weight: int = 1,
+        keep: bool = False,
+    ) -> None:
+        """Arguments as RolloutClient's; without a `folder` its journal is gone with it."""
+        with ExitStack() as undo:
+            if folder is None:
+                scratch = tempfile.TemporaryDirectory(prefix="rollmesh-")
+                folder = Path(undo.enter_context(scratch))
+            self._client = RolloutClient(
+                router,
+                journal or JournalConfig(),
+                folder,
+                keys,
+                bind=bind,
+                weight=weight,
+                keep=keep,
+            )
+            undo.callback(self._client.close)
+            self._undo = undo.pop_all()
+        self._calls: dict[GroupId, Call | None] = {}
+        """Open groups; None for those that `stream` hands out."""
+        self._ended: deque[Arrival] = deque()
+        """What `stream` hands out next."""
+        self._room = asyncio.Semaphore(MAX_CALLS)
+        self._news = asyncio.Event()
+        self._is_closed = False
+        self._fault: Exception | None = None
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._client.start()
+        self._calls.update(dict.fromkeys(self._client.reopened))
+        self._client.watch(lambda: loop.call_soon_threadsafe(self._collect))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._client.watch(None)
+        self._is_closed = True
+        for group_id, call in self._calls.items():
+            if call and not call.done():
+                why = "cancelled: its client was closed"
+                call.set_exception(GroupCancelled(group_id, why))
+        self._tell_streams()
+        await asyncio.to_thread(self._undo.close)
+
+    @property
+    def reopened(self) -> Mapping[GroupId, Task]:
+        """With `keep`: what an earlier client on the folder asked for and `stream` will bring."""
+        return self._client.reopened
+
+    async def run(self, task: Task, **options: Unpack[CallOptions]) -> Finished:
+        """One rollout of `task`; see `run_group`."""
+        return await self.run_group(task, 1, **options)
+
+    async def run_group(
+        self, task: Task, num_samples: int, **options: Unpack[CallOptions]
+    ) -> Finished:
+        """`num_samples` rollouts of `task`, each with its outcome.
+
+        Raises GroupError, as the kind that says why there is no result, and Overloaded.
+        """
+        call: Call = asyncio.get_running_loop().create_future()
+        group_id = await self._ask(task, num_samples, call, options)
+        try:
+            arrival = await call
+        except asyncio.CancelledError:
+            self._client.cancel(group_id, "nobody awaits it any more")
+            raise
+        if isinstance(arrival, Dropped):
+            raise error_of(arrival)
+        return arrival
+
+    async def ask(self, task: Task, num_samples: int, **options: Unpack[CallOptions]) -> GroupId:
+        """Ask for a group that `stream` hands out; waits while too many are open. Overloaded."""
+        return await self._ask(task, num_samples, None, options)
+
+    async def stream(self) -> AsyncIterator[Arrival]:
+        """The groups asked for by `ask`, as they end, until none is open.
+
+        What an earlier client on the folder left comes first. Several may stream: each group goes
+        to one. Leaving the loop at a group is having had it.
+        """
+        while arrival := await self._next_ended():
+            try:
+                yield arrival
+            finally:
+                self._client.done_with([arrival.group_id])
+                self._let_go(arrival)
+
+    async def cancel(self, group_id: GroupId, reason: str = "no longer wanted") -> None:
+        """End an open group: `stream` hands it out as Dropped. Nothing happens if it has ended."""
+        self._client.cancel(group_id, reason)
+
+    async def _ask(
+        self, task: Task, num_samples: int, call: Call | None, options: CallOptions
+    ) -> GroupId:
+        called_s = time.monotonic()
+        patience_s = options.get("patience_s", PATIENCE_S)
+        deadline_s = options.get("deadline_s", 0.0)
+        try:
+            async with asyncio.timeout(min(patience_s, deadline_s or math.inf)):
+                await self._room.acquire()
+        except TimeoutError:
+            raise Overloaded(f"{MAX_CALLS} calls of this client are open", 1.0) from None
+        if self._fault:
+            raise self._fault
+        if deadline_s > 0:
+            deadline_s = max(deadline_s - (time.monotonic() - called_s), MOMENT_S)
+        is_eval = options.get("is_eval", False)
+        try:
+            group_id = self._client.ask(
+                task,
+                env=options["env"],
+                num_samples=num_samples,
+                sampling=options.get("sampling", EVAL_SAMPLING if is_eval else SamplingPolicy()),
+                seed=options.get("seed", secrets.randbits(63)),
+                is_eval=is_eval,
+                priority=options.get("priority", 0),
+                deadline_s=deadline_s,
+                patience_s=patience_s,
+            )
+        except BaseException:
+            self._room.release()
+            raise
+        self._calls[group_id] = call
+        return group_id
+
+    async def _next_ended(self) -> Arrival | None:
+        """What `stream` hands out next; None where nothing more is to come."""
+        while not self._ended:
+            if self._fault:
+                raise self._fault
+            if self._is_closed or None not in self._calls.values():
+                return None
+            await self._news.wait()
+        return self._ended.popleft()
+
+    def _collect(self) -> None:
+        """On the loop, when there is news: hand out what has ended."""
+        try:
+            arrivals = self._client.take(0.0)
+        except Exception as error:  # noqa: BLE001 - door: the intake's end must reach every waiter
+            self._break(error)
+            return
+        had = [each.group_id for each in arrivals if self._hand_out(each)]
+        if had:
+            self._client.done_with(had)
+
+    def _hand_out(self, arrival: Arrival) -> bool:
+        """Whether a coroutine was waiting for it, or has been cancelled; else `stream` has it."""
+        call = self._calls.pop(arrival.group_id, None)
+        if call is None:
+            self._ended.append(arrival)
+            self._tell_streams()
+            return False
+        self._let_go(arrival)
+        if not call.done():
+            call.set_result(arrival)
+        return True
+
+    def _let_go(self, arrival: Arrival) -> None:
+        """Somebody has it: there is room for another call."""
+        if arrival.group_id.run_id == self._client.run_id:
+            self._room.release()
+
+    def _break(self, fault: Exception) -> None:
+        self._fault = fault
+        for call in self._calls.values():
+            if call and not call.done():
+                call.set_exception(fault)
+        self._tell_streams()
+
+    def _tell_streams(self) -> None:
+        """Have every stream look again."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
