@@ -28,9 +28,8 @@ def branches_of(graph: TokenGraph, kinds: dict[int, RootKind]) -> dict[int, Bran
     """
     num_tokens: Counter[int] = Counter()
     num_turns: Counter[int] = Counter()
-    for index, node in enumerate(graph.nodes):
+    for node, root in zip(graph.nodes, graph.roots(), strict=True):
         if node.sampled:
-            root = graph.root_of(index)
             num_tokens[root] += node.num_tokens
             num_turns[root] += 1
     tokens_of_kind: Counter[RootKind] = Counter()

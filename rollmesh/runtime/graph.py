@@ -148,25 +148,24 @@ class TokenGraph:
             index = node.parent
         return [digest for images in reversed(found) for digest in images]
 
-    def root_of(self, index: int) -> int:
-        """The index of the root above this node."""
-        while self.nodes[index].parent != ROOT:
-            index = self.nodes[index].parent
-        return index
+    def roots(self) -> list[int]:
+        """The root above each node, which for a root is itself."""
+        roots: list[int] = []
+        for index, node in enumerate(self.nodes):
+            roots.append(index if node.parent == ROOT else roots[node.parent])
+        return roots
 
     def rows(self, branch_of_root: dict[int, Branch]) -> list[NodeRow]:
         """The table as the wire carries it; each node is in its root's branch."""
-        roots: list[int] = []
         rows: list[NodeRow] = []
-        for index, node in enumerate(self.nodes):
-            roots.append(index if node.parent == ROOT else roots[node.parent])
+        for node, root in zip(self.nodes, self.roots(), strict=True):
             rows.append(
                 NodeRow(
                     parent=node.parent,
                     num_tokens=node.num_tokens,
                     sampled=node.sampled,
                     policy_versions=node.policy_versions,
-                    branch=branch_of_root[roots[index]],
+                    branch=branch_of_root[root],
                     params=node.params,
                     finish_reason=node.finish_reason,
                     superseded=node.superseded,
