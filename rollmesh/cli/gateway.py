@@ -11,9 +11,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from rollmesh.cli.options import add_listen, add_room, config_of, parser
+from rollmesh.cli.options import (
+    add_listen,
+    add_model_dir,
+    add_room,
+    config_of,
+    lay_model_over,
+    model_defaults,
+    parser,
+    quoted,
+)
 from rollmesh.core.errors import AddressError, ConfigError, ModelError
 from rollmesh.core.secret_file import read_or_make_secret, read_secret
 
@@ -55,9 +62,7 @@ def _arguments() -> argparse.ArgumentParser:
         metavar="URL",
         help="an SGLang server or, for relay, anything with a chat endpoint; may be given again",
     )
-    arguments.add_argument(
-        "--model-dir", type=Path, help="the model's folder: tokenizer and chat template"
-    )
+    add_model_dir(arguments)
     arguments.add_argument("--host", help="where to listen (127.0.0.1)")
     arguments.add_argument("--port", type=int, help="where to listen (8100; 0 picks a free one)")
     arguments.add_argument(
@@ -104,33 +109,18 @@ def _check_used(options: argparse.Namespace) -> None:
 
 def _lay_over(options: argparse.Namespace) -> None:
     """What the options say becomes settings, over the file's."""
-    if options.model_dir is not None:
-        options.overrides.append(f"model.path={_quoted(str(options.model_dir))}")
+    lay_model_over(options)
     if options.host is not None or options.port is not None:
         host, _, port = BIND.rpartition(":")
         host = options.host or host
         host = f"[{host}]" if ":" in host else host
         port = port if options.port is None else str(options.port)
-        options.overrides.append(f"interception.bind={_quoted(f'{host}:{port}')}")
+        options.overrides.append(f"interception.bind={quoted(f'{host}:{port}')}")
 
 
 def _defaults(options: argparse.Namespace) -> dict[str, Any]:
     """A gateway's own, under the file's: its address, and the context length of the model."""
-    defaults: dict[str, Any] = {"interception": {"bind": BIND}}
-    num_tokens = _context_of(options.model_dir) if options.model_dir else None
-    if num_tokens:
-        defaults["model"] = {"max_context_tokens": num_tokens}
-    return defaults
-
-
-def _context_of(folder: Path) -> int | None:
-    """What the folder's config.json says that the model can hold."""
-    try:
-        told = orjson.loads((folder / "config.json").read_bytes())
-        told = told if "max_position_embeddings" in told else told.get("text_config", {})
-        return int(told["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    return {"interception": {"bind": BIND}, **model_defaults(options)}
 
 
 def _check(options: argparse.Namespace, engines: tuple[str, ...], model: str) -> None:
@@ -154,8 +144,3 @@ def _upstream_key(options: argparse.Namespace) -> str:
     if options.upstream_key_file is not None:
         return read_secret(options.upstream_key_file)
     return os.environ.get(UPSTREAM_KEY_VARIABLE, "")
-
-
-def _quoted(text: str) -> str:
-    """As a string of TOML."""
-    return orjson.dumps(text).decode()

@@ -32,7 +32,7 @@ VERBS = {
     "dashboard": Verb("rollmesh.cli.dashboard:main", "serve the page of a run, live or finished"),
     "engine": Verb("rollmesh.cli.rooms:engine", "run the embedded engine alone"),
     "router": Verb("rollmesh.cli.rooms:router", "run a router alone"),
-    "worker": Verb("rollmesh.cli.rooms:worker", "run an env worker alone"),
+    "worker": Verb("rollmesh.cli.worker:main", "run an env worker alone"),
     "gateway": Verb("rollmesh.cli.gateway:main", "serve sessions to agents that run elsewhere"),
     "train": Verb("rollmesh.cli.rooms:train", "run a trainer alone"),
     "keys": Verb("rollmesh.cli.keys:main", "write the keys of a mesh that spans machines"),

@@ -8,6 +8,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from rollmesh.core.config import Config, load_config
 
 
@@ -38,6 +40,40 @@ def add_room(parser: argparse.ArgumentParser) -> None:
 def add_listen(parser: argparse.ArgumentParser) -> None:
     """`--listen-fd`, for processes with an HTTP face."""
     parser.add_argument("--listen-fd", type=int, help="serve HTTP on this inherited socket")
+
+
+def add_model_dir(parser: argparse.ArgumentParser) -> None:
+    """`--model-dir`, for `lay_model_over` and `model_defaults`."""
+    parser.add_argument(
+        "--model-dir", type=Path, help="the model's folder: tokenizer and chat template"
+    )
+
+
+def lay_model_over(options: argparse.Namespace) -> None:
+    """`--model-dir` becomes the setting, over the file's."""
+    if options.model_dir is not None:
+        options.overrides.append(f"model.path={quoted(str(options.model_dir))}")
+
+
+def model_defaults(options: argparse.Namespace) -> dict[str, Any]:
+    """What follows from `--model-dir`, under the file's: the context length of the model."""
+    num_tokens = context_of(options.model_dir) if options.model_dir else None
+    return {"model": {"max_context_tokens": num_tokens}} if num_tokens else {}
+
+
+def context_of(folder: Path) -> int | None:
+    """What the folder's config.json says that the model can hold."""
+    try:
+        told = orjson.loads((folder / "config.json").read_bytes())
+        told = told if "max_position_embeddings" in told else told.get("text_config", {})
+        return int(told["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def quoted(text: str) -> str:
+    """As a string of TOML."""
+    return orjson.dumps(text).decode()
 
 
 def config_of(options: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Config:

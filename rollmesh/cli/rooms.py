@@ -1,4 +1,4 @@
-"""The verbs that run one process of a mesh: engine, router, worker, train, make-model.
+"""The verbs that run one process of a mesh: engine, router, train, make-model.
 
 Invariants: nothing of a room is imported before its own verb is called, so that torch and its
 weight stay out of every other process; a process that launch holds imports first and then waits.
@@ -10,6 +10,7 @@ Driven by launch, or by hand on another machine.
 import argparse
 
 from rollmesh.cli.options import add_listen, add_room, config_of, parser
+from rollmesh.core.descriptors import ROUTER_PEERS, allow_descriptors
 from rollmesh.core.process import wait_for_go
 from rollmesh.launch.folder import RunFolder
 
@@ -35,21 +36,8 @@ def router(argv: list[str]) -> int:
     options = arguments.parse_args(argv)
     if options.bind:
         options.overrides.append(f"router.bind={options.bind}")
+    allow_descriptors(ROUTER_PEERS, "a router")
     run(config_of(options), options.engines, options.listen_fd, options.ready_fd)
-    return 0
-
-
-def worker(argv: list[str]) -> int:
-    """An env worker."""
-    from rollmesh.serve.server.process import run
-
-    arguments = parser("worker", "Run an env worker: environments, agents, their endpoints.")
-    add_room(arguments)
-    add_listen(arguments)
-    arguments.add_argument("--router", required=True, help="tcp:// address of the router")
-    arguments.add_argument("--worker-id", required=True, help="its name in the mesh")
-    options = arguments.parse_args(pass_gate(argv))
-    run(config_of(options), options.router, options.worker_id, options.listen_fd, options.ready_fd)
     return 0
 
 

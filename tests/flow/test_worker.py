@@ -1,27 +1,17 @@
 """Real router and worker processes, a scripted engine, a client: groups arrive once and exact."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
-from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
-from rollmesh.core.process import Ready
 from rollmesh.core.types import Branch, Outcome, SamplingPolicy, Task
-from rollmesh.serve.client.client import Arrival, Dropped, Finished, RolloutClient
+from rollmesh.serve.client.client import Dropped, Finished
 from rollmesh.serve.client.samples import cut
-from rollmesh.testing.engine import ScriptedEngine, logprob_of
-from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.testing.engine import logprob_of
 from rollmesh.wire.bodies import encode_ask
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import (
@@ -35,103 +25,13 @@ from rollmesh.wire.messages import (
     GroupState,
 )
 from rollmesh.wire.sockets import Dialer, Hub, wait
-
-PATIENCE_S = 20.0
-TURNS = {"num_turns": 2, "prompt_chars": 20, "turn_chars": 10, "max_tokens": 3}
-
-
-def byte_token(policy_version: int, context: Sequence[int]) -> int:
-    """As chain_token, but only ids of the folder's vocabulary, and never a stop."""
-    return 1 + zlib.crc32(repr((policy_version, list(context))).encode()) % 200
-
-
-class Process:
-    """One `rollmesh VERB` that has said Ready."""
-
-    def __init__(self, popen: "subprocess.Popen[bytes]", ready: Ready) -> None:
-        self.popen = popen
-        self.ready = ready
-
-    def kill(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
-
-
-@contextmanager
-def running(folder: Path, *words: str) -> Iterator[Process]:
-    reading, writing = os.pipe()
-    argv = [sys.executable, "-m", "rollmesh.cli.main", *words, "--ready-fd", str(writing)]
-    popen = subprocess.Popen(argv, pass_fds=[writing], cwd=folder)
-    os.close(writing)
-    try:
-        with os.fdopen(reading, "rb") as pipe:
-            yield Process(popen, msgspec.json.decode(pipe.readline(), type=Ready))
-    finally:
-        popen.terminate()
-        assert popen.wait(PATIENCE_S) in (0, -signal.SIGKILL)
-
-
-class Mesh:
-    """A router and a folder; workers on demand."""
-
-    def __init__(self, folder: Path, engine: ScriptedEngine, stack: ExitStack) -> None:
-        self.folder = folder
-        self._stack = stack
-        write_model_folder(folder / "model")
-        self.engine = engine
-        self.router = self.start_router()
-
-    def start_router(self, bind: str = "tcp://127.0.0.1:0") -> Process:
-        words = ["router", *self.settings(), "--set", f"router.bind={bind}"]
-        words += ["--engine", self.engine.url]
-        return self._stack.enter_context(running(self.folder, *words))
-
-    def settings(self, env: str = "echo", **env_settings: object) -> list[str]:
-        values = {
-            "env": env,
-            "env_settings": env_settings or TURNS,
-            "run": {"folder": "."},
-            "model": {"path": str(self.folder / "model")},
-            "router": {"beat_s": 0.1, "missed_beats": 5},
-        }
-        path = self.folder / f"{env.replace(':', '-')}.json"
-        path.write_bytes(msgspec.json.encode(values))
-        return ["--config", str(path)]
-
-    def worker_words(self, worker_id: str, env: str = "echo") -> list[str]:
-        router = self.router.ready.address
-        return ["worker", *self.settings(env), "--router", router, "--worker-id", worker_id]
-
-    def worker(self, worker_id: str, env: str = "echo") -> Process:
-        return self._stack.enter_context(running(self.folder, *self.worker_words(worker_id, env)))
-
-    def client(self) -> RolloutClient:
-        folder = self.folder / "client"
-        client = RolloutClient(self.router.ready.address, JournalConfig(), folder)
-        client.start()
-        self._stack.callback(client.close)
-        return client
+from tests.flow.worker_mesh import PATIENCE_S, Mesh, ask, byte_token, open_mesh, take
 
 
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with ScriptedEngine(byte_token) as engine:
-        with ExitStack() as stack:
-            yield await asyncio.to_thread(Mesh, tmp_path, engine, stack)
-            await engine.release()
-
-
-def ask(client: RolloutClient, num_samples: int = 2, env: str = "echo") -> GroupId:
-    task = Task(id="echo-1", data={"text_seed": 1})
-    return client.ask(task, env=env, num_samples=num_samples, sampling=SamplingPolicy(), seed=7)
-
-
-async def take(client: RolloutClient, num_groups: int = 1) -> list[Arrival]:
-    arrivals: list[Arrival] = []
-    async with asyncio.timeout(PATIENCE_S):
-        while len(arrivals) < num_groups:
-            arrivals += await asyncio.to_thread(client.take, 1.0)
-    return arrivals
+    async with open_mesh(tmp_path) as mesh:
+        yield mesh
 
 
 def assert_exact(finished: Finished) -> None:
@@ -221,49 +121,11 @@ async def test_group_outlives_its_router_and_runs_once(mesh: Mesh) -> None:
     assert await take(client) == [Dropped(waiting_id, "enough")]
 
 
-async def test_cancelled_group_is_aborted_at_the_engine(mesh: Mesh) -> None:
-    await asyncio.to_thread(mesh.worker, "worker-0")
-    client = mesh.client()
-    mesh.engine.hold()
-    group_id = ask(client, num_samples=1)
-    await mesh.engine.until(lambda: mesh.engine.num_seen("/generate") > 0)
-    client.cancel(group_id, "no longer needed")
-    assert await take(client) == [Dropped(group_id, "no longer needed")]
-    async with asyncio.timeout(PATIENCE_S):
-        await mesh.engine.until(lambda: mesh.engine.num_seen("/abort_request") > 0)
-
-
-async def test_environment_that_does_not_load_is_known_at_once(mesh: Mesh) -> None:
-    client = mesh.client()
-    waiting = ask(client, env="no_such_module:Env")
-    argv = [sys.executable, "-m", "rollmesh.cli.main"]
-    argv += mesh.worker_words("worker-0", env="no_such_module:Env")
-    failed = await asyncio.to_thread(subprocess.run, argv, capture_output=True, check=False)
-    assert failed.returncode == 2
-    [line] = failed.stderr.decode().splitlines()
-    assert "no_such_module" in line
-    [dropped] = await take(client)
-    assert isinstance(dropped, Dropped)
-    assert dropped.group_id == waiting
-    assert dropped.reason.startswith("env_failed: ")
-    assert "no_such_module" in dropped.reason
-
-
 NUM_JUDGED = 40
 JUDGES = f"""
-import threading
-from rollmesh.core.types import Score, Task
-from rollmesh.envs.env import Env, Transcript
-
-class Judges(Env):
+class TheEnv(Plain):
     def __init__(self, **settings):
         self.all_here = threading.Barrier({NUM_JUDGED})
-
-    def tasks(self, split, seed):
-        yield Task(id="t")
-
-    async def run(self, task, agent):
-        return Transcript()
 
     def score(self, task, transcript):
         self.all_here.wait({PATIENCE_S / 2})
@@ -272,10 +134,10 @@ class Judges(Env):
 
 
 async def test_every_rollout_may_be_in_a_blocking_score_at_once(mesh: Mesh) -> None:
-    (mesh.folder / "judges.py").write_text(JUDGES)
-    await asyncio.to_thread(mesh.worker, "worker-0", "judges:Judges")
+    env = mesh.write_env("judges", JUDGES)
+    await asyncio.to_thread(mesh.worker, "worker-0", env)
     client = mesh.client()
-    ask(client, num_samples=NUM_JUDGED, env="judges:Judges")
+    ask(client, num_samples=NUM_JUDGED, env=env)
     [finished] = await take(client)
     assert isinstance(finished, Finished)
     assert {r.reward for r in finished.record.rollouts} == {1.0}

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import structlog
 
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.server import post as post_module
@@ -76,3 +77,23 @@ async def test_sink_that_was_quiet_longest_is_dialled_again(
     post.close()
     for hub in hubs:
         hub.close()
+
+
+async def test_router_that_stays_silent_is_told_of_once_and_again_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(post_module, "SILENT_S", 1e-9)
+    router, news = Hub("tcp://127.0.0.1:0"), asyncio.Event()
+    post = Post(router.address, "w1", None, lambda route, packet: news.set())
+    with structlog.testing.capture_logs() as logs:
+        post.start()
+        post.look_for_silence()
+        assert [each["event"] for each in logs] == ["router.silent"]
+        assert router.address in logs[0]["error"]
+        post.send(ROUTER, FINISHED)
+        router.send(await asyncio.to_thread(next_route, router), Packet(RouterHello(1.0)))
+        async with asyncio.timeout(10):
+            await news.wait()
+        assert [each["event"] for each in logs] == ["router.silent", "router.back"]
+    post.close()
+    router.close()

@@ -1,0 +1,72 @@
+"""`rollmesh worker`: an env worker, for the mesh of this machine or of any other.
+
+Invariants: what is wrong with the command line is told in one line, before the environment is
+loaded; without a settings file it needs a router, an environment and the model's folder, and gets a
+name that no other worker has. Driven by launch, and by people who add workers to a mesh.
+"""
+
+# ruff: noqa: PLC0415 - the room is imported by its own verb only
+
+import argparse
+import os
+import socket
+from pathlib import Path
+
+from rollmesh.cli.options import (
+    add_listen,
+    add_model_dir,
+    add_room,
+    config_of,
+    lay_model_over,
+    model_defaults,
+    parser,
+    quoted,
+)
+from rollmesh.cli.rooms import pass_gate
+from rollmesh.core.config import Config
+from rollmesh.core.errors import ConfigError, ModelError
+from rollmesh.core.ids import new_id
+
+
+def main(argv: list[str]) -> int:
+    """Work until stopped, drained or worn out."""
+    from rollmesh.serve.server.process import run
+
+    options = _arguments().parse_args(pass_gate(argv))
+    lay_model_over(options)
+    if options.env is not None:
+        options.overrides.append(f"env={quoted(options.env)}")
+    config = config_of(options, model_defaults(options))
+    _check(options, config)
+    worker_id = options.worker_id or new_worker_id()
+    run(config, options.router, worker_id, options.listen_fd, options.ready_fd)
+    return 0
+
+
+def new_worker_id() -> str:
+    """`HOST-PID-RANDOM`: says where to look, and is nobody else's after a restart."""
+    return f"{socket.gethostname()}-{os.getpid()}-{new_id('', 2)}"
+
+
+def _arguments() -> argparse.ArgumentParser:
+    arguments = parser("worker", "Run an env worker: environments, agents, their endpoints.")
+    arguments.add_argument("--router", required=True, help="tcp:// address of the router")
+    arguments.add_argument(
+        "--env", help="instead of the setting env: a built-in name or package.module:Class"
+    )
+    add_model_dir(arguments)
+    arguments.add_argument("--worker-id", help="its name in the mesh (HOST-PID-RANDOM)")
+    add_room(arguments)
+    add_listen(arguments)
+    return arguments
+
+
+def _check(options: argparse.Namespace, config: Config) -> None:
+    """UserError if the worker cannot work with these."""
+    names_env = options.env is not None or any(o.startswith("env=") for o in options.overrides)
+    if options.config is None and not names_env:
+        raise ConfigError("--env ENV: name the environment, or a settings file by --config")
+    if not config.model.path:
+        raise ModelError("--model-dir DIR is needed: calls are rendered by the model's own files")
+    if not Path(config.model.path).is_dir():
+        raise ModelError(f"model.path = {config.model.path}: no such folder")

@@ -1,0 +1,374 @@
+"""Workers as real processes, and what goes wrong in them: each fault by its name."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.types import Outcome
+from rollmesh.serve.client.client import Arrival, Dropped, Finished
+from tests.flow.worker_mesh import PATIENCE_S, Mesh, Process, ask, open_mesh, take
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with open_mesh(tmp_path) as mesh:
+        yield mesh
+
+
+async def ended(argv: list[str], folder: Path) -> tuple[int, str]:
+    """Exit code and stderr of `rollmesh ARGV`."""
+    words = [sys.executable, "-m", "rollmesh.cli.main", *argv]
+    done = await asyncio.to_thread(
+        subprocess.run, words, capture_output=True, cwd=folder, timeout=PATIENCE_S, check=False
+    )
+    return done.returncode, done.stderr.decode()
+
+
+async def leaves(process: Process) -> int:
+    return await asyncio.to_thread(process.popen.wait, PATIENCE_S)
+
+
+def outcomes(arrival: Arrival) -> list[Outcome]:
+    assert arrival.record is not None
+    return [rollout.outcome for rollout in arrival.record.rollouts]
+
+
+# cancel
+
+
+async def test_cancel_reaches_the_engine_within_a_second(mesh: Mesh) -> None:
+    await asyncio.to_thread(mesh.worker, "worker-0")
+    client = mesh.client()
+    mesh.engine.hold()
+    group_id = ask(client, num_samples=4)
+    await mesh.engine.until(lambda: mesh.engine.num_live == 4)
+    cancelled_s = time.monotonic()
+    client.cancel(group_id, "no longer needed")
+    await mesh.engine.until(lambda: mesh.engine.num_live == 0)
+    assert time.monotonic() - cancelled_s < 1.0
+    assert mesh.engine.num_seen("/abort_request") >= 4
+    assert await take(client) == [Dropped(group_id, "no longer needed")]
+    await mesh.until(lambda: mesh.worker_status("worker-0")["in_flight"] == 0)
+
+
+ONE_FAILS = """
+class TheEnv(Plain):
+    def __init__(self, **settings):
+        self.chat = ChatClient()
+        self.num_begun = 0
+
+    async def run(self, task, agent):
+        self.num_begun += 1
+        if self.num_begun < 3:
+            await self.chat.complete(agent, [{"role": "user", "content": "hi"}])
+        while not Path("fail").exists():
+            await asyncio.sleep(0.01)
+        raise InfraError("the sandbox is gone")
+
+    async def close(self):
+        await self.chat.close()
+"""
+
+
+async def test_siblings_of_a_lost_group_do_not_go_on_generating(mesh: Mesh) -> None:
+    env = mesh.write_env("one_fails", ONE_FAILS)
+    await asyncio.to_thread(mesh.worker, "worker-0", env, num_infra_retries=0)
+    client = mesh.client()
+    mesh.engine.hold()
+    ask(client, num_samples=3, env=env)
+    await mesh.engine.until(lambda: mesh.engine.num_live == 2)
+    (mesh.folder / "fail").touch()
+    await mesh.engine.until(lambda: mesh.engine.num_live == 0)
+    [dropped] = await take(client)
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "infra_error: 1 of 3 rollouts: InfraError: the sandbox is gone"
+    assert outcomes(dropped) == [Outcome.CANCELLED, Outcome.CANCELLED, Outcome.INFRA_ERROR]
+    line = await asyncio.to_thread(mesh.worker_status, "worker-0")
+    assert line["state"] == "live"
+
+
+# loading
+
+
+FAILS_TO_LOAD = {
+    "raises": "raise OSError('no such data set')",
+    "exits": "sys.exit(7)",
+    "hangs": "def wait_for_nothing():\n    threading.Event().wait()\nwait_for_nothing()",
+    "constructor": "class TheEnv(Plain):\n    def __init__(self):\n        raise OSError('no GPU')",
+    "constructor_hangs": (
+        "class TheEnv(Plain):\n"
+        "    def __init__(self, **settings):\n"
+        "        while True:\n"
+        "            pass"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", FAILS_TO_LOAD)
+async def test_environment_that_fails_to_load_is_told_to_its_clients_at_once(
+    mesh: Mesh, how: str
+) -> None:
+    env = mesh.write_env(how, FAILS_TO_LOAD[how])
+    client = mesh.client()
+    waiting = ask(client, env=env)
+    code, err = await ended(mesh.worker_words("worker-0", env, load_timeout_s=1), mesh.folder)
+    assert code == 2
+    [line] = err.splitlines()
+    assert line.startswith(f'rollmesh: env = "{env}"')
+    later = ask(client, env=env)
+    for dropped in await take(client, 2):
+        assert isinstance(dropped, Dropped)
+        assert dropped.group_id in (waiting, later)
+        assert dropped.reason == "env_failed: " + line.removeprefix("rollmesh: ")
+    if "hangs" in how:
+        assert "worker.load_timeout_s = 1" in line
+        assert "it is in " in line
+
+
+async def test_failed_environment_is_told_to_a_router_that_was_away(mesh: Mesh) -> None:
+    env = mesh.write_env("raises", FAILS_TO_LOAD["raises"])
+    address = mesh.router.ready.address
+    words = mesh.worker_words("worker-0", env)
+    await asyncio.to_thread(mesh.router.kill)
+    failing = asyncio.ensure_future(ended(words, mesh.folder))
+    mesh.router = await asyncio.to_thread(mesh.start_router, address)
+    assert (await failing)[0] == 2
+    client = mesh.client()
+    ask(client, env=env)
+    [dropped] = await take(client)
+    assert isinstance(dropped, Dropped)
+    assert "no such data set" in dropped.reason
+
+
+# recycling and draining
+
+
+async def test_worker_that_has_run_enough_finishes_and_leaves(mesh: Mesh) -> None:
+    worn = await asyncio.to_thread(mesh.worker, "worker-0", recycle_rollouts=4)
+    client = mesh.client()
+    for _ in range(2):
+        ask(client, num_samples=2)
+    assert {each.worker_id for each in await take(client, 2) if isinstance(each, Finished)} == {
+        "worker-0"
+    }
+    assert await leaves(worn) == 0
+    [event] = [each for each in mesh.events("worker-0") if each["event"] == "worker.worn_out"]
+    assert event["reason"] == "4 rollouts, worker.recycle_rollouts = 4"
+    await asyncio.to_thread(mesh.worker, "worker-0")
+    ask(client)
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+    assert finished.attempt == 1
+
+
+async def test_worker_past_its_memory_leaves_with_that_reason(mesh: Mesh) -> None:
+    worn = await asyncio.to_thread(mesh.worker, "worker-0", max_rss_bytes=2**20)
+    assert await leaves(worn) == 0
+    [event] = [each for each in mesh.events("worker-0") if each["event"] == "worker.worn_out"]
+    assert event["reason"].endswith("bytes of memory, worker.max_rss_bytes = 1048576")
+
+
+# joining
+
+
+async def test_worker_joins_without_a_settings_file_under_a_name_of_its_own(mesh: Mesh) -> None:
+    words = ["worker", "--router", mesh.router.ready.address, "--env", "echo"]
+    words += ["--model-dir", str(mesh.folder / "model"), "--set", "env_settings.num_turns=1"]
+    argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
+    worker = await asyncio.create_subprocess_exec(*argv, cwd=mesh.folder)
+    client = mesh.client()
+    ask(client)
+    [finished] = await take(client)
+    worker.terminate()
+    assert await worker.wait() == 0
+    assert isinstance(finished, Finished)
+    assert finished.worker_id.startswith(f"{socket.gethostname()}-{worker.pid}-")
+
+
+MISTAKES = [
+    (["--env", "echo"], "--model-dir DIR is needed"),
+    (["--model-dir", "model"], "--env ENV: name the environment"),
+    (["--env", "echo", "--model-dir", "nowhere"], "model.path = nowhere: no such folder"),
+    (["--env", "none:Env", "--model-dir", "model"], 'env = "none:Env": module none'),
+    (
+        ["--env", "echo", "--model-dir", "model", "--router", "localhost:5555"],
+        "localhost:5555: ",
+    ),
+    (
+        ["--env", "echo", "--model-dir", "model", "--router", "tcp://10.1.2.3:5555"],
+        "tcp://10.1.2.3:5555: another machine lets in nobody without keys; set ROLLMESH_KEYS",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), MISTAKES)
+async def test_mistake_of_who_starts_a_worker_is_one_line(
+    mesh: Mesh, words: list[str], told: str
+) -> None:
+    argv = ["worker", "--router", mesh.router.ready.address, *words]
+    code, err = await ended(argv, mesh.folder)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"rollmesh: {told}")
+
+
+async def test_worker_waits_for_its_router_and_serves_when_it_is_there(mesh: Mesh) -> None:
+    address = mesh.router.ready.address
+    await asyncio.to_thread(mesh.router.kill)
+    await asyncio.to_thread(mesh.worker, "worker-0")
+    mesh.router = await asyncio.to_thread(mesh.start_router, address)
+    client = mesh.client()
+    ask(client)
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+
+
+# stalls
+
+
+HOLDS_THE_LOOP = """
+class TheEnv(Plain):
+    async def run(self, task, agent):
+        hold_the_loop()
+        return Transcript()
+
+def hold_the_loop():
+    Path("held").touch()
+    while not Path("let-go").exists():
+        pass
+"""
+
+
+async def test_busy_loop_is_named_and_slows_nobody_else(mesh: Mesh) -> None:
+    env = mesh.write_env("holds", HOLDS_THE_LOOP)
+    await asyncio.to_thread(mesh.worker, "worker-0", env)
+    await asyncio.to_thread(mesh.worker, "worker-1")
+    client = mesh.client()
+    held = ask(client, num_samples=1, env=env)
+    await mesh.until((mesh.folder / "held").exists)
+    for _ in range(20):
+        ask(client)
+    arrivals = await take(client, 20)
+    assert {each.worker_id for each in arrivals if isinstance(each, Finished)} == {"worker-1"}
+    await mesh.until(
+        lambda: "hold_the_loop (holds.py" in mesh.worker_status("worker-0")["stalled_in"]
+    )
+    line = await asyncio.to_thread(mesh.worker_status, "worker-0")
+    assert line["state"] == "live"
+    (mesh.folder / "let-go").touch()
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+    assert (finished.group_id, finished.attempt) == (held, 1)
+
+
+async def test_stopped_worker_slows_nobody_and_delivers_nothing_twice_when_it_goes_on(
+    mesh: Mesh,
+) -> None:
+    stopped = await asyncio.to_thread(mesh.worker, "worker-0")
+    client = mesh.client()
+    mesh.engine.hold()
+    group_ids = [ask(client) for _ in range(4)]
+    await mesh.engine.until(lambda: mesh.engine.num_live == 8)
+    os.kill(stopped.popen.pid, signal.SIGSTOP)
+    try:
+        await asyncio.to_thread(mesh.worker, "worker-1")
+        await mesh.engine.release()
+        arrivals = await take(client, 4)
+    finally:
+        os.kill(stopped.popen.pid, signal.SIGCONT)
+    assert sorted(each.group_id for each in arrivals) == group_ids
+    assert {(each.worker_id, each.attempt) for each in arrivals if isinstance(each, Finished)} == {
+        ("worker-1", 2)
+    }
+    await mesh.until(lambda: mesh.worker_status("worker-0")["state"] == "live")
+    more = [ask(client) for _ in range(8)]
+    arrivals = await take(client, 8)
+    assert sorted(each.group_id for each in arrivals) == more
+    workers = {each.worker_id for each in arrivals if isinstance(each, Finished)}
+    assert workers == {"worker-0", "worker-1"}
+    await mesh.until(lambda: mesh.worker_status("worker-0")["in_flight"] == 0)
+    await mesh.until(lambda: mesh.worker_status("worker-0")["held_bytes"] == 0)
+
+
+# environment code that misbehaves
+
+
+ROUGH = """
+async def shrug_off():
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+
+async def exit_now():
+    sys.exit(3)
+
+class TheEnv(Plain):
+    async def run(self, task, agent):
+        how = task.data["how"]
+        if how == "exits":
+            sys.exit(3)
+        if how == "exits in a task":
+            self.task = asyncio.create_task(exit_now())
+            await asyncio.sleep(0.05)
+        if how == "swallows its cancellation":
+            await shrug_off()
+        if how == "leaves a task":
+            self.left = asyncio.create_task(shrug_off())
+        if how == "leaves a thread":
+            threading.Thread(target=threading.Event().wait).start()
+        if how == "prints":
+            print("x" * 100_000)
+        if how == "cancels itself":
+            asyncio.current_task().cancel()
+            await asyncio.sleep(3600)
+        return Transcript(data={"how": how})
+
+    def score(self, task, transcript):
+        if transcript.data["how"] == "score blocks":
+            threading.Event().wait()
+        if transcript.data["how"] == "score exits":
+            sys.exit(3)
+        return Score(reward=1.0)
+
+    async def close(self):
+        await shrug_off()
+"""
+MISBEHAVIOUR = {
+    "exits": Outcome.AGENT_ERROR,
+    "exits in a task": Outcome.COMPLETED,
+    "swallows its cancellation": Outcome.TRUNCATED,
+    "leaves a task": Outcome.COMPLETED,
+    "leaves a thread": Outcome.COMPLETED,
+    "prints": Outcome.COMPLETED,
+    "cancels itself": Outcome.AGENT_ERROR,
+    "score blocks": Outcome.INFRA_ERROR,
+    "score exits": Outcome.INFRA_ERROR,
+}
+
+
+async def test_worker_outlives_environment_code_that_misbehaves(mesh: Mesh) -> None:
+    env = mesh.write_env("rough", ROUGH)
+    limits = {"run_timeout_s": 1, "score_timeout_s": 1}
+    worker = await asyncio.to_thread(mesh.worker, "worker-0", env, **limits)
+    client = mesh.client()
+    asked = {ask(client, 1, env, how=how): how for how in MISBEHAVIOUR}
+    arrivals = await take(client, len(asked))
+    found = {asked[each.group_id]: outcomes(each)[0] for each in arrivals}
+    assert found == MISBEHAVIOUR
+    ask(client, 1, env, how="well")
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+    assert finished.record.rollouts[0].reward == 1.0
+    line = await asyncio.to_thread(mesh.worker_status, "worker-0")
+    assert (line["state"], line["pid"]) == ("live", worker.popen.pid)
+    worker.popen.terminate()
+    assert await leaves(worker) == 0

@@ -1,0 +1,181 @@
+"""A router and workers as real processes, a scripted engine, clients: the flow tests' mesh."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.ids import GroupId
+from rollmesh.core.process import Ready
+from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.serve.client.client import Arrival, RolloutClient
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.model_folder import write_model_folder
+
+PATIENCE_S = 20.0
+TURNS = {"num_turns": 2, "prompt_chars": 20, "turn_chars": 10, "max_tokens": 3}
+
+
+ENV_HEAD = """
+import asyncio, os, signal, sys, threading, time
+from pathlib import Path
+from rollmesh.core.errors import InfraError
+from rollmesh.core.types import Score, Task
+from rollmesh.envs.chat import ChatClient
+from rollmesh.envs.env import Env, Transcript
+
+class Plain(Env):
+    def tasks(self, split, seed):
+        yield Task(id="t")
+
+    async def run(self, task, agent):
+        return Transcript()
+
+    async def score(self, task, transcript):
+        return Score(reward=1.0)
+
+"""
+
+
+def byte_token(policy_version: int, context: Sequence[int]) -> int:
+    """As chain_token, but only ids of the folder's vocabulary, and never a stop."""
+    return 1 + zlib.crc32(repr((policy_version, list(context))).encode()) % 200
+
+
+class Process:
+    """One `rollmesh VERB` that has said Ready."""
+
+    def __init__(self, popen: "subprocess.Popen[bytes]", ready: Ready) -> None:
+        self.popen = popen
+        self.ready = ready
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+
+@contextmanager
+def running(folder: Path, *words: str) -> Iterator[Process]:
+    reading, writing = os.pipe()
+    argv = [sys.executable, "-m", "rollmesh.cli.main", *words, "--ready-fd", str(writing)]
+    popen = subprocess.Popen(argv, pass_fds=[writing], cwd=folder)
+    os.close(writing)
+    try:
+        with os.fdopen(reading, "rb") as pipe:
+            yield Process(popen, msgspec.json.decode(pipe.readline(), type=Ready))
+    finally:
+        popen.terminate()
+        assert popen.wait(PATIENCE_S) in (0, -signal.SIGKILL)
+
+
+class Mesh:
+    """A router and a folder; workers on demand."""
+
+    def __init__(self, folder: Path, engine: ScriptedEngine, stack: ExitStack) -> None:
+        self.folder = folder
+        self._stack = stack
+        write_model_folder(folder / "model")
+        self.engine = engine
+        self.router = self.start_router()
+
+    def start_router(self, bind: str = "tcp://127.0.0.1:0") -> Process:
+        words = ["router", *self.settings(), "--set", f"router.bind={bind}"]
+        words += ["--engine", self.engine.url]
+        return self._stack.enter_context(running(self.folder, *words))
+
+    def settings(self, env: str = "echo", **env_settings: object) -> list[str]:
+        values = {
+            "env": env,
+            "env_settings": env_settings or TURNS,
+            "run": {"folder": "."},
+            "model": {"path": str(self.folder / "model")},
+            "router": {"beat_s": 0.1, "missed_beats": 5},
+        }
+        path = self.folder / f"{env.replace(':', '-')}.json"
+        path.write_bytes(msgspec.json.encode(values))
+        return ["--config", str(path)]
+
+    def worker_words(self, worker_id: str, env: str = "echo", **worker: object) -> list[str]:
+        """Of a worker that serves `env`; `worker` are settings of that section."""
+        words = ["worker", *self.settings(env), "--router", self.router.ready.address]
+        words += ["--worker-id", worker_id]
+        for key, value in worker.items():
+            words += ["--set", f"worker.{key}={value}"]
+        return words
+
+    def worker(self, worker_id: str, env: str = "echo", **worker: object) -> Process:
+        words = self.worker_words(worker_id, env, **worker)
+        return self._stack.enter_context(running(self.folder, *words))
+
+    def write_env(self, name: str, source: str) -> str:
+        """Write the module of an environment with the class TheEnv; what a setting calls it."""
+        (self.folder / f"{name}.py").write_text(ENV_HEAD + source)
+        return f"{name}:TheEnv"
+
+    def status(self) -> dict[str, Any]:
+        """What the router says of itself."""
+        url = f"{self.router.ready.http_address}/status"
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as reply:
+            status: dict[str, Any] = msgspec.json.decode(reply.read())
+        return status
+
+    def worker_status(self, worker_id: str) -> dict[str, Any]:
+        """Its line there; empty where the router does not know it."""
+        lines = self.status()["workers"]
+        return next((line for line in lines if line["worker_id"] == worker_id), {})
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Look again and again, from a thread, until `condition` holds."""
+        await asyncio.to_thread(_look_until, condition)
+
+    def events(self, role: str) -> list[dict[str, Any]]:
+        """What that process has logged."""
+        lines = (self.folder / "mesh" / "logs" / f"{role}.log").read_bytes().splitlines()
+        return [msgspec.json.decode(line) for line in lines]
+
+    def client(self) -> RolloutClient:
+        folder = self.folder / "client"
+        client = RolloutClient(self.router.ready.address, JournalConfig(), folder)
+        client.start()
+        self._stack.callback(client.close)
+        return client
+
+
+def _look_until(condition: Callable[[], object]) -> None:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up_s, "it did not happen"
+        time.sleep(0.02)
+
+
+@asynccontextmanager
+async def open_mesh(folder: Path) -> AsyncIterator[Mesh]:
+    """A router that serves, with its engine; all processes end with the block."""
+    async with ScriptedEngine(byte_token) as engine:
+        with ExitStack() as stack:
+            yield await asyncio.to_thread(Mesh, folder, engine, stack)
+            await engine.release()
+
+
+def ask(client: RolloutClient, num_samples: int = 2, env: str = "echo", **data: object) -> GroupId:
+    task = Task(id="echo-1", data={"text_seed": 1, **data})
+    return client.ask(task, env=env, num_samples=num_samples, sampling=SamplingPolicy(), seed=7)
+
+
+async def take(client: RolloutClient, num_groups: int = 1) -> list[Arrival]:
+    arrivals: list[Arrival] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while len(arrivals) < num_groups:
+            arrivals += await asyncio.to_thread(client.take, 1.0)
+    return arrivals
