@@ -14,7 +14,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.types import Branch, FieldPolicy, SamplingPolicy, SamplingRule
+from rollmesh.core.types import (
+    EVAL_SAMPLING,
+    Branch,
+    FieldPolicy,
+    SamplingPolicy,
+    SamplingRule,
+)
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -131,6 +137,15 @@ class SamplingConfig(Section, frozen=True):
         return SamplingPolicy(
             temperature=SamplingRule(FieldPolicy.FORCE, self.temperature),
             top_p=SamplingRule(FieldPolicy.FORCE, self.top_p),
+            max_tokens=SamplingRule(FieldPolicy.DEFAULT, self.max_tokens),
+        )
+
+    def eval_policy(self) -> SamplingPolicy:
+        """The rules of an evaluation: ours is what the agent leaves out."""
+        return msgspec.structs.replace(
+            EVAL_SAMPLING,
+            temperature=SamplingRule(FieldPolicy.DEFAULT, self.temperature),
+            top_p=SamplingRule(FieldPolicy.DEFAULT, self.top_p),
             max_tokens=SamplingRule(FieldPolicy.DEFAULT, self.max_tokens),
         )
 
