@@ -105,7 +105,12 @@ class AsyncRolloutClient:
         loop = asyncio.get_running_loop()
         self._client.start()
         self._calls.update(dict.fromkeys(self._client.reopened))
-        self._client.watch(lambda: loop.call_soon_threadsafe(self._collect))
+        self._collect()
+
+        def on_arrival() -> None:
+            loop.call_soon_threadsafe(self._collect)
+
+        self._client.watch(on_arrival)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -122,6 +127,11 @@ class AsyncRolloutClient:
     def reopened(self) -> Mapping[GroupId, Task]:
         """With `keep`: what an earlier client on the folder asked for and `stream` will bring."""
         return self._client.reopened
+
+    @property
+    def num_ended(self) -> int:
+        """Groups that `stream` hands out at once."""
+        return len(self._ended)
 
     async def run(self, task: Task, **options: Unpack[CallOptions]) -> Finished:
         """One rollout of `task`; see `run_group`."""

@@ -15,6 +15,7 @@ users' own code.
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
@@ -39,6 +40,8 @@ NOTE_TIMEOUT_S = 30.0
 MAX_OPEN = 16_384
 """Groups asked for and not taken; past it `ask` raises Overloaded."""
 LOOPBACK = "127.0.0.1"
+NUM_LISTENS, LISTEN_AGAIN_S = 10, 0.05
+"""How often, and after what pause, the address of an earlier client is tried."""
 
 
 class RolloutClient:
@@ -174,12 +177,12 @@ class RolloutClient:
 def listen(bind: str, earlier: str, keys: Keys | None) -> Hub:
     """Where an earlier client listened, if that is free and `bind` allows it; else at `bind`."""
     host, _, port = bind.rpartition(":")
-    if port == "0" and earlier.rpartition(":")[0] == host:
+    for _ in range(NUM_LISTENS if port == "0" and earlier.rpartition(":")[0] == host else 0):
         try:
             return Hub(earlier, keys)
         except AddressError:
-            # Somebody else has the port. What workers hold for it runs again for the new address.
-            pass
+            time.sleep(LISTEN_AGAIN_S)  # zmq gives a port of this process back in its own time
+    # Somebody else has the port: what workers hold for it runs again, for the new address.
     return Hub(bind, keys)
 
 

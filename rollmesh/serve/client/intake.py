@@ -157,8 +157,10 @@ class Intake:
     def _run(self) -> None:
         try:
             while not self._closing:
-                sockets = [self._dialer] if self._is_full else [self._dialer, self._hub]
-                wait(sockets, self._bell, self._asks.beat_s / 2)
+                heard: list[Hub | Dialer] = [self._dialer]
+                if not self._is_full:
+                    heard.append(self._hub)
+                wait(heard, self._bell, self._asks.beat_s / 2)
                 self._turn()
             self._turn()
             self._do_asks(self._asks.step(Closed(), time.monotonic()))

@@ -1,5 +1,7 @@
 """Open asks: whatever the router forgets or the network loses is said again."""
 
+import random
+
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.client.asks import (
     Action,
@@ -170,6 +172,102 @@ def test_cancel_is_said_until_confirmed_and_a_bounded_number_of_times() -> None:
 
 def test_cancelling_what_is_not_open_says_nothing() -> None:
     assert met_asks().step(Cancelled(ONE, "stale"), 0.0) == []
+
+
+def test_late_ask_ends_and_its_group_is_cancelled() -> None:
+    asks = met_asks()
+    asks.step(Asked(group_id=ONE, env="guess", num_samples=4, deadline_s=5.0), 0.0)
+    assert not any(isinstance(a, AskEnded) for a in asks.step(Ticked(), 4.9))
+    late = "deadline: no result within 5 s"
+    actions = asks.step(Ticked(), 5.0)
+    assert AskEnded(ONE, late) in actions
+    assert CancelGroup(ONE, late) in said(actions)
+    assert not asks.open
+
+
+def test_router_hears_what_is_left_of_the_deadline_each_time() -> None:
+    asks = met_asks()
+    [first] = said(asks.step(Asked(group_id=ONE, env="guess", num_samples=4, deadline_s=10.0), 0.0))
+    again = [m for m in said(asks.step(Ticked(), 4.0)) if isinstance(m, AskGroup)]
+    assert isinstance(first, AskGroup)
+    assert [m.deadline_s for m in (first, *again)] == [10.0, 6.0]
+    [no_limit] = said(ask(asks, TWO, 4.0))
+    assert isinstance(no_limit, AskGroup)
+    assert no_limit.deadline_s == 0.0
+
+
+def test_deadline_comes_even_where_no_router_answers() -> None:
+    asks = new_asks()
+    asks.step(Asked(group_id=ONE, env="guess", num_samples=4, deadline_s=5.0), 0.0)
+    assert AskEnded(ONE, "deadline: no result within 5 s") in asks.step(Ticked(), 5.0)
+
+
+def refused_waits(asks: Asks, num_refusals: int) -> list[float]:
+    """How long the ask waits after each refusal, on a router that always says one second."""
+    waits: list[float] = []
+    now_s = 0.0
+    for _ in range(num_refusals):
+        hear(asks, AskRefused(ONE, "overloaded: full", 1.0), now_s)
+        refused_s = now_s
+        while not any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), now_s))):
+            now_s += 0.25
+        waits.append(now_s - refused_s)
+    return waits
+
+
+def test_refused_ask_waits_longer_each_time_up_to_a_bound() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    assert refused_waits(asks, 6) == [1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
+
+
+def test_ask_that_was_queued_in_between_begins_its_patience_anew() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    refused_waits(asks, 3)
+    hear(asks, GroupMoved(ONE, GroupState.QUEUED, 0, ""), 8.0)
+    hear(asks, AskRefused(ONE, "overloaded: full", 1.0), 8.0)
+    assert any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 9.0)))
+
+
+def test_refusals_past_the_patience_end_the_ask_with_what_the_router_said() -> None:
+    asks = met_asks()
+    asks.step(Asked(group_id=ONE, env="guess", num_samples=4, patience_s=3.0), 0.0)
+    assert hear(asks, AskRefused(ONE, "overloaded: full", 2.0), 0.0) == []
+    [ended] = hear(asks, AskRefused(ONE, "overloaded: full", 2.0), 2.0)
+    assert ended == AskEnded(ONE, "overloaded: full", retry_after_s=2.0)
+    assert not asks.open
+
+
+def test_every_open_ask_is_said_on_time_though_others_come_and_go() -> None:
+    rng = random.Random(7)
+    asks, due, now_s = met_asks(), dict[GroupId, float](), 0.0
+    for turn in range(4000):
+        now_s = turn / 16
+        if rng.random() < 0.2:
+            new = GroupId("r2", turn)
+            ask(asks, new, now_s)
+            due[new] = now_s + 4.0
+        if due and rng.random() < 0.15:
+            done = rng.choice(list(due))
+            asks.step(Arrived(done), now_s)
+            del due[done]
+        if due and rng.random() < 0.1:
+            moved = rng.choice(list(due))
+            hear(asks, GroupMoved(moved, GroupState.QUEUED, 0, ""), now_s)
+            due[moved] = now_s + 40.0
+        messages = said(asks.step(Ticked(), now_s))
+        repeated = {m.group_id for m in messages if isinstance(m, AskGroup)}
+        assert repeated == {group_id for group_id, at_s in due.items() if now_s >= at_s}
+        due.update(dict.fromkeys(repeated, now_s + 4.0))
+    assert len(due) > 50
+
+
+def test_kept_client_leaves_without_a_word() -> None:
+    settings = AsksSettings(client_id="c1", sink="tcp://sink", beat_s=1.0, keep=True, weight=2)
+    asks = Asks(settings)
+    assert said(asks.step(Ticked(), 0.0)) == [ClientHello("c1", 2, True)]
+    assert asks.step(Closed(), 1.0) == []
 
 
 def test_leaving_is_said() -> None:

@@ -9,6 +9,7 @@ from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import JournalError
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.core.journal import Journal
+from rollmesh.serve.client.asks import Asked
 from rollmesh.serve.client.book import Book, GroupBooked, Published, RunBegan, StepTaken
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import GroupFinished
@@ -65,6 +66,98 @@ def test_freed_segments_leave_what_has_ended(tmp_path: Path) -> None:
     again = Book(tmp_path, CONFIG)
     assert again.ended["r1"].intervals() == [(0, 20)]
     assert {raw.group_id.seq for raw in again.restored()} >= {18, 19}
+    again.close()
+
+
+def asked(seq: int, deadline_s: float = 0.0) -> Asked:
+    return Asked(
+        group_id=group(seq),
+        env="guess",
+        num_samples=4,
+        priority=2,
+        deadline_s=deadline_s,
+        patience_s=9.0,
+        body=b"task",
+    )
+
+
+def test_open_asks_outlive_the_process_and_ended_ones_do_not(tmp_path: Path) -> None:
+    book = Book(tmp_path, CONFIG)
+    book.begin(RunBegan("r1", "c1", "tcp://sink"))
+    for seq in range(4):
+        book.ask(asked(seq))
+    keep(book, 0)
+    keep(book, 1, complete=False)
+    book.note(GroupBooked(group(2), "deadline: over"))
+    book.close()
+    again = Book(tmp_path, CONFIG)
+    [reopened] = again.reopened()
+    assert reopened == msgspec.structs.replace(asked(3), attempts=1)
+    assert again.reopened() == []
+    assert again.began == RunBegan("r1", "c1", "tcp://sink")
+    again.close()
+
+
+def test_deadline_of_an_open_ask_goes_on_while_nobody_runs(tmp_path: Path) -> None:
+    book = Book(tmp_path, CONFIG)
+    book.ask(asked(0, deadline_s=60.0))
+    book.ask(asked(1, deadline_s=0.001))
+    book.close()
+    again = Book(tmp_path, CONFIG)
+    lasting, over = again.reopened()
+    assert 50.0 < lasting.deadline_s < 60.0
+    assert 0.0 < over.deadline_s < 0.01
+    again.close()
+
+
+def test_taken_results_free_their_segments_and_are_not_restored(tmp_path: Path) -> None:
+    book = Book(tmp_path, CONFIG)
+    book.begin(RunBegan("r1", "c1", "tcp://sink"))
+    sizes = []
+    for seq in range(100):
+        keep(book, seq)
+        book.ended["r1"].add(seq)
+        book.take((group(seq),))
+        sizes.append(book.size_bytes)
+    assert max(sizes) < 5 * CONFIG.segment_bytes
+    book.close()
+    again = Book(tmp_path, CONFIG)
+    assert again.restored() == []
+    assert again.ended["r1"].intervals() == [(0, 100)]
+    assert again.began == RunBegan("r1", "c1", "tcp://sink")
+    again.close()
+
+
+def test_taking_keeps_what_others_need(tmp_path: Path) -> None:
+    book = Book(tmp_path, CONFIG)
+    book.begin(RunBegan("r1"))
+    book.ask(asked(0))
+    for seq in range(1, 60):
+        keep(book, seq)
+        book.ended["r1"].add(seq)
+        if seq > 1:
+            book.take((group(seq),))
+    book.close()
+    again = Book(tmp_path, CONFIG)
+    assert [each.group_id for each in again.reopened()] == [group(0)]
+    assert [each.group_id for each in again.restored()] == [group(1)]
+    again.close()
+
+
+def test_freeing_results_keeps_open_asks(tmp_path: Path) -> None:
+    book = Book(tmp_path, CONFIG)
+    book.begin(RunBegan("r1"))
+    for seq in range(60):
+        keep(book, seq)
+        book.ended["r1"].add(seq)
+        if seq == 30:
+            book.ask(asked(100))
+    before = book.size_bytes
+    book.free(2**62)
+    assert book.size_bytes < before
+    book.close()
+    again = Book(tmp_path, CONFIG)
+    assert [each.group_id for each in again.reopened()] == [group(100)]
     again.close()
 
 

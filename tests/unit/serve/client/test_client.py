@@ -3,57 +3,29 @@
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import AddressError, JournalError
+from rollmesh.core.errors import AddressError, JournalError, Overloaded
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import GroupRecord, SamplingPolicy, Task
-from rollmesh.serve.client.client import Dropped, Finished, RolloutClient
-from rollmesh.wire.bodies import decode_ask, encode_record
-from rollmesh.wire.frames import Packet
+from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.serve.client import intake
+from rollmesh.serve.client.client import MAX_OPEN, Dropped, Finished, RolloutClient, facing
+from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.messages import (
-    AnyMessage,
     AskGroup,
+    AskRefused,
     CancelGroup,
     ClientHello,
     ClientLeft,
     GroupAcked,
     GroupFailed,
-    GroupFinished,
-    RouterHello,
 )
-from rollmesh.wire.sockets import Dialer, Hub, wait
+from rollmesh.wire.sockets import Dialer, Hub
+from tests.unit.serve.client.fake_router import FakeRouter, deliver, next_ack, send_result
 
 CONFIG = JournalConfig(segment_bytes=2**16)
-M = TypeVar("M")
-
-
-class FakeRouter:
-    """A hub that answers hellos and remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.hub = Hub("tcp://127.0.0.1:0")
-        self.packets: list[tuple[bytes, Packet]] = []
-
-    def expect(self, kind: type[M]) -> tuple[bytes, M, Packet]:
-        """The next message of this kind, removed; others stay."""
-        for _ in range(200):
-            for at, (route, packet) in enumerate(self.packets):
-                if isinstance(packet.message, kind):
-                    del self.packets[at]
-                    return route, packet.message, packet
-            wait([self.hub], None, 0.1)
-            for route, packet in self.hub.receive():
-                if isinstance(packet.message, ClientHello):
-                    self.say(route, RouterHello(0.1))
-                self.packets.append((route, packet))
-        raise AssertionError(f"no {kind.__name__}")
-
-    def say(self, route: bytes, message: AnyMessage) -> None:
-        self.hub.send(route, Packet(message, "i1"))
 
 
 @pytest.fixture
@@ -63,8 +35,8 @@ def router() -> Iterator[FakeRouter]:
     router.hub.close()
 
 
-def open_client(router: FakeRouter, folder: Path) -> RolloutClient:
-    client = RolloutClient(router.hub.address, CONFIG, folder)
+def open_client(router: FakeRouter, folder: Path, keep: bool = False) -> RolloutClient:
+    client = RolloutClient(router.hub.address, CONFIG, folder, keep=keep)
     client.start()
     return client
 
@@ -73,30 +45,6 @@ def ask(client: RolloutClient) -> GroupId:
     return client.ask(
         Task(id="t", data={"n": 1}), env="guess", num_samples=2, sampling=SamplingPolicy(), seed=5
     )
-
-
-def send_result(worker: Dialer, group_id: GroupId, attempt: int = 1, task_id: str = "t") -> None:
-    """Send a complete result as a worker does."""
-    body = encode_record(GroupRecord(task=Task(id=task_id)))
-    worker.send(Packet(GroupFinished(group_id, attempt, "w1", True), "", body, (b"", b"")))
-
-
-def next_ack(worker: Dialer) -> GroupAcked:
-    for _ in range(200):
-        wait([worker], None, 0.1)
-        for packet in worker.receive(1):
-            assert isinstance(packet.message, GroupAcked)
-            return packet.message
-    raise AssertionError("no ack")
-
-
-def deliver(client: RolloutClient, group_id: GroupId, attempt: int = 1) -> GroupAcked:
-    """Send a complete result; the sink's ack."""
-    worker = Dialer(client.address, f"w{attempt}")
-    send_result(worker, group_id, attempt)
-    ack = next_ack(worker)
-    worker.close()
-    return ack
 
 
 def test_ask_reaches_the_router_and_its_result_is_acked_and_taken(
@@ -108,11 +56,11 @@ def test_ask_reaches_the_router_and_its_result_is_acked_and_taken(
     assert (message.group_id, message.env, message.num_samples) == (group_id, "guess", 2)
     assert message.sink == client.address
     assert decode_ask(packet.body).seed == 5
-    assert deliver(client, group_id) == GroupAcked(group_id, 1, duplicate=False)
+    assert deliver(client.address, group_id) == GroupAcked(group_id, 1, duplicate=False)
     [finished] = client.take(timeout_s=5)
     assert isinstance(finished, Finished)
     assert finished.group_id == group_id
-    assert deliver(client, group_id, attempt=2) == GroupAcked(group_id, 2, duplicate=True)
+    assert deliver(client.address, group_id, attempt=2) == GroupAcked(group_id, 2, duplicate=True)
     assert client.take(timeout_s=0) == []
     client.close()
     router.expect(ClientLeft)
@@ -126,7 +74,7 @@ def test_cancelled_group_is_handed_out_as_dropped(router: FakeRouter, tmp_path: 
     assert client.take(timeout_s=5) == [Dropped(group_id, "cancelled: no longer needed")]
     _, message, _ = router.expect(CancelGroup)
     assert message.group_id == group_id
-    assert deliver(client, group_id).duplicate
+    assert deliver(client.address, group_id).duplicate
     client.close()
 
 
@@ -145,14 +93,14 @@ def test_untaken_results_are_handed_out_again_after_a_restart(
     client = open_client(router, tmp_path)
     trained, waiting = ask(client), ask(client)
     for group_id in (trained, waiting):
-        deliver(client, group_id)
+        deliver(client.address, group_id)
     client.note_step(0, [trained])
     client.note_published(1, 1)
     client.close()
     again = open_client(router, tmp_path)
     [finished] = again.take(timeout_s=5)
     assert finished.group_id == waiting
-    assert deliver(again, trained).duplicate
+    assert deliver(again.address, trained).duplicate
     assert ask(again).run_id != trained.run_id
     again.close()
 
@@ -160,7 +108,7 @@ def test_untaken_results_are_handed_out_again_after_a_restart(
 def test_freeing_keeps_what_was_not_taken_yet(router: FakeRouter, tmp_path: Path) -> None:
     client = open_client(router, tmp_path)
     group_id = ask(client)
-    deliver(client, group_id)
+    deliver(client.address, group_id)
     client.free(2**62)
     client.close()
     again = open_client(router, tmp_path)
@@ -228,3 +176,159 @@ def test_a_sink_that_workers_could_not_dial_is_refused(tmp_path: Path) -> None:
         with pytest.raises(AddressError, match="peers are told it and cannot dial it"):
             RolloutClient("tcp://127.0.0.1:1", CONFIG, tmp_path, bind=bind)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weight_and_keep_are_said_in_the_hello(router: FakeRouter, tmp_path: Path) -> None:
+    client = RolloutClient(router.hub.address, CONFIG, tmp_path, weight=3, keep=True)
+    client.start()
+    _, hello, _ = router.expect(ClientHello)
+    assert (hello.weight, hello.keep) == (3, True)
+    client.close()
+
+
+def test_kept_groups_are_gone_on_with_by_the_next_client_on_the_folder(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    client = open_client(router, tmp_path, keep=True)
+    finished, still_open, failed = (ask(client) for _ in range(3))
+    _, first, _ = router.expect(AskGroup)
+    deliver(client.address, finished)
+    client.cancel(failed, "of no use")
+    assert {arrival.group_id for _ in range(2) for arrival in client.take(5)} <= {finished, failed}
+    address = client.address
+    client.close()
+
+    again = open_client(router, tmp_path, keep=True)
+    assert again.address == address
+    assert again.reopened == {still_open: Task(id="t", data={"n": 1})}
+    said, packet = first, None
+    while said.attempts == 0:  # what the first one said may be on its way still
+        _, said, packet = router.expect(AskGroup)
+    assert (said.group_id, said.client_id, said.sink) == (still_open, first.client_id, address)
+    assert said.attempts == 1
+    assert packet
+    assert decode_ask(packet.body).seed == 5
+    [restored] = again.take(timeout_s=5)
+    assert restored.group_id == finished
+    assert not deliver(address, still_open).duplicate
+    [late] = again.take(timeout_s=5)
+    assert isinstance(late, Finished)
+    assert late.group_id == still_open
+    again.close()
+    assert not any(isinstance(packet.message, ClientLeft) for _, packet in router.packets)
+
+
+def test_kept_group_goes_to_a_new_address_where_the_old_one_is_taken(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    client = open_client(router, tmp_path, keep=True)
+    group_id, address = ask(client), client.address
+    router.expect(AskGroup)
+    client.close()
+    squatter = Hub(address)
+    again = open_client(router, tmp_path, keep=True)
+    _, said, _ = router.expect(AskGroup)
+    assert (said.group_id, said.sink) == (group_id, again.address)
+    assert again.address != address
+    again.close()
+    squatter.close()
+
+
+def test_kept_groups_end_where_the_next_client_does_not_keep(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    client = open_client(router, tmp_path, keep=True)
+    group_id = ask(client)
+    router.expect(AskGroup)
+    client.close()
+    again = open_client(router, tmp_path)
+    assert again.take(5) == [Dropped(group_id, "cancelled: its client was started anew")]
+    assert again.reopened == {}
+    again.close()
+
+
+def test_results_that_are_done_with_are_not_handed_out_again(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    client = open_client(router, tmp_path)
+    done, waiting = ask(client), ask(client)
+    for group_id in (done, waiting):
+        deliver(client.address, group_id)
+    client.done_with([done])
+    client.close()
+    again = open_client(router, tmp_path)
+    assert [arrival.group_id for arrival in again.take(timeout_s=5)] == [waiting]
+    again.close()
+
+
+def test_ask_past_the_bound_is_refused_until_something_is_taken(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    client = open_client(router, tmp_path)
+    group_id, *_ = [ask(client) for _ in range(MAX_OPEN)]
+    with pytest.raises(Overloaded, match=str(MAX_OPEN)) as refused:
+        ask(client)
+    assert refused.value.retry_after_s > 0
+    client.cancel(group_id, "room")
+    assert len(client.take(timeout_s=5)) == 1
+    ask(client)
+    client.close()
+
+
+def test_ask_without_patience_ends_at_the_first_refusal(router: FakeRouter, tmp_path: Path) -> None:
+    client = open_client(router, tmp_path)
+    task = Task(id="t")
+    group_id = client.ask(
+        task, env="guess", num_samples=2, sampling=SamplingPolicy(), seed=5, patience_s=0.0
+    )
+    route, _, _ = router.expect(AskGroup)
+    router.say(route, AskRefused(group_id, "overloaded: 9 groups wait", 1.5))
+    assert client.take(5) == [Dropped(group_id, "overloaded: 9 groups wait", retry_after_s=1.5)]
+    client.close()
+
+
+def test_results_that_nobody_takes_stay_with_their_workers(
+    router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "MAX_UNTAKEN_BYTES", 10)
+    client = open_client(router, tmp_path)
+    first, second = ask(client), ask(client)
+    router.expect(AskGroup)
+    deliver(client.address, first)  # more bytes than the bound: nothing is read after it
+    worker = Dialer(client.address, "w2")
+    send_result(worker, second)
+    client.note_step(0, [])
+    client.note_step(0, [])  # a whole turn of the intake has passed, and it left the result alone
+    assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [first]
+    assert next_ack(worker).group_id == second
+    assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [second]
+    worker.close()
+    client.close()
+
+
+def test_watcher_is_called_once_for_what_arrives_until_it_is_taken(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    client = open_client(router, tmp_path)
+    calls: list[int] = []
+    client.watch(lambda: calls.append(1))
+    for group_id in (ask(client), ask(client)):
+        deliver(client.address, group_id)
+    client.note_step(0, [])
+    assert calls == [1]
+    client.take(timeout_s=5)
+    deliver(client.address, ask(client))
+    client.note_step(0, [])
+    assert calls == [1, 1]
+    client.watch(None)
+    client.take(timeout_s=5)
+    deliver(client.address, ask(client))
+    client.note_step(0, [])
+    assert calls == [1, 1]
+    client.close()
+
+
+def test_sink_listens_where_the_router_can_see_it() -> None:
+    assert facing("tcp://127.0.0.1:5555") == "127.0.0.1"
+    assert facing("tcp://[::1]:5555") in ("[::1]", "127.0.0.1")  # without IPv6: loopback
+    assert facing("tcp://no such host:5555") == "127.0.0.1"

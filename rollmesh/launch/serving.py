@@ -1,0 +1,69 @@
+"""A mesh without a trainer, for as long as a program needs it.
+
+    async with ServingMesh(config) as mesh:
+        ... mesh.router ...          # the router's address
+        await mesh.end               # why it ended, if it did by itself
+
+Invariants: inside the block every process has said that it serves, or the mesh has ended; after it
+none is left. The first SIGINT or SIGTERM ends the mesh, and `end` tells it. Driven by `eval`.
+"""
+
+import asyncio
+from typing import Self
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config
+from rollmesh.core.logs import setup
+from rollmesh.launch.checks import check
+from rollmesh.launch.folder import RunFolder, config_path
+from rollmesh.launch.machine import End, MeshState
+from rollmesh.launch.plan import plan_serving
+from rollmesh.launch.supervisor import Supervisor, open_mesh
+
+LOOK_S = 0.05
+ROUTER = "router"
+
+
+class ServingMesh:
+    """See the module."""
+
+    def __init__(self, config: Config) -> None:
+        """`config` names the run folder, which an older one is moved aside for."""
+        self.end: asyncio.Task[End]
+        """Done when the mesh has ended, by itself or by a signal."""
+        self.folder: RunFolder
+        self._config = config
+        self._supervisor: Supervisor
+
+    @property
+    def router(self) -> str:
+        """The router's address."""
+        return self._supervisor.ready[ROUTER].address
+
+    async def __aenter__(self) -> Self:
+        """Start, and wait until all serve or the mesh has ended; UserError for bad settings."""
+        config = self._config
+        await check(config, makes_model=False)
+        settings = ("--config", str(config_path(config)))
+        mesh = open_mesh(plan_serving(config, settings, router_words=("--fixed-weights",)))
+        self.folder = RunFolder(config)
+        setup("launch", self.folder.path, on_console=False)
+        self._supervisor = Supervisor(mesh, config.launch, self.folder, SystemClock())
+        self.end = asyncio.create_task(self._supervisor.run(), name="supervisor")
+        try:
+            await self._started()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _started(self) -> None:
+        """Until all serve, or the mesh has ended."""
+        machine = self._supervisor.machine
+        while machine.state is not MeshState.RUNNING and not self.end.done():
+            await asyncio.wait([self.end], timeout=LOOK_S)
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self.end.done():
+            self._supervisor.stop()
+        await self.end

@@ -1,0 +1,144 @@
+"""The rows of an evaluation, one per rollout, and the file that they stand in.
+
+Owns `results.jsonl`. Invariants: the rows of a group are written together, before its client lets
+go of it; opening the file keeps only whole groups that came to a result, so that what is asked for
+again has no rows yet, whatever a crash has cut. Driven by evaluation.py.
+"""
+
+import os
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from rollmesh.core.errors import UserError
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import RolloutRecord
+from rollmesh.serve.client.arrivals import Arrival, Dropped
+from rollmesh.serve.client.endings import code_of
+
+RESULTS = "results.jsonl"
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout, or the place of one in a group without a result."""
+
+    task_id: str
+    group_id: str
+    index: int
+    """Among its siblings."""
+    num_samples: int
+    """It and its siblings."""
+    outcome: str
+    """An Outcome; for a group without a result, the code of its end."""
+    reward: float | None = None
+    metrics: dict[str, float] = {}
+    error: str = ""
+    num_calls: int = 0
+    """Model calls: turns."""
+    num_tokens: int = 0
+    """Sampled ones."""
+    duration_s: float = 0.0
+    worker_id: str = ""
+    attempt: int = 0
+    has_result: bool = True
+    """False for a group that --resume asks for again."""
+
+
+def rows_of(arrival: Arrival, task_id: str, num_samples: int) -> list[Row]:
+    """One row per rollout that was asked for, whether or not it brought anything."""
+    row = Row(
+        task_id=task_id,
+        group_id=str(arrival.group_id),
+        index=0,
+        num_samples=num_samples,
+        outcome="",
+    )
+    if isinstance(arrival, Dropped):
+        code, error = code_of(arrival.reason), arrival.reason
+        blank = msgspec.structs.replace(row, outcome=code, error=error, has_result=False)
+        records = arrival.record.rollouts if arrival.record else []
+    else:
+        where = {"worker_id": arrival.worker_id, "attempt": arrival.attempt}
+        blank = msgspec.structs.replace(row, **where)
+        records = arrival.record.rollouts
+    by_index = {record.index: record for record in records}
+    return [_row(blank, index, by_index.get(index)) for index in range(num_samples)]
+
+
+def _row(blank: Row, index: int, record: RolloutRecord | None) -> Row:
+    if record is None:
+        return msgspec.structs.replace(blank, index=index)
+    return msgspec.structs.replace(
+        blank,
+        index=index,
+        outcome=record.outcome.value,
+        reward=record.reward,
+        metrics=record.metrics,
+        error=record.error,
+        num_calls=record.num_calls,
+        num_tokens=record.num_logprobs,
+        duration_s=round(record.duration_s, 4),
+    )
+
+
+class Results:
+    """The rows in `folder`; `with` closes the file."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what is there and keep what is whole; UserError if that cannot be."""
+        self.rows: list[Row] = []
+        self._path = folder / RESULTS
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.rows = _whole_groups(self._path)
+            self._group_ids = {row.group_id for row in self.rows}
+            part = self._path.with_suffix(".part")
+            part.write_bytes(_lines(self.rows))
+            os.replace(part, self._path)
+            self._file = self._path.open("ab")
+        except OSError as error:
+            raise UserError(f"{self._path}: {error.strerror}; name another --out") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def holds(self, group_id: GroupId) -> bool:
+        """Whether the rows of this group are there."""
+        return str(group_id) in self._group_ids
+
+    def num_groups(self) -> Counter[str]:
+        """Groups with a result, by task."""
+        firsts = (row for row in self.rows if row.index == 0 and row.has_result)
+        return Counter(row.task_id for row in firsts)
+
+    def add(self, rows: list[Row]) -> None:
+        """Write the rows of a group, and hand them to the system."""
+        self._file.write(_lines(rows))
+        self._file.flush()
+        self.rows += rows
+        self._group_ids.update(row.group_id for row in rows)
+
+
+def _lines(rows: list[Row]) -> bytes:
+    return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+
+
+def _whole_groups(path: Path) -> list[Row]:
+    """The rows of groups that came to a result and have all their rows, in order."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for line in lines:
+        try:
+            row = msgspec.json.decode(line, type=Row)
+        except msgspec.MsgspecError:  # cut by a crash: the group is not whole
+            continue
+        groups[row.group_id].append(row)
+    whole = [
+        rows for rows in groups.values() if rows[0].has_result and len(rows) == rows[0].num_samples
+    ]
+    return [row for rows in whole for row in rows]

@@ -1,0 +1,156 @@
+"""What the rows of an evaluation say: means, pass@k, intervals, failures by cause.
+
+Invariants: pure; a rollout that brought no result for reasons that are not the agent's counts
+nowhere but among the failures, and one whose agent broke counts as lost. Rollouts of one task are
+not independent, so errors are clustered by task (E. Miller, "Adding Error Bars to Evals",
+arXiv:2411.00640); intervals of shares are Wilson's score interval (JASA 22, 1927) with the number
+of independent rollouts that would give such an error (E. Korn and B. Graubard, Survey Methodology
+24, 1998). Driven by whoever ran the evaluation.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import NormalDist, fmean
+
+import msgspec
+
+from rollmesh.core.types import Outcome
+from rollmesh.serve.client.results import Row
+from rollmesh.serve.client.samples import TRAINED_OUTCOMES
+
+CONFIDENCE = 0.95
+Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+COUNTED = (*TRAINED_OUTCOMES, Outcome.AGENT_ERROR)
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean, and the interval that holds the true one with CONFIDENCE."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """One task's part in a mean."""
+
+    weight: int
+    """Its rollouts."""
+    value: float
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation in figures; None where nothing was counted."""
+
+    num_tasks: int
+    """Different ones of which a rollout counts."""
+    num_rollouts: int
+    """Those that count."""
+    success: Estimate | None
+    """Share of rollouts whose metric `success` is positive or, without one, their reward."""
+    reward: Estimate | None
+    pass_at: dict[int, Estimate]
+    """By k: the chance that at least one of k rollouts of a task succeeds."""
+    failures: dict[str, int]
+    """Rollouts by what went wrong: their outcome, or the code of their group's end."""
+    num_truncated: int
+    """Rollouts that a limit ended; they count."""
+    tokens_per_rollout: float | None
+    """Sampled ones."""
+    turns_per_rollout: float | None
+    s_per_rollout: float | None
+
+
+def report_of(rows: Sequence[Row]) -> Report:
+    """The figures of all rows."""
+    counted = [row for row in rows if row.outcome in COUNTED]
+    failures = Counter(row.outcome for row in rows if row.outcome not in TRAINED_OUTCOMES)
+    by_task: dict[str, list[Row]] = defaultdict(list)
+    for row in counted:
+        by_task[row.task_id].append(row)
+    tasks = list(by_task.values())
+    return Report(
+        num_tasks=len(tasks),
+        num_rollouts=len(counted),
+        success=share([Cluster(len(each), fmean(map(succeeded, each))) for each in tasks]),
+        reward=average([Cluster(len(each), fmean(map(reward, each))) for each in tasks]),
+        pass_at=_pass_at(tasks),
+        failures=dict(failures.most_common()),
+        num_truncated=sum(row.outcome == Outcome.TRUNCATED for row in counted),
+        tokens_per_rollout=_mean(row.num_tokens for row in counted),
+        turns_per_rollout=_mean(row.num_calls for row in counted),
+        s_per_rollout=_mean(row.duration_s for row in counted),
+    )
+
+
+def succeeded(row: Row) -> bool:
+    """By the environment's own metric, or by a positive reward."""
+    return row.metrics.get("success", reward(row)) > 0
+
+
+def reward(row: Row) -> float:
+    """0 where the agent broke."""
+    return row.reward or 0.0
+
+
+def pass_at_k(num_rollouts: int, num_successes: int, k: int) -> float:
+    """The chance that one of k rollouts drawn from these, without return, is a success.
+
+    An unbiased estimate of pass@k: 1 - C(n-c, k) / C(n, k), after M. Chen et al., "Evaluating Large
+    Language Models Trained on Code", arXiv:2107.03374.
+    """
+    return 1.0 - math.comb(num_rollouts - num_successes, k) / math.comb(num_rollouts, k)
+
+
+def share(clusters: Sequence[Cluster]) -> Estimate | None:
+    """The mean of values in [0, 1]; its interval is never empty, even where all values agree."""
+    if not clusters:
+        return None
+    mean, variance = _moments(clusters)
+    # Without any scatter nothing tells rollouts of a task apart: each task counts for one.
+    num = mean * (1 - mean) / variance if variance > 0 else float(len(clusters))
+    num = max(num, 1.0)
+    middle = (mean + Z**2 / (2 * num)) / (1 + Z**2 / num)
+    half = Z * math.sqrt(mean * (1 - mean) / num + (Z / (2 * num)) ** 2) / (1 + Z**2 / num)
+    return Estimate(mean, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def average(clusters: Sequence[Cluster]) -> Estimate | None:
+    """The mean of any values; its interval is the normal one, and empty for a single task."""
+    if not clusters:
+        return None
+    mean, variance = _moments(clusters)
+    half = Z * math.sqrt(variance)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def _moments(clusters: Sequence[Cluster]) -> tuple[float, float]:
+    """The weighted mean and the variance of that mean between clusters."""
+    total = sum(each.weight for each in clusters)
+    mean = sum(each.weight * each.value for each in clusters) / total
+    num = len(clusters)
+    if num < 2:
+        return mean, 0.0
+    scatter = sum((each.weight * (each.value - mean)) ** 2 for each in clusters)
+    return mean, scatter / total**2 * num / (num - 1)
+
+
+def _pass_at(tasks: Sequence[Sequence[Row]]) -> dict[int, Estimate]:
+    """For k = 1, 2, 4 and so on, as far as every task has rollouts."""
+    found: dict[int, Estimate] = {}
+    fewest = min(map(len, tasks), default=0)
+    k = 1
+    while k <= fewest:
+        clusters = [
+            Cluster(len(rows), pass_at_k(len(rows), sum(map(succeeded, rows)), k)) for rows in tasks
+        ]
+        if estimate := share(clusters):
+            found[k] = estimate
+        k *= 2
+    return found
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    numbers = list(values)
+    return fmean(numbers) if numbers else None

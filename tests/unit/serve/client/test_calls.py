@@ -1,0 +1,242 @@
+"""AsyncRolloutClient on real sockets, with a router by hand."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.errors import (
+    DeadlineExceeded,
+    EnvFailed,
+    GroupCancelled,
+    JournalError,
+    Overloaded,
+)
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import EVAL_SAMPLING, SamplingPolicy, Task
+from rollmesh.serve.client import calls
+from rollmesh.serve.client.calls import AsyncRolloutClient
+from rollmesh.serve.client.client import Dropped, Finished
+from rollmesh.wire.bodies import decode_ask
+from rollmesh.wire.messages import AskGroup, AskRefused, CancelGroup, ClientLeft, GroupFailed
+from tests.unit.serve.client.fake_router import FakeRouter, deliver
+
+TASK = Task(id="t")
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[FakeRouter]:
+    router = FakeRouter()
+    yield router
+    router.hub.close()
+
+
+@pytest.fixture
+async def client(router: FakeRouter) -> AsyncIterator[AsyncRolloutClient]:
+    async with asyncio.timeout(PATIENCE_S), AsyncRolloutClient(router.hub.address) as client:
+        yield client
+
+
+async def next_ask(router: FakeRouter) -> AskGroup:
+    _, message, _ = await asyncio.to_thread(router.expect, AskGroup)
+    return message
+
+
+async def finish(ask: AskGroup) -> None:
+    """End the group at its sink, as a worker does."""
+    await asyncio.to_thread(deliver, ask.sink, ask.group_id)
+
+
+async def fail(router: FakeRouter, reason: str) -> GroupId:
+    """End the next group that is asked for without a result."""
+    route, ask, _ = await asyncio.to_thread(router.expect, AskGroup)
+    router.say(route, GroupFailed(ask.group_id, reason))
+    return ask.group_id
+
+
+async def test_run_returns_what_its_group_brought(
+    router: FakeRouter, client: AsyncRolloutClient
+) -> None:
+    running = asyncio.create_task(client.run(TASK, env="guess", priority=3, deadline_s=60.0))
+    ask = await next_ask(router)
+    assert (ask.num_samples, ask.env, ask.priority) == (1, "guess", 3)
+    assert 59.0 < ask.deadline_s <= 60.0
+    await finish(ask)
+    finished = await running
+    assert isinstance(finished, Finished)
+    assert (finished.group_id, finished.record.task) == (ask.group_id, TASK)
+
+
+async def test_many_tasks_share_a_client_and_each_gets_its_own(
+    router: FakeRouter, client: AsyncRolloutClient
+) -> None:
+    running = {
+        number: asyncio.create_task(client.run_group(TASK, number, env="guess"))
+        for number in range(1, 9)
+    }
+    asks = [await next_ask(router) for _ in running]
+    for ask in reversed(asks):
+        await finish(ask)
+    for ask in asks:
+        assert (await running[ask.num_samples]).group_id == ask.group_id
+
+
+async def test_sampling_is_that_of_training_or_of_evaluation_and_seeds_differ(
+    router: FakeRouter, client: AsyncRolloutClient
+) -> None:
+    async def asked(**options: Any) -> Any:
+        await client.ask(TASK, 1, env="guess", **options)
+        _, _, packet = await asyncio.to_thread(router.expect, AskGroup)
+        return decode_ask(packet.body)
+
+    first, second = await asked(), await asked(is_eval=True)
+    assert (first.sampling, first.is_eval) == (SamplingPolicy(), False)
+    assert (second.sampling, second.is_eval) == (EVAL_SAMPLING, True)
+    assert first.seed != second.seed
+    assert (await asked(seed=5)).seed == 5
+
+
+async def test_failed_group_is_raised_where_it_is_awaited(
+    router: FakeRouter, client: AsyncRolloutClient
+) -> None:
+    running = asyncio.create_task(client.run(TASK, env="guess"))
+    group_id = await fail(router, "env_failed: no module named guess")
+    with pytest.raises(EnvFailed, match="no module named guess") as raised:
+        await running
+    assert raised.value.group_id == group_id
+
+
+async def test_late_group_raises_and_is_cancelled_in_the_mesh(
+    router: FakeRouter, client: AsyncRolloutClient
+) -> None:
+    running = asyncio.create_task(client.run(TASK, env="guess", deadline_s=0.2))
+    ask = await next_ask(router)
+    with pytest.raises(DeadlineExceeded):
+        await running
+    _, cancel, _ = await asyncio.to_thread(router.expect, CancelGroup)
+    assert cancel.group_id == ask.group_id
+
+
+async def test_cancelling_the_coroutine_cancels_the_group(
+    router: FakeRouter, client: AsyncRolloutClient
+) -> None:
+    running = asyncio.create_task(client.run(TASK, env="guess"))
+    ask = await next_ask(router)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    _, cancel, _ = await asyncio.to_thread(router.expect, CancelGroup)
+    assert cancel.group_id == ask.group_id
+
+
+async def test_overload_is_raised_at_once_where_the_caller_has_no_patience(
+    router: FakeRouter, client: AsyncRolloutClient
+) -> None:
+    running = asyncio.create_task(client.run(TASK, env="guess", patience_s=0.0))
+    route, ask, _ = await asyncio.to_thread(router.expect, AskGroup)
+    router.say(route, AskRefused(ask.group_id, "overloaded: 9 groups wait", 1.5))
+    with pytest.raises(Overloaded) as raised:
+        await running
+    assert raised.value.retry_after_s == 1.5
+
+
+async def test_patient_call_outlives_a_refusal(
+    router: FakeRouter, client: AsyncRolloutClient
+) -> None:
+    running = asyncio.create_task(client.run(TASK, env="guess"))
+    route, ask, _ = await asyncio.to_thread(router.expect, AskGroup)
+    router.say(route, AskRefused(ask.group_id, "overloaded: 9 groups wait", 0.1))
+    again = await next_ask(router)
+    assert again.group_id == ask.group_id
+    await finish(again)
+    await running
+
+
+async def test_calls_past_the_bound_wait_for_room(
+    router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "MAX_CALLS", 1)
+    async with asyncio.timeout(PATIENCE_S), AsyncRolloutClient(router.hub.address) as client:
+        first = asyncio.create_task(client.run(TASK, env="guess"))
+        ask = await next_ask(router)
+        second = asyncio.create_task(client.run(TASK, env="guess"))
+        with pytest.raises(Overloaded):
+            await client.run(TASK, env="guess", patience_s=0.0)
+        await finish(ask)
+        await first
+        await finish(await next_ask(router))
+        await second
+
+
+async def test_stream_brings_what_was_asked_as_it_ends_and_ends_with_it(
+    router: FakeRouter, client: AsyncRolloutClient
+) -> None:
+    asked = [await client.ask(TASK, 2, env="guess") for _ in range(3)]
+    asks = {ask.group_id: ask for ask in [await next_ask(router) for _ in asked]}
+    stream = client.stream()
+    await finish(asks[asked[2]])
+    assert (await anext(stream)).group_id == asked[2]
+    await client.cancel(asked[0], "changed my mind")
+    assert await anext(stream) == Dropped(asked[0], "cancelled: changed my mind")
+    await finish(asks[asked[1]])
+    assert (await anext(stream)).group_id == asked[1]
+    assert await anext(stream, None) is None
+
+
+async def test_streams_share_what_ends_and_end_together(
+    router: FakeRouter, client: AsyncRolloutClient
+) -> None:
+    async def listen() -> list[GroupId]:
+        return [arrival.group_id async for arrival in client.stream()]
+
+    asked = {await client.ask(TASK, 2, env="guess") for _ in range(6)}
+    listening = [asyncio.create_task(listen()) for _ in range(2)]
+    for _ in asked:
+        await finish(await next_ask(router))
+    heard = [group_id for each in listening for group_id in await each]
+    assert sorted(heard) == sorted(asked)
+
+
+async def test_leaving_tells_the_router_and_whoever_waits(router: FakeRouter) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        async with AsyncRolloutClient(router.hub.address) as client:
+            running = asyncio.create_task(client.run(TASK, env="guess"))
+            await next_ask(router)
+        with pytest.raises(GroupCancelled, match="closed"):
+            await running
+        await asyncio.to_thread(router.expect, ClientLeft)
+
+
+async def test_next_client_on_the_folder_streams_what_the_last_one_left(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        address = router.hub.address
+        async with AsyncRolloutClient(address, tmp_path, keep=True) as client:
+            running = asyncio.create_task(client.run(TASK, env="guess"))
+            had = await next_ask(router)
+            await finish(had)
+            await running
+            unread, still_open = [await client.ask(TASK, 2, env="guess") for _ in range(2)]
+            await finish(await next_ask(router))
+            await next_ask(router)
+        async with AsyncRolloutClient(address, tmp_path, keep=True) as again:
+            assert again.reopened == {still_open: TASK}
+            assert again.num_ended == 1
+            stream = again.stream()
+            assert (await anext(stream)).group_id == unread
+            await finish(await next_ask(router))
+            assert (await anext(stream)).group_id == still_open
+            assert await anext(stream, None) is None
+        async with AsyncRolloutClient(address, tmp_path, keep=True) as last:
+            assert (last.num_ended, last.reopened) == (0, {})
+
+
+async def test_folder_of_a_living_client_is_refused(router: FakeRouter, tmp_path: Path) -> None:
+    async with AsyncRolloutClient(router.hub.address, tmp_path, journal=JournalConfig()):
+        with pytest.raises(JournalError, match="another process"):
+            AsyncRolloutClient(router.hub.address, tmp_path)

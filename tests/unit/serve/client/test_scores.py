@@ -1,0 +1,129 @@
+"""Scores: figures against brute force, and intervals that hold what they promise."""
+
+import itertools
+import math
+import random
+from statistics import NormalDist
+
+import pytest
+
+from rollmesh.core.types import Outcome
+from rollmesh.serve.client.results import Row
+from rollmesh.serve.client.scores import Cluster, average, pass_at_k, report_of, share
+
+
+def row(task_id: str, outcome: str = "completed", **more: object) -> Row:
+    fields: dict[str, object] = {"reward": 0.0, "group_id": "r1/0", "index": 0, "num_samples": 1}
+    if outcome not in ("completed", "truncated"):
+        fields["reward"] = None
+    return Row(task_id=task_id, outcome=outcome, **(fields | more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_successes", range(6))
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_the_share_of_draws_with_a_success(num_successes: int, k: int) -> None:
+    outcomes = [True] * num_successes + [False] * (5 - num_successes)
+    draws = [any(draw) for draw in itertools.combinations(outcomes, k)]
+    assert pass_at_k(5, num_successes, k) == pytest.approx(sum(draws) / len(draws))
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    """Its mean over all outcomes of n rollouts, by their chance, is 1 - (1 - p)^k."""
+    p, n, k = 0.3, 6, 4
+    mean = sum(
+        math.comb(n, c) * p**c * (1 - p) ** (n - c) * pass_at_k(n, c, k) for c in range(n + 1)
+    )
+    assert mean == pytest.approx(1 - (1 - p) ** k)
+
+
+def test_faults_of_the_mesh_count_nowhere_and_broken_agents_as_lost() -> None:
+    rows = [
+        row("a", reward=1.0),
+        row("a", outcome="truncated", reward=0.0),
+        row("b", outcome=Outcome.AGENT_ERROR),
+        row("b", outcome=Outcome.INFRA_ERROR),
+        row("c", outcome="quarantined", has_result=False),
+    ]
+    report = report_of(rows)
+    assert (report.num_tasks, report.num_rollouts, report.num_truncated) == (2, 3, 1)
+    assert report.success is not None
+    assert report.success.mean == pytest.approx(1 / 3)
+    assert report.reward is not None
+    assert report.reward.mean == pytest.approx(1 / 3)
+    assert report.failures == {"agent_error": 1, "infra_error": 1, "quarantined": 1}
+
+
+def test_success_is_the_environments_word_before_the_rewards() -> None:
+    report = report_of([row("a", reward=0.5, metrics={"success": 0.0}), row("b", reward=0.5)])
+    assert report.success is not None
+    assert report.success.mean == 0.5
+
+
+def test_pass_at_1_is_the_success_rate_and_grows_with_k() -> None:
+    rng = random.Random(3)
+    rows = [
+        row(f"t{task}", reward=float(rng.random() < 0.4)) for task in range(9) for _ in range(4)
+    ]
+    report = report_of(rows)
+    assert list(report.pass_at) == [1, 2, 4]
+    assert report.success is not None
+    assert report.pass_at[1].mean == pytest.approx(report.success.mean)
+    means = [estimate.mean for estimate in report.pass_at.values()]
+    assert means == sorted(means)
+
+
+def test_pass_at_k_goes_as_far_as_every_task_has_rollouts() -> None:
+    rows = [*(row("a") for _ in range(4)), *(row("b") for _ in range(3))]
+    assert list(report_of(rows).pass_at) == [1, 2]
+
+
+def test_nothing_counted_is_no_figure() -> None:
+    report = report_of([row("a", outcome="env_failed", has_result=False)])
+    assert (report.success, report.reward, report.s_per_rollout) == (None, None, None)
+    assert report.pass_at == {}
+
+
+def test_interval_is_wilsons_where_rollouts_are_independent() -> None:
+    n, c = 40, 12
+    estimate = share([Cluster(1, float(number < c)) for number in range(n)])
+    assert estimate is not None
+    # By the formula, with n - 1 for n: the variance between clusters is the sample's.
+    z, p, m = NormalDist().inv_cdf(0.975), c / n, n - 1
+    half = z * math.sqrt(p * (1 - p) / m + z**2 / (4 * m**2)) / (1 + z**2 / m)
+    assert estimate.high - estimate.low == pytest.approx(2 * half)
+
+
+def test_interval_of_unanimous_rollouts_is_not_empty() -> None:
+    estimate = share([Cluster(4, 1.0)] * 10)
+    assert estimate is not None
+    assert estimate.mean == estimate.high == 1.0
+    assert 0.6 < estimate.low < 0.9
+
+
+def coverage(num_tasks: int, num_samples: int) -> float:
+    """How often the interval holds the truth, where tasks differ in how hard they are."""
+    rng = random.Random(5)
+    held = 0
+    for _ in range(400):
+        clusters = []
+        for _ in range(num_tasks):
+            chance = rng.betavariate(2.0, 2.0)  # half of them succeed, in the long run
+            wins = sum(rng.random() < chance for _ in range(num_samples))
+            clusters.append(Cluster(num_samples, wins / num_samples))
+        estimate = share(clusters)
+        assert estimate is not None
+        held += estimate.low <= 0.5 <= estimate.high
+    return held / 400
+
+
+@pytest.mark.parametrize(("num_tasks", "num_samples"), [(20, 1), (20, 8), (60, 4)])
+def test_intervals_hold_the_truth_as_often_as_they_say(num_tasks: int, num_samples: int) -> None:
+    assert 0.91 < coverage(num_tasks, num_samples) < 0.99
+
+
+def test_reward_may_be_any_number() -> None:
+    estimate = average([Cluster(1, -3.0), Cluster(1, 5.0)])
+    assert estimate is not None
+    assert estimate.mean == 1.0
+    assert estimate.low < -3.0
+    assert estimate.high > 5.0
