@@ -74,13 +74,8 @@ def plan_mesh(
         plans.append(
             ChildPlan(role=MODEL_ROLE, argv=(*ROLLMESH, *make_model), on_death=OnDeath.NEXT)
         )
-    engines = [] if config.engine.urls else plan_engines(config, model_first)
-    plans += engines
-    urls = [*config.engine.urls, *(f"{{{plan.role}}}" for plan in engines)]
     settings = ("--config", str(config_path))
-    plans.append(plan_router(config, settings, urls))
-    for number in range(config.worker.num_workers):
-        plans.append(plan_worker(config, settings, f"worker-{number}", model_first))
+    plans += plan_serving(config, settings, model_first)
     plans.append(
         ChildPlan(
             role="trainer",
@@ -93,6 +88,22 @@ def plan_mesh(
     if config.dashboard.enabled:
         plans.append(plan_dashboard(config))
     return plans
+
+
+def plan_serving(
+    config: Config,
+    settings: tuple[str, ...],
+    gate: tuple[str, ...] = (),
+    router_words: tuple[str, ...] = (),
+) -> list[ChildPlan]:
+    """What rolls out: engines where none are named, a router and workers."""
+    engines = [] if config.engine.urls else plan_engines(config, gate)
+    urls = [*config.engine.urls, *(f"{{{plan.role}}}" for plan in engines)]
+    workers = [
+        plan_worker(config, settings, f"worker-{number}", gate)
+        for number in range(config.worker.num_workers)
+    ]
+    return [*engines, plan_router(config, (*settings, *router_words), urls), *workers]
 
 
 def plan_engines(config: Config, gate: tuple[str, ...]) -> list[ChildPlan]:

@@ -1,0 +1,229 @@
+"""`rollmesh eval`: rollouts of an environment's tasks, and what they say of a model.
+
+Owns the verb's arguments and the order of things: check, start a small mesh or join one, evaluate,
+report. Invariants: whatever ends it, `--resume` can go on with the folder, and what has a result
+does not run again; no process of the small mesh is left behind. Driven by people.
+"""
+
+import argparse
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.cli.evaltable import progress, show
+from rollmesh.cli.options import (
+    add_model_dir,
+    add_set,
+    config_of,
+    lay_model_over,
+    model_defaults,
+    parser,
+    quoted,
+)
+from rollmesh.core.config import Config, write_config
+from rollmesh.core.errors import JournalError, UserError
+from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE, stop_event
+from rollmesh.core.types import Task
+from rollmesh.envs.loading import load_env
+from rollmesh.launch.folder import move_aside
+from rollmesh.launch.machine import End
+from rollmesh.launch.serving import ServingMesh
+from rollmesh.serve.client.calls import AsyncRolloutClient
+from rollmesh.serve.client.evaluation import Evaluation, Plan, pose, read_plan, write_plan
+from rollmesh.serve.client.results import Results
+from rollmesh.serve.client.scores import Report, report_of
+from rollmesh.wire.keys import read_keys
+
+SETTINGS: dict[str, Any] = {"worker": {"failed_sibling": "score_rest"}}
+FOLDER = Path("runs/eval")
+MESH = "mesh"
+CONFIG = "config.json"
+NUM_SAMPLES, NUM_TASKS, SPLIT = 1, 100, "eval"
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What to evaluate, where, and how to say it."""
+
+    plan: Plan
+    config: Config
+    folder: Path
+    router: str
+    """Address of the mesh to use; '' to start one."""
+    resumes: bool
+    says_json: bool
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate; the exit code."""
+    order = order_of(arguments().parse_args(argv))
+    tasks = pose(load_env(order.plan.env, order.plan.env_settings), order.plan)
+    if not order.resumes:
+        begin_folder(order)
+    end, report = asyncio.run(evaluate(order, tasks))
+    return conclude(order, end, report)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The verb's."""
+    found = parser("eval", "Evaluate a model: n rollouts of each of an environment's tasks.")
+    found.add_argument("--env", help="built in, or package.module:Class")
+    add_model_dir(found)
+    found.add_argument(
+        "--engine",
+        dest="engines",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="of a server with that model; may be given again; none: the embedded engine",
+    )
+    found.add_argument("--router", default="", help="tcp:// address of a mesh that runs already")
+    found.add_argument(
+        "-n", dest="num_samples", type=int, help=f"rollouts of each task ({NUM_SAMPLES})"
+    )
+    found.add_argument("--num-tasks", type=int, help=f"at most so many tasks ({NUM_TASKS})")
+    found.add_argument("--split", help=f"which of the environment's tasks ({SPLIT})")
+    found.add_argument("--out", type=Path, default=FOLDER, help=f"folder of results ({FOLDER})")
+    found.add_argument("--resume", action="store_true", help="go on with what stands in --out")
+    found.add_argument("--json", action="store_true", help="report as JSON, not as a table")
+    found.add_argument("--config", type=Path, help="mesh.toml, for all other settings")
+    add_set(found)
+    return found
+
+
+def order_of(options: argparse.Namespace) -> Order:
+    """What the arguments ask for; UserError, one line, where they cannot mean anything."""
+    if options.router and (options.engines or options.model_dir):
+        raise UserError("--router: that mesh has its model and engines; leave the others out")
+    stored = read_plan(options.out) if options.resume else None
+    if stored and not options.config:
+        options.config = options.out / CONFIG
+    if options.env:
+        options.overrides.append(f"env={quoted(options.env)}")
+    if options.engines:
+        urls = ", ".join(map(quoted, options.engines))
+        options.overrides.append(f"engine.urls=[{urls}]")
+    lay_model_over(options)
+    config = config_of(options, SETTINGS | model_defaults(options))
+    plan = Plan(
+        env=config.env,
+        env_settings=config.env_settings,
+        model="" if options.router else config.model.path,
+        split=_first(options.split, stored and stored.split, SPLIT),
+        num_tasks=_first(options.num_tasks, stored and stored.num_tasks, NUM_TASKS),
+        num_samples=_first(options.num_samples, stored and stored.num_samples, NUM_SAMPLES),
+        seed=config.run.seed,
+        sampling=config.sampling.eval_policy(),
+    )
+    check_plan(plan, stored, options.out)
+    return Order(
+        plan=plan,
+        config=config,
+        folder=options.out,
+        router=options.router,
+        resumes=options.resume,
+        says_json=options.json,
+    )
+
+
+def check_plan(plan: Plan, stored: Plan | None, folder: Path) -> None:
+    """UserError if it asks for nothing, or is not what the folder evaluates."""
+    for name, number in (("-n", plan.num_samples), ("--num-tasks", plan.num_tasks)):
+        if number < 1:
+            raise UserError(f"{name} {number}: at least 1")
+    for field in Plan.__struct_fields__ if stored else ():
+        new, old = getattr(plan, field), getattr(stored, field)
+        if new != old:
+            raise UserError(
+                f"{folder} evaluates with {field} = {_told(old)}, not {_told(new)}; "
+                "leave that out, or begin anew without --resume"
+            )
+
+
+def begin_folder(order: Order) -> None:
+    """Move an older evaluation aside and write down what this one is."""
+    try:
+        move_aside(order.folder)
+    except OSError as error:
+        raise UserError(f"{order.folder}: {error.strerror}; name another --out") from None
+    write_plan(order.plan, order.folder)
+    write_config(order.config, order.folder / CONFIG)
+
+
+async def evaluate(order: Order, tasks: list[Task]) -> tuple[End, Report]:
+    """Do what is missing; how it ended, and what the rows say."""
+    async with AsyncExitStack() as stack:
+        on_rows = stack.enter_context(progress(order.plan, len(tasks)))
+        router, stop = await _enter_mesh(order, stack)
+        if stop.done():
+            return stop.result(), report_of([])
+        try:
+            client = AsyncRolloutClient(
+                router, order.folder, journal=order.config.journal, keys=read_keys(), keep=True
+            )
+        except JournalError as error:
+            raise UserError(f"{error}; let it end, or name another --out") from None
+        await stack.enter_async_context(client)
+        # Only now, since the client's journal keeps a second evaluation out of the folder.
+        results = stack.enter_context(Results(order.folder))
+        evaluation = Evaluation(client, order.plan, tasks, results, on_rows)
+        end = await _run_until(evaluation, stop)
+        return end, report_of(results.rows)
+
+
+async def _enter_mesh(order: Order, stack: AsyncExitStack) -> tuple[str, asyncio.Task[End]]:
+    """The router's address, and what is done when the evaluation must end."""
+    if order.router:
+        stop = asyncio.create_task(_stopped(), name="stop")
+        stack.callback(stop.cancel)
+        return order.router, stop
+    mesh = await stack.enter_async_context(ServingMesh(mesh_config(order)))
+    return "" if mesh.end.done() else mesh.router, mesh.end
+
+
+async def _run_until(evaluation: Evaluation, stop: asyncio.Task[End]) -> End:
+    work = asyncio.create_task(evaluation.run(), name="evaluation")
+    try:
+        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+            return End(OK, "done")
+        return stop.result()
+    finally:
+        work.cancel()
+        await asyncio.wait([work])
+
+
+async def _stopped() -> End:
+    await stop_event(asyncio.get_running_loop()).wait()
+    return End(INTERRUPTED, "stopped")
+
+
+def mesh_config(order: Order) -> Config:
+    """The small mesh's settings; its run folder stands in the evaluation's."""
+    if not order.config.model.path:
+        raise UserError("--model-dir is missing: the folder of the model's tokenizer and weights")
+    run = msgspec.structs.replace(order.config.run, folder=str(order.folder), name=MESH)
+    return msgspec.structs.replace(order.config, run=run)
+
+
+def conclude(order: Order, end: End, report: Report) -> int:
+    """Say how it went; the exit code. UserError where the mesh could not work."""
+    if end.code == USAGE:
+        raise UserError(end.reason)
+    show(order.plan, report, order.folder, as_json=order.says_json)
+    if end.code != OK:
+        line = f"{end.reason}; `rollmesh eval --resume --out {order.folder}` goes on"
+        print(line, file=sys.stderr)
+    return end.code if end.code or report.num_rollouts else FAILED
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _told(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

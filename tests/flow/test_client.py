@@ -1,0 +1,158 @@
+"""Client processes that are killed: nobody else notices, and what is kept is found again."""
+
+import asyncio
+import random
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import Task
+from rollmesh.serve.client.calls import AsyncRolloutClient
+from rollmesh.serve.client.client import Finished
+from tests.flow.worker_mesh import PATIENCE_S, Mesh, open_mesh
+
+GRACE_S = 0.5
+PROGRAM = """
+import sys
+from pathlib import Path
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.serve.client.client import RolloutClient
+
+router, folder, keep, num_groups = sys.argv[1:]
+client = RolloutClient(router, JournalConfig(), Path(folder), keep=keep == "keep")
+client.start()
+for number in range(int(num_groups)):
+    task = Task(id=f"victim-{number}", data={"text_seed": number})
+    client.ask(task, env="echo", num_samples=2, sampling=SamplingPolicy(), seed=number)
+print("asked", flush=True)
+while True:
+    for arrival in client.take(1.0):
+        print(type(arrival).__name__, arrival.group_id.seq, flush=True)
+"""
+
+
+class Victim:
+    """A client in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def says(self, num_lines: int) -> list[str]:
+        """Its next lines."""
+        assert self._process.stdout
+        async with asyncio.timeout(PATIENCE_S):
+            lines = [await self._process.stdout.readline() for _ in range(num_lines)]
+        return [line.decode().strip() for line in lines]
+
+    async def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+        # Its pipe's transport is closed by the loop when the pipe's end was read.
+        assert self._process.stdout
+        await self._process.stdout.read()
+
+
+@asynccontextmanager
+async def victim(mesh: Mesh, folder: Path, keep: str, num_groups: int) -> AsyncIterator[Victim]:
+    words = [mesh.router.ready.address, str(folder), keep, str(num_groups)]
+    found = Victim(
+        await asyncio.create_subprocess_exec(
+            sys.executable, "-c", PROGRAM, *words, stdout=asyncio.subprocess.PIPE
+        )
+    )
+    try:
+        yield found
+    finally:
+        await found.kill()
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with open_mesh(tmp_path, client_grace_s=GRACE_S) as mesh:
+        await asyncio.to_thread(mesh.worker, "worker-0")
+        yield mesh
+
+
+def in_flight(mesh: Mesh) -> int:
+    return int(mesh.worker_status("worker-0")["in_flight"])
+
+
+async def test_groups_of_a_killed_client_are_cancelled_and_no_others(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    mesh.engine.hold()
+    async with AsyncRolloutClient(mesh.router.ready.address) as bystander:
+        mine = asyncio.create_task(
+            bystander.run_group(Task(id="b", data={"text_seed": 1}), 3, env="echo")
+        )
+        await mesh.engine.until(lambda: mesh.engine.num_live == 3)
+        async with victim(mesh, tmp_path / "victim", "leave", num_groups=4) as doomed:
+            await doomed.says(1)
+            await mesh.engine.until(lambda: mesh.engine.num_live == 3 + 8)
+            await doomed.kill()
+            async with asyncio.timeout(PATIENCE_S):
+                await mesh.engine.until(lambda: mesh.engine.num_live == 3)
+        await mesh.engine.release()
+        async with asyncio.timeout(PATIENCE_S):
+            finished = await mine
+        assert finished.attempt == 1
+    await mesh.until(lambda: in_flight(mesh) == 0)
+    assert mesh.status()["queue"] == {"queued": 0, "assigned": 0, "running": 0}
+
+
+async def test_kept_groups_of_a_killed_client_reach_the_next_one_and_run_once(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    mesh.engine.hold()
+    async with victim(mesh, tmp_path / "victim", "keep", num_groups=4) as doomed:
+        await doomed.says(1)
+        await mesh.engine.until(lambda: mesh.engine.num_live == 8)
+        await doomed.kill()
+    # Long after the grace time they still run, and end without anybody to take them.
+    await mesh.engine.release()
+    await mesh.until(lambda: in_flight(mesh) == 0)
+    num_calls = mesh.engine.num_seen("/generate")
+    await asyncio.sleep(2 * GRACE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        async with AsyncRolloutClient(
+            mesh.router.ready.address, tmp_path / "victim", keep=True
+        ) as heir:
+            assert len(heir.reopened) == 4
+            arrivals = [arrival async for arrival in heir.stream()]
+    assert {type(arrival) for arrival in arrivals} == {Finished}
+    assert sorted(a.record.task.id for a in arrivals if a.record) == [
+        f"victim-{n}" for n in range(4)
+    ]
+    assert {a.attempt for a in arrivals if isinstance(a, Finished)} == {1}
+    assert mesh.engine.num_seen("/generate") == num_calls == 4 * 2 * 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_clients_killed_at_any_moment_cost_nobody_else_anything(
+    mesh: Mesh, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    async with AsyncRolloutClient(mesh.router.ready.address) as bystander:
+        asked = await ask_all(bystander, 12)
+        for number in range(3):
+            num_lines = rng.randrange(4)
+            async with victim(mesh, tmp_path / f"victim-{number}", "leave", 3) as doomed:
+                await doomed.says(num_lines)
+                await asyncio.sleep(rng.random() * 0.05)
+        async with asyncio.timeout(PATIENCE_S):
+            arrivals = [arrival async for arrival in bystander.stream()]
+    assert {arrival.group_id for arrival in arrivals} == asked
+    assert {type(arrival) for arrival in arrivals} == {Finished}
+    await mesh.until(lambda: mesh.status()["queue"] == {"queued": 0, "assigned": 0, "running": 0})
+    assert in_flight(mesh) == 0
+
+
+async def ask_all(client: AsyncRolloutClient, num_groups: int) -> set[GroupId]:
+    tasks = [Task(id=f"b-{number}", data={"text_seed": number}) for number in range(num_groups)]
+    return {await client.ask(task, 2, env="echo") for task in tasks}

@@ -1,0 +1,152 @@
+"""`rollmesh eval` as a real process: it reports, survives being killed, and cleans up."""
+
+import asyncio
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.serve.client.results import RESULTS, Row
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.model_folder import write_model_folder
+from tests.flow.worker_mesh import PATIENCE_S, TURNS, byte_token, open_mesh
+
+START_S = 30.0
+"""A small mesh imports a good deal before it serves."""
+
+
+class Verb:
+    """`rollmesh eval` in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.out = folder / "out"
+        self.process: asyncio.subprocess.Process
+        write_model_folder(folder / "model")
+        (folder / "model" / "model.safetensors").touch()  # for the check; the engine is scripted
+        (folder / "mesh.json").write_bytes(
+            msgspec.json.encode(
+                {"env": "echo", "env_settings": TURNS, "worker": {"num_workers": 1}}
+            )
+        )
+
+    async def start(self, *words: str) -> None:
+        argv = [sys.executable, "-m", "rollmesh.cli.main", "eval", "--out", str(self.out), *words]
+        pipe = asyncio.subprocess.PIPE
+        self.process = await asyncio.create_subprocess_exec(
+            *argv, cwd=self.folder, stdout=pipe, stderr=pipe
+        )
+
+    async def ends(self) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        async with asyncio.timeout(PATIENCE_S + START_S):
+            out, err = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, out.decode(), err.decode()
+
+    def words(self, engine: ScriptedEngine, num_tasks: int) -> list[str]:
+        """To start a small mesh, with two rollouts of each task."""
+        words = ["--config", "mesh.json", "--model-dir", "model", "--engine", engine.url]
+        return [*words, "-n", "2", "--num-tasks", str(num_tasks), "--json"]
+
+    def rows(self) -> list[Row]:
+        lines = (self.out / RESULTS).read_bytes().splitlines(keepends=True)
+        return [msgspec.json.decode(line, type=Row) for line in lines if line.endswith(b"\n")]
+
+    async def until_rows(self, num_rows: int) -> list[Row]:
+        """As soon as so many are written."""
+        return await asyncio.to_thread(self._look_until_rows, num_rows)
+
+    def _look_until_rows(self, num_rows: int) -> list[Row]:
+        give_up_s = time.monotonic() + START_S
+        while not (self.out / RESULTS).exists() or len(self.rows()) < num_rows:
+            assert time.monotonic() < give_up_s, "no rows came"
+            time.sleep(0.02)
+        return self.rows()
+
+
+@pytest.fixture
+def verb(tmp_path: Path) -> Verb:
+    return Verb(tmp_path)
+
+
+async def test_an_evaluation_starts_a_mesh_and_reports_every_rollout(verb: Verb) -> None:
+    async with ScriptedEngine(byte_token, weight_version="default") as engine:
+        await verb.start(*verb.words(engine, num_tasks=3))
+        code, out, err = await verb.ends()
+    assert (code, err) == (0, "")
+    report: dict[str, Any] = msgspec.json.decode(out)
+    assert (report["num_tasks"], report["num_rollouts"]) == (3, 6)
+    assert report["success"]["mean"] == report["pass_at"]["2"]["mean"] == 1.0
+    assert report["turns_per_rollout"] == 2
+    assert report["tokens_per_rollout"] == 2 * 3
+    rows = verb.rows()
+    assert Counter(row.task_id for row in rows) == {row.task_id: 2 for row in rows}
+    assert msgspec.json.decode((verb.out / "summary.json").read_bytes()) == report
+
+
+async def test_killed_evaluation_goes_on_where_it_stopped(verb: Verb) -> None:
+    one_at_a_time = ["--set", "worker.max_rollouts=2"]
+    async with ScriptedEngine(byte_token) as engine:
+        engine.hold()
+        await verb.start(*verb.words(engine, num_tasks=4), *one_at_a_time)
+        async with asyncio.timeout(START_S):
+            await engine.until(lambda: engine.num_live == 2)
+        await engine.allow(2 * 2 * 3)
+        before = await verb.until_rows(2)
+        async with asyncio.timeout(PATIENCE_S):
+            await engine.until(lambda: engine.num_live == 2)
+        verb.process.kill()
+        await verb.process.communicate()
+        await engine.release()
+        seen = engine.num_seen("/generate")
+        await verb.start("--resume", "--json")
+        code, out, err = await verb.ends()
+        assert (code, err) == (0, "")
+        assert engine.num_seen("/generate") - seen == 3 * 2 * 2
+    rows = verb.rows()
+    assert rows[: len(before)] == before
+    assert Counter(row.task_id for row in rows) == {row.task_id: 2 for row in rows}
+    assert msgspec.json.decode(out)["num_rollouts"] == 4 * 2
+
+
+async def test_evaluation_on_a_running_mesh_is_stopped_and_gone_on_with(
+    verb: Verb, tmp_path: Path
+) -> None:
+    async with open_mesh(tmp_path / "mesh") as mesh:
+        await asyncio.to_thread(mesh.worker, "worker-0")
+        mesh.engine.hold()
+        words = ["--config", "mesh.json", "--router", mesh.router.ready.address]
+        await verb.start(*words, "-n", "2", "--num-tasks", "3", "--json")
+        await mesh.engine.until(lambda: mesh.engine.num_live == 6)
+        verb.process.send_signal(signal.SIGINT)
+        code, _, err = await verb.ends()
+        assert code == 130
+        assert err == f"stopped; `rollmesh eval --resume --out {verb.out}` goes on\n"
+        await mesh.engine.until(lambda: mesh.engine.num_live == 0)
+        await mesh.engine.release()
+        await verb.start("--router", mesh.router.ready.address, "--resume", "--json")
+        code, out, err = await verb.ends()
+    assert (code, err) == (0, "")
+    assert msgspec.json.decode(out)["num_rollouts"] == 6
+
+
+async def test_environment_that_does_not_load_ends_the_evaluation_with_one_line(
+    verb: Verb,
+) -> None:
+    source = "from rollmesh.envs.echo import EchoEnv\n\nclass TheEnv(EchoEnv):\n"
+    source += "    def __init__(self):\n        import sys\n        super().__init__()\n"
+    source += "        if 'worker' in sys.argv: raise OSError('no licence on this machine')\n"
+    (verb.folder / "picky.py").write_text(source)
+    words = ["--env", "picky:TheEnv", "--set", "env_settings={}"]
+    async with ScriptedEngine(byte_token) as engine:
+        await verb.start(*verb.words(engine, num_tasks=1), *words)
+        code, out, err = await verb.ends()
+    assert (code, out) == (2, "")
+    assert "no licence on this machine" in err
+    assert len(err.splitlines()) == 1

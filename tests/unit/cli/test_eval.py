@@ -1,0 +1,85 @@
+"""`rollmesh eval`: what it is asked for is checked before anything starts, one line each."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.cli.eval import arguments, begin_folder, main, order_of
+from rollmesh.core.errors import UserError
+from rollmesh.core.types import FieldPolicy
+
+
+def refused(words: list[str]) -> str:
+    with pytest.raises(UserError) as raised:
+        main(words)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> str:
+    return str(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-n", "0"], "-n 0: at least 1"),
+        (["--num-tasks", "-3"], "--num-tasks -3: at least 1"),
+        (["--env", "nonsense"], 'env = "nonsense" is neither built in'),
+        (["--router", "tcp://h:1", "--engine", "http://h:2"], "--router: that mesh has its model"),
+        (["--router", "tcp://h:1", "--model-dir", "m"], "--router: that mesh has its model"),
+        (["--env", "guess"], "--model-dir is missing"),
+        (["--env", "guess", "--model-dir", "nowhere"], "no such folder"),
+        (["--router", "nonsense"], "write it as tcp://host:port"),
+        (["--resume"], "no evaluation to go on with; leave out --resume"),
+        (["--set", "worker.nonsense=1"], "unknown key"),
+    ],
+)
+def test_mistake_is_one_line(words: list[str], told: str, out: str) -> None:
+    assert told in refused(["--out", out, *words])
+
+
+def test_environment_without_tasks_is_one_line(tmp_path: Path, out: str) -> None:
+    source = "from rollmesh.envs.echo import EchoEnv\n\nclass Empty(EchoEnv):\n"
+    source += "    def tasks(self, split, seed):\n        return iter(())\n"
+    module = tmp_path / "empty_eval_env.py"
+    module.write_text(source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        told = refused(["--out", out, "--env", "empty_eval_env:Empty", "--model-dir", "m"])
+    assert told.endswith('tasks("eval") gave no task; name another --split')
+    assert not Path(out).exists()
+
+
+def test_evaluation_lets_agents_choose_their_sampling(out: str) -> None:
+    order = order_of(arguments().parse_args(["--out", out, "--model-dir", "m"]))
+    assert order.plan.sampling.temperature.policy is FieldPolicy.DEFAULT
+    assert order.plan.sampling.seed.policy is FieldPolicy.ALLOW
+    assert order.config.worker.failed_sibling == "score_rest"
+
+
+def test_resuming_needs_no_more_than_the_folder(out: str) -> None:
+    words = ["--out", out, "--env", "echo", "--model-dir", "m", "-n", "3", "--num-tasks", "7"]
+    first = order_of(arguments().parse_args(words))
+    begin_folder(first)
+    again = order_of(arguments().parse_args(["--out", out, "--resume"]))
+    assert again.plan == first.plan
+    assert again.config == first.config
+    assert again.resumes
+
+
+def test_resuming_with_something_else_is_one_line(out: str) -> None:
+    words = ["--out", out, "--env", "echo", "--model-dir", "m", "-n", "3"]
+    begin_folder(order_of(arguments().parse_args(words)))
+    told = refused(["--out", out, "--resume", "-n", "4"])
+    assert "evaluates with num_samples = 3, not 4" in told
+
+
+def test_older_evaluation_is_moved_aside(out: str) -> None:
+    words = ["--out", out, "--env", "echo", "--model-dir", "m"]
+    for _ in range(2):
+        begin_folder(order_of(arguments().parse_args(words)))
+    older = msgspec.json.decode(Path(f"{out}.1", "eval.json").read_bytes())
+    assert older["env"] == "echo"
