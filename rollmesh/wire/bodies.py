@@ -15,6 +15,9 @@ from rollmesh.core.types import GroupRecord
 from rollmesh.wire.frames import UNREADABLE, Buffer
 from rollmesh.wire.messages import GroupAsk
 
+MAX_ASK_BYTES = 32 * 2**20
+"""An ask that is longer does not go over the wire."""
+
 _ask_encoder = msgspec.msgpack.Encoder()
 _ask_decoder = msgspec.msgpack.Decoder(GroupAsk)
 _record_encoder = msgspec.json.Encoder()
@@ -22,8 +25,12 @@ _record_decoder = msgspec.json.Decoder(GroupRecord)
 
 
 def encode_ask(ask: GroupAsk) -> bytes:
-    """The body of an AskGroup."""
-    return _ask_encoder.encode(ask)
+    """The body of an AskGroup; WireError if the task is too large."""
+    body = _ask_encoder.encode(ask)
+    if len(body) > MAX_ASK_BYTES:
+        said = f"task {ask.task.id!r} has {len(body)} bytes; at most {MAX_ASK_BYTES}"
+        raise WireError(f"{said}: let it name a file, and the environment read that")
+    return body
 
 
 def decode_ask(body: Buffer) -> GroupAsk:

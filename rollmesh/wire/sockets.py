@@ -19,8 +19,11 @@ from rollmesh.wire.keys import Keys, check_bind
 
 QUEUE_MESSAGES = 4096
 """High-water mark of each direction, per peer."""
-MAX_MESSAGE_BYTES = 2**30
-"""A longer frame ends that connection, as zmq's MAXMSGSIZE does."""
+MAX_RESULT_BYTES = 2**30
+"""A longer frame ends its connection to a Hub, unless that says otherwise (zmq's MAXMSGSIZE). The
+number of a message's frames has no limit: zmq gathers them all before it hands out the first."""
+MAX_ASK_FRAME_BYTES = 64 * 2**20
+"""The same at a Dialer, and at the router's Hub."""
 LINGER_MS = 200
 """How long a closed socket may still send what was queued."""
 _DONTWAIT, _RCVMORE = int(zmq.DONTWAIT), int(zmq.RCVMORE)
@@ -52,10 +55,12 @@ class Doorbell:
 class Hub:
     """A bound ROUTER socket: many peers, each addressed by its route."""
 
-    def __init__(self, bind: str, keys: Keys | None = None) -> None:
+    def __init__(
+        self, bind: str, keys: Keys | None = None, max_frame_bytes: int = MAX_RESULT_BYTES
+    ) -> None:
         """Bind `bind` (`tcp://host:0` picks a port); AddressError if it is taken or needs keys."""
         check_bind(bind, keys)
-        self.socket = _open(zmq.ROUTER)
+        self.socket = _open(zmq.ROUTER, max_frame_bytes)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys:
@@ -99,7 +104,7 @@ class Dialer:
 
     def __init__(self, address: str, identity: str, keys: Keys | None = None) -> None:
         """`identity` is the route that the Hub sees; AddressError if `address` is no address."""
-        self.socket = _open(zmq.DEALER)
+        self.socket = _open(zmq.DEALER, MAX_ASK_FRAME_BYTES)
         self.socket.setsockopt_string(zmq.IDENTITY, identity)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -182,11 +187,11 @@ def wait(sockets: Sequence[Hub | Dialer], doorbell: Doorbell | None, timeout_s: 
         doorbell.hush()
 
 
-def _open(kind: int) -> "zmq.Socket[bytes]":
+def _open(kind: int, max_frame_bytes: int) -> "zmq.Socket[bytes]":
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     return socket
 

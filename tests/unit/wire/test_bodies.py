@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rollmesh.core.errors import WireError
 from rollmesh.core.types import GroupRecord, SamplingPolicy, Task
-from rollmesh.wire.bodies import decode_ask, decode_record, encode_ask, encode_record
+from rollmesh.wire.bodies import MAX_ASK_BYTES, decode_ask, decode_record, encode_ask, encode_record
 from rollmesh.wire.messages import GroupAsk
 
 
@@ -25,3 +25,9 @@ def test_garbage_is_a_wire_error(body: bytes) -> None:
     for decode in (decode_ask, decode_record):
         with pytest.raises(WireError):
             decode(body)
+
+
+def test_a_task_that_no_router_would_take_is_refused_where_it_is_asked_for() -> None:
+    task = Task(id="t", data={"text": "x" * MAX_ASK_BYTES})
+    with pytest.raises(WireError, match="task 't' has"):
+        encode_ask(GroupAsk(task=task, sampling=SamplingPolicy(), seed=0))

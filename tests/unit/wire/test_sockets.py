@@ -1,6 +1,7 @@
 """Hub and Dialer on real loopback sockets: nothing blocks, nothing malformed is fatal."""
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,9 +9,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import zmq
 
 from rollmesh.core.errors import AddressError
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, encode
 from rollmesh.wire.messages import ClientBeat, ClientHello, RouterHello
 from rollmesh.wire.sockets import QUEUE_MESSAGES, Dialer, Doorbell, Hub, wait
 
@@ -158,3 +160,66 @@ def test_a_bell_ends_a_wait_once(hub: Hub, ring: Callable[[Doorbell], None]) -> 
         wait([hub], bell, PATIENCE_S)
         wait([hub], bell, 0.0)
         assert list(hub.receive()) == []
+
+
+# garbage
+
+
+def nonsense(seed: int, number: int) -> Iterator[list[bytes]]:
+    """Messages that are none: random frames, true ones cut, bent or of another protocol."""
+    rng = random.Random(seed)
+    true = [bytes(frame) for frame in encode(Packet(ClientHello("c"), "i1", b"body"))]
+    for _ in range(number):
+        cut = true[0][: rng.randrange(len(true[0]))]
+        bent = bytes([rng.choice(b"\x00\xc1\xff")]) + true[0][1:]
+        other = true[0][:1] + bytes([rng.randrange(2, 100)]) + true[0][2:]
+        lines = [rng.randbytes(rng.randrange(50)) for _ in range(rng.randrange(1, 9))]
+        yield rng.choice([[cut, b""], [bent, b""], [other, b"", b""], [true[0]], lines])
+
+
+def test_a_hub_survives_whatever_its_peers_send(hub: Hub, dialer: Dialer) -> None:
+    dialer.socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
+    for frames in nonsense(seed=1, number=1000):
+        dialer.socket.send_multipart(frames)
+    dialer.send(Packet(ClientHello("c")))
+    [(_, packet)] = packets(hub, 1)
+    assert packet.message == ClientHello("c")
+    assert hub.num_malformed == 1000
+
+
+def test_a_dialer_survives_whatever_its_hub_sends(hub: Hub, dialer: Dialer) -> None:
+    dialer.send(Packet(ClientHello("c")))
+    [(route, _)] = packets(hub, 1)
+    hub.socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
+    for frames in nonsense(seed=2, number=1000):
+        hub.socket.send_multipart([route, *frames])
+    assert hub.send(route, Packet(RouterHello(0.5)))
+    heard: list[Packet] = []
+    end_s = time.monotonic() + PATIENCE_S
+    while not heard:
+        assert time.monotonic() < end_s, "nothing came"
+        wait([dialer], None, PATIENCE_S)
+        heard += dialer.receive()
+    assert [packet.message for packet in heard] == [RouterHello(0.5)]
+    assert dialer.num_malformed == 1000
+
+
+def test_a_frame_past_the_bound_ends_its_connection_and_no_other() -> None:
+    with (
+        closing(Hub("tcp://127.0.0.1:0", max_frame_bytes=1000)) as hub,
+        closing(Dialer(hub.address, "large")) as large,
+        closing(Dialer(hub.address, "small")) as small,
+    ):
+        large.send(Packet(ClientHello("large"), body=bytes(2000)))
+        small.send(Packet(ClientHello("small"), body=bytes(900)))
+        [(route, _)] = packets(hub, 1)
+        assert route == b"small"
+        # It dials again by itself; what it says before that has happened is lost with the rest.
+        heard: list[bytes] = []
+        end_s = time.monotonic() + PATIENCE_S
+        while not heard:
+            assert time.monotonic() < end_s, "nothing came"
+            large.send(Packet(ClientHello("large"), body=bytes(900)))
+            wait([hub], None, 0.05)
+            heard += [route for route, _ in hub.receive()]
+        assert set(heard) == {b"large"}
