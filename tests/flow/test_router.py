@@ -1,26 +1,17 @@
 """A real router process, and peers on real sockets: some honest, some dead, some malicious."""
 
-import os
-import signal
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
 
-import msgspec
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.core.process import Ready
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import (
-    AnyMessage,
     AskGroup,
-    ClientBeat,
     ClientHello,
     EnginePhase,
     FleetAnswered,
@@ -33,129 +24,16 @@ from rollmesh.wire.messages import (
     JoinEngine,
     ReadFleet,
     RunGroup,
-    WorkerBeat,
     WorkerHello,
 )
-from rollmesh.wire.sockets import Dialer, wait
-
-BEAT_S = 0.5
-MISSED_BEATS = 5
-PATIENCE_S = 10.0
-"""How long a test waits for what must come; only a broken router makes it wait so long."""
-
-FAKE_WORKER = """
-import sys
-from rollmesh.wire.frames import Packet
-from rollmesh.wire.messages import GroupStarted, RunGroup, WorkerBeat, WorkerHello
-from rollmesh.wire.sockets import Dialer, wait
-dialer = Dialer(sys.argv[1], "doomed")
-dialer.send(Packet(WorkerHello("doomed", "guess", 8, 1, "here")))
-while True:
-    wait([dialer], None, 0.05)
-    for packet in dialer.receive():
-        if isinstance(packet.message, RunGroup):
-            dialer.send(Packet(GroupStarted(packet.message.group_id, packet.message.attempt)))
-            print("started", flush=True)
-    dialer.send(Packet(WorkerBeat("doomed", 0, True, 0, 0.0, 0, 0, 0, 0)))
-"""
-
-
-class RouterProcess:
-    """`with RouterProcess() as router:` a router that serves, until the block ends."""
-
-    def __init__(
-        self, folder: Path, bind: str = "tcp://127.0.0.1:0", beat_s: float = BEAT_S
-    ) -> None:
-        values = {"bind": bind, "beat_s": beat_s, "missed_beats": MISSED_BEATS}
-        words = [f"run.folder={folder}", *(f"router.{k}={v}" for k, v in values.items())]
-        self._settings = [each for word in words for each in ("--set", word)]
-        self.ready: Ready
-
-    def __enter__(self) -> Self:
-        reading, writing = os.pipe()
-        argv = [sys.executable, "-m", "rollmesh.cli.main", "router", *self._settings]
-        argv += ["--ready-fd", str(writing)]
-        self.process = subprocess.Popen(argv, pass_fds=[writing])
-        os.close(writing)
-        with os.fdopen(reading, "rb") as pipe:
-            self.ready = msgspec.json.decode(pipe.readline(), type=Ready)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        assert self.process.wait(PATIENCE_S) in (0, -signal.SIGKILL)
-
-    def get(self, path: str) -> bytes:
-        with urllib.request.urlopen(self.ready.http_address + path, timeout=PATIENCE_S) as reply:
-            body: bytes = reply.read()
-            return body
-
-    def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = msgspec.json.decode(self.get("/status"))
-        return status
-
-
-class Peer:
-    """A dialer that keeps everything it hears; while it waits it beats, if it has a beat."""
-
-    def __init__(self, address: str, name: str, beat: AnyMessage | None = None) -> None:
-        self.dialer = Dialer(address, name)
-        self.heard: list[Packet] = []
-        self._beat = beat
-
-    def says(self, message: AnyMessage, body: bytes = b"") -> None:
-        assert self.dialer.send(Packet(message, body=body))
-
-    def poll(self) -> None:
-        wait([self.dialer], None, 0.05)
-        self.heard += self.dialer.receive()
-        if self._beat:
-            self.says(self._beat)
-
-    def of(self, kind: type[Any]) -> list[Any]:
-        return [packet.message for packet in self.heard if isinstance(packet.message, kind)]
-
-
-def until(condition: Callable[[], object], *peers: Peer) -> None:
-    """Poll `peers` until `condition` holds."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come"
-        for peer in peers:
-            peer.poll()
-
-
-class Town:
-    """All peers of a test; closed at its end."""
-
-    def __init__(self) -> None:
-        self.peers: list[Peer] = []
-
-    def peer(self, address: str, name: str, beat: AnyMessage | None = None) -> Peer:
-        self.peers.append(Peer(address, name, beat))
-        return self.peers[-1]
-
-    def worker(self, address: str, name: str) -> Peer:
-        peer = self.peer(address, name, WorkerBeat(name, 0, True, 0, 0.0, 0, 0, 0, 0))
-        peer.says(WorkerHello(name, "guess", 8, 1, "here"))
-        return peer
-
-    def client(self, address: str) -> Peer:
-        peer = self.peer(address, "c", ClientBeat("c", 0))
-        peer.says(ClientHello("c"))
-        return peer
-
-
-def ask(seq: int, attempts: int = 0) -> AskGroup:
-    return AskGroup(GroupId("r1", seq), "c", "guess", 4, "tcp://sink", attempts)
+from tests.flow.router_process import Peer, RouterProcess, Town, ask, until
 
 
 @pytest.fixture
 def town() -> Iterator[Town]:
     town = Town()
     yield town
-    for peer in town.peers:
-        peer.dialer.close()
+    town.close()
 
 
 @pytest.fixture
@@ -210,27 +88,6 @@ def test_clients_that_ask_and_leave_harm_nobody(router: RouterProcess, town: Tow
     asker.says(ask(1))
     until(lambda: runner.of(RunGroup), runner, asker)
     assert router.process.poll() is None
-
-
-def test_a_killed_worker_is_noticed_and_its_group_runs_elsewhere(
-    router: RouterProcess, town: Town
-) -> None:
-    argv = [sys.executable, "-c", FAKE_WORKER, router.ready.address]
-    doomed = subprocess.Popen(argv, stdout=subprocess.PIPE)
-    assert doomed.stdout is not None
-    try:
-        asker = town.client(router.ready.address)
-        asker.says(ask(1))
-        assert doomed.stdout.readline() == b"started\n"
-    finally:
-        doomed.kill()
-        doomed.wait()
-        doomed.stdout.close()
-    killed_s = time.monotonic()
-    runner = town.worker(router.ready.address, "w1")
-    until(lambda: runner.of(RunGroup), runner, asker)
-    assert runner.of(RunGroup) == [RunGroup(GroupId("r1", 1), 2, 4, "tcp://sink")]
-    assert time.monotonic() - killed_s < BEAT_S * MISSED_BEATS + 2.0
 
 
 def test_a_peer_that_does_not_read_stops_nobody(router: RouterProcess, town: Town) -> None:

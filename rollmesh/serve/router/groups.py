@@ -5,10 +5,11 @@
     QUEUED <--its worker lost-- ASSIGNED, RUNNING;  QUEUED --claimed by a worker--> RUNNING
 
 Invariants: a group is in the queue exactly while it is QUEUED and not held back for claims; the
-queue gives the highest priority first and, within one, takes turns among clients. Driven by
-book.py.
+queue gives the highest priority first and, within one, takes turns among clients, as many in a row
+as a client's weight. A suspect (suspects.py) waits apart. Driven by book.py.
 """
 
+import math
 from collections import OrderedDict
 
 import msgspec
@@ -26,6 +27,16 @@ TRANSITIONS: dict[GroupState, tuple[GroupState, ...]] = {
     GroupState.FAILED: (),
     GroupState.CANCELLED: (),
 }
+
+
+class Death(msgspec.Struct, frozen=True):
+    """A worker ended, or seemed to, while it ran a group."""
+
+    worker_id: str
+    pid: int
+    cause: str
+    is_certain: bool
+    """False while the worker is only silent or stalled."""
 
 
 class Group(msgspec.Struct):
@@ -52,6 +63,15 @@ class Group(msgspec.Struct):
     say_again_s: float = 0.0
     """When RunGroup is repeated to its worker; for an unasked group, when it is given up."""
     assigned_s: float = 0.0
+    """When its worker got it, or claimed it."""
+    ends_s: float = math.inf
+    """Its deadline."""
+    deaths: tuple[Death, ...] = ()
+    """Of workers under it; with one it is a suspect."""
+    ran_s: float = 0.0
+    """How long it had run at its worker's end; so long it is watched at the next."""
+    queued_s: float = 0.0
+    """When it began to wait."""
 
 
 class Client(msgspec.Struct):
@@ -60,61 +80,73 @@ class Client(msgspec.Struct):
     client_id: str
     route: bytes
     heard_s: float
+    weight: int = 1
+    keep: bool = False
 
 
-_Turns = OrderedDict[str, OrderedDict[GroupId, Group]]
+class _Line(msgspec.Struct):
+    """One client's groups of one priority."""
+
+    groups: OrderedDict[GroupId, Group]
+    num_turns: int = 0
+    """Taken in a row."""
+
+
+_Lines = OrderedDict[str, _Line]
 
 
 class FairQueue:
     """Groups that wait, by environment, priority and client."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, dict[int, _Turns]] = {}
+        self._lanes: dict[str, dict[int, _Lines]] = {}
         self._num = 0
-        self.num_bytes = 0
-        """Of the bodies that wait."""
 
     def __len__(self) -> int:
         return self._num
 
     def push(self, group: Group, first: bool = False) -> None:
         """Add `group` behind its client's others, or before them."""
-        turns = self._lanes.setdefault(group.env, {}).setdefault(group.priority, OrderedDict())
-        waiting = turns.setdefault(group.client_id, OrderedDict())
-        assert group.group_id not in waiting
-        waiting[group.group_id] = group
+        lines = self._lanes.setdefault(group.env, {}).setdefault(group.priority, OrderedDict())
+        line = lines.get(group.client_id)
+        if line is None:
+            line = lines[group.client_id] = _Line(OrderedDict())
+        assert group.group_id not in line.groups
+        line.groups[group.group_id] = group
         if first:
-            waiting.move_to_end(group.group_id, last=False)
+            line.groups.move_to_end(group.group_id, last=False)
         self._num += 1
-        self.num_bytes += len(group.body)
 
     def head(self, env: str) -> Group | None:
         """Whose turn it is; it stays in the queue."""
         lanes = self._lanes.get(env)
         if not lanes:
             return None
-        turns = lanes[max(lanes)]
-        return next(iter(next(iter(turns.values())).values()))
+        lines = lanes[max(lanes)]
+        return next(iter(next(iter(lines.values())).groups.values()))
 
-    def take(self, group: Group) -> None:
-        """Take out `group`, which got its turn: its client goes behind the others."""
-        turns = self._lanes[group.env][group.priority]
-        turns.move_to_end(group.client_id)
+    def take(self, group: Group, weight: int) -> None:
+        """Take out `group`, whose turn it was; after `weight` in a row its client goes last."""
+        lines = self._lanes[group.env][group.priority]
+        line = lines[group.client_id]
+        line.num_turns += 1
+        if line.num_turns >= weight:
+            line.num_turns = 0
+            lines.move_to_end(group.client_id)
         self.remove(group)
 
     def remove(self, group: Group) -> bool:
         """Take out `group`; False if it is not waiting here."""
         lanes = self._lanes.get(group.env, {})
-        turns = lanes.get(group.priority, OrderedDict())
-        waiting = turns.get(group.client_id, OrderedDict())
-        if waiting.pop(group.group_id, None) is None:
+        lines = lanes.get(group.priority)
+        line = lines.get(group.client_id) if lines else None
+        if lines is None or line is None or line.groups.pop(group.group_id, None) is None:
             return False
         self._num -= 1
-        self.num_bytes -= len(group.body)
         # Empty tables go, so that head() never looks at one and nothing is kept of the past.
-        if not waiting:
-            del turns[group.client_id]
-        if not turns:
+        if not line.groups:
+            del lines[group.client_id]
+        if not lines:
             del lanes[group.priority]
         if not lanes:
             del self._lanes[group.env]
@@ -123,4 +155,5 @@ class FairQueue:
     def of_env(self, env: str) -> list[Group]:
         """Everything that waits for `env`."""
         lanes = self._lanes.get(env, {})
-        return [g for turns in lanes.values() for one in turns.values() for g in one.values()]
+        every_line = [line for lines in lanes.values() for line in lines.values()]
+        return [group for line in every_line for group in line.groups.values()]

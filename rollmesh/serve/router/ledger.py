@@ -8,8 +8,8 @@ router's restart what its peers re-assert is merged: asks that have begun before
 for the worker that claims them, and claims that no client asks for are cancelled.
 
 The life of a group is drawn in groups.py, that of a worker in workers.py; book.py keeps the groups,
-crew.py gives them to workers. Pure; driven by process.py and by the simulator, with a tick at least
-every half beat.
+deals.py gives them to workers, crew.py sees these come and go, suspects.py asks who killed whom.
+Pure; driven by process.py and by the simulator, with a tick at least every half beat.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,25 @@ from typing import Any
 
 from rollmesh.core.config import RouterConfig
 from rollmesh.serve.router.book import Book
-from rollmesh.serve.router.crew import CLAIM_BEATS, Crew
+from rollmesh.serve.router.crew import Crew
+from rollmesh.serve.router.deals import CLAIM_BEATS, Deals
 from rollmesh.serve.router.groups import Group
-from rollmesh.serve.router.workers import Worker, WorkerState
+from rollmesh.serve.router.workers import Worker, Workers, WorkerState
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
+    AskDrain,
     AskGroup,
     AskRefused,
     CancelGroup,
     ClientBeat,
     ClientHello,
     ClientLeft,
+    DrainAnswered,
     EnvFailed,
     GroupDelivered,
     GroupFailed,
+    GroupLost,
     GroupMoved,
     GroupReturned,
     GroupStarted,
@@ -39,16 +43,19 @@ from rollmesh.wire.messages import (
     HeldGroup,
     RouterHello,
     WorkerBeat,
+    WorkerExited,
     WorkerHello,
     WorkerLeft,
 )
 
-FORGET_BEATS = 600
-"""A lost worker that stays silent is forgotten."""
 MAX_QUEUED_BYTES = 512 * 2**20
 """Bodies of waiting asks; past it asks are refused."""
 MAX_ENV_ERRORS = 256
 """Environments whose failure is remembered."""
+MAX_WEIGHT = 1000
+"""More turns in a row no client gets."""
+MAX_NAMES = 8
+"""So many workers are named to one who drains another."""
 
 
 class Ledger:
@@ -61,7 +68,9 @@ class Ledger:
         self._ticked_s = started_s
         self._env_errors: dict[str, str] = {}
         self.book = Book(self._patience_s, started_s)
-        self.crew = Crew(self.book, settings.beat_s, settings.max_attempts)
+        workers = Workers(slow_lag_s=2 * settings.beat_s)
+        self.deals = Deals(self.book, workers, settings.beat_s, settings.max_attempts)
+        self.crew = Crew(self.book, workers, self.deals, settings)
         self._handlers: dict[type, Callable[[bytes, Any, Buffer], None]] = {
             AskGroup: self._on_ask,
             CancelGroup: self._on_cancel,
@@ -74,7 +83,10 @@ class Ledger:
             GroupStarted: self._on_started,
             GroupDelivered: self._on_delivered,
             GroupReturned: self._on_returned,
+            GroupLost: self._on_group_lost,
             EnvFailed: self._on_env_failed,
+            WorkerExited: self._on_worker_exited,
+            AskDrain: self._on_ask_drain,
         }
 
     def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
@@ -84,7 +96,7 @@ class Ledger:
             self._on_tick(now_s)
         elif handler := self._handlers.get(type(event.message)):
             handler(event.route, event.message, event.body)
-        self.crew.dispatch()
+        self.deals.dispatch()
         return self.book.take_sends()
 
     def worker_routes(self) -> list[bytes]:
@@ -95,16 +107,21 @@ class Ledger:
 
     def _on_client(self, route: bytes, message: ClientHello | ClientBeat, _: Buffer) -> None:
         is_new = self.book.hear_client(message.client_id, route)
+        if isinstance(message, ClientHello):
+            client = self.book.clients[message.client_id]
+            client.weight = min(max(message.weight, 1), MAX_WEIGHT)
+            client.keep = message.keep
         if is_new or isinstance(message, ClientHello):
             self._hello(route)
 
     def _on_client_left(self, _: bytes, message: ClientLeft, __: Buffer) -> None:
-        self._drop_client(message.client_id, "client_left")
+        client = self.book.clients.get(message.client_id)
+        if client is None or not client.keep:
+            self._drop_client(message.client_id, "client_left: it said goodbye")
 
     def _drop_client(self, client_id: str, reason: str) -> None:
-        for group in [g for g in self.book.groups.values() if g.client_id == client_id]:
-            self.crew.take_away(group, tell_worker=reason)
-            self.crew.fail(group, reason)
+        for group in list(self.book.of_client.get(client_id, {}).values()):
+            self.deals.fail(group, reason)
         self.book.clients.pop(client_id, None)
 
     def _on_ask(self, route: bytes, ask: AskGroup, body: Buffer) -> None:
@@ -114,6 +131,9 @@ class Ledger:
         if group := book.groups.get(ask.group_id):
             if not group.client_id:
                 self._adopt(group, ask, body)
+            elif (group.client_id, group.sink) != (ask.client_id, ask.sink):
+                self._hand_over(group, ask)
+            book.set_deadline(group, ask.deadline_s)
             book.tell_client(group)
         elif answer := book.late_answer(ask):
             book.send(route, answer)
@@ -128,13 +148,19 @@ class Ledger:
         env, group_id = ask.env, ask.group_id
         if ask.num_samples < 1:
             return GroupFailed(group_id, "bad_ask: num_samples must be at least 1")
+        if not ask.client_id:
+            return GroupFailed(group_id, "bad_ask: it names no client")
+        if len(body) > MAX_QUEUED_BYTES:
+            return GroupFailed(group_id, f"bad_ask: {len(body)} bytes; at most {MAX_QUEUED_BYTES}")
+        if ask.deadline_s < 0:
+            return GroupFailed(group_id, "deadline: it had passed before the ask came")
         if ask.attempts >= self.settings.max_attempts and self._is_settled:
             return GroupFailed(group_id, f"attempts_exhausted: {ask.attempts} have begun")
         if env in self._env_errors and not self.crew.workers.serve(env):
             return GroupFailed(group_id, f"env_failed: {self._env_errors[env]}")
-        num_waiting = len(self.book.queue) + len(self.book.held)
+        num_waiting = self.book.num_waiting
         is_full = num_waiting >= self.settings.max_queued_groups
-        if is_full or self.book.queue.num_bytes + len(body) > MAX_QUEUED_BYTES:
+        if is_full or self.book.num_waiting_bytes + len(body) > MAX_QUEUED_BYTES:
             reason = f"overloaded: {num_waiting} groups wait"
             return AskRefused(group_id, reason, 2 * self.settings.beat_s)
         return None
@@ -151,28 +177,42 @@ class Ledger:
             attempt=max(ask.attempts, 0),
         )
         self.book.open(group)
+        self.book.set_deadline(group, ask.deadline_s)
         if group.attempt > 0 and not self._is_settled:
-            self.book.held[group.group_id] = group
+            self.book.hold(group)
         else:
             self.book.wait(group)
-            self.crew.stir(group.env)
-            self.crew.dispatch()
+            self.deals.stir(group.env)
+            self.deals.dispatch()
         # An assignment has said so itself.
         if group.state is GroupState.QUEUED:
             self.book.tell_client(group)
 
     def _adopt(self, group: Group, ask: AskGroup, body: Buffer) -> None:
         """A client asks for what a worker had claimed: they find each other again."""
-        group.client_id, group.sink, group.priority = ask.client_id, ask.sink, ask.priority
+        self.book.set_client(group, ask.client_id)
+        group.sink, group.priority = ask.sink, ask.priority
         group.env, group.body = ask.env, body
         group.attempt = max(group.attempt, ask.attempts)
-        self.crew.adopt(group, max(ask.num_samples, 1))
+        self.deals.adopt(group, max(ask.num_samples, 1))
+
+    def _hand_over(self, group: Group, ask: AskGroup) -> None:
+        """A client that came back listens elsewhere, or under another name."""
+        is_queued = group.state is GroupState.QUEUED and group.group_id not in self.book.held
+        if is_queued:
+            self.book.unwait(group)
+        self.book.set_client(group, ask.client_id)
+        group.sink = ask.sink
+        # Its worker hears of it with the next RunGroup.
+        group.say_again_s = self.book.now_s
+        if is_queued:
+            self.book.wait(group)
 
     def _on_cancel(self, route: bytes, message: CancelGroup, _: Buffer) -> None:
         # The note keeps an ask that is still on its way from running: cancelled is for good.
         answer = GroupMoved(message.group_id, GroupState.CANCELLED, 0, "")
         if group := self.book.groups.get(message.group_id):
-            self.crew.take_away(group, tell_worker=message.reason)
+            self.deals.take_away(group, tell_worker=message.reason)
             self.book.end(group, answer, self.settings.max_attempts)
         else:
             self.book.note(answer, self.settings.max_attempts)
@@ -190,27 +230,45 @@ class Ledger:
         if worker is None:
             self._hello(route)
             return
-        worker.take_beat(beat, self.book.now_s)
-        self.crew.revive(worker)
-        self.crew.stir(worker.hello.env)
+        self.crew.hear(worker, beat)
 
     def _on_worker_left(self, _: bytes, message: WorkerLeft, __: Buffer) -> None:
         if worker := self.crew.workers.get(message.worker_id):
             self.crew.dismiss(worker, f"left: {message.reason}")
 
+    def _on_worker_exited(self, _: bytes, message: WorkerExited, __: Buffer) -> None:
+        self.crew.hear_of_exit(message.worker_id, message.pid, message.cause)
+
+    def _on_ask_drain(self, route: bytes, ask: AskDrain, _: Buffer) -> None:
+        worker, error = self.crew.workers.get(ask.worker_id), ""
+        if worker is None:
+            names = [each.worker_id for each in self.crew.workers]
+            more = ", ..." if len(names) > MAX_NAMES else ""
+            known = ", ".join(names[:MAX_NAMES]) + more or "none"
+            error = f"no worker {ask.worker_id!r}; there are: {known}"
+        elif worker.state is WorkerState.LOST:
+            silent_s = self.book.now_s - worker.heard_s
+            error = f"{ask.worker_id} has not been heard for {silent_s:.0f} s"
+        else:
+            self.crew.drain(worker, ask.reason)
+        self.book.send(route, DrainAnswered(ask.ask_id, not error, error))
+
     def _on_env_failed(self, route: bytes, message: EnvFailed, _: Buffer) -> None:
         self._hello(route)  # says that it was heard; the worker repeats it until then
+        if worker := self.crew.workers.get(message.worker_id):
+            self.crew.dismiss(worker, "could not load its environment")
         if len(self._env_errors) < MAX_ENV_ERRORS:
             self._env_errors[message.env] = message.error
         if self.crew.workers.serve(message.env):
             return
-        held = [g for g in self.book.held.values() if g.env == message.env]
-        for group in [*self.book.queue.of_env(message.env), *held]:
-            self.crew.fail(group, f"env_failed: {message.error}")
+        apart = [*self.book.held.values(), *self.book.suspects.values()]
+        waiting = [group for group in apart if group.env == message.env]
+        for group in [*self.book.queue.of_env(message.env), *waiting]:
+            self.deals.fail(group, f"env_failed: {message.error}")
 
     def _on_started(self, route: bytes, message: GroupStarted, _: Buffer) -> None:
         if worker := self._speaker(route):
-            self.crew.claim(worker, HeldGroup(message.group_id, message.attempt, False))
+            self.deals.claim(worker, HeldGroup(message.group_id, message.attempt, False))
 
     def _on_delivered(self, route: bytes, message: GroupDelivered, _: Buffer) -> None:
         group = self.book.groups.get(message.group_id)
@@ -220,7 +278,7 @@ class Ledger:
         is_here = speaker is not None and speaker.worker_id == group.worker_id
         moved = GroupMoved(group.group_id, GroupState.DONE, message.attempt, group.worker_id)
         why = "" if is_here else f"attempt {message.attempt} was delivered"
-        self.crew.take_away(group, tell_worker=why)
+        self.deals.take_away(group, tell_worker=why)
         self.book.end(group, moved, group.attempt)
 
     def _on_returned(self, route: bytes, message: GroupReturned, _: Buffer) -> None:
@@ -228,7 +286,18 @@ class Ledger:
         if not worker or not group or group.worker_id != worker.worker_id:
             return
         if group.attempt == message.attempt and group.state is GroupState.ASSIGNED:
-            self.crew.hand_back(worker, group, message.reason)
+            self.deals.hand_back(worker, group, message.reason)
+
+    def _on_group_lost(self, route: bytes, message: GroupLost, _: Buffer) -> None:
+        worker, group = self._speaker(route), self.book.groups.get(message.group_id)
+        if not worker or not group or group.worker_id != worker.worker_id:
+            return
+        client = self.book.clients.get(group.client_id)
+        if client is None or self.book.now_s - client.heard_s > self._patience_s:
+            # Kept for a client that is away: to run it again would bring its result nowhere again.
+            self.deals.fail(group, f"infra_error: {message.reason}")
+        elif message.attempt >= group.attempt:
+            self.deals.requeue(group, f"{worker.worker_id}: {message.reason}")
 
     def _speaker(self, route: bytes) -> Worker | None:
         """The worker at `route`: since it speaks, it lives. A stranger is asked for its hello."""
@@ -236,8 +305,7 @@ class Ledger:
         if worker is None:
             self._hello(route)
             return None
-        worker.heard_s = self.book.now_s
-        self.crew.revive(worker)
+        self.crew.hear(worker)
         return worker
 
     def _hello(self, route: bytes) -> None:
@@ -251,11 +319,13 @@ class Ledger:
             # We did not run, so we did not listen: nobody is late for that.
             for peer in [*self.crew.workers, *self.book.clients.values()]:
                 peer.heard_s += gap_s
-        self._look_for_lost_workers(now_s)
+        for group in self.book.take_overdue():
+            self.deals.fail(group, f"deadline: it has passed in attempt {group.attempt}")
+        self.crew.look_after_workers()
         self._look_for_lost_clients(now_s)
         if self._is_settled:
             self._release_held()
-        self.crew.look_after_groups()
+        self.deals.look_after_groups()
         self.book.tear_old_notes()
 
     @property
@@ -267,22 +337,15 @@ class Ledger:
         """Nobody claimed these: they run again, if an attempt is left."""
         for group in list(self.book.held.values()):
             if group.attempt >= self.settings.max_attempts:
-                self.crew.fail(group, f"attempts_exhausted: {group.attempt} have begun")
+                self.deals.fail(group, f"attempts_exhausted: {group.attempt} have begun")
             else:
                 self.book.wait(group)
-                self.crew.stir(group.env)
-
-    def _look_for_lost_workers(self, now_s: float) -> None:
-        for worker in self.crew.workers:
-            silent_s = now_s - worker.heard_s
-            if silent_s > FORGET_BEATS * self.settings.beat_s:
-                self.crew.dismiss(worker, "is forgotten")
-            elif silent_s > self._patience_s and worker.state is WorkerState.LIVE:
-                self.crew.lose(worker, f"was silent for {silent_s:.1f} s")
+                self.deals.stir(group.env)
 
     def _look_for_lost_clients(self, now_s: float) -> None:
         grace_s = self._patience_s + self.settings.client_grace_s
         for client in list(self.book.clients.values()):
             silent_s = now_s - client.heard_s
-            if silent_s > grace_s:
-                self._drop_client(client.client_id, f"client_vanished: silent {silent_s:.0f} s")
+            keeps = client.keep and client.client_id in self.book.of_client
+            if silent_s > grace_s and not keeps:
+                self._drop_client(client.client_id, f"client_left: silent for {silent_s:.0f} s")

@@ -8,6 +8,9 @@ the router's incarnation, by which peers notice a restart. Driven by `rollmesh r
 
 import os
 import signal
+import socket
+
+import msgspec
 
 from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.config import Config
@@ -17,8 +20,9 @@ from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, announce, http_address, listen
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import Event as FleetEvent
-from rollmesh.engine.fleet import Fleet, PublishTable
+from rollmesh.engine.fleet import Fleet, FleetSettings, PublishTable
 from rollmesh.serve.router.ledger import Ledger
+from rollmesh.serve.router.pids import LocalPids
 from rollmesh.serve.router.side import Board, SideThread
 from rollmesh.serve.router.status import status_of
 from rollmesh.serve.router.workers import WorkerState
@@ -30,15 +34,25 @@ from rollmesh.wire.messages import (
     EnvFailed,
     FleetAsk,
     JoinEngine,
+    WorkerExited,
     WorkerHello,
     WorkerLeft,
 )
-from rollmesh.wire.sockets import Doorbell, Hub, wait
+from rollmesh.wire.sockets import MAX_ASK_FRAME_BYTES, Doorbell, Hub, wait
 
 log = get_logger()
 
 
-def run(config: Config, engines: list[str], listen_fd: int | None, ready_fd: int | None) -> None:
+class Engines(msgspec.Struct, frozen=True):
+    """What the router is told of its engines."""
+
+    urls: tuple[str, ...]
+    """Empty: those of the settings."""
+    have_fixed_weights: bool
+    """No publisher reports here: what an engine says it serves counts."""
+
+
+def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int | None) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once.
 
     AddressError if an address is taken, or can be reached by others without keys.
@@ -49,9 +63,10 @@ def run(config: Config, engines: list[str], listen_fd: int | None, ready_fd: int
     board = Board(clock)
     side = SideThread(listening, board, bell)
     hub = open_hub(config.router.bind)
-    loop = RouterLoop(config, hub, side, board, clock)
+    fleet = Fleet(FleetSettings(believes_engines=engines.have_fixed_weights))
+    loop = RouterLoop(config, fleet, hub, side, board, clock)
     stop = _Stop(bell)
-    for url in engines or config.engine.urls:
+    for url in engines.urls or config.engine.urls:
         loop.join_engine(url)
     loop.turn()
     side.start()
@@ -63,6 +78,7 @@ def run(config: Config, engines: list[str], listen_fd: int | None, ready_fd: int
             loop.turn()
     finally:
         side.close()
+        loop.close()
         hub.close()
         log.info("router.stopped")
 
@@ -70,7 +86,7 @@ def run(config: Config, engines: list[str], listen_fd: int | None, ready_fd: int
 def open_hub(bind: str) -> Hub:
     """The router's Hub; AddressError names the setting."""
     try:
-        return Hub(bind, read_keys())
+        return Hub(bind, read_keys(), MAX_ASK_FRAME_BYTES)
     except AddressError as error:
         raise AddressError(f"router.bind = {error}") from None
 
@@ -95,7 +111,13 @@ class RouterLoop:
     """One turn of it, and what a turn needs."""
 
     def __init__(
-        self, config: Config, hub: Hub, side: SideThread, board: Board, clock: Clock
+        self,
+        config: Config,
+        fleet: Fleet,
+        hub: Hub,
+        side: SideThread,
+        board: Board,
+        clock: Clock,
     ) -> None:
         self.incarnation = new_id("i")
         self.tick_s = config.router.beat_s / 2
@@ -104,10 +126,11 @@ class RouterLoop:
         self._board = board
         self._clock = clock
         self._ledger = Ledger(config.router, clock.now_s())
-        self._fleet = Fleet()
+        self._fleet = fleet
         self._num_received = 0
         self._num_failed = 0
-        self._lost: set[str] = set()
+        self._pids = LocalPids(socket.gethostname())
+        self._away: dict[str, str] = {}
         self._next_tick_s = clock.now_s()
 
     def join_engine(self, url: str) -> None:
@@ -128,10 +151,16 @@ class RouterLoop:
         now_s = self._clock.now_s()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self.tick_s
+            for exited in self._pids.take_ended():
+                self._on_packet(b"", Packet(exited))
             self._send(self._ledger.step(Ticked(), now_s))
             self._step_fleet(Ticked())
             self._log_losses()
             self._hang_status()
+
+    def close(self) -> None:
+        """Watch no process any more."""
+        self._pids.close()
 
     def _on_packet(self, route: bytes, packet: Packet) -> None:
         message = packet.message
@@ -143,8 +172,11 @@ class RouterLoop:
         if isinstance(message, WorkerHello):
             log.info("worker.joined", worker_id=message.worker_id, env=message.env, pid=message.pid)
             self._send([Send(route, self._fleet.table())])
+            self._pids.watch(message)
         elif isinstance(message, WorkerLeft):
             log.info("worker.left", worker_id=message.worker_id, reason=message.reason)
+        elif isinstance(message, WorkerExited):
+            log.warning("worker.exited", worker_id=message.worker_id, why=message.cause)
         elif isinstance(message, EnvFailed):
             log.error("env.failed", worker_id=message.worker_id, env=message.env, why=message.error)
 
@@ -168,12 +200,13 @@ class RouterLoop:
             self._hub.send(send.route, Packet(send.message, self.incarnation, send.body))
 
     def _log_losses(self) -> None:
-        lost = {w.worker_id for w in self._ledger.crew.workers if w.state is WorkerState.LOST}
-        for worker_id in lost - self._lost:
-            log.warning("worker.lost", worker_id=worker_id)
-        for worker_id in self._lost - lost:
+        states = {worker.worker_id: worker.state.value for worker in self._ledger.crew.workers}
+        away = {name: state for name, state in states.items() if state != WorkerState.LIVE.value}
+        for worker_id, state in away.items() - self._away.items():
+            log.warning(f"worker.{state}", worker_id=worker_id)
+        for worker_id in (self._away.keys() - away.keys()) & states.keys():
             log.info("worker.returned", worker_id=worker_id)
-        self._lost = lost
+        self._away = away
 
     def _hang_status(self) -> None:
         counts = {

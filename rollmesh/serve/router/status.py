@@ -4,6 +4,7 @@ Invariant: a snapshot is made by the thread that owns the machines and never cha
 any thread may read it. Driven by process.py, once per tick; served by side.py.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import msgspec
@@ -12,6 +13,9 @@ from rollmesh.core.metrics import Figure
 from rollmesh.serve.router.ledger import Ledger
 from rollmesh.serve.router.workers import Worker, WorkerState
 from rollmesh.wire.messages import FleetChanged, GroupState
+
+MAX_CLIENTS = 100
+"""More are not told one by one."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -31,6 +35,23 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """Finished groups that no sink has acked."""
     pid: int
     stalled_in: str
+    host: str
+    max_rollouts: int
+    num_attempts: int
+    """Groups that were given to it."""
+    num_failed: int
+    """Rollouts that ended in infra_error or agent_error."""
+    last_error: str
+
+
+class ClientStatus(msgspec.Struct, frozen=True):
+    """One client."""
+
+    client_id: str
+    weight: int
+    keep: bool
+    num_open: int
+    """Groups that it waits for."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -55,6 +76,8 @@ class Status(msgspec.Struct, frozen=True):
     num_failed: int
     num_cancelled: int
     num_clients: int
+    clients: list[ClientStatus]
+    """The first MAX_CLIENTS of them."""
     engines: list[EngineStatus]
     counts: dict[str, int]
     """What happened since the start: asks, refusals, requeues, claims, returns, workers_lost..."""
@@ -74,6 +97,7 @@ def status_of(
         num_failed=num_in[GroupState.FAILED],
         num_cancelled=num_in[GroupState.CANCELLED],
         num_clients=len(ledger.book.clients),
+        clients=_clients(ledger),
         engines=[
             EngineStatus(
                 row.url,
@@ -89,12 +113,31 @@ def status_of(
     )
 
 
+def _clients(ledger: Ledger) -> list[ClientStatus]:
+    clients = itertools.islice(ledger.book.clients.values(), MAX_CLIENTS)
+    groups = ledger.book.of_client
+    return [
+        ClientStatus(each.client_id, each.weight, each.keep, len(groups.get(each.client_id, ())))
+        for each in clients
+    ]
+
+
+def _state_of(worker: Worker) -> str:
+    """`live`, `stalled` or `lost`, or what a live one says that it does instead of serving."""
+    if worker.state is not WorkerState.LIVE:
+        return worker.state.value
+    said = worker.beat.state if worker.beat else "serving"
+    if said == "serving":
+        said = "draining" if worker.drain_reason else WorkerState.LIVE.value
+    return said
+
+
 def _worker_status(worker: Worker) -> WorkerStatus:
     beat = worker.beat
     return WorkerStatus(
         worker_id=worker.worker_id,
         env=worker.hello.env,
-        state=worker.state.value,
+        state=_state_of(worker),
         in_flight=worker.load,
         num_finished=beat.num_finished if beat else 0,
         num_calls=beat.num_calls if beat else 0,
@@ -104,6 +147,11 @@ def _worker_status(worker: Worker) -> WorkerStatus:
         held_bytes=beat.unacked_bytes if beat else 0,
         pid=worker.hello.pid,
         stalled_in=beat.stalled_in if beat else "",
+        host=worker.hello.host,
+        max_rollouts=worker.hello.max_rollouts,
+        num_attempts=worker.num_assigned,
+        num_failed=beat.num_failed if beat else 0,
+        last_error=beat.last_error if beat else "",
     )
 
 
@@ -122,8 +170,8 @@ def figures_of(status: Status) -> Iterator[Figure]:
         yield Figure("router_events_total", number, "What happened, by name.", {"event": event})
     for worker in status.workers:
         labels = {"worker_id": worker.worker_id}
-        is_live = worker.state == WorkerState.LIVE.value
-        yield Figure("worker_up", is_live, "Whether its beats come.", labels)
+        is_up = worker.state not in (WorkerState.LOST.value, WorkerState.STALLED.value)
+        yield Figure("worker_up", is_up, "Whether its beats come.", labels)
         yield Figure("worker_rollouts", worker.in_flight, "Rollouts that it runs.", labels)
         yield Figure("worker_loop_lag_seconds", worker.loop_lag_s, "Event loop's lag.", labels)
         yield Figure("worker_rss_bytes", worker.rss_bytes, "Resident memory.", labels)

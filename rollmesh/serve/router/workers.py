@@ -1,25 +1,38 @@
-"""The workers: who is alive, and how many slots are free.
+"""The workers: who is alive, how many slots are free, and who is next to be given something.
 
     worker: LIVE --beats missed--> LOST --a beat--> LIVE
-            LIVE, LOST --WorkerLeft, a new process under its name, silence for long--> forgotten
+            LIVE --its loop held for long--> STALLED --a beat of a free loop--> LIVE
+            any --WorkerLeft, its process has ended, silence for long--> forgotten
 
-Invariants: nothing is assigned to a worker that is not LIVE; time in which the router itself did
-not run counts against nobody. A worker's load is the smaller of what was given to it and what it
-says it runs, so slots of finished siblings are free before their group ends. Driven by crew.py.
+Invariants: nothing is assigned to a worker that is not LIVE, or that was told to drain; time in
+which the router itself did not run counts against nobody. A worker's load is the smaller of what
+was given to it and what it says it runs, so slots of finished siblings are free before their group
+ends. A choice costs the logarithm of the number of workers: whatever changes a worker's room calls
+`rank`. Driven by crew.py.
 """
 
 import enum
-from collections.abc import Iterable, Iterator
+import heapq
+from collections.abc import Iterator
 
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.router.groups import Group
 from rollmesh.wire.messages import WorkerBeat, WorkerHello
+
+SPARE_RANKS = 64
+"""Ranks that are no longer true may stand in an order up to here, and up to thrice its workers."""
+
+Rank = tuple[int, bool, int, int]
+"""Tier, busy, slots over its room (negative: free ones), groups given to it; smaller goes first."""
+NUM_TIERS = 3
+"""The fit, those with a suspect, those whose loop lags."""
 
 
 class WorkerState(enum.StrEnum):
     """See the module."""
 
     LIVE = "live"
+    STALLED = "stalled"
     LOST = "lost"
 
 
@@ -33,9 +46,18 @@ class Worker:
         self.heard_s = now_s
         self.beat: WorkerBeat | None = None
         self.accepting = True
+        self.drain_reason = ""
+        """Why it was told to finish what it runs and leave."""
+        self.say_drain_s = 0.0
+        self.watch_until_s = 0.0
+        """It runs a suspect that has not proved harmless yet; 0 is none."""
         self.num_assigned = 0
         """Groups, since the hello; who had the fewest goes first among equals."""
         self.groups: dict[GroupId, Group] = {}
+        self.lost_groups: set[GroupId] = set()
+        """What was taken from it when it fell silent or stalled, and it may still run unheard."""
+        self.rank: Rank | None = None
+        """Its place among those that have room; None if it has none."""
         self._seated = 0
         self._fresh = [0, 0]
 
@@ -48,13 +70,24 @@ class Worker:
         """Slots in use. What was given since the last beat but one may not show in it yet."""
         if self.beat is None:
             return self._seated
-        return min(self._seated, self.beat.num_running + sum(self._fresh))
+        return min(self._seated, self.beat.num_running + self._fresh[0] + self._fresh[1])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything may be given to it, room provided."""
+        return self.state is WorkerState.LIVE and self.accepting and not self.drain_reason
 
     def can_take(self, num_samples: int) -> bool:
         """Whether a group fits; a group larger than any worker goes to one that is idle."""
-        if self.state is not WorkerState.LIVE or not self.accepting:
+        if not self.is_open:
             return False
-        return self.load == 0 or self.load + num_samples <= self.hello.max_rollouts
+        load = self.load
+        return load == 0 or load + num_samples <= self.hello.max_rollouts
+
+    def hears(self, now_s: float, patience_s: float) -> bool:
+        """Whether a message may well reach its loop: what is said to the deaf only piles up."""
+        lag_s = self.beat.loop_lag_s if self.beat else 0.0
+        return now_s - self.heard_s <= patience_s and lag_s <= patience_s
 
     def seat(self, group: Group) -> None:
         """`group` is here now."""
@@ -81,11 +114,16 @@ class Worker:
 
 
 class Workers:
-    """All workers, by name and by route."""
+    """All workers, by name, by route, and those with room in the order of their turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow_lag_s: float) -> None:
+        """Who lags by more than `slow_lag_s` gets work only when the others are full."""
+        self._slow_lag_s = slow_lag_s
         self._by_id: dict[str, Worker] = {}
         self._by_route: dict[bytes, Worker] = {}
+        self._orders: dict[str, tuple[list[tuple[Rank, int, Worker]], ...]] = {}
+        self._num_by_env: dict[str, int] = {}
+        self._count = 0
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._by_id.values()))
@@ -103,6 +141,9 @@ class Workers:
     def add(self, worker: Worker) -> None:
         self._by_id[worker.worker_id] = worker
         self._by_route[worker.route] = worker
+        env = worker.hello.env
+        self._num_by_env[env] = self._num_by_env.get(env, 0) + 1
+        self.rank(worker)
 
     def move(self, worker: Worker, route: bytes) -> None:
         """`worker` dialled again and has another route."""
@@ -111,25 +152,72 @@ class Workers:
         self._by_route[route] = worker
 
     def remove(self, worker: Worker) -> None:
+        worker.rank = None
         self._by_id.pop(worker.worker_id, None)
         if self._by_route.get(worker.route) is worker:
             del self._by_route[worker.route]
+        env = worker.hello.env
+        self._num_by_env[env] -= 1
+        if not self._num_by_env[env]:
+            del self._num_by_env[env]
+            self._orders.pop(env, None)
 
     def serve(self, env: str) -> bool:
         """Whether a live worker has `env`."""
         return any(w.hello.env == env and w.state is WorkerState.LIVE for w in self)
 
-    def best_for(self, env: str, num_samples: int, max_lag_s: float) -> Worker | None:
+    def rank(self, worker: Worker) -> None:
+        """Put `worker` where it belongs in the order; to be called when its room has changed."""
+        rank = self._rank_of(worker) if worker.is_open else None
+        if rank == worker.rank:
+            return
+        worker.rank = rank
+        if rank is None:
+            return
+        tiers = self._orders.get(worker.hello.env)
+        if tiers is None:
+            tiers = self._orders[worker.hello.env] = tuple([] for _ in range(NUM_TIERS))
+        order = tiers[rank[0]]
+        self._count += 1
+        heapq.heappush(order, (rank, self._count, worker))
+        if len(order) > SPARE_RANKS + 3 * self._num_by_env[worker.hello.env]:
+            order[:] = [entry for entry in order if entry[2].rank is entry[0]]
+            heapq.heapify(order)
+
+    def best_for(self, env: str, num_samples: int) -> Worker | None:
         """The worker with the most free slots that can take `num_samples` rollouts of `env`.
 
-        One whose event loop is stalled longer than `max_lag_s` comes last.
+        One that runs a suspect gets it when others are full; one whose loop lags comes last.
         """
+        for order in self._orders.get(env, ()):
+            while order:
+                rank, _, worker = order[0]
+                if worker.rank is not rank:
+                    heapq.heappop(order)
+                elif worker.can_take(num_samples):
+                    return worker
+                else:
+                    break
+        return None
 
-        def worth(worker: Worker) -> tuple[bool, int, int]:
-            runs = worker.beat is None or worker.beat.loop_lag_s <= max_lag_s
-            return runs, worker.hello.max_rollouts - worker.load, -worker.num_assigned
+    def apart_for(self, env: str, num_samples: int, *, strictly: bool) -> Worker | None:
+        """The same for a suspect: a worker without another one; if not `strictly`, then any."""
 
-        fitting: Iterable[Worker] = (
-            w for w in self if w.hello.env == env and w.can_take(num_samples)
-        )
-        return max(fitting, key=worth, default=None)
+        def worth(worker: Worker) -> tuple[bool, Rank]:
+            return worker.watch_until_s > 0, self._rank_of(worker)
+
+        fitting = [
+            w
+            for w in self._by_id.values()
+            if w.hello.env == env
+            and w.can_take(num_samples)
+            and not (strictly and w.watch_until_s > 0)
+        ]
+        return min(fitting, key=worth, default=None)
+
+    def _rank_of(self, worker: Worker) -> Rank:
+        # The idle go first in their tier, so that what fits anywhere in it fits the first.
+        load, beat = worker.load, worker.beat
+        lags = beat is not None and beat.loop_lag_s > self._slow_lag_s
+        tier = 2 if lags else int(worker.watch_until_s > 0)
+        return tier, load > 0, load - worker.hello.max_rollouts, worker.num_assigned

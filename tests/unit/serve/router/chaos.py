@@ -84,9 +84,15 @@ class Town:
         for group_id, group in book.groups.items():
             is_queued = group.state is GroupState.QUEUED
             assert held_by[group_id] == (not is_queued)
-            assert ((group_id in in_queue) + (group_id in book.held)) == is_queued
+            places = (group_id in in_queue, group_id in book.held, group_id in book.suspects)
+            assert sum(places) == is_queued
             assert group.attempt <= SETTINGS.max_attempts
-        assert len(held_by) + len(in_queue) + len(book.held) == len(book.groups)
+        assert len(held_by) + book.num_waiting == len(book.groups)
+        waiting = [group for group in book.groups.values() if group.state is GroupState.QUEUED]
+        assert book.num_waiting_bytes == sum(len(group.body) for group in waiting)
+        assert sum(map(len, book.of_client.values())) == sum(
+            bool(group.client_id) for group in book.groups.values()
+        )
         counted = Counter(group.state for group in book.groups.values())
         for state in (GroupState.QUEUED, GroupState.ASSIGNED, GroupState.RUNNING):
             assert book.num_in[state] == counted[state]
@@ -111,7 +117,7 @@ class Town:
             _, _, key, message = heapq.heappop(self._agenda)
             target, route = key.split()
             if target == "router":
-                event = Received(route.encode(), message)
+                event = Received(route.encode(), message, b"task")
                 self._take(self.ledger.step(event, self.now_s))
                 self.check()
             elif target == "c":

@@ -1,128 +1,31 @@
-"""How groups get to workers, stay there and come back, whatever dies or is lost."""
+"""Workers die, fall silent, stall, drain and come back, and their groups with them."""
 
+import msgspec
 import pytest
 
-from rollmesh.wire.machine import Ticked
+from rollmesh.serve.router.workers import WorkerState
+from rollmesh.wire.machine import Send, Ticked
 from rollmesh.wire.messages import (
-    CancelGroup,
+    AskDrain,
     CancelRun,
-    ClientLeft,
+    DrainAnswered,
+    DrainWorker,
     GroupDelivered,
     GroupFailed,
     GroupMoved,
-    GroupReturned,
     GroupStarted,
     GroupState,
     HeldGroup,
-    Message,
-    RouterHello,
     RunGroup,
+    WorkerExited,
     WorkerLeft,
 )
-from tests.unit.serve.router.story import SETTLED_S, Story, ask, beat, group, hello, only, running
+from tests.unit.serve.router.story import Story, ask, beat, group, hello, only, running
 
 
 @pytest.fixture
 def story() -> Story:
     return Story()
-
-
-# balance
-
-
-def test_groups_go_to_the_worker_with_the_most_free_slots(story: Story) -> None:
-    story.worker("w0")
-    story.worker("w1")
-    for seq in range(4):
-        story.asks(ask(seq))
-    holders = [story.holder(seq) for seq in range(4)]
-    assert holders == ["w0", "w1", "w0", "w1"]
-
-
-def test_no_worker_gets_more_than_its_slots(story: Story) -> None:
-    story.worker("w0")
-    for seq in range(3):
-        story.asks(ask(seq))
-    assert [story.state(seq) for seq in range(3)] == [
-        GroupState.ASSIGNED,
-        GroupState.ASSIGNED,
-        GroupState.QUEUED,
-    ]
-
-
-def test_a_group_larger_than_any_worker_goes_to_an_idle_one(story: Story) -> None:
-    story.worker("w0")
-    story.asks(ask(1, n=100))
-    assert story.holder(1) == "w0"
-    story.asks(ask(2, n=1))
-    assert story.state(2) is GroupState.QUEUED
-
-
-def test_slots_of_finished_siblings_are_free_before_their_group_ends(story: Story) -> None:
-    story.worker("w0")
-    story.asks(ask(1, n=8))
-    story.asks(ask(2, n=4))
-    story.says("w0", GroupStarted(group(1), 1))
-    story.says("w0", beat("w0", num_running=8))
-    assert story.state(2) is GroupState.QUEUED
-    sends = story.says("w0", beat("w0", num_running=4))
-    assert [r.group_id for r in only(sends, RunGroup)] == [group(2)]
-
-
-def test_a_beat_older_than_an_assignment_does_not_free_its_slots(story: Story) -> None:
-    story.worker("w0")
-    story.asks(ask(1, n=8))
-    story.says("w0", beat("w0", num_running=0))
-    story.asks(ask(2, n=4))
-    assert story.state(2) is GroupState.QUEUED
-
-
-def test_a_worker_that_accepts_nothing_gets_nothing(story: Story) -> None:
-    story.worker("w0")
-    story.says("w0", beat("w0", accepting=False))
-    story.asks(ask(1))
-    assert story.state(1) is GroupState.QUEUED
-    assert only(story.says("w0", beat("w0")), RunGroup)
-
-
-def test_a_stalled_worker_comes_last(story: Story) -> None:
-    story.worker("w0")
-    story.worker("w1")
-    story.says("w0", beat("w0", lag_s=5.0))
-    story.says("w1", beat("w1"))
-    story.asks(ask(1))
-    story.asks(ask(2))
-    story.asks(ask(3))
-    assert [story.holder(seq) for seq in (1, 2, 3)] == ["w1", "w1", "w0"]
-
-
-def test_a_group_waits_for_a_worker_of_its_environment(story: Story) -> None:
-    story.worker("w0")
-    story.asks(ask(1, env="echo"))
-    assert story.state(1) is GroupState.QUEUED
-    story.says("w1", hello("w1", env="echo"))
-    assert story.holder(1) == "w1"
-
-
-def test_clients_take_turns(story: Story) -> None:
-    for seq in range(3):
-        story.asks(ask(seq, n=8, client="greedy"))
-    story.asks(ask(7, n=8, client="modest"))
-    order = [run.group_id.seq for run in only(story.worker("w0"), RunGroup)]
-    while not story.is_empty():
-        sends = story.says("w0", GroupDelivered(group(order[-1]), 1))
-        order += [run.group_id.seq for run in only(sends, RunGroup)]
-    assert order == [0, 7, 1, 2]
-
-
-def test_higher_priority_runs_first(story: Story) -> None:
-    story.asks(ask(1))
-    story.asks(ask(2, prio=5))
-    runs = only(story.worker("w0"), RunGroup)
-    assert [run.group_id.seq for run in runs] == [2, 1]
-
-
-# death of workers
 
 
 def test_group_runs_again_when_its_worker_dies(story: Story) -> None:
@@ -220,106 +123,103 @@ def test_a_lost_worker_is_forgotten_in_the_end(story: Story) -> None:
     assert len(story.ledger.crew.workers) == 0
 
 
-# lost, doubled and late messages
+# exits, stalls, drains
 
 
-def test_run_group_is_said_again_until_it_started(story: Story) -> None:
-    story.worker("w0")
-    story.asks(ask(1))
-    [again] = only(story.passes(2, "w0"), RunGroup)
-    assert again.attempt == 1
-    story.says("w0", GroupStarted(group(1), 1))
-    assert not only(story.passes(5, "w0"), RunGroup)
-
-
-def test_a_live_worker_that_never_starts_a_group_loses_it(story: Story) -> None:
-    story.worker("w0")
-    story.asks(ask(1))
-    story.passes(19, "w0", "c")
+def test_a_worker_whose_process_ended_is_gone_at_once(story: Story) -> None:
+    running(story)
     story.worker("w1")
-    story.says("w0", beat("w0", lag_s=20))
-    sends = story.passes(2, "w1", "c")
-    [run] = only(sends, RunGroup, "w1")
+    [run] = only(story.says("launch", WorkerExited("w0", 1, "killed by signal 9")), RunGroup, "w1")
     assert run.attempt == 2
+    assert story.ledger.crew.workers.get("w0") is None
+    assert story.ledger.book.num["workers_lost"] == 1
 
 
-def test_a_lost_delivery_is_asked_for_again(story: Story) -> None:
+def test_what_an_ended_process_had_said_before_does_not_raise_it(story: Story) -> None:
     running(story)
-    [again] = only(story.passes(21, "w0", "c"), RunGroup)
-    assert again.attempt == 1
-    story.says("w0", GroupDelivered(group(1), 1))
-    assert story.is_empty()
+    story.says("launch", WorkerExited("w0", 1, "killed by signal 9"))
+    story.says("w0", hello("w0"))
+    story.says("w0", beat("w0"))
+    assert story.ledger.crew.workers.get("w0") is None
+    story.worker("w0", pid=2)
+    assert story.holder(1) == "w0"
 
 
-def test_a_doubled_ask_runs_once(story: Story) -> None:
-    story.worker("w0")
-    assert only(story.asks(ask(1)), RunGroup)
-    sends = story.asks(ask(1))
-    assert not only(sends, RunGroup)
-    assert only(sends, GroupMoved) == [GroupMoved(group(1), GroupState.ASSIGNED, 1, "w0")]
-
-
-def test_a_late_double_of_an_ask_that_ended_does_not_run_again(story: Story) -> None:
+def test_an_exit_that_is_heard_late_does_not_end_the_next_process(story: Story) -> None:
     running(story)
-    story.says("w0", GroupDelivered(group(1), 1))
-    sends = story.asks(ask(1, attempts=0))
-    assert only(sends, GroupMoved) == [GroupMoved(group(1), GroupState.DONE, 1, "w0")]
-    assert story.is_empty()
+    story.worker("w0", pid=2)
+    story.says("launch", WorkerExited("w0", 1, "out of memory"))
+    assert story.holder(1) == "w0"
+    [death] = story.ledger.book.groups[group(1)].deaths
+    assert death.cause == "out of memory"
 
 
-def test_a_client_that_knows_of_the_attempt_may_ask_for_another(story: Story) -> None:
+def test_a_stalled_worker_is_given_up_only_past_its_own_longer_limit(story: Story) -> None:
     running(story)
-    story.passes(SETTLED_S, "w0", "c")
-    story.says("w0", GroupDelivered(group(1), 1))
-    [run] = only(story.asks(ask(1, attempts=1)), RunGroup)
-    assert run.attempt == 2
-
-
-def test_a_cancel_that_overtakes_its_ask_wins(story: Story) -> None:
-    story.worker("w0")
-    story.says("c", CancelGroup(group(1), "changed my mind"))
-    [moved] = only(story.asks(ask(1)), GroupMoved)
-    assert moved.state is GroupState.CANCELLED
-    assert story.is_empty()
-
-
-def test_a_late_start_of_a_cancelled_group_is_cancelled_again(story: Story) -> None:
-    story.worker("w0")
-    story.asks(ask(1))
-    assert only(story.says("c", CancelGroup(group(1), "enough")), CancelRun, "w0")
-    assert only(story.says("w0", GroupStarted(group(1), 1)), CancelRun, "w0")
-    assert story.is_empty()
-
-
-def test_a_returned_group_runs_elsewhere_and_the_attempt_does_not_count(story: Story) -> None:
-    story.worker("w0")
     story.worker("w1")
-    story.asks(ask(1))
-    [run] = only(story.says("w0", GroupReturned(group(1), 1, "draining")), RunGroup, "w1")
-    assert run.attempt == 1
+    for lag_s in (1.0, 30.0, 59.0):
+        assert not only(story.says("w0", beat("w0", 4, lag_s=lag_s)), RunGroup)
+    [run] = only(story.says("w0", beat("w0", 4, lag_s=61.0)), RunGroup, "w1")
+    assert run.attempt == 2
+    worker = story.ledger.crew.workers.get("w0")
+    assert worker is not None
+    assert worker.state is WorkerState.STALLED
 
 
-def test_a_returned_group_is_not_thrown_back_at_once(story: Story) -> None:
+def test_a_stalled_worker_gets_nothing_until_its_loop_is_free(story: Story) -> None:
     story.worker("w0")
-    story.asks(ask(1))
-    assert not only(story.says("w0", GroupReturned(group(1), 1, "full")), RunGroup)
-    assert only(story.says("w0", beat("w0")), RunGroup)
+    story.says("w0", beat("w0", lag_s=61.0))
+    assert not only(story.asks(ask(1)), RunGroup)
+    assert not only(story.says("w0", beat("w0", lag_s=70.0)), RunGroup)
+    assert only(story.says("w0", beat("w0", lag_s=0.0)), RunGroup)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        GroupStarted(group(9), 1),
-        GroupDelivered(group(9), 1),
-        GroupReturned(group(9), 1, ""),
-        CancelGroup(group(9), ""),
-        WorkerLeft("nobody", ""),
-        ClientLeft("nobody"),
-        RouterHello(1.0),
-        RunGroup(group(9), 1, 1, ""),
-    ],
-)
-def test_a_message_about_nothing_known_changes_nothing(story: Story, message: Message) -> None:
-    story.says("stranger", message)
-    assert story.is_empty()
-    assert len(story.ledger.crew.workers) == 0
+def test_a_freed_loop_keeps_what_nobody_else_began(story: Story) -> None:
+    running(story)
+    story.says("w0", beat("w0", 4, lag_s=61.0))
+    assert story.state(1) is GroupState.QUEUED
+    story.says("w0", beat("w0", 4))
+    assert (story.state(1), story.holder(1)) == (GroupState.RUNNING, "w0")
+    assert story.ledger.book.groups[group(1)].attempt == 1
+    assert story.ledger.book.groups[group(1)].deaths == ()
+
+
+def test_a_drained_worker_finishes_and_gets_nothing_new(story: Story) -> None:
+    running(story)
+    sends = story.says("cli", AskDrain(7, "w0", "to be moved"))
+    assert only(sends, DrainWorker, "w0") == [DrainWorker("to be moved")]
+    assert only(sends, DrainAnswered, "cli") == [DrainAnswered(7, True, "")]
+    assert not only(story.asks(ask(2)), RunGroup)
+    assert not only(story.passes(4, "w0", "c"), RunGroup)
+    assert story.holder(1) == "w0"
+
+
+def test_a_drain_is_said_again_until_a_beat_shows_it(story: Story) -> None:
+    story.worker("w0")
+    story.says("cli", AskDrain(7, "w0", ""))
+    assert only(story.passes(5, "w0"), DrainWorker)
+    worker = story.ledger.crew.workers.get("w0")
+    assert worker is not None
+    story.says("w0", msgspec.structs.replace(beat("w0"), state="draining"))
+    assert not only([s for _ in range(10) for s in silent(story)], DrainWorker)
+
+
+def silent(story: Story) -> list[Send]:
+    """Half a second in which the draining worker beats."""
+    story.now_s += 0.5
+    sends = story.says("w0", msgspec.structs.replace(beat("w0"), state="draining"))
+    return sends + story.ledger.step(Ticked(), story.now_s)
+
+
+def test_a_drain_of_nobody_names_who_is_there(story: Story) -> None:
+    story.worker("w0")
+    [answer] = only(story.says("cli", AskDrain(7, "w9", "")), DrainAnswered)
+    assert (answer.ask_id, answer.ok) == (7, False)
+    assert answer.error == "no worker 'w9'; there are: w0"
+
+
+def test_a_drain_of_a_lost_worker_says_so(story: Story) -> None:
+    story.worker("w0")
+    story.passes(4)
+    [answer] = only(story.says("cli", AskDrain(7, "w0", "")), DrainAnswered)
+    assert answer.error == "w0 has not been heard for 4 s"

@@ -11,10 +11,10 @@ def waiting(seq: int, client: str = "c", env: str = "guess", priority: int = 0) 
     return Group(GroupId("r1", seq), env, 4, "tcp://sink", client, priority, b"12345")
 
 
-def drained(queue: FairQueue, env: str = "guess") -> list[int]:
+def drained(queue: FairQueue, env: str = "guess", **weights: int) -> list[int]:
     order = []
     while group := queue.head(env):
-        queue.take(group)
+        queue.take(group, weights.get(group.client_id, 1))
         order.append(group.group_id.seq)
     return order
 
@@ -43,6 +43,15 @@ def test_a_client_with_little_waits_for_one_turn_of_each_other() -> None:
     assert drained(queue) == [0, 10, 20, 1, 11, 2, 3]
 
 
+def test_a_client_has_as_many_turns_in_a_row_as_its_weight() -> None:
+    queue = FairQueue()
+    for seq in range(7):
+        queue.push(waiting(seq, "heavy"))
+    for seq in range(10, 13):
+        queue.push(waiting(seq, "light"))
+    assert drained(queue, heavy=3) == [0, 1, 2, 10, 3, 4, 5, 11, 6, 12]
+
+
 def test_a_higher_priority_goes_before_all_turns() -> None:
     queue = FairQueue()
     queue.push(waiting(1, "a"))
@@ -69,15 +78,15 @@ def test_a_group_may_leave_from_the_middle() -> None:
     assert drained(queue) == [0, 2]
 
 
-def test_length_and_bytes_follow_and_nothing_is_kept() -> None:
+def test_the_length_follows_and_nothing_is_kept() -> None:
     queue = FairQueue()
     groups = [waiting(seq, f"c{seq}", f"env{seq}", seq) for seq in range(5)]
     for group in groups:
         queue.push(group)
-    assert (len(queue), queue.num_bytes) == (5, 25)
+    assert len(queue) == 5
     for group in groups:
         queue.remove(group)
-    assert (len(queue), queue.num_bytes) == (0, 0)
+    assert len(queue) == 0
     assert all(queue.head(group.env) is None for group in groups)
 
 

@@ -1,7 +1,10 @@
 """The ledger's promises to clients, each told as a short story of messages on a clock."""
 
+import msgspec
 import pytest
 
+from rollmesh.serve.router.book import SPARE_DEADLINES
+from rollmesh.serve.router.ledger import MAX_QUEUED_BYTES
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import (
     AskRefused,
@@ -13,6 +16,7 @@ from rollmesh.wire.messages import (
     EnvFailed,
     GroupDelivered,
     GroupFailed,
+    GroupLost,
     GroupMoved,
     GroupStarted,
     GroupState,
@@ -74,6 +78,12 @@ def test_an_ask_for_no_samples_fails_at_once(story: Story) -> None:
     assert "num_samples" in failed.reason
 
 
+def test_an_ask_of_nobody_fails_at_once(story: Story) -> None:
+    [failed] = only(story.asks(ask(1, client="")), GroupFailed)
+    assert "client" in failed.reason
+    assert story.is_empty()
+
+
 def test_an_env_that_cannot_load_fails_what_waits_and_what_comes(story: Story) -> None:
     story.asks(ask(1))
     told = story.says("w0", EnvFailed("w0", "guess", "no module named x"))
@@ -116,7 +126,7 @@ def test_a_vanished_client_has_a_grace_and_then_its_groups_end(story: Story) -> 
     story.passes(12, "w0")
     assert story.state(1) is GroupState.RUNNING
     [failed] = only(story.passes(2, "w0"), GroupFailed)
-    assert failed.reason.startswith("client_vanished")
+    assert failed.reason.startswith("client_left: silent for")
     assert story.is_empty()
     assert story.ledger.book.clients == {}
 
@@ -135,6 +145,127 @@ def test_who_is_not_known_is_greeted_so_that_it_says_all_again(
     story: Story, message: Message
 ) -> None:
     assert only(story.says("peer", message), RouterHello, "peer") == [RouterHello(1.0)]
+
+
+def test_a_client_that_asked_for_it_is_waited_for(story: Story) -> None:
+    story.says("c", ClientHello("c", keep=True))
+    running(story)
+    story.says("c", ClientLeft("c"))
+    story.passes(60, "w0")
+    assert story.state(1) is GroupState.RUNNING
+    story.says("w0", GroupDelivered(group(1), 1))
+    story.passes(1, "w0")
+    assert story.is_empty()
+    assert story.ledger.book.clients == {}, "with nothing left to keep, it is forgotten"
+
+
+def test_a_kept_group_whose_result_nobody_takes_is_not_run_again(story: Story) -> None:
+    story.says("c", ClientHello("c", keep=True))
+    running(story)
+    story.passes(60, "w0")
+    sends = story.says("w0", GroupLost(group(1), 1, "no ack in 600 s"))
+    assert not only(sends, RunGroup)
+    assert only(sends, GroupFailed) == [GroupFailed(group(1), "infra_error: no ack in 600 s")]
+    assert story.is_empty()
+
+
+def test_a_result_that_was_given_up_is_made_again_while_its_client_lives(story: Story) -> None:
+    running(story)
+    sends = story.says("w0", GroupLost(group(1), 1, "no ack in 600 s"))
+    assert [run.attempt for run in only(sends, RunGroup)] == [2]
+
+
+def test_a_client_that_comes_back_elsewhere_is_delivered_there(story: Story) -> None:
+    running(story)
+    moved = msgspec.structs.replace(ask(1, attempts=1), sink="tcp://new-sink")
+    story.asks(moved)
+    [run] = only(story.passes(0.5, "w0"), RunGroup)
+    assert (run.sink, run.attempt) == ("tcp://new-sink", 1)
+
+
+def test_turns_follow_the_weight_that_a_client_said(story: Story) -> None:
+    story.says("heavy", ClientHello("heavy", weight=2))
+    for seq in range(6):
+        story.asks(ask(seq, n=8, client="heavy" if seq < 4 else "light"))
+    runs = only(story.worker("w0"), RunGroup)
+    while runs and len(runs) < 6:
+        delivered = story.says("w0", GroupDelivered(runs[-1].group_id, 1))
+        runs += only(delivered, RunGroup)
+    assert [run.group_id.seq for run in runs] == [0, 1, 4, 2, 3, 5]
+
+
+# deadlines
+
+
+def test_a_group_ends_at_its_deadline_wherever_it_is(story: Story) -> None:
+    story.worker("w0")
+    for seq in (1, 2, 3):
+        story.asks(msgspec.structs.replace(ask(seq), deadline_s=5.0))
+    assert story.state(3) is GroupState.QUEUED
+    assert not only(story.passes(4.5, "w0", "c"), GroupFailed)
+    sends = story.passes(0.5, "w0", "c")
+    reasons = [failed.reason for failed in only(sends, GroupFailed)]
+    assert len(reasons) == 3
+    assert all(reason.startswith("deadline: ") for reason in reasons)
+    assert {cancel.group_id for cancel in only(sends, CancelRun, "w0")} >= {group(1), group(2)}
+    assert story.is_empty()
+
+
+def test_a_worker_is_told_what_is_left_of_the_deadline(story: Story) -> None:
+    story.asks(msgspec.structs.replace(ask(1), deadline_s=5.0))
+    story.passes(2, "c")
+    [run] = only(story.worker("w0"), RunGroup)
+    assert run.deadline_s == pytest.approx(3.0)
+
+
+def test_a_late_double_of_an_ask_does_not_lengthen_its_deadline(story: Story) -> None:
+    story.asks(msgspec.structs.replace(ask(1), deadline_s=5.0))
+    story.passes(4, "c")
+    story.asks(msgspec.structs.replace(ask(1), deadline_s=5.0))
+    assert only(story.passes(1, "c"), GroupFailed)
+
+
+def test_an_ask_after_its_deadline_fails_at_once(story: Story) -> None:
+    [failed] = only(story.asks(msgspec.structs.replace(ask(1), deadline_s=-1.0)), GroupFailed)
+    assert failed.reason.startswith("deadline: ")
+
+
+def test_deadlines_of_ended_groups_are_not_kept(story: Story) -> None:
+    story.worker("w0")
+    for seq in range(3 * SPARE_DEADLINES):
+        story.asks(msgspec.structs.replace(ask(seq), deadline_s=1e6))
+        story.says("w0", GroupDelivered(group(seq), 1))
+    kept = story.ledger.book._deadlines  # noqa: SLF001 - what is kept is the promise
+    assert len(kept) <= SPARE_DEADLINES + 2
+
+
+# environments
+
+
+def test_an_env_whose_only_worker_fails_is_told_to_all_who_wait(story: Story) -> None:
+    story.worker("w0")
+    for seq in (1, 2, 3):
+        story.asks(ask(seq))
+    told = story.says("w0", EnvFailed("w0", "guess", "no module named x"))
+    reasons = {failed.group_id.seq: failed.reason for failed in only(told, GroupFailed)}
+    assert reasons == dict.fromkeys((1, 2, 3), "env_failed: no module named x")
+    assert story.is_empty()
+
+
+# overload
+
+
+def test_waiting_bytes_are_bounded(story: Story) -> None:
+    assert not only(story.asks(ask(1), body=bytes(MAX_QUEUED_BYTES)), AskRefused)
+    [refused] = only(story.asks(ask(2), body=b"x"), AskRefused)
+    assert refused.reason.startswith("overloaded: ")
+    story.says("c", CancelGroup(group(1), "too long"))
+    assert not only(story.asks(ask(2), body=b"x"), AskRefused)
+
+
+def test_an_ask_that_will_never_fit_fails_at_once(story: Story) -> None:
+    [failed] = only(story.asks(ask(1), body=bytes(MAX_QUEUED_BYTES + 1)), GroupFailed)
+    assert failed.reason.startswith("bad_ask: ")
 
 
 # after a restart of the router

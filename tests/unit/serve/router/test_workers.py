@@ -61,7 +61,7 @@ def test_a_lost_worker_takes_nothing(worker: Worker) -> None:
 
 
 def test_a_worker_is_found_by_its_newest_route(worker: Worker) -> None:
-    workers = Workers()
+    workers = Workers(slow_lag_s=1.0)
     workers.add(worker)
     workers.move(worker, b"other")
     assert workers.at(b"other") is worker
@@ -71,7 +71,7 @@ def test_a_worker_is_found_by_its_newest_route(worker: Worker) -> None:
 
 
 def test_an_environment_is_served_by_live_workers_only(worker: Worker) -> None:
-    workers = Workers()
+    workers = Workers(slow_lag_s=1.0)
     workers.add(worker)
     assert workers.serve("guess")
     assert not workers.serve("echo")

@@ -1,0 +1,224 @@
+"""The deals: which group is with which worker, from the assignment to the end of the attempt.
+
+Invariants: a group is with at most one worker, whole; nothing is given to a worker that is not
+live; no attempt begins beyond `max_attempts`; an attempt of a lost worker is taken back, and if
+that worker speaks again before another began, it keeps the group. RunGroup means "see that this
+attempt runs": it is said again until the worker confirms, and now and then while the group runs,
+but not to a worker that cannot hear it. Driven by ledger.py and by crew.py.
+"""
+
+from rollmesh.serve.router import suspects
+from rollmesh.serve.router.book import Book
+from rollmesh.serve.router.groups import Group
+from rollmesh.serve.router.workers import Worker, Workers
+from rollmesh.wire.messages import CancelRun, GroupFailed, GroupState, HeldGroup, RunGroup
+
+CLAIM_BEATS = 3
+"""A group that only a worker knows of is cancelled unless a client asks for it in this time."""
+START_BEATS = 2
+"""RunGroup is repeated this often until the worker says that the group started."""
+GIVE_UP_BEATS = 20
+"""A live worker that does not start a group in this time loses it."""
+CONFIRM_BEATS = 20
+"""RunGroup is repeated this often while a group runs, in case its GroupDelivered was lost."""
+
+
+class Deals:
+    """See the module."""
+
+    def __init__(self, book: Book, workers: Workers, beat_s: float, max_attempts: int) -> None:
+        self._book = book
+        self._workers = workers
+        self._beat_s = beat_s
+        self._max_attempts = max_attempts
+        self._stirred: set[str] = set()
+
+    def stir(self, env: str) -> None:
+        """Something changed for `env`: look at its queue at the end of this step."""
+        self._stirred.add(env)
+
+    def stir_worker(self, worker: Worker) -> None:
+        """The worker's room changed."""
+        self._workers.rank(worker)
+        self._stirred.add(worker.hello.env)
+
+    def dispatch(self) -> None:
+        """Give out what can be given out."""
+        book = self._book
+        while self._stirred:
+            env = self._stirred.pop()
+            if book.suspects:
+                self._place_suspects(env)
+            while group := book.queue.head(env):
+                worker = self._workers.best_for(env, group.num_samples)
+                if worker is None:
+                    break
+                book.take(group)
+                self._assign(group, worker)
+
+    # workers speak of groups
+
+    def claim(self, worker: Worker, held: HeldGroup) -> None:
+        """`worker` says that it runs this group, or holds its result."""
+        book, group = self._book, self._book.groups.get(held.group_id)
+        if group is None:
+            if book.has_ended(held.group_id):
+                self._cancel_run(worker, held, "it has ended")
+            else:
+                self._keep_unasked(worker, held)
+        elif group.state is GroupState.QUEUED:
+            group.attempt = max(group.attempt, held.attempt)
+            group.is_finished = held.finished
+            self.recognise(worker, group)
+        elif group.worker_id != worker.worker_id:
+            self._cancel_run(worker, held, f"{group.worker_id} runs attempt {group.attempt}")
+        elif held.attempt >= group.attempt:
+            group.is_finished = held.finished
+            if group.client_id:
+                group.say_again_s = book.now_s + CONFIRM_BEATS * self._beat_s
+            if group.state is GroupState.ASSIGNED:
+                book.enter(group, GroupState.RUNNING)
+                book.tell_client(group)
+
+    def recognise(self, worker: Worker, group: Group) -> None:
+        """A waiting group turns out to be with `worker` already."""
+        book = self._book
+        book.num["claims"] += 1
+        book.unwait(group)
+        book.enter(group, GroupState.RUNNING)
+        group.say_again_s = book.now_s + CONFIRM_BEATS * self._beat_s
+        self._seat(group, worker)
+        book.tell_client(group)
+
+    def hand_back(self, worker: Worker, group: Group, reason: str) -> None:
+        """`worker` did not begin the group: the attempt does not count."""
+        # Until its next beat says otherwise it takes nothing, or it would be asked at once again.
+        worker.accepting = False
+        self._book.num["returns"] += 1
+        group.attempt -= 1
+        self.requeue(group, reason)
+
+    # groups come back, or end
+
+    def take_away(self, group: Group, tell_worker: str = "") -> None:
+        """No worker has the group any more; one that had it is told why, if `tell_worker`."""
+        worker = self._workers.get(group.worker_id or group.last_worker_id)
+        if worker and tell_worker:
+            self._book.send(worker.route, CancelRun(group.group_id, tell_worker))
+        if worker and group.worker_id:
+            worker.unseat(group)
+            suspects.unwatch(worker, self._book.now_s)
+            self.stir_worker(worker)
+        group.worker_id = ""
+
+    def requeue(self, group: Group, why: str) -> None:
+        """The attempt is over without a result: another begins, if one is left."""
+        if culprit := suspects.verdict(group):
+            self._book.num["quarantined"] += 1
+            self.fail(group, culprit)
+            return
+        if group.attempt >= self._max_attempts:
+            self.fail(group, f"attempts_exhausted: {group.attempt} have begun; {why}")
+            return
+        self._book.num["requeues"] += 1
+        worker_id = group.worker_id
+        self.take_away(group)
+        group.last_worker_id = worker_id
+        self._book.enter(group, GroupState.QUEUED)
+        self._book.wait(group, first=True)
+        self._book.tell_client(group)
+        self.stir(group.env)
+
+    def fail(self, group: Group, reason: str) -> None:
+        """The group will not run (again): its client is told, and a worker that has it."""
+        self.take_away(group, tell_worker=reason)
+        self._book.end(group, GroupFailed(group.group_id, reason), self._max_attempts)
+
+    def forget(self, group: Group) -> None:
+        """The group, which no client asks for, ends without a word."""
+        self.take_away(group)
+        self._book.drop(group, GroupState.CANCELLED)
+
+    def adopt(self, group: Group, num_samples: int) -> None:
+        """A client asks for a group that a worker had claimed."""
+        group.say_again_s = self._book.now_s + CONFIRM_BEATS * self._beat_s
+        worker = self._workers.get(group.worker_id)
+        assert worker is not None
+        worker.resize(group, num_samples)
+        self.stir_worker(worker)
+
+    def look_after_groups(self) -> None:
+        """What time brings to groups that are with workers, and to suspects that wait."""
+        for worker in self._workers:
+            if suspects.unwatch(worker, self._book.now_s):
+                self.stir_worker(worker)
+            for group in list(worker.groups.values()):
+                if self._book.now_s >= group.say_again_s:
+                    self._say_again(group, worker)
+        self._stirred.update(group.env for group in self._book.suspects.values())
+
+    def _say_again(self, group: Group, worker: Worker) -> None:
+        now_s = self._book.now_s
+        is_assigned = group.state is GroupState.ASSIGNED
+        if not group.client_id:
+            held = HeldGroup(group.group_id, group.attempt, group.is_finished)
+            self.forget(group)
+            self._cancel_run(worker, held, "no client asks for it")
+        elif is_assigned and now_s >= group.assigned_s + GIVE_UP_BEATS * self._beat_s:
+            worker.accepting = False
+            self.requeue(group, f"{worker.worker_id} did not start it")
+        elif not worker.hears(now_s, 2 * self._beat_s):
+            group.say_again_s = now_s + START_BEATS * self._beat_s
+        else:
+            self._say_run(group, worker, START_BEATS if is_assigned else CONFIRM_BEATS)
+
+    def _place_suspects(self, env: str) -> None:
+        latest_s = self._book.now_s - suspects.SUSPECT_WAIT_BEATS * self._beat_s
+        waiting = [group for group in self._book.suspects.values() if group.env == env]
+        for group in sorted(waiting, key=lambda group: -group.priority):
+            strictly = group.queued_s > latest_s
+            worker = self._workers.apart_for(env, group.num_samples, strictly=strictly)
+            if worker is None:
+                break
+            self._book.unwait(group)
+            self._assign(group, worker)
+
+    def _assign(self, group: Group, worker: Worker) -> None:
+        book = self._book
+        last = self._workers.get(group.last_worker_id)
+        if last and last is not worker:
+            reason = f"{worker.worker_id} runs the next attempt"
+            book.send(last.route, CancelRun(group.group_id, reason))
+        book.enter(group, GroupState.ASSIGNED)
+        group.attempt += 1
+        worker.num_assigned += 1
+        self._seat(group, worker)
+        self._say_run(group, worker, START_BEATS)
+        book.tell_client(group)
+
+    def _seat(self, group: Group, worker: Worker) -> None:
+        group.worker_id, group.last_worker_id = worker.worker_id, ""
+        group.assigned_s = self._book.now_s
+        worker.seat(group)
+        suspects.watch(group, worker, self._book.now_s, self._beat_s)
+        self._workers.rank(worker)
+
+    def _say_run(self, group: Group, worker: Worker, again_beats: int) -> None:
+        book = self._book
+        group.say_again_s = book.now_s + again_beats * self._beat_s
+        deadline_s = book.deadline_left_s(group)
+        run = RunGroup(group.group_id, group.attempt, group.num_samples, group.sink, deadline_s)
+        book.send(worker.route, run, group.body)
+
+    def _cancel_run(self, worker: Worker, held: HeldGroup, reason: str) -> None:
+        # A result that is there already goes to its sink, which knows whether it wants it.
+        if not held.finished:
+            self._book.send(worker.route, CancelRun(held.group_id, reason))
+
+    def _keep_unasked(self, worker: Worker, held: HeldGroup) -> None:
+        group = Group(held.group_id, worker.hello.env, 1, "", "", attempt=held.attempt)
+        group.state = GroupState.RUNNING
+        group.is_finished = held.finished
+        group.say_again_s = self._book.now_s + CLAIM_BEATS * self._beat_s
+        self._book.open(group)
+        self._seat(group, worker)

@@ -1,0 +1,75 @@
+"""Suspects: groups under which a worker ended. A task that kills is stopped, its neighbours spared.
+
+    CLEAR --its worker fell silent, stalled or ended--> SUSPECT --its worker speaks again--> CLEAR
+                     SUSPECT --MAX_DEATHS workers have ended under it--> quarantined: it FAILED
+
+Who of a worker's groups killed it, nobody knows. So each is a suspect, and next runs where no other
+suspect is being watched: a group is watched for as long as it had run when its worker ended, then
+the next may join it. Invariants: a group fails as quarantined only after MAX_DEATHS workers are
+known to have ended under it; silence alone makes a suspect, never a culprit; a suspect waits at
+most SUSPECT_WAIT_BEATS for a worker of its own. Driven by crew.py.
+"""
+
+import msgspec
+
+from rollmesh.serve.router.groups import Death, Group
+from rollmesh.serve.router.workers import Worker
+
+MAX_DEATHS = 2
+MAX_WATCH_BEATS = 120
+"""No suspect is watched longer, however long it had run."""
+SUSPECT_WAIT_BEATS = 120
+"""A suspect that found no worker of its own for so long runs beside another."""
+
+
+def blame(group: Group, worker: Worker, cause: str, now_s: float, *, is_certain: bool) -> None:
+    """`worker` has ended, or seems to have, while it ran `group`."""
+    others = [each for each in group.deaths if not _is_of(each, worker)]
+    death = Death(worker.worker_id, worker.hello.pid, cause, is_certain)
+    group.deaths = (*others, death)
+    if group.worker_id == worker.worker_id:
+        group.ran_s = max(group.ran_s, now_s - group.assigned_s)
+
+
+def absolve(group: Group, worker: Worker) -> None:
+    """`worker` lives after all."""
+    group.deaths = tuple(each for each in group.deaths if not _is_of(each, worker))
+
+
+def reword(group: Group, worker_id: str, pid: int, cause: str) -> None:
+    """The cause of a death is known better now."""
+    group.deaths = tuple(
+        msgspec.structs.replace(each, cause=cause)
+        if (each.worker_id, each.pid) == (worker_id, pid)
+        else each
+        for each in group.deaths
+    )
+
+
+def verdict(group: Group) -> str:
+    """Why the group is quarantined; '' if it is not."""
+    causes = [f"{each.worker_id}: {each.cause}" for each in group.deaths if each.is_certain]
+    if len(causes) < MAX_DEATHS:
+        return ""
+    return f"quarantined: {len(causes)} workers ended under it ({'; '.join(causes)})"
+
+
+def watch(group: Group, worker: Worker, now_s: float, beat_s: float) -> None:
+    """`worker` runs `group` from now on; if that is a suspect, no other comes for a while."""
+    if group.deaths:
+        until_s = now_s + min(group.ran_s, MAX_WATCH_BEATS * beat_s)
+        worker.watch_until_s = max(worker.watch_until_s, until_s)
+
+
+def unwatch(worker: Worker, now_s: float) -> bool:
+    """Look whether the watched time is over; True if it just ended."""
+    if not worker.watch_until_s:
+        return False
+    if now_s < worker.watch_until_s and any(group.deaths for group in worker.groups.values()):
+        return False
+    worker.watch_until_s = 0.0
+    return True
+
+
+def _is_of(death: Death, worker: Worker) -> bool:
+    return (death.worker_id, death.pid) == (worker.worker_id, worker.hello.pid)

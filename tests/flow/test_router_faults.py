@@ -1,0 +1,335 @@
+"""A real router, and what goes wrong around it: each fault by its name."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from rollmesh.core.ids import GroupId
+from rollmesh.wire.messages import (
+    AskDrain,
+    AskGroup,
+    AskRefused,
+    CancelRun,
+    ClientBeat,
+    ClientHello,
+    ClientLeft,
+    DrainAnswered,
+    DrainWorker,
+    EnvFailed,
+    GroupDelivered,
+    GroupFailed,
+    GroupMoved,
+    GroupState,
+    RunGroup,
+    WorkerBeat,
+    WorkerExited,
+    WorkerHello,
+)
+from tests.flow.router_process import (
+    BEAT_S,
+    MISSED_BEATS,
+    Peer,
+    RouterProcess,
+    Town,
+    ask,
+    has_started,
+    until,
+)
+
+LOCAL_DEATH_S = 2.0
+
+
+@pytest.fixture
+def town() -> Iterator[Town]:
+    town = Town()
+    yield town
+    town.close()
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[RouterProcess]:
+    with RouterProcess(tmp_path) as running:
+        yield running
+
+
+def serves(router: RouterProcess, town: Town, seq: int = 1000) -> None:
+    """A client of its own asks, and a worker of its own gets it."""
+    address, name = router.ready.address, f"honest-{seq}"
+    runner = town.peer(address, name, WorkerBeat(name, 0, True, 0, 0.0, 0, 0, 0, 0))
+    runner.says(WorkerHello(name, f"env-{seq}", 8, 1, "here"))
+    asker = town.peer(address, f"client-{seq}", ClientBeat(f"client-{seq}", 1))
+    asker.says(AskGroup(GroupId("honest", seq), f"client-{seq}", f"env-{seq}", 1, "tcp://sink"))
+    until(lambda: runner.of(RunGroup), runner, asker)
+
+
+# workers die
+
+
+def test_a_killed_local_worker_is_noticed_within_two_seconds(tmp_path: Path, town: Town) -> None:
+    # Silence would take a minute here: it is its process that is seen to be gone.
+    with RouterProcess(tmp_path, missed_beats=120) as router:
+        asker = town.client(router.ready.address)
+        asker.says(ask(1))
+        doomed = town.process(router.ready.address, "doomed")
+        has_started(doomed)
+        runner = town.worker(router.ready.address, "w1")
+        until(lambda: router.worker("w1"), runner, asker)
+        doomed.kill()
+        killed_s = time.monotonic()
+        until(lambda: runner.of(RunGroup), runner, asker)
+        assert time.monotonic() - killed_s < LOCAL_DEATH_S
+        assert [run.attempt for run in runner.of(RunGroup)] == [2]
+        until(lambda: not router.worker("doomed"), runner, asker)
+
+
+def test_a_killed_remote_worker_is_noticed_by_its_missed_beats(
+    router: RouterProcess, town: Town
+) -> None:
+    asker = town.client(router.ready.address)
+    asker.says(ask(1))
+    doomed = town.process(router.ready.address, "doomed", host="far-away")
+    has_started(doomed)
+    runner = town.worker(router.ready.address, "w1")
+    until(lambda: router.worker("w1"), runner, asker)
+    doomed.kill()
+    killed_s = time.monotonic()
+    until(lambda: runner.of(RunGroup), runner, asker)
+    assert BEAT_S * (MISSED_BEATS - 1) < time.monotonic() - killed_s < BEAT_S * MISSED_BEATS + 2.0
+    assert [run.attempt for run in runner.of(RunGroup)] == [2]
+    assert router.worker("doomed")["state"] == "lost"
+
+
+def test_a_task_that_kills_two_workers_is_quarantined_with_their_causes(
+    router: RouterProcess, town: Town
+) -> None:
+    address = router.ready.address
+    launch, asker = town.peer(address, "launch"), town.client(address)
+    asker.says(ask(1))
+    for name, cause in (("w0", "killed by signal 11"), ("w1", "out of memory")):
+        process = town.process(address, name)
+        has_started(process)
+        process.kill()
+        process.wait()
+        launch.says(WorkerExited(name, process.pid, cause))
+    until(lambda: asker.of(GroupFailed), asker)
+    [failed] = asker.of(GroupFailed)
+    assert failed.reason.startswith("quarantined: 2 workers ended under it")
+    assert "w0: killed by signal 11" in failed.reason
+    assert "w1: out of memory" in failed.reason
+
+
+# workers stall
+
+
+def test_a_stopped_worker_delays_nobody_and_counts_nothing_twice(
+    router: RouterProcess, town: Town
+) -> None:
+    address = router.ready.address
+    asker = town.client(address)
+    stopped = town.process(address, "stopped", host="far-away")
+    until(lambda: router.worker("stopped"), asker)
+    asker.says(ask(0), body=bytes(10**6))
+    has_started(stopped)
+    stopped.send_signal(signal.SIGSTOP)
+    runner = town.worker(address, "w1")
+    until(lambda: router.worker("w1"), runner, asker)
+    slowest_s = 0.0
+    for seq in range(1, 30):
+        asked_s = time.monotonic()
+        asker.says(ask(seq), body=bytes(10**6))
+        until(partial(has_run_or_waits, runner, asker, seq), runner, asker)
+        slowest_s = max(slowest_s, time.monotonic() - asked_s)
+        runner.says(GroupDelivered(GroupId("r1", seq), 1))
+    assert slowest_s < BEAT_S
+    until(lambda: router.worker("stopped")["state"] == "lost", runner, asker)
+    until(lambda: has_run(runner, 0), runner, asker)
+    stopped.send_signal(signal.SIGCONT)
+    until(lambda: router.worker("stopped")["state"] == "live", runner, asker)
+    runner.says(GroupDelivered(GroupId("r1", 0), 2))
+    until(lambda: router.status()["queue"] == dict.fromkeys(OPEN, 0), runner, asker)
+    done = [m for m in asker.of(GroupMoved) if m.state is GroupState.DONE]
+    assert len({moved.group_id for moved in done}) == len(done)
+
+
+OPEN = ("queued", "assigned", "running")
+
+
+def has_run(runner: Peer, seq: int) -> bool:
+    return any(run.group_id == GroupId("r1", seq) for run in runner.of(RunGroup))
+
+
+def has_run_or_waits(runner: Peer, asker: Peer, seq: int) -> bool:
+    """The ask was answered; it went to the honest worker, or to the one that was just stopped."""
+    told = [m for m in asker.of(GroupMoved) if m.group_id == GroupId("r1", seq)]
+    return has_run(runner, seq) or any(m.worker_id == "stopped" for m in told)
+
+
+def test_a_held_loop_is_shown_and_given_up_only_past_its_limit(tmp_path: Path, town: Town) -> None:
+    with RouterProcess(tmp_path, max_lag_s=5.0) as router:
+        asker, busy = town.client(router.ready.address), town.worker(router.ready.address, "busy")
+        asker.says(ask(1))
+        until(lambda: busy.of(RunGroup), busy, asker)
+        idle = town.worker(router.ready.address, "idle")
+        busy.beat = WorkerBeat("busy", 4, True, 0, 4.0, 0, 0, 0, 0, "run (my_env.py:7)")
+        until(lambda: router.worker("busy").get("loop_lag_s") == 4.0, busy, idle, asker)
+        assert router.worker("busy")["state"] == "live"
+        assert router.worker("busy")["stalled_in"] == "run (my_env.py:7)"
+        busy.beat = msgspec.structs.replace(busy.beat, loop_lag_s=6.0)
+        until(lambda: idle.of(RunGroup), busy, idle, asker)
+        until(lambda: router.worker("busy")["state"] == "stalled", busy, idle, asker)
+        busy.beat = msgspec.structs.replace(busy.beat, loop_lag_s=0.0)
+        until(lambda: busy.of(CancelRun), busy, idle, asker)
+        until(lambda: router.worker("busy")["state"] == "live", busy, idle, asker)
+
+
+# environments, drains, overload
+
+
+def test_an_env_that_does_not_load_is_told_at_once_to_all_who_wait(
+    router: RouterProcess, town: Town
+) -> None:
+    asker = town.client(router.ready.address)
+    for seq in range(3):
+        asker.says(ask(seq))
+    until(lambda: router.status()["queue"]["queued"] == 3, asker)
+    failing = town.peer(router.ready.address, "w0")
+    failing.says(EnvFailed("w0", "guess", "no module named x"))
+    until(lambda: len(asker.of(GroupFailed)) == 3, asker)
+    asker.says(ask(3))
+    until(lambda: len(asker.of(GroupFailed)) == 4, asker)
+    assert {failed.reason for failed in asker.of(GroupFailed)} == {"env_failed: no module named x"}
+
+
+def test_a_drain_reaches_its_worker_and_one_of_nobody_is_answered(
+    router: RouterProcess, town: Town
+) -> None:
+    runner = town.worker(router.ready.address, "w0")
+    until(lambda: router.worker("w0"), runner)
+    typist = town.peer(router.ready.address, "cli")
+    typist.says(AskDrain(1, "w9", ""))
+    typist.says(AskDrain(2, "w0", "an update"))
+    until(lambda: len(typist.of(DrainAnswered)) == 2, typist, runner)
+    until(lambda: runner.of(DrainWorker), runner)
+    unknown, known = typist.of(DrainAnswered)
+    assert (unknown.ok, unknown.error) == (False, "no worker 'w9'; there are: w0")
+    assert known == DrainAnswered(2, True, "")
+    assert runner.of(DrainWorker)[0] == DrainWorker("an update")
+    until(lambda: router.worker("w0")["state"] == "draining", runner)
+
+
+def test_overload_is_answered_with_a_time_to_come_back(tmp_path: Path, town: Town) -> None:
+    with RouterProcess(tmp_path, max_queued_groups=2) as router:
+        asker = town.client(router.ready.address)
+        for seq in range(5):
+            asker.says(ask(seq))
+        until(lambda: len(asker.of(AskRefused)) == 3, asker)
+        assert all(refused.retry_after_s > 0 for refused in asker.of(AskRefused))
+        assert all(refused.reason.startswith("overloaded: ") for refused in asker.of(AskRefused))
+        runner = town.worker(router.ready.address, "w0")
+        until(lambda: len(runner.of(RunGroup)) == 2, asker, runner)
+        asker.says(ask(4))
+        until(lambda: has_run(runner, 4), asker, runner)
+
+
+# clients vanish
+
+
+def test_a_client_that_vanishes_at_any_point_harms_nobody(
+    router: RouterProcess, town: Town
+) -> None:
+    runner = town.worker(router.ready.address, "w0")
+    until(lambda: router.worker("w0"), runner)
+    for stage in range(5):
+        passes_by(router, town, runner, stage)
+        serves(router, town, stage)
+    assert router.process.poll() is None
+
+
+def passes_by(router: RouterProcess, town: Town, runner: Peer, stage: int) -> None:
+    """A client that gets so far, and is gone without a word, its answers unread."""
+    name, group_id = f"passer-{stage}", GroupId("passer", stage)
+    passer = town.peer(router.ready.address, name)
+    steps: list[Callable[[], None]] = [
+        lambda: passer.says(ClientHello(name)),
+        lambda: passer.says(AskGroup(group_id, name, "guess", 1, "tcp://x")),
+        lambda: until(lambda: group_id in [run.group_id for run in runner.of(RunGroup)], runner),
+        lambda: runner.says(GroupDelivered(group_id, 1)),
+        lambda: passer.says(ClientLeft(name)),
+    ]
+    for step in steps[: stage + 1]:
+        step()
+    passer.dialer.socket.close(linger=0)
+
+
+# garbage
+
+RANDOM_PEER = """
+import random, sys, time
+import zmq
+from rollmesh.wire.frames import Packet, encode
+from rollmesh.wire.messages import GroupStarted, WorkerBeat
+from rollmesh.core.ids import GroupId
+rng = random.Random(int(sys.argv[2]))
+socket = zmq.Context.instance().socket(zmq.DEALER)
+socket.setsockopt(zmq.SNDTIMEO, 10000)
+socket.connect(sys.argv[1])
+good = [bytes(f) for f in encode(Packet(GroupStarted(GroupId("r1", 1), 1)))]
+for _ in range(int(sys.argv[3])):
+    kind = rng.randrange(5)
+    if kind == 0:
+        frames = [rng.randbytes(rng.randrange(60)) for _ in range(rng.randrange(1, 6))]
+    elif kind == 1:
+        cut = bytearray(good[0])
+        cut[0] = 0xC1
+        frames = [bytes(cut[: rng.randrange(1, len(cut))]), b""]
+    elif kind == 2:
+        frames = [b"\\x93" + bytes([rng.randrange(2, 100)]) + good[0][2:], b""]
+    elif kind == 3:
+        frames = [b"\\xdd\\xff\\xff\\xff\\xff" + rng.randbytes(8), b""]
+    else:
+        frames = [b"\\x81" * 5000, rng.randbytes(100), b""]
+    socket.send_multipart(frames)
+socket.close(linger=10000)
+"""
+
+
+def test_garbage_from_many_peers_is_counted_and_the_mesh_goes_on(
+    router: RouterProcess, town: Town
+) -> None:
+    num_messages = 2000
+    argv = [sys.executable, "-c", RANDOM_PEER, router.ready.address]
+    vandals = [subprocess.Popen([*argv, str(seed), str(num_messages)]) for seed in range(2)]
+    serves(router, town)
+    assert [vandal.wait(30) for vandal in vandals] == [0, 0]
+    until(lambda: router.status()["counts"]["malformed"] == 2 * num_messages)
+    assert router.status()["counts"]["packets_failed"] == 0
+    serves(router, town, 2000)
+
+
+def test_a_frame_of_boundless_size_ends_its_connection_and_nothing_else(
+    router: RouterProcess, town: Town
+) -> None:
+    host, port = router.ready.address.removeprefix("tcp://").split(":")
+    raw: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.STREAM)
+    raw.connect(f"tcp://{host}:{port}")
+    route = raw.recv()
+    assert raw.recv() == b""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+    raw.send_multipart([route, greeting])
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    raw.send_multipart([route, b"\x04" + bytes([len(ready)]) + ready])
+    # A long frame's header: 2**40 bytes are announced, which nobody will wait for.
+    raw.send_multipart([route, b"\x02" + (2**40).to_bytes(8, "big") + b"x" * 1000])
+    raw.setsockopt(zmq.RCVTIMEO, 10_000)
+    while raw.recv_multipart()[-1] != b"":
+        pass  # the router's own greeting; an empty frame says that the connection is closed
+    raw.close(linger=0)
+    serves(router, town)

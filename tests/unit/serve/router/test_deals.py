@@ -1,0 +1,262 @@
+"""How groups get to workers and stay there, whatever messages are lost, doubled or late."""
+
+import msgspec
+import pytest
+
+from rollmesh.serve.router.workers import SPARE_RANKS
+from rollmesh.wire.machine import Ticked
+from rollmesh.wire.messages import (
+    CancelGroup,
+    CancelRun,
+    ClientLeft,
+    GroupDelivered,
+    GroupMoved,
+    GroupReturned,
+    GroupStarted,
+    GroupState,
+    Message,
+    RouterHello,
+    RunGroup,
+    WorkerLeft,
+)
+from tests.unit.serve.router.story import (
+    SETTINGS,
+    SETTLED_S,
+    Story,
+    ask,
+    beat,
+    group,
+    hello,
+    only,
+    running,
+)
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+# balance
+
+
+def test_groups_go_to_the_worker_with_the_most_free_slots(story: Story) -> None:
+    story.worker("w0")
+    story.worker("w1")
+    for seq in range(4):
+        story.asks(ask(seq))
+    holders = [story.holder(seq) for seq in range(4)]
+    assert holders == ["w0", "w1", "w0", "w1"]
+
+
+def test_no_worker_gets_more_than_its_slots(story: Story) -> None:
+    story.worker("w0")
+    for seq in range(3):
+        story.asks(ask(seq))
+    assert [story.state(seq) for seq in range(3)] == [
+        GroupState.ASSIGNED,
+        GroupState.ASSIGNED,
+        GroupState.QUEUED,
+    ]
+
+
+def test_a_group_larger_than_any_worker_goes_to_an_idle_one(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1, n=100))
+    assert story.holder(1) == "w0"
+    story.asks(ask(2, n=1))
+    assert story.state(2) is GroupState.QUEUED
+
+
+def test_slots_of_finished_siblings_are_free_before_their_group_ends(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1, n=8))
+    story.asks(ask(2, n=4))
+    story.says("w0", GroupStarted(group(1), 1))
+    story.says("w0", beat("w0", num_running=8))
+    assert story.state(2) is GroupState.QUEUED
+    sends = story.says("w0", beat("w0", num_running=4))
+    assert [r.group_id for r in only(sends, RunGroup)] == [group(2)]
+
+
+def test_a_beat_older_than_an_assignment_does_not_free_its_slots(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1, n=8))
+    story.says("w0", beat("w0", num_running=0))
+    story.asks(ask(2, n=4))
+    assert story.state(2) is GroupState.QUEUED
+
+
+def test_a_worker_that_accepts_nothing_gets_nothing(story: Story) -> None:
+    story.worker("w0")
+    story.says("w0", beat("w0", accepting=False))
+    story.asks(ask(1))
+    assert story.state(1) is GroupState.QUEUED
+    assert only(story.says("w0", beat("w0")), RunGroup)
+
+
+def test_a_stalled_worker_comes_last(story: Story) -> None:
+    story.worker("w0")
+    story.worker("w1")
+    story.says("w0", beat("w0", lag_s=5.0))
+    story.says("w1", beat("w1"))
+    story.asks(ask(1))
+    story.asks(ask(2))
+    story.asks(ask(3))
+    assert [story.holder(seq) for seq in (1, 2, 3)] == ["w1", "w1", "w0"]
+
+
+def test_a_group_waits_for_a_worker_of_its_environment(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1, env="echo"))
+    assert story.state(1) is GroupState.QUEUED
+    story.says("w1", hello("w1", env="echo"))
+    assert story.holder(1) == "w1"
+
+
+def test_clients_take_turns(story: Story) -> None:
+    for seq in range(3):
+        story.asks(ask(seq, n=8, client="greedy"))
+    story.asks(ask(7, n=8, client="modest"))
+    order = [run.group_id.seq for run in only(story.worker("w0"), RunGroup)]
+    while not story.is_empty():
+        sends = story.says("w0", GroupDelivered(group(order[-1]), 1))
+        order += [run.group_id.seq for run in only(sends, RunGroup)]
+    assert order == [0, 7, 1, 2]
+
+
+def test_higher_priority_runs_first(story: Story) -> None:
+    story.asks(ask(1))
+    story.asks(ask(2, prio=5))
+    runs = only(story.worker("w0"), RunGroup)
+    assert [run.group_id.seq for run in runs] == [2, 1]
+
+
+def test_nothing_is_repeated_to_the_deaf(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1))
+    for _ in range(6):
+        story.now_s += 0.5
+        story.says("w0", beat("w0", lag_s=3.0))
+        assert not only(story.ledger.step(Ticked(), story.now_s), RunGroup)
+    assert only(story.passes(2, "w0", "c"), RunGroup)
+
+
+def test_many_workers_share_evenly_and_the_order_keeps_nothing_of_the_past(story: Story) -> None:
+    names = [f"w{number}" for number in range(20)]
+    for name in names:
+        story.worker(name)
+    settings = msgspec.structs.replace(SETTINGS, max_queued_groups=1000)
+    story.ledger.settings = settings
+    for seq in range(400):
+        story.asks(ask(seq, n=1))
+        story.says(story.holder(seq), GroupDelivered(group(seq), 1))
+    workers = [story.ledger.crew.workers.get(name) for name in names]
+    assert {worker.num_assigned for worker in workers if worker} == {20}
+    orders = story.ledger.crew.workers._orders  # noqa: SLF001 - what is kept is the promise
+    assert sum(map(len, orders["guess"])) <= SPARE_RANKS + 3 * len(names)
+
+
+# lost, doubled and late messages
+
+
+def test_run_group_is_said_again_until_it_started(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1))
+    [again] = only(story.passes(2, "w0"), RunGroup)
+    assert again.attempt == 1
+    story.says("w0", GroupStarted(group(1), 1))
+    assert not only(story.passes(5, "w0"), RunGroup)
+
+
+def test_a_live_worker_that_never_starts_a_group_loses_it(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1))
+    story.passes(19, "w0", "c")
+    story.worker("w1")
+    story.says("w0", beat("w0", lag_s=20))
+    sends = story.passes(2, "w1", "c")
+    [run] = only(sends, RunGroup, "w1")
+    assert run.attempt == 2
+
+
+def test_a_lost_delivery_is_asked_for_again(story: Story) -> None:
+    running(story)
+    [again] = only(story.passes(21, "w0", "c"), RunGroup)
+    assert again.attempt == 1
+    story.says("w0", GroupDelivered(group(1), 1))
+    assert story.is_empty()
+
+
+def test_a_doubled_ask_runs_once(story: Story) -> None:
+    story.worker("w0")
+    assert only(story.asks(ask(1)), RunGroup)
+    sends = story.asks(ask(1))
+    assert not only(sends, RunGroup)
+    assert only(sends, GroupMoved) == [GroupMoved(group(1), GroupState.ASSIGNED, 1, "w0")]
+
+
+def test_a_late_double_of_an_ask_that_ended_does_not_run_again(story: Story) -> None:
+    running(story)
+    story.says("w0", GroupDelivered(group(1), 1))
+    sends = story.asks(ask(1, attempts=0))
+    assert only(sends, GroupMoved) == [GroupMoved(group(1), GroupState.DONE, 1, "w0")]
+    assert story.is_empty()
+
+
+def test_a_client_that_knows_of_the_attempt_may_ask_for_another(story: Story) -> None:
+    running(story)
+    story.passes(SETTLED_S, "w0", "c")
+    story.says("w0", GroupDelivered(group(1), 1))
+    [run] = only(story.asks(ask(1, attempts=1)), RunGroup)
+    assert run.attempt == 2
+
+
+def test_a_cancel_that_overtakes_its_ask_wins(story: Story) -> None:
+    story.worker("w0")
+    story.says("c", CancelGroup(group(1), "changed my mind"))
+    [moved] = only(story.asks(ask(1)), GroupMoved)
+    assert moved.state is GroupState.CANCELLED
+    assert story.is_empty()
+
+
+def test_a_late_start_of_a_cancelled_group_is_cancelled_again(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1))
+    assert only(story.says("c", CancelGroup(group(1), "enough")), CancelRun, "w0")
+    assert only(story.says("w0", GroupStarted(group(1), 1)), CancelRun, "w0")
+    assert story.is_empty()
+
+
+def test_a_returned_group_runs_elsewhere_and_the_attempt_does_not_count(story: Story) -> None:
+    story.worker("w0")
+    story.worker("w1")
+    story.asks(ask(1))
+    [run] = only(story.says("w0", GroupReturned(group(1), 1, "draining")), RunGroup, "w1")
+    assert run.attempt == 1
+
+
+def test_a_returned_group_is_not_thrown_back_at_once(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1))
+    assert not only(story.says("w0", GroupReturned(group(1), 1, "full")), RunGroup)
+    assert only(story.says("w0", beat("w0")), RunGroup)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        GroupStarted(group(9), 1),
+        GroupDelivered(group(9), 1),
+        GroupReturned(group(9), 1, ""),
+        CancelGroup(group(9), ""),
+        WorkerLeft("nobody", ""),
+        ClientLeft("nobody"),
+        RouterHello(1.0),
+        RunGroup(group(9), 1, 1, ""),
+    ],
+)
+def test_a_message_about_nothing_known_changes_nothing(story: Story, message: Message) -> None:
+    story.says("stranger", message)
+    assert story.is_empty()
+    assert len(story.ledger.crew.workers) == 0

@@ -1,0 +1,65 @@
+"""The end of a local worker's process is seen without a word from it."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from rollmesh.serve.router.pids import CAUSE, LocalPids
+from rollmesh.wire.messages import WorkerExited, WorkerHello
+
+
+@pytest.fixture
+def pids() -> Iterator[LocalPids]:
+    with closing(LocalPids("here")) as watched:
+        yield watched
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    argv = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def hello(pid: int, host: str = "here") -> WorkerHello:
+    return WorkerHello("w0", "guess", 8, pid, host)
+
+
+def test_an_end_is_told_once_and_one_look_late(
+    pids: LocalPids, child: "subprocess.Popen[bytes]"
+) -> None:
+    pids.watch(hello(child.pid))
+    pids.watch(hello(child.pid))
+    assert pids.take_ended() == []
+    child.kill()
+    child.wait()
+    told = [pids.take_ended() for _ in range(4)]
+    assert told == [[], [WorkerExited("w0", child.pid, CAUSE)], [], []]
+
+
+def test_a_zombie_has_ended(pids: LocalPids, child: "subprocess.Popen[bytes]") -> None:
+    pids.watch(hello(child.pid))
+    child.kill()
+    # Not waited for: nobody reaps it, as when its parent is stopped.
+    while not (ended := pids.take_ended()):
+        pass
+    assert ended == [WorkerExited("w0", child.pid, CAUSE)]
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**31 - 1, 2**80])
+def test_a_pid_that_is_nobodys_is_not_watched(pids: LocalPids, pid: int) -> None:
+    pids.watch(hello(pid))
+    assert pids.take_ended() == pids.take_ended() == []
+
+
+def test_a_worker_of_another_machine_is_not_watched(
+    pids: LocalPids, child: "subprocess.Popen[bytes]"
+) -> None:
+    pids.watch(hello(child.pid, host="there"))
+    child.kill()
+    child.wait()
+    assert pids.take_ended() == pids.take_ended() == []

@@ -1,0 +1,186 @@
+"""A task that kills its workers is stopped at the second, and who stood beside it is spared."""
+
+import pytest
+
+from rollmesh.core.ids import GroupId
+from rollmesh.serve.router.groups import Group
+from rollmesh.serve.router.suspects import absolve, blame, reword, verdict
+from rollmesh.serve.router.workers import Worker
+from rollmesh.wire.machine import Send
+from rollmesh.wire.messages import (
+    GroupDelivered,
+    GroupFailed,
+    GroupStarted,
+    GroupState,
+    RunGroup,
+    WorkerExited,
+)
+from tests.unit.serve.router.story import SETTINGS, Story, ask, group, hello, only
+
+KILLED = "killed by signal 9"
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+@pytest.fixture
+def suspect() -> Group:
+    return Group(GroupId("r1", 1), "guess", 4, "tcp://sink", "c", worker_id="w0")
+
+
+def starts(story: Story, sends: list[Send]) -> list[RunGroup]:
+    """The workers begin what they were given."""
+    runs = [(send.route, send.message) for send in sends if isinstance(send.message, RunGroup)]
+    for route, run in runs:
+        story.says(route, GroupStarted(run.group_id, run.attempt))
+    return [run for _, run in runs]
+
+
+def exits(story: Story, name: str, pid: int, cause: str = KILLED) -> list[Send]:
+    return story.says("launch", WorkerExited(name, pid, cause))
+
+
+def test_one_death_makes_a_suspect_and_two_a_culprit(suspect: Group) -> None:
+    for name, pid in (("w0", 1), ("w1", 5)):
+        assert verdict(suspect) == ""
+        blame(suspect, Worker(hello(name, pid=pid), b"", 0.0), KILLED, 9.0, is_certain=True)
+    assert verdict(suspect) == (
+        "quarantined: 2 workers ended under it (w0: killed by signal 9; w1: killed by signal 9)"
+    )
+
+
+def test_one_end_counts_once_however_often_it_is_told(suspect: Group) -> None:
+    worker = Worker(hello("w0"), b"", 0.0)
+    blame(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
+    blame(suspect, worker, "its process was replaced", 4.0, is_certain=True)
+    reword(suspect, "w0", 1, "out of memory")
+    [death] = suspect.deaths
+    assert (death.cause, death.is_certain) == ("out of memory", True)
+
+
+def test_who_speaks_again_was_not_killed(suspect: Group) -> None:
+    worker = Worker(hello("w0"), b"", 0.0)
+    blame(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
+    absolve(suspect, worker)
+    assert suspect.deaths == ()
+
+
+def test_a_task_that_kills_two_workers_is_quarantined_with_their_causes(story: Story) -> None:
+    story.worker("w0")
+    story.worker("w1")
+    assert starts(story, story.asks(ask(1)))
+    assert starts(story, exits(story, "w0", 1, "killed by signal 11"))
+    [failed] = only(exits(story, "w1", 1, "out of memory"), GroupFailed)
+    assert failed.reason.startswith("quarantined: ")
+    assert "w0: killed by signal 11" in failed.reason
+    assert "w1: out of memory" in failed.reason
+    assert story.is_empty()
+
+
+def test_a_quarantined_task_that_is_asked_for_again_stays_so(story: Story) -> None:
+    for pid in (1, 2):
+        story.worker("w0", pid=pid)
+        starts(story, story.asks(ask(1)))
+        sends = exits(story, "w0", pid)
+    assert only(sends, GroupFailed)
+    story.passes(20, "c")
+    story.worker("w0", pid=3)
+    again = story.asks(ask(1, attempts=2))
+    assert not only(again, RunGroup)
+    assert only(again, GroupFailed) == only(sends, GroupFailed)
+
+
+def test_silence_alone_quarantines_nothing(story: Story) -> None:
+    for number in range(3):
+        story.worker(f"w{number}")
+        starts(story, story.asks(ask(1, attempts=number)))
+        sends = story.passes(4, "c")
+    [failed] = only(sends, GroupFailed)
+    assert failed.reason.startswith("attempts_exhausted: 3 have begun; w2 was silent")
+
+
+def test_an_end_that_is_known_late_stops_the_task_where_it_runs(story: Story) -> None:
+    story.asks(ask(1))
+    for name in ("w0", "w1", "w2"):
+        assert starts(story, story.worker(name))
+        if name != "w2":
+            story.passes(4, "c")
+    assert story.holder(1) == "w2"
+    exits(story, "w0", 1)
+    assert story.state(1) is GroupState.RUNNING
+    assert only(exits(story, "w1", 1), GroupFailed)
+    assert story.is_empty()
+
+
+def test_suspects_are_kept_apart_and_the_innocent_are_spared(story: Story) -> None:
+    # Four groups on one worker; the third kills whoever runs it.
+    poison = group(2)
+    story.worker("w0")
+    for seq in range(4):
+        starts(story, story.asks(ask(seq, n=2)))
+    story.passes(2, "w0", "c")
+    exits(story, "w0", 1)
+    pids = {"w0": 2, "w1": 2}
+    ended: dict[GroupId, str] = {}
+    sends = [*story.worker("w0", pid=2), *story.worker("w1", pid=2)]
+    for _ in range(4):
+        for run in starts(story, sends):
+            holder = story.holder(run.group_id.seq)
+            worker = story.ledger.crew.workers.get(holder)
+            assert worker is not None
+            assert len(worker.groups) == 1, "each suspect has a worker of its own"
+        sends = []
+        for name in list(pids):
+            worker = story.ledger.crew.workers.get(name)
+            assert worker is not None
+            for group_id in list(worker.groups):
+                if group_id == poison:
+                    sends += exits(story, name, pids[name])
+                    pids[name] += 1
+                    sends += story.worker(name, pid=pids[name])
+                    ended[group_id] = only(sends, GroupFailed)[0].reason
+                else:
+                    sends += story.says(name, GroupDelivered(group_id, 2))
+                    ended[group_id] = ""
+    assert len(ended) == 4
+    assert {group_id for group_id, reason in ended.items() if reason} == {poison}
+    assert ended[poison].startswith("quarantined: ")
+
+
+def test_a_suspect_that_outlives_its_time_lets_the_next_join(story: Story) -> None:
+    story.worker("w0")
+    for seq in (1, 2):
+        starts(story, story.asks(ask(seq)))
+    story.passes(5, "w0", "c")
+    exits(story, "w0", 1)
+    assert len(starts(story, story.worker("w0", pid=2))) == 1
+    assert not only(story.passes(4.5, "w0", "c"), RunGroup)
+    [joined] = starts(story, story.passes(1, "w0", "c"))
+    assert joined.attempt == 2
+
+
+def test_an_innocent_ask_does_not_wait_for_suspects(story: Story) -> None:
+    story.worker("w0")
+    for seq in (1, 2):
+        starts(story, story.asks(ask(seq, n=2)))
+    story.passes(5, "w0", "c")
+    exits(story, "w0", 1)
+    starts(story, story.worker("w0", pid=2))
+    assert only(story.asks(ask(3, n=2)), RunGroup)
+    assert [story.state(seq) for seq in (1, 2)] == [GroupState.RUNNING, GroupState.QUEUED]
+
+
+def test_a_suspect_that_waited_long_runs_beside_another(story: Story) -> None:
+    story.worker("w0")
+    for seq in (1, 2):
+        starts(story, story.asks(ask(seq)))
+    story.passes(400, "w0", "c")
+    exits(story, "w0", 1)
+    starts(story, story.worker("w0", pid=2))
+    waits = 120 * SETTINGS.beat_s
+    story.passes(waits - 1, "w0", "c")
+    assert story.state(2) is GroupState.QUEUED
+    story.passes(2, "w0", "c")
+    assert story.state(2) is not GroupState.QUEUED
