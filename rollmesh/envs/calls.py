@@ -68,18 +68,28 @@ class Calls:
 
     @overload
     async def call(
-        self, limit: Limit, method: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+        self, limit: Limit, method: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """A coroutine method."""
 
     @overload
     async def call(
-        self, limit: Limit, method: Callable[P, T | Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+        self,
+        limit: Limit,
+        method: Callable[P, T | Awaitable[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
         """A method of which only its author knows."""
 
     async def call(
-        self, limit: Limit, method: Callable[P, T | Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+        self,
+        limit: Limit,
+        method: Callable[P, T | Awaitable[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
         """What `method` gives; OvertimeError, EscapedError, or whatever Exception it raises."""
         found: T | Awaitable[T]
@@ -103,6 +113,8 @@ class Calls:
                 await self._end(call, method)
         if is_over:
             raise OvertimeError(f"{limit.key} = {limit.timeout_s:g} is over")
+        if call.cancelled():  # by its own code: we have not told it to end
+            raise tamed(asyncio.CancelledError())
         return call.result()
 
     async def _end(self, call: asyncio.Future[Any], method: Callable[..., object]) -> None:
@@ -128,11 +140,6 @@ def _begin_task(
     async def run() -> Any:
         try:
             return await method(*args, **kwargs)
-        except asyncio.CancelledError as stray:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise tamed(stray) from None
         except (SystemExit, KeyboardInterrupt) as error:
             raise tamed(error) from None
 

@@ -3,6 +3,7 @@
     POST {base_url}/chat/completions --200--> ChatReply
         408, 429, 5xx, broken connection --attempts left--> wait, post again with a retry mark
                                          --none left------> InfraError
+        400 context_length_exceeded -----------------------> ContextFull
         any other status ----------------------------------> AgentFailed
 
 Invariant: a failed call is an exception, never an empty answer that an environment could score.
@@ -20,7 +21,7 @@ import msgspec
 import orjson
 from yarl import URL
 
-from rollmesh.core.errors import AgentFailed, InfraError
+from rollmesh.core.errors import AgentFailed, ContextFull, InfraError
 from rollmesh.core.types import Json
 from rollmesh.envs.env import Endpoint
 
@@ -40,12 +41,24 @@ class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For one attempt as a whole."""
 
 
+class ToolCall(msgspec.Struct, frozen=True):
+    """A tool that the model calls."""
+
+    id: str
+    name: str
+    arguments: str
+    """As the model wrote them; JSON, if it wrote them well."""
+
+
 class ChatReply(msgspec.Struct, frozen=True):
     """What the model said."""
 
     text: str
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
+    message: Message
+    """As it came, reasoning and all: append it to the history unchanged."""
+    calls: tuple[ToolCall, ...] = ()
 
 
 class ChatClient:
@@ -60,8 +73,9 @@ class ChatClient:
     ) -> ChatReply:
         """The model's answer to `messages`; `fields` go into the body as they are.
 
-        Raises AgentFailed where the endpoint refuses the request, InfraError where it does not
-        answer within the bounded number of attempts.
+        Raises AgentFailed where the endpoint refuses the request (ContextFull where it is longer
+        than the model's context), InfraError where it does not answer within the bounded number
+        of attempts.
         """
         body = orjson.dumps({"model": endpoint.model, "messages": messages, **fields})
         url = _chat_url(endpoint.base_url)
@@ -82,6 +96,8 @@ class ChatClient:
                 if status == 200:
                     return _parse(payload)
                 fault = f"HTTP {status}: {_error_text(payload)}"
+                if _error_code(payload) == "context_length_exceeded":
+                    raise ContextFull(fault)
                 if status not in (408, 429) and status < 500:
                     raise AgentFailed(f"the endpoint refused the agent's call: {fault}")
             if attempt + 1 < self._settings.num_attempts:
@@ -110,12 +126,23 @@ class ChatClient:
         return min(wait_s, self._settings.max_wait_s)
 
 
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str = ""
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _Function
+
+
 class _ReplyMessage(msgspec.Struct):
     content: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Choice(msgspec.Struct):
-    message: _ReplyMessage
+    message: dict[str, Json]
     finish_reason: str | None = None
 
 
@@ -130,9 +157,12 @@ def _parse(payload: bytes) -> ChatReply:
     """The first choice; InfraError where the answer is no chat completion."""
     try:
         choice = _decoder.decode(payload).choices[0]
+        said = msgspec.convert(choice.message, _ReplyMessage)
     except (msgspec.MsgspecError, IndexError) as error:
         raise InfraError(f"the endpoint's answer is no chat completion: {error}") from None
-    return ChatReply(choice.message.content or "", choice.finish_reason or "stop")
+    calls = (ToolCall(c.id, c.function.name, c.function.arguments) for c in said.tool_calls or ())
+    message = {"role": "assistant", **choice.message}
+    return ChatReply(said.content or "", choice.finish_reason or "stop", message, tuple(calls))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -158,3 +188,11 @@ def _error_text(payload: bytes) -> str:
         return str(orjson.loads(payload)["error"]["message"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return payload[:200].decode("utf-8", "replace")
+
+
+def _error_code(payload: bytes) -> str:
+    """The machine-readable code of an OpenAI-style error; '' if there is none."""
+    try:
+        return str(orjson.loads(payload)["error"]["code"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return ""

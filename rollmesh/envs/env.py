@@ -26,6 +26,11 @@ class Endpoint(msgspec.Struct, frozen=True):
     model: str
     """What to put into a request's `model` field."""
 
+    @property
+    def root_url(self) -> str:
+        """For clients that append `/v1` themselves, as Anthropic's do."""
+        return self.base_url.removesuffix("/v1")
+
 
 class Transcript(msgspec.Struct, kw_only=True):
     """What `run` hands to `score`; JSON values, so that it can cross a process."""

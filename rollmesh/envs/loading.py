@@ -18,6 +18,8 @@ from rollmesh.envs.env import Env
 BUILT_IN = {
     "guess": "rollmesh.envs.guess:GuessEnv",
     "echo": "rollmesh.envs.echo:EchoEnv",
+    "gym": "rollmesh.envs.gym:GymEnv",
+    "openenv": "rollmesh.envs.openenv:OpenEnvEnv",
 }
 
 

@@ -12,6 +12,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from rollmesh.envs.chat import ToolCall
 from rollmesh.envs.env import Endpoint
 
 
@@ -22,6 +23,8 @@ class Answer(msgspec.Struct, frozen=True):
     status: int = 200
     headers: Mapping[str, str] = {}
     finish_reason: str = "stop"
+    calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
     body: bytes | None = None
     """Sent as it stands instead of a well-formed body."""
     hang_up: bool = False
@@ -87,6 +90,15 @@ class ChatEndpoint:
 def _body(answer: Answer) -> bytes:
     if answer.status != 200:
         return orjson.dumps({"error": {"message": answer.text, "type": "scripted"}})
-    message = {"role": "assistant", "content": answer.text}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [_call(call) for call in answer.calls]
     choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason}
     return orjson.dumps({"object": "chat.completion", "choices": [choice]})
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}

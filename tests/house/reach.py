@@ -1,8 +1,9 @@
 """Modules that nothing leads to: dead files, found by following imports from the entry points.
 
-Owns what an entry point is (pyproject's scripts, every __main__.py; for rollmesh/testing also
-tests and benchmarks) and what leads on: imports anywhere in a file, and strings that name a
-module of ours, as lazy dispatch and argv lists write them. A package is reached with its children.
+Owns what an entry point is (pyproject's scripts, every __main__.py, the examples; for
+rollmesh/testing also tests and benchmarks) and what leads on: imports anywhere in a file, and
+strings that name a module of ours, as lazy dispatch and argv lists write them. A package is reached
+with its children.
 """
 
 import ast
@@ -21,8 +22,9 @@ def unreachable(modules: Iterable[Module], pyproject: str) -> Iterator[Fault]:
     scripts: dict[str, str] = tomllib.loads(pyproject)["project"].get("scripts", {})
     entries = {target.partition(":")[0] for target in scripts.values()}
     entries |= {name for name in by_name if name.endswith(".__main__")}
+    entries |= {name for name in by_name if name.startswith("examples.")}
     reached = _follow(entries & by_name.keys(), by_name)
-    outside = {name for name in by_name if name.startswith(("tests.", "benchmarks."))}
+    outside = {name for name in by_name if name.startswith(("tests.", "benchmarks.", "examples."))}
     by_tests = _follow(outside, by_name)
     for name, module in by_name.items():
         if module.is_in("rollmesh/testing"):

@@ -125,6 +125,17 @@ async def test_stray_cancellation_or_exit_does_not_end_the_caller(stray: BaseExc
         await Calls().call(SOON, leave_soon)
 
 
+async def test_coroutine_that_cancels_its_own_task_does_not_end_the_caller() -> None:
+    async def cancel_me() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await never()
+
+    with pytest.raises(EscapedError):
+        await Calls().call(SOON, cancel_me)
+
+
 async def test_cancelled_caller_is_cancelled_at_once_and_so_is_the_call() -> None:
     started, ended = asyncio.Event(), list[str]()
     over = Limit("run_timeout_s", 5.0, lambda: ended.append("over"))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollmesh.core.errors import AgentFailed, InfraError
-from rollmesh.envs.chat import ChatClient, ChatReply, ChatSettings
+from rollmesh.core.errors import AgentFailed, ContextFull, InfraError
+from rollmesh.envs.chat import ChatClient, ChatReply, ChatSettings, ToolCall
 from rollmesh.envs.env import Endpoint
 from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint
 
@@ -21,7 +21,8 @@ async def call(server: ChatEndpoint, settings: ChatSettings = AT_ONCE) -> ChatRe
 
 async def test_call_carries_model_messages_fields_and_key() -> None:
     async with ChatEndpoint([Answer("hi", finish_reason="length")]) as server:
-        assert await call(server) == ChatReply("hi", "length")
+        reply = await call(server)
+    assert (reply.text, reply.finish_reason, reply.calls) == ("hi", "length", ())
     (seen,) = server.requests
     assert seen.path == "/v1/chat/completions"
     assert seen.headers["Authorization"] == "Bearer sk-test"
@@ -97,4 +98,29 @@ async def test_one_session_serves_many_endpoints_and_reopens_after_close() -> No
 async def test_answer_without_text_reads_as_empty() -> None:
     body = b'{"choices": [{"message": {"role": "assistant", "content": null}}]}'
     async with ChatEndpoint([Answer(body=body)]) as server:
-        assert await call(server) == ChatReply("", "stop")
+        reply = await call(server)
+    assert (reply.text, reply.finish_reason) == ("", "stop")
+
+
+async def test_calls_and_reasoning_are_read_and_the_message_can_be_sent_back_as_it_came() -> None:
+    calls = (ToolCall("c1", "bash", '{"command":  "ls"}'), ToolCall("c2", "bash", "{"))
+    async with ChatEndpoint([Answer("look", calls=calls, reasoning="hm")]) as server:
+        reply = await call(server)
+    assert reply.calls == calls
+    assert reply.message["reasoning_content"] == "hm"
+    assert [each["id"] for each in reply.message["tool_calls"]] == ["c1", "c2"]
+
+
+async def test_conversation_past_the_context_has_an_error_of_its_own() -> None:
+    body = b'{"error": {"message": "too long", "code": "context_length_exceeded"}}'
+    async with ChatEndpoint([Answer(status=400, body=body)]) as server:
+        with pytest.raises(ContextFull, match="too long"):
+            await call(server)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"7"])
+async def test_content_that_is_no_text_is_an_infra_error(content: bytes) -> None:
+    body = b'{"choices": [{"message": {"content": %s}}]}' % content
+    async with ChatEndpoint([Answer(body=body)]) as server:
+        with pytest.raises(InfraError, match="no chat completion"):
+            await call(server)

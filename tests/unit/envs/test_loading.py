@@ -64,7 +64,7 @@ def test_users_module_in_the_working_directory_is_found() -> None:
 @pytest.mark.parametrize(
     ("target", "settings", "line"),
     [
-        ("gues", {}, "neither built in (echo, guess) nor of the form"),
+        ("gues", {}, "neither built in (echo, guess, gym, openenv) nor of the form"),
         ("rm_user_env:", {}, "nor of the form"),
         ("rm_absent:MyEnv", {}, "rm_absent cannot be imported: ModuleNotFoundError: No module"),
         (

@@ -1,0 +1,30 @@
+"""Questions from a file, each with the words that count as its answer: the smallest environment.
+
+Invariant: the reward is 1 where the answer's last word is one of them, in whatever case; else 0.
+Driven by a worker.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollmesh.core.types import Task
+from rollmesh.envs.single_turn import SingleTurnEnv
+from rollmesh.envs.tasks import read_tasks, rounds
+
+
+class QuizEnv(SingleTurnEnv):
+    """`path`: a file of lines such as {"id": "1", "question": "2 + 2?", "answers": ["4"]}."""
+
+    def __init__(self, *, path: str = "examples/quiz/questions.jsonl") -> None:
+        super().__init__(max_tokens=256, system="Answer with one word.")
+        self._tasks = read_tasks(Path(path))
+
+    def tasks(self, split: str, seed: int) -> Iterator[Task]:
+        """The questions of the file."""
+        return rounds(self._tasks, split, seed)
+
+    async def grade(self, task: Task, answer: str) -> float:
+        """1 for a right last word."""
+        words = re.findall(r"\w+", answer.lower())
+        return float(bool(words) and words[-1] in task.data["answers"])

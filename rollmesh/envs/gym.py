@@ -1,0 +1,159 @@
+"""Gymnasium's environments as conversations: what one observes is told, what one says is an action.
+
+    reset --observation--> the model speaks --> step --observation--> ... --> terminated | truncated
+                                 +--no action of the space--> told so; the turn counts
+
+For environments that a text can tell: text spaces as they are, discrete actions by number or by
+name, everything else observed through `render_mode="ansi"`. Invariant: the reward is the sum of the
+rewards of the game's steps, and a game that a limit ended is `truncated`. Needs the extra
+`rollmesh[gym]`. Driven by the worker.
+"""
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from rollmesh.core.errors import EnvError
+from rollmesh.core.types import Json, Score, Task
+from rollmesh.envs.chat import ChatReply
+from rollmesh.envs.env import Transcript
+from rollmesh.envs.multi_turn import MultiTurnEnv, Talk, Words
+
+if TYPE_CHECKING:
+    import gymnasium
+
+_COLOURED = re.compile(r"\x1b\[[1-9][0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+
+
+class GymEnv(MultiTurnEnv):
+    """Games of `gymnasium.make(env_id, **make)`; a task is a seed.
+
+    `env_id` may be `module:Name-v0`, which imports the module that registers it. `actions` names
+    the actions of a discrete space, from its first on; without names they are numbers.
+    """
+
+    def __init__(
+        self,
+        *,
+        env_id: str,
+        make: Mapping[str, Json] | None = None,
+        actions: Sequence[str] = (),
+        system: str = "",
+        max_turns: int = 64,
+        max_tokens: int = 0,
+        num_seeds: int = 0,
+    ) -> None:
+        """`num_seeds` different games; 0 is no limit. EnvError where it is no text game."""
+        super().__init__(max_turns=max_turns, max_tokens=max_tokens, system=system)
+        self._env_id = env_id
+        self._make = dict(make or {})
+        self._num_seeds = num_seeds
+        game = self._new_game()
+        self._reader = _reader(game.action_space, actions)
+        game.close()
+
+    def tasks(self, split: str, seed: int) -> Iterator[Task]:
+        """Endless: games by their seeds."""
+        rng = random.Random(f"{split}/{seed}")
+        while True:
+            game_seed = rng.randrange(self._num_seeds or 2**31)
+            yield Task(id=f"{self._env_id}-{game_seed}", data={"seed": game_seed})
+
+    def begin(self, task: Task, talk: Talk) -> Words:
+        """A new game; what one sees of it."""
+        talk.data.update(reward=0.0, num_steps=0, num_unreadable=0)
+        talk.held = self._new_game()
+        seen, _ = talk.held.reset(seed=task.data["seed"])
+        return _told(talk.held, seen)
+
+    def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Words | None:
+        """One step; None where the game is over."""
+        del task
+        action = self._reader.read(reply.text)
+        if action is None:
+            talk.data["num_unreadable"] += 1
+            return self._reader.hint
+        seen, reward, is_over, is_truncated, _ = talk.held.step(action)
+        talk.data["reward"] += float(reward)
+        talk.data["num_steps"] += 1
+        talk.truncated = bool(is_truncated)
+        return None if is_over or is_truncated else _told(talk.held, seen)
+
+    def finish(self, task: Task, talk: Talk) -> None:
+        """Close the game."""
+        del task
+        if talk.held is not None:
+            talk.held.close()
+
+    async def score(self, task: Task, transcript: Transcript) -> Score:
+        """The sum of the rewards."""
+        del task
+        data = transcript.data
+        names = ("num_steps", "num_unreadable", "num_turns")
+        return Score(data["reward"], {name: float(data[name]) for name in names})
+
+    def _new_game(self) -> "gymnasium.Env[Any, Any]":
+        library = _library()
+        try:
+            game: gymnasium.Env[Any, Any] = library.make(self._env_id, **self._make)
+        except library.error.Error as error:
+            raise EnvError(f"gymnasium cannot make {self._env_id}: {error}") from None
+        return game
+
+
+def _library() -> ModuleType:
+    try:
+        import gymnasium  # noqa: PLC0415 - keeps numpy out of workers that play no such games
+    except ModuleNotFoundError:
+        raise EnvError("gymnasium is not installed: pip install 'rollmesh[gym]'") from None
+    return gymnasium
+
+
+class _TextReader:
+    """What the model says is the action."""
+
+    def __init__(self, space: "gymnasium.spaces.Text") -> None:
+        self._space = space
+        self.hint = f"say {space.min_length} to {space.max_length} of the allowed characters"
+
+    def read(self, text: str) -> str | None:
+        """The action; None where the text is none, and the model is told `hint`."""
+        action = text.strip()
+        return action if self._space.contains(action) else None
+
+
+class _DiscreteReader:
+    """The model says a number, or one of the names, and nothing else."""
+
+    def __init__(self, space: "gymnasium.spaces.Discrete[Any]", names: Sequence[str]) -> None:
+        first, last = int(space.start), int(space.start + space.n - 1)
+        words = [name.lower() for name in names] or [str(n) for n in range(first, last + 1)]
+        if len(words) != last - first + 1:
+            raise EnvError(f"{len(words)} names for {last - first + 1} actions; name each")
+        self._actions = dict(zip(words, range(first, last + 1), strict=True))
+        self.hint = f"say one of: {', '.join(words)}" if names else f"say {first} to {last}"
+
+    def read(self, text: str) -> int | None:
+        """The action; None where the text is none, and the model is told `hint`."""
+        return self._actions.get(text.strip().rstrip(".!").lower())
+
+
+def _reader(space: "gymnasium.Space[Any]", names: Sequence[str]) -> "_TextReader | _DiscreteReader":
+    """EnvError for a space whose actions nobody can say."""
+    spaces = _library().spaces
+    if isinstance(space, spaces.Discrete):
+        return _DiscreteReader(space, names)
+    if isinstance(space, spaces.Text) and not names:
+        return _TextReader(space)
+    raise EnvError(f"actions of {space} cannot be said; text and discrete ones can")
+
+
+def _told(game: "gymnasium.Env[Any, Any]", seen: object) -> str:
+    """An observation as text; what a picture in letters colours is put into brackets."""
+    if isinstance(seen, str):
+        return seen
+    if game.render_mode == "ansi":
+        return _COLOURED.sub(r"[\1]", str(game.render())).strip("\n")
+    return str(seen)

@@ -1,0 +1,160 @@
+"""An environment whose agent is a command-line program: any harness, unchanged.
+
+    scratch folder --prepare--> files of the task --program runs--> collect --> Transcript --> score
+
+The program finds its model in the environment variables that SDKs and agents read, and in the
+placeholders of its arguments, its variables and its configuration files. Invariants: of our own
+environment it sees only the variables named in `keep_env`; when `run` returns, for whatever reason,
+no process and no file of it is left. It runs as our user: this keeps rollouts apart, it is no
+sandbox. Driven by the worker; users derive from it.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+
+from rollmesh.core.errors import AgentFailed, EnvError
+from rollmesh.core.types import Json, Task
+from rollmesh.envs.env import Endpoint, Env, Transcript
+from rollmesh.envs.hooks import call_hook
+from rollmesh.envs.program import Command, Ended, run_program
+from rollmesh.envs.scratch import Scratch, new_scratch
+
+PLACEHOLDER = re.compile(r"\{(task_id|question|base_url|root_url|api_key|model|home|work)\}")
+KEPT = ("PATH", "LANG", "LC_ALL", "TZ")
+
+
+class HarnessEnv(Env):
+    """Runs `argv` once per rollout; a class of the user's own adds `tasks` and `score`.
+
+    `argv`, the values of `env` and the texts of `files` may hold {question}, {model}, {base_url}
+    (ends in /v1), {root_url} (does not), {api_key}, {home}, {work} and {task_id}. Arguments are
+    seen by every user of the machine: give the key by a variable or a file.
+    """
+
+    def __init__(
+        self,
+        *,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        files: Mapping[str, str] | None = None,
+        keep_env: Sequence[str] = KEPT,
+        timeout_s: float = 900.0,
+        max_output_bytes: int = 64 * 1024,
+        exit_codes: Sequence[int] = (0,),
+    ) -> None:
+        """`files` go into the home folder; any exit code but `exit_codes` is the agent's fault."""
+        if not argv:
+            raise EnvError("argv is empty; name the program of the agent")
+        if "/" not in argv[0] and "{" not in argv[0] and shutil.which(argv[0]) is None:
+            raise EnvError(f"{argv[0]} is not on the PATH; install it, or give its path")
+        if timeout_s <= 0 or max_output_bytes <= 0:
+            raise EnvError("timeout_s and max_output_bytes must be positive")
+        self._argv = tuple(argv)
+        self._env = dict(env or {})
+        self._files = dict(files or {})
+        self._keep_env = tuple(keep_env)
+        self._timeout_s = timeout_s
+        self._max_output_bytes = max_output_bytes
+        self._exit_codes = frozenset(exit_codes)
+
+    def question(self, task: Task) -> str:
+        """What {question} stands for. Default: the task's `question`."""
+        return str(task.data.get("question", ""))
+
+    def prepare(self, task: Task, work: Path) -> Awaitable[None] | None:
+        """Lay out the task in the working directory. Default: the task's `files`, path to text."""
+        _write_files(work, task.data.get("files", {}))
+        return None
+
+    def collect(self, task: Task, work: Path) -> dict[str, Json] | Awaitable[dict[str, Json]]:
+        """What of the working directory `score` needs, before it is removed. Default: nothing."""
+        del task, work
+        return {}
+
+    async def run(self, task: Task, agent: Endpoint) -> Transcript:
+        """One run of the program; AgentFailed where it ends in an exit code that it must not."""
+        async with new_scratch() as scratch:
+            words = self._words(task, agent, scratch)
+            files = {path: _filled(text, words) for path, text in self._files.items()}
+            await asyncio.to_thread(_write_files, scratch.home, files)
+            await call_hook(self.prepare, task, scratch.work)
+            command = self._command(words, agent, scratch)
+            ended = await run_program(command, self._timeout_s, self._max_output_bytes)
+            self._check(ended)
+            collected: dict[str, Json] = await call_hook(self.collect, task, scratch.work)
+        data = {"exit_code": ended.exit_code, "output": ended.output, **collected}
+        return Transcript(data=data, truncated=ended.is_overtime)
+
+    def _words(self, task: Task, agent: Endpoint, scratch: Scratch) -> dict[str, str]:
+        return {
+            "task_id": task.id,
+            "question": self.question(task),
+            "base_url": agent.base_url,
+            "root_url": agent.root_url,
+            "api_key": agent.api_key,
+            "model": agent.model,
+            "home": str(scratch.home),
+            "work": str(scratch.work),
+        }
+
+    def _command(self, words: Mapping[str, str], agent: Endpoint, scratch: Scratch) -> Command:
+        kept = {name: os.environ[name] for name in self._keep_env if name in os.environ}
+        own = {name: _filled(text, words) for name, text in self._env.items()}
+        return Command(
+            argv=tuple(_filled(word, words) for word in self._argv),
+            folder=scratch.work,
+            env={**kept, **_home_variables(scratch.home), **_model_variables(agent), **own},
+        )
+
+    def _check(self, ended: Ended) -> None:
+        if ended.is_overtime or ended.exit_code in self._exit_codes:
+            return
+        last_line = next((x for x in reversed(ended.output.splitlines()) if x.strip()), "")
+        code = ended.exit_code
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        raise AgentFailed(f"{os.path.basename(self._argv[0])} ended with {how}: {last_line}")
+
+
+def _model_variables(agent: Endpoint) -> dict[str, str]:
+    """What SDKs and agents read to find their model."""
+    return {
+        "OPENAI_BASE_URL": agent.base_url,
+        "OPENAI_API_BASE": agent.base_url,
+        "OPENAI_API_KEY": agent.api_key,
+        "OPENAI_MODEL": agent.model,
+        "ANTHROPIC_BASE_URL": agent.root_url,
+        "ANTHROPIC_API_KEY": agent.api_key,
+        "ANTHROPIC_MODEL": agent.model,
+    }
+
+
+def _home_variables(home: Path) -> dict[str, str]:
+    """A home, temporary files and sockets of its own; no terminal."""
+    return {
+        "HOME": str(home),
+        "XDG_CONFIG_HOME": str(home / ".config"),
+        "XDG_CACHE_HOME": str(home / ".cache"),
+        "XDG_DATA_HOME": str(home / ".local/share"),
+        "TMPDIR": str(home),
+        "TMUX_TMPDIR": str(home),
+        "TERM": "dumb",
+    }
+
+
+def _filled(text: str, words: Mapping[str, str]) -> str:
+    """The text with its placeholders replaced, once: what they bring is not looked at again."""
+    return PLACEHOLDER.sub(lambda found: words[found[1]], text)
+
+
+def _write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Texts by their paths below the folder; EnvError for a path that leads out of it."""
+    for name, text in files.items():
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise EnvError(f"the file {name} is not below its folder; give a relative path")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,31 @@
+"""Calls of the methods that users write into the environments of this room.
+
+Invariant: a coroutine runs on the loop and a plain method in a thread, so that none that waits
+holds the loop; a plain method that runs when its rollout is cancelled is waited for, since what
+comes next takes away what it works on. Driven by harness.py and multi_turn.py.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+P = ParamSpec("P")
+
+CANCEL_WAIT_S = 5.0
+"""So long a cancelled rollout waits for a plain method that still runs."""
+
+
+async def call_hook(method: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
+    """What `method` gives in the end, or raises; its caller names the type."""
+    if inspect.iscoroutinefunction(method):
+        return await method(*args, **kwargs)
+    call = asyncio.create_task(asyncio.to_thread(method, *args, **kwargs))
+    try:
+        found = await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait({call}, timeout=CANCEL_WAIT_S)
+        if call.done() and not call.cancelled():
+            call.exception()  # looked at, so that asyncio does not complain of it
+        raise
+    return await found if inspect.isawaitable(found) else found

@@ -1,0 +1,165 @@
+"""One run of an agent's program: started, listened to, and gone afterwards with all it started.
+
+    RUNNING --it ends, or its time is over, or we are cancelled--> SWEPT --> Ended
+
+Invariants: every process that descends from the program carries its mark (core/warden.py) and is
+dead before `run_program` returns, daemons and its process group included; of what it prints no more
+is held than asked for, and a program that prints without end is read on, so that it never blocks;
+it can read nothing of ours. Driven by harness.py.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.core.errors import InfraError
+from rollmesh.core.logs import get_logger
+from rollmesh.core.warden import MARK_VARIABLE, kill_marked, new_mark
+
+log = get_logger()
+
+KILL_S = 5.0
+"""What does not end within this time of its SIGKILL is in the kernel's hands."""
+
+
+class Command(msgspec.Struct, frozen=True):
+    """What to run; `env` is all of its environment, but for the mark."""
+
+    argv: tuple[str, ...]
+    folder: Path
+    env: Mapping[str, str]
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a program ended."""
+
+    exit_code: int
+    """Negative: the signal that killed it."""
+    output: str
+    """stdout and stderr as they came; the middle is left out where there was too much."""
+    is_overtime: bool
+    """Its time was over, and we killed it."""
+
+
+class Excerpt:
+    """The beginning and the end of a stream of bytes, at most `max_bytes` of it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._half = max(1, max_bytes // 2)
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._num_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        """Take the next bytes; what lies between beginning and end is forgotten."""
+        self._num_bytes += len(data)
+        room = self._half - len(self._head)
+        self._head += data[:room]
+        self._tail += data[room:]
+        if len(self._tail) > 2 * self._half:
+            del self._tail[: -self._half]
+
+    def text(self) -> str:
+        """What is kept, with a line that says how much is not."""
+        tail = bytes(self._tail[-self._half :])
+        num_left_out = self._num_bytes - len(self._head) - len(tail)
+        gap = f"\n[... {num_left_out} bytes left out ...]\n".encode() if num_left_out else b""
+        return (bytes(self._head) + gap + tail).decode("utf-8", "replace")
+
+
+async def run_program(command: Command, timeout_s: float, max_output_bytes: int) -> Ended:
+    """Run it to its end, or for `timeout_s` seconds; InfraError where it cannot be started."""
+    mark = new_mark("rollout")
+    excerpt = Excerpt(max_output_bytes)
+    reading, writing = os.pipe()
+    listening = asyncio.create_task(_listen(reading, excerpt), name="program-output")
+    limit = asyncio.timeout(timeout_s)
+    process = None
+    try:
+        try:
+            process = await _start(command, mark, writing)
+        finally:
+            os.close(writing)
+        try:
+            async with limit:
+                await process.wait()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+    finally:
+        # A second cancellation must not let go of what still runs.
+        await asyncio.shield(asyncio.ensure_future(_sweep(mark, process, listening)))
+    assert process is not None
+    if process.returncode is None:
+        raise InfraError(f"{command.argv[0]} could not be ended within {KILL_S:g} s")
+    return Ended(process.returncode, excerpt.text(), limit.expired())
+
+
+async def _start(command: Command, mark: str, writing: int) -> asyncio.subprocess.Process:
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command.argv,
+            cwd=command.folder,
+            env={**command.env, MARK_VARIABLE: mark},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=writing,
+            stderr=writing,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise InfraError(f"{command.argv[0]}: cannot be run: {error.strerror}") from None
+
+
+async def _sweep(
+    mark: str, process: asyncio.subprocess.Process | None, listening: asyncio.Task[None]
+) -> None:
+    """End the program and all that carries its mark; then its pipe is at its end."""
+    if process is not None:
+        _kill_group(process.pid)
+    await asyncio.to_thread(kill_marked, mark)
+    try:
+        async with asyncio.timeout(KILL_S):
+            if process is not None:
+                await process.wait()
+            await listening
+    except TimeoutError:
+        # In the kernel's hands; or its pipe is held by what emptied its environment.
+        log.warning("program.left", mark=mark)
+
+
+def _kill_group(pid: int) -> None:
+    """Ends also what emptied its environment, and works where there is no /proc."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+class _Listener(asyncio.Protocol):
+    def __init__(self, excerpt: Excerpt, ended: asyncio.Future[None]) -> None:
+        self._excerpt = excerpt
+        self._ended = ended
+
+    def data_received(self, data: bytes) -> None:
+        self._excerpt.add(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+async def _listen(reading: int, excerpt: Excerpt) -> None:
+    """Read the pipe to its end."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: _Listener(excerpt, ended), os.fdopen(reading, "rb", buffering=0)
+    )
+    try:
+        await ended
+    finally:
+        transport.close()

@@ -1,0 +1,116 @@
+"""A small server that speaks OpenEnv's protocol, for the adapter's tests and the example.
+
+    async with OpenEnvServer(MyGame, max_sessions=4) as server: ... server.url ...
+
+What the real one does (meta-pytorch/OpenEnv, src/openenv/core/env_server/http_server.py), as far as
+an adapter sees it: `/ws` with reset, step, state and close; a session each; its error codes;
+`/health`. Invariant: a game lives exactly as long as its connection. Driven by tests and examples.
+"""
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, Self
+
+import orjson
+from aiohttp import WSMsgType, web
+
+Observation = dict[str, Any]
+
+
+class Game(Protocol):
+    """What is played; ValueError stands for an action that does not keep to its schema."""
+
+    def reset(self, seed: int) -> Observation:
+        """A new game."""
+        ...
+
+    def step(self, action: Mapping[str, Any]) -> tuple[Observation, float, bool]:
+        """What one sees then, its reward, and whether the game is over."""
+        ...
+
+
+class OpenEnvServer:
+    """See the module; `port` 0 picks a free one."""
+
+    def __init__(self, new_game: Callable[[], Game], max_sessions: int = 8, port: int = 0) -> None:
+        self._new_game = new_game
+        self._max_sessions = max_sessions
+        self._port = port
+        app = web.Application()
+        app.router.add_get("/ws", self._play)
+        app.router.add_get("/health", self._health)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self.sockets: set[web.WebSocketResponse] = set()
+        """One per game that is being played."""
+        self.num_refused = 0
+        """Connections that found the server full."""
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        for socket in [*self.sockets]:
+            await socket.close()
+        await self._runner.cleanup()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        del request
+        return web.Response(body=b'{"status":"healthy"}', content_type="application/json")
+
+    async def _play(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        if len(self.sockets) >= self._max_sessions:
+            self.num_refused += 1
+            await _send(socket, "error", message="server is full", code="CAPACITY_REACHED")
+            await socket.close()
+            return socket
+        self.sockets.add(socket)
+        game = self._new_game()
+        try:
+            async for message in socket:
+                if message.type is not WSMsgType.TEXT or not await _answer(
+                    socket, game, message.data
+                ):
+                    break
+        finally:
+            self.sockets.discard(socket)
+            await socket.close()
+        return socket
+
+
+async def _answer(socket: web.WebSocketResponse, game: Game, text: str) -> bool:
+    """Answer one message; False ends the session."""
+    try:
+        message = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        await _send(socket, "error", message=f"Invalid JSON: {error}", code="INVALID_JSON")
+        return True
+    kind, data = message.get("type", ""), message.get("data", {})
+    try:
+        if kind == "reset":
+            seen = game.reset(data.get("seed", 0))
+            await _send(socket, "observation", observation=seen, reward=None, done=False)
+        elif kind == "step":
+            seen, reward, done = game.step(data)
+            await _send(socket, "observation", observation=seen, reward=reward, done=done)
+        elif kind != "close":
+            await _send(socket, "error", message=f"Unknown type: {kind}", code="UNKNOWN_TYPE")
+    except ValueError as error:
+        await _send(socket, "error", message=str(error), code="VALIDATION_ERROR")
+    except RuntimeError as error:
+        await _send(socket, "error", message=str(error), code="EXECUTION_ERROR")
+    return bool(kind != "close")
+
+
+async def _send(socket: web.WebSocketResponse, kind: str, **data: Any) -> None:
+    await socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())

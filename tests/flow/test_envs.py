@@ -1,0 +1,200 @@
+"""The examples against real sessions: each wins by its script, and by its README's command."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from examples.words.server import WordGame
+from rollmesh.core.config import InterceptionConfig, load_config
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.process import listen
+from rollmesh.core.types import SamplingPolicy, Score
+from rollmesh.engine.view import FleetView
+from rollmesh.envs.env import Endpoint, Env
+from rollmesh.envs.loading import load_env
+from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.legs import Sampler, SamplerParts
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.record import SessionRecord
+from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.serve.interception.edge import Edge
+from rollmesh.testing.agent_engine import Script, ScriptedAgent
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.testing.openenv_server import OpenEnvServer
+from rollmesh.wire.messages import EnginePhase, EngineRow, FleetChanged
+from tests.flow import example_scripts as scripts
+from tests.house.leaks import MARK_VARIABLE
+
+REPO = Path(__file__).resolve().parents[2]
+MAX_CONTEXT_TOKENS = 100_000
+GROUP = GroupId("examples", 0)
+SMALL = ("env_settings.agent=small",)
+
+
+class Example(NamedTuple):
+    """An example and what its model says."""
+
+    name: str
+    script: Script
+    overrides: tuple[str, ...] = ()
+    num_calls: int = 0
+    """Of its first task; 0: as many as it takes."""
+
+
+EXAMPLES = [
+    Example("quiz", scripts.quiz, num_calls=1),
+    Example("bank", scripts.bank, num_calls=3),
+    Example("lake", scripts.lake, num_calls=6),
+    Example("words", scripts.words),
+    Example("bugs", scripts.bugs, SMALL, num_calls=3),
+]
+
+
+class Desk:
+    """Sessions over a real edge and a scripted engine; the test is the worker."""
+
+    def __init__(self, runtime: Runtime, base_url: str) -> None:
+        self._runtime = runtime
+        self._base_url = base_url
+        self._indices = itertools.count()
+
+    def open(self) -> tuple[Endpoint, Callable[[], SessionRecord]]:
+        """Where the next rollout's agent finds its model, and what ends it."""
+        rollout_id = RolloutId(GROUP, next(self._indices))
+        opened = self._runtime.open_session(rollout_id, SamplingPolicy(), seed=1)
+
+        def finish() -> SessionRecord:
+            opened.session.seal("the rollout has ended")
+            return opened.session.record()
+
+        return Endpoint(self._base_url, opened.api_key, "policy"), finish
+
+    async def play(self, env: Env, number: int) -> tuple[Score, SessionRecord]:
+        """One rollout of the env's task of that number."""
+        task = next(itertools.islice(env.tasks("eval", 0), number, None))
+        agent, finish = self.open()
+        transcript = await env.run(task, agent)
+        assert not transcript.truncated
+        score = env.score(task, transcript)
+        return (score if isinstance(score, Score) else await score), finish()
+
+
+@contextlib.asynccontextmanager
+async def open_desk(folder: Path, script: Script) -> AsyncIterator[Desk]:
+    """A desk whose model follows the script."""
+    tokenizer = load_tokenizer(write_model_folder(folder))
+    agent = ScriptedAgent(tokenizer, script)
+    async with ScriptedEngine(agent.next_token) as engine:
+        view = FleetView()
+        row = EngineRow(engine.url, "i0", EnginePhase.READY, 0)
+        view.update(FleetChanged(0, (row,)), "router")
+        sampler = Sampler(SamplerParts(view=view, vocab_size=tokenizer.vocab_size, report=print))
+        prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
+        runtime = Runtime(sampler, prompts, MAX_CONTEXT_TOKENS)
+        edge = Edge(runtime, InterceptionConfig(), "policy")
+        address = await edge.start(listen("127.0.0.1:0"))
+        try:
+            yield Desk(runtime, f"{address}/v1")
+        finally:
+            runtime.end_group(GROUP)
+            await edge.stop()
+            await sampler.close()
+
+
+@contextlib.asynccontextmanager
+async def game_server(example: Example) -> AsyncIterator[tuple[str, ...]]:
+    """The settings of the example; with the address of a server where it needs one."""
+    if example.name != "words":
+        yield example.overrides
+        return
+    async with OpenEnvServer(WordGame) as server:
+        yield (*example.overrides, f"env_settings.url={server.url}")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+async def test_example_wins_and_every_turn_extends_what_was_sampled(
+    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPO)
+    async with open_desk(tmp_path, example.script) as desk, game_server(example) as overrides:
+        config = load_config(REPO / f"examples/{example.name}/mesh.toml", [*overrides])
+        env = load_env(config.env, config.env_settings)
+        try:
+            score, record = await desk.play(env, 0)
+            others = await asyncio.gather(*(desk.play(env, number) for number in (1, 2)))
+        finally:
+            await env.close()
+    assert score.reward == 1.0
+    assert [each.reward for each, _ in others] == [1.0, 1.0]
+    assert record.num_calls == (example.num_calls or record.num_calls)
+    for each in (record, *(other for _, other in others)):
+        assert (each.num_forks, each.healed) == (0, {})
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+async def test_the_readmes_command_runs(example: Example, tmp_path: Path) -> None:
+    readme = (REPO / f"examples/{example.name}/README.md").read_text()
+    (command,) = re.findall(r"OPENAI_BASE_URL=\S+ python (-m examples\.play .+)", readme)
+    async with open_desk(tmp_path, example.script) as desk, game_server(example) as overrides:
+        agent, finish = desk.open()
+        output = await printed(agent, *command.split(), *with_set(overrides))
+        finish()
+    lines = output.splitlines()
+    assert len(lines) == 4, output
+    assert all("  completed  reward 1  " in f"{line}  " for line in lines), output
+
+
+async def test_the_word_games_server_starts_as_its_readme_says() -> None:
+    readme = (REPO / "examples/words/README.md").read_text()
+    (command,) = re.findall(r"python (-m examples\.words\.server) --port 8765 &", readme)
+    process = await start(*command.split(), "--port", "0")
+    try:
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+\n", line.decode())
+    finally:
+        process.terminate()
+        await process.communicate()
+
+
+async def test_play_says_in_a_line_what_is_wrong() -> None:
+    output = await printed(
+        Endpoint("http://127.0.0.1:1/v1", "k", "m"), "-m", "examples.play", "no.toml"
+    )
+    assert "no.toml" in output
+    assert len(output.splitlines()) == 1
+
+
+def with_set(overrides: tuple[str, ...]) -> list[str]:
+    """As the command line takes them."""
+    return [word for override in overrides for word in ("--set", override)]
+
+
+async def printed(agent: Endpoint, *words: str) -> str:
+    """What a command of a README prints, with the agent's model in its environment."""
+    variables = {"OPENAI_BASE_URL": agent.base_url, "OPENAI_API_KEY": agent.api_key}
+    process = await start(*words, **variables)
+    said, _ = await process.communicate()
+    return said.decode()
+
+
+async def start(*words: str, **variables: str) -> asyncio.subprocess.Process:
+    """Python in the root of the repository."""
+    kept = {name: os.environ[name] for name in ("PATH", MARK_VARIABLE)}
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, *words),
+        cwd=REPO,
+        env={**kept, **variables},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )

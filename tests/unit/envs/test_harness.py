@@ -1,0 +1,149 @@
+"""Command-line agents: what they find, what is taken from them, and how their ends count."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.core.errors import AgentFailed, EnvError
+from rollmesh.core.types import Json, Score, Task
+from rollmesh.envs.env import Endpoint, Transcript
+from rollmesh.envs.harness import HarnessEnv
+
+AGENT = Endpoint("http://127.0.0.1:9/v1", "sk-secret", "policy")
+TASK = Task("t-1", {"question": "Why {model}?", "files": {"a/notes.txt": "zebra"}})
+
+
+class Runs(HarnessEnv):
+    """Runs a piece of Python."""
+
+    def __init__(self, code: str, *words: str, **settings: Any) -> None:
+        super().__init__(argv=[sys.executable, "-c", code, *words], **settings)
+        self.folders: list[Path] = []
+
+    def tasks(self, split: str, seed: int) -> Iterator[Task]:
+        yield TASK
+
+    def collect(self, task: Task, work: Path) -> dict[str, Json]:
+        self.folders.append(work)
+        return {"left": sorted(str(path.relative_to(work)) for path in work.rglob("*"))}
+
+    def score(self, task: Task, transcript: Transcript) -> Score:
+        return Score(1.0)
+
+
+TELLS = """import json, os, sys
+told = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}
+told["config"] = open(os.path.expanduser("~/.agent/config.json")).read()
+told["notes"] = open("a/notes.txt").read()
+open("answer.txt", "w").write("42")
+print(json.dumps(told))
+"""
+
+
+async def test_the_program_finds_its_model_its_home_and_its_task() -> None:
+    env = Runs(
+        TELLS,
+        *("{question}", "{task_id}", "{api_key", "{other}"),
+        files={".agent/config.json": '{"url": "{base_url}", "root": "{root_url}"}'},
+        env={"EXTRA": "{model} in {work}", "TERM": "xterm"},
+    )
+    transcript = await env.run(TASK, AGENT)
+    told = json.loads(transcript.data["output"])
+    assert told["argv"] == ["Why {model}?", "t-1", "{api_key", "{other}"]
+    assert told["config"] == '{"url": "http://127.0.0.1:9/v1", "root": "http://127.0.0.1:9"}'
+    assert told["notes"] == "zebra"
+    seen = told["env"]
+    assert seen["OPENAI_BASE_URL"] == seen["OPENAI_API_BASE"] == AGENT.base_url
+    assert seen["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9"
+    assert seen["OPENAI_API_KEY"] == seen["ANTHROPIC_API_KEY"] == "sk-secret"
+    assert seen["OPENAI_MODEL"] == seen["ANTHROPIC_MODEL"] == "policy"
+    assert (seen["EXTRA"], seen["TERM"]) == (f"policy in {told['cwd']}", "xterm")
+    home = Path(seen["HOME"])
+    assert home != Path.home()
+    assert home.parent == Path(told["cwd"]).parent
+    assert transcript.data["exit_code"] == 0
+    assert transcript.data["left"] == ["a", "a/notes.txt", "answer.txt"]
+    assert not transcript.truncated
+    assert not home.parent.exists()
+
+
+async def test_nothing_of_our_own_environment_is_seen_but_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ROLLMESH_ADMIN_TOKEN", "secret")
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
+    monkeypatch.setenv("KEPT", "1")
+    code = "import os; print(*sorted(os.environ))"
+    transcript = await Runs(code, keep_env=["KEPT", "NOT_THERE"]).run(TASK, AGENT)
+    names = set(transcript.data["output"].split())
+    assert "KEPT" in names
+    assert not names & {"ROLLMESH_ADMIN_TOKEN", "HTTPS_PROXY", "NOT_THERE", "PATH"}
+
+
+async def test_another_exit_code_is_the_agents_fault_and_quotes_its_last_line() -> None:
+    code = "import sys; print('no model'); print(); sys.exit(3)"
+    env = Runs(code)
+    with pytest.raises(AgentFailed, match="ended with exit code 3: no model"):
+        await env.run(TASK, AGENT)
+    transcript = await Runs(code, exit_codes=[0, 3]).run(TASK, AGENT)
+    assert transcript.data["exit_code"] == 3
+
+
+async def test_an_agent_that_dies_by_a_signal_says_which() -> None:
+    with pytest.raises(AgentFailed, match="ended with signal 9"):
+        await Runs("import os; os.kill(os.getpid(), 9)").run(TASK, AGENT)
+
+
+async def test_overtime_truncates_and_what_is_there_is_collected() -> None:
+    code = "import signal; open('half', 'w').close(); print('begun', flush=True); signal.pause()"
+    env = Runs(code, timeout_s=1.0)
+    transcript = await env.run(TASK, AGENT)
+    assert transcript.truncated
+    assert transcript.data["output"] == "begun\n"
+    assert "half" in transcript.data["left"]
+    assert not env.folders[0].exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "a/../../outside"])
+async def test_a_tasks_file_stays_in_its_folder(name: str) -> None:
+    with pytest.raises(EnvError, match="not below its folder"):
+        await Runs("").run(Task("t", {"files": {name: "x"}}), AGENT)
+
+
+async def test_hooks_may_wait() -> None:
+    class Waits(Runs):
+        async def prepare(self, task: Task, work: Path) -> None:
+            (work / "own").touch()
+
+    transcript = await Waits("").run(TASK, AGENT)
+    assert transcript.data["left"] == ["own"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "settings", "why"),
+    [
+        ([], {}, "argv is empty"),
+        (["no-such-agent"], {}, "no-such-agent is not on the PATH"),
+        (["sh"], {"timeout_s": 0}, "must be positive"),
+        (["sh"], {"max_output_bytes": 0}, "must be positive"),
+    ],
+)
+def test_settings_that_cannot_run_are_refused(
+    argv: Sequence[str], settings: dict[str, Any], why: str
+) -> None:
+    class Fixed(Runs):
+        def __init__(self) -> None:
+            HarnessEnv.__init__(self, argv=argv, **settings)
+
+    with pytest.raises(EnvError, match=why):
+        Fixed()
+
+
+def test_path_of_a_program_may_be_given() -> None:
+    assert os.path.isabs(sys.executable)
+    Runs("")

@@ -1,0 +1,53 @@
+"""Users' methods: a coroutine on the loop, a plain one in a thread, which is waited for."""
+
+import asyncio
+import threading
+
+import pytest
+
+from rollmesh.envs.hooks import call_hook
+
+
+async def test_coroutine_runs_on_the_loop_and_a_plain_method_in_a_thread() -> None:
+    async def where_async() -> int:
+        return threading.get_ident()
+
+    assert await call_hook(where_async) == threading.get_ident()
+    assert await call_hook(threading.get_ident) != threading.get_ident()
+
+
+async def test_what_a_plain_method_hands_back_is_awaited() -> None:
+    async def late(number: int) -> int:
+        return number + 1
+
+    def plain(number: int) -> object:
+        return late(number)
+
+    assert await call_hook(plain, 2) == 3
+
+
+async def test_what_a_method_raises_comes_out() -> None:
+    def broken() -> None:
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError):
+        await call_hook(broken)
+
+
+async def test_cancellation_waits_for_the_plain_method_that_still_runs() -> None:
+    began, may_end = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    ended = []
+
+    def slow() -> None:
+        loop.call_soon_threadsafe(began.set)
+        may_end.wait()
+        ended.append(True)
+
+    calling = asyncio.create_task(call_hook(slow))
+    await began.wait()
+    calling.cancel()
+    loop.call_soon(may_end.set)
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert ended

@@ -1,0 +1,143 @@
+"""Conversations: whose words go where, what ends them, and that what was begun is finished."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rollmesh.core.errors import EnvError, InfraError
+from rollmesh.core.types import Score, Task
+from rollmesh.envs.chat import ChatReply, Message
+from rollmesh.envs.env import Endpoint, Transcript
+from rollmesh.envs.multi_turn import MultiTurnEnv, Talk, Words
+from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint, SeenRequest
+
+TASK = Task("t", {"question": "What?"})
+TOO_LONG = Answer(status=400, body=b'{"error": {"code": "context_length_exceeded"}}')
+
+
+class Asks(MultiTurnEnv):
+    """Says "more" until the model says "enough"; plain methods, which run in threads."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.finished: list[Talk] = []
+
+    def tasks(self, split: str, seed: int) -> Iterator[Task]:
+        yield TASK
+
+    def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Words | None:
+        talk.data["said"] = [*talk.data.get("said", []), reply.text]
+        return None if "enough" in reply.text else "more"
+
+    def finish(self, task: Task, talk: Talk) -> None:
+        talk.data["is_finished"] = True
+        self.finished.append(talk)
+
+    def score(self, task: Task, transcript: Transcript) -> Score:
+        return Score(1.0)
+
+
+async def converse(env: MultiTurnEnv, *answers: str | Answer) -> tuple[Transcript, ChatEndpoint]:
+    async with ChatEndpoint(answers) as server:
+        try:
+            return await env.run(TASK, server.endpoint), server
+        finally:
+            await env.close()
+
+
+def roles(request: SeenRequest) -> list[tuple[str, str]]:
+    return [(each["role"], each["content"]) for each in request.body["messages"]]
+
+
+async def test_every_request_holds_the_whole_conversation() -> None:
+    transcript, server = await converse(Asks(system="Be brief.", max_tokens=9), "a", "enough")
+    opening = [("system", "Be brief."), ("user", "What?")]
+    assert roles(server.requests[0]) == opening
+    assert roles(server.requests[1]) == [*opening, ("assistant", "a"), ("user", "more")]
+    assert [request.body["max_tokens"] for request in server.requests] == [9, 9]
+    assert not transcript.truncated
+    assert transcript.data["answer"] == "enough"
+    assert transcript.data["num_turns"] == 2
+    assert transcript.data["said"] == ["a", "enough"]
+    assert transcript.data["is_finished"]
+    assert len(transcript.data["messages"]) == 5
+
+
+async def test_the_models_message_goes_back_as_it_came() -> None:
+    thinking = Answer("a", reasoning="hm")
+    _, server = await converse(Asks(), thinking, "enough")
+    message = server.requests[1].body["messages"][1]
+    assert message == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+
+
+async def test_turns_at_their_limit_truncate() -> None:
+    transcript, server = await converse(Asks(max_turns=2), "a", "b", "c")
+    assert transcript.truncated
+    assert len(server.requests) == 2
+    assert transcript.data["said"] == ["a", "b"]
+
+
+async def test_full_context_truncates() -> None:
+    transcript, _ = await converse(Asks(), "a", TOO_LONG)
+    assert transcript.truncated
+    assert transcript.data["answer"] == "a"
+
+
+async def test_last_answer_cut_at_its_end_truncates() -> None:
+    transcript, _ = await converse(Asks(), Answer("enough", finish_reason="length"))
+    assert transcript.truncated
+    transcript, _ = await converse(Asks(), Answer("a", finish_reason="length"), "enough")
+    assert not transcript.truncated
+
+
+async def test_what_was_begun_is_finished_when_the_endpoint_fails() -> None:
+    env = Asks()
+    with pytest.raises(InfraError):
+        await converse(env, "a", Answer(body=b"gibberish"))
+    assert len(env.finished) == 1
+
+
+async def test_what_was_begun_is_finished_when_the_rollout_is_cancelled() -> None:
+    env = Asks()
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Waits(Asks):
+        async def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Words | None:  # type: ignore[override]
+            loop.call_soon(asked.set)
+            await asyncio.Event().wait()
+            return None
+
+    env = Waits()
+    async with ChatEndpoint(["a"]) as server:
+        running = asyncio.create_task(env.run(TASK, server.endpoint))
+        await asked.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await env.close()
+    assert len(env.finished) == 1
+
+
+async def test_opening_that_raises_is_finished_too() -> None:
+    env = Asks()
+    with pytest.raises(KeyError):
+        await env.run(Task("no question"), Endpoint("http://127.0.0.1:1/v1", "k", "m"))
+    assert [talk.held for talk in env.finished] == [None]
+
+
+async def test_whole_messages_may_be_said() -> None:
+    class Shows(Asks):
+        def begin(self, task: Task, talk: Talk) -> list[Message]:
+            return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+
+    _, server = await converse(Shows(), "enough")
+    assert roles(server.requests[0]) == [("user", "x"), ("assistant", "y")]
+
+
+@pytest.mark.parametrize("settings", [{"max_turns": 0}, {"max_tokens": -1}])
+def test_limits_that_make_no_talk_are_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(EnvError):
+        Asks(**settings)

@@ -1,0 +1,180 @@
+"""OpenEnv servers: an episode over their protocol, and what is whose fault."""
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollmesh.core.errors import EnvError, InfraError
+from rollmesh.core.types import Score, Task
+from rollmesh.envs.env import Endpoint, Transcript
+from rollmesh.envs.loading import load_env
+from rollmesh.envs.openenv import OpenEnvEnv
+from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint, SeenRequest
+from rollmesh.testing.openenv_server import Observation, OpenEnvServer
+
+TASK = Task("t", {"seed": 7})
+TEXT = {"action_field": "word", "observation_field": "feedback", "timeout_s": 5.0}
+NOBODY = Endpoint("http://127.0.0.1:1/v1", "k", "m")
+
+
+class Counts:
+    """Pays 1, 2, 3... for each word, and ends with "stop"; "crash" breaks the server's side."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def reset(self, seed: int) -> Observation:
+        return {"feedback": f"seed {seed}", "other": [1]}
+
+    def step(self, action: Mapping[str, Any]) -> tuple[Observation, float, bool]:
+        if set(action) != {"word"}:
+            raise ValueError("word is missing")
+        if action["word"] == "crash":
+            raise RuntimeError("division by zero")
+        self.num_steps += 1
+        return {"feedback": "go on", "other": []}, self.num_steps, action["word"] == "stop"
+
+
+async def play(env: OpenEnvEnv, *answers: str) -> tuple[Transcript, Score, list[str]]:
+    """The transcript, the score, and what the model was told."""
+    async with ChatEndpoint(answers) as server:
+        try:
+            transcript = await env.run(TASK, server.endpoint)
+        finally:
+            await env.close()
+    told = [each["content"] for each in transcript.data["messages"] if each["role"] == "user"]
+    return transcript, await env.score(TASK, transcript), told
+
+
+async def test_an_episode_is_played_to_its_end_and_its_session_closed() -> None:
+    async with OpenEnvServer(Counts) as server:
+        env = OpenEnvEnv(url=server.url, game=TEXT)
+        transcript, score, told = await play(env, "a", " b\n", "stop")
+        assert not server.sockets
+    assert told == ["seed 7", "go on", "go on"]
+    assert score == Score(6.0, {"num_steps": 3.0, "num_refused": 0.0, "num_turns": 3.0})
+    assert not transcript.truncated
+
+
+async def test_the_last_reward_may_count_alone() -> None:
+    async with OpenEnvServer(Counts) as server:
+        env = OpenEnvEnv(url=server.url, game={**TEXT, "reward": "last"})
+        _, score, _ = await play(env, "a", "stop")
+    assert score.reward == 2.0
+
+
+async def test_without_fields_observations_and_actions_are_json() -> None:
+    async with OpenEnvServer(Counts) as server:
+        env = OpenEnvEnv(url=server.url)
+        _, score, told = await play(env, '{"word": "a"}', "word", '{"words": 1}', '{"word":"stop"}')
+    assert told[:2] == ['{"feedback":"seed 7","other":[1]}', '{"feedback":"go on","other":[]}']
+    assert told[2].startswith("error: ")
+    assert told[3] == "error: word is missing"
+    assert score.metrics["num_refused"] == 2.0
+
+
+async def test_turns_at_their_limit_truncate_and_close() -> None:
+    async with OpenEnvServer(Counts) as server:
+        env = OpenEnvEnv(url=server.url, game=TEXT, max_turns=2)
+        transcript, score, _ = await play(env, "a", "b", "stop")
+        assert not server.sockets
+    assert transcript.truncated
+    assert score.reward == 3.0
+
+
+async def test_a_fault_on_the_servers_side_is_no_reward() -> None:
+    async with OpenEnvServer(Counts) as server:
+        env = OpenEnvEnv(url=server.url, game=TEXT)
+        with pytest.raises(InfraError, match="EXECUTION_ERROR: division by zero"):
+            await play(env, "crash")
+        assert not server.sockets
+
+
+async def test_a_server_that_hangs_up_is_the_infrastructures_fault() -> None:
+    async with OpenEnvServer(Counts) as server:
+        env = OpenEnvEnv(url=server.url, game=TEXT)
+        closing: list[asyncio.Task[bool]] = []
+
+        def answer(_: SeenRequest) -> Answer:
+            closing.extend(asyncio.ensure_future(each.close()) for each in server.sockets)
+            return Answer("a")
+
+        async with ChatEndpoint(answer) as chat:
+            with pytest.raises(InfraError, match="OpenEnv server"):
+                await env.run(TASK, chat.endpoint)
+            await env.close()
+        await asyncio.gather(*closing)
+
+
+async def test_a_full_server_is_waited_for() -> None:
+    async with OpenEnvServer(Counts, max_sessions=1) as server:
+        env = OpenEnvEnv(url=server.url, game=TEXT)
+        async with ChatEndpoint(["a"] * 8 + ["stop"] * 8) as chat:
+            running = [asyncio.create_task(env.run(TASK, chat.endpoint)) for _ in range(2)]
+            await asyncio.gather(*running)
+            await env.close()
+        assert server.num_refused >= 1
+
+
+async def test_a_server_that_stays_full_is_given_up_in_time() -> None:
+    async with OpenEnvServer(Counts, max_sessions=0) as server:
+        env = OpenEnvEnv(url=server.url, game={**TEXT, "timeout_s": 0.3})
+        with pytest.raises(InfraError, match=r"server is full within 0\.3 s"):
+            await env.run(TASK, NOBODY)
+        await env.close()
+
+
+async def test_nobody_there_is_the_infrastructures_fault() -> None:
+    env = OpenEnvEnv(url="http://127.0.0.1:1", game=TEXT)
+    with pytest.raises(InfraError, match=r"127\.0\.0\.1:1"):
+        await env.run(TASK, NOBODY)
+    await env.close()
+
+
+@pytest.mark.parametrize("answer", ["not json", "[]", '{"type": "observation", "data": {}}', None])
+async def test_an_answer_that_is_none_is_the_infrastructures_fault(answer: str | None) -> None:
+    async def babble(request: web.BaseRequest) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        if answer is None:
+            await asyncio.wait_for(socket.receive(), 5.0)  # never answers
+        else:
+            await socket.send_str(answer)
+        return socket
+
+    runner = web.ServerRunner(web.Server(babble), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    env = OpenEnvEnv(url=url, game={**TEXT, "timeout_s": 0.3})
+    try:
+        with pytest.raises(InfraError):
+            await env.run(TASK, NOBODY)
+    finally:
+        await env.close()
+        await runner.cleanup()
+
+
+def test_tasks_are_seeds_that_split_and_seed_decide() -> None:
+    env = OpenEnvEnv(url="http://127.0.0.1:1")
+    first = [*itertools.islice(env.tasks("train", 0), 9)]
+    assert first == [*itertools.islice(env.tasks("train", 0), 9)]
+    assert first != [*itertools.islice(env.tasks("train", 1), 9)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"url": "localhost:80"}, "is no address"),
+        ({"url": "http://h", "game": {"action": "x"}}, "unknown field `action`"),
+        ({"url": "http://h", "game": {"reward": "mean"}}, "reward"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(EnvError, match=why):
+        load_env("openenv", settings)

@@ -1,0 +1,133 @@
+"""An agent's program: what it printed, how it ended, and that nothing it started is left."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+
+from rollmesh.core.errors import InfraError
+from rollmesh.envs.program import Command, Ended, Excerpt, run_program
+
+KEPT = {name: os.environ[name] for name in ("PATH", "ROLLMESH_TEST_RUN") if name in os.environ}
+
+# Its child leaves its group, its session and its parent, and writes its pid into a file, or a pipe
+# that the test reads; then the program goes on.
+DAEMON = """
+import os, signal
+reading, writing = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        with open("pid", "w") as file:
+            file.write(str(os.getpid()))
+        os.write(writing, b".")
+        signal.pause()
+    os._exit(0)
+os.read(reading, 1)
+"""
+
+
+async def run(
+    folder: Path, code: str, timeout_s: float = 30.0, max_output_bytes: int = 1000
+) -> Ended:
+    command = Command((sys.executable, "-c", code), folder, KEPT)
+    return await run_program(command, timeout_s, max_output_bytes)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_output_of_both_streams_and_the_exit_code_come_back(tmp_path: Path) -> None:
+    code = "import os; os.write(1, b'out '); os.write(2, b'err'); raise SystemExit(3)"
+    assert await run(tmp_path, code) == Ended(3, "out err", is_overtime=False)
+
+
+async def test_it_sees_its_environment_and_folder_and_an_empty_stdin(tmp_path: Path) -> None:
+    code = "import os, sys; print(sorted(os.environ), os.getcwd(), repr(sys.stdin.read()))"
+    command = Command((sys.executable, "-c", code), tmp_path, {"A": "1", "LC_CTYPE": "C.UTF-8"})
+    ended = await run_program(command, 30.0, 1000)
+    assert ended.output == f"['A', 'LC_CTYPE', 'ROLLMESH_MARK'] {tmp_path} ''\n"
+
+
+async def test_endless_output_is_read_on_and_its_ends_are_kept(tmp_path: Path) -> None:
+    code = "import sys; sys.stdout.write('a' * 300_000 + 'b' * 300_000)"
+    ended = await run(tmp_path, code, max_output_bytes=20)
+    assert ended.output == f"{'a' * 10}\n[... 599980 bytes left out ...]\n{'b' * 10}"
+
+
+async def test_time_that_is_over_kills_its_group(tmp_path: Path) -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import signal; "
+    code += "import os; print(os.getpid(), flush=True); signal.pause()'])"
+    ended = await run(tmp_path, code, timeout_s=1.0)
+    assert (ended.exit_code, ended.is_overtime) == (-signal.SIGKILL, True)
+    assert not is_alive(int(ended.output))
+
+
+@pytest.mark.parametrize("ending", ["", "signal.pause()"], ids=["ends", "overtime"])
+async def test_a_daemon_that_left_group_session_and_parent_is_ended_too(
+    tmp_path: Path, ending: str
+) -> None:
+    ended = await run(tmp_path, DAEMON + ending, timeout_s=1.0 if ending else 30.0)
+    assert ended.is_overtime == bool(ending)
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+async def test_a_daemon_that_emptied_its_environment_dies_with_its_group(tmp_path: Path) -> None:
+    code = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', "
+    code += "'import signal; signal.pause()'], env={}); open('pid', 'w').write(str(p.pid))"
+    ended = await run(tmp_path, code)
+    assert (ended.exit_code, ended.output) == (0, "")
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+async def test_cancellation_ends_all_of_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pid")
+    running = asyncio.create_task(run(tmp_path, DAEMON + "signal.pause()"))
+    pid = int(await asyncio.to_thread((tmp_path / "pid").read_text))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not is_alive(pid)
+
+
+async def test_a_program_that_is_not_there_is_the_infrastructures_fault(tmp_path: Path) -> None:
+    command = Command(("no-such-program",), tmp_path, KEPT)
+    with pytest.raises(InfraError, match="no-such-program: cannot be run"):
+        await run_program(command, 1.0, 100)
+
+
+def test_it_runs_on_a_workers_loop_too(tmp_path: Path) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(run(tmp_path, "print(7)")) == Ended(0, "7\n", is_overtime=False)
+        ended = runner.run(run(tmp_path, DAEMON + "signal.pause()", timeout_s=1.0))
+    assert ended.is_overtime
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+async def test_descriptors_are_given_back(tmp_path: Path) -> None:
+    await run(tmp_path, "")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        await run(tmp_path, "")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_excerpt_in_small_pieces_is_that_of_the_whole() -> None:
+    whole, pieces = Excerpt(10), Excerpt(10)
+    data = bytes(range(97, 123))
+    whole.add(data)
+    for byte in data:
+        pieces.add(bytes([byte]))
+    assert pieces.text() == whole.text() == "abcde\n[... 16 bytes left out ...]\nvwxyz"
+    short = Excerpt(10)
+    short.add(b"abcdefg")
+    assert short.text() == "abcdefg"

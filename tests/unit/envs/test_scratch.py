@@ -1,0 +1,54 @@
+"""Scratch folders: apart, our own, and gone."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from rollmesh.envs.scratch import new_scratch, remove
+
+
+async def test_two_empty_folders_that_only_we_may_enter_and_that_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    async with new_scratch() as one, new_scratch() as other:
+        assert one.home != one.work != other.work
+        assert [*one.home.iterdir(), *one.work.iterdir()] == []
+        assert stat.S_IMODE(one.home.parent.stat().st_mode) == stat.S_IRWXU
+        (one.work / "file").write_text("x")
+    assert os.listdir(tmp_path) == []
+
+
+async def test_it_goes_when_the_rollout_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError):
+        async with new_scratch():
+            raise RuntimeError
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root needs no permissions")
+def test_permissions_that_a_program_took_away_do_not_keep_it(tmp_path: Path) -> None:
+    root = tmp_path / "scratch"
+    (root / "a/b").mkdir(parents=True)
+    (root / "a/b/file").write_text("x")
+    for folder in (root / "a/b", root / "a"):
+        folder.chmod(0)
+    remove(root)
+    assert not root.exists()
+
+
+def test_links_out_of_it_are_not_followed(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("x")
+    root = tmp_path / "scratch"
+    root.mkdir()
+    (root / "link").symlink_to(kept)
+    remove(root)
+    assert not root.exists()
+    assert (kept / "file").exists()

@@ -1,0 +1,48 @@
+"""One question, one answer: what is asked, and what an answer is worth."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from rollmesh.core.types import Score, Task
+from rollmesh.envs.single_turn import SingleTurnEnv
+from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint
+
+TASK = Task("t", {"question": "2 + 2?"})
+
+
+class Plain(SingleTurnEnv):
+    def tasks(self, split: str, seed: int) -> Iterator[Task]:
+        yield TASK
+
+    def grade(self, task: Task, answer: str) -> float | Score:
+        return float(answer == "4")
+
+
+class Telling(Plain):
+    async def grade(self, task: Task, answer: str) -> Score:  # type: ignore[override]
+        return Score(0.5, {"num_chars": float(len(answer))})
+
+
+async def answer(env: SingleTurnEnv, said: str | Answer) -> tuple[Score, bool, int]:
+    async with ChatEndpoint([said, said]) as server:
+        transcript = await env.run(TASK, server.endpoint)
+        await env.close()
+    return await env.score(TASK, transcript), transcript.truncated, len(server.requests)
+
+
+async def test_one_answer_is_asked_for_and_graded() -> None:
+    assert await answer(Plain(), "4") == (Score(1.0), False, 1)
+    assert await answer(Plain(), "5") == (Score(0.0), False, 1)
+
+
+async def test_a_grade_may_tell_more_and_may_wait() -> None:
+    assert await answer(Telling(), "four") == (Score(0.5, {"num_chars": 4.0}), False, 1)
+
+
+@pytest.mark.parametrize(("reason", "is_truncated"), [("length", True), ("stop", False)])
+async def test_an_answer_that_was_cut_is_graded_and_truncated(
+    reason: str, is_truncated: bool
+) -> None:
+    found = await answer(Plain(), Answer("4", finish_reason=reason))
+    assert found == (Score(1.0), is_truncated, 1)

@@ -1,0 +1,217 @@
+"""Tools: the schema of a function, and that whatever a model or a tool does becomes text."""
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+
+from rollmesh.core.errors import EnvError, InfraError
+from rollmesh.envs.calls import Calls
+from rollmesh.envs.chat import ToolCall
+from rollmesh.envs.tools import Tool, Toolbox, ToolResult, ToolSettings, as_text
+
+
+class Place(msgspec.Struct):
+    x: int
+    y: int = 0
+
+
+def search(
+    words: str,
+    places: list[Place] | None = None,
+    order: Literal["new", "old"] = "new",
+    limit: Annotated[int, msgspec.Meta(ge=1, le=50)] = 10,
+) -> str:
+    """Search the library.
+
+    Looks at titles only.
+
+    Args:
+        words: what to look for
+        limit: how many titles, at most
+    """
+    return f"{words} {places} {order} {limit}"
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, number: int) -> int:
+        """Add to the total."""
+        self.total += number
+        return self.total
+
+
+def ignore(**_: object) -> None: ...
+
+
+def untyped(a) -> None: ...  # type: ignore[no-untyped-def]
+
+
+def positional(a: int, /) -> None: ...
+
+
+def unspeakable(a: Callable[[], int]) -> None: ...
+
+
+def unknown(a: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821 - the point
+
+
+async def call(
+    functions: list[Callable[..., Any]], name: str, arguments: str, **settings: Any
+) -> ToolResult:
+    toolbox = Toolbox(functions)
+    return await toolbox.call(
+        Calls(grace_s=0.1), ToolCall("c", name, arguments), ToolSettings(**settings)
+    )
+
+
+def test_schema_says_types_defaults_bounds_and_what_the_docstring_tells() -> None:
+    spec = Tool(search).spec
+    assert spec["type"] == "function"
+    function = spec["function"]
+    assert function["name"] == "search"
+    assert function["description"] == "Search the library.\n\nLooks at titles only."
+    schema = function["parameters"]
+    assert schema["type"] == "object"
+    assert schema["required"] == ["words"]
+    assert schema["additionalProperties"] is False
+    told = schema["properties"]
+    assert told["words"] == {"type": "string", "description": "what to look for"}
+    assert told["order"] == {"enum": ["new", "old"], "default": "new"}
+    assert told["limit"]["description"] == "how many titles, at most"
+    assert (told["limit"]["minimum"], told["limit"]["maximum"]) == (1, 50)
+    assert told["places"]["anyOf"][0]["items"] == {"$ref": "#/$defs/Place"}
+    assert schema["$defs"]["Place"]["required"] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (ignore, "cannot be given by its name"),
+        (untyped, "a has no type hint"),
+        (positional, "cannot be given by its name"),
+        (unspeakable, "no JSON schema"),
+        (unknown, "Nowhere"),
+        (functools.partial(search), "must be a function with a name"),
+        (lambda a: a, "must be a function with a name"),
+    ],
+)
+def test_function_without_a_schema_is_refused_in_one_line(
+    function: Callable[..., Any], why: str
+) -> None:
+    with pytest.raises(EnvError, match=why) as caught:
+        Tool(function)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(EnvError, match="one name: search, search"):
+        Toolbox([search, search])
+
+
+async def test_arguments_are_checked_converted_and_passed() -> None:
+    arguments = '{"words": "sea", "places": [{"x": 1}], "limit": "3"}'
+    result = await call([search], "search", arguments)
+    assert result == ToolResult("sea [Place(x=1, y=0)] new 3")
+
+
+async def test_methods_share_the_state_of_their_object() -> None:
+    counter = Counter()
+    assert await call([counter.add], "add", '{"number": 2}') == ToolResult("2")
+    assert await call([counter.add], "add", '{"number": 5}') == ToolResult("7")
+    assert "self" not in Tool(counter.add).spec["function"]["parameters"]["properties"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("{", "truncated"),
+        ("[]", "array"),
+        ("{}", "missing required field `words`"),
+        ('{"words": "a", "more": 1}', "unknown field `more`"),
+        ('{"words": "a", "limit": 0}', ">= 1"),
+        ('{"words": "a", "order": "best"}', "best"),
+        ('{"words": "a", "places": [{}]}', "places"),
+        ("", "missing required field `words`"),
+    ],
+)
+async def test_wrong_arguments_are_told_to_the_model(arguments: str, why: str) -> None:
+    result = await call([search], "search", arguments)
+    assert result.failed
+    assert result.text.startswith("error: wrong arguments for search: ")
+    assert why in result.text
+
+
+async def test_unknown_tool_is_told_with_those_there_are() -> None:
+    result = await call([search], "find", "{}")
+    assert result == ToolResult("error: there is no tool find; there are: search", failed=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("no such title"), "error: ValueError: no such title"),
+        (SystemExit(3), "sys.exit(3)"),
+        (TimeoutError("theirs"), "error: TimeoutError: theirs"),
+    ],
+)
+async def test_what_a_tool_raises_is_told_to_the_model(error: BaseException, text: str) -> None:
+    def broken() -> None:
+        raise error
+
+    result = await call([broken], "broken", "{}")
+    assert result.failed
+    assert text in result.text
+
+
+async def test_infrastructures_fault_is_not_the_models() -> None:
+    def broken() -> None:
+        raise InfraError("the database is away")
+
+    with pytest.raises(InfraError):
+        await call([broken], "broken", "{}")
+
+
+async def test_plain_tool_does_not_hold_the_loop_and_ends_at_its_limit() -> None:
+    may_end = threading.Event()
+
+    def stuck() -> None:
+        may_end.wait()
+
+    result = await call([stuck], "stuck", "{}", timeout_s=0.05)
+    may_end.set()
+    assert result == ToolResult("error: stuck did not end within 0.05 s", failed=True)
+
+
+async def test_coroutine_tool_is_cancelled_at_its_limit() -> None:
+    ended = []
+
+    async def stuck() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    result = await call([stuck], "stuck", "{}", timeout_s=0.05)
+    assert (result.failed, ended) == (True, [True])
+
+
+async def test_long_result_loses_its_middle() -> None:
+    def much() -> str:
+        return "a" * 100 + "b" * 100
+
+    result = await call([much], "much", "{}", max_chars=20)
+    assert result.text == "aaaaaaaaaa\n[... 180 characters left out ...]\nbbbbbbbbbb"
+
+
+def test_result_that_is_no_text_is_json_or_its_repr() -> None:
+    assert as_text({"a": [1, None]}) == '{"a":[1,null]}'
+    assert as_text(Place(1)) == '{"x":1,"y":0}'
+    assert as_text(object).startswith("<class")
+    assert as_text(None) == "null"
