@@ -102,8 +102,9 @@ class WorkerConfig(Section, frozen=True):
     """How many this machine starts."""
     max_rollouts: Positive = 64
     """Rollouts that run at the same time in one worker."""
-    load_timeout_s: PositiveSeconds = 120.0
-    """An environment that takes longer to load has failed."""
+    load_timeout_s: PositiveSeconds = 100.0
+    """An environment that takes longer to load has failed; less than launch.ready_timeout_s, so
+    that its reason is told."""
     run_timeout_s: PositiveSeconds = 600.0
     """A rollout that runs longer ends as `truncated`."""
     score_timeout_s: PositiveSeconds = 120.0
@@ -272,7 +273,7 @@ class Config(Section, frozen=True):
     """All of it."""
 
     env: str = "guess"
-    """The environment: `package.module:Class`, or a built-in one (`guess`, `echo`)."""
+    """The environment: `package.module:Class`, or a short name: guess, echo, gym, openenv."""
     env_settings: dict[str, Any] = {}
     """Keyword arguments of the environment's constructor."""
     run: RunConfig = RunConfig()

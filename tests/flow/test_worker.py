@@ -1,31 +1,23 @@
 """Real router and worker processes, a scripted engine, a client: groups arrive once and exact."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import Branch, Outcome, SamplingPolicy, Task
+from rollmesh.core.types import Branch, Outcome
 from rollmesh.serve.client.client import Dropped, Finished
 from rollmesh.serve.client.samples import cut
 from rollmesh.testing.engine import logprob_of
-from rollmesh.wire.bodies import encode_ask
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import (
-    AskGroup,
-    ClientBeat,
-    ClientHello,
     GroupAcked,
-    GroupAsk,
-    GroupFinished,
-    GroupMoved,
     GroupState,
 )
-from rollmesh.wire.sockets import Dialer, Hub, wait
-from tests.flow.worker_mesh import PATIENCE_S, Mesh, ask, byte_token, open_mesh, take
+from tests.flow.worker_mesh import PATIENCE_S, Mesh, SlowSink, ask, byte_token, open_mesh, take
 
 
 @pytest.fixture
@@ -118,13 +110,13 @@ async def test_group_outlives_its_router_and_runs_once(mesh: Mesh) -> None:
     assert_exact(finished)
     assert mesh.engine.num_seen("/generate") == 4
     client.cancel(waiting_id, "enough")
-    assert await take(client) == [Dropped(waiting_id, "enough")]
+    assert await take(client) == [Dropped(waiting_id, "cancelled: enough")]
 
 
 NUM_JUDGED = 40
 JUDGES = f"""
 class TheEnv(Plain):
-    def __init__(self, **settings):
+    def __init__(self):
         self.all_here = threading.Barrier({NUM_JUDGED})
 
     def score(self, task, transcript):
@@ -141,43 +133,6 @@ async def test_every_rollout_may_be_in_a_blocking_score_at_once(mesh: Mesh) -> N
     [finished] = await take(client)
     assert isinstance(finished, Finished)
     assert {r.reward for r in finished.record.rollouts} == {1.0}
-
-
-class SlowSink:
-    """A client by hand: a sink that acks when the test says so."""
-
-    def __init__(self, router: str) -> None:
-        self.hub = Hub("tcp://127.0.0.1:0")
-        self.dialer = Dialer(router, "c1")
-        self.finished: list[tuple[bytes, GroupFinished]] = []
-        self.moved: list[GroupMoved] = []
-
-    def ask(self, group_id: GroupId) -> None:
-        self.dialer.send(Packet(ClientHello("c1")))
-        task = Task(id="echo-1", data={"text_seed": 1})
-        body = encode_ask(GroupAsk(task=task, sampling=SamplingPolicy(), seed=7))
-        message = AskGroup(
-            group_id=group_id, client_id="c1", env="echo", num_samples=1, sink=self.hub.address
-        )
-        self.dialer.send(Packet(message, body=body))
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        for _ in range(int(PATIENCE_S / 0.05)):
-            if condition():
-                return
-            wait([self.hub, self.dialer], None, 0.05)
-            self.dialer.send(Packet(ClientBeat("c1", 1)))
-            for route, packet in self.hub.receive():
-                assert isinstance(packet.message, GroupFinished)
-                self.finished.append((route, packet.message))
-            for packet in self.dialer.receive():
-                if isinstance(packet.message, GroupMoved):
-                    self.moved.append(packet.message)
-        raise AssertionError("it did not happen")
-
-    def close(self) -> None:
-        self.hub.close()
-        self.dialer.close()
 
 
 async def test_result_is_sent_again_until_its_sink_acks(mesh: Mesh) -> None:

@@ -3,37 +3,22 @@
 import asyncio
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Outcome
 from rollmesh.serve.client.client import Arrival, Dropped, Finished
-from tests.flow.worker_mesh import PATIENCE_S, Mesh, Process, ask, open_mesh, take
+from tests.flow.worker_mesh import Mesh, SlowSink, ask, ended, leaves, open_mesh, take
 
 
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     async with open_mesh(tmp_path) as mesh:
         yield mesh
-
-
-async def ended(argv: list[str], folder: Path) -> tuple[int, str]:
-    """Exit code and stderr of `rollmesh ARGV`."""
-    words = [sys.executable, "-m", "rollmesh.cli.main", *argv]
-    done = await asyncio.to_thread(
-        subprocess.run, words, capture_output=True, cwd=folder, timeout=PATIENCE_S, check=False
-    )
-    return done.returncode, done.stderr.decode()
-
-
-async def leaves(process: Process) -> int:
-    return await asyncio.to_thread(process.popen.wait, PATIENCE_S)
 
 
 def outcomes(arrival: Arrival) -> list[Outcome]:
@@ -55,13 +40,13 @@ async def test_cancel_reaches_the_engine_within_a_second(mesh: Mesh) -> None:
     await mesh.engine.until(lambda: mesh.engine.num_live == 0)
     assert time.monotonic() - cancelled_s < 1.0
     assert mesh.engine.num_seen("/abort_request") >= 4
-    assert await take(client) == [Dropped(group_id, "no longer needed")]
+    assert await take(client) == [Dropped(group_id, "cancelled: no longer needed")]
     await mesh.until(lambda: mesh.worker_status("worker-0")["in_flight"] == 0)
 
 
 ONE_FAILS = """
 class TheEnv(Plain):
-    def __init__(self, **settings):
+    def __init__(self):
         self.chat = ChatClient()
         self.num_begun = 0
 
@@ -104,10 +89,7 @@ FAILS_TO_LOAD = {
     "hangs": "def wait_for_nothing():\n    threading.Event().wait()\nwait_for_nothing()",
     "constructor": "class TheEnv(Plain):\n    def __init__(self):\n        raise OSError('no GPU')",
     "constructor_hangs": (
-        "class TheEnv(Plain):\n"
-        "    def __init__(self, **settings):\n"
-        "        while True:\n"
-        "            pass"
+        "class TheEnv(Plain):\n    def __init__(self):\n        while True:\n            pass"
     ),
 }
 
@@ -130,7 +112,7 @@ async def test_environment_that_fails_to_load_is_told_to_its_clients_at_once(
         assert dropped.reason == "env_failed: " + line.removeprefix("rollmesh: ")
     if "hangs" in how:
         assert "worker.load_timeout_s = 1" in line
-        assert "it is in " in line
+        assert f"({how}.py:" in line.partition("it is in ")[2]
 
 
 async def test_failed_environment_is_told_to_a_router_that_was_away(mesh: Mesh) -> None:
@@ -148,86 +130,31 @@ async def test_failed_environment_is_told_to_a_router_that_was_away(mesh: Mesh) 
     assert "no such data set" in dropped.reason
 
 
-# recycling and draining
+# deadlines
 
 
-async def test_worker_that_has_run_enough_finishes_and_leaves(mesh: Mesh) -> None:
-    worn = await asyncio.to_thread(mesh.worker, "worker-0", recycle_rollouts=4)
-    client = mesh.client()
-    for _ in range(2):
-        ask(client, num_samples=2)
-    assert {each.worker_id for each in await take(client, 2) if isinstance(each, Finished)} == {
-        "worker-0"
-    }
-    assert await leaves(worn) == 0
-    [event] = [each for each in mesh.events("worker-0") if each["event"] == "worker.worn_out"]
-    assert event["reason"] == "4 rollouts, worker.recycle_rollouts = 4"
+async def test_group_past_its_deadline_ends_and_generates_no_more(mesh: Mesh) -> None:
     await asyncio.to_thread(mesh.worker, "worker-0")
-    ask(client)
-    [finished] = await take(client)
-    assert isinstance(finished, Finished)
-    assert finished.attempt == 1
+    sink, group_id = SlowSink(mesh.router.ready.address), GroupId("r1", 0)
+    mesh.engine.hold()
+    sink.ask(group_id, deadline_s=0.5)
+    await mesh.engine.until(lambda: mesh.engine.num_live == 1)
+    await asyncio.to_thread(sink.until, lambda: bool(sink.failed or sink.finished))
+    await mesh.engine.until(lambda: mesh.engine.num_live == 0)
+    assert [each.reason.split(":")[0] for each in sink.failed] in ([], ["deadline"])
+    assert not any(message.complete for _, message in sink.finished)
+    sink.close()
 
 
-async def test_worker_past_its_memory_leaves_with_that_reason(mesh: Mesh) -> None:
-    worn = await asyncio.to_thread(mesh.worker, "worker-0", max_rss_bytes=2**20)
-    assert await leaves(worn) == 0
-    [event] = [each for each in mesh.events("worker-0") if each["event"] == "worker.worn_out"]
-    assert event["reason"].endswith("bytes of memory, worker.max_rss_bytes = 1048576")
-
-
-# joining
-
-
-async def test_worker_joins_without_a_settings_file_under_a_name_of_its_own(mesh: Mesh) -> None:
-    words = ["worker", "--router", mesh.router.ready.address, "--env", "echo"]
-    words += ["--model-dir", str(mesh.folder / "model"), "--set", "env_settings.num_turns=1"]
-    argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
-    worker = await asyncio.create_subprocess_exec(*argv, cwd=mesh.folder)
-    client = mesh.client()
-    ask(client)
-    [finished] = await take(client)
-    worker.terminate()
-    assert await worker.wait() == 0
-    assert isinstance(finished, Finished)
-    assert finished.worker_id.startswith(f"{socket.gethostname()}-{worker.pid}-")
-
-
-MISTAKES = [
-    (["--env", "echo"], "--model-dir DIR is needed"),
-    (["--model-dir", "model"], "--env ENV: name the environment"),
-    (["--env", "echo", "--model-dir", "nowhere"], "model.path = nowhere: no such folder"),
-    (["--env", "none:Env", "--model-dir", "model"], 'env = "none:Env": module none'),
-    (
-        ["--env", "echo", "--model-dir", "model", "--router", "localhost:5555"],
-        "localhost:5555: ",
-    ),
-    (
-        ["--env", "echo", "--model-dir", "model", "--router", "tcp://10.1.2.3:5555"],
-        "tcp://10.1.2.3:5555: another machine lets in nobody without keys; set ROLLMESH_KEYS",
-    ),
-]
-
-
-@pytest.mark.parametrize(("words", "told"), MISTAKES)
-async def test_mistake_of_who_starts_a_worker_is_one_line(
-    mesh: Mesh, words: list[str], told: str
-) -> None:
-    argv = ["worker", "--router", mesh.router.ready.address, *words]
-    code, err = await ended(argv, mesh.folder)
-    assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith(f"rollmesh: {told}")
-
-
-async def test_worker_waits_for_its_router_and_serves_when_it_is_there(mesh: Mesh) -> None:
-    address = mesh.router.ready.address
-    await asyncio.to_thread(mesh.router.kill)
-    await asyncio.to_thread(mesh.worker, "worker-0")
-    mesh.router = await asyncio.to_thread(mesh.start_router, address)
-    client = mesh.client()
-    ask(client)
-    [finished] = await take(client)
-    assert isinstance(finished, Finished)
+async def test_result_that_nobody_takes_is_given_up_and_its_memory_is_free(mesh: Mesh) -> None:
+    await asyncio.to_thread(mesh.worker, "worker-0", delivery_timeout_s=0.3)
+    sink, group_id = SlowSink(mesh.router.ready.address), GroupId("r1", 0)
+    sink.ask(group_id)
+    await asyncio.to_thread(sink.until, lambda: bool(sink.failed))
+    assert sink.failed[0].group_id == group_id
+    assert {message.attempt for _, message in sink.finished} == {1, 2, 3}
+    await mesh.until(lambda: mesh.worker_status("worker-0")["held_bytes"] == 0)
+    sink.close()
 
 
 # stalls

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import zlib
@@ -17,13 +18,27 @@ import msgspec
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
-from rollmesh.core.process import Ready
+from rollmesh.core.process import OK, RECYCLED, Ready
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.client import Arrival, RolloutClient
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.wire.bodies import encode_ask
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import (
+    AskGroup,
+    ClientBeat,
+    ClientHello,
+    GroupAsk,
+    GroupFailed,
+    GroupFinished,
+    GroupMoved,
+)
+from rollmesh.wire.sockets import Dialer, Hub, wait
 
 PATIENCE_S = 20.0
+LOOK_S = 0.02
+"""How often another process's state is looked at: it tells nobody when it changes."""
 TURNS = {"num_turns": 2, "prompt_chars": 20, "turn_chars": 10, "max_tokens": 3}
 
 
@@ -76,15 +91,19 @@ def running(folder: Path, *words: str) -> Iterator[Process]:
             yield Process(popen, msgspec.json.decode(pipe.readline(), type=Ready))
     finally:
         popen.terminate()
-        assert popen.wait(PATIENCE_S) in (0, -signal.SIGKILL)
+        assert popen.wait(PATIENCE_S) in (OK, RECYCLED, -signal.SIGKILL)
 
 
 class Mesh:
     """A router and a folder; workers on demand."""
 
-    def __init__(self, folder: Path, engine: ScriptedEngine, stack: ExitStack) -> None:
+    def __init__(
+        self, folder: Path, engine: ScriptedEngine, stack: ExitStack, **router: object
+    ) -> None:
+        """`router` are settings of that section."""
         self.folder = folder
         self._stack = stack
+        self._router = {"beat_s": 0.1, "missed_beats": 5, **router}
         write_model_folder(folder / "model")
         self.engine = engine
         self.router = self.start_router()
@@ -97,10 +116,10 @@ class Mesh:
     def settings(self, env: str = "echo", **env_settings: object) -> list[str]:
         values = {
             "env": env,
-            "env_settings": env_settings or TURNS,
+            "env_settings": env_settings or (TURNS if env == "echo" else {}),
             "run": {"folder": "."},
             "model": {"path": str(self.folder / "model")},
-            "router": {"beat_s": 0.1, "missed_beats": 5},
+            "router": self._router,
         }
         path = self.folder / f"{env.replace(':', '-')}.json"
         path.write_bytes(msgspec.json.encode(values))
@@ -139,10 +158,11 @@ class Mesh:
         """Look again and again, from a thread, until `condition` holds."""
         await asyncio.to_thread(_look_until, condition)
 
-    def events(self, role: str) -> list[dict[str, Any]]:
-        """What that process has logged."""
-        lines = (self.folder / "mesh" / "logs" / f"{role}.log").read_bytes().splitlines()
-        return [msgspec.json.decode(line) for line in lines]
+    def last_reason(self, worker_id: str) -> str:
+        """Why it left, as it has logged."""
+        lines = (self.folder / "mesh" / "logs" / f"{worker_id}.log").read_bytes().splitlines()
+        events = [msgspec.json.decode(line) for line in lines]
+        return str([each for each in events if each["event"] == "worker.left"][-1]["reason"])
 
     def client(self) -> RolloutClient:
         folder = self.folder / "client"
@@ -156,15 +176,15 @@ def _look_until(condition: Callable[[], object]) -> None:
     give_up_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < give_up_s, "it did not happen"
-        time.sleep(0.02)
+        threading.Event().wait(LOOK_S)
 
 
 @asynccontextmanager
-async def open_mesh(folder: Path) -> AsyncIterator[Mesh]:
+async def open_mesh(folder: Path, **router: object) -> AsyncIterator[Mesh]:
     """A router that serves, with its engine; all processes end with the block."""
     async with ScriptedEngine(byte_token) as engine:
         with ExitStack() as stack:
-            yield await asyncio.to_thread(Mesh, folder, engine, stack)
+            yield await asyncio.to_thread(lambda: Mesh(folder, engine, stack, **router))
             await engine.release()
 
 
@@ -179,3 +199,61 @@ async def take(client: RolloutClient, num_groups: int = 1) -> list[Arrival]:
         while len(arrivals) < num_groups:
             arrivals += await asyncio.to_thread(client.take, 1.0)
     return arrivals
+
+
+async def ended(argv: list[str], folder: Path) -> tuple[int, str]:
+    """Exit code and stderr of `rollmesh ARGV`."""
+    words = [sys.executable, "-m", "rollmesh.cli.main", *argv]
+    done = await asyncio.to_thread(
+        subprocess.run, words, capture_output=True, cwd=folder, timeout=PATIENCE_S, check=False
+    )
+    return done.returncode, done.stderr.decode()
+
+
+async def leaves(process: Process) -> int:
+    return await asyncio.to_thread(process.popen.wait, PATIENCE_S)
+
+
+class SlowSink:
+    """A client by hand: a sink that acks when the test says so."""
+
+    def __init__(self, router: str) -> None:
+        self.hub = Hub("tcp://127.0.0.1:0")
+        self.dialer = Dialer(router, "c1")
+        self.finished: list[tuple[bytes, GroupFinished]] = []
+        self.moved: list[GroupMoved] = []
+        self.failed: list[GroupFailed] = []
+
+    def ask(self, group_id: GroupId, deadline_s: float = 0.0) -> None:
+        self.dialer.send(Packet(ClientHello("c1")))
+        task = Task(id="echo-1", data={"text_seed": 1})
+        body = encode_ask(GroupAsk(task=task, sampling=SamplingPolicy(), seed=7))
+        message = AskGroup(
+            group_id=group_id,
+            client_id="c1",
+            env="echo",
+            num_samples=1,
+            sink=self.hub.address,
+            deadline_s=deadline_s,
+        )
+        self.dialer.send(Packet(message, body=body))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(int(PATIENCE_S / 0.05)):
+            if condition():
+                return
+            wait([self.hub, self.dialer], None, 0.05)
+            self.dialer.send(Packet(ClientBeat("c1", 1)))
+            for route, packet in self.hub.receive():
+                assert isinstance(packet.message, GroupFinished)
+                self.finished.append((route, packet.message))
+            for packet in self.dialer.receive():
+                if isinstance(packet.message, GroupMoved):
+                    self.moved.append(packet.message)
+                if isinstance(packet.message, GroupFailed):
+                    self.failed.append(packet.message)
+        raise AssertionError("it did not happen")
+
+    def close(self) -> None:
+        self.hub.close()
+        self.dialer.close()

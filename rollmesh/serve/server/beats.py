@@ -7,17 +7,15 @@ Driven by its own thread, from `start` to `close`.
 """
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 
 import msgspec
 import psutil
 
 from rollmesh.core.logs import get_logger
+from rollmesh.serve.server.stack import whereabouts
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.messages import RouterHello, WorkerBeat
@@ -131,7 +129,7 @@ class Beats:
         answered = self._owed.sign.wait(STALL_S)
         self._lag_s = max(self._lag_s, time.monotonic() - self._owed.asked_s)
         if not answered:
-            self._stalled_in = self._loop_function()
+            self._stalled_in = whereabouts(self._loop_thread)
             if not self._owed.is_logged:
                 log.warning("loop.stalled", stalled_in=self._stalled_in)
                 self._owed.is_logged = True
@@ -148,13 +146,3 @@ class Beats:
         except RuntimeError:
             return False
         return True
-
-    def _loop_function(self) -> str:
-        frame = sys._current_frames().get(self._loop_thread)  # noqa: SLF001 - its documented use
-        return describe(frame) if frame else ""
-
-
-def describe(frame: FrameType) -> str:
-    """The function that a frame is in, and where."""
-    code = frame.f_code
-    return f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"

@@ -48,6 +48,24 @@ class WorkerState(enum.StrEnum):
     LEFT = "left"
 
 
+class Cause(enum.StrEnum):
+    """Why a worker leaves."""
+
+    DRAINED = "drained"
+    WORN_OUT = "recycled"
+    STOPPED = "stopped"
+
+
+class Leaving(msgspec.Struct, frozen=True):
+    """Why this one does."""
+
+    cause: Cause
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.reason}"
+
+
 class DutiesSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Who works, and how much at a time."""
 
@@ -123,8 +141,8 @@ class Duties:
         self.state = WorkerState.SERVING
         self.router = ""
         """The incarnation last heard; '' before the first."""
-        self.leaves_since = ""
-        """Why it drains, `drained: ...`, `recycled: ...` or `stopped: ...`."""
+        self.leaving: Leaving | None = None
+        """Why it drains."""
         self.running: dict[GroupId, Running] = {}
         self.aborting: set[GroupId] = set()
         self.outbox = Outbox(settings.outbox)
@@ -156,9 +174,9 @@ class Duties:
             case Ended():
                 actions += self._ended(event, now_s)
             case WornOut(reason):
-                self._drain(f"recycled: {reason}")
+                self._drain(Cause.WORN_OUT, reason)
             case Stopping(reason):
-                self._drain(f"stopped: {reason}")
+                self._drain(Cause.STOPPED, reason)
                 for group_id in list(self.running):
                     actions += self._abort(group_id, reason)
             case Received():
@@ -170,10 +188,8 @@ class Duties:
         idle = not (self.running or self.aborting or self.outbox.parcels)
         if idle and self.state is WorkerState.DRAINING:
             self.state = WorkerState.LEFT
-            actions += [
-                Send(ROUTER, WorkerLeft(self.settings.worker_id, self.leaves_since)),
-                Left(),
-            ]
+            left = WorkerLeft(self.settings.worker_id, str(self.leaving))
+            actions += [Send(ROUTER, left), Left()]
         return actions
 
     def _received(self, event: Received, now_s: float) -> list[Action]:
@@ -195,7 +211,7 @@ class Duties:
                 actions += self._abort(group_id, reason)
                 actions += self.outbox.step(Unwanted(group_id), now_s)
             case DrainWorker(reason):
-                self._drain(f"drained: {reason}")
+                self._drain(Cause.DRAINED, reason)
             case GroupAcked(group_id):
                 acked = self.outbox.step(event, now_s)
                 if acked:
@@ -212,10 +228,11 @@ class Duties:
         started = Send(ROUTER, GroupStarted(group_id, attempt))
         if running := self.running.get(group_id):
             # A router that had given us up calls it a later attempt: the work goes on under that.
-            running.attempt = max(running.attempt, attempt)
+            # A client that came back listens elsewhere.
+            running.attempt, running.sink = max(running.attempt, attempt), ask.sink
             return [started]
-        if parcel := self.outbox.parcels.get(group_id):
-            self.outbox.renumber(group_id, max(parcel.message.attempt, attempt))
+        if group_id in self.outbox.parcels:
+            self.outbox.readdress(group_id, attempt, ask.sink)
             return [started]
         if self.state is not WorkerState.SERVING:
             return [Send(ROUTER, GroupReturned(group_id, attempt, "the worker is draining"))]
@@ -243,9 +260,9 @@ class Duties:
         self.aborting.add(group_id)
         return [Abort(group_id, reason)]
 
-    def _drain(self, reason: str) -> None:
+    def _drain(self, cause: Cause, reason: str) -> None:
         if self.state is WorkerState.SERVING:
-            self.state, self.leaves_since = WorkerState.DRAINING, reason
+            self.state, self.leaving = WorkerState.DRAINING, Leaving(cause, reason)
 
     def _hello(self, now_s: float) -> Send:
         self._awaits_hello = True

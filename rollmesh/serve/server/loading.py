@@ -19,7 +19,7 @@ from rollmesh.core.errors import EnvError
 from rollmesh.core.process import USAGE
 from rollmesh.envs.env import Env
 from rollmesh.envs.loading import load_env
-from rollmesh.serve.server.beats import describe
+from rollmesh.serve.server.stack import whereabouts
 from rollmesh.serve.server.worker import WorkerSettings
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import EnvFailed, RouterHello
@@ -67,11 +67,10 @@ def report(settings: WorkerSettings, error: str) -> None:
 def _give_up(settings: WorkerSettings, main_thread: int, say: threading.Lock) -> None:
     if not say.acquire(blocking=False):
         return
-    frame = sys._current_frames().get(main_thread)  # noqa: SLF001 - its documented use
     config = settings.config
     error = (
         f'env = "{config.env}" was not loaded within worker.load_timeout_s = '
-        f"{config.worker.load_timeout_s:g}; it is in {describe(frame) if frame else 'no code'}"
+        f"{config.worker.load_timeout_s:g}; it is in {whereabouts(main_thread)}"
     )
     report(settings, error)
     sys.stderr.write(f"rollmesh: {error}\n")

@@ -114,10 +114,13 @@ class Outbox:
                 given_up = [action for each in lost for action in self._give_up(each)]
                 return given_up + [self._send_again(p, now_s) for p in self._due(now_s)]
 
-    def renumber(self, group_id: GroupId, attempt: int) -> None:
-        """The router calls what is held a later attempt."""
+    def readdress(self, group_id: GroupId, attempt: int, sink: str) -> None:
+        """The router calls what is held a later attempt, or its client listens elsewhere."""
         parcel = self.parcels[group_id]
+        attempt = max(parcel.message.attempt, attempt)
         parcel.message = msgspec.structs.replace(parcel.message, attempt=attempt)
+        if sink != parcel.sink:
+            parcel.sink, parcel.due_s = sink, 0.0
 
     def _acked(self, route: bytes, group_id: GroupId, now_s: float) -> list[Action]:
         parcel = self._take_out(group_id)

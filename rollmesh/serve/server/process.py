@@ -22,12 +22,22 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import UserError
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.process import FAILED, OK, USAGE, Ready, announce, listen, stop_event
+from rollmesh.core.process import (
+    FAILED,
+    OK,
+    RECYCLED,
+    USAGE,
+    Ready,
+    announce,
+    listen,
+    stop_event,
+)
 from rollmesh.envs.calls import Calls, Limit, tamed
 from rollmesh.envs.env import Env
 from rollmesh.runtime.assembly import GC_THRESHOLDS, new_runtime
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.serve.server.beats import Beats, BeatSettings
+from rollmesh.serve.server.duties import Cause, Leaving
 from rollmesh.serve.server.loading import load_in_time
 from rollmesh.serve.server.rollouts import Stage, one_line
 from rollmesh.serve.server.worker import Worker, WorkerSettings
@@ -46,10 +56,11 @@ EXIT_S = 1.0
 
 def run(
     config: Config, router: str, worker_id: str, listen_fd: int | None, ready_fd: int | None
-) -> None:
-    """Serve until SIGTERM or SIGINT, or until the router lets the worker go, or it is worn out.
+) -> int:
+    """Serve until stopped by SIGTERM or SIGINT, drained, or worn out; the exit code.
 
-    EnvError, ModelError or AddressError, one line, where it cannot begin.
+    That is OK, or RECYCLED where it wants another in its place. EnvError, ModelError or
+    AddressError, one line, where it cannot begin.
     """
     setup(worker_id, config.run_folder() if ready_fd is not None else None)
     settings = WorkerSettings(worker_id, router, config, read_keys())
@@ -60,16 +71,25 @@ def run(
         loop = runner.get_loop()
         code = FAILED
         try:
-            _run_to_end(loop, loop.create_task(_serve(settings, env, listening, ready_fd)))
-            code = OK
+            serving = loop.create_task(_serve(settings, env, listening, ready_fd))
+            code = _code_of(_run_to_end(loop, serving))
         except UserError:
             code = USAGE
             raise
         finally:
             _end_in_time(code)
+    return code
 
 
-def _run_to_end(loop: asyncio.AbstractEventLoop, serving: asyncio.Task[None]) -> None:
+def _code_of(leaving: Leaving) -> int:
+    if leaving.cause is not Cause.WORN_OUT:
+        return OK
+    # The last line on stderr is what launch tells of an end.
+    sys.stderr.write(f"{leaving.reason}\n")
+    return RECYCLED
+
+
+def _run_to_end(loop: asyncio.AbstractEventLoop, serving: asyncio.Task[Leaving]) -> Leaving:
     """Serve on, whatever the tasks that environment code starts let out."""
     while True:
         try:
@@ -96,7 +116,7 @@ def _end_in_time(code: int) -> None:
 
 async def _serve(
     settings: WorkerSettings, env: Env, listening: socket.socket, ready_fd: int | None
-) -> None:
+) -> Leaving:
     config, worker_id = settings.config, settings.worker_id
     loop = asyncio.get_running_loop()
     stop = stop_event(loop)
@@ -126,8 +146,9 @@ async def _serve(
         stack.callback(beats.close)
         announce(ready_fd, Ready(worker_id, os.getpid(), address))
         log.info("worker.started", address=address, env=config.env)
-        await worker.serve(stop)
-    log.info("worker.stopped")
+        leaving = await worker.serve(stop)
+    log.info("worker.left", reason=str(leaving))
+    return leaving
 
 
 async def _close(env: Env, calls: Calls) -> None:

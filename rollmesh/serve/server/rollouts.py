@@ -43,7 +43,7 @@ class Stage(msgspec.Struct, frozen=True):
     model_name: str
     settings: WorkerConfig
     clock: Clock
-    calls: Calls
+    calls: Calls = msgspec.field(default_factory=Calls)
 
 
 class Played(msgspec.Struct):

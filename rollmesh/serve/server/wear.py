@@ -1,10 +1,10 @@
 """When a worker has served long enough: its memory, its age in rollouts, what it could not end.
 
-    FRESH --a limit is passed--> WORN OUT (it drains, leaves with the reason and exits 0)
+    FRESH --a limit is passed--> WORN OUT (it drains, and leaves with the reason)
 
 Invariant: pure; the reason names the setting. What a process gathers that nobody gives back (leaks
-of environment code, calls that never end) goes with it, and a fresh one takes its place where a
-supervisor starts it. Driven by worker.py, at each tick.
+of environment code, calls that never end) goes with it; by its exit code it asks for a fresh one in
+its place. Driven by worker.py, at each tick.
 """
 
 import msgspec

@@ -27,6 +27,7 @@ from rollmesh.serve.server.duties import (
     DutiesSettings,
     Ended,
     Event,
+    Leaving,
     Left,
     Stopping,
     WorkerState,
@@ -124,8 +125,8 @@ class Worker:
         self._stage = stage
         self._step(Ticked())
 
-    async def serve(self, stop: asyncio.Event) -> None:
-        """Work until the router lets us go, or until `stop`; then abort, deliver and leave."""
+    async def serve(self, stop: asyncio.Event) -> Leaving:
+        """Work until drained, worn out or stopped, deliver and leave; why it did."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -139,6 +140,8 @@ class Worker:
                     task.cancel()
         finally:
             self._post.close()
+        assert self._duties.leaving is not None
+        return self._duties.leaving
 
     async def _tick(self) -> None:
         while True:
@@ -167,7 +170,7 @@ class Worker:
         except TimeoutError:
             num_held = len(self._duties.holds())
             log.warning("worker.left_undelivered", num_groups=num_held)
-            left = WorkerLeft(self._worker_id, self._duties.leaves_since)
+            left = WorkerLeft(self._worker_id, str(self._duties.leaving))
             self._post.send(ROUTER, Packet(left, self._duties.router))
 
     def _step(self, event: Event) -> None:

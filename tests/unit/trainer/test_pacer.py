@@ -104,10 +104,13 @@ def test_tokens_of_another_runs_weights_are_dropped_by_name(stage: Stage) -> Non
     assert (stage.tally.num_dropped, stage.lost()) == (4, 0)
 
 
-def test_a_failed_sibling_is_dropped_with_its_reason_and_the_rest_trains(stage: Stage) -> None:
+@pytest.mark.parametrize("outcome", [Outcome.AGENT_ERROR, Outcome.INFRA_ERROR])
+def test_a_failed_sibling_is_dropped_with_its_reason_and_the_rest_trains(
+    stage: Stage, outcome: Outcome
+) -> None:
     stage.pacer.ask(MANY)
     first, second, *_ = stage.open()
-    stage.client.finish(first, {2: Outcome.AGENT_ERROR})
+    stage.client.finish(first, {2: outcome})
     stage.client.finish(second)
     stage.pacer.collect(0.0)
     assert stage.lost() == 0
@@ -115,7 +118,7 @@ def test_a_failed_sibling_is_dropped_with_its_reason_and_the_rest_trains(stage: 
     stage.pacer.trained(batch)
     assert len(batch.samples()) == 7
     [drop] = stage.rows("drops.jsonl")
-    assert (drop["index"], str(drop["reason"]).split(":")[0]) == (2, "agent_error")
+    assert (drop["index"], str(drop["reason"]).split(":")[0]) == (2, outcome.value)
     assert stage.lost() == 0
 
 

@@ -1,12 +1,11 @@
 """Beats: the router hears of a worker whose loop is held, and of the function that holds it."""
 
 import asyncio
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from rollmesh.serve.server.beats import Beats, BeatSettings, Vitals, describe
+from rollmesh.serve.server.beats import Beats, BeatSettings, Vitals
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import RouterHello, WorkerBeat
 from rollmesh.wire.sockets import Hub, wait
@@ -88,9 +87,3 @@ async def test_hello_that_comes_on_the_beats_socket_is_handed_to_the_loop(hub: H
 def test_beats_closed_before_they_start_leave_no_peer(hub: Hub) -> None:
     new_beats(hub, []).close()
     assert list(hub.receive()) == []
-
-
-def test_function_is_named_with_its_place() -> None:
-    assert describe(sys._getframe()).startswith(  # noqa: SLF001 - the only way to a frame
-        "test_function_is_named_with_its_place (test_beats.py:"
-    )

@@ -116,6 +116,18 @@ def test_later_attempt_of_a_running_group_takes_over_its_work() -> None:
     assert send == Send(SINK.encode(), GroupFinished(ONE, 2, "w1", True))
 
 
+def test_result_goes_to_where_its_client_listens_now() -> None:
+    duties = new_duties()
+    for group_id in (ONE, TWO):
+        run(duties, group_id)
+    end(duties, TWO)
+    for group_id in (ONE, TWO):
+        hear(duties, RunGroup(group_id, 1, 4, "tcp://elsewhere"))
+    elsewhere = b"tcp://elsewhere"
+    assert end(duties, ONE) == [Send(elsewhere, GroupFinished(ONE, 1, "w1", True))]
+    assert Send(elsewhere, GroupFinished(TWO, 1, "w1", True)) in duties.step(Ticked(), 0.0)
+
+
 def test_late_ask_for_a_delivered_group_is_answered_and_not_run() -> None:
     duties = new_duties()
     run(duties, ONE)

@@ -101,8 +101,15 @@ def test_group_is_packed_once() -> None:
 def test_renumbered_parcel_is_delivered_under_its_new_attempt() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
-    outbox.renumber(group(1), 2)
+    outbox.readdress(group(1), 2, "tcp://sink")
     assert outbox.step(Ticked(), 1.0) == [Send(b"tcp://sink", finished(1, attempt=2))]
+
+
+def test_parcel_goes_at_once_to_where_its_client_listens_now() -> None:
+    outbox = new_outbox()
+    pack(outbox, 1)
+    outbox.readdress(group(1), 1, "tcp://elsewhere")
+    assert outbox.step(Ticked(), 0.1) == [Send(b"tcp://elsewhere", finished(1))]
 
 
 @pytest.mark.parametrize("route", [b"", b"tcp://sink"])

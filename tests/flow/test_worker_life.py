@@ -1,0 +1,125 @@
+"""Workers as real processes come and go: joined by hand, drained, worn out."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.process import RECYCLED
+from rollmesh.serve.client.client import Finished
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import AskDrain
+from rollmesh.wire.sockets import Dialer
+from tests.flow.worker_mesh import Mesh, ask, ended, leaves, open_mesh, take
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with open_mesh(tmp_path) as mesh:
+        yield mesh
+
+
+# recycling and draining
+
+
+async def test_worker_that_has_run_enough_finishes_and_leaves(mesh: Mesh) -> None:
+    worn = await asyncio.to_thread(mesh.worker, "worker-0", recycle_rollouts=4)
+    client = mesh.client()
+    for _ in range(2):
+        ask(client, num_samples=2)
+    assert {each.worker_id for each in await take(client, 2) if isinstance(each, Finished)} == {
+        "worker-0"
+    }
+    assert await leaves(worn) == RECYCLED
+    assert mesh.last_reason("worker-0") == "recycled: 4 rollouts, worker.recycle_rollouts = 4"
+    await asyncio.to_thread(mesh.worker, "worker-0")
+    ask(client)
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+    assert finished.attempt == 1
+
+
+async def test_worker_past_its_memory_leaves_with_that_reason(mesh: Mesh) -> None:
+    worn = await asyncio.to_thread(mesh.worker, "worker-0", max_rss_bytes=2**20)
+    assert await leaves(worn) == RECYCLED
+    reason = mesh.last_reason("worker-0")
+    assert reason.startswith("recycled: ")
+    assert reason.endswith("bytes of memory, worker.max_rss_bytes = 1048576")
+
+
+async def test_drained_worker_finishes_what_it_runs_and_leaves(mesh: Mesh) -> None:
+    drained = await asyncio.to_thread(mesh.worker, "worker-0")
+    client, cli = mesh.client(), Dialer(mesh.router.ready.address, "cli")
+    mesh.engine.hold()
+    running = ask(client)
+    await mesh.engine.until(lambda: mesh.engine.num_live == 2)
+    cli.send(Packet(AskDrain(1, "worker-0", "make room")))
+    await mesh.until(lambda: mesh.worker_status("worker-0")["state"] == "draining")
+    later = ask(client)
+    await mesh.engine.release()
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+    assert (finished.group_id, finished.attempt) == (running, 1)
+    assert await leaves(drained) == 0
+    await asyncio.to_thread(mesh.worker, "worker-1")
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+    assert (finished.group_id, finished.worker_id) == (later, "worker-1")
+    cli.close()
+
+
+# joining
+
+
+async def test_worker_joins_without_a_settings_file_under_a_name_of_its_own(mesh: Mesh) -> None:
+    words = ["worker", "--router", mesh.router.ready.address, "--env", "echo"]
+    words += ["--model-dir", str(mesh.folder / "model"), "--set", "env_settings.num_turns=1"]
+    argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
+    worker = await asyncio.create_subprocess_exec(*argv, cwd=mesh.folder)
+    client = mesh.client()
+    ask(client)
+    [finished] = await take(client)
+    worker.terminate()
+    assert await worker.wait() == 0
+    assert isinstance(finished, Finished)
+    assert finished.worker_id.startswith(f"{socket.gethostname()}-{worker.pid}-")
+
+
+MISTAKES = [
+    (["--env", "echo"], "--model-dir DIR is needed"),
+    (["--model-dir", "model"], "--env ENV: name the environment"),
+    (["--env", "echo", "--model-dir", "nowhere"], "model.path = nowhere: no such folder"),
+    (["--env", "none:Env", "--model-dir", "model"], 'env = "none:Env": module none'),
+    (
+        ["--env", "echo", "--model-dir", "model", "--router", "localhost:5555"],
+        "localhost:5555: ",
+    ),
+    (
+        ["--env", "echo", "--model-dir", "model", "--router", "tcp://10.1.2.3:5555"],
+        "tcp://10.1.2.3:5555: another machine lets in nobody without keys; set ROLLMESH_KEYS",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), MISTAKES)
+async def test_mistake_of_who_starts_a_worker_is_one_line(
+    mesh: Mesh, words: list[str], told: str
+) -> None:
+    argv = ["worker", "--router", mesh.router.ready.address, *words]
+    code, err = await ended(argv, mesh.folder)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"rollmesh: {told}")
+
+
+async def test_worker_waits_for_its_router_and_serves_when_it_is_there(mesh: Mesh) -> None:
+    address = mesh.router.ready.address
+    await asyncio.to_thread(mesh.router.kill)
+    await asyncio.to_thread(mesh.worker, "worker-0")
+    mesh.router = await asyncio.to_thread(mesh.start_router, address)
+    client = mesh.client()
+    ask(client)
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
