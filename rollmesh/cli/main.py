@@ -37,7 +37,7 @@ VERBS = {
     "train": Verb("rollmesh.cli.rooms:train", "run a trainer alone"),
     "keys": Verb("rollmesh.cli.keys:main", "write the keys of a mesh that spans machines"),
     "healthy": Verb("rollmesh.cli.healthy:main", "say whether the process at an address serves"),
-    "make-model": Verb("rollmesh.cli.rooms:make_model", "write the demo's warm-started tiny model"),
+    "make-model": Verb("rollmesh.cli.make_model:main", "write the demo's warm-started tiny model"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The verbs that run one process of a mesh: engine, router, train, make-model.
+"""The verbs that run one process of a mesh: engine, router, train.
 
 Invariants: nothing of a room is imported before its own verb is called, so that torch and its
 weight stay out of every other process; a process that launch holds imports first and then waits.
@@ -8,11 +8,13 @@ Driven by launch, or by hand on another machine.
 # ruff: noqa: PLC0415 - each room is imported by its own verb only
 
 import argparse
+from contextlib import AbstractContextManager
 
 from rollmesh.cli.options import add_listen, add_room, config_of, parser
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config
 from rollmesh.core.descriptors import ROUTER_PEERS, allow_descriptors
 from rollmesh.core.process import wait_for_go
-from rollmesh.launch.folder import RunFolder
 
 
 def engine(argv: list[str]) -> int:
@@ -24,7 +26,7 @@ def engine(argv: list[str]) -> int:
 
 def router(argv: list[str]) -> int:
     """The router."""
-    from rollmesh.serve.router.process import run
+    from rollmesh.serve.router.process import Engines, run
 
     arguments = parser("router", "Run a router: asks to workers, and the fleet table.")
     add_room(arguments)
@@ -33,11 +35,17 @@ def router(argv: list[str]) -> int:
         "--engine", dest="engines", action="append", default=[], help="URL of an engine"
     )
     arguments.add_argument("--bind", metavar="ADDRESS", help="instead of router.bind")
+    arguments.add_argument(
+        "--fixed-weights",
+        action="store_true",
+        help="nobody publishes here: engines serve the weights they have, whatever their version",
+    )
     options = arguments.parse_args(argv)
     if options.bind:
         options.overrides.append(f"router.bind={options.bind}")
     allow_descriptors(ROUTER_PEERS, "a router")
-    run(config_of(options), options.engines, options.listen_fd, options.ready_fd)
+    engines = Engines(tuple(options.engines), options.fixed_weights)
+    run(config_of(options), engines, options.listen_fd, options.ready_fd)
     return 0
 
 
@@ -48,12 +56,28 @@ def train(argv: list[str]) -> int:
     arguments = parser("train", "Train on the rollouts of a mesh.")
     add_room(arguments)
     arguments.add_argument("--router", required=True, help="tcp:// address of the router")
+    arguments.add_argument(
+        "--status",
+        default="",
+        metavar="URL",
+        help="http:// address of the router, for the run's page; launch needs none",
+    )
     options = arguments.parse_args(pass_gate(argv))
     config = config_of(options)
-    if options.ready_fd is None:  # launch has made it
-        RunFolder(config)
-    run(config, options.router, options.ready_fd)
+    if options.ready_fd is not None:
+        run(config, options.router, options.ready_fd)
+        return 0
+    with watch_of(config, options.status):
+        run(config, options.router, None)
     return 0
+
+
+def watch_of(config: Config, url: str) -> AbstractContextManager[object]:
+    """For a trainer without launch what launch does: the run's folder, and its telemetry."""
+    from rollmesh.launch.folder import RunFolder
+    from rollmesh.launch.watch import Watch
+
+    return Watch(url, "trainer", RunFolder(config), SystemClock())
 
 
 def pass_gate(argv: list[str]) -> list[str]:
@@ -66,10 +90,3 @@ def pass_gate(argv: list[str]) -> list[str]:
     options, rest = arguments.parse_known_args(argv)
     wait_for_go(options.go_fd)
     return rest
-
-
-def make_model(argv: list[str]) -> int:
-    """The demo's tiny model; it owns its arguments."""
-    from rollmesh.trainer.warmstart import main
-
-    return main(argv)

@@ -9,7 +9,6 @@ first prompt is rendered, each next one is the sampled tokens plus the delta of 
 Driven by `rollmesh make-model`, a process of its own, once per demo.
 """
 
-import argparse
 import random
 import tempfile
 from collections import Counter
@@ -34,9 +33,6 @@ from rollmesh.trainer.tiny import TinyShape, write_tiny_model
 
 Game = tuple[tuple[int, str], ...]
 """What the player said and the answer it got, turn by turn; the last answer is empty."""
-
-LAST_FILE = "config.json"
-"""Without it, a folder is no model."""
 
 
 class Lesson(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,28 +78,17 @@ class GameTokens:
         return self._deltas[answer]
 
 
-def main(argv: list[str]) -> int:
-    """`rollmesh make-model FOLDER [--seed N] [--keep]`: write the demo's model; the exit code."""
-    arguments = argparse.ArgumentParser(
-        prog="rollmesh make-model", description="Write the demo's warm-started tiny model."
-    )
-    arguments.add_argument("folder", type=Path)
-    arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--keep", action="store_true", help="keep a model that is there")
-    options = arguments.parse_args(argv)
+def write_model(folder: Path, seed: int, last_file: str) -> None:
+    """Write the demo's model into `folder`, `last_file` last, so that it stands for a whole model.
+
+    Sets torch's number of threads to one.
+    """
     torch.set_num_threads(1)
-    if not (options.keep and (options.folder / LAST_FILE).is_file()):
-        make_whole_model(options.folder, options.seed)
-    return 0
-
-
-def make_whole_model(folder: Path, seed: int) -> None:
-    """Write the demo's model into `folder`, LAST_FILE last: with it, the model is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".", dir=folder) as name:
         new = Path(name)
         make_model(new, GuessEnv(), seed)
-        for file in sorted(new.iterdir(), key=lambda file: file.name == LAST_FILE):
+        for file in sorted(new.iterdir(), key=lambda file: file.name == last_file):
             file.replace(folder / file.name)
 
 

@@ -1,0 +1,133 @@
+"""Reads docker/*.yaml as Compose does: anchors, variables, `extends`; and says what they hold.
+
+Owns what we use of the format. Invariant: a service's words, variables and mounts are those that a
+container would get; what the format allows beside them is the schema's matter. Driven by
+test_docker.py.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from ruamel.yaml import YAML
+
+from tests.house.source import ROOT
+
+DOCKER = ROOT / "docker"
+_VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<rest>[^}]*))?\}")
+
+
+class Build(msgspec.Struct, frozen=True):
+    """What an image is built from."""
+
+    context: str
+    dockerfile: str
+    target: str
+
+
+class Condition(msgspec.Struct, frozen=True):
+    """What a service waits for, of another."""
+
+    condition: str
+
+
+class Mount(msgspec.Struct, frozen=True):
+    """A file of `configs`, and where a container sees it."""
+
+    source: str
+    target: str
+
+
+class Health(msgspec.Struct, frozen=True):
+    """A service's own question, in place of its image's."""
+
+    test: list[str] = []
+    disable: bool = False
+
+
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of container."""
+
+    image: str
+    command: list[str]
+    build: Build | None = None
+    entrypoint: list[str] = []
+    environment: dict[str, str] = {}
+    volumes: list[str] = []
+    configs: list[Mount] = []
+    ports: list[str] = []
+    depends_on: dict[str, Condition] = {}
+    healthcheck: Health = Health()
+    network_mode: str = ""
+    cap_drop: list[str] = []
+    restart: str = "no"
+
+    def target(self) -> str:
+        """The stage of the Dockerfile that makes its image."""
+        assert self.build is not None
+        return self.build.target
+
+    def mounts(self) -> dict[str, str]:
+        """The volume, or folder of the host, by the path where the container sees it."""
+        parts = [each.split(":") for each in self.volumes]
+        return {target: volume for volume, target, *_ in parts}
+
+    def is_read_only(self, target: str) -> bool:
+        """Whether the container may only read what is mounted at `target`."""
+        return any(each.endswith(f":{target}:ro") for each in self.volumes)
+
+
+class ConfigFile(msgspec.Struct, frozen=True):
+    """Where a file of `configs` stands, from the compose file's folder."""
+
+    file: str
+
+
+class Compose(msgspec.Struct, frozen=True):
+    """A compose file."""
+
+    name: str
+    services: dict[str, Service]
+    configs: dict[str, ConfigFile]
+    volumes: dict[str, None]
+
+
+def read_compose(name: str, variables: Mapping[str, str] | None = None) -> Compose:
+    """docker/`name` under these variables; KeyError for one that it needs."""
+    return msgspec.convert(_tree(name, variables or {}), Compose)
+
+
+def _tree(name: str, variables: Mapping[str, str]) -> dict[str, Any]:
+    text = (DOCKER / name).read_text()
+    tree: dict[str, Any] = YAML(typ="safe").load(_filled(text, variables))
+    for service in tree["services"].values():
+        if came_from := service.pop("extends", None):
+            base = _tree(came_from["file"], variables)["services"][came_from["service"]]
+            _extend(service, base)
+    return tree
+
+
+def _filled(text: str, variables: Mapping[str, str]) -> str:
+    def value_of(found: re.Match[str]) -> str:
+        name, kind, rest = found.group("name", "kind", "rest")
+        if variables.get(name):
+            return variables[name]
+        if kind == "-":
+            return str(rest)
+        raise KeyError(f"{name}: {rest}")
+
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    return _VARIABLE.sub(value_of, "\n".join(lines))
+
+
+def _extend(service: dict[str, Any], base: dict[str, Any]) -> None:
+    """Put below `service` what `base` says: tables are merged, volumes by their target."""
+    for key, value in base.items():
+        if key not in service:
+            service[key] = value
+        elif isinstance(value, dict):
+            _extend(service[key], value)
+        elif key == "volumes":
+            taken = {each.split(":")[1] for each in service[key]}
+            service[key] += [each for each in value if each.split(":")[1] not in taken]

@@ -1,0 +1,182 @@
+"""Runs the services of a compose file as plain processes, each with a loopback address of its own.
+
+What a container would isolate is written into the process's words instead: its volumes are folders
+below one folder, the names of other services are their addresses, and its own loopback, wildcard
+and eth0 are its own address (all of 127/8 is this machine, so ports stay as they are). Invariant: a
+path that a service does not mount stays as it is, and so does not exist. Driven by test_docker.py.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.flow.compose import DOCKER, Compose, Service
+from tests.flow.dockerfile import Stages
+from tests.house.leaks import MARK_VARIABLE
+
+INTERVAL_S = 0.2
+"""Between two health checks."""
+
+
+class Container:
+    """One running process of a service."""
+
+    def __init__(self, service: Service, address: str, folder: Path) -> None:
+        self.service = service
+        self.address = address
+        self.folder = folder
+        self.environment: dict[str, str] = {}
+        self.process: subprocess.Popen[bytes]
+
+    def log(self) -> str:
+        """What it said."""
+        return (self.folder / "log").read_text()
+
+
+class Containers:
+    """`start` in the order that the file asks for; `stop` ends all that still run."""
+
+    def __init__(self, compose: Compose, folder: Path, images: Mapping[str, Path]) -> None:
+        """`images` names the bin folder of each target of the Dockerfile."""
+        self.compose = compose
+        self.volumes = folder / "volumes"
+        self.running: dict[str, list[Container]] = {}
+        self._stages = Stages(DOCKER / "Dockerfile")
+        self._folder = folder
+        self._images = images
+        # A net of our own, so that runs beside each other do not meet.
+        self._net = f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
+        self._host_port = free_port()
+
+    def start(self, name: str, patience_s: float) -> Container:
+        """Start a service whose dependencies are there, and wait until others may depend on it."""
+        service = self.compose.services[name]
+        self._check_dependencies(service)
+        own = self.running.setdefault(name, [])
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
+        container = Container(service, self.address(name, len(own)), folder)
+        own.append(container)
+        words = [*self._entry(service), *service.command]
+        container.environment = self._environment(container)
+        with (folder / "log").open("wb") as log:
+            container.process = subprocess.Popen(
+                [self._local(word, container) for word in words],
+                env=container.environment,
+                cwd=folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._await(container, patience_s)
+        return container
+
+    def address(self, name: str, number: int = 0) -> str:
+        """Of the nth container of a service."""
+        return f"{self._net}.{10 + 20 * list(self.compose.services).index(name) + number}"
+
+    def is_healthy(self, container: Container) -> bool:
+        """Ask as its image's health check does."""
+        words = [self._local(word, container) for word in self._health_words(container.service)]
+        asked = subprocess.run(words, env=container.environment, cwd=container.folder, check=False)
+        return asked.returncode == 0
+
+    def stop(self, name: str, patience_s: float) -> list[int]:
+        """SIGTERM to all containers of a service; their exit codes."""
+        containers = self.running.pop(name, [])
+        for container in containers:
+            container.process.send_signal(signal.SIGTERM)
+        return [container.process.wait(patience_s) for container in containers]
+
+    def kill(self) -> None:
+        """End what still runs."""
+        for container in (each for own in self.running.values() for each in own):
+            container.process.kill()
+            container.process.wait()
+
+    # how a container differs from a process
+
+    def _check_dependencies(self, service: Service) -> None:
+        for name, condition in service.depends_on.items():
+            [*others] = self.running[name]
+            if condition.condition == "service_healthy":
+                assert all(map(self.is_healthy, others)), name
+            else:
+                assert condition.condition == "service_completed_successfully"
+                assert {other.process.returncode for other in others} == {0}, name
+
+    def _await(self, container: Container, patience_s: float) -> None:
+        if container.service.healthcheck.disable:
+            assert container.process.wait(patience_s) == 0, container.log()
+            return
+        deadline_s = time.monotonic() + patience_s
+        while not self.is_healthy(container):
+            assert time.monotonic() < deadline_s, container.log()
+            try:
+                container.process.wait(INTERVAL_S)
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError(f"ended: {container.log()}")
+
+    def _entry(self, service: Service) -> list[str]:
+        assert not service.entrypoint
+        return self._stages.last(service.target(), "ENTRYPOINT").words()
+
+    def _health_words(self, service: Service) -> list[str]:
+        assert not service.healthcheck.test
+        return self._stages.last(service.target(), "HEALTHCHECK").words()
+
+    def _environment(self, container: Container) -> dict[str, str]:
+        service = container.service
+        own = {name: self._local(text, container) for name, text in service.environment.items()}
+        mine = {
+            "PATH": f"{self._images[service.target()]}:{os.defpath}",
+            MARK_VARIABLE: os.environ.get(MARK_VARIABLE, ""),
+        }
+        return self._stages.environment(service.target()) | mine | own
+
+    def _local(self, text: str, container: Container) -> str:
+        """`text` as this container would understand it, for a process of this machine."""
+        if text == "rollmesh":
+            return str(self._images[container.service.target()] / text)
+        for target, path in self._mounts(container).items():
+            text = re.sub(rf"(?<![\w/]){re.escape(target)}(?![\w.-])", path, text)
+        return self._with_addresses(text, container)
+
+    def _with_addresses(self, text: str, container: Container) -> str:
+        if container.service.network_mode == "host":
+            return re.sub(r"(?<=[:=])8265\b", str(self._host_port), text)
+        text = re.sub(r"\b(0\.0\.0\.0|127\.0\.0\.1)\b|(?<=//)eth0\b", container.address, text)
+        for name in self.compose.services:
+            text = re.sub(rf"(?<=//){name}(?=:)", self.address(name), text)
+        return text
+
+    def _mounts(self, container: Container) -> dict[str, str]:
+        """Where the container's paths stand on this machine."""
+        paths = {}
+        for target, volume in container.service.mounts().items():
+            folder = self.volumes / volume
+            folder.mkdir(parents=True, exist_ok=True)
+            paths[target] = str(folder)
+        for mount in container.service.configs:
+            paths[mount.target] = str(container.folder / Path(mount.target).name)
+            if not Path(paths[mount.target]).exists():
+                self._write_settings(mount.source, Path(paths[mount.target]), container)
+        return paths
+
+    def _write_settings(self, source: str, path: Path, container: Container) -> None:
+        """A file of `configs`, which names paths and addresses too."""
+        text = (DOCKER / self.compose.configs[source].file).read_text()
+        path.touch()
+        path.write_text(self._local(text, container))
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])

@@ -1,0 +1,291 @@
+"""docker/ without Docker: others than us can read its files, what they name exists, and the mesh
+that they start trains, as plain processes: with its services' own words, settings and checks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.cli.main import VERBS
+from rollmesh.core.config import load_config
+from rollmesh.core.errors import AddressError
+from rollmesh.envs.guess import GuessEnv
+from rollmesh.trainer.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.warmstart import texts_of
+from rollmesh.wire.keys import check_bind
+from tests.flow.compose import DOCKER, Compose, Service, read_compose
+from tests.flow.containers import Container, Containers
+from tests.flow.demo import follow, read
+from tests.flow.dockerfile import Stages
+from tests.flow.slim_image import make_full, make_slim
+from tests.house.source import ROOT
+
+MODEL = {"MODEL_DIR": "/models/a-model"}
+FILES = ("compose.yaml", "compose.gpu.yaml")
+STAGES = Stages(DOCKER / "Dockerfile")
+SETTINGS = load_config(DOCKER / "mesh.toml")
+PATIENCE_S = 60.0
+"""A process may take so long, on a machine that has other things to do."""
+STOPS_WITHIN_S = 20.0
+PODMAN = """#!{python}
+import json, os, sys
+words = sys.argv[1:]
+print({{"--version": "podman version 5.5.0", "ps": "[]"}}.get(words[0], ""))
+if words[0] == "create":
+    with open({calls!r}, "a") as file:
+        print(json.dumps(words), file=file)
+"""
+
+
+@pytest.fixture(scope="module", params=FILES)
+def compose(request: pytest.FixtureRequest) -> Compose:
+    return read_compose(request.param, MODEL)
+
+
+def ours(compose: Compose) -> dict[str, Service]:
+    """The services that run an image of ours."""
+    return {name: each for name, each in compose.services.items() if each.build}
+
+
+def called(tool: str, *words: str | Path, path: str = os.defpath) -> tuple[int, str]:
+    """Exit code and words of a tool of this environment."""
+    argv = [str(Path(sys.executable).with_name(tool)), *map(str, words)]
+    variables = {"PATH": path, **MODEL}
+    done = subprocess.run(argv, capture_output=True, text=True, env=variables, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+# the files, by others
+
+
+def checked(file: Path) -> tuple[int, str]:
+    return called("check-jsonschema", "--builtin-schema=vendor.compose-spec", file)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_compose_file_keeps_to_the_schema(name: str, tmp_path: Path) -> None:
+    code, said = checked(DOCKER / name)
+    assert code == 0, said
+    wrong = tmp_path / name
+    wrong.write_text((DOCKER / name).read_text().replace("volumes:", "volume:"))
+    code, said = checked(wrong)
+    assert code == 1
+    assert "volume" in said
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_another_compose_reads_the_files_as_these_tests_do(name: str, tmp_path: Path) -> None:
+    created = created_by_podman(name, tmp_path)
+    compose = read_compose(name, MODEL)
+    assert created.keys() == compose.services.keys()
+    for service, words in created.items():
+        wanted = compose.services[service]
+        assert words[-1 - len(wanted.command) :] == [wanted.image, *wanted.command]
+        variables = [text for flag, text in pairwise(words) if flag == "-e"]
+        assert dict(text.split("=", 1) for text in variables) == wanted.environment
+        assert all(any(target in word for word in words) for target in wanted.mounts())
+        assert ("--cap-drop" in words) == bool(wanted.cap_drop)
+
+
+def created_by_podman(name: str, folder: Path) -> dict[str, list[str]]:
+    """The `podman create` that podman-compose makes of each service; podman itself only listens."""
+    podman, calls = folder / "podman", folder / "calls"
+    podman.write_text(PODMAN.format(python=sys.executable, calls=str(calls)))
+    podman.chmod(0o755)
+    words = ("-f", DOCKER / name, "up", "--no-build", "--no-start")
+    code, said = called("podman-compose", *words, path=f"{folder}:{os.defpath}")
+    assert code == 0, said
+    label = "com.docker.compose.service="
+    argvs = map(json.loads, calls.read_text().splitlines())
+    return {
+        word.removeprefix(label): argv for argv in argvs for word in argv if word.startswith(label)
+    }
+
+
+# the files, against the program
+
+
+def test_every_image_is_a_stage_that_runs_without_rights(compose: Compose) -> None:
+    for service in ours(compose).values():
+        stage = service.target()
+        assert service.image == f"rollmesh:{stage}"
+        assert int(STAGES.last(stage, "USER").rest.partition(":")[0]) > 0
+        assert STAGES.last(stage, "ENTRYPOINT").words() == ["rollmesh"]
+        verb = STAGES.last(stage, "HEALTHCHECK").words()
+        assert (verb[0], verb[1] in VERBS) == ("rollmesh", True)
+        assert service.build
+        assert (DOCKER / service.build.context).resolve() == ROOT
+        assert (ROOT / service.build.dockerfile).is_file()
+
+
+def test_the_full_image_has_the_extra_that_trains_and_the_slim_one_has_not() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for stage, is_full in (("slim", False), ("full", True)):
+        [built] = STAGES.copied_from(stage)
+        extras = set(re.findall(r"\.\[(\w+)\]", STAGES.runs(built)))
+        assert extras == ({"train"} if is_full else set())
+        assert extras <= project["optional-dependencies"].keys()
+    assert STAGES.names()[-1] == "full"
+    assert "rollmesh" in project["scripts"]
+
+
+def test_what_the_build_copies_is_there_and_nothing_else_is_sent() -> None:
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] != "#"]
+    let_in = [rule[1:] for rule in rules if rule.startswith("!")]
+    copied = {each for each in STAGES.context_files() if each != "./"}
+    assert rules[0] == "*"
+    assert copied == set(let_in)
+    for name in copied:
+        assert (ROOT / name).exists()
+        assert not any(fnmatch(name, rule) for rule in rules[1:] if not rule.startswith("!"))
+
+
+def test_every_variable_is_one_that_the_program_reads(compose: Compose) -> None:
+    source = "".join(path.read_text() for path in (ROOT / "rollmesh").rglob("*.py"))
+    for service in ours(compose).values():
+        for name in service.environment:
+            assert f'"{name}"' in source
+
+
+def test_every_volume_and_dependency_is_declared(compose: Compose) -> None:
+    for service in compose.services.values():
+        named = {volume for volume in service.mounts().values() if not volume.startswith("/")}
+        assert named <= compose.volumes.keys()
+        assert service.depends_on.keys() <= compose.services.keys()
+        assert {mount.source for mount in service.configs} <= compose.configs.keys()
+    used = {volume for each in compose.services.values() for volume in each.mounts().values()}
+    assert compose.volumes.keys() <= used
+
+
+def test_a_volume_is_written_by_its_maker_alone(compose: Compose) -> None:
+    makers = {"/keys": "keys", "/runs": "trainer", "/models/policy": "make-model"}
+    for name, service in compose.services.items():
+        for target in service.mounts():
+            assert service.is_read_only(target) or name == makers[target]
+
+
+def test_ports_are_this_machines_and_serve_what_the_settings_bind(compose: Compose) -> None:
+    published = [port for service in compose.services.values() for port in service.ports]
+    port = SETTINGS.router.http_bind.rpartition(":")[2]
+    assert published == [f"127.0.0.1:{port}:{port}"]
+    on_host = {n: s for n, s in compose.services.items() if s.network_mode == "host"}
+    assert on_host.keys() == {"dashboard"}
+    assert "--host=127.0.0.1" in on_host["dashboard"].command
+
+
+@pytest.mark.parametrize("bind", [SETTINGS.router.bind, SETTINGS.trainer.bind])
+def test_what_other_containers_reach_is_refused_without_keys(bind: str) -> None:
+    with pytest.raises(AddressError, match="ROLLMESH_KEYS"):
+        check_bind(bind, None)
+
+
+def test_with_a_gpu_nothing_changes_but_the_engine_and_the_device() -> None:
+    plain, gpu = read_compose("compose.yaml"), read_compose("compose.gpu.yaml", MODEL)
+    assert plain.services.keys() - gpu.services.keys() == {"make-model"}
+    device = gpu.services["trainer"].command[-1]
+    assert gpu.services["trainer"].command[:-1] == plain.services["trainer"].command
+    assert load_config(None, [device.removeprefix("--set=")]).trainer.device == "cuda"
+    for name in ("keys", "router", "worker", "dashboard"):
+        assert gpu.services[name].command == plain.services[name].command
+    with pytest.raises(KeyError, match="name the model's folder"):
+        read_compose("compose.gpu.yaml")
+
+
+def test_the_engine_with_a_gpu_is_the_sglang_of_the_contract() -> None:
+    pins = (ROOT / "tests/contract/sglang/pins.txt").read_text()
+    engine = read_compose("compose.gpu.yaml", MODEL).services["engine"]
+    [pin] = re.findall(r"^sglang==(.+)$", pins, re.MULTILINE)
+    assert engine.image == f"lmsysorg/sglang:v{pin}"
+    ours = read_compose("compose.yaml").services["engine"].command[1:]
+    flags = {word.replace("--model-path", "--model-dir") for word in engine.command}
+    assert flags | {"--skip-tokenizer-init"} == set(ours)
+
+
+# the mesh
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("images")
+    return {"slim": make_slim(folder / "slim"), "full": make_full(folder / "full")}
+
+
+@pytest.mark.parametrize("verb", ["router", "worker", "gateway", "dashboard", "keys", "healthy"])
+def test_the_slim_image_runs_without_torch(images: dict[str, Path], verb: str) -> None:
+    argv = [str(images["slim"] / "rollmesh"), verb, "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: rollmesh {verb}")
+    for library in ("torch", "transformers", "pytest"):
+        argv = [str(images["slim"] / "python"), "-c", f"import {library}"]
+        absent = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert f"No module named '{library}'" in absent.stderr
+
+
+@pytest.fixture
+def mesh(tmp_path: Path, images: dict[str, Path]) -> Iterator[Containers]:
+    """The services of compose.yaml, whose model is made already and whose run has no end."""
+    settings = tmp_path / "mesh.toml"
+    text = (DOCKER / "mesh.toml").read_text()
+    text = re.sub(
+        "num_steps = .*", "num_steps = 10000\ngroups_per_step = 2\nsamples_per_group = 4", text
+    )
+    settings.write_text(re.sub("eval_rollouts = .*", "eval_rollouts = 8", text))
+    containers = Containers(read_compose("compose.yaml", {"MESH": str(settings)}), tmp_path, images)
+    write_tiny_model(containers.volumes / "models", texts_of(GuessEnv()), TinyShape(), seed=0)
+    try:
+        yield containers
+    finally:
+        containers.kill()
+
+
+@pytest.mark.slow
+def test_the_mesh_trains_trains_again_and_stops_when_told(mesh: Containers) -> None:
+    run = mesh.volumes / "runs" / "mesh"
+    for name in ("keys", "make-model", "engine", "router", "worker", "worker"):
+        mesh.start(name, PATIENCE_S)
+    for _ in range(2):
+        mesh.start("keys", PATIENCE_S)
+        mesh.start("trainer", PATIENCE_S)
+        await_row(run / "metrics.jsonl", lambda row: row["step"] == 1)
+        await_row(run / "telemetry.jsonl", lambda row: is_whole(row["router"]))
+        mesh.start("dashboard", PATIENCE_S)
+        assert all(map(mesh.is_healthy, served(mesh)))
+        for name in ("dashboard", "trainer"):
+            assert mesh.stop(name, STOPS_WITHIN_S) == [0]
+    for name in ("worker", "router", "engine"):
+        logs = "\n".join(each.log() for each in mesh.running[name])
+        assert set(mesh.stop(name, STOPS_WITHIN_S)) == {0}, logs
+    for each in (run, run.with_name("mesh.1")):
+        summary = read(each / "summary.json")
+        assert summary["num_steps"] >= 2
+        assert summary["num_lost"] == 0
+        assert (each / "checkpoint" / "config.json").is_file()
+
+
+def await_row(path: Path, is_it: Callable[[dict[str, Any]], bool]) -> None:
+    """Follow `path` until it has such a row."""
+    next(row for row in follow(path) if is_it(row))
+
+
+def is_whole(router: dict[str, Any] | None) -> bool:
+    """Whether the page would show both workers and an engine that serves."""
+    if router is None:
+        return False
+    workers = {worker["worker_id"] for worker in router["workers"]}
+    return len(workers) == 2 and [each["phase"] for each in router["engines"]] == ["ready"]
+
+
+def served(mesh: Containers) -> list[Container]:
+    """Those that have a health check."""
+    running = [each for own in mesh.running.values() for each in own]
+    return [each for each in running if not each.service.healthcheck.disable]
