@@ -2,6 +2,7 @@
 #
 #   make demo ARGS="--seed 0"   train the tiny agent, watch it learn
 #   make test ARGS="-k ledger"  the whole test suite, or a part of it
+#   make chaos                  100,000 meshes in the simulator, 5,000 rollouts on real processes: long
 #   make check                  format, lint, types, arrows, house rules
 #   make bench BENCH=name       every benchmark, or one
 #   make bench-peers            other gateways for the interception benchmark, in .venv-peers (1.4 GB)
@@ -24,7 +25,7 @@ ARGS   ?=
 BENCH  ?= $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
 SOURCE := rollmesh tests $(wildcard benchmarks examples)
 
-.PHONY: help demo test clients test-clients test-sglang check format lint types arrows house bench bench-peers setup \
+.PHONY: help demo test chaos clients test-clients test-sglang check format lint types arrows house bench bench-peers setup \
         sglang clean
 .DEFAULT_GOAL := help
 
@@ -42,6 +43,9 @@ test-clients: $(STAMP) clients
 
 test-sglang: $(STAMP) sglang
 	@$(BIN)/python -m pytest tests/contract $(ARGS)
+
+chaos: $(STAMP)
+	@nice -n 15 $(BIN)/python -m pytest -m chaos -s tests/sim tests/flow/test_chaos.py $(ARGS)
 
 check: format lint types arrows house
 

@@ -1,72 +1,96 @@
-"""`rollmesh status [RUN_FOLDER]`: how a run stands, from the files it leaves.
+"""`rollmesh status [RUN_FOLDER | --router URL]`: how a run, or a mesh without launch, stands.
 
-Invariant: it reads what the page reads, so both say the same, and it works on a run that lives, has
-ended or was killed. Driven by people.
+Invariant: it only reads: a run's files, which the page reads too, or what the router tells anybody
+who asks. Driven by people, and with `--json` by programs.
 """
 
+import contextlib
+import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
 
 from rollmesh.cli.options import parser
+from rollmesh.cli.standing import Standing, of_folder, of_router, run_folder
+from rollmesh.cli.tables import paint
 from rollmesh.core.errors import UserError
+from rollmesh.core.process import OK
 from rollmesh.dashboard.reader import RunReader
 
-MIB = 2**20
+LOOK_S = 1.0
+PIPE_WIDTH = 200
+"""Where stdout is no terminal, lines are cut for no one."""
+
+Look = Callable[[], Standing]
 
 
 def main(argv: list[str]) -> int:
-    """Print it."""
-    arguments = parser("status", "Say how a run stands, from its folder.")
-    arguments.add_argument(
-        "run_folder", type=Path, nargs="?", help="the newest in runs/ if left out"
-    )
-    folder = arguments.parse_args(argv).run_folder or newest(Path("runs"))
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no such run folder; runs stand in runs/NAME")
-    now_s = time.time()
-    reader = RunReader(folder)
-    reader.poll(now_s)
-    print("\n".join(describe(reader.state(now_s))))
-    return 0
+    """Tell it, once or until Ctrl-C."""
+    arguments = parser("status", "Say how a run stands: its workers, queue and engines.")
+    where = arguments.add_mutually_exclusive_group()
+    where.add_argument("run_folder", type=Path, nargs="?", help="the newest in runs/ if left out")
+    where.add_argument("--router", metavar="URL", help="ask this router: http://host:port")
+    arguments.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
+    arguments.add_argument("--json", dest="is_json", action="store_true", help="one JSON line")
+    options = arguments.parse_args(argv)
+    look = looker(options.run_folder, options.router)
+    try:
+        if options.is_json:
+            tell_json(look, options.watch)
+        else:
+            tell(look, options.watch)
+    except BrokenPipeError:  # who read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return OK
 
 
-def newest(runs: Path) -> Path:
-    """The run folder that was begun last; UserError if there is none."""
-    begun = {path.parent: path.stat().st_mtime for path in runs.glob("*/config.json")}
-    if not begun:
-        raise UserError(f"{runs}: no runs there; name a run folder")
-    return max(begun, key=lambda folder: begun[folder])
+def looker(folder: Path | None, router: str | None) -> Look:
+    """What takes a look each time it is called; UserError where there is nothing to look at."""
+    if router:
+        return lambda: of_router(router, time.time())
+    reader = RunReader(run_folder(folder))
+    return lambda: of_folder(reader, time.time())
 
 
-def describe(state: dict[str, Any]) -> Iterator[str]:
-    """The lines."""
-    run, last = state["run"], state["learning"]["last"] or {}
-    step = last.get("step")
-    done = 0 if step is None else step + 1
-    yield f"{run['name']}: {run['phase']}, step {done} of {run['num_steps']}"
-    yield (
-        f"success {number(last.get('success'))}, untrained {number(run['success_untrained'])},"
-        f" policy version {last.get('policy_version', '-')},"
-        f" oldest sample {last.get('max_age', '-')}"
-    )
-    fleet = state["fleet"]
-    router = fleet["router"] or {"engines": [], "workers": []}
-    for engine in router["engines"]:
-        yield (
-            f"engine {engine['url']}: {engine['phase']}, policy version"
-            f" {engine['policy_version']}, {engine['num_running']} running"
-        )
-    for worker in router["workers"]:
-        yield (
-            f"{worker['worker_id']}: {worker['state']}, {worker['in_flight']} in flight,"
-            f" {worker['num_finished']} finished"
-        )
-    for process in fleet["processes"]:
-        yield f"pid {process['pid']} {process['role']}: {process['rss_bytes'] / MIB:.0f} MB"
+def tell_json(look: Look, is_watched: bool) -> None:
+    """A line per look."""
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            print(msgspec.json.encode(look()).decode(), flush=True)
+            if not is_watched:
+                return
+            time.sleep(LOOK_S)
 
 
-def number(value: float | None) -> str:
-    """Two digits."""
-    return "-" if value is None else f"{value:.2f}"
+def tell(look: Look, is_watched: bool) -> None:
+    """The tables; watched, they are painted in place, and a router that is away is waited for."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    console = Console(highlight=False, width=width)
+    scene: RenderableType = paint(look())
+    if not is_watched:
+        console.print(scene)
+        return
+    with contextlib.suppress(KeyboardInterrupt), shower(console) as show:
+        while True:
+            show(scene)
+            time.sleep(LOOK_S)
+            try:
+                scene = paint(look())
+            except UserError as error:
+                scene = Text(str(error), style="yellow")
+
+
+@contextlib.contextmanager
+def shower(console: Console) -> Iterator[Callable[[RenderableType], None]]:
+    """What shows a scene: over the last one on a terminal, else below it."""
+    if not console.is_terminal:
+        yield console.print
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda scene: live.update(scene, refresh=True)

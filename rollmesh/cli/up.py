@@ -1,4 +1,4 @@
-"""`rollmesh up mesh.toml`: a run with the user's own settings.
+"""`rollmesh up [mesh.toml]`: a run with the user's own settings.
 
 Invariant: it ends only when every process that it started has ended, and its exit code says how
 the run went. Driven by people, and in containers as the main process.
@@ -13,7 +13,13 @@ from rollmesh.launch.run import Order, launch
 def main(argv: list[str]) -> int:
     """Start the mesh, watch it until it ends; the exit code."""
     arguments = parser("up", "Start engines, router, workers, trainer and page; watch them.")
-    arguments.add_argument("config", type=Path, help="mesh.toml; `rollmesh init` writes one")
+    arguments.add_argument(
+        "config",
+        type=Path,
+        nargs="?",
+        default=Path("mesh.toml"),
+        help="mesh.toml of this folder if left out; `rollmesh init` writes one",
+    )
     add_set(arguments)
     add_view(arguments)
     options = arguments.parse_args(argv)

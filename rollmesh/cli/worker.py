@@ -2,7 +2,8 @@
 
 Invariants: what is wrong with the command line is told in one line, before the environment is
 loaded; without a settings file it needs a router, an environment and the model's folder, and gets a
-name that no other worker has. Driven by launch, and by people who add workers to a mesh.
+name that no other worker has; what its environment starts does not outlive it, launched or not.
+Driven by launch, and by people who add workers to a mesh.
 """
 
 # ruff: noqa: PLC0415 - the room is imported by its own verb only
@@ -24,12 +25,17 @@ from rollmesh.cli.options import (
 )
 from rollmesh.cli.rooms import pass_gate
 from rollmesh.core.config import Config
+from rollmesh.core.descriptors import PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import ConfigError, ModelError
 from rollmesh.core.ids import new_id
+from rollmesh.core.process import is_launched
+from rollmesh.core.warden import guard, mark_self
 
 
 def main(argv: list[str]) -> int:
-    """Work until stopped, drained or worn out."""
+    """Work until stopped, drained or worn out; the exit code says which."""
+    if not is_launched():
+        guard(mark_self("worker"))
     from rollmesh.serve.server.process import run
 
     options = _arguments().parse_args(pass_gate(argv))
@@ -38,9 +44,10 @@ def main(argv: list[str]) -> int:
         options.overrides.append(f"env={quoted(options.env)}")
     config = config_of(options, model_defaults(options))
     _check(options, config)
+    num_rollouts = config.worker.max_rollouts
+    allow_descriptors(PER_ROLLOUT * num_rollouts, f"worker.max_rollouts = {num_rollouts}")
     worker_id = options.worker_id or new_worker_id()
-    run(config, options.router, worker_id, options.listen_fd, options.ready_fd)
-    return 0
+    return run(config, options.router, worker_id, options.listen_fd, options.ready_fd)
 
 
 def new_worker_id() -> str:

@@ -7,8 +7,8 @@ ended through a pidfd, so a pid that was given anew is safe. Out of reach is onl
 environment, and what another daemon starts for us (a container).
 
 Run as a program, `warden.py PID MARK`, it waits for the end of PID, its parent, and then ends all
-that carry MARK: kill -9 leaves nobody else to do that. It imports next to nothing: 11 MB, most of it shared.
-Driven by launch and by the stand-alone worker.
+that carry MARK: kill -9 leaves nobody else to do that. It imports next to nothing: 11 MB, most of
+it shared. Driven by launch, by the stand-alone worker, and by envs for an agent's program.
 """
 
 import os
@@ -30,18 +30,34 @@ def new_mark(name: str) -> str:
     return f"{outer}/{mark}" if (outer := os.environ.get(MARK_VARIABLE)) else mark
 
 
-def guard(mark: str) -> "subprocess.Popen[bytes]":
-    """A process that ends all who carry `mark` when we have ended, however that happens."""
+def mark_self(name: str) -> str:
+    """Our own mark; a process that has none yet begins again with one.
+
+    What forks without exec (a multiprocessing pool) shows in /proc the environment that its parent
+    was started with, so a mark that is set later would not be seen there.
+    """
+    stem = f"{name}-{os.getpid()}."
+    mark = os.environ.get(MARK_VARIABLE, "")
+    if mark.rpartition("/")[2].startswith(stem):
+        return mark
+    environment = {**os.environ, MARK_VARIABLE: new_mark(stem.removesuffix("."))}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+_wardens: list["subprocess.Popen[bytes]"] = []
+"""They end after us, so nobody waits for them."""
+
+
+def guard(mark: str) -> int:
+    """Start what ends all who carry `mark` when we have ended, however that happens; its pid."""
     argv = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark]
     # A session of its own and no mark: neither Ctrl-C nor another warden is meant for it.
-    return subprocess.Popen(
-        argv,
-        env={},
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+    nowhere = subprocess.DEVNULL
+    warden = subprocess.Popen(
+        argv, env={}, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere
     )
+    _wardens.append(warden)
+    return warden.pid
 
 
 def kill_marked(mark: str) -> int:
@@ -95,6 +111,8 @@ def _carries(pid: str, mark: str) -> bool:
 def _main(pid: int, mark: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    if not hasattr(os, "pidfd_open"):  # not Linux: PDEATHSIG is not there either
+        return
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

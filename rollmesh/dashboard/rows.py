@@ -32,6 +32,10 @@ class WorkerRow(msgspec.Struct, frozen=True):
     rss_bytes: int = 0
     held_bytes: int = 0
     pid: int = 0
+    stalled_in: str = ""
+    num_attempts: int = 0
+    num_failed: int = 0
+    last_error: str = ""
 
 
 class EngineRow(msgspec.Struct, frozen=True):
@@ -42,6 +46,7 @@ class EngineRow(msgspec.Struct, frozen=True):
     policy_version: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    detail: str = ""
 
 
 class RouterRow(msgspec.Struct, frozen=True):
@@ -52,6 +57,9 @@ class RouterRow(msgspec.Struct, frozen=True):
     queue: dict[str, int] = {}
     """Groups by state: queued, assigned, running."""
     num_done: int = 0
+    num_failed: int = 0
+    num_cancelled: int = 0
+    num_clients: int = 0
 
 
 class TelemetryRow(msgspec.Struct, frozen=True):

@@ -49,7 +49,7 @@ class RunView:
         self._drops: Counter[str] = Counter()
         self._last_step: StepRow | None = None
         self._first_time_s: float | None = None
-        self._last_telemetry: TelemetryRow | None = None
+        self.last_telemetry: TelemetryRow | None = None
 
     def add_step(self, row: StepRow) -> Numbers | None:
         """Fold a line of metrics.jsonl; the row that the success plot gains, if any."""
@@ -68,7 +68,7 @@ class RunView:
         """Fold a line of telemetry.jsonl; the row that the process plots gain, if any."""
         numbers: Numbers = {"time_s": row.time_s}
         if row.router:
-            before = self._last_telemetry
+            before = self.last_telemetry
             numbers["in_flight"] = sum(worker.in_flight for worker in row.router.workers)
             if before and before.router and row.time_s > before.time_s:
                 elapsed_s = row.time_s - before.time_s
@@ -77,7 +77,7 @@ class RunView:
         for process in row.processes:
             numbers[f"rss/{process.role}"] = process.rss_bytes
         self._see_time(row.time_s)
-        self._last_telemetry = row
+        self.last_telemetry = row
         return self.telemetry.append(numbers)
 
     def add_drop(self, row: DropRow) -> None:
@@ -90,7 +90,7 @@ class RunView:
             return RunPhase.FINISHED
         if self._first_time_s is None:
             return RunPhase.WAITING
-        seen = [row.time_s for row in (self._last_telemetry, self._last_step) if row]
+        seen = [row.time_s for row in (self.last_telemetry, self._last_step) if row]
         return RunPhase.RUNNING if unix_s - max(seen) < SILENT_AFTER_S else RunPhase.SILENT
 
     def head(self, unix_s: float) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class RunView:
 
     def fleet(self) -> dict[str, Any]:
         """The latest tables of workers, engines and processes."""
-        row = self._last_telemetry or TelemetryRow(0.0)
+        row = self.last_telemetry or TelemetryRow(0.0)
         return {"time_s": row.time_s, **msgspec.to_builtins(row)}
 
     def _see_time(self, time_s: float) -> None:

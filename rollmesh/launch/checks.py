@@ -9,15 +9,19 @@ from pathlib import Path
 from aiohttp import ClientError, ClientSession, ClientTimeout, InvalidURL
 
 from rollmesh.core.config import Config
+from rollmesh.core.descriptors import PER_CHILD, PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import AddressError, ModelError
 
 ANSWER_S = 5.0
+NUM_OTHERS = 4
+"""Warm start, router, trainer, page."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MODEL_FILES = ("config.json", "tokenizer.json")
 
 
 async def check(config: Config, makes_model: bool) -> None:
     """UserError if the run cannot work."""
+    check_descriptors(config)
     check_page(config.dashboard.bind)
     if not makes_model:
         check_model(config.model.path)
@@ -25,6 +29,14 @@ async def check(config: Config, makes_model: bool) -> None:
         async with ClientSession(timeout=ClientTimeout(total=ANSWER_S)) as session:
             for url in config.engine.urls:
                 await check_engine(session, url)
+
+
+def check_descriptors(config: Config) -> None:
+    """ConfigError if our processes could not open all that they need."""
+    num_rollouts = config.worker.max_rollouts
+    allow_descriptors(PER_ROLLOUT * num_rollouts, f"worker.max_rollouts = {num_rollouts}")
+    num_children = config.worker.num_workers + config.engine.num_embedded + NUM_OTHERS
+    allow_descriptors(PER_CHILD * num_children, f"a run of {num_children} processes")
 
 
 def check_page(bind: str) -> None:

@@ -1,12 +1,13 @@
 """The files of a run that launch itself writes.
 
-Owns the run folder's place, config.json, pids.json, telemetry.jsonl and launch's part of
-summary.json. Invariants: an older run of the same name is moved aside, never overwritten; what
-others read while we write is replaced whole; once the run has begun, a full disk or a folder that
-was removed is remembered as `fault` and ends nothing. Driven by `run` and the supervisor.
+Owns the run folder's place, config.json, pids.json, addresses.json, telemetry.jsonl and launch's
+part of summary.json. Invariants: an older run of the same name is moved aside, never overwritten;
+what others read while we write is replaced whole; once the run has begun, a full disk or a folder
+that was removed is remembered as `fault` and ends nothing. Driven by `run` and the supervisor.
 """
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,9 @@ import msgspec
 
 from rollmesh.core.config import Config, write_config
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.process import Ready
+
+ADDRESSES = "addresses.json"
 
 
 class Pid(msgspec.Struct, frozen=True):
@@ -25,6 +29,7 @@ class Pid(msgspec.Struct, frozen=True):
     pid: int
     started_s: float
     """Unix time."""
+    host: str = ""
 
 
 class RunFolder:
@@ -39,6 +44,7 @@ class RunFolder:
         self.fault = ""
         """What could not be written since, in one line."""
         self._pids: list[Pid] = []
+        self._ready: dict[str, Ready] = {}
         try:
             move_aside(self.path)
             self.logs.mkdir(parents=True)
@@ -56,9 +62,15 @@ class RunFolder:
 
     def add_pid(self, role: str, pid: int, unix_s: float) -> None:
         """Record a process that was started."""
-        self._pids.append(Pid(role, pid, unix_s))
+        self._pids.append(Pid(role, pid, unix_s, socket.gethostname()))
         with self._writing("pids.json"):
             replace(self.path / "pids.json", msgspec.json.encode(self._pids))
+
+    def add_address(self, ready: Ready) -> None:
+        """Record where a process serves."""
+        self._ready[ready.role] = ready
+        with self._writing(ADDRESSES):
+            replace(self.path / ADDRESSES, msgspec.json.encode(self._ready))
 
     def add_telemetry(self, line: bytes) -> None:
         """Append a line to telemetry.jsonl."""
@@ -106,6 +118,22 @@ def read_summary(path: Path) -> dict[str, Any]:
     """What the trainer wrote; nothing if it came to nothing."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def read_pids(path: Path) -> list[Pid]:
+    """What a run folder's pids.json holds; nothing if there is none."""
+    try:
+        return msgspec.json.decode((path / "pids.json").read_bytes(), type=list[Pid])
+    except (OSError, msgspec.MsgspecError):
+        return []
+
+
+def read_addresses(path: Path) -> dict[str, Ready]:
+    """Where the processes of a run folder serve, by role; nothing if none has said so."""
+    try:
+        return msgspec.json.decode((path / ADDRESSES).read_bytes(), type=dict[str, Ready])
     except (OSError, msgspec.MsgspecError):
         return {}
 

@@ -89,7 +89,7 @@ class Supervisor:
     async def run(self) -> End:
         """Start, watch, stop; why it ended."""
         become_subreaper()
-        warden = guard(self._mark)
+        guard(self._mark)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
@@ -100,7 +100,6 @@ class Supervisor:
         finally:
             self._herald.close()
             kill_descendants()
-            warden.wait()
             bury_orphans(own=set())
             for each in self._sockets.values():
                 each.close()
@@ -163,6 +162,7 @@ class Supervisor:
     def _on_ready(self, process: ChildProcess, ready: Ready) -> None:
         log.info("child.ready", child=process.role, address=ready.address)
         self.ready[process.role] = ready
+        self._folder.add_address(ready)
         self._addresses[process.role] = ready.address
         self._events.put_nowait(Reported(process.role))
 

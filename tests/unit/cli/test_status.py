@@ -1,45 +1,90 @@
-"""The status verb tells what the page tells."""
+"""The status verb tells what the page tells, as tables or as JSON."""
 
-import os
+import io
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from rich.console import Console
 
-from rollmesh.cli.status import main, newest
-from rollmesh.core.errors import UserError
+from rollmesh.cli.standing import Standing
+from rollmesh.cli.status import main, tell_json
+from rollmesh.cli.tables import paint
+from rollmesh.dashboard.rows import EngineRow, RouterRow, WorkerRow
 from rollmesh.testing.run_folder import FakeRun
 
 
-def test_a_run_is_described_from_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
     run = FakeRun(tmp_path / "demo", num_steps=60)
     run.add_baseline(0.66)
     run.add_steps(12)
+    return run
+
+
+def painted(router: RouterRow) -> str:
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(paint(Standing(0.0, None, router, [])))
+    return capture.get()
+
+
+def test_a_run_is_described_from_its_folder(
+    run: FakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(run.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "demo: silent, step 12 of 60"
     assert "untrained 0.66, policy version 12, oldest sample 2" in lines[1]
-    assert "engine http://127.0.0.1:30000: READY, policy version 12, 61 running" in lines
-    assert any(line.startswith("worker-1: ready,") for line in lines)
-    assert "pid 101 router: 63 MB" in lines
+    assert lines[2].startswith("its launch is gone or stuck; as last seen at ")
+    assert lines[3].startswith("groups: 12 queued, 2 assigned, 30 running; 176 done")
+    [worker] = [line.split() for line in lines if line.startswith("worker-1")]
+    assert worker[1:3] == ["ready", "guess"]
+    [engine] = [line.split() for line in lines if line.startswith("http://127.0.0.1:30000")]
+    assert engine[1:5] == ["READY", "12", "61", "3"]
 
 
-def test_a_run_that_has_just_begun_is_described_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_has_ended_is_told_by_its_summary(
+    run: FakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = FakeRun(tmp_path / "demo", num_steps=60)
+    run.finish()
     assert main([str(run.folder)]) == 0
-    assert capsys.readouterr().out.startswith("demo: waiting, step 0 of 60\nsuccess -")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "demo: finished, step 12 of 60"
+    assert lines[1].split() == ["success_untrained", "0.66"]
+    assert not any("worker-0" in line or "pid" in line for line in lines)
 
 
-def test_the_newest_run_is_taken(tmp_path: Path) -> None:
-    for number, name in enumerate(("b", "a", "c")):
-        config = FakeRun(tmp_path / name).folder / "config.json"
-        os.utime(config, (100 - number, 100 - number))
-    assert newest(tmp_path) == tmp_path / "b"
+def test_a_worker_is_told_with_its_stall_and_its_last_error_as_they_are() -> None:
+    rows = [
+        WorkerRow("w0", "echo", "live", 3, loop_lag_s=0.25, stalled_in="Env.run (env.py:7)"),
+        WorkerRow("w1", "echo", "lost", num_attempts=9, num_failed=4, last_error="[red]no[/red]"),
+    ]
+    text = painted(RouterRow(workers=rows, engines=[EngineRow("u", "FENCED", detail="it lies")]))
+    [stalled] = [line for line in text.splitlines() if line.startswith("w0")]
+    assert "250" in stalled.split()
+    assert "stalled in Env.run (env.py:7)" in stalled
+    [lost] = [line for line in text.splitlines() if line.startswith("w1")]
+    assert lost.split()[1:] == ["lost", "echo", "0", "0", "0", "9", "4", "0", "[red]no[/red]"]
+    assert "it lies" in text
 
 
-def test_no_run_at_all_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no runs there"):
-        newest(tmp_path)
+def test_json_holds_all_of_it(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run.folder), "--json"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    told: dict[str, Any] = msgspec.json.decode(line)
+    assert told["run"]["name"] == "demo"
+    assert [row["worker_id"] for row in told["router"]["workers"]] == ["worker-0", "worker-1"]
+
+
+def test_a_watch_ends_by_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+    looks = iter([Standing(1.0, None, None, [])])
+
+    def look() -> Standing:
+        for standing in looks:
+            return standing
+        raise KeyboardInterrupt
+
+    tell_json(look, is_watched=True)
+    assert capsys.readouterr().out.count("\n") == 1

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from rollmesh.core.warden import MARK_VARIABLE, guard, kill_marked, new_mark
+from rollmesh.core import warden
+from rollmesh.core.warden import MARK_VARIABLE, kill_marked, new_mark
 
 ENDS_WITHIN_S = 10.0
 SLEEPS = "import signal; print(flush=True); signal.pause()"
@@ -79,7 +80,7 @@ child = subprocess.Popen(
     [sys.executable, "-c", {DAEMON!r}], stdout=subprocess.PIPE, text=True,
     start_new_session=True, env={{**os.environ, {MARK_VARIABLE!r}: sys.argv[1]}},
 )
-print(child.pid, child.stdout.readline().strip(), warden.pid, flush=True)
+print(child.pid, child.stdout.readline().strip(), warden, flush=True)
 signal.pause()
 """
 
@@ -96,9 +97,5 @@ def test_kill_9_of_a_guarded_process_leaves_nothing_of_it() -> None:
 
 
 def test_a_warden_does_not_wait_for_a_process_that_is_already_gone() -> None:
-    warden = guard(new_mark("test"))
-    argv = [*warden.args[:-2], "999999999", warden.args[-1]]  # type: ignore[index]
-    late = subprocess.run(argv, env={}, timeout=ENDS_WITHIN_S, check=False)
-    warden.kill()
-    warden.wait()
-    assert late.returncode == 0
+    argv = [sys.executable, "-I", "-S", warden.__file__, "999999999", new_mark("test")]
+    assert subprocess.run(argv, env={}, timeout=ENDS_WITHIN_S, check=False).returncode == 0

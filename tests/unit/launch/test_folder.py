@@ -1,6 +1,7 @@
 """The run folder: nothing is overwritten, and readers see whole files."""
 
 import shutil
+import socket
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,8 @@ import pytest
 
 from rollmesh.core.config import Config, RunConfig, load_config
 from rollmesh.core.errors import ConfigError
-from rollmesh.launch.folder import RunFolder, config_path
+from rollmesh.core.process import Ready
+from rollmesh.launch.folder import RunFolder, config_path, read_addresses, read_pids
 
 
 @pytest.fixture
@@ -43,9 +45,20 @@ def test_every_process_that_was_started_is_recorded(config: Config) -> None:
     folder.add_pid("worker-0", 12, 101.0)
     pids = msgspec.json.decode((folder.path / "pids.json").read_bytes())
     assert pids == [
-        {"role": "router", "pid": 11, "started_s": 100.0},
-        {"role": "worker-0", "pid": 12, "started_s": 101.0},
+        {"role": "router", "pid": 11, "started_s": 100.0, "host": socket.gethostname()},
+        {"role": "worker-0", "pid": 12, "started_s": 101.0, "host": socket.gethostname()},
     ]
+    assert [row.pid for row in read_pids(folder.path)] == [11, 12]
+
+
+def test_where_a_process_serves_is_recorded_and_its_successor_replaces_it(config: Config) -> None:
+    folder = RunFolder(config)
+    assert read_addresses(folder.path) == {}
+    for pid in (11, 12):
+        folder.add_address(Ready("router", pid, "tcp://127.0.0.1:5", "http://127.0.0.1:6"))
+    assert read_addresses(folder.path) == {
+        "router": Ready("router", 12, "tcp://127.0.0.1:5", "http://127.0.0.1:6")
+    }
 
 
 def test_the_summary_keeps_what_the_trainer_wrote(config: Config) -> None:

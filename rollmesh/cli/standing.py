@@ -1,0 +1,140 @@
+"""How a mesh stands, as plain values: gathered from a run folder, or asked of a router.
+
+Invariant: what has ended is not shown as alive: a run counts as running only while its files grow
+and, on the machine that runs it, while its launch process is there. Driven by the verbs `status`
+and `drain`.
+"""
+
+import socket
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+
+from rollmesh.core.errors import AddressError, UserError
+from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
+from rollmesh.dashboard.reader import RunReader
+from rollmesh.dashboard.rows import ProcessRow, RouterRow, TelemetryRow
+from rollmesh.dashboard.view import RunPhase
+from rollmesh.launch.folder import Pid, read_pids, read_summary
+
+ANSWER_S = 3.0
+SAME_PROCESS_S = 5.0
+"""A process that began this much later than a recorded one has only its pid."""
+
+
+class RunStanding(msgspec.Struct, frozen=True):
+    """The run as its folder tells it."""
+
+    name: str
+    phase: str
+    """waiting, running, silent (its launch is gone or stuck) or finished."""
+    num_done: int
+    """Train steps."""
+    num_steps: int
+    success: float | None
+    success_untrained: float | None
+    policy_version: int | None
+    max_age: int | None
+    """Train steps since the oldest sample of the last step was sampled."""
+    summary: dict[str, Any]
+    """summary.json, once the run has ended."""
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """All of it."""
+
+    time_s: float | None
+    """Unix time of the tables; None if there is none yet."""
+    run: RunStanding | None
+    """None where a router was asked."""
+    router: RouterRow | None
+    """Its workers, engines and queue; None if it never answered, or the run has ended."""
+    processes: list[ProcessRow]
+    """Those of the run that are alive."""
+
+
+def newest(runs: Path) -> Path:
+    """The run folder that was begun last; UserError if there is none."""
+    begun = {path.parent: path.stat().st_mtime for path in runs.glob("*/config.json")}
+    if not begun:
+        raise UserError(f"{runs}: no runs there; name a run folder")
+    return max(begun, key=lambda folder: begun[folder])
+
+
+def run_folder(named: Path | None) -> Path:
+    """The folder that is meant; UserError if it is none."""
+    folder = named or newest(Path("runs"))
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: no such run folder; runs stand in runs/NAME")
+    return folder
+
+
+def of_folder(reader: RunReader, unix_s: float) -> Standing:
+    """How the run of this folder stands."""
+    reader.poll(unix_s)
+    view = reader.view
+    told = view.last_telemetry
+    phase, processes = _look(view.phase(unix_s), told, read_pids(reader.folder))
+    head, last = view.head(unix_s), view.learning()["last"] or {}
+    step = last.get("step")
+    is_over = phase is RunPhase.FINISHED
+    run = RunStanding(
+        name=head["name"],
+        phase=phase.value,
+        num_done=0 if step is None else step + 1,
+        num_steps=head["num_steps"],
+        success=last.get("success"),
+        success_untrained=head["success_untrained"],
+        policy_version=last.get("policy_version"),
+        max_age=last.get("max_age"),
+        summary=read_summary(reader.folder / "summary.json") if is_over else {},
+    )
+    router = told.router if told and not is_over else None
+    return Standing(told.time_s if told else None, run, router, processes)
+
+
+def of_router(url: str, unix_s: float) -> Standing:
+    """What the router at this HTTP address says; AddressError, one line, if it says nothing."""
+    if not url.startswith(("http://", "https://")):
+        raise AddressError(f"--router {url}: name its HTTP address, http://host:port")
+    token = admin_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        reply = httpx.get(f"{url.rstrip('/')}/status", headers=headers, timeout=ANSWER_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise AddressError(f"--router {url}: does not answer: {error}") from None
+    if reply.status_code == HTTPStatus.UNAUTHORIZED:
+        raise AddressError(f"--router {url}: asks for a token; set {ADMIN_TOKEN_VARIABLE}")
+    try:
+        router = msgspec.json.decode(reply.content, type=RouterRow)
+    except msgspec.MsgspecError:
+        raise AddressError(f"--router {url}: is no router: {reply.status_code}") from None
+    return Standing(unix_s, None, router, [])
+
+
+def _look(
+    phase: RunPhase, told: TelemetryRow | None, pids: list[Pid]
+) -> tuple[RunPhase, list[ProcessRow]]:
+    """The phase and who is alive: where the run is on this machine, its processes are looked at."""
+    processes = told.processes if told else []
+    here = socket.gethostname()
+    ours = {row.pid: row for row in pids if row.host == here}
+    if ours:
+        alive = {pid: row.role for pid, row in ours.items() if _is_alive(row)}
+        if phase is RunPhase.RUNNING and "launch" not in alive.values():
+            phase = RunPhase.SILENT
+        return phase, [row for row in processes if row.pid in alive]
+    return phase, processes if phase is RunPhase.RUNNING else []
+
+
+def _is_alive(row: Pid) -> bool:
+    try:
+        process = psutil.Process(row.pid)
+        is_same = process.create_time() < row.started_s + SAME_PROCESS_S
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

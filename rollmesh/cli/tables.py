@@ -1,0 +1,120 @@
+"""How a mesh stands, painted for a terminal.
+
+Owns the layout. Invariant: what others wrote (an error's text, a name) is shown as it is and never
+read as markup. Driven by the verb `status`.
+"""
+
+import datetime
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rollmesh.cli.standing import RunStanding, Standing
+from rollmesh.dashboard.rows import RouterRow
+from rollmesh.dashboard.view import RunPhase
+from rollmesh.launch.screen import NONE, share, summary_table
+
+MIB = 2**20
+QUIET = Text("-", style="dim")
+
+
+def paint(standing: Standing) -> RenderableType:
+    """All that is known."""
+    return Group(*_parts(standing))
+
+
+def _parts(standing: Standing) -> Iterator[RenderableType]:
+    run, router = standing.run, standing.router
+    if run:
+        yield from _of_run(run)
+    if run and run.phase == RunPhase.SILENT and standing.time_s is not None:
+        seen = datetime.datetime.fromtimestamp(standing.time_s).astimezone()
+        yield Text(f"its launch is gone or stuck; as last seen at {seen:%H:%M:%S}:", style="yellow")
+    if router:
+        yield Text(_groups(router))
+        yield from (_workers(router), _engines(router))
+    if standing.processes:
+        yield _processes(standing)
+
+
+def _of_run(run: RunStanding) -> Iterator[RenderableType]:
+    yield Text(f"{run.name}: {run.phase}, step {run.num_done} of {run.num_steps}", style="bold")
+    if run.summary:
+        yield summary_table(run.summary)
+        return
+    yield Text(
+        f"success {share(run.success)}, untrained {share(run.success_untrained)},"
+        f" policy version {_or_none(run.policy_version)}, oldest sample {_or_none(run.max_age)}"
+    )
+
+
+def _groups(router: RouterRow) -> str:
+    waiting = ", ".join(f"{number} {state}" for state, number in router.queue.items())
+    return (
+        f"groups: {waiting or 'none'}; {router.num_done} done, {router.num_failed} failed,"
+        f" {router.num_cancelled} cancelled; {router.num_clients} clients"
+    )
+
+
+def _workers(router: RouterRow) -> Table:
+    table = _table("worker", "state", "env")
+    for heading in ("in flight", "lag ms", "MB", "attempts", "failed", "finished"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("last error", overflow="fold")
+    for row in router.workers:
+        lag = Text(f"{row.loop_lag_s * 1e3:.0f}", style="yellow" if row.stalled_in else "")
+        error = f"stalled in {row.stalled_in}" if row.stalled_in else row.last_error
+        numbers = (row.num_attempts, row.num_failed, row.num_finished)
+        table.add_row(
+            Text(row.worker_id),
+            _state(row.state, good=("live", "serving")),
+            Text(row.env),
+            str(row.in_flight),
+            lag,
+            f"{row.rss_bytes / MIB:,.0f}",
+            *map(str, numbers),
+            Text(error) if error else QUIET,
+        )
+    return table
+
+
+def _engines(router: RouterRow) -> Table:
+    table = _table("engine", "state")
+    for heading in ("version", "running", "waiting"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("detail", overflow="fold")
+    for row in router.engines:
+        numbers = (row.policy_version, row.num_running, row.num_waiting)
+        table.add_row(
+            Text(row.url),
+            _state(row.phase, good=("ready",)),
+            *map(str, numbers),
+            Text(row.detail) if row.detail else QUIET,
+        )
+    return table
+
+
+def _processes(standing: Standing) -> Table:
+    table = _table("process")
+    for heading in ("pid", "MB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in standing.processes:
+        table.add_row(Text(row.role), str(row.pid), f"{row.rss_bytes / MIB:,.0f}")
+    return table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table
+
+
+def _state(state: str, good: tuple[str, ...]) -> Text:
+    return Text(state, style="green" if state.lower() in good else "yellow")
+
+
+def _or_none(value: int | None) -> str:
+    return NONE if value is None else str(value)

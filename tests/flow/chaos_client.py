@@ -1,0 +1,66 @@
+"""A client of a mesh in trouble: asks for its tasks, and asks again when it was killed itself.
+
+Owns a folder with its journal; all that it knows after a kill -9 stands there. Invariant: it prints
+a line per group that has ended and exits with 0 when every task has. Driven by test_chaos.py, with
+the router's address, its folder, the number of tasks, and `keep` or `leave`.
+"""
+
+import sys
+from pathlib import Path
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.serve.client.client import Arrival, Finished, RolloutClient
+
+GROUP_SIZE = 2
+
+
+class Tasks:
+    """Which task each group is of, and which have ended."""
+
+    def __init__(self, num_tasks: int) -> None:
+        self.wanted = [f"t{number}" for number in range(num_tasks)]
+        self.ended: set[str] = set()
+        self.of_group: dict[GroupId, str] = {}
+
+    def take(self, arrival: Arrival) -> None:
+        """A group has ended."""
+        task_id = self.of_group.pop(arrival.group_id, "")
+        if isinstance(arrival, Finished):
+            task_id = arrival.record.task.id
+            assert [each.reward for each in arrival.record.rollouts] == [1.0] * GROUP_SIZE
+        assert task_id not in self.ended, f"{task_id} ended twice"
+        self.ended.add(task_id)
+        how = "finished" if isinstance(arrival, Finished) else arrival.reason
+        sys.stdout.write(f"{task_id} {how}\n")
+        sys.stdout.flush()
+
+
+def main(router: str, folder: Path, num_tasks: int, *, keep: bool) -> None:
+    client = RolloutClient(router, JournalConfig(), folder, keep=keep)
+    client.start()
+    tasks = Tasks(num_tasks)
+    tasks.of_group = {group_id: task.id for group_id, task in client.reopened.items()}
+    for arrival in client.take(0.0):  # what the journal has kept
+        tasks.take(arrival)
+    under_way = {*tasks.of_group.values(), *tasks.ended}
+    for task_id in tasks.wanted:
+        if task_id not in under_way:
+            tasks.of_group[ask(client, task_id)] = task_id
+    while len(tasks.ended) < num_tasks:
+        for arrival in client.take(1.0):
+            tasks.take(arrival)
+    client.close()
+
+
+def ask(client: RolloutClient, task_id: str) -> GroupId:
+    """A group of rollouts that take a while."""
+    task = Task(id=task_id, data={"text_seed": int(task_id[1:])})
+    return client.ask(
+        task, env="storm:Storm", num_samples=GROUP_SIZE, sampling=SamplingPolicy(), seed=7
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), keep=sys.argv[4] == "keep")

@@ -1,0 +1,121 @@
+"""What has ended is not told as alive, and a router that says nothing is told in one line."""
+
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from rollmesh.cli.standing import Standing, newest, of_folder, of_router, run_folder
+from rollmesh.core.errors import AddressError, UserError
+from rollmesh.dashboard.reader import RunReader
+from rollmesh.launch.folder import Pid
+from rollmesh.testing.run_folder import FakeRun
+
+GONE_PID = 999_999_999
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    run = FakeRun(tmp_path / "demo", num_steps=60)
+    run.add_baseline(0.66)
+    run.add_steps(12)
+    return run
+
+
+def look(run: FakeRun, after_s: float = 1.0) -> Standing:
+    return of_folder(RunReader(run.folder), run.now_s + after_s)
+
+
+def write_pids(run: FakeRun, host: str = "", **pids: int) -> None:
+    """As launch does: the processes of `pids` by role; ours has really begun when it says."""
+    began_s = psutil.Process().create_time()
+    rows = [Pid(role, pid, began_s, host or socket.gethostname()) for role, pid in pids.items()]
+    (run.folder / "pids.json").write_bytes(msgspec.json.encode(rows))
+
+
+def test_a_run_that_runs_is_told_with_its_mesh(run: FakeRun) -> None:
+    standing = look(run)
+    assert standing.run
+    assert (standing.run.name, standing.run.phase, standing.run.num_done) == ("demo", "running", 12)
+    assert standing.router
+    assert [row.worker_id for row in standing.router.workers] == ["worker-0", "worker-1"]
+    assert [row.role for row in standing.processes][:2] == ["engine-0", "router"]
+
+
+def test_a_run_on_this_machine_lists_only_processes_that_are_alive(run: FakeRun) -> None:
+    write_pids(run, launch=os.getpid(), router=GONE_PID)
+    assert [row.role for row in look(run).processes] == []
+    run.append(
+        "telemetry.jsonl",
+        {"time_s": run.now_s, "processes": [{"role": "launch", "pid": os.getpid()}]},
+    )
+    assert [row.role for row in look(run).processes] == ["launch"]
+
+
+def test_a_pid_that_was_given_to_another_process_is_not_the_run_s(run: FakeRun) -> None:
+    row = Pid("launch", os.getpid(), psutil.Process().create_time() - 1000, socket.gethostname())
+    (run.folder / "pids.json").write_bytes(msgspec.json.encode([row]))
+    standing = look(run)
+    assert standing.run
+    assert standing.run.phase == "silent"
+
+
+def test_a_run_whose_launch_was_killed_is_silent_at_once(run: FakeRun) -> None:
+    write_pids(run, launch=GONE_PID)
+    standing = look(run)
+    assert standing.run
+    assert (standing.run.phase, standing.processes) == ("silent", [])
+    assert standing.router  # as it was last seen
+
+
+def test_a_silent_run_of_another_machine_lists_no_process(run: FakeRun) -> None:
+    write_pids(run, host="elsewhere", launch=GONE_PID)
+    assert len(look(run).processes) == 6
+    assert look(run, after_s=60.0).processes == []
+
+
+def test_a_run_that_has_ended_has_no_mesh(run: FakeRun) -> None:
+    run.finish()
+    standing = look(run)
+    assert standing.run
+    assert standing.run.phase == "finished"
+    assert standing.run.summary["num_lost"] == 0
+    assert (standing.router, standing.processes) == (None, [])
+
+
+def test_a_run_that_has_just_begun_is_told_too(tmp_path: Path) -> None:
+    standing = look(FakeRun(tmp_path / "new"))
+    assert standing.run
+    assert (standing.run.phase, standing.time_s, standing.router) == ("waiting", None, None)
+
+
+def test_the_newest_run_is_taken(tmp_path: Path) -> None:
+    for number, name in enumerate(("b", "a", "c")):
+        config = FakeRun(tmp_path / name).folder / "config.json"
+        os.utime(config, (100 - number, 100 - number))
+    assert newest(tmp_path) == tmp_path / "b"
+
+
+def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no runs there"):
+        newest(tmp_path)
+    with pytest.raises(UserError, match="no such run folder"):
+        run_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("tcp://127.0.0.1:5", "name its HTTP address"),
+        ("http://127.0.0.1:9", "does not answer"),
+        ("http://[", "does not answer"),
+    ],
+)
+def test_a_router_that_is_none_is_told_in_one_line(url: str, why: str) -> None:
+    with pytest.raises(AddressError, match=why) as raised:
+        of_router(url, 0.0)
+    assert str(raised.value).startswith(f"--router {url}: ")
+    assert "\n" not in str(raised.value)
