@@ -53,6 +53,27 @@ def test_a_mistake_in_the_settings(
     assert told in err
 
 
+@pytest.mark.parametrize("verb", ["up", "demo"])
+def test_a_shell_that_allows_few_open_files(tmp_path: Path, mesh_toml: Path, verb: str) -> None:
+    """mesh.toml of the folder is taken, and nothing hangs."""
+    assert mesh_toml.parent == tmp_path
+    argv = ["sh", "-c", f'ulimit -n 64; exec "{sys.executable}" -m rollmesh.cli.main {verb}']
+    ended = subprocess.run(
+        argv, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "rollmesh: worker.max_rollouts = 64 needs 320 open files and this shell allows 64; "
+        "raise the limit: ulimit -n 65536\n",
+    )
+
+
+def test_no_settings_file_in_the_folder(tmp_path: Path) -> None:
+    code, err = rollmesh("up", cwd=tmp_path)
+    assert code == 2
+    assert err == "rollmesh: mesh.toml: No such file or directory; `rollmesh init` writes one\n"
+
+
 def test_a_settings_file_that_is_not_there(tmp_path: Path) -> None:
     code, err = rollmesh("up", "none.toml", cwd=tmp_path)
     assert code == 2
@@ -77,7 +98,7 @@ def test_a_port_that_is_taken(tmp_path: Path, mesh_toml: Path) -> None:
     ],
 )
 def test_an_environment_that_cannot_be_loaded(tmp_path: Path, env: str, told: str) -> None:
-    words = ["worker", "--router", "tcp://127.0.0.1:9", "--worker-id", "worker-0"]
+    words = ["worker", "--router", "tcp://127.0.0.1:9", "--model-dir", "."]
     code, err = rollmesh(*words, "--set", f"env={env}", cwd=tmp_path)
     assert (code, err.count("\n")) == (2, 1)
     assert told in err
