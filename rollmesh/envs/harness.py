@@ -5,8 +5,8 @@
 The program finds its model in the environment variables that SDKs and agents read, and in the
 placeholders of its arguments, its variables and its configuration files. Invariants: of our own
 environment it sees only the variables named in `keep_env`; when `run` returns, for whatever reason,
-no process and no file of it is left. It runs as our user: this keeps rollouts apart, it is no
-sandbox. Driven by the worker; users derive from it.
+no process and no file of it is left; the session's key is cut out of what it printed. It runs as
+our user: this keeps rollouts apart, it is no sandbox. Driven by the worker; users derive from it.
 """
 
 import asyncio
@@ -84,9 +84,10 @@ class HarnessEnv(Env):
             await call_hook(self.prepare, task, scratch.work)
             command = self._command(words, agent, scratch)
             ended = await run_program(command, self._timeout_s, self._max_output_bytes)
-            self._check(ended)
+            output = ended.output.replace(agent.api_key, "[key]")
+            self._check(ended, output)
             collected: dict[str, Json] = await call_hook(self.collect, task, scratch.work)
-        data = {"exit_code": ended.exit_code, "output": ended.output, **collected}
+        data = {"exit_code": ended.exit_code, "output": output, **collected}
         return Transcript(data=data, truncated=ended.is_overtime)
 
     def _words(self, task: Task, agent: Endpoint, scratch: Scratch) -> dict[str, str]:
@@ -110,10 +111,10 @@ class HarnessEnv(Env):
             env={**kept, **_home_variables(scratch.home), **_model_variables(agent), **own},
         )
 
-    def _check(self, ended: Ended) -> None:
+    def _check(self, ended: Ended, output: str) -> None:
         if ended.is_overtime or ended.exit_code in self._exit_codes:
             return
-        last_line = next((x for x in reversed(ended.output.splitlines()) if x.strip()), "")
+        last_line = next((x for x in reversed(output.splitlines()) if x.strip()), "")
         code = ended.exit_code
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         raise AgentFailed(f"{os.path.basename(self._argv[0])} ended with {how}: {last_line}")

@@ -42,9 +42,22 @@ class _FullError(Exception):
     """The server has as many environments as it may."""
 
 
+class _Detail(msgspec.Struct, frozen=True):
+    msg: str = ""
+    loc: list[str | int] = []
+
+
 class _Fault(msgspec.Struct, frozen=True):
     message: str = ""
     code: str = ""
+    errors: list[_Detail] = []
+    """What is wrong with an action, field by field."""
+
+    @property
+    def why(self) -> str:
+        """In one line."""
+        details = (f"{'.'.join(map(str, each.loc))}: {each.msg}" for each in self.errors)
+        return "; ".join([self.message, *details])
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -123,5 +136,5 @@ def _seen(text: str) -> Seen:
     if fault.code == "CAPACITY_REACHED":
         raise _FullError(fault.message)
     if fault.code == "VALIDATION_ERROR":
-        raise RefusedError(fault.message)
+        raise RefusedError(fault.why)
     raise InfraError(f"the OpenEnv server answers {fault.code or answer.type}: {fault.message}")

@@ -75,7 +75,10 @@ async def run_program(command: Command, timeout_s: float, max_output_bytes: int)
     """Run it to its end, or for `timeout_s` seconds; InfraError where it cannot be started."""
     mark = new_mark("rollout")
     excerpt = Excerpt(max_output_bytes)
-    reading, writing = os.pipe()
+    try:
+        reading, writing = os.pipe()
+    except OSError as error:
+        raise InfraError(f"{command.argv[0]}: no pipe for its output: {error.strerror}") from None
     listening = asyncio.create_task(_listen(reading, excerpt), name="program-output")
     limit = asyncio.timeout(timeout_s)
     process = None

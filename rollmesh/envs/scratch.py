@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from rollmesh.core.errors import InfraError
 from rollmesh.core.logs import get_logger
 
 log = get_logger()
@@ -32,15 +33,23 @@ class Scratch(msgspec.Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def new_scratch() -> AsyncIterator[Scratch]:
-    """A scratch folder while the block runs."""
-    root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="rollmesh-"))
-    scratch = Scratch(root / "home", root / "work")
+    """A scratch folder while the block runs; InfraError where there is no room for one."""
     try:
-        for folder in (scratch.home, scratch.work):
-            folder.mkdir()
+        scratch = await asyncio.to_thread(_make)
+    except OSError as error:
+        raise InfraError(f"{tempfile.gettempdir()}: no scratch folder: {error.strerror}") from None
+    try:
         yield scratch
     finally:
-        await asyncio.shield(asyncio.to_thread(remove, root))
+        await asyncio.shield(asyncio.to_thread(remove, scratch.home.parent))
+
+
+def _make() -> Scratch:
+    root = Path(tempfile.mkdtemp(prefix="rollmesh-"))
+    scratch = Scratch(root / "home", root / "work")
+    for folder in (scratch.home, scratch.work):
+        folder.mkdir()
+    return scratch
 
 
 def remove(folder: Path) -> None:

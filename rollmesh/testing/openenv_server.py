@@ -106,7 +106,10 @@ async def _answer(socket: web.WebSocketResponse, game: Game, text: str) -> bool:
         elif kind != "close":
             await _send(socket, "error", message=f"Unknown type: {kind}", code="UNKNOWN_TYPE")
     except ValueError as error:
-        await _send(socket, "error", message=str(error), code="VALIDATION_ERROR")
+        details = [{"loc": ["word"], "msg": str(error)}]
+        await _send(
+            socket, "error", message="Invalid message", code="VALIDATION_ERROR", errors=details
+        )
     except RuntimeError as error:
         await _send(socket, "error", message=str(error), code="EXECUTION_ERROR")
     return bool(kind != "close")

@@ -30,7 +30,11 @@ class Runs(HarnessEnv):
 
     def collect(self, task: Task, work: Path) -> dict[str, Json]:
         self.folders.append(work)
-        return {"left": sorted(str(path.relative_to(work)) for path in work.rglob("*"))}
+        keys = [path.read_text() for path in work.glob("key")]
+        return {
+            "keys": keys,
+            "left": sorted(str(path.relative_to(work)) for path in work.rglob("*")),
+        }
 
     def score(self, task: Task, transcript: Transcript) -> Score:
         return Score(1.0)
@@ -60,7 +64,7 @@ async def test_the_program_finds_its_model_its_home_and_its_task() -> None:
     seen = told["env"]
     assert seen["OPENAI_BASE_URL"] == seen["OPENAI_API_BASE"] == AGENT.base_url
     assert seen["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9"
-    assert seen["OPENAI_API_KEY"] == seen["ANTHROPIC_API_KEY"] == "sk-secret"
+    assert seen["OPENAI_API_KEY"] == seen["ANTHROPIC_API_KEY"] == "[key]"
     assert seen["OPENAI_MODEL"] == seen["ANTHROPIC_MODEL"] == "policy"
     assert (seen["EXTRA"], seen["TERM"]) == (f"policy in {told['cwd']}", "xterm")
     home = Path(seen["HOME"])
@@ -92,6 +96,18 @@ async def test_another_exit_code_is_the_agents_fault_and_quotes_its_last_line() 
         await env.run(TASK, AGENT)
     transcript = await Runs(code, exit_codes=[0, 3]).run(TASK, AGENT)
     assert transcript.data["exit_code"] == 3
+
+
+async def test_the_key_is_the_programs_and_in_nothing_that_is_handed_on() -> None:
+    code = "import os, sys; key = os.environ['OPENAI_API_KEY']; open('key', 'w').write(key)"
+    code += "; print(key); sys.exit(f'401 for {key}')"
+    env = Runs(code)
+    with pytest.raises(AgentFailed, match=r"exit code 1: 401 for \[key\]"):
+        await env.run(TASK, AGENT)
+    env = Runs(code, exit_codes=[1])
+    transcript = await env.run(TASK, AGENT)
+    assert transcript.data["output"] == "[key]\n401 for [key]\n"
+    assert transcript.data["keys"] == ["sk-secret"]
 
 
 async def test_an_agent_that_dies_by_a_signal_says_which() -> None:

@@ -32,7 +32,7 @@ class Counts:
 
     def step(self, action: Mapping[str, Any]) -> tuple[Observation, float, bool]:
         if set(action) != {"word"}:
-            raise ValueError("word is missing")
+            raise ValueError("Field required")
         if action["word"] == "crash":
             raise RuntimeError("division by zero")
         self.num_steps += 1
@@ -73,7 +73,7 @@ async def test_without_fields_observations_and_actions_are_json() -> None:
         _, score, told = await play(env, '{"word": "a"}', "word", '{"words": 1}', '{"word":"stop"}')
     assert told[:2] == ['{"feedback":"seed 7","other":[1]}', '{"feedback":"go on","other":[]}']
     assert told[2].startswith("error: ")
-    assert told[3] == "error: word is missing"
+    assert told[3] == "error: Invalid message; word: Field required"
     assert score.metrics["num_refused"] == 2.0
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.core.errors import InfraError
 from rollmesh.envs.scratch import new_scratch, remove
 
 
@@ -29,6 +30,15 @@ async def test_it_goes_when_the_rollout_fails(
         async with new_scratch():
             raise RuntimeError
     assert os.listdir(tmp_path) == []
+
+
+async def test_no_room_for_one_is_the_infrastructures_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(InfraError, match="gone: no scratch folder"):
+        async with new_scratch():
+            raise AssertionError
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root needs no permissions")
