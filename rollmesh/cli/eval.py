@@ -25,17 +25,16 @@ from rollmesh.cli.options import (
     quoted,
 )
 from rollmesh.core.config import Config, write_config
-from rollmesh.core.errors import JournalError, UserError
+from rollmesh.core.errors import UserError
 from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE, stop_event
 from rollmesh.core.types import Task
 from rollmesh.envs.loading import load_env
 from rollmesh.launch.folder import move_aside
 from rollmesh.launch.machine import End
 from rollmesh.launch.serving import ServingMesh
-from rollmesh.serve.client.calls import AsyncRolloutClient
-from rollmesh.serve.client.evaluation import Evaluation, Plan, pose, read_plan, write_plan
-from rollmesh.serve.client.results import Results
-from rollmesh.serve.client.scores import Report, report_of
+from rollmesh.serve.client.plan import Plan, pose, read_plan, write_plan
+from rollmesh.serve.client.results import rows_in
+from rollmesh.serve.client.scores import report_of
 from rollmesh.wire.keys import read_keys
 
 SETTINGS: dict[str, Any] = {"worker": {"failed_sibling": "score_rest"}}
@@ -63,8 +62,7 @@ def main(argv: list[str]) -> int:
     tasks = pose(load_env(order.plan.env, order.plan.env_settings), order.plan)
     if not order.resumes:
         begin_folder(order)
-    end, report = asyncio.run(evaluate(order, tasks))
-    return conclude(order, end, report)
+    return conclude(order, asyncio.run(evaluate(order, tasks)))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -153,25 +151,27 @@ def begin_folder(order: Order) -> None:
     write_config(order.config, order.folder / CONFIG)
 
 
-async def evaluate(order: Order, tasks: list[Task]) -> tuple[End, Report]:
-    """Do what is missing; how it ended, and what the rows say."""
+async def evaluate(order: Order, tasks: list[Task]) -> End:
+    """Do what is missing; how it ended."""
+    # numpy comes with the client, and stays out of the other verbs.
+    from rollmesh.serve.client.evaluation import Site, evaluate  # noqa: PLC0415 - see above
+
     async with AsyncExitStack() as stack:
         on_rows = stack.enter_context(progress(order.plan, len(tasks)))
         router, stop = await _enter_mesh(order, stack)
         if stop.done():
-            return stop.result(), report_of([])
+            return stop.result()
+        site = Site(router, order.folder, order.config.journal, read_keys())
+        work = asyncio.create_task(evaluate(order.plan, tasks, site, on_rows), name="evaluation")
         try:
-            client = AsyncRolloutClient(
-                router, order.folder, journal=order.config.journal, keys=read_keys(), keep=True
-            )
-        except JournalError as error:
-            raise UserError(f"{error}; let it end, or name another --out") from None
-        await stack.enter_async_context(client)
-        # Only now, since the client's journal keeps a second evaluation out of the folder.
-        results = stack.enter_context(Results(order.folder))
-        evaluation = Evaluation(client, order.plan, tasks, results, on_rows)
-        end = await _run_until(evaluation, stop)
-        return end, report_of(results.rows)
+            await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+                return End(OK, "done")
+            return stop.result()
+        finally:
+            work.cancel()
+            await asyncio.wait([work])
 
 
 async def _enter_mesh(order: Order, stack: AsyncExitStack) -> tuple[str, asyncio.Task[End]]:
@@ -182,19 +182,6 @@ async def _enter_mesh(order: Order, stack: AsyncExitStack) -> tuple[str, asyncio
         return order.router, stop
     mesh = await stack.enter_async_context(ServingMesh(mesh_config(order)))
     return "" if mesh.end.done() else mesh.router, mesh.end
-
-
-async def _run_until(evaluation: Evaluation, stop: asyncio.Task[End]) -> End:
-    work = asyncio.create_task(evaluation.run(), name="evaluation")
-    try:
-        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            work.result()
-            return End(OK, "done")
-        return stop.result()
-    finally:
-        work.cancel()
-        await asyncio.wait([work])
 
 
 async def _stopped() -> End:
@@ -210,10 +197,11 @@ def mesh_config(order: Order) -> Config:
     return msgspec.structs.replace(order.config, run=run)
 
 
-def conclude(order: Order, end: End, report: Report) -> int:
+def conclude(order: Order, end: End) -> int:
     """Say how it went; the exit code. UserError where the mesh could not work."""
     if end.code == USAGE:
         raise UserError(end.reason)
+    report = report_of(rows_in(order.folder))
     show(order.plan, report, order.folder, as_json=order.says_json)
     if end.code != OK:
         line = f"{end.reason}; `rollmesh eval --resume --out {order.folder}` goes on"

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from rollmesh.serve.client.evaluation import Plan
+from rollmesh.serve.client.plan import Plan
 from rollmesh.serve.client.scores import CONFIDENCE, Estimate, Report
 
 SUMMARY = "summary.json"

@@ -24,6 +24,9 @@ class Outcome(enum.StrEnum):
     STALE = "stale"
 
 
+TRAINED_OUTCOMES = (Outcome.COMPLETED, Outcome.TRUNCATED)
+
+
 class Task(msgspec.Struct, frozen=True):
     """One problem of an environment."""
 

@@ -118,13 +118,13 @@ class RolloutClient:
         Overloaded where too much is asked for here already. While the journal is over its byte
         budget asks are held back, and the log says so.
         """
+        body = encode_ask(GroupAsk(task=task, sampling=sampling, seed=seed, is_eval=is_eval))
         with self._lock:
             if self._num_open >= MAX_OPEN:
                 raise Overloaded(f"{MAX_OPEN} groups are asked for here and not taken", 1.0)
             group_id = GroupId(self.run_id, self._next_seq)
             self._next_seq += 1
             self._num_open += 1
-        ask = GroupAsk(task=task, sampling=sampling, seed=seed, is_eval=is_eval)
         self._intake.command(
             Asked(
                 group_id=group_id,
@@ -133,7 +133,7 @@ class RolloutClient:
                 priority=priority,
                 deadline_s=deadline_s,
                 patience_s=patience_s,
-                body=encode_ask(ask),
+                body=body,
             )
         )
         return group_id

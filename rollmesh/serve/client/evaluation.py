@@ -17,73 +17,51 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.core.errors import EnvError, UserError
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.errors import JournalError, UserError
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import Json, SamplingPolicy, Task
-from rollmesh.envs.env import Env
-from rollmesh.serve.client.arrivals import Arrival, Finished
+from rollmesh.core.types import RolloutRecord, Task
+from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
 from rollmesh.serve.client.calls import AsyncRolloutClient
-from rollmesh.serve.client.results import Results, rows_of
+from rollmesh.serve.client.endings import code_of
+from rollmesh.serve.client.plan import Plan
+from rollmesh.serve.client.results import Results, Row
+from rollmesh.wire.keys import Keys
 
-PLAN = "eval.json"
 WINDOW = 1024
 """Groups asked for at the same time."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is evaluated."""
+class Site(msgspec.Struct, frozen=True):
+    """Where an evaluation asks and writes."""
 
-    env: str
-    env_settings: dict[str, Json]
-    model: str
-    """Its folder; empty where the mesh was there before."""
-    split: str
-    num_tasks: int
-    """At most; a split may end before."""
-    num_samples: int
-    seed: int
-    sampling: SamplingPolicy
+    router: str
+    folder: Path
+    journal: JournalConfig
+    keys: Keys | None
 
 
-def write_plan(plan: Plan, folder: Path) -> None:
-    """Into the evaluation's folder; UserError if that cannot be."""
+async def evaluate(
+    plan: Plan, tasks: list[Task], site: Site, on_rows: Callable[[int], None]
+) -> None:
+    """Do what is missing; `on_rows` is told how many rows there are.
+
+    UserError where another process evaluates in the folder, or the router's address is none.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / PLAN).write_bytes(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}; name another --out") from None
-
-
-def read_plan(folder: Path) -> Plan:
-    """What the folder evaluates; UserError if it does not say."""
-    try:
-        return msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
-    except FileNotFoundError:
-        raise UserError(f"{folder}: no evaluation to go on with; leave out --resume") from None
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UserError(f"{folder / PLAN}: {error}; begin anew without --resume") from None
-
-
-def pose(env: Env, plan: Plan) -> list[Task]:
-    """The tasks of `plan`, in order; EnvError in one line where the environment fails."""
-    where = f'env = "{plan.env}": tasks("{plan.split}")'
-    tasks: list[Task] = []
-    try:
-        for task in islice(env.tasks(plan.split, plan.seed), plan.num_tasks):
-            if not isinstance(task, Task):
-                raise TypeError(f"gave {type(task).__name__} and not a Task")
-            tasks.append(task)
-    except Exception as error:  # door: a user's generator may raise anything
-        first_line = next(iter(str(error).splitlines()), "")
-        told = f"{type(error).__name__}: {first_line}"
-        raise EnvError(f"{where} failed after {len(tasks)} tasks: {told}") from error
-    if not tasks:
-        raise EnvError(f"{where} gave no task; name another --split")
-    return tasks
+        client = AsyncRolloutClient(
+            site.router, site.folder, journal=site.journal, keys=site.keys, keep=True
+        )
+    except JournalError as error:
+        raise UserError(f"{error}; let it end, or name another --out") from None
+    async with client:
+        # Only now, since the client's journal keeps a second evaluation out of the folder.
+        with Results(site.folder) as results:
+            await Evaluation(client, plan, tasks, results, on_rows).run()
 
 
 class Evaluation:
-    """One pass over what is missing; `on_row` is told how many rows there are."""
+    """One pass over what is missing."""
 
     def __init__(
         self,
@@ -156,3 +134,40 @@ class Evaluation:
         if not self._results.holds(arrival.group_id):
             self._results.add(rows_of(arrival, task.id, self._plan.num_samples))
         self._on_rows(len(self._results.rows))
+
+
+def rows_of(arrival: Arrival, task_id: str, num_samples: int) -> list[Row]:
+    """One row per rollout that was asked for, whether or not it brought anything."""
+    row = Row(
+        task_id=task_id,
+        group_id=str(arrival.group_id),
+        index=0,
+        num_samples=num_samples,
+        outcome="",
+    )
+    if isinstance(arrival, Dropped):
+        code, error = code_of(arrival.reason), arrival.reason
+        blank = msgspec.structs.replace(row, outcome=code, error=error, has_result=False)
+        records = arrival.record.rollouts if arrival.record else []
+    else:
+        where = {"worker_id": arrival.worker_id, "attempt": arrival.attempt}
+        blank = msgspec.structs.replace(row, **where)
+        records = arrival.record.rollouts
+    by_index = {record.index: record for record in records}
+    return [_row(blank, index, by_index.get(index)) for index in range(num_samples)]
+
+
+def _row(blank: Row, index: int, record: RolloutRecord | None) -> Row:
+    if record is None:
+        return msgspec.structs.replace(blank, index=index)
+    return msgspec.structs.replace(
+        blank,
+        index=index,
+        outcome=record.outcome.value,
+        reward=record.reward,
+        metrics=record.metrics,
+        error=record.error,
+        num_calls=record.num_calls,
+        num_tokens=record.num_logprobs,
+        duration_s=round(record.duration_s, 4),
+    )

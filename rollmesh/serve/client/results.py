@@ -14,9 +14,6 @@ import msgspec
 
 from rollmesh.core.errors import UserError
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import RolloutRecord
-from rollmesh.serve.client.arrivals import Arrival, Dropped
-from rollmesh.serve.client.endings import code_of
 
 RESULTS = "results.jsonl"
 
@@ -46,43 +43,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """False for a group that --resume asks for again."""
 
 
-def rows_of(arrival: Arrival, task_id: str, num_samples: int) -> list[Row]:
-    """One row per rollout that was asked for, whether or not it brought anything."""
-    row = Row(
-        task_id=task_id,
-        group_id=str(arrival.group_id),
-        index=0,
-        num_samples=num_samples,
-        outcome="",
-    )
-    if isinstance(arrival, Dropped):
-        code, error = code_of(arrival.reason), arrival.reason
-        blank = msgspec.structs.replace(row, outcome=code, error=error, has_result=False)
-        records = arrival.record.rollouts if arrival.record else []
-    else:
-        where = {"worker_id": arrival.worker_id, "attempt": arrival.attempt}
-        blank = msgspec.structs.replace(row, **where)
-        records = arrival.record.rollouts
-    by_index = {record.index: record for record in records}
-    return [_row(blank, index, by_index.get(index)) for index in range(num_samples)]
-
-
-def _row(blank: Row, index: int, record: RolloutRecord | None) -> Row:
-    if record is None:
-        return msgspec.structs.replace(blank, index=index)
-    return msgspec.structs.replace(
-        blank,
-        index=index,
-        outcome=record.outcome.value,
-        reward=record.reward,
-        metrics=record.metrics,
-        error=record.error,
-        num_calls=record.num_calls,
-        num_tokens=record.num_logprobs,
-        duration_s=round(record.duration_s, 4),
-    )
-
-
 class Results:
     """The rows in `folder`; `with` closes the file."""
 
@@ -92,7 +52,7 @@ class Results:
         self._path = folder / RESULTS
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.rows = _whole_groups(self._path)
+            self.rows = _whole_groups(folder)
             self._group_ids = {row.group_id for row in self.rows}
             part = self._path.with_suffix(".part")
             part.write_bytes(_lines(self.rows))
@@ -128,15 +88,23 @@ def _lines(rows: list[Row]) -> bytes:
     return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
 
 
-def _whole_groups(path: Path) -> list[Row]:
-    """The rows of groups that came to a result and have all their rows, in order."""
-    groups: dict[str, list[Row]] = defaultdict(list)
+def rows_in(folder: Path) -> list[Row]:
+    """All rows that stand there, but for one that a crash has cut."""
+    path = folder / RESULTS
     lines = path.read_bytes().splitlines() if path.exists() else []
+    rows: list[Row] = []
     for line in lines:
         try:
-            row = msgspec.json.decode(line, type=Row)
-        except msgspec.MsgspecError:  # cut by a crash: the group is not whole
+            rows.append(msgspec.json.decode(line, type=Row))
+        except msgspec.MsgspecError:
             continue
+    return rows
+
+
+def _whole_groups(folder: Path) -> list[Row]:
+    """The rows of groups that came to a result and have all their rows, in order."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows_in(folder):
         groups[row.group_id].append(row)
     whole = [
         rows for rows in groups.values() if rows[0].has_result and len(rows) == rows[0].num_samples

@@ -17,14 +17,12 @@ import numpy.typing as npt
 
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId, RolloutId
-from rollmesh.core.types import Branch, GroupRecord, NodeRow, Outcome, RolloutRecord
+from rollmesh.core.types import TRAINED_OUTCOMES, Branch, GroupRecord, NodeRow, RolloutRecord
 from rollmesh.runtime.samples import Claim, claims_of, images_on, reasons_of, temperature_of
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
-
-TRAINED_OUTCOMES = (Outcome.COMPLETED, Outcome.TRUNCATED)
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,9 +15,8 @@ from statistics import NormalDist, fmean
 
 import msgspec
 
-from rollmesh.core.types import Outcome
+from rollmesh.core.types import TRAINED_OUTCOMES, Outcome
 from rollmesh.serve.client.results import Row
-from rollmesh.serve.client.samples import TRAINED_OUTCOMES
 
 CONFIDENCE = 0.95
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)

@@ -11,7 +11,7 @@ from rollmesh.core.errors import AddressError, JournalError, Overloaded
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client import intake
-from rollmesh.serve.client.client import MAX_OPEN, Dropped, Finished, RolloutClient, facing
+from rollmesh.serve.client.client import MAX_OPEN, Dropped, Finished, RolloutClient, facing, listen
 from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.messages import (
     AskGroup,
@@ -22,7 +22,7 @@ from rollmesh.wire.messages import (
     GroupAcked,
     GroupFailed,
 )
-from rollmesh.wire.sockets import Dialer, Hub
+from rollmesh.wire.sockets import Dialer
 from tests.unit.serve.client.fake_router import FakeRouter, deliver, next_ack, send_result
 
 CONFIG = JournalConfig(segment_bytes=2**16)
@@ -225,7 +225,8 @@ def test_kept_group_goes_to_a_new_address_where_the_old_one_is_taken(
     group_id, address = ask(client), client.address
     router.expect(AskGroup)
     client.close()
-    squatter = Hub(address)
+    squatter = listen("tcp://127.0.0.1:0", address, None)
+    assert squatter.address == address
     again = open_client(router, tmp_path, keep=True)
     _, said, _ = router.expect(AskGroup)
     assert (said.group_id, said.sink) == (group_id, again.address)

@@ -1,0 +1,67 @@
+"""`rollmesh eval` as a process, in a folder of its own with a model that needs no weights."""
+
+import asyncio
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.serve.client.results import RESULTS, Row
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.model_folder import write_model_folder
+from tests.flow.worker_mesh import LOOK_S, PATIENCE_S, TURNS
+
+START_S = 30.0
+"""A small mesh imports a good deal before it serves."""
+
+
+class Verb:
+    """`rollmesh eval` in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.out = folder / "out"
+        self.process: asyncio.subprocess.Process
+        write_model_folder(folder / "model")
+        (folder / "model" / "model.safetensors").touch()  # for the check; the engine is scripted
+        (folder / "mesh.json").write_bytes(
+            msgspec.json.encode(
+                {"env": "echo", "env_settings": TURNS, "worker": {"num_workers": 1}}
+            )
+        )
+
+    async def start(self, *words: str) -> None:
+        argv = [sys.executable, "-m", "rollmesh.cli.main", "eval", "--out", str(self.out), *words]
+        pipe = asyncio.subprocess.PIPE
+        self.process = await asyncio.create_subprocess_exec(
+            *argv, cwd=self.folder, stdout=pipe, stderr=pipe
+        )
+
+    async def ends(self) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        async with asyncio.timeout(PATIENCE_S + START_S):
+            out, err = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, out.decode(), err.decode()
+
+    def words(self, engine: ScriptedEngine, num_tasks: int) -> list[str]:
+        """To start a small mesh, with two rollouts of each task."""
+        words = ["--config", "mesh.json", "--model-dir", "model", "--engine", engine.url]
+        return [*words, "-n", "2", "--num-tasks", str(num_tasks), "--json"]
+
+    def rows(self) -> list[Row]:
+        lines = (self.out / RESULTS).read_bytes().splitlines(keepends=True)
+        return [msgspec.json.decode(line, type=Row) for line in lines if line.endswith(b"\n")]
+
+    async def until_rows(self, num_rows: int) -> list[Row]:
+        """As soon as so many are written."""
+        return await asyncio.to_thread(self._look_until_rows, num_rows)
+
+    def _look_until_rows(self, num_rows: int) -> list[Row]:
+        give_up_s = time.monotonic() + START_S
+        while not (self.out / RESULTS).exists() or len(self.rows()) < num_rows:
+            assert time.monotonic() < give_up_s, "no rows came"
+            threading.Event().wait(LOOK_S)
+        return self.rows()
