@@ -98,9 +98,9 @@ async def test_another_exit_code_is_the_agents_fault_and_quotes_its_last_line() 
     assert transcript.data["exit_code"] == 3
 
 
-async def test_the_key_is_the_programs_and_in_nothing_that_is_handed_on() -> None:
+async def test_the_sessions_key_is_cut_out_of_what_was_printed() -> None:
     code = "import os, sys; key = os.environ['OPENAI_API_KEY']; open('key', 'w').write(key)"
-    code += "; print(key); sys.exit(f'401 for {key}')"
+    code += "; print(key, flush=True); sys.exit(f'401 for {key}')"
     env = Runs(code)
     with pytest.raises(AgentFailed, match=r"exit code 1: 401 for \[key\]"):
         await env.run(TASK, AGENT)
