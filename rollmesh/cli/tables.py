@@ -18,6 +18,7 @@ from rollmesh.launch.screen import NONE, share, summary_table
 
 MIB = 2**20
 QUIET = Text("-", style="dim")
+SPACE = Text()
 
 
 def paint(standing: Standing) -> RenderableType:
@@ -34,9 +35,9 @@ def _parts(standing: Standing) -> Iterator[RenderableType]:
         yield Text(f"its launch is gone or stuck; as last seen at {seen:%H:%M:%S}:", style="yellow")
     if router:
         yield Text(_groups(router))
-        yield from (_workers(router), _engines(router))
+        yield from (SPACE, _workers(router), SPACE, _engines(router))
     if standing.processes:
-        yield _processes(standing)
+        yield from (SPACE, _processes(standing))
 
 
 def _of_run(run: RunStanding) -> Iterator[RenderableType]:

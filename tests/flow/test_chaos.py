@@ -45,7 +45,9 @@ SECTIONS = {
     "launch": {"max_restarts": 1000},
 }
 CLIENTS = {"client-0": "keep", "client-1": "leave"}
-BLOWS: tuple[str, ...] = ("kill worker",) * 4 + ("stop worker",) * 3 + ("kill router", "stop router")
+BLOWS: tuple[str, ...] = (
+    ("kill worker",) * 4 + ("stop worker",) * 3 + ("kill router", "stop router")
+)
 BLOWS += ("kill client",) * 2 + ("stop client",)
 LONGEST_STOP_S = 2.5
 LONGEST_LULL_S = 2.0
@@ -77,17 +79,24 @@ class Client:
                 *self._words,
                 stdout=asyncio.subprocess.PIPE,
             )
-            assert self._process.stdout
             self.ends.clear()
-            async for line in self._process.stdout:
-                how = line.decode().strip().partition(" ")[2]
-                async with ended:
-                    self.ends[how.partition(":")[0]] += 1
-                    ended.notify_all()
-            code = await self._process.wait()
+            try:
+                await self._listen(self._process, ended)
+                code = await self._process.wait()
+            finally:
+                if self.pid:
+                    send(self.pid, signal.SIGKILL)
             if code != -signal.SIGKILL:
                 assert code == 0
                 return
+
+    async def _listen(self, process: asyncio.subprocess.Process, ended: asyncio.Condition) -> None:
+        assert process.stdout
+        async for line in process.stdout:
+            how = line.decode().strip().partition(" ")[2]
+            async with ended:
+                self.ends[how.partition(":")[0]] += 1
+                ended.notify_all()
 
 
 class Storm:
