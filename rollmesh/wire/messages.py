@@ -5,7 +5,7 @@ only ever appended and any other change raises PROTOCOL in frames.py; the bytes 
 in tests/golden. Headers stay small: tasks and results travel in the body, arrays in buffers.
 
     client -> router   ClientHello ClientBeat ClientLeft AskGroup CancelGroup
-    router -> client   RouterHello GroupMoved GroupFailed AskRefused
+    router -> client   RouterHello GroupMoved GroupsMoved GroupFailed AskRefused
     router -> worker   RouterHello RunGroup CancelRun FleetChanged DrainWorker
     worker -> router   WorkerHello WorkerBeat WorkerLeft GroupStarted GroupDelivered GroupReturned
                        GroupLost EnvFailed EngineFaulted
@@ -18,8 +18,7 @@ in tests/golden. Headers stay small: tasks and results travel in the body, array
 
 A GroupFailed's reason begins with a code: attempts_exhausted, env_failed, bad_ask, overloaded,
 quarantined, deadline, client_left, cancelled or infra_error, then a colon.
-Driven by the shells in serve, trainer and launch; the step machines use the same structs as events
-and actions where that is natural.
+Driven by the shells in serve, trainer and launch, and by their step machines as events.
 """
 
 import enum
@@ -90,9 +89,6 @@ class HeldGroup(msgspec.Struct, frozen=True, array_like=True):
     """Run to its end, not yet acked by its sink."""
 
 
-# client -> router
-
-
 class ClientHello(Message, frozen=True, tag="client_hello"):
     client_id: str
     weight: int = 1
@@ -130,9 +126,6 @@ class CancelGroup(Message, frozen=True, tag="cancel_group"):
     reason: str
 
 
-# router -> client
-
-
 class RouterHello(Message, frozen=True, tag="router_hello"):
     """The envelope carries the router's incarnation."""
 
@@ -144,6 +137,12 @@ class GroupMoved(Message, frozen=True, tag="group_moved"):
     state: GroupState
     attempt: int
     worker_id: str
+
+
+class GroupsMoved(Message, frozen=True, tag="groups_moved"):
+    """Each the newest of its group; told together, a moment later."""
+
+    moves: tuple[GroupMoved, ...]
 
 
 class GroupFailed(Message, frozen=True, tag="group_failed"):
@@ -198,6 +197,8 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     pid: int
     host: str
     holds: tuple[HeldGroup, ...] = ()
+    started_s: float = 0.0
+    """Unix time; tells a process from an earlier one of its name and pid."""
 
 
 class WorkerBeat(Message, frozen=True, tag="worker_beat"):
@@ -221,6 +222,8 @@ class WorkerBeat(Message, frozen=True, tag="worker_beat"):
     num_failed: int = 0
     """Rollouts since the start that ended in infra_error or agent_error."""
     last_error: str = ""
+    started_s: float = 0.0
+    """As in WorkerHello; 0 is unknown."""
 
 
 class WorkerLeft(Message, frozen=True, tag="worker_left"):
@@ -285,9 +288,6 @@ class GroupAcked(Message, frozen=True, tag="group_acked"):
     duplicate: bool
 
 
-# fleet asks
-
-
 class JoinEngine(Message, frozen=True, tag="join_engine"):
     ask_id: int
     url: str
@@ -337,9 +337,6 @@ class FleetAnswered(Message, frozen=True, tag="fleet_answered"):
     engines: tuple[EngineRow, ...]
 
 
-# launch and cli
-
-
 class WorkerExited(Message, frozen=True, tag="worker_exited"):
     """Its process has ended."""
 
@@ -375,6 +372,7 @@ AnyMessage = (
     | CancelGroup
     | RouterHello
     | GroupMoved
+    | GroupsMoved
     | GroupFailed
     | AskRefused
     | RunGroup

@@ -8,6 +8,7 @@ and nothing else. A Dialer reconnects by itself, forever. Driven by one thread e
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 
@@ -26,7 +27,7 @@ MAX_ASK_FRAME_BYTES = 64 * 2**20
 """The same at a Dialer, and at the router's Hub."""
 LINGER_MS = 200
 """How long a closed socket may still send what was queued."""
-_DONTWAIT, _RCVMORE = int(zmq.DONTWAIT), int(zmq.RCVMORE)
+_DONTWAIT, _RCVMORE, _POLLIN = int(zmq.DONTWAIT), int(zmq.RCVMORE), int(zmq.POLLIN)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
@@ -177,13 +178,13 @@ class Dialer:
 
 def wait(sockets: Sequence[Hub | Dialer], doorbell: Doorbell | None, timeout_s: float) -> None:
     """Block until a socket has something to receive, the bell was rung, or `timeout_s` is over."""
-    poller = zmq.Poller()
-    for each in sockets:
-        poller.register(each.socket, zmq.POLLIN)
-    if doorbell:
-        poller.register(doorbell.fileno(), zmq.POLLIN)
-    poller.poll(max(0, int(timeout_s * 1000)))
-    if doorbell:
+    asked = [(each.socket, _POLLIN) for each in sockets]
+    if doorbell is None:
+        zmq.zmq_poll(asked, math.ceil(timeout_s * 1000))
+        return
+    bell = doorbell.fileno()
+    heard = zmq.zmq_poll([*asked, (bell, _POLLIN)], math.ceil(timeout_s * 1000))
+    if any(each is bell for each, _ in heard):
         doorbell.hush()
 
 

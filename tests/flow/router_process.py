@@ -20,6 +20,7 @@ from rollmesh.wire.messages import (
     AskGroup,
     ClientBeat,
     ClientHello,
+    GroupsMoved,
     WorkerBeat,
     WorkerHello,
 )
@@ -101,7 +102,10 @@ class Peer:
 
     def poll(self) -> None:
         wait([self.dialer], None, 0.05)
-        self.heard += self.dialer.receive()
+        for packet in self.dialer.receive():
+            told = packet.message
+            moves = told.moves if isinstance(told, GroupsMoved) else ()
+            self.heard += [Packet(move, packet.router) for move in moves] or [packet]
         if self.beat:
             self.says(self.beat)
 

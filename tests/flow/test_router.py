@@ -45,13 +45,14 @@ def router(tmp_path: Path) -> Iterator[RouterProcess]:
 def test_a_group_goes_to_a_worker_and_its_body_unchanged(router: RouterProcess, town: Town) -> None:
     asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
     asker.says(ask(1), body=b"\x00 not for routers \xff")
-    until(lambda: runner.of(RunGroup), runner, asker)
+    until(lambda: runner.of(RunGroup) and asker.of(GroupMoved), runner, asker)
     [packet] = [p for p in runner.heard if isinstance(p.message, RunGroup)]
     assert bytes(packet.body) == b"\x00 not for routers \xff"
     assert packet.router == router.status()["incarnation"]
     runner.says(GroupStarted(GroupId("r1", 1), 1))
+    until(lambda: asker.of(GroupMoved)[-1].state is GroupState.RUNNING, asker)
     runner.says(GroupDelivered(GroupId("r1", 1), 1))
-    until(lambda: asker.of(GroupMoved)[-1:] and asker.of(GroupMoved)[-1].state == "done", asker)
+    until(lambda: asker.of(GroupMoved)[-1].state is GroupState.DONE, asker)
     states = [moved.state for moved in asker.of(GroupMoved)]
     assert states[-3:] == [GroupState.ASSIGNED, GroupState.RUNNING, GroupState.DONE]
 

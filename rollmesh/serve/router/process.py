@@ -9,6 +9,7 @@ the router's incarnation, by which peers notice a restart. Driven by `rollmesh r
 import os
 import signal
 import socket
+import typing
 
 import msgspec
 
@@ -22,6 +23,7 @@ from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import Event as FleetEvent
 from rollmesh.engine.fleet import Fleet, FleetSettings, PublishTable
 from rollmesh.serve.router.ledger import Ledger
+from rollmesh.serve.router.moves import Moves
 from rollmesh.serve.router.pids import LocalPids
 from rollmesh.serve.router.side import Board, SideThread
 from rollmesh.serve.router.status import status_of
@@ -33,6 +35,7 @@ from rollmesh.wire.messages import (
     EngineFaulted,
     EnvFailed,
     FleetAsk,
+    GroupMoved,
     JoinEngine,
     WorkerExited,
     WorkerHello,
@@ -41,6 +44,8 @@ from rollmesh.wire.messages import (
 from rollmesh.wire.sockets import MAX_ASK_FRAME_BYTES, Doorbell, Hub, wait
 
 log = get_logger()
+
+_OF_THE_FLEET = frozenset({*typing.get_args(FleetAsk), EngineFaulted})
 
 
 class Engines(msgspec.Struct, frozen=True):
@@ -74,7 +79,7 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
     log.info("router.started", address=hub.address, http_address=http_address(listening))
     try:
         while not stop.is_asked:
-            wait([hub], bell, loop.tick_s)
+            wait([hub], bell, loop.idle_s())
             loop.turn()
     finally:
         side.close()
@@ -120,7 +125,7 @@ class RouterLoop:
         clock: Clock,
     ) -> None:
         self.incarnation = new_id("i")
-        self.tick_s = config.router.beat_s / 2
+        self._tick_s = config.router.beat_s / 2
         self._hub = hub
         self._side = side
         self._board = board
@@ -131,6 +136,7 @@ class RouterLoop:
         self._num_failed = 0
         self._pids = LocalPids(socket.gethostname())
         self._away: dict[str, str] = {}
+        self._moves = Moves()
         self._next_tick_s = clock.now_s()
 
     def join_engine(self, url: str) -> None:
@@ -149,14 +155,21 @@ class RouterLoop:
         for answer in self._side.take_answers():
             self._step_fleet(answer)
         now_s = self._clock.now_s()
+        if now_s >= self._moves.due_s:
+            for told in self._moves.take():
+                self._hub.send(told.route, Packet(told.message, self.incarnation))
         if now_s >= self._next_tick_s:
-            self._next_tick_s = now_s + self.tick_s
+            self._next_tick_s = now_s + self._tick_s
             for exited in self._pids.take_ended():
                 self._on_packet(b"", Packet(exited))
             self._send(self._ledger.step(Ticked(), now_s))
             self._step_fleet(Ticked())
             self._log_losses()
             self._hang_status()
+
+    def idle_s(self) -> float:
+        """How long nothing needs a turn, if nothing arrives."""
+        return max(0.0, min(self._moves.due_s, self._next_tick_s) - self._clock.now_s())
 
     def close(self) -> None:
         """Watch no process any more."""
@@ -165,7 +178,7 @@ class RouterLoop:
     def _on_packet(self, route: bytes, packet: Packet) -> None:
         message = packet.message
         event = Received(route, message, packet.body, packet.router)
-        if isinstance(message, FleetAsk | EngineFaulted):
+        if type(message) in _OF_THE_FLEET:
             self._step_fleet(event)
             return
         self._send(self._ledger.step(event, self._clock.now_s()))
@@ -196,6 +209,9 @@ class RouterLoop:
     def _send(self, sends: list[Send]) -> None:
         for send in sends:
             if not send.route:  # ours: an engine joined at the start
+                continue
+            if type(send.message) is GroupMoved:
+                self._moves.add(send.route, send.message, self._clock.now_s())
                 continue
             self._hub.send(send.route, Packet(send.message, self.incarnation, send.body))
 
