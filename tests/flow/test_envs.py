@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from examples.words.server import WordGame
@@ -26,6 +27,7 @@ from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.record import SessionRecord
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.serve.client.results import RESULTS, Row
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.testing.agent_engine import Script, ScriptedAgent
 from rollmesh.testing.engine import ScriptedEngine
@@ -152,6 +154,28 @@ async def test_the_readmes_command_runs(example: Example, tmp_path: Path) -> Non
     lines = output.splitlines()
     assert len(lines) == 4, output
     assert all("  completed  reward 1  " in f"{line}  " for line in lines), output
+
+
+async def test_a_mesh_runs_command_line_agents_and_leaves_nothing_of_them(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    (folder / "model.safetensors").touch()  # for the check; the engine is scripted
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    agent = ScriptedAgent(load_tokenizer(folder), scripts.bugs)
+    async with ScriptedEngine(agent.next_token) as engine:
+        process = await start(
+            *("-m", "rollmesh.cli.main", "eval", "--config", "examples/bugs/mesh.toml"),
+            *("--model-dir", str(folder), "--engine", engine.url, "--out", str(tmp_path / "out")),
+            *("-n", "2", "--num-tasks", "3"),
+            *with_set((*SMALL, f"model.max_context_tokens={MAX_CONTEXT_TOKENS}")),
+            TMPDIR=str(scratch),
+        )
+        said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    lines = await asyncio.to_thread((tmp_path / "out" / RESULTS).read_bytes)
+    rows = [msgspec.json.decode(line, type=Row) for line in lines.splitlines()]
+    assert [(row.outcome, row.reward, row.num_calls) for row in rows] == [("completed", 1.0, 3)] * 6
+    assert os.listdir(scratch) == []
 
 
 async def test_the_word_games_server_starts_as_its_readme_says() -> None:
