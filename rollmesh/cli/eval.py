@@ -202,7 +202,8 @@ def conclude(order: Order, end: End) -> int:
     if end.code == USAGE:
         raise UserError(end.reason)
     report = report_of(rows_in(order.folder))
-    show(order.plan, report, order.folder, as_json=order.says_json)
+    if end.code == OK or report.num_rollouts:
+        show(order.plan, report, order.folder, as_json=order.says_json)
     if end.code != OK:
         line = f"{end.reason}; `rollmesh eval --resume --out {order.folder}` goes on"
         print(line, file=sys.stderr)

@@ -55,7 +55,7 @@ def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
 
 def table_of(plan: Plan, report: Report) -> Table:
     """The figures."""
-    title = f"{plan.env}, {report.num_tasks} tasks, {plan.num_samples} rollouts each"
+    title = f"{plan.env}: {report.num_rollouts:,} rollouts of {report.num_tasks:,} tasks"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     table.add_column("mean", justify="right")
@@ -70,8 +70,8 @@ def table_of(plan: Plan, report: Report) -> Table:
         ("s per rollout", report.s_per_rollout),
     ):
         table.add_row(name, "-" if value is None else f"{value:,.2f}", "")
-    table.add_row("rollouts that count", f"{report.num_rollouts:,}", "")
-    table.add_row("of them truncated", f"{report.num_truncated:,}", "")
+    if report.num_truncated:
+        table.add_row("truncated", f"{report.num_truncated:,}", "")
     for cause, number in report.failures.items():
         table.add_row(Text(f"failed: {cause}"), f"{number:,}", "")
     return table

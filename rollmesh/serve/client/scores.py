@@ -109,18 +109,18 @@ def share(clusters: Sequence[Cluster]) -> Estimate | None:
     mean, variance = _moments(clusters)
     # Without any scatter nothing tells rollouts of a task apart: each task counts for one.
     num = mean * (1 - mean) / variance if variance > 0 else float(len(clusters))
-    num = max(num, 1.0)
+    num = max(num * (Z / _quantile(len(clusters))) ** 2, 1.0)
     middle = (mean + Z**2 / (2 * num)) / (1 + Z**2 / num)
     half = Z * math.sqrt(mean * (1 - mean) / num + (Z / (2 * num)) ** 2) / (1 + Z**2 / num)
     return Estimate(mean, max(0.0, middle - half), min(1.0, middle + half))
 
 
 def average(clusters: Sequence[Cluster]) -> Estimate | None:
-    """The mean of any values; its interval is the normal one, and empty for a single task."""
+    """The mean of any values; its interval is Student's, and empty for a single task."""
     if not clusters:
         return None
     mean, variance = _moments(clusters)
-    half = Z * math.sqrt(variance)
+    half = _quantile(len(clusters)) * math.sqrt(variance)
     return Estimate(mean, mean - half, mean + half)
 
 
@@ -135,12 +135,27 @@ def _moments(clusters: Sequence[Cluster]) -> tuple[float, float]:
     return mean, scatter / total**2 * num / (num - 1)
 
 
+def _quantile(num_clusters: int) -> float:
+    """Student's in place of Z, since few tasks tell their scatter badly.
+
+    By Cornish and Fisher's expansion (Abramowitz and Stegun, 26.7.5).
+    """
+    dof = max(num_clusters - 1, 1)
+    terms = (
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+    )
+    return Z + sum(term / dof**power for power, term in enumerate(terms, start=1))
+
+
 def _pass_at(tasks: Sequence[Sequence[Row]]) -> dict[int, Estimate]:
-    """For k = 1, 2, 4 and so on, as far as every task has rollouts."""
+    """For k = 1, 2, 4 and so on up to a group's size, as far as every task has rollouts."""
     found: dict[int, Estimate] = {}
-    fewest = min(map(len, tasks), default=0)
+    largest = max((row.num_samples for rows in tasks for row in rows), default=0)
+    largest = min([largest, *map(len, tasks)])
     k = 1
-    while k <= fewest:
+    while k <= largest:
         clusters = [
             Cluster(len(rows), pass_at_k(len(rows), sum(map(succeeded, rows)), k)) for rows in tasks
         ]

@@ -62,7 +62,9 @@ def test_success_is_the_environments_word_before_the_rewards() -> None:
 def test_pass_at_1_is_the_success_rate_and_grows_with_k() -> None:
     rng = random.Random(3)
     rows = [
-        row(f"t{task}", reward=float(rng.random() < 0.4)) for task in range(9) for _ in range(4)
+        row(f"t{task}", reward=float(rng.random() < 0.4), num_samples=4)
+        for task in range(9)
+        for _ in range(4)
     ]
     report = report_of(rows)
     assert list(report.pass_at) == [1, 2, 4]
@@ -73,8 +75,10 @@ def test_pass_at_1_is_the_success_rate_and_grows_with_k() -> None:
 
 
 def test_pass_at_k_goes_as_far_as_every_task_has_rollouts() -> None:
-    rows = [*(row("a") for _ in range(4)), *(row("b") for _ in range(3))]
+    rows = [row(task, num_samples=4) for task in "aaaabbb"]
     assert list(report_of(rows).pass_at) == [1, 2]
+    posed_twice = [row("a", num_samples=2) for _ in range(4)]
+    assert list(report_of(posed_twice).pass_at) == [1, 2]
 
 
 def test_nothing_counted_is_no_figure() -> None:
@@ -87,10 +91,11 @@ def test_interval_is_wilsons_where_rollouts_are_independent() -> None:
     n, c = 40, 12
     estimate = share([Cluster(1, float(number < c)) for number in range(n)])
     assert estimate is not None
-    # By the formula, with n - 1 for n: the variance between clusters is the sample's.
-    z, p, m = NormalDist().inv_cdf(0.975), c / n, n - 1
+    # By the formula, with fewer than n: the variance is the sample's, its quantile Student's.
+    z, p, t = NormalDist().inv_cdf(0.975), c / n, 2.02269
+    m = (n - 1) * (z / t) ** 2
     half = z * math.sqrt(p * (1 - p) / m + z**2 / (4 * m**2)) / (1 + z**2 / m)
-    assert estimate.high - estimate.low == pytest.approx(2 * half)
+    assert estimate.high - estimate.low == pytest.approx(2 * half, rel=1e-4)
 
 
 def test_interval_of_unanimous_rollouts_is_not_empty() -> None:
@@ -116,7 +121,7 @@ def coverage(num_tasks: int, num_samples: int) -> float:
     return held / 400
 
 
-@pytest.mark.parametrize(("num_tasks", "num_samples"), [(20, 1), (20, 8), (60, 4)])
+@pytest.mark.parametrize(("num_tasks", "num_samples"), [(6, 8), (20, 1), (20, 8), (60, 4)])
 def test_intervals_hold_the_truth_as_often_as_they_say(num_tasks: int, num_samples: int) -> None:
     assert 0.91 < coverage(num_tasks, num_samples) < 0.99
 
