@@ -55,6 +55,8 @@ class Crew:
         if ended and self._book.now_s < ended.until_s:
             return
         worker = self.workers.get(hello.worker_id)
+        if worker and hello.started_s < worker.hello.started_s:
+            return  # said by an earlier process, and late
         if worker and _process_of(worker.hello) != _process_of(hello):
             self.bury(worker, "its process was replaced")
             worker = None
@@ -186,5 +188,5 @@ class Crew:
             self._book.send(worker.route, DrainWorker(worker.drain_reason))
 
 
-def _process_of(hello: WorkerHello) -> tuple[int, str, str]:
-    return hello.pid, hello.host, hello.env
+def _process_of(hello: WorkerHello) -> tuple[int, str, str, float]:
+    return hello.pid, hello.host, hello.env, hello.started_s

@@ -177,6 +177,8 @@ class Deals:
         waiting = [group for group in self._book.suspects.values() if group.env == env]
         for group in sorted(waiting, key=lambda group: -group.priority):
             strictly = group.queued_s > latest_s
+            if strictly and suspects.is_pending(group):
+                continue
             worker = self._workers.apart_for(env, group.num_samples, strictly=strictly)
             if worker is None:
                 break

@@ -230,7 +230,11 @@ class Ledger:
         if worker is None:
             self._hello(route)
             return
-        self.crew.hear(worker, beat)
+        ahead_s = beat.started_s - worker.hello.started_s if beat.started_s else 0.0
+        if ahead_s > 0:
+            self._hello(route)  # a new process, whose own hello is still under way
+        elif ahead_s == 0:
+            self.crew.hear(worker, beat)
 
     def _on_worker_left(self, _: bytes, message: WorkerLeft, __: Buffer) -> None:
         if worker := self.crew.workers.get(message.worker_id):

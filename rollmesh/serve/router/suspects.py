@@ -7,7 +7,8 @@ Who of a worker's groups killed it, nobody knows. So each is a suspect, and next
 suspect is being watched: a group is watched for as long as it had run when its worker ended, then
 the next may join it. Invariants: a group fails as quarantined only after MAX_DEATHS workers are
 known to have ended under it; silence alone makes a suspect, never a culprit; a suspect waits at
-most SUSPECT_WAIT_BEATS for a worker of its own. Driven by crew.py.
+most SUSPECT_WAIT_BEATS for a worker of its own, or for word of the two that fell silent under it.
+Driven by crew.py and deals.py.
 """
 
 import msgspec
@@ -16,9 +17,9 @@ from rollmesh.serve.router.groups import Death, Group
 from rollmesh.serve.router.workers import Worker
 
 MAX_DEATHS = 2
-MAX_WATCH_BEATS = 120
+MAX_WATCH_BEATS = 60
 """No suspect is watched longer, however long it had run."""
-SUSPECT_WAIT_BEATS = 120
+SUSPECT_WAIT_BEATS = 60
 """A suspect that found no worker of its own for so long runs beside another."""
 
 
@@ -52,6 +53,11 @@ def verdict(group: Group) -> str:
     if len(causes) < MAX_DEATHS:
         return ""
     return f"quarantined: {len(causes)} workers ended under it ({'; '.join(causes)})"
+
+
+def is_pending(group: Group) -> bool:
+    """Whether word of a worker that fell silent may yet make a culprit of the group."""
+    return len(group.deaths) >= MAX_DEATHS
 
 
 def watch(group: Group, worker: Worker, now_s: float, beat_s: float) -> None:

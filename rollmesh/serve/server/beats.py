@@ -109,6 +109,7 @@ class Beats:
             loop_lag_s=self._lag_s,
             rss_bytes=self._process.memory_info().rss,
             stalled_in=self._stalled_in,
+            started_s=self._process.create_time(),
             **msgspec.structs.asdict(vitals),
         )
         self._lag_s, self._stalled_in = 0.0, ""

@@ -75,6 +75,7 @@ class DutiesSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_unacked_bytes: int = 2**28
     pid: int = 0
     host: str = ""
+    started_s: float = 0.0
     hello_s: float = 0.5
     """The hello is said again after this time, until a router answers."""
     outbox: OutboxSettings = OutboxSettings()
@@ -274,6 +275,7 @@ class Duties:
             max_rollouts=settings.max_rollouts,
             pid=settings.pid,
             host=settings.host,
+            started_s=settings.started_s,
             holds=tuple(self.holds()),
         )
         return Send(ROUTER, hello)

@@ -82,6 +82,7 @@ class Worker:
                 max_unacked_bytes=config.worker.max_unacked_bytes,
                 pid=os.getpid(),
                 host=socket.gethostname(),
+                started_s=psutil.Process().create_time(),
                 hello_s=config.router.beat_s,
                 outbox=OutboxSettings(delivery_timeout_s=config.worker.delivery_timeout_s),
             )

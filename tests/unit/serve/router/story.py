@@ -30,7 +30,7 @@ def group(seq: int) -> GroupId:
 
 
 def hello(worker: str, *holds: HeldGroup, env: str = "guess", pid: int = 1) -> WorkerHello:
-    return WorkerHello(worker, env, max_rollouts=8, pid=pid, host="here", holds=holds)
+    return WorkerHello(worker, env, 8, pid, "here", holds, started_s=float(pid))
 
 
 def beat(worker: str, num_running: int = 0, accepting: bool = True, lag_s: float = 0) -> WorkerBeat:

@@ -16,6 +16,7 @@ from rollmesh.wire.messages import (
     GroupStarted,
     GroupState,
     HeldGroup,
+    RouterHello,
     RunGroup,
     WorkerExited,
     WorkerLeft,
@@ -143,6 +144,35 @@ def test_what_an_ended_process_had_said_before_does_not_raise_it(story: Story) -
     assert story.ledger.crew.workers.get("w0") is None
     story.worker("w0", pid=2)
     assert story.holder(1) == "w0"
+
+
+def test_a_hello_that_is_heard_late_does_not_end_the_next_process(story: Story) -> None:
+    running(story)
+    story.worker("w0", pid=2)
+    story.says("w0", hello("w0", HeldGroup(group(1), 1, False)))
+    worker = story.ledger.crew.workers.get("w0")
+    assert worker is not None
+    assert worker.hello.pid == 2
+
+
+def test_a_beat_of_a_new_process_does_not_raise_the_old_one(story: Story) -> None:
+    running(story)
+    story.passes(4, "c")
+    sends = story.says("w0", msgspec.structs.replace(beat("w0"), started_s=2.0))
+    assert only(sends, RouterHello, "w0"), "its hello is asked for"
+    assert story.state(1) is GroupState.QUEUED
+    story.says("w0", msgspec.structs.replace(beat("w0"), started_s=0.5))
+    assert story.state(1) is GroupState.QUEUED
+    story.says("w0", msgspec.structs.replace(beat("w0"), started_s=1.0))
+    assert story.state(1) is GroupState.RUNNING
+
+
+def test_a_new_process_of_the_same_pid_is_another_one(story: Story) -> None:
+    # As a container's, which is process 1 of its host in every life.
+    running(story)
+    again = msgspec.structs.replace(hello("w0"), started_s=9.0)
+    [run] = only(story.says("w0", again), RunGroup)
+    assert run.attempt == 2
 
 
 def test_an_exit_that_is_heard_late_does_not_end_the_next_process(story: Story) -> None:

@@ -4,18 +4,25 @@ import pytest
 
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.router.groups import Group
-from rollmesh.serve.router.suspects import absolve, blame, reword, verdict
+from rollmesh.serve.router.suspects import (
+    SUSPECT_WAIT_BEATS,
+    absolve,
+    blame,
+    reword,
+    verdict,
+)
 from rollmesh.serve.router.workers import Worker
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import (
     GroupDelivered,
     GroupFailed,
+    GroupMoved,
     GroupStarted,
     GroupState,
     RunGroup,
     WorkerExited,
 )
-from tests.unit.serve.router.story import SETTINGS, Story, ask, group, hello, only
+from tests.unit.serve.router.story import SETTINGS, Story, ask, beat, group, hello, only
 
 KILLED = "killed by signal 9"
 
@@ -93,20 +100,39 @@ def test_a_quarantined_task_that_is_asked_for_again_stays_so(story: Story) -> No
 
 
 def test_silence_alone_quarantines_nothing(story: Story) -> None:
-    for number in range(3):
-        story.worker(f"w{number}")
-        starts(story, story.asks(ask(1, attempts=number)))
-        sends = story.passes(4, "c")
-    [failed] = only(sends, GroupFailed)
+    silence_of_two(story)
+    waits = SUSPECT_WAIT_BEATS * SETTINGS.beat_s
+    assert starts(story, story.passes(waits + 1, "c", "w2"))
+    [failed] = only(story.passes(4, "c"), GroupFailed)
     assert failed.reason.startswith("attempts_exhausted: 3 have begun; w2 was silent")
 
 
-def test_an_end_that_is_known_late_stops_the_task_where_it_runs(story: Story) -> None:
+def silence_of_two(story: Story) -> None:
+    """A third worker is there, and both that had the group have fallen silent."""
     story.asks(ask(1))
-    for name in ("w0", "w1", "w2"):
+    for name in ("w0", "w1"):
         assert starts(story, story.worker(name))
-        if name != "w2":
-            story.passes(4, "c")
+        story.passes(4, "c")
+    assert not only(story.worker("w2"), RunGroup)
+
+
+def test_after_two_silences_word_of_the_workers_is_waited_for(story: Story) -> None:
+    silence_of_two(story)
+    assert not only(story.passes(10, "c", "w2"), RunGroup)
+    exits(story, "w0", 1)
+    [failed] = only(exits(story, "w1", 1), GroupFailed)
+    assert failed.reason.startswith("quarantined: ")
+
+
+def test_after_two_silences_a_sign_of_life_lets_the_group_go_on(story: Story) -> None:
+    silence_of_two(story)
+    [moved] = only(story.says("w1", beat("w1", 4)), GroupMoved)
+    assert (moved.state, moved.worker_id) == (GroupState.RUNNING, "w1")
+
+
+def test_an_end_that_is_known_late_stops_the_task_where_it_runs(story: Story) -> None:
+    silence_of_two(story)
+    assert starts(story, story.passes(SUSPECT_WAIT_BEATS * SETTINGS.beat_s + 1, "c", "w2"))
     assert story.holder(1) == "w2"
     exits(story, "w0", 1)
     assert story.state(1) is GroupState.RUNNING
@@ -179,7 +205,7 @@ def test_a_suspect_that_waited_long_runs_beside_another(story: Story) -> None:
     story.passes(400, "w0", "c")
     exits(story, "w0", 1)
     starts(story, story.worker("w0", pid=2))
-    waits = 120 * SETTINGS.beat_s
+    waits = SUSPECT_WAIT_BEATS * SETTINGS.beat_s
     story.passes(waits - 1, "w0", "c")
     assert story.state(2) is GroupState.QUEUED
     story.passes(2, "w0", "c")
