@@ -19,13 +19,15 @@ from rollmesh.testing.mesh_sim.mesh import Report, simulate
 from rollmesh.testing.mesh_sim.network import Faults
 from rollmesh.wire.machine import Received, Send, Ticked
 
-NUM_SEEDS = 1000
+NUM_SEEDS = 3000
 SEEDS_PER_TEST = 100
 MIN_EVENTS = 200
 KEPT_SEEDS = {
+    4823: "a late hello of an ended process replaced the one that had followed it",
     251: "a late claim of an ended group stood in the ledger until its patience was over",
     645: "the same with two groups",
 }
+"""What a seed of an earlier simulator found, a unit test of the machine holds too."""
 FAULTS = {
     "drop",
     "duplicate",
@@ -36,6 +38,15 @@ FAULTS = {
     "cancel",
     "not_kept",
     "reader_left",
+    "poison",
+    "deadline",
+    "stall",
+    "recycle",
+    "drain",
+    "nonsense",
+    "killed",
+    "goodbye",
+    "vanish",
 }
 TRANSITIONS = {
     "ledger: - > queued",
@@ -95,6 +106,11 @@ def seen() -> Report:
         num_events=0,
         num_groups=0,
         num_results=0,
+        num_visitor_groups=0,
+        num_visitor_results=0,
+        num_quarantined=0,
+        num_poisonous=0,
+        num_kills=0,
         num_trained=0,
         num_steps=0,
         faults=collections.Counter(),
@@ -118,12 +134,22 @@ def test_kept_seed_comes_to_rest(seed: int) -> None:
     assert simulate(seed).num_events >= MIN_EVENTS
 
 
+def test_tasks_that_kill_are_stopped_at_the_second_and_their_neighbours_are_spared() -> None:
+    num_innocent = num_spared = 0
+    for seed in range(100):
+        report = simulate(seed, faults=Faults(poison=0.1))
+        assert report.num_kills <= 2 * report.num_poisonous
+        num_innocent += report.num_groups + report.num_visitor_groups - report.num_poisonous
+        num_spared += report.num_results + report.num_visitor_results
+    # Two killers beside one innocent group may share it.
+    assert num_innocent * 0.98 < num_spared <= num_innocent
+
+
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
 def test_every_ask_ends_once_whatever_the_network_does(first: int, seen: Report) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
         report = simulate(seed)
         assert report.num_events >= MIN_EVENTS, f"seed {seed} ended early"
-        assert report.num_results > 0, f"seed {seed} brought nothing home"
         seen.faults.update(report.faults)
         seen.transitions.update(report.transitions)
 
@@ -148,6 +174,13 @@ class LedgerWithoutATick(Ledger):
         return [] if isinstance(event, Ticked) else super().step(event, now_s)
 
 
+class LedgerThatForgivesKillers(Ledger):
+    def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
+        for group in self.book.groups.values():
+            group.deaths = ()
+        return super().step(event, now_s)
+
+
 class FleetThatHearsNoProbe(Fleet):
     def step(self, event: FleetEvent, now_s: float) -> list[FleetAction]:
         return [] if isinstance(event, EngineProbed) else super().step(event, now_s)
@@ -159,6 +192,7 @@ class FleetThatHearsNoProbe(Fleet):
         Machines(sink=SinkThatTakesEverything),
         Machines(generation=LegThatForgetsAToken),
         Machines(ledger=LedgerWithoutATick),
+        Machines(ledger=LedgerThatForgivesKillers),
         Machines(fleet=FleetThatHearsNoProbe),
     ],
 )

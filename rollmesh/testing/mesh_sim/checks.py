@@ -4,11 +4,20 @@ Invariant: a check raises AssertionError in words that name the group or the nod
 enough to run after each of millions of events. Driven by mesh.py.
 """
 
+import re
+from collections import Counter
+
 from rollmesh.core.ids import GroupId
 from rollmesh.testing.mesh_sim.client import SimClient
 from rollmesh.testing.mesh_sim.engine import SimEngine
+from rollmesh.testing.mesh_sim.errands import POISON
+from rollmesh.testing.mesh_sim.launch import SimLaunch
 from rollmesh.testing.mesh_sim.router import SimRouter
+from rollmesh.testing.mesh_sim.visitor import Visitor
 from rollmesh.testing.mesh_sim.worker import SimWorker
+
+CULPRIT_DEATHS = 2
+NAMED_WORKER = re.compile(r"worker-\d+")
 
 
 class RunningChecks:
@@ -16,42 +25,70 @@ class RunningChecks:
 
     def __init__(self, client: SimClient) -> None:
         self._client = client
-        self._num_endings = 0
         self._num_trained = 0
-        self._ended: set[GroupId] = set()
         self._trained: set[GroupId] = set()
 
     def after_event(self) -> None:
-        """Every ask ends once; nothing trains twice; no sample is older than the bound."""
+        """Nothing trains twice, or before it ended; no sample is older than the bound."""
         client = self._client
-        for ending in client.endings[self._num_endings :]:
-            assert ending.group_id not in self._ended, f"{ending.group_id} ended twice"
-            self._ended.add(ending.group_id)
-        self._num_endings = len(client.endings)
+        if len(client.trained) == self._num_trained:
+            return
         for trained in client.trained[self._num_trained :]:
             group_id, age = trained.group_id, trained.step - trained.oldest_step
             assert group_id not in self._trained, f"{group_id} was trained twice"
-            assert group_id in self._ended, f"{group_id} was trained before it ended"
+            assert group_id in client.endings, f"{group_id} was trained before it ended"
             bound = client.staleness.settings.max_staleness
             assert age <= bound, f"{group_id} was trained at age {age}"
             self._trained.add(group_id)
         self._num_trained = len(client.trained)
 
 
+def look_at_ends(
+    visitors: list[Visitor], workers: list[SimWorker], launch: SimLaunch, router: SimRouter
+) -> None:
+    """What kills is found out within its attempts; nobody is a culprit whose workers live."""
+    for visitor in visitors:
+        for group_id, reason in visitor.endings.reasons.items():
+            is_poison = visitor.asked[group_id].body == POISON
+            assert reason or not is_poison, f"{group_id} kills, and brought a result"
+            if reason.startswith("quarantined"):
+                named = NAMED_WORKER.findall(reason)
+                assert len(named) >= CULPRIT_DEATHS, reason
+                for name in named:
+                    assert launch.num_ends[name] >= named.count(name), f"{group_id}: {reason}"
+    kills = Counter[GroupId]()
+    for worker in workers:
+        kills.update(worker.kills)
+    for group_id, number in kills.items():
+        [owner] = [visitor for visitor in visitors if group_id in visitor.asked]
+        assert owner.asked[group_id].body == POISON
+        # Who is restarted has forgotten what began before.
+        lives = 1 + router.life + owner.life
+        assert number <= router.max_attempts * lives, f"{group_id} killed {number} workers"
+
+
 def unsettled(
-    client: SimClient, router: SimRouter, workers: list[SimWorker], engines: list[SimEngine]
+    client: SimClient,
+    visitors: list[Visitor],
+    router: SimRouter,
+    workers: list[SimWorker],
+    engines: list[SimEngine],
 ) -> list[str]:
     """What is not at rest yet, in words; empty when everything asked for has ended everywhere."""
     found = []
     if client.wants_more:
         found.append(f"only {len(client.asked)} groups were asked for")
     if client.open_groups():
-        ended = {ending.group_id for ending in client.endings}
-        found.append(f"asked and not ended: {[str(g) for g in client.asked if g not in ended]}")
+        waiting = [str(each) for each in client.asked if each not in client.endings]
+        found.append(f"asked and not ended: {waiting}")
     if client.asks.open or client.asks.num_cancels:
         found.append(f"asks: {len(client.asks.open)} open, {client.asks.num_cancels} cancels")
     if client.staleness.num_running:
         found.append(f"staleness counts {client.staleness.num_running} as running")
+    for visitor in visitors:
+        if not visitor.is_gone and not visitor.is_done:
+            waiting = [str(each) for each in visitor.asked if each not in visitor.endings]
+            found.append(f"{visitor.name} waits for {waiting}, or has not asked for all")
     if router.held():
         found.append(f"the ledger holds {router.held()} groups")
     found += [f"{w.name} holds {w.held()} groups and payloads" for w in workers if w.held()]

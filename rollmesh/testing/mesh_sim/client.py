@@ -17,6 +17,7 @@ from rollmesh.serve.client.asks import (
     Cancelled,
 )
 from rollmesh.serve.client.sink import Book, Keep, Kept
+from rollmesh.testing.mesh_sim.endings import Endings
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.turns import GroupTurns
@@ -36,14 +37,6 @@ from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 
 TICK_S = 0.1
 BEAT_S = 0.2
-
-
-class Ending(msgspec.Struct, frozen=True):
-    """How one group ended at the sink."""
-
-    group_id: GroupId
-    reason: str
-    """Empty where it brought a result."""
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -68,7 +61,7 @@ class SimClient(Node):
             StalenessSettings(batch=2, max_staleness=2, max_running=6)
         )
         self.asked: list[GroupId] = []
-        self.endings: list[Ending] = []
+        self.endings = Endings()
         self.trained: list[Trained] = []
         self.num_steps = 0
         self.step_of_version = {0: 0}
@@ -99,7 +92,9 @@ class SimClient(Node):
             self._ask()
         if self.asks.open and self._network.strikes("cancel"):
             group_id = self._kernel.rng.choice(list(self.asks.open))
-            self._do_asks(self.asks.step(Cancelled(group_id, "why not"), self._kernel.now_s()))
+            self._do_asks(
+                self.asks.step(Cancelled(group_id, "cancelled: why not"), self._kernel.now_s())
+            )
         self._train()
         self._kernel.after(TICK_S, self._tick, self)
 
@@ -139,7 +134,7 @@ class SimClient(Node):
                 if not self._network.strikes("not_kept"):
                     self._keep(action)
             case Book(group_id, reason):
-                self.endings.append(Ending(group_id, reason))
+                self.endings.add(group_id, reason)
                 self.staleness.step(GroupEnded(group_id))
 
     def _keep(self, keep: Keep) -> None:
@@ -150,7 +145,7 @@ class SimClient(Node):
         turns = msgspec.msgpack.decode(keep.body, type=GroupTurns)
         assert all(turn.is_exact() for turn in turns.turns), f"{group_id}: tokens are not exact"
         self._do_asks(self.asks.step(Arrived(group_id), self._kernel.now_s()))
-        self.endings.append(Ending(group_id, turns.reason))
+        self.endings.add(group_id, turns.reason)
         if turns.reason:
             self.staleness.step(GroupEnded(group_id))
             return

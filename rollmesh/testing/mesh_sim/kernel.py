@@ -5,10 +5,9 @@ it was put on the agenda never runs; a call to a frozen node runs when it thaws.
 """
 
 import heapq
+import math
 import random
 from collections.abc import Callable
-
-from rollmesh.testing.clock import FakeClock
 
 
 class Node:
@@ -32,6 +31,7 @@ class Node:
         """Lose everything that is not on disk."""
         self.life += 1
         self.alive = False
+        self.frozen_until_s = 0.0
 
     def restart(self) -> None:
         """Begin a new life."""
@@ -44,13 +44,13 @@ class Kernel:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
-        self.clock = FakeClock()
+        self.time_s = 0.0
         self.num_events = 0
         self._agenda: list[tuple[float, int, Node | None, int, Callable[[], None]]] = []
         self._count = 0
 
     def now_s(self) -> float:
-        return self.clock.now_s()
+        return self.time_s
 
     def after(
         self,
@@ -62,24 +62,25 @@ class Kernel:
         """Run `call` in `delay_s`, if `node` then lives `life`, by default the one it lives now."""
         if life is None:
             life = node.life if node else 0
-        self._put(self.now_s() + delay_s, node, life, call)
+        # The count keeps calls of one instant in the order in which they were put here.
+        self._count += 1
+        heapq.heappush(self._agenda, (self.time_s + delay_s, self._count, node, life, call))
 
     def run(self, max_events: int, until_s: float, after_each: Callable[[], None]) -> None:
-        """Run until the agenda is empty, `max_events` have run, or it is `until_s`."""
-        last = self.num_events + max_events
-        while self._agenda and self.num_events < last and self._agenda[0][0] <= until_s:
-            at_s, _, node, life, call = heapq.heappop(self._agenda)
-            self.clock.advance_to(at_s)
-            if node and node.life != life:
-                continue
-            if node and node.frozen_until_s > at_s:
-                self._put(node.frozen_until_s, node, life, call)
-                continue
+        """Run until `max_events` have run, or it is `until_s`; the clock then shows that."""
+        agenda, last = self._agenda, self.num_events + max_events
+        while agenda and self.num_events < last and agenda[0][0] <= until_s:
+            self.time_s, _, node, life, call = heapq.heappop(agenda)
+            if node:
+                if node.life != life:
+                    continue
+                if node.frozen_until_s > self.time_s:
+                    self._count += 1
+                    entry = (node.frozen_until_s, self._count, node, life, call)
+                    heapq.heappush(agenda, entry)
+                    continue
             self.num_events += 1
             call()
             after_each()
-
-    def _put(self, at_s: float, node: Node | None, life: int, call: Callable[[], None]) -> None:
-        # The count keeps calls of one instant in the order in which they were put here.
-        self._count += 1
-        heapq.heappush(self._agenda, (at_s, self._count, node, life, call))
+        if self.time_s < until_s < math.inf:
+            self.time_s = until_s

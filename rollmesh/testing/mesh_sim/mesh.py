@@ -10,14 +10,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rollmesh.testing.mesh_sim.checks import RunningChecks, unsettled
+from rollmesh.testing.mesh_sim.checks import RunningChecks, look_at_ends, unsettled
 from rollmesh.testing.mesh_sim.client import SimClient
 from rollmesh.testing.mesh_sim.engine import SimEngine
+from rollmesh.testing.mesh_sim.errands import POISON
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
+from rollmesh.testing.mesh_sim.launch import SimLaunch
 from rollmesh.testing.mesh_sim.machines import REAL, Machines
 from rollmesh.testing.mesh_sim.network import Faults, Network
 from rollmesh.testing.mesh_sim.publisher import SimPublisher
 from rollmesh.testing.mesh_sim.router import SimRouter
+from rollmesh.testing.mesh_sim.vandal import Vandal
+from rollmesh.testing.mesh_sim.visitor import Visitor
 from rollmesh.testing.mesh_sim.worker import SimWorker
 
 CHAOS = Faults(
@@ -30,13 +34,25 @@ CHAOS = Faults(
     cancel=0.01,
     not_kept=0.02,
     reader_left=0.03,
+    poison=0.08,
+    deadline=0.15,
+    stall=0.05,
+    recycle=0.03,
+    drain=0.03,
+    nonsense=2.0,
 )
+SHORT, LONG = (600, 8), (1600, 20)
+"""Events of the chaos, at least, and groups of the trainer."""
 FATE_S = 0.25
 """How often fate looks at each node."""
 CALM_S = 120.0
 """Virtual time in which everything must have come to its end, once calm."""
 REST_S = 2.0
 """And stayed so."""
+NUM_WORKERS = 4
+"""The last one joins later; every other one is of another machine."""
+MAX_VISITORS = 5
+VISITOR_GROUPS = 8
 
 
 class Report(msgspec.Struct):
@@ -46,6 +62,11 @@ class Report(msgspec.Struct):
     num_events: int
     num_groups: int
     num_results: int
+    num_visitor_groups: int
+    num_visitor_results: int
+    num_quarantined: int
+    num_poisonous: int
+    num_kills: int
     num_trained: int
     num_steps: int
     faults: collections.Counter[str]
@@ -53,7 +74,7 @@ class Report(msgspec.Struct):
 
 
 class Mesh:
-    """One client, one router, a publisher, workers and engines."""
+    """A trainer's client and other ones, one router, a publisher, workers and engines."""
 
     def __init__(self, seed: int, faults: Faults, num_groups: int, machines: Machines) -> None:
         self.kernel = Kernel(seed)
@@ -63,15 +84,19 @@ class Mesh:
         self.router = SimRouter(self.kernel, self.network, self.engines)
         self.client = SimClient(self.kernel, self.network, num_groups)
         self.publisher = SimPublisher(self.kernel, self.network, self.engines, self.client)
-        self.workers = [
-            SimWorker(f"worker-{index}", self.kernel, self.network, self.engines)
-            for index in range(3)
-        ]
+        self.launch = SimLaunch(self.kernel, self.network)
+        self.workers = [self._new_worker(index) for index in range(NUM_WORKERS)]
+        self.visitors: list[Visitor] = []
+        self._vandal = Vandal(self.kernel, self.network)
         self._checks = RunningChecks(self.client)
 
     def start(self) -> None:
-        for node in (self.router, self.client, self.publisher, *self.workers):
+        for node in (self.router, self.client, self.publisher, *self.workers[:-1]):
             node.start()
+        self.workers[-1].alive = False
+        self.launch.raise_in(self.kernel.rng.uniform(0.0, 3.0), self.workers[-1])
+        self._welcome(keep=True)
+        self._welcome(keep=False)
 
     def chaos(self, num_events: int) -> None:
         """Run `num_events` events, with faults."""
@@ -81,8 +106,8 @@ class Mesh:
     def calm(self) -> None:
         """No more faults; a freeze ends by itself. AssertionError if all is not at rest in time."""
         self.network.faults = Faults()
-        for node in self._mortals():
-            if not node.alive:
+        for node in [*self._mortals(), *self.visitors]:
+            if not node.alive and not (isinstance(node, Visitor) and node.is_gone):
                 node.restart()
         deadline_s = self.kernel.now_s() + CALM_S
         resting_since_s = self.kernel.now_s()
@@ -92,34 +117,67 @@ class Mesh:
                 resting_since_s = self.kernel.now_s()
                 assert resting_since_s < deadline_s, "; ".join(found)
             self._run_for(0.5)
+        look_at_ends(self.visitors, self.workers, self.launch, self.router)
 
     def _run_for(self, seconds: float) -> None:
         until_s = self.kernel.now_s() + seconds
         self.kernel.run(10**9, until_s, self._checks.after_event)
-        if self.kernel.now_s() < until_s:
-            self.kernel.clock.advance_to(until_s)
 
     def _unsettled(self) -> list[str]:
-        return unsettled(self.client, self.router, self.workers, list(self.engines.values()))
+        engines = list(self.engines.values())
+        return unsettled(self.client, self.visitors, self.router, self.workers, engines)
+
+    def _new_worker(self, index: int) -> SimWorker:
+        return SimWorker(
+            f"worker-{index}",
+            self.kernel,
+            self.network,
+            self.engines,
+            self.launch,
+            is_local=index % 2 == 0,
+        )
+
+    def _welcome(self, *, keep: bool) -> None:
+        name = f"visitor-{len(self.visitors)}"
+        visitor = Visitor(name, self.kernel, self.network, VISITOR_GROUPS, keep=keep)
+        self.visitors.append(visitor)
+        visitor.start()
 
     def _mortals(self) -> Sequence[Node]:
         return [self.router, self.publisher, *self.workers, *self.engines.values()]
 
     def _fate(self) -> None:
-        faults, rng = self.network.faults, self.kernel.rng
-        for node in [*self._mortals(), self.client]:
+        network, rng = self.network, self.kernel.rng
+        for node in [*self._mortals(), self.client, *self.visitors]:
             if not node.alive:
                 continue
-            if rng.random() < faults.freeze * FATE_S:
-                self.network.num["freeze"] += 1
+            if network.strikes("freeze", FATE_S):
                 node.freeze(self.kernel.now_s() + rng.expovariate(0.7))
-            elif rng.random() < faults.crash * FATE_S and node is not self.client:
-                self.network.num["crash"] += 1
+            elif node is not self.client and network.strikes("crash", FATE_S):
                 self._crash(node)
+        for worker in self.workers:
+            if worker.alive:
+                self._trouble(worker)
+        if network.strikes("nonsense", FATE_S):
+            names = [self.router.name, self.client.name]
+            self._vandal.act([*names, *(each.name for each in self.workers)])
         self.kernel.after(FATE_S, self._fate)
 
+    def _trouble(self, worker: SimWorker) -> None:
+        if self.network.strikes("stall", FATE_S):
+            worker.stall(self.kernel.now_s() + self.kernel.rng.expovariate(0.7))
+        elif self.network.strikes("recycle", FATE_S):
+            worker.wear_out()
+        elif self.network.strikes("drain", FATE_S):
+            self.launch.drain(worker)
+
     def _crash(self, node: Node) -> None:
+        if isinstance(node, Visitor) and not node.keep:
+            self._see_off(node)
+            return
         node.crash()
+        if isinstance(node, SimWorker):
+            return  # its parent sees to it
 
         def rise() -> None:
             if not node.alive:
@@ -127,15 +185,24 @@ class Mesh:
 
         self.kernel.after(self.kernel.rng.uniform(0.1, 2.0), rise)
 
+    def _see_off(self, visitor: Visitor) -> None:
+        """It is gone for good, with a word or without; another may come."""
+        if self.kernel.rng.random() < 0.3:
+            self.network.num["goodbye"] += 1
+            visitor.say_goodbye()
+        else:
+            self.network.num["vanish"] += 1
+            visitor.crash()
+        if len(self.visitors) < MAX_VISITORS:
+            self._welcome(keep=False)
 
-def simulate(
-    seed: int,
-    num_events: int = 1500,
-    num_groups: int = 24,
-    faults: Faults = CHAOS,
-    machines: Machines = REAL,
-) -> Report:
-    """One run: at least `num_events` events with faults, then calm until all is at rest."""
+
+def simulate(seed: int, faults: Faults = CHAOS, machines: Machines = REAL) -> Report:
+    """One run: events with faults, then calm until all is at rest.
+
+    AssertionError tells what does not hold. Every fifth seed has a long chaos.
+    """
+    num_events, num_groups = LONG if seed % 5 == 0 else SHORT
     mesh = Mesh(seed, faults, num_groups, machines)
     mesh.start()
     mesh.chaos(num_events)
@@ -145,7 +212,18 @@ def simulate(
         seed=seed,
         num_events=mesh.kernel.num_events,
         num_groups=len(client.asked),
-        num_results=sum(1 for ending in client.endings if not ending.reason),
+        num_results=client.endings.num_results,
+        num_visitor_groups=sum(len(visitor.asked) for visitor in mesh.visitors),
+        num_visitor_results=sum(visitor.endings.num_results for visitor in mesh.visitors),
+        num_quarantined=sum(
+            reason.startswith("quarantined")
+            for visitor in mesh.visitors
+            for reason in visitor.endings.reasons.values()
+        ),
+        num_poisonous=sum(
+            asked.body == POISON for visitor in mesh.visitors for asked in visitor.asked.values()
+        ),
+        num_kills=sum(sum(worker.kills.values()) for worker in mesh.workers),
         num_trained=len(client.trained),
         num_steps=client.num_steps,
         faults=mesh.network.num,

@@ -7,6 +7,7 @@ fault is counted by name, so that a test can ask whether each kind occurred. Dri
 
 import collections
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -14,6 +15,9 @@ from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.machines import Machines
 from rollmesh.testing.mesh_sim.transitions import Transitions
 from rollmesh.wire.frames import Packet, decode, encode
+
+ON_WIRE = 10
+"""In every so manyth seed messages travel as their bytes, which is slower."""
 
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +39,18 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """A result that the journal could not write."""
     reader_left: float = 0.0
     """Per tick and turn: the agent's connection breaks."""
+    poison: float = 0.0
+    """Per visitor's ask: it kills whatever worker runs it."""
+    deadline: float = 0.0
+    """Per visitor's ask: it has one."""
+    stall: float = 0.0
+    """Per second and worker: its loop is held, while it beats."""
+    recycle: float = 0.0
+    """Per second and worker: it finishes what it has and starts afresh."""
+    drain: float = 0.0
+    """Per second and worker: somebody tells the router to drain it."""
+    nonsense: float = 0.0
+    """Per second: a message about nothing real, to anybody."""
 
 
 class Network:
@@ -49,6 +65,7 @@ class Network:
         """How often each fault occurred."""
         self.transitions = Transitions()
         self._receivers: dict[str, tuple[Node, Callable[[str, Packet], None]]] = {}
+        self._is_on_wire = kernel.seed % ON_WIRE == 0
 
     def attach(self, node: Node, receive: Callable[[str, Packet], None]) -> None:
         """Hand `node` what is sent to its name."""
@@ -56,36 +73,52 @@ class Network:
 
     def send(self, source: Node, target: str, packet: Packet) -> None:
         """One message; whether it arrives, once, twice or late is the dice's matter."""
-        if self.strikes("drop"):
+        known = self._receivers.get(target)
+        if known is None:
+            self.num["no_such_peer"] += 1
             return
-        for _ in range(2 if self.strikes("duplicate") else 1):
-            delay_s = self.kernel.rng.uniform(0.0005, 0.003)
-            if self.strikes("slow"):
-                delay_s += self.kernel.rng.expovariate(2.0)
-            self._deliver(source.name, target, packet, delay_s)
+        fate = self._fate_of_message()
+        if fate == "drop":
+            return
+        if self._is_on_wire:
+            packet = decode([bytes(frame) for frame in encode(packet)])
+        rng, (node, receive) = self.kernel.rng, known
+        for _ in range(2 if fate == "duplicate" else 1):
+            delay_s = 0.0005 + 0.0025 * rng.random()
+            if fate == "slow":
+                delay_s += rng.expovariate(2.0)
+            arrive = partial(_arrive, node, receive, source.name, packet)
+            self.kernel.after(delay_s, arrive, node)
 
     def answer(self, caller: Node, life: int, answer: Callable[[], None]) -> None:
         """Bring an answer back to `caller`, if it still lives the life in which it called."""
         self.kernel.after(self.kernel.rng.uniform(0.001, 0.01), answer, caller, life)
 
-    def strikes(self, fault: str) -> bool:
-        """Whether this fault happens now; counted if it does."""
+    def strikes(self, fault: str, seconds: float = 1.0) -> bool:
+        """Whether this fault happens now, or within `seconds`; counted if it does."""
         chance: float = getattr(self.faults, fault)
-        if self.kernel.rng.random() >= chance:
+        if not chance or self.kernel.rng.random() >= chance * seconds:
             return False
         self.num[fault] += 1
         return True
 
-    def _deliver(self, source: str, target: str, packet: Packet, delay_s: float) -> None:
-        known = self._receivers.get(target)
-        if known is None:
-            self.num["no_such_peer"] += 1
-            return
-        node, receive = known
-        copy = decode([bytes(frame) for frame in encode(packet)])
+    def _fate_of_message(self) -> str:
+        """`drop`, `duplicate`, `slow`, or nothing of the kind: one throw of the dice for all."""
+        left, faults = self.kernel.rng.random(), self.faults
+        for fault, chance in (
+            ("drop", faults.drop),
+            ("duplicate", faults.duplicate),
+            ("slow", faults.slow),
+        ):
+            left -= chance
+            if left < 0:
+                self.num[fault] += 1
+                return fault
+        return ""
 
-        def arrive() -> None:
-            if node.alive:
-                receive(source, copy)
 
-        self.kernel.after(delay_s, arrive, node)
+def _arrive(
+    node: Node, receive: Callable[[str, Packet], None], source: str, packet: Packet
+) -> None:
+    if node.alive:
+        receive(source, packet)

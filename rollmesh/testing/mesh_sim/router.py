@@ -18,11 +18,14 @@ from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
-from rollmesh.wire.messages import JoinEngine
+from rollmesh.wire.messages import EngineFaulted, FleetAsk, JoinEngine, WorkerHello
 
-TICK_S = 0.05
+TICK_S = 0.1
 MAX_ATTEMPTS = (1000, 3)
 """Every other seed bounds them, and bad luck then ends groups with that reason."""
+MAX_QUEUED = (5, 10_000, 10_000)
+"""Every third seed has a queue that is often full."""
+CLIENT_GRACE_S = 3.0
 FLEET = FleetSettings(probe_s=0.5, join_probe_s=0.1, answer_s=1.0, fence_s=0.3, push_s=0.5)
 
 
@@ -38,10 +41,16 @@ class SimRouter(Node):
             beat_s=0.2,
             missed_beats=4,
             max_attempts=MAX_ATTEMPTS[kernel.seed % 2],
-            client_grace_s=1000.0,
+            client_grace_s=CLIENT_GRACE_S,
+            max_lag_s=1.5,
+            max_queued_groups=MAX_QUEUED[kernel.seed % 3],
         )
         self._begin_life()
         network.attach(self, self._receive)
+
+    @property
+    def max_attempts(self) -> int:
+        return self._settings.max_attempts
 
     @property
     def incarnation(self) -> str:
@@ -64,6 +73,7 @@ class SimRouter(Node):
         return len(self.ledger.book.groups)
 
     def _begin_life(self) -> None:
+        self._num_groups = 0
         self.ledger = self._network.machines.ledger(self._settings, self._kernel.now_s())
         self.fleet = self._network.machines.fleet(FLEET)
 
@@ -77,18 +87,25 @@ class SimRouter(Node):
 
     def _receive(self, source: str, packet: Packet) -> None:
         event = Received(source.encode(), packet.message, packet.body, packet.router)
+        if isinstance(packet.message, FleetAsk | EngineFaulted):
+            self._do_fleet(self.fleet.step(event, self._now_s()))
+            return
         self._do(self.ledger.step(event, self._now_s()))
-        self._do_fleet(self.fleet.step(event, self._now_s()))
+        if isinstance(packet.message, WorkerHello):
+            self._send(Send(event.route, self.fleet.table()))
 
     def _do(self, sends: list[Send]) -> None:
-        states = {
-            group_id: group.state.value for group_id, group in self.ledger.book.groups.items()
-        }
-        self._network.transitions.watch("ledger", states)
+        groups = self.ledger.book.groups
+        if sends or len(groups) != self._num_groups:
+            self._num_groups = len(groups)
+            states = {group_id: group.state.value for group_id, group in groups.items()}
+            self._network.transitions.watch("ledger", states)
         for send in sends:
             self._send(send)
 
     def _do_fleet(self, actions: list[FleetAction]) -> None:
+        if not actions:
+            return
         table = self.fleet.table()
         phases = {row.url: row.phase.value for row in table.engines}
         self._network.transitions.watch("fleet", phases)

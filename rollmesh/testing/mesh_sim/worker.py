@@ -1,8 +1,13 @@
 """A simulated worker: Duties for its groups, a rollout's machine for each turn, legs to engines.
 
-Invariant: crashing loses all of it, and an answer to an earlier life reaches nobody. Driven by the
-kernel: ticks, messages, and the answers of engines.
+    UP --crash, killed by a task, drained, recycled--> its process ended --launch--> UP
+
+Invariant: crashing loses all of it, and an answer to an earlier life reaches nobody. It beats from
+a node of its own, so that a held loop stops everything but the beats. Driven by the kernel: ticks,
+messages, and the answers of engines.
 """
+
+from typing import Protocol
 
 import msgspec
 
@@ -23,10 +28,19 @@ from rollmesh.runtime.generation_events import (
     Sealed,
     StartLeg,
 )
-from rollmesh.serve.server.duties import Abort, Begin, Duties, DutiesSettings, Ended
+from rollmesh.serve.server.duties import (
+    Abort,
+    Begin,
+    Duties,
+    DutiesSettings,
+    Ended,
+    Left,
+    WornOut,
+)
 from rollmesh.serve.server.duties import Action as DutyAction
 from rollmesh.serve.server.outbox import Forget, OutboxSettings
 from rollmesh.testing.mesh_sim.engine import EngineChunk, SimEngine
+from rollmesh.testing.mesh_sim.errands import PLAIN, POISON, Errands
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.rollouts import SimRollout
@@ -45,47 +59,101 @@ TICK_S = 0.1
 BEAT_S = 0.2
 
 
+class Parent(Protocol):
+    """Who started the process."""
+
+    def ended(self, worker: "SimWorker", pid: int, cause: str) -> None:
+        """It has ended."""
+
+
 class SimWorker(Node):
     """One worker process."""
 
     def __init__(
-        self, name: str, kernel: Kernel, network: Network, engines: dict[str, SimEngine]
+        self,
+        name: str,
+        kernel: Kernel,
+        network: Network,
+        engines: dict[str, SimEngine],
+        parent: Parent,
+        *,
+        is_local: bool,
     ) -> None:
         super().__init__(name)
+        self.is_local = is_local
+        self.beater = Node(f"{name}.beat")
+        self.kills: dict[GroupId, int] = {}
+        """How often each group has killed this worker's process, in all its lives."""
+        self._parent = parent
+        self._stalled_s = 0.0
+        self._has_parcels = False
         self._kernel = kernel
         self._network = network
         self._engines = engines
         self.new_machine = network.machines.generation
         self._forget_all()
         network.attach(self, self._receive)
+        network.attach(self.beater, self._receive_beside)
 
     def start(self) -> None:
         self._tick()
         self._beat()
 
     def crash(self) -> None:
+        self.end("killed by signal 9")
+
+    def end(self, cause: str) -> None:
+        """The process is over; its parent hears why."""
+        pid = self._pid
         super().crash()
+        self.beater.crash()
         self._network.transitions.forget(f"outbox@{self.name}")
         self._forget_all()
+        self._parent.ended(self, pid, cause)
 
     def restart(self) -> None:
         super().restart()
+        self.beater.restart()
+        self._forget_all()
         self.start()
+
+    def freeze(self, until_s: float) -> None:
+        """As SIGSTOP: beats stop too."""
+        super().freeze(until_s)
+        self.beater.freeze(until_s)
+
+    def stall(self, until_s: float) -> None:
+        """A task holds the loop; the beats go on."""
+        self._stalled_s = self._kernel.now_s()
+        super().freeze(until_s)
+
+    def wear_out(self) -> None:
+        """It has served long enough."""
+        self._do(self.duties.step(WornOut("so many rollouts"), self._kernel.now_s()))
 
     def held(self) -> int:
         """Everything that should be gone when nothing is left to do."""
-        return len(self.groups) + len(self.payloads) + len(self.duties.holds())
+        held = len(self.groups) + len(self.payloads) + len(self.errands)
+        return held + len(self.duties.holds())
+
+    @property
+    def _pid(self) -> int:
+        return self.life + 1
 
     def _forget_all(self) -> None:
         self.view = FleetView()
         self.groups: dict[GroupId, list[SimRollout]] = {}
         self.payloads: dict[GroupId, bytes] = {}
+        self.errands = Errands(self._kernel, self, self._end_errand, self._be_killed)
         self.duties = Duties(
             DutiesSettings(
                 worker_id=self.name,
                 env="guess",
                 max_rollouts=6,
-                outbox=OutboxSettings(resend_s=0.5, max_resend_s=2.0),
+                pid=self._pid,
+                started_s=float(self._pid),
+                host="here" if self.is_local else "there",
+                outbox=OutboxSettings(resend_s=0.5, max_resend_s=2.0, delivery_timeout_s=10.0),
             )
         )
 
@@ -96,22 +164,31 @@ class SimWorker(Node):
             for rollout in rollouts:
                 rollout.tick()
         self._do(self.duties.step(Ticked(), self._kernel.now_s()))
-        self._kernel.after(TICK_S, self._tick, self)
+        if self.alive:
+            self._kernel.after(TICK_S, self._tick, self)
 
     def _beat(self) -> None:
+        now_s = self._kernel.now_s()
+        lag_s = now_s - self._stalled_s if self.frozen_until_s > now_s else 0.0
         beat = WorkerBeat(
             worker_id=self.name,
             num_running=self.duties.num_rollouts,
             accepting=self.duties.accepting,
             unacked_bytes=self.duties.outbox.unacked_bytes,
-            loop_lag_s=0.0,
+            loop_lag_s=lag_s,
             rss_bytes=0,
             num_finished=0,
             num_calls=0,
             num_tokens=0,
+            state=self.duties.state.value,
+            started_s=float(self._pid),
         )
-        self._send("router", Packet(beat, self.duties.router))
-        self._kernel.after(BEAT_S, self._beat, self)
+        self._network.send(self.beater, "router", Packet(beat, self.duties.router))
+        self._kernel.after(BEAT_S, self._beat, self.beater)
+
+    def _receive_beside(self, source: str, packet: Packet) -> None:
+        # What comes to the beats' socket is for the loop, when it turns.
+        self._kernel.after(0.0, lambda: self._receive(source, packet), self)
 
     def _receive(self, source: str, packet: Packet) -> None:
         if isinstance(packet.message, FleetChanged):
@@ -137,21 +214,46 @@ class SimWorker(Node):
                 case Send(route, message):
                     target = "router" if route == ROUTER else route.decode()
                     self._send(target, Packet(message, self.duties.router, self._body(action)))
-                case Begin(group_id, num_samples):
-                    rollouts = [
-                        SimRollout(self._kernel, group_id, index, self)
-                        for index in range(num_samples)
-                    ]
-                    self.groups[group_id] = rollouts
-                    for rollout in rollouts:
-                        rollout.begin()
-                case Abort(group_id, reason):
-                    for rollout in self.groups.get(group_id, []):
-                        rollout.error = reason
-                        rollout.step(Sealed(reason))
+                case Begin():
+                    self._begin(action)
+                case Abort():
+                    self._abort(action)
                 case Forget(group_id):
                     self.groups.pop(group_id, None)
                     self.payloads.pop(group_id, None)
+                case Left():
+                    self.end("exit code 75")
+
+    def _begin(self, begin: Begin) -> None:
+        group_id, body = begin.group_id, bytes(begin.body)
+        if body in (PLAIN, POISON):
+            self.errands.begin(group_id, body)
+            return
+        indices = range(begin.num_samples)
+        rollouts = [SimRollout(self._kernel, group_id, index, self) for index in indices]
+        self.groups[group_id] = rollouts
+        for rollout in rollouts:
+            rollout.begin()
+
+    def _abort(self, abort: Abort) -> None:
+        if self.errands.abort(abort.group_id):
+            self._tell_ended(abort.group_id, complete=False)
+        for rollout in self.groups.get(abort.group_id, []):
+            rollout.error = abort.reason
+            rollout.step(Sealed(abort.reason))
+
+    def _end_errand(self, group_id: GroupId) -> None:
+        self._tell_ended(group_id, complete=True)
+
+    def _be_killed(self, group_id: GroupId) -> None:
+        self._network.num["killed"] += 1
+        self.kills[group_id] = self.kills.get(group_id, 0) + 1
+        self.end("killed by signal 11")
+
+    def _tell_ended(self, group_id: GroupId, *, complete: bool, payload: bytes = b"done") -> None:
+        self.payloads[group_id] = payload
+        ended = Ended(group_id, complete, len(payload))
+        self._do(self.duties.step(ended, self._kernel.now_s()))
 
     def _body(self, send: Send) -> Buffer:
         group_id = getattr(send.message, "group_id", None)
@@ -163,6 +265,9 @@ class SimWorker(Node):
 
     def _watch(self) -> None:
         parcels = self.duties.outbox.parcels.items()
+        if not parcels and not self._has_parcels:
+            return
+        self._has_parcels = bool(parcels)
         states = {group_id: parcel.state.value for group_id, parcel in parcels}
         self._network.transitions.watch(f"outbox@{self.name}", states)
 
@@ -181,10 +286,8 @@ class SimWorker(Node):
         error = next((each.error for each in siblings if each.error), "")
         turns = () if error else tuple(turn for each in siblings for turn in each.turns)
         payload = msgspec.msgpack.encode(GroupTurns(turns, error))
-        self.payloads[rollout.group_id] = payload
         del self.groups[rollout.group_id]
-        ended = Ended(rollout.group_id, not error, len(payload))
-        self._do(self.duties.step(ended, self._kernel.now_s()))
+        self._tell_ended(rollout.group_id, complete=not error, payload=payload)
 
     def carry_out(self, rollout: SimRollout, machine: GenerationMachine, action: LegAction) -> None:
         match action:
