@@ -88,7 +88,7 @@ class Child:
         if not line:
             raise RuntimeError(f"a server ended with code {self._process.wait()} as it began")
         self.ready = msgspec.json.decode(line, type=Ready)
-        self.port = int(self.ready.address.rpartition(":")[2])
+        self.port = int(self.ready.address.rpartition(":")[2] or 0)
 
     def _wait_for(self, port: int) -> None:
         late_s = time.monotonic() + START_TIMEOUT_S

@@ -1,0 +1,212 @@
+"""The serving benchmark's cases: echo beside the floor and a peer, sleep, burn, burst, turns.
+
+    echo        1 KB asks, answers of 20 turns x 200 tokens; beside a bare ROUTER that carries the
+                same bytes (_serving_floor.py) and, where installed, verifiers' env server
+    sleep       rollouts of 2 s, 2,000 in flight over 4 workers
+    burn        rollouts of 5 ms of CPU over 2 workers
+    burst       400 rollouts of 2 s at once over 2 workers
+    turns       answers of 100 turns against answers of 20: told, and by agents that stream
+
+Invariant: a ratio is between laps that follow each other, and a figure the median over the rounds,
+of which the first, that warms up, is not counted. Driven by serving.py.
+"""
+
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import msgspec
+
+from benchmarks._arms import start_engine
+from benchmarks._corpus import STREAM_TOKENS, model_folder
+from benchmarks._serving_floor import Floor
+from benchmarks._serving_mesh import Lap, Mesh, Shape, start_peers
+from rollmesh.core.types import Task
+
+ASK_BYTES = 1000
+NUM_TURNS = 20
+WINDOW = 64
+SLEEP_S, BURN_S = 2.0, 0.005
+TOLD = Shape(env="told", is_told=True)
+ENVS = "benchmarks._serving_envs"
+
+
+class Bench:
+    """What all cases share, and the figures so far."""
+
+    def __init__(self, options: Namespace, stack: ExitStack) -> None:
+        self.is_quick: bool = options.quick
+        self.figures: dict[str, float] = {}
+        self.model = model_folder()
+        self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self.rounds = 3 if options.quick else 7
+
+    def sized(self, number: int) -> int:
+        """So many in a full run."""
+        return number // 4 if self.is_quick else number
+
+    @contextmanager
+    def mesh(self, shape: Shape) -> Iterator[Mesh]:
+        """A mesh that has served nothing yet."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            mesh = Mesh(shape, self.model, Path(folder))
+            try:
+                yield mesh
+            finally:
+                mesh.end()
+
+    def note(self, what: str, figures: dict[str, float]) -> None:
+        """Put down figures below a name."""
+        self.figures |= {f"{what}.{name}": value for name, value in figures.items()}
+
+
+class _Round(msgspec.Struct):
+    """Neighbours in time."""
+
+    ours: Lap
+    alone: Lap
+    """One group in flight."""
+    floor_per_s: float
+    floor_alone_us: float
+    peers_per_s: list[float]
+
+
+def told(num_turns: int) -> Task:
+    """A 1 KB task."""
+    return Task(id="echo", data={"num_turns": num_turns, "padding": "x" * ASK_BYTES})
+
+
+def echo(bench: Bench) -> None:
+    """Whole groups through router, worker, sink and journal; the peers' rounds are as long."""
+    rounds: list[_Round] = []
+    with ExitStack() as stack:
+        mesh = stack.enter_context(bench.mesh(TOLD))
+        answer_bytes = mesh.lap(WINDOW, WINDOW, told(NUM_TURNS)).num_bytes
+        floor = Floor(mesh.cores, TOLD.num_workers, answer_bytes)
+        stack.callback(floor.end)
+        peers = start_peers()
+        for peer in peers:
+            stack.callback(peer.end)
+        for _ in range(1 + bench.rounds):
+            shape = {"turns": NUM_TURNS, "tokens": STREAM_TOKENS, "padding": ASK_BYTES}
+            rounds.append(
+                _Round(
+                    ours=mesh.lap(bench.sized(6_000), WINDOW, told(NUM_TURNS)),
+                    alone=mesh.lap(bench.sized(1_200), 1, told(NUM_TURNS)),
+                    floor_per_s=_per_s(floor, bench.sized(30_000), WINDOW),
+                    floor_alone_us=_alone_us(floor, bench.sized(3_000)),
+                    peers_per_s=[p.lap(bench.sized(2_400), WINDOW, shape) for p in peers],
+                )
+            )
+    _note_echo(bench, rounds[1:], answer_bytes)
+
+
+def _note_echo(bench: Bench, rounds: list[_Round], answer_bytes: int) -> None:
+    bench.note("echo", {
+        "answer_kb": answer_bytes / 1e3,
+        "groups_per_s": median(each.ours.per_s for each in rounds),
+        "floor.trips_per_s": median(each.floor_per_s for each in rounds),
+        "vs_floor": median(each.ours.per_s / each.floor_per_s for each in rounds),
+        "alone.p50_us": median(each.alone.p50_us for each in rounds),
+        "floor.alone.p50_us": median(each.floor_alone_us for each in rounds),
+        "alone.p50_vs_floor": median(e.alone.p50_us / e.floor_alone_us for e in rounds),
+    })  # fmt: skip
+    for role in rounds[0].ours.cpu_s:
+        bench.note("echo.cpu_us", {role: median(each.ours.cpu_us(role) for each in rounds)})
+        bench.note("echo.alone.cpu_us", {role: median(e.alone.cpu_us(role) for e in rounds)})
+    if rounds[0].peers_per_s:
+        one, two = zip(*[each.peers_per_s for each in rounds], strict=True)
+        bench.note("echo", {
+            "verifiers.one_worker_per_s": median(one),
+            "verifiers.two_workers_per_s": median(two),
+            "vs_verifiers": median(e.ours.per_s / max(e.peers_per_s) for e in rounds),
+        })  # fmt: skip
+
+
+def _per_s(floor: Floor, num_trips: int, window: int) -> float:
+    began_s = perf_counter()
+    return len(list(floor.run(num_trips, window, b"x" * ASK_BYTES))) / (perf_counter() - began_s)
+
+
+def _alone_us(floor: Floor, num_trips: int) -> float:
+    return 1e6 * median(floor.run(num_trips, 1, b"x" * ASK_BYTES))
+
+
+def sleep(bench: Bench) -> None:
+    """2,000 in flight and no more, each asked again as soon as it is taken: 1,000/s are ideal."""
+    window = 2_000
+    env = f"{ENVS}:SleepEnv"
+    shape = Shape(env=env, settings={"seconds": SLEEP_S}, num_workers=4, slots=window // 4)
+    with bench.mesh(shape) as mesh:
+        lap = mesh.lap(window * (5 if bench.is_quick else 11), window, Task(id="sleep"))
+    # The first wave is asked at once, and the last ends with nothing behind it: both are waves of
+    # which the ideal has the same, so the rate is that of the whole lap.
+    num = len(lap.groups_s)
+    bench.note("sleep", {
+        "groups_per_s": lap.per_s,
+        "of_ideal": lap.per_s / (window / SLEEP_S),
+        "cpu_us": 1e6 * sum(lap.cpu_s.values()) / num,
+        "p99_s": sorted(lap.groups_s)[int(0.99 * num)],
+    })  # fmt: skip
+
+
+def burn(bench: Bench) -> None:
+    """5 ms of CPU each: what two workers burn of what router, client and sink leave them."""
+    shape = Shape(env=f"{ENVS}:BurnEnv", settings={"seconds": BURN_S})
+    shares, rates = [], []
+    with bench.mesh(shape) as mesh:
+        for _ in range(1 + bench.rounds):
+            lap = mesh.lap(bench.sized(2_000), WINDOW, Task(id="burn"))
+            others_s = sum(lap.cpu_s[role] for role in ("router", "client", "sink"))
+            left_s = min(len(mesh.cores), 2) * lap.wall_s - others_s
+            shares.append(BURN_S * len(lap.groups_s) / left_s)
+            rates.append(lap.per_s)
+    bench.note("burn", {"groups_per_s": median(rates[1:]), "of_cores": median(shares[1:])})
+
+
+def burst(bench: Bench) -> None:
+    """400 at once; the first burst loads what is loaded late and is not counted."""
+    shape = Shape(env=f"{ENVS}:SleepEnv", settings={"seconds": SLEEP_S})
+    with bench.mesh(shape) as mesh:
+        laps = [mesh.lap(400, 400, Task(id="burst")) for _ in range(1 + bench.rounds // 2)]
+    bench.note("burst", {"wall_s": median(lap.wall_s for lap in laps[1:])})
+
+
+def turns(bench: Bench) -> None:
+    """What 100 turns cost against 20, by the CPU of all roles together."""
+    num_long = bench.sized(600)
+    ratios = []
+    with bench.mesh(TOLD) as mesh:
+        for _ in range(1 + bench.rounds):
+            short = mesh.lap(2 * num_long, WINDOW, told(NUM_TURNS))
+            long = mesh.lap(num_long, WINDOW, told(5 * NUM_TURNS))
+            ratios.append((_cpu_us(long) / _cpu_us(short), short.per_s / long.per_s))
+    by_cpu, by_rate = zip(*ratios[1:], strict=True)
+    bench.note("turns", {"100_vs_20": median(by_cpu), "100_vs_20_by_rate": median(by_rate)})
+
+
+def streamed(bench: Bench) -> None:
+    """The same with agents that stream their calls from a canned engine, each in a new session."""
+    engine = start_engine(bench.model)
+    num_long = max(4, bench.sized(16))
+    with ExitStack() as stack:
+        stack.callback(engine.end)
+        cpu_us = []
+        for num_turns in (NUM_TURNS, 5 * NUM_TURNS):
+            settings = {"num_turns": num_turns}
+            address = engine.ready.address
+            shape = Shape(env=f"{ENVS}:StreamEnv", settings=settings, engine=address)
+            mesh = stack.enter_context(bench.mesh(shape))
+            mesh.lap(2, 2, Task(id="warm"))
+            num = num_long * 5 * NUM_TURNS // num_turns
+            cpu_us.append(_cpu_us(mesh.lap(num, num_long, Task(id="stream"))))
+    bench.note("streamed", {"20_cpu_ms": cpu_us[0] / 1e3, "100_cpu_ms": cpu_us[1] / 1e3})
+    bench.note("streamed", {"100_vs_20": cpu_us[1] / cpu_us[0]})
+
+
+def _cpu_us(lap: Lap) -> float:
+    return sum(lap.cpu_us(role) for role in lap.cpu_s)

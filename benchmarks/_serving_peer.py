@@ -1,0 +1,153 @@
+"""verifiers' env server under the same load, in a venv that has verifiers and nothing of ours.
+
+    .venv-peers/verifiers/bin/python _serving_peer.py --workers N --ready-fd N
+
+Written against verifiers 0.4.0. Each line at its address is a JSON object {num, window, turns,
+tokens, padding}: so many rollouts are run through its EnvClient, `window` at a time, and a line
+with the seconds answers. Its environment, which its servers import from this file, enters nodes of
+tokens and log-probs into the trace by itself, as ours does (_serving_worker.py); it yields nowhere
+between turns, so its server streams each answer in one piece, which is the cheapest for it. Driven
+by _serving_mesh.py.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import time
+from importlib import import_module
+from typing import Any
+
+PROMPT_TOKENS = 16
+
+vf: Any = import_module("verifiers.v1")
+kinds: Any = import_module("verifiers.v1.types")
+traces: Any = import_module("verifiers.v1.trace")
+single: Any = import_module("verifiers.v1.envs.single_agent")
+graph: Any = import_module("verifiers.v1.graph")
+episodes: Any = import_module("verifiers.v1.episode")
+agents: Any = import_module("verifiers.v1.configs.agent")
+
+__all__ = ["BenchEnv", "BenchTaskset"]
+
+
+class BenchData(vf.TaskData):  # type: ignore[misc]  # verifiers is not installed here
+    """What a lap asks for."""
+
+    num_turns: int = 1
+    num_tokens: int = 0
+    padding: str = ""
+
+
+class BenchTask(vf.Task[BenchData]):  # type: ignore[misc]  # as above
+    """Nothing but its data."""
+
+
+class BenchTaskset(vf.Taskset[BenchTask, vf.TasksetConfig]):  # type: ignore[misc]  # as above
+    """Never loaded from: the laps bring their tasks."""
+
+    def load(self) -> Any:
+        """One task; the load brings its own."""
+        yield BenchTask(BenchData(prompt="bench"))
+
+
+class BenchEnv(single.SingleAgentEnv):  # type: ignore[misc]  # as above
+    """Answers without an agent, a harness or a model."""
+
+    async def run_episode(
+        self, task: Any, ctx: Any, *, on_trace: Any = None, on_discard: Any = None
+    ) -> Any:
+        """A trace of so many turns, at once."""
+        del on_discard
+        about = traces.TraceTask(type="BenchTask", data=task.data)
+        config = agents.AgentConfig(model=ctx.model, client=ctx.client)
+        found = traces.Trace(task=about, agent=traces.AgentInfo(config=config))
+        on_trace(found)
+        tokens = list(range(task.data.num_tokens))
+        sampled = {"token_ids": tokens, "mask": [True] * len(tokens)}
+        for turn in range(task.data.num_turns):
+            above = 2 * turn - 1 if turn else None
+            asked, told = kinds.UserMessage(content=""), kinds.AssistantMessage(content="")
+            prompt = list(range(PROMPT_TOKENS))
+            found.nodes.append(graph.MessageNode(parent=above, message=asked, token_ids=prompt))
+            found.nodes.append(
+                graph.MessageNode(
+                    parent=2 * turn,
+                    message=told,
+                    sampled=True,
+                    logprobs=[-0.5] * len(tokens),
+                    **sampled,
+                )
+            )
+            found.notify()
+        found.is_completed = found.ok = True
+        info = episodes.EnvInfo(id=self.config.env_id)
+        return episodes.Episode(env=info, task=about, traces=[found], ok=True)
+
+
+def serve(num_workers: int, addresses: Any, config: Any, parent: Any) -> None:
+    """The server's process, or the broker's; it ends with its parent."""
+    import_module("verifiers.v1.serve").serve_env(
+        max_workers=num_workers,
+        elastic=False,
+        address="tcp://127.0.0.1:0",
+        address_queue=addresses,
+        config_data=config,
+        death_pipe=parent,
+    )
+
+
+async def answer_laps(address: str, ready_fd: int) -> None:
+    """Run what is asked for, until killed."""
+    client = import_module("verifiers.v1.serve").EnvClient(address)
+    await client.wait_for_server_startup()
+    endpoint = import_module("verifiers.v1.configs.client").EvalClientConfig(
+        base_url="http://127.0.0.1:9/v1", api_key_var="PEER_API_KEY"
+    )
+
+    async def run(order: dict[str, Any]) -> None:
+        task = {"prompt": "bench", "num_turns": order["turns"], "num_tokens": order["tokens"]}
+        task["padding"] = "x" * order["padding"]
+        for _ in range(order["num"] // order["window"]):
+            whole = await client.run(endpoint, "m", vf.SamplingConfig(), task)
+            assert whole.ok, whole.errors
+            assert len(whole.traces[0].nodes) == 2 * order["turns"]
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            order = json.loads(line)
+            began_s = time.perf_counter()
+            await asyncio.gather(*[run(order) for _ in range(order["window"])])
+            writer.write(json.dumps(time.perf_counter() - began_s).encode() + b"\n")
+
+    listening = await asyncio.start_server(talk, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    ready = {"role": "verifiers", "pid": os.getpid(), "address": f"tcp://127.0.0.1:{port}"}
+    with os.fdopen(ready_fd, "w") as pipe:
+        pipe.write(json.dumps(ready) + "\n")
+    await listening.serve_forever()
+
+
+def main() -> None:
+    """Start a server, then answer."""
+    arguments = argparse.ArgumentParser(prog="_serving_peer.py")
+    arguments.add_argument("--workers", type=int, default=1)
+    arguments.add_argument("--ready-fd", type=int, required=True)
+    options = arguments.parse_args()
+    os.environ["PEER_API_KEY"] = "none"
+    tree = {
+        "taskset": {"id": "_serving_peer"},
+        "agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}},
+    }
+    config = import_module("verifiers.v1.utils.loaders").resolve_env_config(tree)
+    data = import_module("verifiers.v1.serve").env_config_data(config)
+    spawn = multiprocessing.get_context("spawn")
+    addresses = spawn.Queue()
+    _kept, parent = spawn.Pipe()
+    spawn.Process(target=serve, args=(options.workers, addresses, data, parent)).start()
+    asyncio.run(answer_laps(addresses.get(), options.ready_fd))
+
+
+if __name__ == "__main__":
+    main()
