@@ -12,7 +12,6 @@ our user: this keeps rollouts apart, it is no sandbox. Driven by the worker; use
 import asyncio
 import os
 import re
-import shutil
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 
@@ -49,8 +48,6 @@ class HarnessEnv(Env):
         """`files` go into the home folder; any exit code but `exit_codes` is the agent's fault."""
         if not argv:
             raise EnvError("argv is empty; name the program of the agent")
-        if "/" not in argv[0] and "{" not in argv[0] and shutil.which(argv[0]) is None:
-            raise EnvError(f"{argv[0]} is not on the PATH; install it, or give its path")
         if timeout_s <= 0 or max_output_bytes <= 0:
             raise EnvError("timeout_s and max_output_bytes must be positive")
         self._argv = tuple(argv)

@@ -12,7 +12,6 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-import aiohttp
 import msgspec
 from yarl import URL
 
@@ -21,7 +20,7 @@ from rollmesh.core.types import Json, Score, Task
 from rollmesh.envs.chat import ChatReply
 from rollmesh.envs.env import Transcript
 from rollmesh.envs.multi_turn import MultiTurnEnv, Talk, Words
-from rollmesh.envs.openenv_session import OpenEnvSession, RefusedError, Seen, open_session
+from rollmesh.envs.openenv_session import Door, OpenEnvSession, RefusedError, Seen
 from rollmesh.envs.tools import as_text
 
 
@@ -37,7 +36,9 @@ class OpenEnvSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     reset: Mapping[str, Json] = {}
     """Goes into every reset, beside the task's `seed`."""
     timeout_s: float = 60.0
-    """For one step, and for a place on a server that is full."""
+    """For one step, or one reset."""
+    capacity_wait_s: float = 300.0
+    """For a place on a server that is full."""
 
 
 class OpenEnvEnv(MultiTurnEnv):
@@ -60,12 +61,11 @@ class OpenEnvEnv(MultiTurnEnv):
         address = URL(url)
         if address.scheme not in ("http", "https", "ws", "wss") or not address.host:
             raise EnvError(f'url = "{url}" is no address; give http://host:port')
-        self._url = str(address / "ws")
         try:
             self._game = msgspec.convert(dict(game or {}), OpenEnvSettings)
         except msgspec.ValidationError as error:
             raise EnvError(f"game: {error}") from None
-        self._client: aiohttp.ClientSession | None = None
+        self._door = Door(str(address / "ws"), self._game.timeout_s, self._game.capacity_wait_s)
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
         """Endless: episodes by their seeds."""
@@ -78,8 +78,7 @@ class OpenEnvEnv(MultiTurnEnv):
         """A new environment; its first observation."""
         talk.data.update(reward=0.0, num_steps=0, num_refused=0)
         reset = {**self._game.reset, "seed": task.data["seed"]}
-        client = self._open_client()
-        talk.held, seen = await open_session(client, self._url, self._game.timeout_s, reset)
+        talk.held, seen = await self._door.enter(reset)
         return self._told(seen)
 
     async def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Words | None:
@@ -113,9 +112,7 @@ class OpenEnvEnv(MultiTurnEnv):
     async def close(self) -> None:
         """Close the connections, to the servers and the agent's."""
         await super().close()
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        await self._door.close()
 
     def _action(self, text: str) -> dict[str, Json]:
         if self._game.action_field:
@@ -125,8 +122,3 @@ class OpenEnvEnv(MultiTurnEnv):
     def _told(self, seen: Seen) -> str:
         field = self._game.observation_field
         return as_text(seen.observation.get(field, "") if field else seen.observation)
-
-    def _open_client(self) -> aiohttp.ClientSession:
-        if self._client is None:
-            self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        return self._client

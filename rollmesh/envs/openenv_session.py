@@ -1,4 +1,4 @@
-"""One environment on an OpenEnv server, over one WebSocket.
+"""An OpenEnv server: its door, and one environment on it over one WebSocket.
 
     {"type": "reset" | "step", "data": {...}}  -->  {"type": "observation", "data": {...}}
     {"type": "close"}                               {"type": "error", "data": {"message", "code"}}
@@ -23,7 +23,7 @@ MAX_MESSAGE_BYTES = 100 * 2**20
 CLOSING = aiohttp.ClientWSTimeout(ws_close=1.0)
 """What a server has to agree to the end."""
 RETRY_S = 0.25
-"""A server that is full is asked again after this time."""
+"""A server that is full is asked again after this time, by one of those that wait."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class OpenEnvSession:
-    """What `open_session` gives; `close` it."""
+    """What a Door gives; `close` it."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, timeout_s: float) -> None:
         self._socket = socket
@@ -97,31 +97,66 @@ class OpenEnvSession:
             await self._socket.close()
 
 
-async def open_session(
-    client: aiohttp.ClientSession, url: str, timeout_s: float, reset: Mapping[str, Json]
-) -> tuple[OpenEnvSession, Seen]:
-    """A new environment and its first observation; a full server is asked until time is over."""
-    fault = "no answer"
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                socket = await client.ws_connect(
-                    url, max_msg_size=MAX_MESSAGE_BYTES, timeout=CLOSING
+class Door:
+    """Of one server: lets rollouts in, one after the other where it is full; `close` it.
+
+    enter --> a session --(full)--> in line --a place is free--> a session
+                                       +------capacity_wait_s is over--> InfraError
+    """
+
+    def __init__(self, url: str, timeout_s: float, capacity_wait_s: float) -> None:
+        self._url = url
+        self._timeout_s = timeout_s
+        self._capacity_wait_s = capacity_wait_s
+        self._line = asyncio.Lock()
+        """Whoever holds it is the one who asks whether there is a place."""
+        self._client: aiohttp.ClientSession | None = None
+
+    async def enter(self, reset: Mapping[str, Json]) -> tuple[OpenEnvSession, Seen]:
+        """A new environment and its first observation."""
+        found = await self._try(reset)
+        if found is not None:
+            return found
+        try:
+            async with asyncio.timeout(self._capacity_wait_s), self._line:
+                while found is None:
+                    await asyncio.sleep(RETRY_S)
+                    found = await self._try(reset)
+        except TimeoutError:
+            why = f"full for {self._capacity_wait_s:g} s; give it more sessions, or us fewer slots"
+            raise InfraError(f"{self._url}: {why}") from None
+        return found
+
+    async def close(self) -> None:
+        """Close what is still open."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    async def _try(self, reset: Mapping[str, Json]) -> tuple[OpenEnvSession, Seen] | None:
+        """As `enter`; None where the server is full."""
+        session = OpenEnvSession(await self._connect(), self._timeout_s)
+        try:
+            return session, await session.ask("reset", reset)
+        except _FullError:
+            await session.close()
+            return None
+        except BaseException:
+            await session.close()
+            raise
+
+    async def _connect(self) -> aiohttp.ClientWebSocketResponse:
+        if self._client is None:
+            self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._client.ws_connect(
+                    self._url, max_msg_size=MAX_MESSAGE_BYTES, timeout=CLOSING
                 )
-                session = OpenEnvSession(socket, timeout_s)
-                try:
-                    return session, await session.ask("reset", reset)
-                except _FullError as error:
-                    fault = str(error)
-                    await session.close()
-                except BaseException:
-                    await session.close()
-                    raise
-                await asyncio.sleep(RETRY_S)
-    except TimeoutError:
-        raise InfraError(f"{url}: {fault} within {timeout_s:g} s") from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise InfraError(f"{url}: {type(error).__name__}: {error}") from None
+        except TimeoutError:
+            raise InfraError(f"{self._url}: no answer within {self._timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise InfraError(f"{self._url}: {type(error).__name__}: {error}") from None
 
 
 def _seen(text: str) -> Seen:

@@ -1,7 +1,6 @@
 """Command-line agents: what they find, what is taken from them, and how their ends count."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.core.errors import AgentFailed, EnvError
+from rollmesh.core.errors import AgentFailed, EnvError, InfraError
 from rollmesh.core.types import Json, Score, Task
 from rollmesh.envs.env import Endpoint, Transcript
 from rollmesh.envs.harness import HarnessEnv
@@ -144,7 +143,6 @@ async def test_hooks_may_wait() -> None:
     ("argv", "settings", "why"),
     [
         ([], {}, "argv is empty"),
-        (["no-such-agent"], {}, "no-such-agent is not on the PATH"),
         (["sh"], {"timeout_s": 0}, "must be positive"),
         (["sh"], {"max_output_bytes": 0}, "must be positive"),
     ],
@@ -160,6 +158,11 @@ def test_settings_that_cannot_run_are_refused(
         Fixed()
 
 
-def test_path_of_a_program_may_be_given() -> None:
-    assert os.path.isabs(sys.executable)
-    Runs("")
+async def test_a_program_that_only_workers_have_is_missed_when_it_is_run() -> None:
+    class Fixed(Runs):
+        def __init__(self) -> None:
+            HarnessEnv.__init__(self, argv=["no-such-agent"])
+
+    env = Fixed()  # the trainer builds it too, for its tasks
+    with pytest.raises(InfraError, match="no-such-agent: cannot be run: No such file"):
+        await env.run(TASK, AGENT)

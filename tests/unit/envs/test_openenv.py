@@ -13,6 +13,7 @@ from rollmesh.core.types import Score, Task
 from rollmesh.envs.env import Endpoint, Transcript
 from rollmesh.envs.loading import load_env
 from rollmesh.envs.openenv import OpenEnvEnv
+from rollmesh.envs.openenv_session import RETRY_S
 from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint, SeenRequest
 from rollmesh.testing.openenv_server import Observation, OpenEnvServer
 
@@ -113,19 +114,24 @@ async def test_a_server_that_hangs_up_is_the_infrastructures_fault() -> None:
 async def test_a_full_server_is_waited_for() -> None:
     async with OpenEnvServer(Counts, max_sessions=1) as server:
         env = OpenEnvEnv(url=server.url, game=TEXT)
-        async with ChatEndpoint(["a"] * 8 + ["stop"] * 8) as chat:
-            running = [asyncio.create_task(env.run(TASK, chat.endpoint)) for _ in range(2)]
-            await asyncio.gather(*running)
+        async with ChatEndpoint(["stop"] * 6) as chat:
+            async with asyncio.TaskGroup() as rollouts:
+                for _ in range(6):
+                    rollouts.create_task(env.run(TASK, chat.endpoint))
             await env.close()
         assert server.num_refused >= 1
 
 
-async def test_a_server_that_stays_full_is_given_up_in_time() -> None:
+async def test_a_server_that_stays_full_is_asked_by_one_at_a_time_and_given_up() -> None:
     async with OpenEnvServer(Counts, max_sessions=0) as server:
-        env = OpenEnvEnv(url=server.url, game={**TEXT, "timeout_s": 0.3})
-        with pytest.raises(InfraError, match=r"server is full within 0\.3 s"):
-            await env.run(TASK, NOBODY)
+        env = OpenEnvEnv(url=server.url, game={**TEXT, "capacity_wait_s": 2.5 * RETRY_S})
+        rollouts = (env.run(TASK, NOBODY) for _ in range(20))
+        faults = await asyncio.gather(*rollouts, return_exceptions=True)
         await env.close()
+    assert all(isinstance(fault, InfraError) for fault in faults)
+    assert "full for 0.625 s" in str(faults[0])
+    # Each tries once when it comes, and then only the first in line does.
+    assert server.num_refused <= 20 + 3
 
 
 async def test_nobody_there_is_the_infrastructures_fault() -> None:

@@ -2,12 +2,15 @@
 
 import asyncio
 import functools
+import json
 import threading
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollmesh.core.errors import EnvError, InfraError
 from rollmesh.envs.calls import Calls
@@ -146,6 +149,26 @@ async def test_wrong_arguments_are_told_to_the_model(arguments: str, why: str) -
     assert result.failed
     assert result.text.startswith("error: wrong arguments for search: ")
     assert why in result.text
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.one_of(
+        st.text(),
+        st.dictionaries(
+            st.sampled_from(["words", "places", "order", "limit", "x"]),
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+                lambda inner: st.lists(inner, max_size=3),
+                max_leaves=5,
+            ),
+        ).map(json.dumps),
+    )
+)
+def test_whatever_a_model_writes_becomes_text(arguments: str) -> None:
+    result = asyncio.run(call([search], "search", arguments))
+    assert isinstance(result.text, str)
+    assert result.failed == result.text.startswith("error: wrong arguments for search: ")
 
 
 async def test_unknown_tool_is_told_with_those_there_are() -> None:
