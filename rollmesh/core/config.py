@@ -177,9 +177,9 @@ class InterceptionConfig(Section, frozen=True):
 class TrainerConfig(Section, frozen=True):
     """Group-relative policy optimisation on the finished groups."""
 
-    bind: str = "tcp://127.0.0.1:0"
-    """ZMQ address where finished groups arrive, told to workers: one that they can dial, or the
-    name of a network interface, such as tcp://eth0:5556."""
+    bind: str = ""
+    """ZMQ address where finished groups arrive, told to workers, so one that they can dial: a
+    host's or an interface's (tcp://eth0:5556). Empty: a free port that faces the router."""
     num_steps: NonNegative = 200
     """Train steps of the run."""
     groups_per_step: Positive = 16

@@ -20,7 +20,7 @@ from tests.flow.compose import DOCKER, Compose, Service
 from tests.flow.dockerfile import Stages
 from tests.house.leaks import MARK_VARIABLE
 
-INTERVAL_S = 0.2
+INTERVAL_S = 0.5
 """Between two health checks."""
 
 
