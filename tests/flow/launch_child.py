@@ -6,6 +6,7 @@ a FIFO when it has reported, so that tests need not poll. Driven by test_launch.
 
 import argparse
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -33,6 +34,12 @@ def done(_: argparse.Namespace) -> None:
 
 def breaks(_: argparse.Namespace) -> None:
     sys.exit("ValueError: it broke")
+
+
+def hungry(_: argparse.Namespace) -> None:
+    """Wants more memory than its limit allows."""
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+    bytearray(2**31)
 
 
 def deaf(options: argparse.Namespace) -> None:
@@ -105,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
         mark(options, options.bind)
     announce(options.ready_fd, Ready(options.role, os.getpid(), address, address))
     mark(options, options.role)
-    {"done": done, "breaks": breaks}.get(options.behaviour, serves)(options)
+    {"done": done, "breaks": breaks, "hungry": hungry}.get(options.behaviour, serves)(options)
     if options.listen_fd is not None:
         serve(listening)
     while True:

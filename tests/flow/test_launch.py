@@ -162,6 +162,15 @@ def test_a_killed_worker_is_started_again(mesh: Mesh) -> None:
     assert told["end"]["code"] == 130
 
 
+def test_want_of_memory_is_told_as_the_cause(mesh: Mesh) -> None:
+    mesh.add("worker", "hungry", OnDeath.RESTART)
+    mesh.start("worker")
+    assert mesh.next_line() == "worker"
+    mesh.signal(signal.SIGTERM)
+    note = mesh.result()["notes"][0]
+    assert note == "worker ran out of memory: MemoryError; started again in 0.5 s"
+
+
 def test_the_next_process_of_a_role_is_told_the_address_of_the_last(mesh: Mesh) -> None:
     more = {"bind": "127.0.0.1:0", "again": ("--bind", "{router}")}
     mesh.add("router", "serves", OnDeath.RESTART, **more)

@@ -1,0 +1,159 @@
+"""Workers that leave, die, wear out or are killed by what they run, under a real supervisor."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.process import RECYCLED
+from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.serve.client.client import Dropped, Finished, RolloutClient
+from rollmesh.testing.engine import ScriptedEngine
+from tests.flow.launched_mesh import LaunchedMesh
+from tests.flow.worker_mesh import TURNS, byte_token
+
+WITHIN_S = 30.0
+NOTICED_WITHIN_S = 2.0
+SLOW_TO_MISS = {"beat_s": 0.2, "missed_beats": 100}
+"""Beats alone would take 20 s to tell that a worker is gone."""
+ENV = """
+import os, signal
+from rollmesh.envs.echo import EchoEnv
+
+class Poisoned(EchoEnv):
+    async def run(self, task, agent):
+        if task.id == "poison":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().run(task, agent)
+"""
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine(byte_token) as engine:
+        yield engine
+
+
+@pytest.fixture
+def settings(request: pytest.FixtureRequest) -> dict[str, int]:
+    """Of the section `worker`, beside the number of them."""
+    return getattr(request, "param", {})
+
+
+@pytest.fixture
+async def mesh(
+    tmp_path: Path, engine: ScriptedEngine, settings: dict[str, int]
+) -> AsyncIterator[LaunchedMesh]:
+    (tmp_path / "poisoned.py").write_text(ENV)
+    sections = {"router": SLOW_TO_MISS, "worker": {"num_workers": 2, **settings}}
+    env = "poisoned:Poisoned"
+    mesh = LaunchedMesh(tmp_path, engine.url, env=env, env_settings=TURNS, **sections)
+    try:
+        await asyncio.to_thread(mesh.until_ready, "worker-0", "worker-1")
+        yield mesh
+        await engine.release()
+    finally:
+        mesh.close()
+
+
+@pytest.fixture
+async def client(mesh: LaunchedMesh) -> AsyncIterator[RolloutClient]:
+    client = RolloutClient(mesh.router().address, JournalConfig(), mesh.folder / "client")
+    client.start()
+    yield client
+    client.close()
+
+
+def ask(client: RolloutClient, task_id: str = "echo") -> None:
+    task = Task(id=task_id, data={"text_seed": 1})
+    env = "poisoned:Poisoned"
+    client.ask(task, env=env, num_samples=2, sampling=SamplingPolicy(), seed=7)
+
+
+def find_busy(url: str) -> str:
+    """The worker that runs something, once the router tells so."""
+    while True:
+        workers = httpx.get(f"{url}/status").json()["workers"]
+        for row in workers:
+            if row["in_flight"]:
+                return str(row["worker_id"])
+
+
+def drain(*words: str) -> "subprocess.CompletedProcess[str]":
+    argv = [sys.executable, "-m", "rollmesh.cli.main", "drain", *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+
+
+async def test_a_drained_worker_finishes_what_it_runs_and_is_not_started_again(
+    mesh: LaunchedMesh, engine: ScriptedEngine, client: RolloutClient
+) -> None:
+    engine.hold()
+    ask(client)
+    await engine.until(lambda: engine.num_seen("/generate") == 2)
+    busy = await asyncio.to_thread(find_busy, mesh.router().http_address)
+    drained = await asyncio.to_thread(drain, busy, str(mesh.run))
+    assert (drained.returncode, drained.stderr) == (0, "")
+    assert drained.stdout.startswith(f"{busy} takes nothing new")
+    await engine.release()
+    [finished] = await asyncio.to_thread(client.take, WITHIN_S)
+    assert isinstance(finished, Finished)
+    assert (finished.worker_id, finished.attempt) == (busy, 1)
+    await asyncio.to_thread(mesh.until, "child.exited", busy, code=0)
+    ask(client)
+    [finished] = await asyncio.to_thread(client.take, WITHIN_S)
+    assert isinstance(finished, Finished)
+    assert finished.worker_id != busy
+    end = await asyncio.to_thread(mesh.end)
+    assert end["notes"] == [f"{busy} has left and is not started again"]
+
+
+async def test_a_killed_worker_is_noticed_at_once_and_its_group_runs_elsewhere(
+    mesh: LaunchedMesh, engine: ScriptedEngine, client: RolloutClient
+) -> None:
+    engine.hold()
+    ask(client)
+    await engine.until(lambda: engine.num_seen("/generate") == 2)
+    busy = await asyncio.to_thread(find_busy, mesh.router().http_address)
+    killed_s = time.monotonic()
+    os.kill(mesh.pids()[busy], signal.SIGKILL)
+    await engine.until(lambda: engine.num_seen("/generate") == 4)
+    assert time.monotonic() - killed_s < NOTICED_WITHIN_S
+    await engine.release()
+    [finished] = await asyncio.to_thread(client.take, WITHIN_S)
+    assert isinstance(finished, Finished)
+    assert (finished.worker_id != busy, finished.attempt) == (True, 2)
+
+
+@pytest.mark.parametrize("settings", [{"recycle_rollouts": 2}], indirect=True)
+async def test_a_worn_out_worker_has_a_successor(mesh: LaunchedMesh, client: RolloutClient) -> None:
+    ask(client)
+    [finished] = await asyncio.to_thread(client.take, WITHIN_S)
+    assert isinstance(finished, Finished)
+    worn = finished.worker_id
+    before = mesh.pids()[worn]
+    await asyncio.to_thread(mesh.until, "child.exited", worn, code=RECYCLED)
+    await asyncio.to_thread(mesh.until_ready, worn)
+    assert mesh.pids()[worn] != before
+    end = await asyncio.to_thread(mesh.end)
+    assert "2 rollouts, worker.recycle_rollouts = 2" in end["notes"][0]
+
+
+async def test_a_task_that_kills_two_workers_is_quarantined_with_their_causes(
+    mesh: LaunchedMesh, client: RolloutClient
+) -> None:
+    ask(client, "poison")
+    [dropped] = await asyncio.to_thread(client.take, WITHIN_S)
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason.startswith("quarantined: 2 workers ended under it (worker-")
+    assert dropped.reason.count(": killed by signal 9") == 2
+    ask(client)
+    [finished] = await asyncio.to_thread(client.take, WITHIN_S)
+    assert isinstance(finished, Finished)
