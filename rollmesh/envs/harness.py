@@ -20,7 +20,7 @@ from rollmesh.core.types import Json, Task
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.envs.hooks import call_hook
 from rollmesh.envs.program import Command, Ended, run_program
-from rollmesh.envs.scratch import Scratch, new_scratch
+from rollmesh.envs.scratch import Scratch, new_scratch, sweep
 
 PLACEHOLDER = re.compile(r"\{(task_id|question|base_url|root_url|api_key|model|home|work)\}")
 KEPT = ("PATH", "LANG", "LC_ALL", "TZ")
@@ -57,6 +57,7 @@ class HarnessEnv(Env):
         self._timeout_s = timeout_s
         self._max_output_bytes = max_output_bytes
         self._exit_codes = frozenset(exit_codes)
+        self._has_swept = False
 
     def question(self, task: Task) -> str:
         """What {question} stands for. Default: the task's `question`."""
@@ -74,6 +75,9 @@ class HarnessEnv(Env):
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
         """One run of the program; AgentFailed where it ends in an exit code that it must not."""
+        if not self._has_swept:
+            self._has_swept = True
+            await asyncio.to_thread(sweep)
         async with new_scratch() as scratch:
             words = self._words(task, agent, scratch)
             files = {path: _filled(text, words) for path, text in self._files.items()}

@@ -1,11 +1,15 @@
 """The scratch folder of one rollout: a home and a working directory, gone when it ends.
 
-Invariant: readable by our user alone, below the system's temporary folder (TMPDIR), and removed
-whatever its program did to permissions. Driven by harness.py.
+    rollmesh-x1y2/  home/  work/  lock       held while the rollout runs and its worker lives
+
+Invariants: readable by our user alone, below the system's temporary folder (TMPDIR), and removed
+whatever its program did to permissions; what a worker left that was killed is removed by the next
+that makes one there. Driven by harness.py.
 """
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 import stat
@@ -21,6 +25,9 @@ from rollmesh.core.logs import get_logger
 
 log = get_logger()
 
+PREFIX = "rollmesh-"
+LOCK = "lock"
+
 
 class Scratch(msgspec.Struct, frozen=True):
     """Two empty folders."""
@@ -35,21 +42,59 @@ class Scratch(msgspec.Struct, frozen=True):
 async def new_scratch() -> AsyncIterator[Scratch]:
     """A scratch folder while the block runs; InfraError where there is no room for one."""
     try:
-        scratch = await asyncio.to_thread(_make)
+        scratch, lock = await asyncio.to_thread(_make)
     except OSError as error:
         raise InfraError(f"{tempfile.gettempdir()}: no scratch folder: {error.strerror}") from None
     try:
         yield scratch
     finally:
-        await asyncio.shield(asyncio.to_thread(remove, scratch.home.parent))
+        await asyncio.shield(asyncio.to_thread(_unmake, scratch, lock))
 
 
-def _make() -> Scratch:
-    root = Path(tempfile.mkdtemp(prefix="rollmesh-"))
+def sweep() -> int:
+    """Remove the scratch folders whose workers are gone; how many there were."""
+    num_removed = 0
+    for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        lock = _lock(root / LOCK)
+        if lock is not None:
+            remove(root)
+            os.close(lock)
+            num_removed += 1
+    return num_removed
+
+
+def _make() -> tuple[Scratch, int]:
+    """The folders, and the descriptor that holds their lock."""
+    root = Path(tempfile.mkdtemp(prefix=PREFIX))
+    # Held before it has its name: nobody finds a lock that is not held.
+    unnamed = root / f"{LOCK}.new"
+    unnamed.touch()
+    lock = _lock(unnamed)
+    assert lock is not None
+    unnamed.rename(root / LOCK)
     scratch = Scratch(root / "home", root / "work")
     for folder in (scratch.home, scratch.work):
         folder.mkdir()
-    return scratch
+    return scratch, lock
+
+
+def _unmake(scratch: Scratch, lock: int) -> None:
+    remove(scratch.home.parent)
+    os.close(lock)
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds the file's lock; None where another does, or there is no file."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def remove(folder: Path) -> None:

@@ -1,13 +1,15 @@
 """Scratch folders: apart, our own, and gone."""
 
+import asyncio
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 
 from rollmesh.core.errors import InfraError
-from rollmesh.envs.scratch import new_scratch, remove
+from rollmesh.envs.scratch import new_scratch, remove, sweep
 
 
 async def test_two_empty_folders_that_only_we_may_enter_and_that_go(
@@ -30,6 +32,31 @@ async def test_it_goes_when_the_rollout_fails(
         async with new_scratch():
             raise RuntimeError
     assert os.listdir(tmp_path) == []
+
+
+DIES = """import asyncio, os
+from rollmesh.envs.scratch import new_scratch
+async def main():
+    async with new_scratch() as scratch:
+        (scratch.work / "file").write_text("x")
+        os._exit(9)
+asyncio.run(main())
+"""
+
+
+async def test_what_a_killed_worker_left_is_swept_and_what_is_in_use_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "rollmesh-of-somebody-else").mkdir()
+    async with new_scratch() as mine:
+        argv = [sys.executable, "-c", DIES]
+        died = await asyncio.create_subprocess_exec(*argv, env={"TMPDIR": str(tmp_path)})
+        assert await died.wait() == 9
+        assert len(os.listdir(tmp_path)) == 3
+        assert sweep() == 1
+        assert mine.work.exists()
+    assert os.listdir(tmp_path) == ["rollmesh-of-somebody-else"]
 
 
 async def test_no_room_for_one_is_the_infrastructures_fault(
