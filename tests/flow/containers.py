@@ -82,9 +82,20 @@ class Containers:
 
     def is_healthy(self, container: Container) -> bool:
         """Ask as its image's health check does."""
-        words = [self._local(word, container) for word in self._health_words(container.service)]
-        asked = subprocess.run(words, env=container.environment, cwd=container.folder, check=False)
-        return asked.returncode == 0
+        code, _ = self.execute(container, *self._health_words(container.service))
+        return code == 0
+
+    def execute(self, container: Container, *words: str) -> tuple[int, str]:
+        """Run this in the container; its exit code and what it said."""
+        done = subprocess.run(
+            [self._local(word, container) for word in words],
+            env=container.environment,
+            cwd=container.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
 
     def stop(self, name: str, patience_s: float) -> list[int]:
         """SIGTERM to all containers of a service; their exit codes."""

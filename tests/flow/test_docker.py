@@ -263,6 +263,7 @@ def test_the_mesh_trains_trains_again_and_stops_when_told(mesh: Containers) -> N
             mesh.start("dashboard", PATIENCE_S)
         assert all(map(mesh.is_healthy, served(mesh)))
         assert mesh.stop("trainer", STOPS_WITHIN_S) == [0]
+    drain_one_worker(mesh)
     for name in ("worker", "router", "engine", "dashboard"):
         logs = "\n".join(each.log() for each in mesh.running[name])
         assert set(mesh.stop(name, STOPS_WITHIN_S)) == {0}, logs
@@ -271,6 +272,23 @@ def test_the_mesh_trains_trains_again_and_stops_when_told(mesh: Containers) -> N
         assert summary["num_steps"] >= 2
         assert summary["num_lost"] == 0
         assert (each / "checkpoint" / "config.json").is_file()
+
+
+def drain_one_worker(mesh: Containers) -> None:
+    """As docs/docker.md does it; its process ends by itself."""
+    [router], (first, _) = mesh.running["router"], mesh.running["worker"]
+    words = ["rollmesh", "status", "--json", "--router", "http://127.0.0.1:8080"]
+    code, said = mesh.execute(router, *words)
+    assert code == 0, said
+    [name] = [
+        worker["worker_id"]
+        for worker in json.loads(said)["router"]["workers"]
+        if worker["pid"] == first.process.pid
+    ]
+    words = ["rollmesh", "drain", name, "--router", "tcp://127.0.0.1:5555"]
+    code, said = mesh.execute(router, *words)
+    assert code == 0, said
+    assert first.process.wait(PATIENCE_S) == 0
 
 
 def await_row(path: Path, is_it: Callable[[dict[str, Any]], bool]) -> None:
