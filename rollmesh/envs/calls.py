@@ -95,7 +95,7 @@ class Calls:
         found: T | Awaitable[T]
         if inspect.iscoroutinefunction(method):
             return await self._ended(limit, _begin_task(method, args, kwargs), method)
-        found = await self._ended(limit, _begin_thread(method, args, kwargs), method)
+        found = await self._ended(limit, begin_thread(method, args, kwargs), method)
         if inspect.isawaitable(found):
             return await self._ended(limit, _begin_task(lambda: found, (), {}), method)
         return found
@@ -146,10 +146,11 @@ def _begin_task(
     return asyncio.get_running_loop().create_task(run())
 
 
-def _begin_thread(
+def begin_thread(
     method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> asyncio.Future[Any]:
-    """A thread of its own: a pool would fill with those that never end, and wait for them."""
+    """What `method` gives, in the end. A thread of its own: a pool would fill with those that never
+    end, and wait for them."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()

@@ -20,6 +20,7 @@ from rollmesh.core.types import Json, Score, Task
 from rollmesh.envs.chat import ChatReply
 from rollmesh.envs.env import Transcript
 from rollmesh.envs.multi_turn import MultiTurnEnv, Talk, Words
+from rollmesh.envs.tools import as_text
 
 if TYPE_CHECKING:
     import gymnasium
@@ -156,4 +157,13 @@ def _told(game: "gymnasium.Env[Any, Any]", seen: object) -> str:
         return seen
     if game.render_mode == "ansi":
         return _COLOURED.sub(r"[\1]", str(game.render())).strip("\n")
-    return str(seen)
+    return as_text(_plain(seen))
+
+
+def _plain(seen: Any) -> Json:
+    """Without arrays and numbers of numpy's."""
+    if isinstance(seen, Mapping):
+        return {str(name): _plain(value) for name, value in seen.items()}
+    if isinstance(seen, list | tuple):
+        return [_plain(value) for value in seen]
+    return seen.tolist() if hasattr(seen, "tolist") else seen

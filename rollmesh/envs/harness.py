@@ -16,13 +16,18 @@ from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 
 from rollmesh.core.errors import AgentFailed, EnvError
+from rollmesh.core.logs import get_logger
 from rollmesh.core.types import Json, Task
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.envs.hooks import call_hook
 from rollmesh.envs.program import Command, Ended, run_program
 from rollmesh.envs.scratch import Scratch, new_scratch, sweep
 
+log = get_logger()
+
 PLACEHOLDER = re.compile(r"\{(task_id|question|base_url|root_url|api_key|model|home|work)\}")
+LOGGED_CHARS = 2000
+"""Of the output of a program that failed, for people who look for the cause."""
 KEPT = ("PATH", "LANG", "LC_ALL", "TZ")
 
 
@@ -48,6 +53,9 @@ class HarnessEnv(Env):
         """`files` go into the home folder; any exit code but `exit_codes` is the agent's fault."""
         if not argv:
             raise EnvError("argv is empty; name the program of the agent")
+        for text in (*argv, *(env or {}).values(), *(files or {}).values()):
+            if not isinstance(text, str):
+                raise EnvError(f"argv, env and files hold texts; {text!r} is none")
         if timeout_s <= 0 or max_output_bytes <= 0:
             raise EnvError("timeout_s and max_output_bytes must be positive")
         self._argv = tuple(argv)
@@ -113,12 +121,21 @@ class HarnessEnv(Env):
         )
 
     def _check(self, ended: Ended, output: str) -> None:
-        if ended.is_overtime or ended.exit_code in self._exit_codes:
-            return
-        last_line = next((x for x in reversed(output.splitlines()) if x.strip()), "")
+        """Log an end that should not be; AgentFailed, unless its time was over: that is scored."""
         code = ended.exit_code
+        if code in self._exit_codes and not ended.is_overtime:
+            return
+        program = os.path.basename(self._argv[0])
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        raise AgentFailed(f"{os.path.basename(self._argv[0])} ended with {how}: {last_line}")
+        log.warning(
+            "program.failed",
+            program=program,
+            how="overtime" if ended.is_overtime else how,
+            output=output[-LOGGED_CHARS:],
+        )
+        if not ended.is_overtime:
+            last_line = next((x for x in reversed(output.splitlines()) if x.strip()), "")
+            raise AgentFailed(f"{program} ended with {how}: {last_line}")
 
 
 def _model_variables(agent: Endpoint) -> dict[str, str]:

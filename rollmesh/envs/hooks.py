@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
+from rollmesh.envs.calls import begin_thread
+
 P = ParamSpec("P")
 
 CANCEL_WAIT_S = 5.0
@@ -20,7 +22,7 @@ async def call_hook(method: Callable[P, Any], *args: P.args, **kwargs: P.kwargs)
     """What `method` gives in the end, or raises; its caller names the type."""
     if inspect.iscoroutinefunction(method):
         return await method(*args, **kwargs)
-    call = asyncio.create_task(asyncio.to_thread(method, *args, **kwargs))
+    call = begin_thread(method, args, kwargs)
     try:
         found = await asyncio.shield(call)
     except asyncio.CancelledError:

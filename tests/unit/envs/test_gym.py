@@ -1,6 +1,7 @@
 """Gymnasium's environments as conversations: what is told, what is an action, what it pays."""
 
 import itertools
+import re
 import string
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -109,6 +110,12 @@ async def test_actions_without_names_are_numbers_and_other_observations_their_te
     _, score, told = await play(env, "1", "4", "-1")
     assert told == ["0", "4", "say 0 to 3"]
     assert score.metrics["num_unreadable"] == 2.0
+
+
+async def test_observations_that_are_no_text_are_told_as_json() -> None:
+    _, score, told = await play(GymEnv(env_id="Blackjack-v1", actions=["stick", "hit"]), "stick")
+    assert re.fullmatch(r"\[\d+,\d+,[01]\]", told[0])
+    assert score.reward in (-1.0, 0.0, 1.0)
 
 
 def test_tasks_are_seeds_that_split_and_seed_decide() -> None:

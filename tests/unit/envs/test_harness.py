@@ -144,11 +144,13 @@ async def test_hooks_may_wait() -> None:
     [
         ([], {}, "argv is empty"),
         (["sh"], {"timeout_s": 0}, "must be positive"),
+        (["sh", 7], {}, "7 is none"),
+        (["sh"], {"env": {"PORT": 80}}, "80 is none"),
         (["sh"], {"max_output_bytes": 0}, "must be positive"),
     ],
 )
 def test_settings_that_cannot_run_are_refused(
-    argv: Sequence[str], settings: dict[str, Any], why: str
+    argv: Sequence[Any], settings: dict[str, Any], why: str
 ) -> None:
     class Fixed(Runs):
         def __init__(self) -> None:

@@ -1,10 +1,12 @@
 """Users' methods: a coroutine on the loop, a plain one in a thread, which is waited for."""
 
 import asyncio
+import sys
 import threading
 
 import pytest
 
+from rollmesh.envs.calls import EscapedError
 from rollmesh.envs.hooks import call_hook
 
 
@@ -32,6 +34,14 @@ async def test_what_a_method_raises_comes_out() -> None:
 
     with pytest.raises(KeyError):
         await call_hook(broken)
+
+
+async def test_a_plain_method_cannot_end_the_process() -> None:
+    def leaves() -> None:
+        sys.exit(3)
+
+    with pytest.raises(EscapedError, match=r"sys\.exit\(3\)"):
+        await call_hook(leaves)
 
 
 async def test_cancellation_waits_for_the_plain_method_that_still_runs() -> None:
