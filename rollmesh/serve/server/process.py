@@ -124,7 +124,7 @@ async def _serve(
     loop.set_default_executor(ThreadPoolExecutor(num_threads, "pool"))
     calls = Calls()
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(_close, env, calls)
+        stack.push_async_callback(_close, env)
         worker = Worker(settings)
         runtime, sampler = new_runtime(config, worker.view, worker.report)
         stack.push_async_callback(sampler.close)
@@ -151,8 +151,9 @@ async def _serve(
     return leaving
 
 
-async def _close(env: Env, calls: Calls) -> None:
+async def _close(env: Env) -> None:
     try:
+        calls = Calls(grace_s=CLOSE_S / 2)
         await calls.call(Limit("the time to close", CLOSE_S), env.close)
     except Exception as error:  # noqa: BLE001 - door: env code may raise anything
         log.warning("env.not_closed", error=one_line(error))
