@@ -79,10 +79,13 @@ class Intake:
         self._bell = Doorbell()
         self._commands: deque[Command] = deque()
         self._held_asks: deque[Asked] = deque()
+        self._fresh: list[RawResult | Dropped] = []
+        """What this turn brought; handed over at once, since each hand-over has a price."""
         self._arrivals: deque[RawResult | Dropped] = deque()
         self._num_untaken_bytes = 0
         self._arrived = threading.Condition()
         self._on_arrival: Callable[[], None] | None = None
+        self._is_waiting = False
         self._closing = False
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
@@ -102,6 +105,7 @@ class Intake:
                 self._do_asks(self._asks.step(asked, time.monotonic()))
             else:
                 self._do_asks([AskEnded(asked.group_id, "cancelled: its client was started anew")])
+        self._hand_over()
         self._thread.start()
         return reopened if settings.keep else []
 
@@ -134,7 +138,9 @@ class Intake:
         self._commands.append(command)
         if self._fault:
             self._fail_notes(self._fault)
-        self._bell.ring()
+        # It looks at the commands after it says that it waits, so none is slept over.
+        if self._is_waiting:
+            self._bell.ring()
 
     def take(self, timeout_s: float) -> list[RawResult | Dropped]:
         """All that has arrived, waiting up to `timeout_s` for the first.
@@ -160,7 +166,9 @@ class Intake:
                 heard: list[Hub | Dialer] = [self._dialer]
                 if not self._is_full:
                     heard.append(self._hub)
-                wait(heard, self._bell, self._asks.beat_s / 2)
+                self._is_waiting = True
+                wait(heard, self._bell, 0.0 if self._commands else self._asks.beat_s / 2)
+                self._is_waiting = False
                 self._turn()
             self._turn()
             self._do_asks(self._asks.step(Closed(), time.monotonic()))
@@ -194,11 +202,13 @@ class Intake:
         if not self._is_full:
             for route, packet in self._hub.receive(MAX_RESULTS):
                 self._receive_result(route, packet)
+            self._hand_over()
         while self._commands:
             self._carry_out(self._commands.popleft())
         while self._held_asks and not self._book.is_full:
             self._say(self._held_asks.popleft())
         self._do_asks(self._asks.step(Ticked(), time.monotonic()))
+        self._hand_over()
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -298,11 +308,18 @@ class Intake:
                 raise AssertionError("a result is kept with its packet")
 
     def _hand_out(self, arrival: RawResult | Dropped) -> None:
+        self._fresh.append(arrival)
+
+    def _hand_over(self) -> None:
+        """Let the program have what is fresh."""
+        if not self._fresh:
+            return
+        fresh, self._fresh = self._fresh, []
+        num_bytes = sum(each.num_bytes for each in fresh if isinstance(each, RawResult))
         with self._arrived:
             is_first = not self._arrivals
-            self._arrivals.append(arrival)
-            if isinstance(arrival, RawResult):
-                self._num_untaken_bytes += arrival.num_bytes
+            self._arrivals.extend(fresh)
+            self._num_untaken_bytes += num_bytes
             self._arrived.notify()
             if is_first and self._on_arrival:
                 self._on_arrival()

@@ -97,23 +97,29 @@ def cut(
 def check_counts(record: GroupRecord, num_tokens: int, num_logprobs: int) -> None:
     """WireError unless every count in `record` agrees with its nodes and with the buffers."""
     for rollout in record.rollouts:
-        sampled = [node for node in rollout.nodes if node.sampled]
-        agree = (
-            sum(node.num_tokens for node in rollout.nodes) == rollout.num_tokens
-            and sum(node.num_tokens for node in sampled) == rollout.num_logprobs
-            and all(node.num_tokens >= 0 for node in rollout.nodes)
-            and all(-1 <= node.parent < row for row, node in enumerate(rollout.nodes))
-            and all(
-                sum(run.num_tokens for run in node.policy_versions) == node.num_tokens
-                for node in sampled
-            )
-        )
-        if not agree:
+        if not _adds_up(rollout):
             raise WireError(f"rollout {rollout.index}: its node table does not add up")
     if sum(rollout.num_tokens for rollout in record.rollouts) != num_tokens:
         raise WireError("the token buffer is not as long as the rollouts say")
     if sum(rollout.num_logprobs for rollout in record.rollouts) != num_logprobs:
         raise WireError("the log-prob buffer is not as long as the rollouts say")
+
+
+def _adds_up(rollout: RolloutRecord) -> bool:
+    """One pass, since the taker of every result waits for it."""
+    num_in_rollout = num_sampled = 0
+    for row, node in enumerate(rollout.nodes):
+        num_tokens = node.num_tokens
+        if num_tokens < 0 or not -1 <= node.parent < row:
+            return False
+        num_in_rollout += num_tokens
+        if node.sampled:
+            num_sampled += num_tokens
+            for run in node.policy_versions:
+                num_tokens -= run.num_tokens
+            if num_tokens:
+                return False
+    return (num_in_rollout, num_sampled) == (rollout.num_tokens, rollout.num_logprobs)
 
 
 class _Paths:
