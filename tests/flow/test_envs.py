@@ -92,7 +92,9 @@ class Desk:
 
 
 @contextlib.asynccontextmanager
-async def open_desk(folder: Path, script: Script) -> AsyncIterator[Desk]:
+async def open_desk(
+    folder: Path, script: Script, max_context_tokens: int = MAX_CONTEXT_TOKENS
+) -> AsyncIterator[Desk]:
     """A desk whose model follows the script."""
     tokenizer = load_tokenizer(write_model_folder(folder))
     agent = ScriptedAgent(tokenizer, script)
@@ -102,7 +104,7 @@ async def open_desk(folder: Path, script: Script) -> AsyncIterator[Desk]:
         view.update(FleetChanged(0, (row,)), "router")
         sampler = Sampler(SamplerParts(view=view, vocab_size=tokenizer.vocab_size, report=print))
         prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
-        runtime = Runtime(sampler, prompts, MAX_CONTEXT_TOKENS)
+        runtime = Runtime(sampler, prompts, max_context_tokens)
         edge = Edge(runtime, InterceptionConfig(), "policy")
         address = await edge.start(listen("127.0.0.1:0"))
         try:
@@ -154,6 +156,21 @@ async def test_the_readmes_command_runs(example: Example, tmp_path: Path) -> Non
     lines = output.splitlines()
     assert len(lines) == 4, output
     assert all("  completed  reward 1  " in f"{line}  " for line in lines), output
+
+
+async def test_a_conversation_past_the_context_is_truncated_and_scored(tmp_path: Path) -> None:
+    make = {"is_slippery": False, "render_mode": "ansi"}
+    env = load_env("gym", {"env_id": "FrozenLake-v1", "make": make, "max_tokens": 8})
+    task = next(env.tasks("eval", 0))
+    async with open_desk(tmp_path, lambda _: scripts.Say("0"), 300) as desk:
+        agent, finish = desk.open()
+        transcript = await env.run(task, agent)
+        record = finish()
+        await env.close()
+    assert transcript.truncated
+    assert 1 <= transcript.data["num_turns"] == record.num_calls < 64
+    score = env.score(task, transcript)
+    assert (await score if not isinstance(score, Score) else score).reward == 0.0
 
 
 async def test_a_mesh_runs_command_line_agents_and_leaves_nothing_of_them(tmp_path: Path) -> None:

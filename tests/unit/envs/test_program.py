@@ -41,8 +41,13 @@ async def run(
 
 def ends(pid: int) -> bool:
     """Whether a process that is being killed is gone, in time."""
-    left = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
-    return not psutil.wait_procs(left, timeout=10.0)[1]
+    try:
+        psutil.Process(pid).wait(10.0)
+    except psutil.TimeoutExpired:
+        return False
+    except psutil.NoSuchProcess:
+        return True
+    return True
 
 
 def is_alive(pid: int) -> bool:
