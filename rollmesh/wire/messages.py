@@ -5,7 +5,7 @@ only ever appended and any other change raises PROTOCOL in frames.py; the bytes 
 in tests/golden. Headers stay small: tasks and results travel in the body, arrays in buffers.
 
     client -> router   ClientHello ClientBeat ClientLeft AskGroup CancelGroup
-    router -> client   RouterHello GroupMoved GroupsMoved GroupFailed AskRefused
+    router -> client   RouterHello GroupMoved GroupFailed AskRefused
     router -> worker   RouterHello RunGroup CancelRun FleetChanged DrainWorker
     worker -> router   WorkerHello WorkerBeat WorkerLeft GroupStarted GroupDelivered GroupReturned
                        GroupLost EnvFailed EngineFaulted
@@ -137,12 +137,6 @@ class GroupMoved(Message, frozen=True, tag="group_moved"):
     state: GroupState
     attempt: int
     worker_id: str
-
-
-class GroupsMoved(Message, frozen=True, tag="groups_moved"):
-    """Each the newest of its group; told together, a moment later."""
-
-    moves: tuple[GroupMoved, ...]
 
 
 class GroupFailed(Message, frozen=True, tag="group_failed"):
@@ -360,6 +354,12 @@ class DrainAnswered(Message, frozen=True, tag="drain_answered"):
     error: str
 
 
+class GroupNews(Message, frozen=True, tag="group_news"):
+    """Several at once, told a moment later: wire/news.py."""
+
+    news: tuple[GroupMoved | GroupStarted | GroupDelivered, ...]
+
+
 FleetAsk = (
     JoinEngine | BeginUpdate | FinishUpdate | SleepEngine | WakeEngine | RemoveEngine | ReadFleet
 )
@@ -372,7 +372,6 @@ AnyMessage = (
     | CancelGroup
     | RouterHello
     | GroupMoved
-    | GroupsMoved
     | GroupFailed
     | AskRefused
     | RunGroup
@@ -395,4 +394,5 @@ AnyMessage = (
     | WorkerExited
     | AskDrain
     | DrainAnswered
+    | GroupNews
 )

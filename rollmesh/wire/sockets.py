@@ -17,6 +17,7 @@ import zmq
 from rollmesh.core.errors import AddressError, WireError
 from rollmesh.wire.frames import Buffer, Packet, decode, encode
 from rollmesh.wire.keys import Keys, check_bind
+from rollmesh.wire.news import spread
 
 QUEUE_MESSAGES = 4096
 """High-water mark of each direction, per peer."""
@@ -93,7 +94,8 @@ class Hub:
             except WireError:
                 self.num_malformed += 1
                 continue
-            yield frames[0], packet
+            for each in spread(packet):
+                yield frames[0], each
 
     def close(self) -> None:
         """Drop the socket; what was queued goes out in the background for a moment."""
@@ -138,9 +140,11 @@ class Dialer:
             if frames is None:
                 return
             try:
-                yield decode(frames)
+                packet = decode(frames)
             except WireError:
                 self.num_malformed += 1
+                continue
+            yield from spread(packet)
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_packet: Callable[[Packet], None]) -> None:
         """From now on hand every packet to `on_packet` on `loop`, which must be the only user."""

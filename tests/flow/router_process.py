@@ -20,7 +20,6 @@ from rollmesh.wire.messages import (
     AskGroup,
     ClientBeat,
     ClientHello,
-    GroupsMoved,
     WorkerBeat,
     WorkerHello,
 )
@@ -102,10 +101,7 @@ class Peer:
 
     def poll(self) -> None:
         wait([self.dialer], None, 0.05)
-        for packet in self.dialer.receive():
-            told = packet.message
-            moves = told.moves if isinstance(told, GroupsMoved) else ()
-            self.heard += [Packet(move, packet.router) for move in moves] or [packet]
+        self.heard += self.dialer.receive()
         if self.beat:
             self.says(self.beat)
 

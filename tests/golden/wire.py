@@ -27,7 +27,6 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.CancelGroup(GROUP, "stale"),
     m.RouterHello(0.5),
     m.GroupMoved(GROUP, m.GroupState.ASSIGNED, 2, "worker-0"),
-    m.GroupsMoved((m.GroupMoved(GROUP, m.GroupState.RUNNING, 2, "worker-0"),)),
     m.GroupFailed(GROUP, "attempts_exhausted: 3 have begun"),
     m.AskRefused(GROUP, "overloaded", 1.5),
     m.RunGroup(GROUP, 2, 16, "tcp://h:1", 90.5),
@@ -71,6 +70,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.WorkerExited("worker-0", 4711, "killed by signal 9"),
     m.AskDrain(3, "worker-0", "update"),
     m.DrainAnswered(3, False, "no worker-0"),
+    m.GroupNews((m.GroupStarted(GROUP, 2), m.GroupDelivered(GROUP, 2))),
 )
 
 

@@ -26,7 +26,6 @@ from rollmesh.wire.messages import (
     ClientLeft,
     GroupFailed,
     GroupMoved,
-    GroupsMoved,
     GroupState,
     RouterHello,
 )
@@ -195,9 +194,6 @@ class Asks:
                     self._awaits_hello = False
             case GroupMoved():
                 actions += self._moved(event.message, now_s)
-            case GroupsMoved(moves):
-                for moved in moves:
-                    actions += self._moved(moved, now_s)
             case GroupFailed(group_id, reason):
                 actions += self._end(group_id, reason)
             case AskRefused():

@@ -42,14 +42,24 @@ class LocalPids:
         """Who was seen to have ended at the last look; looks again."""
         ended, self._ended = self._ended, []
         for pidfd, _ in self._poll.poll(0):
-            worker_id, pid = self._worker_of.pop(pidfd)
-            self._poll.unregister(pidfd)
-            os.close(pidfd)
+            worker_id, pid = self._unwatch(pidfd)
             self._ended.append(WorkerExited(worker_id, pid, CAUSE))
         return ended
+
+    def forget(self, exited: WorkerExited) -> None:
+        """Somebody else has told of this end, and knows its cause."""
+        worker = (exited.worker_id, exited.pid)
+        self._ended = [each for each in self._ended if (each.worker_id, each.pid) != worker]
+        for pidfd in [each for each, known in self._worker_of.items() if known == worker]:
+            self._unwatch(pidfd)
 
     def close(self) -> None:
         """Watch nobody any more."""
         for pidfd in self._worker_of:
             os.close(pidfd)
         self._worker_of.clear()
+
+    def _unwatch(self, pidfd: int) -> tuple[str, int]:
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        return self._worker_of.pop(pidfd)

@@ -23,7 +23,6 @@ from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import Event as FleetEvent
 from rollmesh.engine.fleet import Fleet, FleetSettings, PublishTable
 from rollmesh.serve.router.ledger import Ledger
-from rollmesh.serve.router.moves import Moves
 from rollmesh.serve.router.pids import LocalPids
 from rollmesh.serve.router.side import Board, SideThread
 from rollmesh.serve.router.status import status_of
@@ -41,6 +40,7 @@ from rollmesh.wire.messages import (
     WorkerHello,
     WorkerLeft,
 )
+from rollmesh.wire.news import News
 from rollmesh.wire.sockets import MAX_ASK_FRAME_BYTES, Doorbell, Hub, wait
 
 log = get_logger()
@@ -136,7 +136,7 @@ class RouterLoop:
         self._num_failed = 0
         self._pids = LocalPids(socket.gethostname())
         self._away: dict[str, str] = {}
-        self._moves = Moves()
+        self._news = News()
         self._next_tick_s = clock.now_s()
 
     def join_engine(self, url: str) -> None:
@@ -155,8 +155,8 @@ class RouterLoop:
         for answer in self._side.take_answers():
             self._step_fleet(answer)
         now_s = self._clock.now_s()
-        if now_s >= self._moves.due_s:
-            for told in self._moves.take():
+        if now_s >= self._news.due_s:
+            for told in self._news.take():
                 self._hub.send(told.route, Packet(told.message, self.incarnation))
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._tick_s
@@ -169,7 +169,7 @@ class RouterLoop:
 
     def idle_s(self) -> float:
         """How long nothing needs a turn, if nothing arrives."""
-        return max(0.0, min(self._moves.due_s, self._next_tick_s) - self._clock.now_s())
+        return max(0.0, min(self._news.due_s, self._next_tick_s) - self._clock.now_s())
 
     def close(self) -> None:
         """Watch no process any more."""
@@ -189,6 +189,7 @@ class RouterLoop:
         elif isinstance(message, WorkerLeft):
             log.info("worker.left", worker_id=message.worker_id, reason=message.reason)
         elif isinstance(message, WorkerExited):
+            self._pids.forget(message)
             log.warning("worker.exited", worker_id=message.worker_id, why=message.cause)
         elif isinstance(message, EnvFailed):
             log.error("env.failed", worker_id=message.worker_id, env=message.env, why=message.error)
@@ -210,8 +211,8 @@ class RouterLoop:
         for send in sends:
             if not send.route:  # ours: an engine joined at the start
                 continue
-            if type(send.message) is GroupMoved:
-                self._moves.add(send.route, send.message, self._clock.now_s())
+            if isinstance(send.message, GroupMoved):
+                self._news.add(send.route, send.message, self._clock.now_s())
                 continue
             self._hub.send(send.route, Packet(send.message, self.incarnation, send.body))
 

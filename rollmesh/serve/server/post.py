@@ -1,8 +1,9 @@
 """The worker's sockets: one Dialer to its router, one to each sink that still wants something.
 
-Invariants: every send is a hint and never waits; a router that stays silent is dialled for ever,
-and told of in the log; the Dialers of sinks that were not used for longest are closed, so that
-clients that come and go leave nothing behind. Driven by worker.py, on its loop.
+Invariants: every send is a hint, and only news of groups waits, for a moment; a router that stays
+silent is dialled for ever, and told of in the log; the Dialers of sinks that were not used for
+longest are closed, so that clients that come and go leave nothing behind. Driven by worker.py, on
+its loop.
 """
 
 import asyncio
@@ -14,6 +15,8 @@ from rollmesh.core.logs import get_logger
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.machine import ROUTER
+from rollmesh.wire.messages import GroupDelivered, GroupStarted
+from rollmesh.wire.news import MOMENT_S, News
 from rollmesh.wire.sockets import Dialer
 
 log = get_logger()
@@ -35,6 +38,10 @@ class Post:
         self._hear = hear
         self._router = Dialer(router, identity, keys)
         self._sinks: OrderedDict[bytes, Dialer] = OrderedDict()
+        self._news = News()
+        self._news_of = ""
+        """The router's incarnation as its news has it."""
+        self._telling: asyncio.TimerHandle | None = None
         self._heard_s = 0.0
         self._told_s = SILENT_S
 
@@ -55,15 +62,36 @@ class Post:
     def send(self, route: bytes, packet: Packet) -> None:
         """Send to the router or to a sink, which is dialled if need be."""
         if route == ROUTER:
-            self._router.send(packet)
+            self._send_router(packet)
         elif sink := self._sink(route):
             sink.send(packet)
 
     def close(self) -> None:
         """Close all sockets; what was queued goes out in the background for a moment."""
+        self._tell()
         for dialer in (self._router, *self._sinks.values()):
             dialer.close()
         self._sinks.clear()
+
+    def _send_router(self, packet: Packet) -> None:
+        if not isinstance(packet.message, GroupStarted | GroupDelivered):
+            self._tell()  # what was said before stays before
+            self._router.send(packet)
+            return
+        if packet.router != self._news_of:
+            self._tell()
+            self._news_of = packet.router
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(MOMENT_S, self._tell)
+        self._news.add(ROUTER, packet.message, 0.0)
+
+    def _tell(self) -> None:
+        """Say what has waited for a moment."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        for told in self._news.take():
+            self._router.send(Packet(told.message, self._news_of))
 
     def _hear_router(self, packet: Packet) -> None:
         if self._told_s > SILENT_S:

@@ -24,7 +24,6 @@ from rollmesh.wire.messages import (
     ClientLeft,
     GroupFailed,
     GroupMoved,
-    GroupsMoved,
     GroupState,
     RouterHello,
 )
@@ -98,21 +97,6 @@ def test_confirmed_ask_is_said_again_only_after_a_long_silence() -> None:
     hear(asks, GroupMoved(ONE, GroupState.QUEUED, 0, ""), 1.0)
     assert not any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 40.0)))
     assert any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 41.0)))
-
-
-def test_moves_that_come_together_confirm_each_of_their_asks() -> None:
-    asks = met_asks()
-    ask(asks, ONE)
-    ask(asks, TWO)
-    moves = (
-        GroupMoved(ONE, GroupState.RUNNING, 2, "w1"),
-        GroupMoved(TWO, GroupState.CANCELLED, 0, ""),
-    )
-    assert hear(asks, GroupsMoved(moves), 1.0) == [AskEnded(TWO, "cancelled: by the router")]
-    assert not any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 40.0)))
-    messages = said(hear(asks, RouterHello(1.0), 41.0, router="i2"))
-    attempts = {m.group_id: m.attempts for m in messages if isinstance(m, AskGroup)}
-    assert attempts == {ONE: 2}
 
 
 def test_new_router_hears_of_every_open_ask_with_its_attempts() -> None:

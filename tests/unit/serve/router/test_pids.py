@@ -63,3 +63,16 @@ def test_a_worker_of_another_machine_is_not_watched(
     child.kill()
     child.wait()
     assert pids.take_ended() == pids.take_ended() == []
+
+
+@pytest.mark.parametrize("num_looks", [0, 1])
+def test_an_end_whose_cause_was_told_is_not_told_again(
+    pids: LocalPids, child: "subprocess.Popen[bytes]", num_looks: int
+) -> None:
+    pids.watch(hello(child.pid))
+    child.kill()
+    child.wait()
+    for _ in range(num_looks):
+        assert pids.take_ended() == []
+    pids.forget(WorkerExited("w0", child.pid, "killed by signal 9"))
+    assert [pids.take_ended() for _ in range(3)] == [[], [], []]

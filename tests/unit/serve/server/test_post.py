@@ -10,7 +10,15 @@ from rollmesh.serve.server import post as post_module
 from rollmesh.serve.server.post import Post
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import ROUTER
-from rollmesh.wire.messages import GroupAcked, GroupFinished, RouterHello
+from rollmesh.wire.messages import (
+    AnyMessage,
+    GroupAcked,
+    GroupDelivered,
+    GroupFinished,
+    GroupStarted,
+    RouterHello,
+    WorkerLeft,
+)
 from rollmesh.wire.sockets import Hub, wait
 
 FINISHED = Packet(GroupFinished(GroupId("r1", 1), 1, "w1", True))
@@ -96,4 +104,33 @@ async def test_router_that_stays_silent_is_told_of_once_and_again_when_it_is_bac
             await news.wait()
         assert [each["event"] for each in logs] == ["router.silent", "router.back"]
     post.close()
+    router.close()
+
+
+def all_at(hub: Hub, number: int) -> list[AnyMessage]:
+    heard: list[AnyMessage] = []
+    for _ in range(100):
+        wait([hub], None, 0.1)
+        heard += [packet.message for _, packet in hub.receive()]
+        if len(heard) >= number:
+            return heard
+    raise AssertionError(f"only {heard} came")
+
+
+async def test_news_is_told_by_itself_and_never_after_what_was_said_later() -> None:
+    router = Hub("tcp://127.0.0.1:0")
+    post = Post(router.address, "w1", None, lambda route, packet: None)
+    post.start()
+    one, two = GroupId("r1", 1), GroupId("r1", 2)
+    for message in (GroupStarted(one, 1), GroupStarted(two, 1), GroupDelivered(one, 1)):
+        post.send(ROUTER, Packet(message))
+    told = await asyncio.to_thread(all_at, router, 2)
+    assert told == [GroupDelivered(one, 1), GroupStarted(two, 1)]
+    left = WorkerLeft("w1", "drained")
+    post.send(ROUTER, Packet(GroupDelivered(two, 1)))
+    post.send(ROUTER, Packet(left))
+    assert await asyncio.to_thread(all_at, router, 2) == [GroupDelivered(two, 1), left]
+    post.send(ROUTER, Packet(GroupStarted(one, 2)))
+    post.close()
+    assert await asyncio.to_thread(all_at, router, 1) == [GroupStarted(one, 2)]
     router.close()
