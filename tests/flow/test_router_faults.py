@@ -272,30 +272,13 @@ def passes_by(router: RouterProcess, town: Town, runner: Peer, stage: int) -> No
 # garbage
 
 RANDOM_PEER = """
-import random, sys, time
+import sys
 import zmq
-from rollmesh.wire.frames import Packet, encode
-from rollmesh.wire.messages import GroupStarted, WorkerBeat
-from rollmesh.core.ids import GroupId
-rng = random.Random(int(sys.argv[2]))
+from tests.nonsense import nonsense
 socket = zmq.Context.instance().socket(zmq.DEALER)
 socket.setsockopt(zmq.SNDTIMEO, 10000)
 socket.connect(sys.argv[1])
-good = [bytes(f) for f in encode(Packet(GroupStarted(GroupId("r1", 1), 1)))]
-for _ in range(int(sys.argv[3])):
-    kind = rng.randrange(5)
-    if kind == 0:
-        frames = [rng.randbytes(rng.randrange(60)) for _ in range(rng.randrange(1, 6))]
-    elif kind == 1:
-        cut = bytearray(good[0])
-        cut[0] = 0xC1
-        frames = [bytes(cut[: rng.randrange(1, len(cut))]), b""]
-    elif kind == 2:
-        frames = [b"\\x93" + bytes([rng.randrange(2, 100)]) + good[0][2:], b""]
-    elif kind == 3:
-        frames = [b"\\xdd\\xff\\xff\\xff\\xff" + rng.randbytes(8), b""]
-    else:
-        frames = [b"\\x81" * 5000, rng.randbytes(100), b""]
+for frames in nonsense(int(sys.argv[2]), int(sys.argv[3])):
     socket.send_multipart(frames)
 socket.close(linger=10000)
 """

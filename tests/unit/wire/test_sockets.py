@@ -1,7 +1,6 @@
 """Hub and Dialer on real loopback sockets: nothing blocks, nothing malformed is fatal."""
 
 import asyncio
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +11,10 @@ import pytest
 import zmq
 
 from rollmesh.core.errors import AddressError
-from rollmesh.wire.frames import Packet, encode
+from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import ClientBeat, ClientHello, RouterHello
 from rollmesh.wire.sockets import QUEUE_MESSAGES, Dialer, Doorbell, Hub, wait
+from tests.nonsense import nonsense
 
 PATIENCE_S = 10.0
 
@@ -163,18 +163,6 @@ def test_a_bell_ends_a_wait_once(hub: Hub, ring: Callable[[Doorbell], None]) -> 
 
 
 # garbage
-
-
-def nonsense(seed: int, number: int) -> Iterator[list[bytes]]:
-    """Messages that are none: random frames, true ones cut, bent or of another protocol."""
-    rng = random.Random(seed)
-    true = [bytes(frame) for frame in encode(Packet(ClientHello("c"), "i1", b"body"))]
-    for _ in range(number):
-        cut = true[0][: rng.randrange(len(true[0]))]
-        bent = bytes([rng.choice(b"\x00\xc1\xff")]) + true[0][1:]
-        other = true[0][:1] + bytes([rng.randrange(2, 100)]) + true[0][2:]
-        lines = [rng.randbytes(rng.randrange(50)) for _ in range(rng.randrange(1, 9))]
-        yield rng.choice([[cut, b""], [bent, b""], [other, b"", b""], [true[0]], lines])
 
 
 def test_a_hub_survives_whatever_its_peers_send(hub: Hub, dialer: Dialer) -> None:

@@ -1,0 +1,103 @@
+"""Garbage at a client's sink and from a router: it is passed over, and the work goes on."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.serve.client.client import Finished
+from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.wire.bodies import encode_ask
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import (
+    GroupAsk,
+    GroupFinished,
+    RouterHello,
+    RunGroup,
+    WorkerBeat,
+    WorkerHello,
+)
+from rollmesh.wire.sockets import Hub, wait
+from tests.flow.worker_mesh import ENV_HEAD, PATIENCE_S, Mesh, ask, open_mesh, running, take
+from tests.nonsense import nonsense
+
+NUM_MESSAGES = 2000
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with open_mesh(tmp_path) as mesh:
+        yield mesh
+
+
+def bombard(address: str) -> None:
+    vandal: zmq.Socket[bytes]
+    with closing(zmq.Context.instance().socket(zmq.DEALER)) as vandal:
+        vandal.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
+        vandal.connect(address)
+        for frames in nonsense(seed=1, number=NUM_MESSAGES):
+            vandal.send_multipart(frames)
+
+
+async def test_garbage_at_a_sink_costs_no_result(mesh: Mesh) -> None:
+    await asyncio.to_thread(mesh.worker, "worker-0")
+    client = mesh.client()
+    asked = {ask(client) for _ in range(10)}
+    await asyncio.to_thread(bombard, client.address)
+    asked |= {ask(client) for _ in range(10)}
+    arrivals = await take(client, len(asked))
+    assert {arrival.group_id for arrival in arrivals} == asked
+    assert all(isinstance(arrival, Finished) for arrival in arrivals)
+
+
+class VandalRouter:
+    """A hub that talks nonsense to whoever dials it, on both of a worker's sockets."""
+
+    def __init__(self) -> None:
+        self.hub = Hub("tcp://127.0.0.1:0")
+        self.heard: dict[bytes, list[Packet]] = {}
+
+    def until(self, *kinds: type) -> None:
+        """Listen until each of these has come."""
+        wanted = set(kinds)
+        for _ in range(int(PATIENCE_S / 0.05)):
+            wait([self.hub], None, 0.05)
+            for route, packet in self.hub.receive():
+                self.heard.setdefault(route, []).append(packet)
+            packets = [packet for each in self.heard.values() for packet in each]
+            if wanted <= {type(packet.message) for packet in packets}:
+                return
+        raise AssertionError(f"not all of {wanted} came")
+
+    def vandalise(self) -> None:
+        self.hub.socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
+        for route in self.heard:
+            for frames in nonsense(seed=2, number=NUM_MESSAGES):
+                self.hub.socket.send_multipart([route, *frames])
+
+    def close(self) -> None:
+        self.hub.close()
+
+
+def test_garbage_from_a_router_does_not_stop_a_worker(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(f"{ENV_HEAD}\nTheEnv = Plain\n")
+    write_model_folder(tmp_path / "model")
+    model = {"path": str(tmp_path / "model")}
+    settings = {"env": "plain:TheEnv", "run": {"folder": "."}, "model": model}
+    (tmp_path / "mesh.json").write_bytes(msgspec.json.encode(settings))
+    body = encode_ask(GroupAsk(task=Task(id="t"), sampling=SamplingPolicy(), seed=0))
+    with closing(VandalRouter()) as router:
+        words = ["worker", "--config", "mesh.json", "--router", router.hub.address]
+        with running(tmp_path, *words, "--worker-id", "w0"):
+            router.until(WorkerHello, WorkerBeat)
+            router.vandalise()
+            router.hub.send(b"w0", Packet(RouterHello(0.1), "i1"))
+            run = RunGroup(GroupId("r1", 1), 1, 2, router.hub.address)
+            router.hub.send(b"w0", Packet(run, "i1", body))
+            router.until(WorkerBeat, GroupFinished)
