@@ -171,7 +171,7 @@ class Containers:
         """Where the container's paths stand on this machine."""
         paths = {}
         for target, volume in container.service.mounts().items():
-            folder = self.volumes / volume
+            folder = self.volumes / volume.lstrip("/")
             folder.mkdir(parents=True, exist_ok=True)
             paths[target] = str(folder)
         for mount in container.service.configs:

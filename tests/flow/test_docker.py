@@ -4,6 +4,7 @@ that they start trains, as plain processes: with its services' own words, settin
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -19,10 +20,11 @@ from rollmesh.cli.main import VERBS
 from rollmesh.core.config import load_config
 from rollmesh.core.errors import AddressError
 from rollmesh.envs.guess import GuessEnv
+from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.trainer.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.warmstart import texts_of
 from rollmesh.wire.keys import check_bind
-from tests.flow.compose import DOCKER, Compose, Service, read_compose
+from tests.flow.compose import DOCKER, Build, Compose, Service, read_compose
 from tests.flow.containers import Container, Containers
 from tests.flow.demo import follow, read
 from tests.flow.dockerfile import Stages
@@ -229,6 +231,29 @@ def test_the_slim_image_runs_without_torch(images: dict[str, Path], verb: str) -
         argv = [str(images["slim"] / "python"), "-c", f"import {library}"]
         absent = subprocess.run(argv, capture_output=True, text=True, check=False)
         assert f"No module named '{library}'" in absent.stderr
+
+
+def test_the_gateway_of_the_docs_serves_and_stops(tmp_path: Path, images: dict[str, Path]) -> None:
+    text = (ROOT / "docs/docker.md").read_text()
+    [run] = re.findall(r"^docker run (.*?)^```", text, re.MULTILINE | re.DOTALL)
+    words = shlex.split(run.replace("\\\n", " "))
+    at = words.index("rollmesh:slim")
+    flags = list(pairwise(words[:at]))
+    service = Service(
+        image=words[at],
+        command=words[at + 1 :],
+        build=Build("..", "docker/Dockerfile", "slim"),
+        environment=dict(value.split("=", 1) for flag, value in flags if flag == "-e"),
+        volumes=[value for flag, value in flags if flag == "-v"],
+    )
+    containers = Containers(Compose("docs", {"gateway": service}, {}, {}), tmp_path, images)
+    write_model_folder(containers.volumes / "models/Qwen3-8B")
+    try:
+        containers.start("gateway", PATIENCE_S)
+        assert (containers.volumes / "gateway-keys/admin.token").is_file()
+        assert containers.stop("gateway", STOPS_WITHIN_S) == [0]
+    finally:
+        containers.kill()
 
 
 @pytest.fixture
