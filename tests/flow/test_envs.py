@@ -29,7 +29,7 @@ from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.client.results import RESULTS, Row
 from rollmesh.serve.interception.edge import Edge
-from rollmesh.testing.agent_engine import Script, ScriptedAgent
+from rollmesh.testing.agent_engine import Say, Script, ScriptedAgent
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.testing.openenv_server import OpenEnvServer
@@ -162,7 +162,7 @@ async def test_a_conversation_past_the_context_is_truncated_and_scored(tmp_path:
     make = {"is_slippery": False, "render_mode": "ansi"}
     env = load_env("gym", {"env_id": "FrozenLake-v1", "make": make, "max_tokens": 8})
     task = next(env.tasks("eval", 0))
-    async with open_desk(tmp_path, lambda _: scripts.Say("0"), 300) as desk:
+    async with open_desk(tmp_path, lambda _: Say("0"), 300) as desk:
         agent, finish = desk.open()
         transcript = await env.run(task, agent)
         record = finish()
