@@ -4,6 +4,7 @@ Invariant: the report alone goes to stdout, so that it may be piped; the bar is 
 where that is a terminal. Driven by the verb `eval`.
 """
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +20,12 @@ from rollmesh.serve.client.plan import Plan
 from rollmesh.serve.client.scores import CONFIDENCE, Estimate, Report
 
 SUMMARY = "summary.json"
+QUIET_S = 30.0
 
 
 @contextmanager
 def progress(plan: Plan, num_tasks: int) -> Iterator[Callable[[int], None]]:
-    """A bar, moved by telling it the number of rows so far."""
+    """A bar, moved by telling it the number of rows so far; a line, if that stays what it was."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -34,11 +36,26 @@ def progress(plan: Plan, num_tasks: int) -> Iterator[Callable[[int], None]]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=num_tasks * plan.num_samples)
+        told: set[int] = set()
 
         def on_rows(num_rows: int) -> None:
+            told.add(num_rows)
             bar.update(task, completed=num_rows, description=plan.env)
 
-        yield on_rows
+        def remind() -> None:
+            if len(told) < 2:
+                console.print(
+                    f"nothing has ended within {QUIET_S:g} s; does a worker serve {plan.env}? "
+                    "`rollmesh status` knows",
+                    markup=False,
+                    highlight=False,
+                )
+
+        timer = asyncio.get_running_loop().call_later(QUIET_S, remind)
+        try:
+            yield on_rows
+        finally:
+            timer.cancel()
 
 
 def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:

@@ -113,6 +113,10 @@ class AsyncRolloutClient:
         self._client.watch(on_arrival)
         return self
 
+    async def meet_router(self, timeout_s: float) -> bool:
+        """As RolloutClient's."""
+        return await asyncio.to_thread(self._client.meet_router, timeout_s)
+
     async def __aexit__(self, *_: object) -> None:
         self._client.watch(None)
         self._is_closed = True

@@ -87,6 +87,10 @@ class RolloutClient:
         reopened = self._intake.start(self.run_id)
         self.reopened = {asked.group_id: decode_ask(asked.body).task for asked in reopened}
 
+    def meet_router(self, timeout_s: float) -> bool:
+        """Whether a router has answered, waiting up to `timeout_s` for the first to do so."""
+        return self._intake.has_router.wait(timeout_s)
+
     def watch(self, on_arrival: Callable[[], None] | None) -> None:
         """Call this, from another thread, when `take` would bring something again; None: no more.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import JournalError, UserError
+from rollmesh.core.errors import AddressError, JournalError, UserError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import RolloutRecord, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
@@ -28,6 +28,7 @@ from rollmesh.serve.client.plan import Plan
 from rollmesh.serve.client.results import Results, Row
 from rollmesh.wire.keys import Keys
 
+ANSWER_S = 5.0
 WINDOW = 1024
 """Groups asked for at the same time."""
 
@@ -46,7 +47,7 @@ async def evaluate(
 ) -> None:
     """Do what is missing; `on_rows` is told how many rows there are.
 
-    UserError where another process evaluates in the folder, or the router's address is none.
+    UserError where another process evaluates in the folder, or no router answers.
     """
     try:
         client = AsyncRolloutClient(
@@ -55,6 +56,8 @@ async def evaluate(
     except JournalError as error:
         raise UserError(f"{error}; let it end, or name another --out") from None
     async with client:
+        if not await client.meet_router(ANSWER_S):
+            raise AddressError(f"{site.router}: no router answers there; is that its address?")
         # Only now, since the client's journal keeps a second evaluation out of the folder.
         with Results(site.folder) as results:
             await Evaluation(client, plan, tasks, results, on_rows).run()

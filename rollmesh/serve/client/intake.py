@@ -85,6 +85,8 @@ class Intake:
         self._num_untaken_bytes = 0
         self._arrived = threading.Condition()
         self._on_arrival: Callable[[], None] | None = None
+        self.has_router = threading.Event()
+        """Set once a router has answered."""
         self._is_waiting = False
         self._closing = False
         self._fault: Exception | None = None
@@ -197,6 +199,7 @@ class Intake:
     def _turn(self) -> None:
         """Everything that is there to do now."""
         for packet in self._dialer.receive():
+            self.has_router.set()
             event = Received(ROUTER, packet.message, packet.body, packet.router)
             self._do_asks(self._asks.step(event, time.monotonic()))
         if not self._is_full:

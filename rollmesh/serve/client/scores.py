@@ -146,7 +146,7 @@ def _quantile(num_clusters: int) -> float:
         (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
         (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
     )
-    return Z + sum(term / dof**power for power, term in enumerate(terms, start=1))
+    return Z + sum(term / float(dof) ** power for power, term in enumerate(terms, start=1))
 
 
 def _pass_at(tasks: Sequence[Sequence[Row]]) -> dict[int, Estimate]:

@@ -27,6 +27,8 @@ class FakeRouter:
     def __init__(self) -> None:
         self.hub = Hub("tcp://127.0.0.1:0")
         self.packets: list[tuple[bytes, Packet]] = []
+        self.routes: dict[GroupId, bytes] = {}
+        """Who asked for a group."""
 
     def expect(self, kind: type[M]) -> tuple[bytes, M, Packet]:
         """The next message of this kind, removed; others stay."""
@@ -41,6 +43,7 @@ class FakeRouter:
                     case ClientHello():
                         self.say(route, RouterHello(0.1))
                     case AskGroup(group_id):
+                        self.routes[group_id] = route
                         self.say(route, GroupMoved(group_id, GroupState.QUEUED, 0, ""))
                 self.packets.append((route, packet))
         raise AssertionError(f"no {kind.__name__}")
@@ -64,10 +67,10 @@ def next_ack(worker: Dialer) -> GroupAcked:
     raise AssertionError("no ack")
 
 
-def deliver(sink: str, group_id: GroupId, attempt: int = 1) -> GroupAcked:
+def deliver(sink: str, group_id: GroupId, attempt: int = 1, task_id: str = "t") -> GroupAcked:
     """Send a complete result; the sink's ack."""
     worker = Dialer(sink, f"w{attempt}")
-    send_result(worker, group_id, attempt)
+    send_result(worker, group_id, attempt, task_id)
     ack = next_ack(worker)
     worker.close()
     return ack
