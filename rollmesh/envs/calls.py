@@ -115,6 +115,8 @@ class Calls:
             raise OvertimeError(f"{limit.key} = {limit.timeout_s:g} is over")
         if call.cancelled():  # by its own code: we have not told it to end
             raise tamed(asyncio.CancelledError())
+        if (error := call.exception()) is not None:
+            raise tamed(error)
         return call.result()
 
     async def _end(self, call: asyncio.Future[Any], method: Callable[..., object]) -> None:
@@ -186,4 +188,5 @@ def tamed(error: BaseException) -> Exception:
         case Exception():
             return error
         case _:
-            return EscapedError(f"a {type(error).__name__} came out of environment code")
+            # Such as a Rust library's panic, or pytest's `fail`.
+            return EscapedError(f"a {type(error).__name__} came out of environment code: {error}")

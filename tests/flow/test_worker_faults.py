@@ -12,6 +12,7 @@ import pytest
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Outcome
 from rollmesh.serve.client.client import Arrival, Dropped, Finished
+from rollmesh.serve.server.groups import FAILURES
 from tests.flow.worker_mesh import Mesh, SlowSink, ask, ended, leaves, open_mesh, take
 
 
@@ -261,6 +262,10 @@ class TheEnv(Plain):
         if how == "cancels itself":
             asyncio.current_task().cancel()
             await asyncio.sleep(3600)
+        if how == "panics":
+            raise BaseException("index out of bounds")
+        if how == "stops the loop":
+            asyncio.get_running_loop().stop()
         return Transcript(data={"how": how})
 
     def score(self, task, transcript):
@@ -281,6 +286,8 @@ MISBEHAVIOUR = {
     "leaves a thread": Outcome.COMPLETED,
     "prints": Outcome.COMPLETED,
     "cancels itself": Outcome.AGENT_ERROR,
+    "panics": Outcome.AGENT_ERROR,
+    "stops the loop": Outcome.COMPLETED,
     "score blocks": Outcome.INFRA_ERROR,
     "score exits": Outcome.INFRA_ERROR,
 }
@@ -299,7 +306,38 @@ async def test_worker_outlives_environment_code_that_misbehaves(mesh: Mesh) -> N
     [finished] = await take(client)
     assert isinstance(finished, Finished)
     assert finished.record.rollouts[0].reward == 1.0
+    num_failed = sum(each in FAILURES for each in MISBEHAVIOUR.values())
+    await mesh.until(lambda: mesh.worker_status("worker-0").get("num_failed") == num_failed)
     line = await asyncio.to_thread(mesh.worker_status, "worker-0")
     assert (line["state"], line["pid"]) == ("live", worker.popen.pid)
+    assert line["last_error"].partition(": ")[0] in FAILURES
     worker.popen.terminate()
     assert await leaves(worker) == 0
+
+
+CANCELS_ALL = """
+class TheEnv(Plain):
+    async def run(self, task, agent):
+        if task.data["how"] == "cancels all" and not Path("done").exists():
+            Path("done").touch()
+            for each in asyncio.all_tasks():
+                each.cancel()
+        while not Path("go").exists():
+            await asyncio.sleep(0.01)
+        return Transcript()
+"""
+
+
+async def test_groups_of_a_worker_whose_tasks_are_cancelled_run_elsewhere(mesh: Mesh) -> None:
+    env = mesh.write_env("cancels", CANCELS_ALL)
+    falling = asyncio.ensure_future(ended(mesh.worker_words("worker-0", env), mesh.folder))
+    client = mesh.client()
+    ask(client, env=env, how="well")
+    await mesh.until(lambda: mesh.worker_status("worker-0").get("in_flight") == 2)
+    ask(client, env=env, how="cancels all")
+    assert (await falling)[0] == 1
+    (mesh.folder / "go").touch()
+    await asyncio.to_thread(mesh.worker, "worker-1", env)
+    for arrival in await take(client, 2):
+        assert isinstance(arrival, Finished)
+        assert (arrival.worker_id, arrival.attempt) == ("worker-1", 2)

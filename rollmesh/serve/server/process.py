@@ -98,6 +98,10 @@ def _run_to_end(loop: asyncio.AbstractEventLoop, serving: asyncio.Task[Leaving])
             if serving.done():
                 raise
             log.error("env.escaped", error=str(tamed(error)))
+        except RuntimeError:
+            if serving.done() or loop.is_closed():
+                raise
+            log.error("env.escaped", error="environment code stopped the event loop")
 
 
 def _end_in_time(code: int) -> None:

@@ -206,6 +206,10 @@ class Worker:
     def _ended(self, group_id: GroupId, task: asyncio.Task[Payload]) -> None:
         """A group's task is over; the machine knows whether anybody still wants what it left."""
         del self._tasks[group_id]
+        if task.cancelled() and group_id in self._duties.running:
+            # Not by us: this worker falls, and what it ran must run elsewhere, not end here.
+            log.error("group.fell", group_id=str(group_id))
+            return
         payload = empty_payload("cancelled") if task.cancelled() else task.result()
         self._payloads[group_id] = payload
         self._step(Ended(group_id, payload.complete, payload.num_bytes))

@@ -107,10 +107,20 @@ def leave_by(stray: BaseException) -> Callable[[], None]:
     return leave
 
 
-STRAYS = [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()]
+class PanicError(BaseException):
+    """As a Rust library's panic, or pytest's `fail`."""
 
 
-@pytest.mark.parametrize("stray", [*STRAYS, StopIteration(), GeneratorExit()])
+STRAYS = [
+    asyncio.CancelledError(),
+    SystemExit(3),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    PanicError("index out of bounds"),
+]
+
+
+@pytest.mark.parametrize("stray", [*STRAYS, StopIteration()])
 async def test_what_a_thread_lets_out_does_not_end_the_caller(stray: BaseException) -> None:
     with pytest.raises(EscapedError):
         await Calls().call(SOON, leave_by(stray))
@@ -123,6 +133,14 @@ async def test_stray_cancellation_or_exit_does_not_end_the_caller(stray: BaseExc
 
     with pytest.raises(EscapedError):
         await Calls().call(SOON, leave_soon)
+
+
+async def test_what_a_library_panics_with_is_told() -> None:
+    async def panic() -> None:
+        raise PanicError("index out of bounds")
+
+    with pytest.raises(EscapedError, match="a PanicError came out .*: index out of bounds"):
+        await Calls().call(SOON, panic)
 
 
 async def test_coroutine_that_cancels_its_own_task_does_not_end_the_caller() -> None:
