@@ -139,7 +139,7 @@ async def test_what_a_library_panics_with_is_told() -> None:
     async def panic() -> None:
         raise PanicError("index out of bounds")
 
-    with pytest.raises(EscapedError, match="a PanicError came out .*: index out of bounds"):
+    with pytest.raises(EscapedError, match=r"a PanicError came out .*: index out of bounds"):
         await Calls().call(SOON, panic)
 
 
