@@ -35,7 +35,7 @@ MODEL = {"MODEL_DIR": "/models/a-model"}
 FILES = ("compose.yaml", "compose.gpu.yaml")
 STAGES = Stages(DOCKER / "Dockerfile")
 SETTINGS = load_config(DOCKER / "mesh.toml")
-PATIENCE_S = 60.0
+PATIENCE_S = 90.0
 """A process may take so long, on a machine that has other things to do."""
 STOPS_WITHIN_S = 20.0
 PODMAN = """#!{python}
