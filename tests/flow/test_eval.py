@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.testing.engine import ScriptedEngine
 from tests.flow.eval_verb import START_S, Verb
-from tests.flow.worker_mesh import PATIENCE_S, byte_token, open_mesh
+from tests.flow.worker_mesh import PATIENCE_S, TURNS, byte_token, open_mesh
 
 
 @pytest.fixture
@@ -78,6 +78,30 @@ async def test_evaluation_on_a_running_mesh_is_stopped_and_gone_on_with(
         code, out, err = await verb.ends()
     assert (code, err) == (0, "")
     assert msgspec.json.decode(out)["num_rollouts"] == 6
+
+
+async def test_evaluation_killed_again_and_again_runs_no_rollout_twice(
+    verb: Verb, tmp_path: Path
+) -> None:
+    num_tasks = 30
+    async with open_mesh(tmp_path / "mesh") as mesh:
+        await asyncio.to_thread(mesh.worker, "worker-0", max_rollouts=4)
+        words = ["--router", mesh.router.ready.address, "--json"]
+        first = ["--config", "mesh.json", "-n", "2", "--num-tasks", str(num_tasks)]
+        mesh.engine.hold()
+        for more, num_rows in ((first, 4), (["--resume"], 12), (["--resume"], 22)):
+            await verb.start(*words, *more)
+            await mesh.engine.allow(10 * 2 * 3)  # tokens of ten rollouts, in whichever of the four
+            await verb.until_rows(num_rows)
+            verb.process.kill()
+            await verb.process.communicate()
+        await mesh.engine.release()
+        await verb.start(*words, "--resume")
+        code, out, err = await verb.ends()
+        assert (code, err) == (0, "")
+        assert mesh.engine.num_seen("/generate") == num_tasks * 2 * TURNS["num_turns"]
+    assert msgspec.json.decode(out)["num_rollouts"] == num_tasks * 2
+    assert set(Counter(row.task_id for row in verb.rows()).values()) == {2}
 
 
 async def test_environment_that_does_not_load_ends_the_evaluation_with_one_line(
