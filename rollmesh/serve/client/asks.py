@@ -265,7 +265,7 @@ class Asks:
         self._next_due_s = math.inf
         for group_id, ask in list(self.open.items()):
             if now_s >= ask.ends_s:
-                late = f"deadline: no result within {ask.asked.deadline_s:g} s"
+                late = f"deadline: no result within {round(ask.asked.deadline_s, 3):g} s"
                 actions += self._cancelled(group_id, late, now_s)
             elif now_s >= ask.say_again_s and self.router:
                 actions.append(self._say(ask, now_s))

@@ -193,7 +193,7 @@ class AsyncRolloutClient:
             raise Overloaded(f"{MAX_CALLS} calls of this client are open", 1.0) from None
         if self._fault:
             raise self._fault
-        if deadline_s > 0:
+        if deadline_s:
             deadline_s = max(deadline_s - (time.monotonic() - called_s), MOMENT_S)
         is_eval = options.get("is_eval", False)
         try:

@@ -13,6 +13,7 @@ be called from any thread and none waits for the network. Driven by the trainer,
 users' own code.
 """
 
+import math
 import socket
 import threading
 import time
@@ -20,13 +21,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import AddressError, Overloaded
+from rollmesh.core.errors import AddressError, Overloaded, WireError
 from rollmesh.core.ids import GroupId, new_id
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, RawResult, open_result
-from rollmesh.serve.client.asks import PATIENCE_S, Asked, AsksSettings, Cancelled
+from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S, Asked, AsksSettings, Cancelled
 from rollmesh.serve.client.book import AnyEntry, Book, Published, StepTaken
 from rollmesh.serve.client.intake import Free, Intake, Note, Taken
 from rollmesh.wire.bodies import decode_ask, encode_ask
@@ -42,6 +46,19 @@ MAX_OPEN = 16_384
 LOOPBACK = "127.0.0.1"
 NUM_LISTENS, LISTEN_AGAIN_S = 10, 0.05
 """How often, and after what pause, the address of an earlier client is tried."""
+
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What is said of a group besides its task."""
+
+    env: str
+    num_samples: Int64
+    priority: Int64
+    deadline_s: float
+    patience_s: float
 
 
 class RolloutClient:
@@ -119,9 +136,11 @@ class RolloutClient:
 
         Higher `priority` runs first. What has not ended `deadline_s` from now (0: no limit) ends as
         `deadline`; what a full router refuses for longer than `patience_s`, as `overloaded`.
-        Overloaded where too much is asked for here already. While the journal is over its byte
+        Overloaded where too much is asked for here already; WireError where no router could read
+        it. While the journal is over its byte
         budget asks are held back, and the log says so.
         """
+        check_terms(Terms(env, num_samples, priority, deadline_s, patience_s))
         body = encode_ask(GroupAsk(task=task, sampling=sampling, seed=seed, is_eval=is_eval))
         with self._lock:
             if self._num_open >= MAX_OPEN:
@@ -135,7 +154,7 @@ class RolloutClient:
                 env=env,
                 num_samples=num_samples,
                 priority=priority,
-                deadline_s=deadline_s,
+                deadline_s=max(deadline_s, MOMENT_S) if deadline_s else 0.0,
                 patience_s=patience_s,
                 body=body,
             )
@@ -144,7 +163,8 @@ class RolloutClient:
 
     def cancel(self, group_id: GroupId, reason: str) -> None:
         """End an open group as Dropped `cancelled: {reason}`; nothing happens if it has ended."""
-        self._intake.command(Cancelled(group_id, f"cancelled: {reason}"))
+        told = f"cancelled: {reason}".encode(errors="replace").decode()
+        self._intake.command(Cancelled(group_id, told))
 
     def take(self, timeout_s: float) -> list[Arrival]:
         """What has ended since the last call, waiting up to `timeout_s` for the first.
@@ -176,6 +196,16 @@ class RolloutClient:
         written: Future[None] = Future()
         self._intake.command(Note(entry, written))
         written.result(NOTE_TIMEOUT_S)
+
+
+def check_terms(terms: Terms) -> None:
+    """WireError where the router could not read these: it would be silent, and we ask for ever."""
+    try:
+        msgspec.msgpack.encode(msgspec.convert(msgspec.structs.asdict(terms), Terms))
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise WireError(f"not an ask: {error}") from None
+    if math.isnan(terms.deadline_s):
+        raise WireError("not an ask: deadline_s is not a number")
 
 
 def listen(bind: str, earlier: str, keys: Keys | None) -> Hub:

@@ -115,7 +115,7 @@ async def test_late_group_raises_and_is_cancelled_in_the_mesh(
 ) -> None:
     running = asyncio.create_task(client.run(TASK, env="guess", deadline_s=0.2))
     ask = await next_ask(router)
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s"):
         await running
     _, cancel, _ = await asyncio.to_thread(router.expect, CancelGroup)
     assert cancel.group_id == ask.group_id

@@ -1,13 +1,15 @@
 """RolloutClient on real sockets: what is asked for is handed out once, and survives a restart."""
 
+import math
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import AddressError, JournalError, Overloaded
+from rollmesh.core.errors import AddressError, JournalError, Overloaded, WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client import intake
@@ -273,6 +275,39 @@ def test_ask_past_the_bound_is_refused_until_something_is_taken(
     client.cancel(group_id, "room")
     assert len(client.take(timeout_s=5)) == 1
     ask(client)
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"priority": 2**70}, "priority"),
+        ({"priority": "high"}, "priority"),
+        ({"num_samples": 2.0}, "num_samples"),
+        ({"deadline_s": math.nan}, "deadline_s"),
+        ({"env": "g\ud800ess"}, "surrogates"),
+    ],
+)
+def test_ask_that_no_router_could_read_is_refused_and_harms_no_other(
+    router: FakeRouter, tmp_path: Path, wrong: dict[str, Any], told: str
+) -> None:
+    client = open_client(router, tmp_path)
+    good: dict[str, Any] = {"env": "guess", "num_samples": 2}
+    with pytest.raises(WireError, match=told):
+        client.ask(Task(id="t"), sampling=SamplingPolicy(), seed=5, **{**good, **wrong})
+    ask(client)
+    assert router.expect(AskGroup)[1].num_samples == 2
+    client.close()
+
+
+def test_deadline_that_has_passed_is_not_no_deadline(router: FakeRouter, tmp_path: Path) -> None:
+    client = open_client(router, tmp_path)
+    client.ask(
+        Task(id="t"), env="guess", num_samples=2, sampling=SamplingPolicy(), seed=5, deadline_s=-3.0
+    )
+    [dropped] = client.take(5)
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason.startswith("deadline: ")
     client.close()
 
 
