@@ -26,7 +26,7 @@ SPARE_DEADLINES = 1024
 """Deadlines of ended groups that may still stand in the agenda."""
 
 
-class Note(msgspec.Struct, frozen=True):
+class Note(msgspec.Struct, frozen=True, gc=False):
     """How a group ended: an ask that knows fewer attempts than this is a late duplicate."""
 
     answer: GroupMoved | GroupFailed

@@ -72,15 +72,17 @@ class Crew:
             self._deals.claim(worker, held)
 
     def hear(self, worker: Worker, beat: WorkerBeat | None = None) -> None:
-        """It speaks: what it had and nobody else began since is its own again."""
+        """It speaks: what it had and nobody else began since is its own again.
+
+        All but beats come from its loop, which then turns, whatever the last beat said of it.
+        """
         worker.heard_s = self._book.now_s
         if beat:
             worker.take_beat(beat, self._book.now_s)
             self._deals.stir_worker(worker)
-        last = worker.beat
-        if last and last.loop_lag_s > self._max_lag_s:
-            where = f" in {last.stalled_in}" if last.stalled_in else ""
-            self._lose(worker, f"its loop was held for {last.loop_lag_s:.0f} s{where}")
+        if beat and beat.loop_lag_s > self._max_lag_s:
+            where = f" in {beat.stalled_in}" if beat.stalled_in else ""
+            self._lose(worker, f"its loop was held for {beat.loop_lag_s:.0f} s{where}")
             worker.state = WorkerState.STALLED
         elif worker.state is not WorkerState.LIVE:
             self._revive(worker)

@@ -29,7 +29,7 @@ TRANSITIONS: dict[GroupState, tuple[GroupState, ...]] = {
 }
 
 
-class Death(msgspec.Struct, frozen=True):
+class Death(msgspec.Struct, frozen=True, gc=False):
     """A worker ended, or seemed to, while it ran a group."""
 
     worker_id: str
@@ -39,7 +39,7 @@ class Death(msgspec.Struct, frozen=True):
     """False while the worker is only silent or stalled."""
 
 
-class Group(msgspec.Struct):
+class Group(msgspec.Struct, gc=False):
     """One ask that has not ended."""
 
     group_id: GroupId

@@ -11,6 +11,7 @@ CODES = {
     "cancelled",
     "client_left",
     "deadline",
+    "env_failed",
     "incomplete",
     "infra_error",
     "overloaded",

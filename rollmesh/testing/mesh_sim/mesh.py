@@ -39,6 +39,7 @@ CHAOS = Faults(
     stall=0.05,
     recycle=0.03,
     drain=0.03,
+    env_failed=0.05,
     nonsense=2.0,
 )
 SHORT, LONG = (600, 8), (1600, 20)

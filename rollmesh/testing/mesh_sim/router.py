@@ -18,7 +18,7 @@ from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
-from rollmesh.wire.messages import EngineFaulted, FleetAsk, JoinEngine, WorkerHello
+from rollmesh.wire.messages import AskRefused, EngineFaulted, FleetAsk, JoinEngine, WorkerHello
 
 TICK_S = 0.1
 MAX_ATTEMPTS = (1000, 3)
@@ -64,6 +64,7 @@ class SimRouter(Node):
     def restart(self) -> None:
         super().restart()
         self._network.transitions.forget("ledger")
+        self._network.transitions.forget("crew")
         self._network.transitions.forget("fleet")
         self._begin_life()
         self.start()
@@ -82,6 +83,8 @@ class SimRouter(Node):
 
     def _tick(self) -> None:
         self._do(self.ledger.step(Ticked(), self._now_s()))
+        states = {each.worker_id: each.state.value for each in self.ledger.crew.workers}
+        self._network.transitions.watch("crew", states)
         self._do_fleet(self.fleet.step(Ticked(), self._now_s()))
         self._kernel.after(TICK_S, self._tick, self)
 
@@ -146,5 +149,6 @@ class SimRouter(Node):
         self._do_fleet(self.fleet.step(probed, self._now_s()))
 
     def _send(self, send: Send) -> None:
+        self._network.num["refused"] += isinstance(send.message, AskRefused)
         packet = Packet(send.message, self.incarnation, send.body)
         self._network.send(self, send.route.decode(), packet)

@@ -51,6 +51,7 @@ from rollmesh.wire.messages import (
     EngineFaulted,
     EnginePhase,
     EngineRow,
+    EnvFailed,
     FleetChanged,
     WorkerBeat,
 )
@@ -115,7 +116,12 @@ class SimWorker(Node):
         super().restart()
         self.beater.restart()
         self._forget_all()
-        self.start()
+        if self._network.strikes("env_failed"):
+            failed = EnvFailed(self.name, "guess", "no module named guess")
+            self._send("router", Packet(failed))
+            self.end("exit code 2")
+        else:
+            self.start()
 
     def freeze(self, until_s: float) -> None:
         """As SIGSTOP: beats stop too."""

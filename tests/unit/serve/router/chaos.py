@@ -16,10 +16,12 @@ from rollmesh.serve.router.workers import WorkerState
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
     AnyMessage,
+    AskDrain,
     AskGroup,
     CancelGroup,
     CancelRun,
     ClientBeat,
+    DrainWorker,
     GroupDelivered,
     GroupFailed,
     GroupReturned,
@@ -29,7 +31,9 @@ from rollmesh.wire.messages import (
     RouterHello,
     RunGroup,
     WorkerBeat,
+    WorkerExited,
     WorkerHello,
+    WorkerLeft,
 )
 
 SETTINGS = RouterConfig(
@@ -120,6 +124,8 @@ class Town:
                 event = Received(route.encode(), message, b"task")
                 self._take(self.ledger.step(event, self.now_s))
                 self.check()
+            elif target in ("launch", "cli"):
+                pass
             elif target == "c":
                 self._client_hears(message)
             elif self.frozen_until_s[target] > self.now_s:
@@ -150,7 +156,9 @@ class Town:
                 self._end(group_id)
                 self._say("c", CancelGroup(group_id, "enough"))
             elif rng.random() < 0.3:
-                ask = AskGroup(group_id, "c", "guess", 4, "tcp://sink", attempts)
+                deadline_s = 30.0 if group_id.seq % 4 == 0 else 0.0
+                sink = "tcp://sink"
+                ask = AskGroup(group_id, "c", "guess", 4, sink, attempts, 0, deadline_s)
                 self._say("c", ask)
         for name in self.pids:
             self._worker_acts(name)
@@ -165,10 +173,13 @@ class Town:
         if not self.is_calm and rng.random() < 0.02:
             self.frozen_until_s[name] = self.now_s + rng.uniform(1.0, 8.0)
         if not self.is_calm and rng.random() < 0.02:
-            self.pids[name] += 1
-            runs.clear()
-            self._hello(name)
-        self._say(name, WorkerBeat(name, 4 * len(runs), True, 0, 0.0, 0, 0, 0, 0))
+            if rng.random() < 0.5:
+                self._say("launch", WorkerExited(name, self.pids[name], "killed by signal 9"))
+            self._restart(name)
+        if not self.is_calm and rng.random() < 0.01:
+            self._say("cli", AskDrain(1, name, "an update"))
+        lag_s = 99.0 if not self.is_calm and rng.random() < 0.02 else 0.0
+        self._say(name, WorkerBeat(name, 4 * len(runs), True, 0, lag_s, 0, 0, 0, 0))
         for group_id, attempt in list(runs.items()):
             if rng.random() < 0.2:
                 del runs[group_id]
@@ -176,9 +187,15 @@ class Town:
                 self._end(group_id)
                 self._say(name, GroupDelivered(group_id, attempt))
 
+    def _restart(self, name: str) -> None:
+        self.pids[name] += 1
+        self.runs[name].clear()
+        self._hello(name)
+
     def _hello(self, name: str) -> None:
         holds = tuple(HeldGroup(each, attempt, False) for each, attempt in self.runs[name].items())
-        self._say(name, WorkerHello(name, "guess", 8, self.pids[name], "here", holds))
+        pid = self.pids[name]
+        self._say(name, WorkerHello(name, "guess", 8, pid, "here", holds, float(pid)))
 
     def _worker_hears(self, name: str, message: AnyMessage) -> None:
         runs = self.runs[name]
@@ -196,6 +213,9 @@ class Town:
                     self._say(name, GroupStarted(group_id, attempt))
             case CancelRun(group_id=group_id):
                 runs.pop(group_id, None)
+            case DrainWorker() if not runs:
+                self._say(name, WorkerLeft(name, "drained"))
+                self._restart(name)
 
     def _client_hears(self, message: AnyMessage) -> None:
         attempt = getattr(message, "attempt", 0)

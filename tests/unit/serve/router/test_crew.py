@@ -214,6 +214,16 @@ def test_a_freed_loop_keeps_what_nobody_else_began(story: Story) -> None:
     assert story.ledger.book.groups[group(1)].deaths == ()
 
 
+def test_a_stalled_worker_that_speaks_of_a_group_lives(story: Story) -> None:
+    running(story)
+    story.says("w0", beat("w0", 4, lag_s=61.0))
+    story.says("w0", GroupStarted(group(1), 1))
+    assert story.holder(1) == "w0"
+    worker = story.ledger.crew.workers.get("w0")
+    assert worker is not None
+    assert worker.state is WorkerState.LIVE
+
+
 def test_a_drained_worker_finishes_and_gets_nothing_new(story: Story) -> None:
     running(story)
     sends = story.says("cli", AskDrain(7, "w0", "to be moved"))
