@@ -40,12 +40,15 @@ class Counts:
         return {"feedback": "go on", "other": []}, self.num_steps, action["word"] == "stop"
 
 
-async def play(env: OpenEnvEnv, *answers: str) -> tuple[Transcript, Score, list[str]]:
-    """The transcript, the score, and what the model was told."""
-    async with ChatEndpoint(answers) as server:
+async def play(
+    server: OpenEnvServer, env: OpenEnvEnv, *answers: str
+) -> tuple[Transcript, Score, list[str]]:
+    """The transcript, the score, and what the model was told; the rollout leaves no session."""
+    async with ChatEndpoint(answers) as chat:
         try:
-            transcript = await env.run(TASK, server.endpoint)
+            transcript = await env.run(TASK, chat.endpoint)
         finally:
+            assert not server.sockets
             await env.close()
     told = [each["content"] for each in transcript.data["messages"] if each["role"] == "user"]
     return transcript, await env.score(TASK, transcript), told
@@ -54,8 +57,7 @@ async def play(env: OpenEnvEnv, *answers: str) -> tuple[Transcript, Score, list[
 async def test_an_episode_is_played_to_its_end_and_its_session_closed() -> None:
     async with OpenEnvServer(Counts) as server:
         env = OpenEnvEnv(url=server.url, game=TEXT)
-        transcript, score, told = await play(env, "a", " b\n", "stop")
-        assert not server.sockets
+        transcript, score, told = await play(server, env, "a", " b\n", "stop")
     assert told == ["seed 7", "go on", "go on"]
     assert score == Score(6.0, {"num_steps": 3.0, "num_refused": 0.0, "num_turns": 3.0})
     assert not transcript.truncated
@@ -64,14 +66,16 @@ async def test_an_episode_is_played_to_its_end_and_its_session_closed() -> None:
 async def test_the_last_reward_may_count_alone() -> None:
     async with OpenEnvServer(Counts) as server:
         env = OpenEnvEnv(url=server.url, game={**TEXT, "reward": "last"})
-        _, score, _ = await play(env, "a", "stop")
+        _, score, _ = await play(server, env, "a", "stop")
     assert score.reward == 2.0
 
 
 async def test_without_fields_observations_and_actions_are_json() -> None:
     async with OpenEnvServer(Counts) as server:
         env = OpenEnvEnv(url=server.url)
-        _, score, told = await play(env, '{"word": "a"}', "word", '{"words": 1}', '{"word":"stop"}')
+        _, score, told = await play(
+            server, env, '{"word": "a"}', "word", '{"words": 1}', '{"word":"stop"}'
+        )
     assert told[:2] == ['{"feedback":"seed 7","other":[1]}', '{"feedback":"go on","other":[]}']
     assert told[2].startswith("error: ")
     assert told[3] == "error: Invalid message; word: Field required"
@@ -81,8 +85,7 @@ async def test_without_fields_observations_and_actions_are_json() -> None:
 async def test_turns_at_their_limit_truncate_and_close() -> None:
     async with OpenEnvServer(Counts) as server:
         env = OpenEnvEnv(url=server.url, game=TEXT, max_turns=2)
-        transcript, score, _ = await play(env, "a", "b", "stop")
-        assert not server.sockets
+        transcript, score, _ = await play(server, env, "a", "b", "stop")
     assert transcript.truncated
     assert score.reward == 3.0
 
@@ -91,8 +94,7 @@ async def test_a_fault_on_the_servers_side_is_no_reward() -> None:
     async with OpenEnvServer(Counts) as server:
         env = OpenEnvEnv(url=server.url, game=TEXT)
         with pytest.raises(InfraError, match="EXECUTION_ERROR: division by zero"):
-            await play(env, "crash")
-        assert not server.sockets
+            await play(server, env, "crash")
 
 
 async def test_a_server_that_hangs_up_is_the_infrastructures_fault() -> None:
@@ -141,26 +143,40 @@ async def test_nobody_there_is_the_infrastructures_fault() -> None:
     await env.close()
 
 
-@pytest.mark.parametrize("answer", ["not json", "[]", '{"type": "observation", "data": {}}', None])
-async def test_an_answer_that_is_none_is_the_infrastructures_fault(answer: str | None) -> None:
+FULL = '{"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}}'
+
+
+@pytest.mark.parametrize(
+    "answer", ["not json", "[]", '{"type": "observation", "data": {}}', None, FULL]
+)
+async def test_an_answer_that_is_none_is_the_infrastructures_fault_and_the_server_left(
+    answer: str | None,
+) -> None:
+    num_opened = 0
+    left: asyncio.Queue[None] = asyncio.Queue()
+
     async def babble(request: web.BaseRequest) -> web.WebSocketResponse:
+        nonlocal num_opened
+        num_opened += 1
         socket = web.WebSocketResponse()
         await socket.prepare(request)
-        await socket.receive()
-        if answer is None:
-            await asyncio.wait_for(socket.receive(), 5.0)  # never answers
-        else:
-            await socket.send_str(answer)
+        async for _ in socket:
+            if answer is not None:
+                await socket.send_str(answer)
+        left.put_nowait(None)
         return socket
 
     runner = web.ServerRunner(web.Server(babble), shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    env = OpenEnvEnv(url=url, game={**TEXT, "timeout_s": 0.3})
+    env = OpenEnvEnv(url=url, game={**TEXT, "timeout_s": 0.3, "capacity_wait_s": 0.3})
     try:
         with pytest.raises(InfraError):
             await env.run(TASK, NOBODY)
+        async with asyncio.timeout(5.0):
+            for _ in range(num_opened):
+                await left.get()
     finally:
         await env.close()
         await runner.cleanup()
