@@ -12,7 +12,6 @@ from rollmesh.cli.standing import of_folder, run_folder
 from rollmesh.core.errors import AddressError, UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.process import OK
-from rollmesh.dashboard.reader import RunReader
 from rollmesh.dashboard.view import RunPhase
 from rollmesh.launch.folder import read_addresses
 from rollmesh.wire.frames import Packet
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 def router_of(folder: Path) -> str:
     """The router's address; UserError if the run is over, or has no router yet."""
-    standing = of_folder(RunReader(folder), time.time())
+    standing = of_folder(folder, time.time())
     if standing.run and standing.run.phase == RunPhase.FINISHED:
         raise UserError(f"{folder}: the run has ended, and its workers with it")
     ready = read_addresses(folder).get("router")

@@ -21,7 +21,6 @@ from rollmesh.cli.standing import Standing, of_folder, of_router, run_folder
 from rollmesh.cli.tables import paint
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import OK
-from rollmesh.dashboard.reader import RunReader
 
 LOOK_S = 1.0
 PIPE_WIDTH = 200
@@ -54,8 +53,8 @@ def looker(folder: Path | None, router: str | None) -> Look:
     """What takes a look each time it is called; UserError where there is nothing to look at."""
     if router:
         return lambda: of_router(router, time.time())
-    reader = RunReader(run_folder(folder))
-    return lambda: of_folder(reader, time.time())
+    chosen = run_folder(folder)
+    return lambda: of_folder(chosen, time.time())
 
 
 def tell_json(look: Look, is_watched: bool) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from rollmesh.cli.standing import Standing, newest, of_folder, of_router, run_folder
 from rollmesh.core.errors import AddressError, UserError
-from rollmesh.dashboard.reader import RunReader
 from rollmesh.launch.folder import Pid
 from rollmesh.testing.run_folder import FakeRun
 
@@ -26,7 +25,7 @@ def run(tmp_path: Path) -> FakeRun:
 
 
 def look(run: FakeRun, after_s: float = 1.0) -> Standing:
-    return of_folder(RunReader(run.folder), run.now_s + after_s)
+    return of_folder(run.folder, run.now_s + after_s)
 
 
 def write_pids(run: FakeRun, host: str = "", **pids: int) -> None:
@@ -84,6 +83,20 @@ def test_a_run_that_has_ended_has_no_mesh(run: FakeRun) -> None:
     assert standing.run.phase == "finished"
     assert standing.run.summary["num_lost"] == 0
     assert (standing.router, standing.processes) == (None, [])
+
+
+def test_a_run_of_many_hours_is_told_by_its_newest_lines(run: FakeRun) -> None:
+    line = {"time_s": run.now_s, "processes": [], "router": {"workers": [{"worker_id": "w"}] * 50}}
+    with (run.folder / "telemetry.jsonl").open("ab") as file:
+        file.write((msgspec.json.encode(line) + b"\n") * 15_000)
+    assert (run.folder / "telemetry.jsonl").stat().st_size > 12 * 2**20
+    run.now_s += 36_000.0
+    run.add_steps(1)
+    standing = look(run)
+    assert standing.run
+    assert (standing.run.phase, standing.run.num_done) == ("running", 13)
+    assert standing.run.success_untrained == 0.66
+    assert standing.time_s == run.now_s
 
 
 def test_a_run_that_has_just_begun_is_told_too(tmp_path: Path) -> None:
