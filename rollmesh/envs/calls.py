@@ -189,4 +189,5 @@ def tamed(error: BaseException) -> Exception:
             return error
         case _:
             # Such as a Rust library's panic, or pytest's `fail`.
-            return EscapedError(f"a {type(error).__name__} came out of environment code: {error}")
+            name, said = type(error).__name__, f": {error}".removesuffix(": ")
+            return EscapedError(f"a {name} came out of environment code{said}")

@@ -48,6 +48,8 @@ from rollmesh.wire.messages import (
     WorkerLeft,
 )
 
+MAX_SAMPLES = 4096
+"""Rollouts of a group: its worker begins all and its sink gets all as one message."""
 MAX_QUEUED_BYTES = 512 * 2**20
 """Bodies of waiting asks; past it asks are refused."""
 MAX_ENV_ERRORS = 256
@@ -146,8 +148,9 @@ class Ledger:
     def _refusal(self, ask: AskGroup, body: Buffer) -> GroupFailed | AskRefused | None:
         """Why this ask is not taken: for good, or for now."""
         env, group_id = ask.env, ask.group_id
-        if ask.num_samples < 1:
-            return GroupFailed(group_id, "bad_ask: num_samples must be at least 1")
+        if not 1 <= ask.num_samples <= MAX_SAMPLES:
+            few, most = "num_samples must be at least 1", f"and at most {MAX_SAMPLES}"
+            return GroupFailed(group_id, f"bad_ask: {few} {most}, not {ask.num_samples}")
         if not ask.client_id:
             return GroupFailed(group_id, "bad_ask: it names no client")
         if len(body) > MAX_QUEUED_BYTES:

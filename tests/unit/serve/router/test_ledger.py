@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from rollmesh.serve.router.book import SPARE_DEADLINES
-from rollmesh.serve.router.ledger import MAX_QUEUED_BYTES
+from rollmesh.serve.router.ledger import MAX_QUEUED_BYTES, MAX_SAMPLES
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import (
     AskRefused,
@@ -266,6 +266,14 @@ def test_waiting_bytes_are_bounded(story: Story) -> None:
 def test_an_ask_that_will_never_fit_fails_at_once(story: Story) -> None:
     [failed] = only(story.asks(ask(1), body=bytes(MAX_QUEUED_BYTES + 1)), GroupFailed)
     assert failed.reason.startswith("bad_ask: ")
+
+
+@pytest.mark.parametrize("num_samples", [-1, 0, MAX_SAMPLES + 1, 10**7])
+def test_an_ask_for_none_or_far_too_many_fails_at_once(story: Story, num_samples: int) -> None:
+    story.worker("w0")
+    [failed] = only(story.asks(ask(1, n=num_samples)), GroupFailed)
+    assert failed.reason.startswith("bad_ask: num_samples must be ")
+    assert story.is_empty()
 
 
 # after a restart of the router
