@@ -21,6 +21,7 @@ from rollmesh.cli.options import (
     parser,
     quoted,
 )
+from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.errors import AddressError, ConfigError, ModelError
 from rollmesh.core.secret_file import read_or_make_secret, read_secret
 
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> int:
     config = config_of(options, _defaults(options))
     engines = tuple(options.engines or config.engine.urls)
     _check(options, engines, config.model.path)
+    allow_descriptors(PEERS, "a gateway")
     ask = GatewayAsk(
         config=config,
         capture=options.capture,

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from rollmesh.cli.options import add_listen, add_room, config_of, parser
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
-from rollmesh.core.descriptors import ROUTER_PEERS, allow_descriptors
+from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.process import wait_for_go
 
 
@@ -21,6 +21,7 @@ def engine(argv: list[str]) -> int:
     """The embedded torch engine; it owns its arguments."""
     from rollmesh.engine.embedded.server import main
 
+    allow_descriptors(PEERS, "an engine")
     return main(pass_gate(argv))
 
 
@@ -43,7 +44,7 @@ def router(argv: list[str]) -> int:
     options = arguments.parse_args(argv)
     if options.bind:
         options.overrides.append(f"router.bind={options.bind}")
-    allow_descriptors(ROUTER_PEERS, "a router")
+    allow_descriptors(PEERS, "a router")
     engines = Engines(tuple(options.engines), options.fixed_weights)
     run(config_of(options), engines, options.listen_fd, options.ready_fd)
     return 0

@@ -17,8 +17,8 @@ PER_ROLLOUT = 4
 """An agent's connection, its end here, an engine's leg, and one that is closing."""
 PER_CHILD = 8
 """Of launch: pipes, a pidfd, a listening socket."""
-ROUTER_PEERS = 64
-"""A router that could not take so many connections would serve nobody."""
+PEERS = 64
+"""A server that could not take so many connections would serve nobody."""
 
 
 def allow_descriptors(num: int, for_what: str) -> None:

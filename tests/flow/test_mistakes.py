@@ -53,18 +53,33 @@ def test_a_mistake_in_the_settings(
     assert told in err
 
 
-@pytest.mark.parametrize("verb", ["up", "demo"])
-def test_a_shell_that_allows_few_open_files(tmp_path: Path, mesh_toml: Path, verb: str) -> None:
-    """mesh.toml of the folder is taken, and nothing hangs."""
+@pytest.mark.parametrize(
+    ("words", "who"),
+    [
+        ("up", "worker.max_rollouts = 64 needs 320"),  # mesh.toml of the folder is taken
+        ("demo", "worker.max_rollouts = 64 needs 320"),
+        (
+            "worker --router tcp://127.0.0.1:9 --env echo --model-dir model",
+            "worker.max_rollouts = 64 needs 320",
+        ),
+        ("router", "a router needs 128"),
+        (
+            "gateway --engine http://127.0.0.1:9 --model-dir model --admin-token-file token",
+            "a gateway needs 128",
+        ),
+    ],
+)
+def test_a_shell_that_allows_few_open_files(
+    tmp_path: Path, mesh_toml: Path, words: str, who: str
+) -> None:
     assert mesh_toml.parent == tmp_path
-    argv = ["sh", "-c", f'ulimit -n 64; exec "{sys.executable}" -m rollmesh.cli.main {verb}']
+    argv = ["sh", "-c", f'ulimit -n 64; exec "{sys.executable}" -m rollmesh.cli.main {words}']
     ended = subprocess.run(
         argv, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
     )
     assert ended.returncode == 2
     assert ended.stderr == (
-        "rollmesh: worker.max_rollouts = 64 needs 320 open files and this shell allows 64; "
-        "raise the limit: ulimit -n 65536\n"
+        f"rollmesh: {who} open files and this shell allows 64; raise the limit: ulimit -n 65536\n"
     )
 
 
