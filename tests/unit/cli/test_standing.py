@@ -2,6 +2,9 @@
 
 import os
 import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import msgspec
@@ -132,3 +135,36 @@ def test_a_router_that_is_none_is_told_in_one_line(url: str, why: str) -> None:
         of_router(url, 0.0)
     assert str(raised.value).startswith(f"--router {url}: ")
     assert "\n" not in str(raised.value)
+
+
+class Answer(BaseHTTPRequestHandler):
+    """Asks for a token, and has nothing to say to who has it."""
+
+    def do_GET(self) -> None:
+        knows = self.headers.get("Authorization") == "Bearer sesame"
+        self.send_response(200 if knows else 401)
+        self.end_headers()
+        self.wfile.write(b"[]")
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def guarded() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_router_that_asks_for_a_token_gets_ours(
+    guarded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AddressError, match="asks for a token; set ROLLMESH_ADMIN_TOKEN"):
+        of_router(guarded, 0.0)
+    monkeypatch.setenv("ROLLMESH_ADMIN_TOKEN", "sesame")
+    with pytest.raises(AddressError, match="is no router: 200"):
+        of_router(guarded, 0.0)
