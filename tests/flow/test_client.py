@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.core.errors import DeadlineExceeded, Overloaded
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Task
 from rollmesh.serve.client.calls import AsyncRolloutClient
@@ -154,6 +155,26 @@ async def test_clients_killed_at_any_moment_cost_nobody_else_anything(
     assert {type(arrival) for arrival in arrivals} == {Finished}
     await mesh.until(lambda: mesh.status()["queue"] == {"queued": 0, "assigned": 0, "running": 0})
     assert in_flight(mesh) == 0
+
+
+async def test_full_router_is_raised_as_overload_or_waited_for(tmp_path: Path) -> None:
+    task = Task(id="t", data={"text_seed": 1})
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        open_mesh(tmp_path, max_queued_groups=1) as mesh,
+        AsyncRolloutClient(mesh.router.ready.address) as client,
+    ):
+        first = asyncio.create_task(client.run(task, env="echo"))
+        await mesh.until(lambda: mesh.status()["queue"]["queued"] == 1)
+        with pytest.raises(Overloaded, match="1 groups wait") as refused:
+            await client.run(task, env="echo", patience_s=0.0)
+        assert refused.value.retry_after_s > 0
+        patient = asyncio.create_task(client.run_group(task, 2, env="echo"))
+        with pytest.raises(DeadlineExceeded):
+            await client.run(task, env="echo", deadline_s=0.3)
+        await asyncio.to_thread(mesh.worker, "worker-0")
+        assert len((await first).record.rollouts) == 1
+        assert len((await patient).record.rollouts) == 2
 
 
 async def ask_all(client: AsyncRolloutClient, num_groups: int) -> set[GroupId]:

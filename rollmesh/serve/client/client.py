@@ -26,7 +26,7 @@ from typing import Annotated
 import msgspec
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import AddressError, Overloaded, WireError
+from rollmesh.core.errors import AddressError, ConfigError, Overloaded, WireError
 from rollmesh.core.ids import GroupId, new_id
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, RawResult, open_result
@@ -43,6 +43,7 @@ __all__ = ["Arrival", "Dropped", "Finished", "RolloutClient"]
 NOTE_TIMEOUT_S = 30.0
 MAX_OPEN = 16_384
 """Groups asked for and not taken; past it `ask` raises Overloaded."""
+MAX_WEIGHT = 1000
 LOOPBACK = "127.0.0.1"
 NUM_LISTENS, LISTEN_AGAIN_S = 10, 0.05
 """How often, and after what pause, the address of an earlier client is tried."""
@@ -80,6 +81,8 @@ class RolloutClient:
         `weight` is this client's share of turns against other clients'. `keep` lets its groups
         outlive it. AddressError or JournalError where it cannot be opened.
         """
+        if not 1 <= weight <= MAX_WEIGHT:
+            raise ConfigError(f"weight = {weight}: give a client 1 to {MAX_WEIGHT:,} turns")
         self.run_id = new_id("r")
         self.reopened: dict[GroupId, Task] = {}
         """With `keep`, after `start`: what an earlier client here asked for and is still open."""

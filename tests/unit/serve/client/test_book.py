@@ -1,5 +1,6 @@
 """The book: what a restarted client must know stands on disk before it is acted upon."""
 
+import random
 from pathlib import Path
 
 import msgspec
@@ -159,6 +160,60 @@ def test_freeing_results_keeps_open_asks(tmp_path: Path) -> None:
     again = Book(tmp_path, CONFIG)
     assert [each.group_id for each in again.reopened()] == [group(100)]
     again.close()
+
+
+class Model:
+    """What a book must remember, without files."""
+
+    def __init__(self) -> None:
+        self.open: set[int] = set()
+        self.untaken: set[int] = set()
+        self.ended: set[int] = set()
+        self.next_seq = 0
+
+    def ask(self, book: Book) -> None:
+        book.ask(asked(self.next_seq))
+        self.open.add(self.next_seq)
+        self.next_seq += 1
+
+    def end(self, book: Book, seq: int, *, has_result: bool) -> None:
+        if has_result:
+            keep(book, seq)
+            self.untaken.add(seq)
+        else:
+            book.note(GroupBooked(group(seq), "deadline: over"))
+        book.ended["r1"].add(seq)
+        self.ended.add(seq)
+        self.open.discard(seq)
+
+    def take(self, book: Book, seqs: list[int]) -> None:
+        book.take(tuple(group(seq) for seq in seqs))
+        self.untaken -= set(seqs)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happened_a_reopened_book_knows_what_is_needed(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    model, book = Model(), Book(tmp_path, CONFIG)
+    book.begin(RunBegan("r1", "c1", "tcp://sink"))
+    for _ in range(150):
+        match rng.choice(["ask", "ask", "end", "end", "take", "take", "reopen"]):
+            case "ask":
+                model.ask(book)
+            case "end" if model.open:
+                model.end(book, rng.choice(sorted(model.open)), has_result=rng.random() < 0.8)
+            case "take" if model.untaken:
+                num = rng.randint(1, len(model.untaken))
+                model.take(book, rng.sample(sorted(model.untaken), num))
+            case "reopen":
+                book.close()
+                book = Book(tmp_path, CONFIG)
+                assert {each.group_id.seq for each in book.reopened()} == model.open
+                assert {each.group_id.seq for each in book.restored()} == model.untaken
+                assert set(range(model.next_seq)) - model.open == model.ended
+                assert all((seq in book.ended["r1"]) == (seq in model.ended) for seq in range(150))
+                assert book.began == RunBegan("r1", "c1", "tcp://sink")
+    book.close()
 
 
 def test_book_over_its_budget_says_so(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import AddressError, JournalError, Overloaded, WireError
+from rollmesh.core.errors import AddressError, ConfigError, JournalError, Overloaded, WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client import intake
@@ -186,6 +186,13 @@ def test_weight_and_keep_are_said_in_the_hello(router: FakeRouter, tmp_path: Pat
     _, hello, _ = router.expect(ClientHello)
     assert (hello.weight, hello.keep) == (3, True)
     client.close()
+
+
+def test_weight_that_is_none_is_one_line(router: FakeRouter, tmp_path: Path) -> None:
+    for weight in (0, -1, 2**70):
+        with pytest.raises(ConfigError, match="weight = "):
+            RolloutClient(router.hub.address, CONFIG, tmp_path, weight=weight)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_kept_groups_are_gone_on_with_by_the_next_client_on_the_folder(
