@@ -14,9 +14,8 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -99,21 +98,19 @@ def _lock(path: Path) -> int | None:
 
 def remove(folder: Path) -> None:
     """The folder with all that is in it; what cannot be removed is logged, and left."""
-    shutil.rmtree(folder, onerror=_unlock)
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        _unlock(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         log.warning("scratch.left", folder=str(folder))
 
 
-def _unlock(function: Callable[..., Any], path: str, fault: object) -> None:
-    """Take back the permissions that a program removed, and try once more."""
-    del fault
-    for each in (os.path.dirname(path), path):
-        with contextlib.suppress(OSError):
-            os.chmod(each, stat.S_IRWXU)
-    try:
-        if function is os.unlink or not os.path.isdir(path):
-            os.unlink(path)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-    except OSError as error:
-        log.warning("scratch.not_removed", path=path, error=str(error))
+def _unlock(folder: Path) -> None:
+    """Take back the permissions that a program took from its folders, from the outermost on."""
+    folder.chmod(stat.S_IRWXU)
+    for inside, names, _ in os.walk(folder):
+        for name in names:
+            path = os.path.join(inside, name)
+            if not os.path.islink(path):
+                os.chmod(path, stat.S_IRWXU)

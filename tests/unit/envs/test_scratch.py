@@ -71,10 +71,13 @@ async def test_no_room_for_one_is_the_infrastructures_fault(
 @pytest.mark.skipif(os.geteuid() == 0, reason="root needs no permissions")
 def test_permissions_that_a_program_took_away_do_not_keep_it(tmp_path: Path) -> None:
     root = tmp_path / "scratch"
-    (root / "a/b").mkdir(parents=True)
-    (root / "a/b/file").write_text("x")
-    for folder in (root / "a/b", root / "a"):
-        folder.chmod(0)
+    for name in ("a/b/c", "read_only/inner"):
+        (root / name).mkdir(parents=True)
+        (root / name / "file").write_text("x")
+    for name in ("a/b/c", "a/b", "a", "read_only/inner"):
+        (root / name).chmod(0)
+    for name in ("read_only", "."):
+        (root / name).chmod(0o500)
     remove(root)
     assert not root.exists()
 
