@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.keys import KEYS_VARIABLE, Keys, check_bind, new_keys, read_keys
+from rollmesh.wire.keys import KEYS_VARIABLE, Keys, check_bind, check_dial, new_keys, read_keys
 from rollmesh.wire.messages import ClientHello
 from rollmesh.wire.sockets import Dialer, Hub, wait
 
@@ -98,3 +98,15 @@ def test_addresses_that_others_reach_need_keys(bind: str, keys: Keys) -> None:
     with pytest.raises(AddressError, match=KEYS_VARIABLE):
         check_bind(bind, None)
     check_bind(bind, keys)
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1:5", "tcp://router:5555"])
+def test_another_machine_is_not_dialled_without_keys(address: str, keys: Keys) -> None:
+    with pytest.raises(AddressError, match=KEYS_VARIABLE):
+        check_dial(address, None)
+    check_dial(address, keys)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5", "ipc:///tmp/x", "nonsense"])
+def test_what_is_no_other_machine_needs_no_keys_to_be_dialled(address: str) -> None:
+    check_dial(address, None)
