@@ -24,6 +24,8 @@ from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
     AskGroup,
     ClientHello,
+    EnginePhase,
+    EngineRow,
     FleetChanged,
     GroupDelivered,
     GroupStarted,
@@ -173,6 +175,14 @@ def measure(is_quick: bool) -> dict[str, float]:
     figures["beats.us_each"] = 1e6 * (spent_s - ticks_s) / (num_beats * NUM_WORKERS)
     figures["beats.tick_ms"] = 1e3 * ticks_s / (num_beats * TICKS_PER_BEAT)
     figures["beats.core_share"] = spent_s / (num_beats * mesh.beat_s)
+    rows = tuple(
+        EngineRow(f"http://10.0.0.{n}:30000", "i1", EnginePhase.READY, 7) for n in range(100)
+    )
+    table = Packet(FleetChanged(1, rows), "i1")
+    figures["table_of_100_engines.bytes"] = float(sum(len(frame) for frame in encode(table)))
+    figures["table_of_100_engines.encode_us"] = cpu_us(
+        lambda: [encode(table) for _ in rows], len(rows)
+    )
     number = 10_000 if is_quick else 30_000
     figures["groups.us"] = cpu_us(lambda: mesh.finish(runs, number), number)
     lone = Mesh(1)

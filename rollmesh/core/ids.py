@@ -11,7 +11,7 @@ import secrets
 import msgspec
 
 
-class GroupId(msgspec.Struct, frozen=True, order=True, array_like=True):
+class GroupId(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One ask: a task to be sampled n times.
 
     >>> str(GroupId("r7f3a9c1", 12))
@@ -27,7 +27,7 @@ class GroupId(msgspec.Struct, frozen=True, order=True, array_like=True):
         return f"{self.run_id}/{self.seq}"
 
 
-class RolloutId(msgspec.Struct, frozen=True, order=True, array_like=True):
+class RolloutId(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One sample of a group.
 
     >>> str(RolloutId(GroupId("r7f3a9c1", 12), 3))

@@ -32,7 +32,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     message: msgspec.Raw
 
 
-class Packet(msgspec.Struct, frozen=True):
+class Packet(msgspec.Struct, frozen=True, gc=False):
     """One decoded message."""
 
     message: AnyMessage

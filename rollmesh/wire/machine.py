@@ -16,7 +16,7 @@ ROUTER: Final = b""
 """The route of a Dialer's only peer, where that is the router."""
 
 
-class Received(msgspec.Struct, frozen=True):
+class Received(msgspec.Struct, frozen=True, gc=False):
     """A message came in from the peer at `route`."""
 
     route: bytes
@@ -26,7 +26,7 @@ class Received(msgspec.Struct, frozen=True):
     """The envelope's router incarnation."""
 
 
-class Send(msgspec.Struct, frozen=True):
+class Send(msgspec.Struct, frozen=True, gc=False):
     """Send `message` to the peer at `route`; a send is a hint, it may be lost."""
 
     route: bytes

@@ -29,7 +29,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
+class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", gc=False):
     """What stands in a header."""
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import zmq
 
@@ -28,7 +28,7 @@ MAX_ASK_FRAME_BYTES = 64 * 2**20
 """The same at a Dialer, and at the router's Hub."""
 LINGER_MS = 200
 """How long a closed socket may still send what was queued."""
-_DONTWAIT, _RCVMORE, _POLLIN = int(zmq.DONTWAIT), int(zmq.RCVMORE), int(zmq.POLLIN)
+_DONTWAIT, _POLLIN = int(zmq.DONTWAIT), int(zmq.POLLIN)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
@@ -82,6 +82,11 @@ class Hub:
         sent = _send(self.socket, [route, *encode(packet)])
         self.num_unsent += not sent
         return sent
+
+    def send_all(self, routes: Iterable[bytes], packet: Packet) -> None:
+        """The same to many peers, encoded once."""
+        frames = encode(packet)
+        self.num_unsent += sum([not _send(self.socket, [route, *frames]) for route in routes])
 
     def receive(self, max_packets: int = 1024) -> Iterator[tuple[bytes, Packet]]:
         """What has arrived, without waiting."""
@@ -218,9 +223,11 @@ def _send(socket: "zmq.Socket[bytes]", frames: list[Buffer]) -> bool:
 
 def _receive(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
     try:
-        frames = [socket.recv(_DONTWAIT)]
+        frame = socket.recv(_DONTWAIT, copy=False)
     except zmq.ZMQError:
         return None
-    while socket.getsockopt(_RCVMORE):
-        frames.append(socket.recv(_DONTWAIT))
+    frames = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(_DONTWAIT, copy=False)
+        frames.append(frame.bytes)
     return frames
