@@ -1,7 +1,8 @@
 """Tells the router what launch sees first: that a worker's process has ended.
 
-Owns a Dialer. Invariants: it waits for nobody; the router keeps its address when it is started
-again, so what is said in between reaches the next one. Driven by the supervisor.
+Owns a Dialer, which finds the next router too, since that has the address of the last. Invariants:
+it waits for nobody; a word that is lost with a router is not repeated, since the next one learns
+from the workers themselves who lives. Driven by the supervisor.
 """
 
 import os
