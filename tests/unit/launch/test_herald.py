@@ -30,7 +30,8 @@ def test_the_router_hears_of_an_end_and_its_successor_of_the_next() -> None:
     assert heard(hub) == [first]
     address = hub.address
     hub.close()
-    successor, words = bind_again(address), []
+    successor = bind_again(address)
+    words: list[object] = []
     while not words:  # what is said into a connection that is being lost is lost
         herald.tell(address, WorkerExited("worker-0", 8, "exit code 1"))
         words = heard(successor)
