@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.wire.bodies import encode_ask
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import (
+    AnyMessage,
     GroupAsk,
     GroupFinished,
     RouterHello,
@@ -61,7 +63,7 @@ class VandalRouter:
 
     def __init__(self) -> None:
         self.hub = Hub("tcp://127.0.0.1:0")
-        self.heard: dict[bytes, list[Packet]] = {}
+        self.heard: dict[bytes, list[AnyMessage]] = {}
 
     def until(self, *kinds: type) -> None:
         """Listen until each of these has come."""
@@ -69,11 +71,15 @@ class VandalRouter:
         for _ in range(int(PATIENCE_S / 0.05)):
             wait([self.hub], None, 0.05)
             for route, packet in self.hub.receive():
-                self.heard.setdefault(route, []).append(packet)
-            packets = [packet for each in self.heard.values() for packet in each]
-            if wanted <= {type(packet.message) for packet in packets}:
+                self.heard.setdefault(route, []).append(packet.message)
+            if wanted <= {type(message) for each in self.heard.values() for message in each}:
                 return
         raise AssertionError(f"not all of {wanted} came")
+
+    def first(self, kind: type[Any]) -> Any:
+        """The first of its kind that has come."""
+        heard = [message for each in self.heard.values() for message in each]
+        return next(message for message in heard if isinstance(message, kind))
 
     def vandalise(self) -> None:
         self.hub.socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
@@ -101,3 +107,5 @@ def test_garbage_from_a_router_does_not_stop_a_worker(tmp_path: Path) -> None:
             run = RunGroup(GroupId("r1", 1), 1, 2, router.hub.address)
             router.hub.send(b"w0", Packet(run, "i1", body))
             router.until(WorkerBeat, GroupFinished)
+            finished = router.first(GroupFinished)
+            assert (finished.group_id, finished.complete) == (GroupId("r1", 1), True)

@@ -76,6 +76,7 @@ def test_garbage_on_the_wire_is_counted_and_survived(router: RouterProcess, town
     asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
     asker.says(ask(1))
     until(lambda: runner.of(RunGroup), runner, asker)
+    assert router.status()["counts"]["packets_failed"] == 0
 
 
 def test_clients_that_ask_and_leave_harm_nobody(router: RouterProcess, town: Town) -> None:
@@ -110,6 +111,7 @@ def test_a_peer_that_does_not_read_stops_nobody(router: RouterProcess, town: Tow
     asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
     asker.says(ask(1))
     until(lambda: runner.of(RunGroup), runner, asker)
+    assert runner.of(RunGroup)[0].group_id == GroupId("r1", 1)
 
 
 def test_a_restarted_router_learns_what_runs_and_runs_nothing_twice(

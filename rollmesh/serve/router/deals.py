@@ -9,6 +9,7 @@ but not to a worker that cannot hear it. Driven by ledger.py and by crew.py.
 
 from rollmesh.serve.router import suspects
 from rollmesh.serve.router.book import Book
+from rollmesh.serve.router.deadlines import left_s
 from rollmesh.serve.router.groups import Group
 from rollmesh.serve.router.workers import Worker, Workers
 from rollmesh.wire.messages import CancelRun, GroupFailed, GroupState, HeldGroup, RunGroup
@@ -62,7 +63,7 @@ class Deals:
         """`worker` says that it runs this group, or holds its result."""
         book, group = self._book, self._book.groups.get(held.group_id)
         if group is None:
-            if book.has_ended(held.group_id):
+            if held.group_id in book.notes:
                 self._cancel_run(worker, held, "it has ended")
             else:
                 self._keep_unasked(worker, held)
@@ -208,7 +209,7 @@ class Deals:
     def _say_run(self, group: Group, worker: Worker, again_beats: int) -> None:
         book = self._book
         group.say_again_s = book.now_s + again_beats * self._beat_s
-        deadline_s = book.deadline_left_s(group)
+        deadline_s = left_s(group, book.now_s)
         run = RunGroup(group.group_id, group.attempt, group.num_samples, group.sink, deadline_s)
         book.send(worker.route, run, group.body)
 

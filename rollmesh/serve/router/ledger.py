@@ -135,9 +135,9 @@ class Ledger:
                 self._adopt(group, ask, body)
             elif (group.client_id, group.sink) != (ask.client_id, ask.sink):
                 self._hand_over(group, ask)
-            book.set_deadline(group, ask.deadline_s)
+            book.deadlines.set(group, ask.deadline_s, book.now_s)
             book.tell_client(group)
-        elif answer := book.late_answer(ask):
+        elif answer := book.notes.late_answer(ask):
             book.send(route, answer)
         elif refusal := self._refusal(ask, body):
             book.num["refusals"] += 1
@@ -180,7 +180,7 @@ class Ledger:
             attempt=max(ask.attempts, 0),
         )
         self.book.open(group)
-        self.book.set_deadline(group, ask.deadline_s)
+        self.book.deadlines.set(group, ask.deadline_s, self.book.now_s)
         if group.attempt > 0 and not self._is_settled:
             self.book.hold(group)
         else:
@@ -218,7 +218,7 @@ class Ledger:
             self.deals.take_away(group, tell_worker=message.reason)
             self.book.end(group, answer, self.settings.max_attempts)
         else:
-            self.book.note(answer, self.settings.max_attempts)
+            self.book.notes.add(answer, self.settings.max_attempts, self.book.now_s)
             self.book.send(route, answer)
 
     # workers
@@ -326,14 +326,14 @@ class Ledger:
             # We did not run, so we did not listen: nobody is late for that.
             for peer in [*self.crew.workers, *self.book.clients.values()]:
                 peer.heard_s += gap_s
-        for group in self.book.take_overdue():
+        for group in self.book.deadlines.take_overdue(now_s):
             self.deals.fail(group, f"deadline: it has passed in attempt {group.attempt}")
         self.crew.look_after_workers()
         self._look_for_lost_clients(now_s)
         if self._is_settled:
             self._release_held()
         self.deals.look_after_groups()
-        self.book.tear_old_notes()
+        self.book.notes.tear(now_s)
 
     @property
     def _is_settled(self) -> bool:

@@ -1,6 +1,7 @@
 """Groups that need no engine: they take a while, and some kill the worker that runs them.
 
-Invariant: an errand ends once, by its time, by an abort, or with its worker. Driven by worker.py.
+Owns the bodies by which a worker knows them. Invariant: an errand ends once, by its time, by an
+abort, or with its worker. Driven by worker.py.
 """
 
 from collections.abc import Callable

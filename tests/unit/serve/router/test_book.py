@@ -6,8 +6,6 @@ from collections import Counter
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.book import MAX_NOTES, Book
-from rollmesh.wire.messages import GroupMoved, GroupState
 from tests.unit.serve.router.chaos import NUM_GROUPS, Town
 
 SEEDS = range(40)
@@ -28,7 +26,7 @@ def test_every_ask_ends_once_whatever_is_lost_doubled_late_or_dead(seed: int) ->
     assert town.open == {}
     assert set(town.ends.values()) == {1}
     assert town.ledger.book.groups == {}
-    assert not any(town.ledger.book.has_ended(GroupId("r1", seq)) for seq in range(NUM_GROUPS))
+    assert not any(GroupId("r1", seq) in town.ledger.book.notes for seq in range(NUM_GROUPS))
     assert sum(worker.load for worker in town.ledger.crew.workers) == 0
 
 
@@ -40,14 +38,3 @@ def test_the_chaos_reaches_every_corner() -> None:
         num["lives"] += town.num_restarts
     corners = ("workers_lost", "workers_revived", "requeues", "returns", "claims", "lives")
     assert all(num[corner] > 0 for corner in corners)
-
-
-def test_notes_of_the_past_are_bounded() -> None:
-    book = Book(note_s=3.0, now_s=0.0)
-    for seq in range(MAX_NOTES + 10):
-        book.note(GroupMoved(GroupId("r1", seq), GroupState.DONE, 1, ""), 1)
-    kept = [seq for seq in range(MAX_NOTES + 10) if book.has_ended(GroupId("r1", seq))]
-    assert kept == list(range(10, MAX_NOTES + 10))
-    book.now_s = 3.0
-    book.tear_old_notes()
-    assert not any(book.has_ended(GroupId("r1", seq)) for seq in kept)

@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from rollmesh.serve.router.book import SPARE_DEADLINES
 from rollmesh.serve.router.ledger import MAX_QUEUED_BYTES, MAX_SAMPLES
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import (
@@ -59,9 +58,9 @@ def test_a_delivered_group_is_forgotten_and_its_slots_are_free(story: Story) -> 
 def test_notes_of_the_past_are_torn_after_the_patience(story: Story) -> None:
     running(story)
     story.says("w0", GroupDelivered(group(1), 1))
-    assert story.ledger.book.has_ended(group(1))
+    assert group(1) in story.ledger.book.notes
     story.passes(4, "w0", "c")
-    assert not story.ledger.book.has_ended(group(1))
+    assert group(1) not in story.ledger.book.notes
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(story: Story) -> None:
@@ -228,15 +227,6 @@ def test_a_late_double_of_an_ask_does_not_lengthen_its_deadline(story: Story) ->
 def test_an_ask_after_its_deadline_fails_at_once(story: Story) -> None:
     [failed] = only(story.asks(msgspec.structs.replace(ask(1), deadline_s=-1.0)), GroupFailed)
     assert failed.reason.startswith("deadline: ")
-
-
-def test_deadlines_of_ended_groups_are_not_kept(story: Story) -> None:
-    story.worker("w0")
-    for seq in range(3 * SPARE_DEADLINES):
-        story.asks(msgspec.structs.replace(ask(seq), deadline_s=1e6))
-        story.says("w0", GroupDelivered(group(seq), 1))
-    kept = story.ledger.book._deadlines  # noqa: SLF001 - what is kept is the promise
-    assert len(kept) <= SPARE_DEADLINES + 2
 
 
 # environments
