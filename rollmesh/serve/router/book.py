@@ -1,8 +1,8 @@
 """The book: every open group, the clients that asked, and short notes of what ended.
 
-Owns the groups' life cycle (drawn in groups.py), the queue, and the letters that one step of the
-ledger sends; deadlines and notes are beside it. Invariants: a group is in exactly one place: waiting
-in the queue, among the suspects or for a claim, or with a worker; an ended group leaves a note for a
+Owns the groups' life cycle (drawn in groups.py), the queue, and the letters of one step of the
+ledger; deadlines and notes are beside it. Invariants: a group is in exactly one place: waiting in
+the queue, among the suspects or for a claim, or with a worker; an ended group leaves a note for a
 few beats and then nothing. Driven by ledger.py, which sets `now_s` first, by crew.py and deals.py.
 """
 
