@@ -17,7 +17,6 @@ from rollmesh.dashboard.view import RunPhase
 from rollmesh.launch.screen import NONE, share, summary_table
 
 MIB = 2**20
-QUIET = Text("-", style="dim")
 SPACE = Text()
 
 
@@ -35,7 +34,8 @@ def _parts(standing: Standing) -> Iterator[RenderableType]:
         yield Text(f"its launch is gone or stuck; as last seen at {seen:%H:%M:%S}:", style="yellow")
     if router:
         yield Text(_groups(router))
-        yield from (SPACE, _workers(router), SPACE, _engines(router))
+        yield from _workers(router)
+        yield from _engines(router)
     if standing.processes:
         yield from (SPACE, _processes(standing))
 
@@ -59,58 +59,57 @@ def _groups(router: RouterRow) -> str:
     )
 
 
-def _workers(router: RouterRow) -> Table:
+def _workers(router: RouterRow) -> Iterator[RenderableType]:
     table = _table("worker", "state", "env")
-    for heading in ("in flight", "lag ms", "MB", "attempts", "failed", "finished"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("last error", overflow="fold")
+    _add_numbers(table, "in flight", "lag ms", "MB", "attempts", "failed")
     for row in router.workers:
-        lag = Text(f"{row.loop_lag_s * 1e3:.0f}", style="yellow" if row.stalled_in else "")
-        error = f"stalled in {row.stalled_in}" if row.stalled_in else row.last_error
-        numbers = (row.num_attempts, row.num_failed, row.num_finished)
         table.add_row(
             Text(row.worker_id),
-            _state(row.state, good=("live", "serving")),
+            _state(row.state, good=("live",)),
             Text(row.env),
             str(row.in_flight),
-            lag,
+            Text(f"{row.loop_lag_s * 1e3:.0f}", style="yellow" if row.stalled_in else ""),
             f"{row.rss_bytes / MIB:,.0f}",
-            *map(str, numbers),
-            Text(error) if error else QUIET,
+            str(row.num_attempts),
+            str(row.num_failed),
         )
-    return table
+    yield from (SPACE, table)
+    for row in router.workers:
+        if row.stalled_in:
+            yield Text(f"{row.worker_id} is stalled in {row.stalled_in}", style="yellow")
+        if row.last_error:
+            yield Text(f"{row.worker_id}'s last error: {row.last_error}")
 
 
-def _engines(router: RouterRow) -> Table:
+def _engines(router: RouterRow) -> Iterator[RenderableType]:
     table = _table("engine", "state")
-    for heading in ("version", "running", "waiting"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("detail", overflow="fold")
+    _add_numbers(table, "version", "running", "waiting")
     for row in router.engines:
         numbers = (row.policy_version, row.num_running, row.num_waiting)
-        table.add_row(
-            Text(row.url),
-            _state(row.phase, good=("ready",)),
-            *map(str, numbers),
-            Text(row.detail) if row.detail else QUIET,
-        )
-    return table
+        table.add_row(Text(row.url), _state(row.phase, good=("ready",)), *map(str, numbers))
+    yield from (SPACE, table)
+    yield from (Text(f"{row.url}: {row.detail}") for row in router.engines if row.detail)
 
 
 def _processes(standing: Standing) -> Table:
     table = _table("process")
-    for heading in ("pid", "MB"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    _add_numbers(table, "pid", "MB")
     for row in standing.processes:
         table.add_row(Text(row.role), str(row.pid), f"{row.rss_bytes / MIB:,.0f}")
     return table
 
 
 def _table(*headings: str) -> Table:
+    """Its first columns hold words: on a narrow terminal, long names are folded."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in headings:
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, overflow="fold", min_width=8)
     return table
+
+
+def _add_numbers(table: Table, *headings: str) -> None:
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
 
 
 def _state(state: str, good: tuple[str, ...]) -> Text:

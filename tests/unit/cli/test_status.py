@@ -23,8 +23,8 @@ def run(tmp_path: Path) -> FakeRun:
     return run
 
 
-def painted(router: RouterRow) -> str:
-    console = Console(width=200, file=io.StringIO())
+def painted(router: RouterRow, width: int = 200) -> str:
+    console = Console(width=width, file=io.StringIO())
     with console.capture() as capture:
         console.print(paint(Standing(0.0, None, router, [])))
     return capture.get()
@@ -62,12 +62,22 @@ def test_a_worker_is_told_with_its_stall_and_its_last_error_as_they_are() -> Non
         WorkerRow("w1", "echo", "lost", num_attempts=9, num_failed=4, last_error="[red]no[/red]"),
     ]
     text = painted(RouterRow(workers=rows, engines=[EngineRow("u", "FENCED", detail="it lies")]))
-    [stalled] = [line for line in text.splitlines() if line.startswith("w0")]
-    assert "250" in stalled.split()
-    assert "stalled in Env.run (env.py:7)" in stalled
-    [lost] = [line for line in text.splitlines() if line.startswith("w1")]
-    assert lost.split()[1:] == ["lost", "echo", "0", "0", "0", "9", "4", "0", "[red]no[/red]"]
-    assert "it lies" in text
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert [line.split() for line in lines if line[:3] in ("w0 ", "w1 ")] == [
+        ["w0", "live", "echo", "3", "250", "0", "0", "0"],
+        ["w1", "lost", "echo", "0", "0", "0", "9", "4"],
+        ["w0", "is", "stalled", "in", "Env.run", "(env.py:7)"],
+    ]
+    assert "w1's last error: [red]no[/red]" in lines
+    assert "u: it lies" in lines
+
+
+def test_a_narrow_terminal_folds_names_and_keeps_numbers() -> None:
+    row = WorkerRow("gpu-node-17-48213-a1b2", "my_package.envs:BugFixEnv", "draining", 64)
+    text = painted(RouterRow(workers=[msgspec.structs.replace(row, num_attempts=12_345)]), 80)
+    assert "12345" in text
+    assert "draining" in text
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
 
 
 def test_json_holds_all_of_it(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
