@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from rollmesh.core.errors import UserError
 from rollmesh.serve.client.plan import Plan
 from rollmesh.serve.client.scores import CONFIDENCE, Estimate, Report
 
@@ -61,12 +62,15 @@ def progress(plan: Plan, num_tasks: int) -> Iterator[Callable[[int], None]]:
 def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
     """Print the report, and leave it in the folder."""
     text = msgspec.json.format(msgspec.json.encode(report))
-    (folder / SUMMARY).write_bytes(text + b"\n")
+    try:
+        (folder / SUMMARY).write_bytes(text + b"\n")
+    except OSError as error:
+        raise UserError(f"{folder / SUMMARY}: {error.strerror}") from None
     if as_json:
         print(text.decode())
         return
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    console.print(table_of(plan, report))
+    console.print(table_of(plan, report), *failures_of(report), sep="\n")
     console.print(Text(f"left in {folder}"))
 
 
@@ -89,9 +93,14 @@ def table_of(plan: Plan, report: Report) -> Table:
         table.add_row(name, "-" if value is None else f"{value:,.2f}", "")
     if report.num_truncated:
         table.add_row("truncated", f"{report.num_truncated:,}", "")
-    for cause, number in report.failures.items():
-        table.add_row(Text(f"failed: {cause}"), f"{number:,}", "")
     return table
+
+
+def failures_of(report: Report) -> Iterator[Text]:
+    """A line for each cause."""
+    for cause, failure in report.failures.items():
+        example = f", the first: {failure.example}" if failure.example else ""
+        yield Text(f"failed: {failure.num_rollouts:,} x {cause}{example}", style="yellow")
 
 
 def _add_estimate(table: Table, name: str, estimate: Estimate | None) -> None:

@@ -57,7 +57,7 @@ class Results:
             part = self._path.with_suffix(".part")
             part.write_bytes(_lines(self.rows))
             os.replace(part, self._path)
-            self._file = self._path.open("ab")
+            self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(f"{self._path}: {error.strerror}; name another --out") from None
 
@@ -77,9 +77,13 @@ class Results:
         return Counter(row.task_id for row in firsts)
 
     def add(self, rows: list[Row]) -> None:
-        """Write the rows of a group, and hand them to the system."""
-        self._file.write(_lines(rows))
-        self._file.flush()
+        """Write the rows of a group, and hand them to the system; UserError if it takes none."""
+        left = memoryview(_lines(rows))
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise UserError(f"{self._path}: {error.strerror}; make room and --resume") from None
         self.rows += rows
         self._group_ids.update(row.group_id for row in rows)
 

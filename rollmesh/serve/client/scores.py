@@ -9,7 +9,7 @@ of independent rollouts that would give such an error (E. Korn and B. Graubard, 
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import NormalDist, fmean
 
@@ -39,6 +39,14 @@ class Cluster(msgspec.Struct, frozen=True):
     value: float
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """What went wrong alike."""
+
+    num_rollouts: int
+    example: str
+    """What the first of them said."""
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """An evaluation in figures; None where nothing was counted."""
 
@@ -51,8 +59,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     reward: Estimate | None
     pass_at: dict[int, Estimate]
     """By k: the chance that at least one of k rollouts of a task succeeds."""
-    failures: dict[str, int]
-    """Rollouts by what went wrong: their outcome, or the code of their group's end."""
+    failures: dict[str, Failure]
+    """By what went wrong: an outcome, or the code of a group's end; the most frequent first."""
     num_truncated: int
     """Rollouts that a limit ended; they count."""
     tokens_per_rollout: float | None
@@ -64,7 +72,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def report_of(rows: Sequence[Row]) -> Report:
     """The figures of all rows."""
     counted = [row for row in rows if row.outcome in COUNTED]
-    failures = Counter(row.outcome for row in rows if row.outcome not in TRAINED_OUTCOMES)
     by_task: dict[str, list[Row]] = defaultdict(list)
     for row in counted:
         by_task[row.task_id].append(row)
@@ -75,7 +82,7 @@ def report_of(rows: Sequence[Row]) -> Report:
         success=share([Cluster(len(each), fmean(map(succeeded, each))) for each in tasks]),
         reward=average([Cluster(len(each), fmean(map(reward, each))) for each in tasks]),
         pass_at=_pass_at(tasks),
-        failures=dict(failures.most_common()),
+        failures=_failures(row for row in rows if row.outcome not in TRAINED_OUTCOMES),
         num_truncated=sum(row.outcome == Outcome.TRUNCATED for row in counted),
         tokens_per_rollout=_mean(row.num_tokens for row in counted),
         turns_per_rollout=_mean(row.num_calls for row in counted),
@@ -163,6 +170,14 @@ def _pass_at(tasks: Sequence[Sequence[Row]]) -> dict[int, Estimate]:
             found[k] = estimate
         k *= 2
     return found
+
+
+def _failures(rows: Iterable[Row]) -> dict[str, Failure]:
+    by_cause: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_cause[row.outcome].append(row)
+    found = {cause: Failure(len(each), each[0].error) for cause, each in by_cause.items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1].num_rollouts))
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -1,5 +1,6 @@
 """Results: rows stand for every rollout, and what a crash has cut is asked for again."""
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,23 @@ def test_opening_again_keeps_whole_groups_that_came_to_a_result(tmp_path: Path) 
     assert len(path.read_bytes().splitlines()) == 4
     with Results(tmp_path) as last:
         assert last.num_groups() == {"t": 1, "v": 1}
+
+
+def test_full_disk_is_one_line_and_cuts_no_other_group(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Results(tmp_path) as results:
+        results.add(rows_of(finished(0), "t", 2))
+        size = (tmp_path / RESULTS).stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limits[1]))
+        try:
+            with pytest.raises(UserError, match="make room and --resume"):
+                results.add(rows_of(finished(1), "t", 2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with Results(tmp_path) as again:
+        assert {row.group_id for row in again.rows} == {"r1/0"}
+        again.add(rows_of(finished(1), "t", 2))
+    assert len((tmp_path / RESULTS).read_bytes().splitlines()) == 4
 
 
 def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.core.types import Outcome
 from rollmesh.serve.client.results import Row
-from rollmesh.serve.client.scores import Cluster, average, pass_at_k, report_of, share
+from rollmesh.serve.client.scores import Cluster, Failure, average, pass_at_k, report_of, share
 
 
 def row(task_id: str, outcome: str = "completed", **more: object) -> Row:
@@ -41,8 +41,9 @@ def test_faults_of_the_mesh_count_nowhere_and_broken_agents_as_lost() -> None:
         row("a", reward=1.0),
         row("a", outcome="truncated", reward=0.0),
         row("b", outcome=Outcome.AGENT_ERROR),
-        row("b", outcome=Outcome.INFRA_ERROR),
         row("c", outcome="quarantined", has_result=False),
+        row("b", outcome=Outcome.INFRA_ERROR, error="no engine"),
+        row("b", outcome=Outcome.INFRA_ERROR, error="again no engine"),
     ]
     report = report_of(rows)
     assert (report.num_tasks, report.num_rollouts, report.num_truncated) == (2, 3, 1)
@@ -50,7 +51,11 @@ def test_faults_of_the_mesh_count_nowhere_and_broken_agents_as_lost() -> None:
     assert report.success.mean == pytest.approx(1 / 3)
     assert report.reward is not None
     assert report.reward.mean == pytest.approx(1 / 3)
-    assert report.failures == {"agent_error": 1, "infra_error": 1, "quarantined": 1}
+    assert list(report.failures.items()) == [
+        ("infra_error", Failure(2, "no engine")),
+        ("agent_error", Failure(1, "")),
+        ("quarantined", Failure(1, "")),
+    ]
 
 
 def test_success_is_the_environments_word_before_the_rewards() -> None:

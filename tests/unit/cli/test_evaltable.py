@@ -1,0 +1,77 @@
+"""What `rollmesh eval` shows of a report."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.cli.evaltable import SUMMARY, show
+from rollmesh.core.types import EVAL_SAMPLING
+from rollmesh.serve.client.plan import Plan
+from rollmesh.serve.client.results import Row
+from rollmesh.serve.client.scores import Report, report_of
+
+PLAN = Plan(
+    env="guess",
+    env_settings={},
+    model="m",
+    split="eval",
+    num_tasks=2,
+    num_samples=2,
+    seed=0,
+    sampling=EVAL_SAMPLING,
+)
+
+
+def row(task_id: str, index: int, outcome: str, reward: float | None, error: str = "") -> Row:
+    return Row(
+        task_id=task_id,
+        group_id=task_id,
+        index=index,
+        num_samples=2,
+        outcome=outcome,
+        reward=reward,
+        error=error,
+        num_calls=3,
+        num_tokens=7,
+        duration_s=0.5,
+    )
+
+
+REPORT = report_of(
+    [
+        row("a", 0, "completed", 1.0),
+        row("a", 1, "truncated", 0.0),
+        row("b", 0, "completed", 1.0),
+        row("b", 1, "infra_error", None, "no engine [is] READY"),
+    ]
+)
+
+
+def test_table_has_the_figures_and_what_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(PLAN, REPORT, tmp_path, as_json=False)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "guess: 3 rollouts of 2 tasks"
+    assert any(line.startswith("success 0.667 0.") for line in lines)
+    assert any(line.startswith("pass@1 0.667 0.") for line in lines)
+    assert {"tokens per rollout 7.00", "turns per rollout 3.00", "truncated 1"} <= set(lines)
+    assert "failed: 1 x infra_error, the first: no engine [is] READY" in lines
+    assert lines[-1] == " ".join(f"left in {tmp_path}".split())
+
+
+def test_json_alone_goes_to_stdout_and_to_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(PLAN, REPORT, tmp_path, as_json=True)
+    out = capsys.readouterr().out
+    assert msgspec.json.decode(out, type=Report) == REPORT
+    assert (tmp_path / SUMMARY).read_text() == out
+
+
+def test_nothing_that_counts_is_shown_as_no_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(PLAN, report_of([]), tmp_path, as_json=False)
+    assert "success -" in " ".join(capsys.readouterr().out.split())
