@@ -22,6 +22,7 @@ from rollmesh.core.warden import MARK_VARIABLE, kill_marked, new_mark
 
 log = get_logger()
 
+READ_BYTES = 64 * 1024
 KILL_S = 5.0
 """What does not end within this time of its SIGKILL is in the kernel's hands."""
 
@@ -142,27 +143,25 @@ def _kill_group(pid: int) -> None:
         return
 
 
-class _Listener(asyncio.Protocol):
-    def __init__(self, excerpt: Excerpt, ended: asyncio.Future[None]) -> None:
-        self._excerpt = excerpt
-        self._ended = ended
-
-    def data_received(self, data: bytes) -> None:
-        self._excerpt.add(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self._ended.done():
-            self._ended.set_result(None)
-
-
 async def _listen(reading: int, excerpt: Excerpt) -> None:
-    """Read the pipe to its end."""
+    """Read the pipe to its end, and close it.
+
+    By hand, since uvloop's pipe transports close a descriptor twice: the second time it may be
+    another's, which a thread has just opened.
+    """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: _Listener(excerpt, ended), os.fdopen(reading, "rb", buffering=0)
-    )
+
+    def take() -> None:
+        data = os.read(reading, READ_BYTES)
+        excerpt.add(data)
+        if not data and not ended.done():
+            ended.set_result(None)
+
+    os.set_blocking(reading, False)
+    loop.add_reader(reading, take)
     try:
         await ended
     finally:
-        transport.close()
+        loop.remove_reader(reading)
+        os.close(reading)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -122,6 +123,31 @@ def test_it_runs_on_a_workers_loop_too(tmp_path: Path) -> None:
         ended = runner.run(run(tmp_path, DAEMON + "signal.pause()", timeout_s=1.0))
     assert ended.is_overtime
     assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_no_descriptor_of_another_thread_is_closed_on_a_workers_loop(tmp_path: Path) -> None:
+    is_over = threading.Event()
+
+    def open_and_close() -> None:
+        while not is_over.is_set():
+            for descriptor in os.pipe():
+                os.close(descriptor)  # OSError where somebody else has closed it
+
+    async def run_often() -> set[int]:
+        command = Command(("true",), tmp_path, KEPT)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.to_thread(open_and_close))
+            ended = []
+            for _ in range(10):
+                ended += await asyncio.gather(*(run_program(command, 30.0, 100) for _ in range(4)))
+            is_over.set()
+        return {each.exit_code for each in ended}
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            assert runner.run(run_often()) == {0}
+        finally:
+            is_over.set()
 
 
 async def test_descriptors_are_given_back(tmp_path: Path) -> None:
