@@ -57,6 +57,18 @@ class Deals:
                 book.take(group)
                 self._assign(group, worker)
 
+    def place(self, group: Group) -> None:
+        """A new group goes to a worker at once, or waits for one behind those that wait."""
+        book, env = self._book, group.env
+        if env in self._stirred or book.suspects or book.queue.head(env):
+            book.wait(group)
+            self.stir(env)
+            self.dispatch()
+        elif worker := self._workers.best_for(env, group.num_samples):
+            self._assign(group, worker)
+        else:
+            book.wait(group)
+
     # workers speak of groups
 
     def claim(self, worker: Worker, held: HeldGroup) -> None:

@@ -184,9 +184,7 @@ class Ledger:
         if group.attempt > 0 and not self._is_settled:
             self.book.hold(group)
         else:
-            self.book.wait(group)
-            self.deals.stir(group.env)
-            self.deals.dispatch()
+            self.deals.place(group)
         # An assignment has said so itself.
         if group.state is GroupState.QUEUED:
             self.book.tell_client(group)
