@@ -103,7 +103,7 @@ class Mesh:
         """`router` are settings of that section."""
         self.folder = folder
         self._stack = stack
-        self._router = {"beat_s": 0.1, "missed_beats": 5, **router}
+        self._router = {"beat_s": 0.1, "missed_beats": 10, **router}
         write_model_folder(folder / "model")
         self.engine = engine
         self.router = self.start_router()
