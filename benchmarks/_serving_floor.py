@@ -14,6 +14,8 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import cycle
+from statistics import median
+from typing import NamedTuple
 
 import zmq
 
@@ -22,6 +24,15 @@ from rollmesh.core.process import Ready, announce, die_with_parent
 
 HELLO = b"worker"
 _PROGRAM = [sys.executable, "-m", "benchmarks._serving_floor"]
+
+
+class Lap(NamedTuple):
+    """What round trips took."""
+
+    per_s: float
+    p50_us: float
+    router_cpu_us: float
+    """Of each."""
 
 
 class Floor:
@@ -36,8 +47,15 @@ class Floor:
         self._socket = _open(zmq.DEALER)
         self._socket.connect(address)
 
-    def run(self, num_trips: int, window: int, ask: bytes) -> Iterator[float]:
-        """Seconds of each round trip, `window` of them at a time."""
+    def lap(self, num_trips: int, window: int, ask: bytes) -> Lap:
+        """So many round trips, `window` of them at a time."""
+        cpu_s, began_s = self.router.cpu_s(), time.perf_counter()
+        trips_s = list(self._trips(num_trips, window, ask))
+        wall_s, cpu_s = time.perf_counter() - began_s, self.router.cpu_s() - cpu_s
+        return Lap(num_trips / wall_s, 1e6 * median(trips_s), 1e6 * cpu_s / num_trips)
+
+    def _trips(self, num_trips: int, window: int, ask: bytes) -> Iterator[float]:
+        """Seconds of each."""
         sent_s: dict[bytes, float] = {}
         num_asked = num_done = 0
         while num_done < num_trips:

@@ -4,14 +4,14 @@
 
 Written against verifiers 0.4.0. Each line at its address is a JSON object {num, window, turns,
 tokens, padding}: so many rollouts are run through its EnvClient, `window` at a time, and a line
-with the seconds answers. Its environment, which its servers import from this file, enters nodes of
-tokens and log-probs into the trace by itself, as ours does (_serving_worker.py); it yields nowhere
-between turns, so its server streams each answer in one piece, which is the cheapest for it. Driven
-by _serving_mesh.py.
+with the seconds answers. Its environment, which its servers import from this file, gives each trace
+nodes made in advance, as ours does (_serving_worker.py); it yields nowhere between turns, so its
+server streams each answer in one piece, which is the cheapest for it. Driven by _serving_mesh.py.
 """
 
 import argparse
 import asyncio
+import functools
 import json
 import multiprocessing
 import os
@@ -64,26 +64,29 @@ class BenchEnv(single.SingleAgentEnv):  # type: ignore[misc]  # as above
         config = agents.AgentConfig(model=ctx.model, client=ctx.client)
         found = traces.Trace(task=about, agent=traces.AgentInfo(config=config))
         on_trace(found)
-        tokens = list(range(task.data.num_tokens))
-        sampled = {"token_ids": tokens, "mask": [True] * len(tokens)}
-        for turn in range(task.data.num_turns):
-            above = 2 * turn - 1 if turn else None
-            asked, told = kinds.UserMessage(content=""), kinds.AssistantMessage(content="")
-            prompt = list(range(PROMPT_TOKENS))
-            found.nodes.append(graph.MessageNode(parent=above, message=asked, token_ids=prompt))
-            found.nodes.append(
-                graph.MessageNode(
-                    parent=2 * turn,
-                    message=told,
-                    sampled=True,
-                    logprobs=[-0.5] * len(tokens),
-                    **sampled,
-                )
-            )
+        for asked, told in nodes_of(task.data.num_turns, task.data.num_tokens):
+            found.nodes.append(asked)
+            found.nodes.append(told)
             found.notify()
         found.is_completed = found.ok = True
         info = episodes.EnvInfo(id=self.config.env_id)
         return episodes.Episode(env=info, task=about, traces=[found], ok=True)
+
+
+@functools.cache
+def nodes_of(num_turns: int, num_tokens: int) -> list[tuple[Any, Any]]:
+    """Each turn's two nodes; nothing changes them, so traces share them."""
+    told = {"message": kinds.AssistantMessage(content=""), "sampled": True}
+    told |= {"token_ids": list(range(num_tokens)), "mask": [True] * num_tokens}
+    told |= {"logprobs": [-0.5] * num_tokens}
+    asked = {"message": kinds.UserMessage(content=""), "token_ids": list(range(PROMPT_TOKENS))}
+    return [
+        (
+            graph.MessageNode(parent=2 * turn - 1 if turn else None, **asked),
+            graph.MessageNode(parent=2 * turn, **told),
+        )
+        for turn in range(num_turns)
+    ]
 
 
 def serve(num_workers: int, addresses: Any, config: Any, parent: Any) -> None:

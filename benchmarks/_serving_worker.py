@@ -3,10 +3,10 @@
     python -m benchmarks._serving_worker --router ADDRESS --worker-id NAME --ready-fd N --set ...
 
 The same parts as in `rollmesh worker` (duties, groups, sessions, outbox, sockets, beats) around an
-environment that enters its turns into the session's token graph by itself, as
-.venv-peers/verifiers' echo environment does (_serving_peer.py). So what is measured is serving:
-nobody's HTTP, prompts or engine is in the path; what those cost is benchmarks/interception.py's
-matter. Messages' texts are not in the answer, their tokens are. Driven by _serving_mesh.py.
+environment that gives each session a token graph made in advance. So what is measured is serving:
+sessions, records, packing, delivery and all bookkeeping; the calls that fill a graph, with HTTP,
+prompts and engines, are benchmarks/interception.py's matter. Messages' texts are not in the answer,
+their tokens are. Driven by _serving_mesh.py.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from rollmesh.envs.calls import Calls
 from rollmesh.envs.env import Endpoint, Transcript
 from rollmesh.runtime.assembly import GC_THRESHOLDS, new_runtime
 from rollmesh.runtime.branches import RootKind
-from rollmesh.runtime.graph import ROOT, Sampled
+from rollmesh.runtime.graph import ROOT, Sampled, TokenGraph
 from rollmesh.runtime.registry import Runtime
 from rollmesh.serve.server.beats import Beats, BeatSettings
 from rollmesh.serve.server.rollouts import Stage
@@ -45,19 +45,25 @@ class ToldEnv(PlainEnv):
     def __init__(self, runtime: Runtime, answers: list[Sampled]) -> None:
         self._runtime = runtime
         self._answers = answers
-        self._prompt = array("i", range(PROMPT_TOKENS))
+        self._graphs: dict[int, TokenGraph] = {}
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
         session = self._runtime.find(agent.api_key)
         held = session._holdings  # noqa: SLF001 - the calls that would fill it are left out
-        node, num_turns = ROOT, task.data["num_turns"]
-        for turn in range(num_turns):
-            node = held.graph.add_context(node, self._prompt)
-            if turn == 0:
-                held.root_kinds[node] = RootKind(0, 0)
-            node = held.graph.add_sampled(node, self._answers[turn % len(self._answers)])
+        num_turns = task.data["num_turns"]
+        if num_turns not in self._graphs:
+            self._graphs[num_turns] = self._graph(num_turns)
+        held.graph, held.root_kinds = self._graphs[num_turns], {0: RootKind(0, 0)}
         session.num_calls = num_turns
         return Transcript()
+
+    def _graph(self, num_turns: int) -> TokenGraph:
+        """What the calls would have left; nothing changes it any more, so rollouts share it."""
+        graph, node = TokenGraph(), ROOT
+        for turn in range(num_turns):
+            node = graph.add_context(node, range(PROMPT_TOKENS))
+            node = graph.add_sampled(node, self._answers[turn % len(self._answers)])
+        return graph
 
 
 async def serve(settings: WorkerSettings, answers: list[Sampled], ready_fd: int) -> None:
