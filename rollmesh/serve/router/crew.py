@@ -55,8 +55,9 @@ class Crew:
         if ended and self._book.now_s < ended.until_s:
             return
         worker = self.workers.get(hello.worker_id)
-        if worker and hello.started_s < worker.hello.started_s:
-            return  # said by an earlier process, and late
+        is_heard = worker is not None and worker.state is WorkerState.LIVE
+        if worker and is_heard and hello.started_s < worker.hello.started_s:
+            return  # said by an earlier process, and late, unless a clock was set back
         if worker and _process_of(worker.hello) != _process_of(hello):
             self.bury(worker, "its process was replaced")
             worker = None

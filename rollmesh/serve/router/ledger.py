@@ -231,11 +231,10 @@ class Ledger:
         if worker is None:
             self._hello(route)
             return
-        ahead_s = beat.started_s - worker.hello.started_s if beat.started_s else 0.0
-        if ahead_s > 0:
-            self._hello(route)  # a new process, whose own hello is still under way
-        elif ahead_s == 0:
+        if not beat.started_s or beat.started_s == worker.hello.started_s:
             self.crew.hear(worker, beat)
+        elif beat.started_s > worker.hello.started_s or worker.state is not WorkerState.LIVE:
+            self._hello(route)  # of another process, whose own hello is still to come
 
     def _on_worker_left(self, _: bytes, message: WorkerLeft, __: Buffer) -> None:
         if worker := self.crew.workers.get(message.worker_id):

@@ -23,6 +23,8 @@ from rollmesh.wire.sockets import Dialer
 
 log = get_logger()
 
+STARTED_S = time.time()
+"""Of this process: read once, since hello and beats must say the same, whatever the clock does."""
 STALL_S = 0.05
 PROBE_S = 0.1
 
@@ -109,7 +111,7 @@ class Beats:
             loop_lag_s=self._lag_s,
             rss_bytes=self._process.memory_info().rss,
             stalled_in=self._stalled_in,
-            started_s=self._process.create_time(),
+            started_s=STARTED_S,
             **msgspec.structs.asdict(vitals),
         )
         self._lag_s, self._stalled_in = 0.0, ""

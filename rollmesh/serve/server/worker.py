@@ -18,7 +18,7 @@ from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.view import FleetView
-from rollmesh.serve.server.beats import Vitals
+from rollmesh.serve.server.beats import STARTED_S, Vitals
 from rollmesh.serve.server.duties import (
     Abort,
     Action,
@@ -82,7 +82,7 @@ class Worker:
                 max_unacked_bytes=config.worker.max_unacked_bytes,
                 pid=os.getpid(),
                 host=socket.gethostname(),
-                started_s=psutil.Process().create_time(),
+                started_s=STARTED_S,
                 hello_s=config.router.beat_s,
                 outbox=OutboxSettings(delivery_timeout_s=config.worker.delivery_timeout_s),
             )

@@ -155,6 +155,18 @@ def test_a_hello_that_is_heard_late_does_not_end_the_next_process(story: Story) 
     assert worker.hello.pid == 2
 
 
+def test_a_clock_that_was_set_back_keeps_no_process_out(story: Story) -> None:
+    story.worker("w0", pid=5)
+    story.passes(4)
+    sends = story.says("w0", msgspec.structs.replace(beat("w0"), started_s=2.0))
+    assert only(sends, RouterHello, "w0")
+    again = msgspec.structs.replace(hello("w0", pid=6), started_s=2.0)
+    story.says("w0", again)
+    worker = story.ledger.crew.workers.get("w0")
+    assert worker is not None
+    assert (worker.hello.pid, worker.state) == (6, WorkerState.LIVE)
+
+
 def test_a_beat_of_a_new_process_does_not_raise_the_old_one(story: Story) -> None:
     running(story)
     story.passes(4, "c")
