@@ -20,6 +20,7 @@ from tests.flow.compose import DOCKER, Compose, Service
 from tests.flow.dockerfile import Stages
 from tests.house.leaks import MARK_VARIABLE
 
+RETRIES = 3
 INTERVAL_S = 0.5
 """Between two health checks."""
 
@@ -81,9 +82,9 @@ class Containers:
         return f"{self._net}.{10 + 20 * list(self.compose.services).index(name) + number}"
 
     def is_healthy(self, container: Container) -> bool:
-        """Ask as its image's health check does."""
-        code, _ = self.execute(container, *self._health_words(container.service))
-        return code == 0
+        """Ask as its image's health check does, and as often as Docker does before it says no."""
+        words = self._health_words(container.service)
+        return any(self.execute(container, *words)[0] == 0 for _ in range(RETRIES))
 
     def execute(self, container: Container, *words: str) -> tuple[int, str]:
         """Run this in the container; its exit code and what it said."""
@@ -126,7 +127,8 @@ class Containers:
             assert container.process.wait(patience_s) == 0, container.log()
             return
         deadline_s = time.monotonic() + patience_s
-        while not self.is_healthy(container):
+        words = self._health_words(container.service)
+        while self.execute(container, *words)[0] != 0:
             assert time.monotonic() < deadline_s, container.log()
             try:
                 container.process.wait(INTERVAL_S)

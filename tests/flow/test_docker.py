@@ -37,7 +37,7 @@ STAGES = Stages(DOCKER / "Dockerfile")
 SETTINGS = load_config(DOCKER / "mesh.toml")
 PATIENCE_S = 90.0
 """A process may take so long, on a machine that has other things to do."""
-STOPS_WITHIN_S = 20.0
+STOPS_WITHIN_S = 60.0
 PODMAN = """#!{python}
 import json, os, sys
 words = sys.argv[1:]
@@ -282,12 +282,13 @@ def test_the_mesh_trains_trains_again_and_stops_when_told(mesh: Containers) -> N
     for _ in range(2):
         mesh.start("keys", PATIENCE_S)
         mesh.start("trainer", PATIENCE_S)
-        await_row(run / "metrics.jsonl", lambda row: row["step"] == 1)
-        await_row(run / "telemetry.jsonl", lambda row: is_whole(row["router"]))
         if "dashboard" not in mesh.running:
             mesh.start("dashboard", PATIENCE_S)
-        assert all(map(mesh.is_healthy, served(mesh)))
-        assert mesh.stop("trainer", STOPS_WITHIN_S) == [0]
+        await_row(run / "metrics.jsonl", lambda row: row["step"] == 1)
+        await_row(run / "telemetry.jsonl", lambda row: is_whole(row["router"]))
+        [trainer] = mesh.running["trainer"]
+        assert mesh.stop("trainer", STOPS_WITHIN_S) == [0], trainer.log()
+    assert all(map(mesh.is_healthy, served(mesh)))
     drain_one_worker(mesh)
     for name in ("worker", "router", "engine", "dashboard"):
         logs = "\n".join(each.log() for each in mesh.running[name])
