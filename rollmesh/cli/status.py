@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
             tell_json(look, options.watch)
         else:
             tell(look, options.watch)
-    except BrokenPipeError:  # who read it has seen enough
+    except (BrokenPipeError, SystemExit):  # its reader has seen enough; rich makes this of that
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return OK
 

@@ -69,6 +69,20 @@ def test_a_mesh_is_told_by_its_folder_and_by_its_router(idle_mesh: LaunchedMesh)
     assert [row["env"] for row in asked["router"]["workers"]] == ["echo", "echo"]
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_watch_ends_when_its_reader_has_seen_enough(
+    idle_mesh: LaunchedMesh, form: tuple[str, ...]
+) -> None:
+    argv = [*ROLLMESH, "status", str(idle_mesh.run), "--watch", *form]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watch:
+        assert watch.stdout
+        assert watch.stdout.readline()
+        watch.stdout.close()
+        assert watch.stderr
+        assert watch.stderr.read() == b""
+    assert watch.returncode == 0
+
+
 def test_a_watch_paints_over_what_it_painted_until_ctrl_c(idle_mesh: LaunchedMesh) -> None:
     ours, its = pty.openpty()
     argv = [*ROLLMESH, "status", "--router", idle_mesh.router().http_address, "--watch"]
