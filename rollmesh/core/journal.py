@@ -26,6 +26,8 @@ MAGIC = b"RMJ1\n\0\0\0"
 _HEAD = struct.Struct("<IIII")
 _HEAD_SUM = struct.Struct("<II")
 _MAX_FRAMES = 1 << 16
+MAX_PARTS = 512
+"""Of one write: Linux takes 1,024."""
 _SUFFIX = ".journal"
 
 
@@ -75,10 +77,9 @@ class Journal:
         if self._file < 0 or self._end - self._starts[-1] >= self._segment_bytes:
             self._begin_segment()
         position = self._end
-        parts = _record(frames)
-        size = sum(len(part) for part in parts)
+        parts, size = _record(frames)
         try:
-            _write(self._file, parts)
+            _write(self._file, parts, size)
             if self._fsync:
                 os.fdatasync(self._file)
         except OSError as error:
@@ -129,7 +130,7 @@ class Journal:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if whole < len(MAGIC):
             os.ftruncate(self._file, 0)
-            _write(self._file, [MAGIC])
+            _write(self._file, [MAGIC], len(MAGIC))
             whole = len(MAGIC)
         os.ftruncate(self._file, whole)
         os.lseek(self._file, 0, os.SEEK_END)
@@ -139,7 +140,7 @@ class Journal:
         path = self._path(self._end)
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            _write(file, [MAGIC])
+            _write(file, [MAGIC], len(MAGIC))
         except OSError as error:
             raise JournalError(f"{path}: {error.strerror}") from None
         if self._file >= 0:
@@ -151,16 +152,18 @@ class Journal:
             _sync_folder(self.folder)
 
 
-def _record(frames: Sequence[Buffer]) -> list[Buffer]:
-    """The buffers of one record, none copied."""
-    flat = [memoryview(frame).cast("B") for frame in frames]
-    lengths = struct.pack(f"<{len(flat)}I", *(len(frame) for frame in flat))
+def _record(frames: Sequence[Buffer]) -> tuple[list[Buffer], int]:
+    """The buffers of one record, none copied, and how many bytes they are."""
+    flat = [frame if type(frame) is bytes else memoryview(frame).cast("B") for frame in frames]
+    sizes = list(map(len, flat))
+    lengths = struct.pack(f"<{len(flat)}I", *sizes)
     checksum = zlib.crc32(lengths)
     for frame in flat:
         checksum = zlib.crc32(frame, checksum)
-    size = len(lengths) + sum(len(frame) for frame in flat)
+    size = len(lengths) + sum(sizes)
     start = _HEAD_SUM.pack(size, len(flat))
-    return [_HEAD.pack(size, len(flat), zlib.crc32(start), checksum), lengths, *flat]
+    head = _HEAD.pack(size, len(flat), zlib.crc32(start), checksum)
+    return [head, lengths, *flat], _HEAD.size + size
 
 
 def _parse(raw: bytes, offset: int, path: Path) -> tuple[list[bytes], int]:
@@ -220,15 +223,19 @@ def _damage(path: Path, offset: int, what: str) -> JournalError:
     return JournalError(f"{path}: the record at offset {offset} {what}")
 
 
-def _write(file: int, parts: list[Buffer]) -> None:
-    """All of `parts`, whatever the kernel takes at a time."""
+def _write(file: int, parts: list[Buffer], size: int) -> None:
+    """All of `parts`, whatever the kernel takes at a time; mostly it takes all at once."""
+    num_bytes = os.writev(file, parts[:MAX_PARTS])
+    if num_bytes == size:
+        return
     views = [memoryview(part) for part in parts if len(part)]
-    while views:
-        num_bytes = os.writev(file, views[:512])
+    while True:
         while views and num_bytes >= len(views[0]):
             num_bytes -= len(views.pop(0))
-        if views and num_bytes:
-            views[0] = views[0][num_bytes:]
+        if not views:
+            return
+        views[0] = views[0][num_bytes:]
+        num_bytes = os.writev(file, views[:MAX_PARTS])
 
 
 def _sync_folder(folder: Path) -> None:

@@ -198,10 +198,12 @@ class Intake:
 
     def _turn(self) -> None:
         """Everything that is there to do now."""
+        now_s = time.monotonic()
         for packet in self._dialer.receive():
-            self.has_router.set()
+            if not self.has_router.is_set():
+                self.has_router.set()
             event = Received(ROUTER, packet.message, packet.body, packet.router)
-            self._do_asks(self._asks.step(event, time.monotonic()))
+            self._do_asks(self._asks.step(event, now_s))
         if not self._is_full:
             for route, packet in self._hub.receive(MAX_RESULTS):
                 self._receive_result(route, packet)

@@ -48,6 +48,12 @@ def test_buffers_of_any_kind_are_stored_as_their_bytes(tmp_path: Path) -> None:
     assert read(tmp_path) == [[b"abcd", b"ef"]]
 
 
+def test_more_frames_than_one_write_takes_are_stored_whole(tmp_path: Path) -> None:
+    frames = [bytes([number % 251]) * (number % 7) for number in range(2500)]
+    fill(tmp_path, frames, [b"after"])
+    assert read(tmp_path) == [frames, [b"after"]]
+
+
 @pytest.mark.parametrize("fsync", [False, True])
 def test_writing_goes_on_where_it_ended(tmp_path: Path, fsync: bool) -> None:
     for text in (b"one", b"two"):
