@@ -111,6 +111,8 @@ class WorkerConfig(Section, frozen=True):
     """Scoring a rollout or a group may take this long; past it the outcome is infra_error."""
     delivery_timeout_s: PositiveSeconds = 600.0
     """A result that its sink does not acknowledge in this time is given up, and run again."""
+    drain_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 1.5
+    """Asked to stop, a worker takes nothing new and finishes what it can in this time."""
     failed_sibling: FailedSibling = "drop"
     """When a rollout fails for good: `drop` its group, or `score_rest` of the siblings."""
     num_infra_retries: NonNegative = 2

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.core.process import RECYCLED
+from rollmesh.core.process import OK, RECYCLED
 from rollmesh.serve.client.client import Finished
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AskDrain
 from rollmesh.wire.sockets import Dialer
-from tests.flow.worker_mesh import Mesh, ask, ended, leaves, open_mesh, take
+from tests.flow.worker_mesh import PATIENCE_S, Mesh, ask, ended, leaves, open_mesh, take
 
 
 @pytest.fixture
@@ -72,6 +72,22 @@ async def test_drained_worker_finishes_what_it_runs_and_leaves(mesh: Mesh) -> No
 
 
 # joining
+
+
+async def test_worker_that_gets_sigterm_finishes_what_it_runs(mesh: Mesh) -> None:
+    stopped = await asyncio.to_thread(mesh.worker, "worker-0", drain_timeout_s=PATIENCE_S)
+    client = mesh.client()
+    mesh.engine.hold()
+    ask(client)
+    await mesh.engine.until(lambda: mesh.engine.num_live > 0)
+    stopped.popen.terminate()
+    await mesh.until(lambda: mesh.worker_status("worker-0").get("state") == "draining")
+    await mesh.engine.release()
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+    assert (finished.worker_id, finished.attempt) == ("worker-0", 1)
+    assert await leaves(stopped) == OK
+    assert mesh.last_reason("worker-0") == "stopped: the worker was stopped"
 
 
 async def test_worker_joins_without_a_settings_file_under_a_name_of_its_own(mesh: Mesh) -> None:

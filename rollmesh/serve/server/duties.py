@@ -3,7 +3,7 @@
     RunGroup --> RUNNING --Ended--> DELIVERING --GroupAcked, CancelRun--> forgotten
                     +---CancelRun--> ABORTING --Ended--> forgotten
 
-    the worker:  SERVING --DrainWorker, WornOut (finish), Stopping (abort)--> DRAINING
+    the worker:  SERVING --DrainWorker, WornOut, StopAsked (finish), Stopping (abort)--> DRAINING
                  DRAINING --nothing left--> LEFT
 
 Invariants: a group is here once, under the newest attempt number that the router gave it; a router
@@ -89,8 +89,14 @@ class Ended(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class StopAsked(msgspec.Struct, frozen=True):
+    """Event: the process was asked to end; it finishes what it has, for as long as it may."""
+
+    reason: str
+
+
 class Stopping(msgspec.Struct, frozen=True):
-    """Event: the process was asked to end: what runs is aborted, what is finished is delivered."""
+    """Event: the process ends now: what runs is aborted, what is finished is delivered."""
 
     reason: str
 
@@ -122,7 +128,7 @@ class Left(msgspec.Struct, frozen=True):
     """Action: nothing is held any more; the process may end."""
 
 
-Event = Ended | Stopping | WornOut | Received | Ticked
+Event = Ended | StopAsked | Stopping | WornOut | Received | Ticked
 Action = Send | Begin | Abort | Forget | Left
 
 
@@ -176,6 +182,8 @@ class Duties:
                 actions += self._ended(event, now_s)
             case WornOut(reason):
                 self._drain(Cause.WORN_OUT, reason)
+            case StopAsked(reason):
+                self._drain(Cause.STOPPED, reason)
             case Stopping(reason):
                 self._drain(Cause.STOPPED, reason)
                 for group_id in list(self.running):

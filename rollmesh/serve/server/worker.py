@@ -7,6 +7,7 @@ the worker goes on. Driven by process.py.
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 
@@ -29,6 +30,7 @@ from rollmesh.serve.server.duties import (
     Event,
     Leaving,
     Left,
+    StopAsked,
     Stopping,
     WorkerState,
     WornOut,
@@ -53,6 +55,7 @@ from rollmesh.wire.messages import (
 
 log = get_logger()
 
+STOPPED = "the worker was stopped"
 FAREWELL_S = 2.0
 """How long a stopped worker still tries to deliver what is finished."""
 
@@ -136,6 +139,7 @@ class Worker:
                 stopped = group.create_task(stop.wait())
                 left = group.create_task(self._left.wait())
                 await asyncio.wait((stopped, left), return_when=asyncio.FIRST_COMPLETED)
+                await self._finish()
                 await self._farewell()
                 for task in (ticker, stopped, left, *self._tasks.values()):
                     task.cancel()
@@ -163,8 +167,16 @@ class Worker:
             log.info("worker.worn_out", reason=why)
             self._step(WornOut(why))
 
+    async def _finish(self) -> None:
+        """Let what runs come to its end, for a while."""
+        assert self._stage is not None
+        self._step(StopAsked(STOPPED))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._stage.settings.drain_timeout_s):
+                await self._left.wait()
+
     async def _farewell(self) -> None:
-        self._step(Stopping("the worker was stopped"))
+        self._step(Stopping(STOPPED))
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await self._left.wait()

@@ -13,6 +13,7 @@ from rollmesh.serve.server.duties import (
     DutiesSettings,
     Ended,
     Left,
+    StopAsked,
     Stopping,
     WorkerState,
     WornOut,
@@ -239,6 +240,18 @@ def test_stopping_worker_aborts_what_runs_and_delivers_what_is_finished() -> Non
     assert duties.step(Stopping("SIGTERM"), 0.0) == [Abort(ONE, "SIGTERM")]
     assert end(duties, ONE) == [Forget(ONE)]
     assert Left() in ack(duties, TWO)
+
+
+def test_worker_that_is_asked_to_stop_finishes_what_it_runs_and_takes_nothing_new() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    assert duties.step(StopAsked("SIGTERM"), 0.0) == []
+    [returned] = run(duties, TWO)
+    assert isinstance(returned, Send)
+    assert isinstance(returned.message, GroupReturned)
+    end(duties, ONE)
+    assert Left() in ack(duties, ONE)
+    assert str(duties.leaving) == "stopped: SIGTERM"
 
 
 def test_idle_worker_that_is_stopped_leaves_at_once() -> None:
