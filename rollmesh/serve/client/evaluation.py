@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import AddressError, JournalError, UserError
+from rollmesh.core.errors import AddressError, EnvError, JournalError, UserError, WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import RolloutRecord, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
@@ -119,14 +119,17 @@ class Evaluation:
                 yield task, random.Random(text).getrandbits(63)
 
     async def _ask(self, task: Task, seed: int) -> None:
-        group_id = await self._client.ask(
-            task,
-            self._plan.num_samples,
-            env=self._plan.env,
-            sampling=self._plan.sampling,
-            seed=seed,
-            is_eval=True,
-        )
+        try:
+            group_id = await self._client.ask(
+                task,
+                self._plan.num_samples,
+                env=self._plan.env,
+                sampling=self._plan.sampling,
+                seed=seed,
+                is_eval=True,
+            )
+        except WireError as error:
+            raise EnvError(f'env = "{self._plan.env}": {error}') from None
         self._posed[group_id] = task
 
     def _book(self, arrival: Arrival) -> None:

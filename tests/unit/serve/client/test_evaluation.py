@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import UserError
+from rollmesh.core.errors import EnvError, UserError
 from rollmesh.core.types import EVAL_SAMPLING, Task
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.evaluation import Site, evaluate, rows_of
@@ -43,9 +43,9 @@ class World:
         self.told: list[int] = []
         self._is_told = asyncio.Event()
 
-    def evaluate(self) -> "asyncio.Task[None]":
+    def evaluate(self, tasks: list[Task] = TASKS) -> "asyncio.Task[None]":
         site = Site(self.router.hub.address, self.folder, JournalConfig(), None)
-        return asyncio.create_task(evaluate(PLAN, TASKS, site, self._on_rows))
+        return asyncio.create_task(evaluate(PLAN, tasks, site, self._on_rows))
 
     async def asked(self) -> Asked:
         """What is asked for next: the message, the task and its seed."""
@@ -180,3 +180,14 @@ async def test_second_evaluation_in_the_folder_is_one_line_and_harms_nothing(wor
         await world.finish(each)
     await running
     assert world.counts() == {"a": 4, "b": 2, "c": 2}
+
+
+async def test_task_that_no_router_takes_is_one_line(world: World) -> None:
+    running = world.evaluate([TASKS[0], Task(id="big", data={"text": "x" * 40_000_000})])
+    await world.asked()
+    with pytest.raises(
+        EnvError, match=r"task 'big' has \d+ bytes; at most \d+: let it name a file"
+    ):
+        await running
+    _, cancelled, _ = await asyncio.to_thread(world.router.expect, CancelGroup)
+    assert cancelled.reason == "cancelled: the evaluation was stopped"
