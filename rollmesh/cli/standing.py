@@ -117,7 +117,9 @@ def of_router(url: str, unix_s: float) -> Standing:
     try:
         router = msgspec.json.decode(reply.content, type=RouterRow)
     except msgspec.MsgspecError:
-        raise AddressError(f"--router {url}: is no router: {reply.status_code}") from None
+        router = None
+    if reply.status_code != HTTPStatus.OK or router is None:
+        raise AddressError(f"--router {url}: is no router: {reply.status_code}")
     return Standing(unix_s, None, router, [])
 
 

@@ -138,6 +138,8 @@ class Asks:
         self._next_beat_s = -math.inf
         self._next_due_s = math.inf
         """No ask and no cancel is due before."""
+        self._refused_ids: dict[GroupId, None] = {}
+        """Asks that wait after a refusal, the longest first."""
 
     @property
     def num_cancels(self) -> int:
@@ -152,8 +154,8 @@ class Asks:
             case Cancelled(group_id, reason):
                 return self._cancelled(group_id, reason, now_s)
             case Arrived(group_id):
-                self.open.pop(group_id, None)
-                return []
+                self._forget(group_id)
+                return self._fill_place(now_s)
             case Closed():
                 # Kept groups go on; whoever wants their end cancels them.
                 left = ClientLeft(self.settings.client_id)
@@ -173,7 +175,7 @@ class Asks:
         return [self._say(ask, now_s)] if self.router else []
 
     def _cancelled(self, group_id: GroupId, reason: str, now_s: float) -> list[Action]:
-        if self.open.pop(group_id, None) is None:
+        if self._forget(group_id) is None:
             return []
         cancel = _Cancel(reason, self.settings.num_cancels, now_s)
         self._cancels[group_id] = cancel
@@ -241,11 +243,21 @@ class Asks:
         if now_s + wait_s > ask.refused_since_s + ask.asked.patience_s:
             return self._end(refused.group_id, refused.reason, least_s)
         ask.num_refusals += 1
+        self._refused_ids[refused.group_id] = None
         self._say_again(ask, now_s + wait_s)
         return []
 
+    def _fill_place(self, now_s: float) -> list[Action]:
+        """A group of ours has ended, so there is room: a refused ask need not wait its time."""
+        first = next(iter(self._refused_ids), None)
+        return [self._say(self.open[first], now_s)] if first and self.router else []
+
+    def _forget(self, group_id: GroupId) -> _Ask | None:
+        self._refused_ids.pop(group_id, None)
+        return self.open.pop(group_id, None)
+
     def _end(self, group_id: GroupId, reason: str, retry_after_s: float = 0.0) -> list[Action]:
-        if self.open.pop(group_id, None) is None:
+        if self._forget(group_id) is None:
             return []
         return [AskEnded(group_id, reason, retry_after_s)]
 
@@ -294,6 +306,7 @@ class Asks:
     def _say(self, ask: _Ask, now_s: float) -> Send:
         self._say_again(ask, now_s + self.settings.confirm_beats * self.beat_s)
         asked = ask.asked
+        self._refused_ids.pop(asked.group_id, None)
         message = AskGroup(
             group_id=asked.group_id,
             client_id=self.settings.client_id,

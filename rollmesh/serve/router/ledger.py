@@ -129,6 +129,11 @@ class Ledger:
     def _on_ask(self, route: bytes, ask: AskGroup, body: Buffer) -> None:
         book = self.book
         book.num["asks"] += 1
+        if mistake := _mistake_in(ask, body):
+            # Also where the group is here: it must not become nobody's, nor grow.
+            book.num["refusals"] += 1
+            book.send(route, GroupFailed(ask.group_id, f"bad_ask: {mistake}"))
+            return
         book.hear_client(ask.client_id, route)
         if group := book.groups.get(ask.group_id):
             if not group.client_id:
@@ -148,13 +153,6 @@ class Ledger:
     def _refusal(self, ask: AskGroup, body: Buffer) -> GroupFailed | AskRefused | None:
         """Why this ask is not taken: for good, or for now."""
         env, group_id = ask.env, ask.group_id
-        if not 1 <= ask.num_samples <= MAX_SAMPLES:
-            few, most = "num_samples must be at least 1", f"and at most {MAX_SAMPLES}"
-            return GroupFailed(group_id, f"bad_ask: {few} {most}, not {ask.num_samples}")
-        if not ask.client_id:
-            return GroupFailed(group_id, "bad_ask: it names no client")
-        if len(body) > MAX_QUEUED_BYTES:
-            return GroupFailed(group_id, f"bad_ask: {len(body)} bytes; at most {MAX_QUEUED_BYTES}")
         if ask.deadline_s < 0:
             return GroupFailed(group_id, "deadline: it had passed before the ask came")
         if ask.attempts >= self.settings.max_attempts and self._is_settled:
@@ -162,7 +160,11 @@ class Ledger:
         if env in self._env_errors and not self.crew.workers.serve(env):
             return GroupFailed(group_id, f"env_failed: {self._env_errors[env]}")
         num_waiting = self.book.num_waiting
-        is_full = num_waiting >= self.settings.max_queued_groups
+        limit = self.settings.max_queued_groups
+        # A client with less than its share is let in all the same, or one that floods us would keep
+        # the others out; so at most twice as many wait.
+        num_open = len(self.book.of_client.get(ask.client_id, ()))
+        is_full = num_waiting >= limit and num_open >= limit // max(len(self.book.clients), 1)
         if is_full or self.book.num_waiting_bytes + len(body) > MAX_QUEUED_BYTES:
             reason = f"overloaded: {num_waiting} groups wait"
             return AskRefused(group_id, reason, 2 * self.settings.beat_s)
@@ -322,7 +324,7 @@ class Ledger:
         if gap_s > 2 * self.settings.beat_s:
             # We did not run, so we did not listen: nobody is late for that.
             for peer in [*self.crew.workers, *self.book.clients.values()]:
-                peer.heard_s += gap_s
+                peer.heard_s = min(peer.heard_s + gap_s, now_s)
         for group in self.book.deadlines.take_overdue(now_s):
             self.deals.fail(group, f"deadline: it has passed in attempt {group.attempt}")
         self.crew.look_after_workers()
@@ -353,3 +355,13 @@ class Ledger:
             keeps = client.keep and client.client_id in self.book.of_client
             if silent_s > grace_s and not keeps:
                 self._drop_client(client.client_id, f"client_left: silent for {silent_s:.0f} s")
+
+
+def _mistake_in(ask: AskGroup, body: Buffer) -> str:
+    """What no router would take; '' if there is nothing."""
+    if not 1 <= ask.num_samples <= MAX_SAMPLES:
+        few, most = "num_samples must be at least 1", f"and at most {MAX_SAMPLES}"
+        return f"{few} {most}, not {ask.num_samples}"
+    if not ask.client_id:
+        return "it names no client"
+    return f"{len(body)} bytes; at most {MAX_QUEUED_BYTES}" if len(body) > MAX_QUEUED_BYTES else ""

@@ -142,9 +142,10 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         knows = self.headers.get("Authorization") == "Bearer sesame"
-        self.send_response(200 if knows else 401)
+        is_here = self.path == "/status"
+        self.send_response(401 if not knows else 200 if is_here else 404)
         self.end_headers()
-        self.wfile.write(b"[]")
+        self.wfile.write(b"[]" if is_here else b"{}")
 
     def log_message(self, *_: object) -> None:
         """Nothing."""
@@ -168,3 +169,5 @@ def test_a_router_that_asks_for_a_token_gets_ours(
     monkeypatch.setenv("ROLLMESH_ADMIN_TOKEN", "sesame")
     with pytest.raises(AddressError, match="is no router: 200"):
         of_router(guarded, 0.0)
+    with pytest.raises(AddressError, match="is no router: 404"):
+        of_router(f"{guarded}/elsewhere", 0.0)

@@ -28,7 +28,7 @@ from rollmesh.wire.messages import (
     RouterHello,
 )
 
-ONE, TWO = GroupId("r1", 1), GroupId("r1", 2)
+ONE, TWO, THREE = GroupId("r1", 1), GroupId("r1", 2), GroupId("r1", 3)
 
 
 def new_asks() -> Asks:
@@ -145,6 +145,20 @@ def test_refused_ask_comes_back_when_the_router_said() -> None:
     hear(asks, AskRefused(ONE, "full", 9.0), 0.0)
     assert not any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 8.0)))
     assert any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 9.0)))
+
+
+def test_refused_ask_takes_the_place_of_one_that_has_ended() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    ask(asks, TWO)
+    ask(asks, THREE)
+    hear(asks, AskRefused(TWO, "full", 9.0), 0.0)
+    hear(asks, AskRefused(THREE, "full", 9.0), 0.0)
+    asks.step(Cancelled(TWO, "no longer wanted"), 0.5)
+    [again] = said(asks.step(Arrived(ONE), 1.0))
+    assert isinstance(again, AskGroup)
+    assert again.group_id == THREE
+    assert said(asks.step(Arrived(THREE), 2.0)) == []
 
 
 def test_open_ask_whose_group_the_router_calls_done_is_said_again() -> None:

@@ -83,6 +83,23 @@ def test_an_ask_of_nobody_fails_at_once(story: Story) -> None:
     assert story.is_empty()
 
 
+@pytest.mark.parametrize("mistake", [{"client_id": ""}, {"num_samples": 2**40}])
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_mistaken_ask_takes_nothing_from_a_group_that_is_here(
+    story: Story, is_running: bool, mistake: dict[str, str | int]
+) -> None:
+    if is_running:
+        running(story)
+    story.asks(ask(1))
+    [failed] = only(story.says("c", msgspec.structs.replace(ask(1), **mistake)), GroupFailed)
+    assert failed.reason.startswith("bad_ask: ")
+    story.asks(ask(1))
+    story.worker("w0")
+    assert story.holder(1) == "w0"
+    group_here = story.ledger.book.groups[group(1)]
+    assert (group_here.client_id, group_here.num_samples) == ("c", 4)
+
+
 def test_an_env_that_cannot_load_fails_what_waits_and_what_comes(story: Story) -> None:
     story.asks(ask(1))
     told = story.says("w0", EnvFailed("w0", "guess", "no module named x"))
@@ -243,6 +260,16 @@ def test_an_env_whose_only_worker_fails_is_told_to_all_who_wait(story: Story) ->
 
 
 # overload
+
+
+def test_a_client_that_floods_the_queue_keeps_no_other_out(story: Story) -> None:
+    for seq in range(8):
+        story.asks(ask(seq, client="flood"))
+    story.says("c", ClientHello("c"))
+    for seq in range(8, 12):
+        assert only(story.asks(ask(seq)), GroupMoved)  # its share, with two clients, of 8
+    assert only(story.asks(ask(12)), AskRefused)
+    assert only(story.asks(ask(13, client="flood")), AskRefused)
 
 
 def test_waiting_bytes_are_bounded(story: Story) -> None:
