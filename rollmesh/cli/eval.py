@@ -29,6 +29,7 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE, stop_event
 from rollmesh.core.types import Task
 from rollmesh.envs.loading import load_env
+from rollmesh.launch.checks import check
 from rollmesh.launch.folder import move_aside
 from rollmesh.launch.machine import End
 from rollmesh.launch.serving import ServingMesh
@@ -60,9 +61,7 @@ def main(argv: list[str]) -> int:
     """Evaluate; the exit code."""
     order = order_of(arguments().parse_args(argv))
     tasks = pose(load_env(order.plan.env, order.plan.env_settings), order.plan)
-    if not order.resumes:
-        begin_folder(order)
-    return conclude(order, asyncio.run(evaluate(order, tasks)))
+    return conclude(order, asyncio.run(carry_out(order, tasks)))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -151,11 +150,16 @@ def begin_folder(order: Order) -> None:
     write_config(order.config, order.folder / CONFIG)
 
 
-async def evaluate(order: Order, tasks: list[Task]) -> End:
+async def carry_out(order: Order, tasks: list[Task]) -> End:
     """Do what is missing; how it ended."""
     # numpy comes with the client, and stays out of the other verbs.
     from rollmesh.serve.client.evaluation import Site, evaluate  # noqa: PLC0415 - see above
 
+    # A mistake that can be seen early moves no older evaluation aside.
+    if not order.router:
+        await check(mesh_config(order), makes_model=False)
+    if not order.resumes:
+        begin_folder(order)
     async with AsyncExitStack() as stack:
         on_rows = stack.enter_context(progress(order.plan, len(tasks)))
         router, stop = await _enter_mesh(order, stack)

@@ -14,7 +14,6 @@ from typing import Self
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.logs import setup
-from rollmesh.launch.checks import check
 from rollmesh.launch.folder import RunFolder, config_path
 from rollmesh.launch.machine import End, MeshState
 from rollmesh.launch.plan import plan_serving
@@ -28,7 +27,7 @@ class ServingMesh:
     """See the module."""
 
     def __init__(self, config: Config) -> None:
-        """`config` names the run folder, which an older one is moved aside for."""
+        """`config` has been checked; an older run folder of its name is moved aside."""
         self.end: asyncio.Task[End]
         """Done when the mesh has ended, by itself or by a signal."""
         self.folder: RunFolder
@@ -41,9 +40,8 @@ class ServingMesh:
         return self._supervisor.ready[ROUTER].address
 
     async def __aenter__(self) -> Self:
-        """Start, and wait until all serve or the mesh has ended; UserError for bad settings."""
+        """Start, and wait until all serve or the mesh has ended."""
         config = self._config
-        await check(config, makes_model=False)
         settings = ("--config", str(config_path(config)))
         mesh = open_mesh(plan_serving(config, settings, router_words=("--fixed-weights",)))
         self.folder = RunFolder(config)

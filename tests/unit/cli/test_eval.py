@@ -78,6 +78,13 @@ def test_resuming_with_something_else_is_one_line(out: str) -> None:
     assert "evaluates with num_samples = 3, not 4" in told
 
 
+def test_mistake_moves_no_older_evaluation_aside(out: str) -> None:
+    begin_folder(order_of(arguments().parse_args(["--out", out, "--model-dir", "m"])))
+    for words in (["--model-dir", "nowhere"], [], ["--env", "nonsense"]):
+        refused(["--out", out, *words])
+    assert not Path(f"{out}.1").exists()
+
+
 def test_older_evaluation_is_moved_aside(out: str) -> None:
     words = ["--out", out, "--env", "echo", "--model-dir", "m"]
     for _ in range(2):
