@@ -96,11 +96,12 @@ class Alone:
         return num_done
 
     def repeat_asks(self, num_asks: int) -> int:
-        """An ask that waits, said again and again: one message in, one out."""
+        """Asks that wait, said again and again, each when it was answered: one in, one out."""
         num_sent = num_heard = 0
         while num_heard < num_asks:
             while num_sent < min(num_asks, num_heard + WINDOW):
-                self.client.send(Packet(ask("waiting", 0, env="nobody has it"), body=BODY))
+                asked = ask("waiting", num_sent % WINDOW, env="nobody has it")
+                self.client.send(Packet(asked, body=BODY))
                 num_sent += 1
             wait([self.client], None, 1.0)
             num_heard += sum(1 for _ in self.client.receive())
