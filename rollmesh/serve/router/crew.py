@@ -6,6 +6,7 @@ what a worker had when its process ended counts against those groups (suspects.p
 peace does not. Driven by ledger.py; workers.py draws a worker's life, deals.py moves its groups.
 """
 
+import math
 from collections import OrderedDict
 
 import msgspec
@@ -34,6 +35,8 @@ class _Exit(msgspec.Struct, frozen=True):
 
     group_ids: tuple[GroupId, ...]
     until_s: float
+    started_s: float
+    """As its hello said; infinite where that is not known."""
 
 
 class Crew:
@@ -52,7 +55,8 @@ class Crew:
     def greet(self, hello: WorkerHello, route: bytes) -> None:
         """A worker says hello: a new one, one that we know, or a new process under an old name."""
         ended = self._exits.get((hello.worker_id, hello.pid))
-        if ended and self._book.now_s < ended.until_s:
+        is_known_dead = ended and hello.started_s <= ended.started_s
+        if ended and is_known_dead and self._book.now_s < ended.until_s:
             return
         worker = self.workers.get(hello.worker_id)
         is_heard = worker is not None and worker.state is WorkerState.LIVE
@@ -93,7 +97,7 @@ class Crew:
         self._count_loss(worker)
         worker.state = WorkerState.LOST
         had = (*worker.lost_groups, *worker.groups)
-        self._note_exit(worker.worker_id, worker.hello.pid, had)
+        self._note_exit(worker.worker_id, worker.hello.pid, had, worker.hello.started_s)
         for group_id in had:
             if group := self._book.groups.get(group_id):
                 suspects.blame(group, worker, cause, self._book.now_s, is_certain=True)
@@ -175,9 +179,11 @@ class Crew:
         else:
             self._deals.forget(group)
 
-    def _note_exit(self, worker_id: str, pid: int, group_ids: tuple[GroupId, ...]) -> None:
+    def _note_exit(
+        self, worker_id: str, pid: int, group_ids: tuple[GroupId, ...], started_s: float = math.inf
+    ) -> None:
         until_s = self._book.now_s + EXIT_PATIENCES * self._patience_s
-        self._exits[worker_id, pid] = _Exit(group_ids, until_s)
+        self._exits[worker_id, pid] = _Exit(group_ids, until_s, started_s)
         if len(self._exits) > MAX_EXITS:
             self._exits.popitem(last=False)
 

@@ -34,6 +34,8 @@ class Death(msgspec.Struct, frozen=True, gc=False):
 
     worker_id: str
     pid: int
+    started_s: float
+    """With the pid it tells a process: a container's is 1 in every life."""
     cause: str
     is_certain: bool
     """False while the worker is only silent or stalled."""

@@ -26,7 +26,8 @@ SUSPECT_WAIT_BEATS = 60
 def blame(group: Group, worker: Worker, cause: str, now_s: float, *, is_certain: bool) -> None:
     """`worker` has ended, or seems to have, while it ran `group`."""
     others = [each for each in group.deaths if not _is_of(each, worker)]
-    death = Death(worker.worker_id, worker.hello.pid, cause, is_certain)
+    hello = worker.hello
+    death = Death(hello.worker_id, hello.pid, hello.started_s, cause, is_certain)
     group.deaths = (*others, death)
     if group.worker_id == worker.worker_id:
         group.ran_s = max(group.ran_s, now_s - group.assigned_s)
@@ -78,4 +79,6 @@ def unwatch(worker: Worker, now_s: float) -> bool:
 
 
 def _is_of(death: Death, worker: Worker) -> bool:
-    return (death.worker_id, death.pid) == (worker.worker_id, worker.hello.pid)
+    hello = worker.hello
+    process = (death.worker_id, death.pid, death.started_s)
+    return process == (hello.worker_id, hello.pid, hello.started_s)

@@ -116,6 +116,15 @@ def test_a_router_that_slept_blames_nobody(story: Story) -> None:
     assert story.state(1) is GroupState.QUEUED
 
 
+def test_a_router_that_slept_notices_silence_as_soon_as_before(story: Story) -> None:
+    running(story)
+    story.now_s += 100.0
+    story.says("w0", beat("w0"))
+    story.ledger.step(Ticked(), story.now_s)
+    story.passes(4, "c")
+    assert story.state(1) is GroupState.QUEUED
+
+
 def test_a_lost_worker_is_forgotten_in_the_end(story: Story) -> None:
     story.worker("w0")
     story.passes(5)
@@ -185,6 +194,17 @@ def test_a_new_process_of_the_same_pid_is_another_one(story: Story) -> None:
     again = msgspec.structs.replace(hello("w0"), started_s=9.0)
     [run] = only(story.says("w0", again), RunGroup)
     assert run.attempt == 2
+
+
+def test_a_container_that_is_killed_again_at_once_is_another_process_each_time(
+    story: Story,
+) -> None:
+    running(story)
+    lives = [msgspec.structs.replace(hello("w0"), started_s=each) for each in (2.0, 3.0)]
+    story.says("w0", lives[0])
+    [failed] = only(story.says("w0", lives[1]), GroupFailed)
+    assert failed.reason.startswith("quarantined: 2 workers")
+    assert [each.hello.started_s for each in story.ledger.crew.workers] == [3.0]
 
 
 def test_an_exit_that_is_heard_late_does_not_end_the_next_process(story: Story) -> None:
