@@ -190,9 +190,10 @@ class RouterLoop:
         if type(message) in _OF_THE_FLEET:
             self._step_fleet(event)
             return
+        if isinstance(message, WorkerHello):
+            self._log_new(message)
         self._send(self._ledger.step(event, self._clock.now_s()))
         if isinstance(message, WorkerHello):
-            log.info("worker.joined", worker_id=message.worker_id, env=message.env, pid=message.pid)
             self._send([Send(route, self._fleet.table())])
             self._pids.watch(message)
         elif isinstance(message, WorkerLeft):
@@ -202,6 +203,12 @@ class RouterLoop:
             log.warning("worker.exited", worker_id=message.worker_id, why=message.cause)
         elif isinstance(message, EnvFailed):
             log.error("env.failed", worker_id=message.worker_id, env=message.env, why=message.error)
+
+    def _log_new(self, hello: WorkerHello) -> None:
+        """A hello is said again until it is answered: a router that was away gets hundreds."""
+        known = self._ledger.crew.workers.get(hello.worker_id)
+        if known is None or known.hello.pid != hello.pid:
+            log.info("worker.joined", worker_id=hello.worker_id, env=hello.env, pid=hello.pid)
 
     def _step_fleet(self, event: FleetEvent) -> None:
         for action in self._fleet.step(event, self._clock.now_s()):
