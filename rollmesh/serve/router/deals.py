@@ -33,6 +33,10 @@ class Deals:
         self._beat_s = beat_s
         self._max_attempts = max_attempts
         self._stirred: set[str] = set()
+        self._changed: list[Worker] = []
+        """Whose room changed while suspects wait."""
+        self._wide: set[str] = set()
+        """Environments whose suspects are to look at all workers, not only at those."""
 
     def stir(self, env: str) -> None:
         """Something changed for `env`: look at its queue at the end of this step."""
@@ -42,6 +46,8 @@ class Deals:
         """The worker's room changed."""
         self._workers.rank(worker)
         self._stirred.add(worker.hello.env)
+        if self._book.suspects:
+            self._changed.append(worker)
 
     def dispatch(self) -> None:
         """Give out what can be given out."""
@@ -56,6 +62,7 @@ class Deals:
                     break
                 book.take(group)
                 self._assign(group, worker)
+        self._changed.clear()
 
     def place(self, group: Group) -> None:
         """A new group goes to a worker at once, or waits for one behind those that wait."""
@@ -141,6 +148,8 @@ class Deals:
         self._book.wait(group, first=True)
         self._book.tell_client(group)
         self.stir(group.env)
+        if group.deaths:
+            self._wide.add(group.env)
 
     def fail(self, group: Group, reason: str) -> None:
         """The group will not run (again): its client is told, and a worker that has it."""
@@ -168,7 +177,9 @@ class Deals:
             for group in list(worker.groups.values()):
                 if self._book.now_s >= group.say_again_s:
                     self._say_again(group, worker)
-        self._stirred.update(group.env for group in self._book.suspects.values())
+        envs = {group.env for group in self._book.suspects.values()}
+        self._stirred |= envs
+        self._wide |= envs
 
     def _say_again(self, group: Group, worker: Worker) -> None:
         now_s = self._book.now_s
@@ -186,17 +197,35 @@ class Deals:
             self._say_run(group, worker, START_BEATS if is_assigned else CONFIRM_BEATS)
 
     def _place_suspects(self, env: str) -> None:
+        """They go before all others. To look at all workers is left to ticks and new suspects."""
         latest_s = self._book.now_s - suspects.SUSPECT_WAIT_BEATS * self._beat_s
-        waiting = [group for group in self._book.suspects.values() if group.env == env]
-        for group in sorted(waiting, key=lambda group: -group.priority):
+        ready = [
+            group
+            for group in self._book.suspects.values()
+            if group.env == env and (group.queued_s <= latest_s or not suspects.is_pending(group))
+        ]
+        ready.sort(key=lambda group: -group.priority)
+        if env not in self._wide:
+            self._place_at_changed(ready)
+            return
+        self._wide.discard(env)
+        for group in ready:
             strictly = group.queued_s > latest_s
-            if strictly and suspects.is_pending(group):
-                continue
             worker = self._workers.apart_for(env, group.num_samples, strictly=strictly)
             if worker is None:
                 break
             self._book.unwait(group)
             self._assign(group, worker)
+
+    def _place_at_changed(self, ready: list[Group]) -> None:
+        changed = [w for w in self._changed if w.is_open and not w.watch_until_s]
+        for worker in changed:
+            fits = (each for each in ready if worker.can_take(each.num_samples))
+            group = next(fits, None) if not worker.watch_until_s else None
+            if group and group.env == worker.hello.env:
+                ready.remove(group)
+                self._book.unwait(group)
+                self._assign(group, worker)
 
     def _assign(self, group: Group, worker: Worker) -> None:
         book = self._book

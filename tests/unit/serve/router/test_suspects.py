@@ -210,3 +210,21 @@ def test_a_suspect_that_waited_long_runs_beside_another(story: Story) -> None:
     assert story.state(2) is GroupState.QUEUED
     story.passes(2, "w0", "c")
     assert story.state(2) is not GroupState.QUEUED
+
+
+def test_a_suspect_gets_the_first_slot_that_is_free_before_any_other_group(story: Story) -> None:
+    story.worker("w0")
+    for seq in (1, 2):
+        starts(story, story.asks(ask(seq)))
+    story.worker("w1")
+    for seq in (3, 4, 5):
+        starts(story, story.asks(ask(seq)))
+    story.now_s += 2.0
+    exits(story, "w0", 1)
+    assert {story.state(seq) for seq in (1, 2, 5)} == {GroupState.QUEUED}
+    [run] = only(story.says("w1", GroupDelivered(group(3), 1)), RunGroup)
+    assert run.group_id == group(1)
+    # It is watched, so that the next slot is not for the other suspect.
+    story.now_s += 0.5
+    [run] = only(story.says("w1", GroupDelivered(group(4), 1)), RunGroup)
+    assert run.group_id == group(5)
