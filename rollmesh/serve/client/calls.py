@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Required, Self, TypedDict, Unpack
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import GroupCancelled, Overloaded
+from rollmesh.core.errors import ConfigError, GroupCancelled, Overloaded
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import EVAL_SAMPLING, SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
@@ -77,6 +77,8 @@ class AsyncRolloutClient:
         keep: bool = False,
     ) -> None:
         """Arguments as RolloutClient's; without a `folder` its journal is gone with it."""
+        if keep and folder is None:
+            raise ConfigError("keep: name a folder, by which the next client finds what is kept")
         with ExitStack() as undo:
             if folder is None:
                 scratch = tempfile.TemporaryDirectory(prefix="rollmesh-")

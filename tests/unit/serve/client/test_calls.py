@@ -9,6 +9,7 @@ import pytest
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import (
+    ConfigError,
     DeadlineExceeded,
     EnvFailed,
     GroupCancelled,
@@ -234,6 +235,11 @@ async def test_next_client_on_the_folder_streams_what_the_last_one_left(
             assert await anext(stream, None) is None
         async with AsyncRolloutClient(address, tmp_path, keep=True) as last:
             assert (last.num_ended, last.reopened) == (0, {})
+
+
+async def test_client_that_keeps_without_a_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="keep: name a folder"):
+        AsyncRolloutClient("tcp://127.0.0.1:1", keep=True)
 
 
 async def test_folder_of_a_living_client_is_refused(router: FakeRouter, tmp_path: Path) -> None:
