@@ -7,6 +7,7 @@ whoever logged it; a log file is bounded; nothing is written before `setup`, whi
 calls once. Driven by the main function of each process; modules only call `get_logger`.
 """
 
+import json
 import logging
 import logging.handlers
 import re
@@ -151,4 +152,12 @@ def _console_handler(shared: list[Any]) -> logging.Handler:
 
 
 def _to_json(event: Event, **_: Any) -> str:
-    return msgspec.json.encode(event, enc_hook=str, order="deterministic").decode()
+    try:
+        return msgspec.json.encode(event, enc_hook=str, order="deterministic").decode()
+    except UnicodeEncodeError:  # half a surrogate pair, as in the name of a file
+        return readable(json.dumps(event, default=str, ensure_ascii=False, sort_keys=True))
+
+
+def readable(text: str) -> str:
+    """`text` as UTF-8 can say it: what it cannot is a question mark."""
+    return text.encode(errors="replace").decode()

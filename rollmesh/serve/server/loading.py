@@ -16,6 +16,7 @@ import threading
 import time
 
 from rollmesh.core.errors import EnvError
+from rollmesh.core.logs import readable
 from rollmesh.core.process import USAGE
 from rollmesh.envs.env import Env
 from rollmesh.envs.loading import load_env
@@ -55,7 +56,7 @@ def report(settings: WorkerSettings, error: str) -> None:
     """Tell the router that this worker has no environment, until it answers or REPORT_S is over."""
     dialer = Dialer(settings.router, settings.worker_id, settings.keys)
     until_s = time.monotonic() + REPORT_S
-    failed = Packet(EnvFailed(settings.worker_id, settings.config.env, error))
+    failed = Packet(EnvFailed(settings.worker_id, settings.config.env, readable(error)))
     is_heard = False
     while not is_heard and time.monotonic() < until_s:
         dialer.send(failed)

@@ -20,7 +20,7 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.config import WorkerConfig
 from rollmesh.core.errors import AgentFailed, InfraError
 from rollmesh.core.ids import RolloutId
-from rollmesh.core.logs import get_logger
+from rollmesh.core.logs import get_logger, readable
 from rollmesh.core.types import Outcome, RolloutRecord, Score
 from rollmesh.envs.calls import Calls, Limit, OvertimeError
 from rollmesh.envs.env import Endpoint, Env, Transcript
@@ -112,7 +112,7 @@ def give_score(record: RolloutRecord, score: Score | None) -> None:
 def one_line(error: BaseException) -> str:
     """The kind of an error and the first line of what it says."""
     first_line = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS]
+    return readable(f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS])
 
 
 def score_limit(settings: WorkerConfig) -> Limit:

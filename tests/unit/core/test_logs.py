@@ -37,6 +37,13 @@ def lines(folder: Path, role: str) -> list[dict[str, Any]]:
     return [msgspec.json.decode(line) for line in text.splitlines()]
 
 
+def test_what_is_no_utf8_is_written_all_the_same(tmp_path: Path) -> None:
+    logs.setup("worker", tmp_path, on_console=False)
+    log.warning("env.failed", why="no file \udcff", group=GroupId("r", 1))
+    [line] = lines(tmp_path, "worker")
+    assert (line["event"], line["why"]) == ("env.failed", "no file ?")
+
+
 def test_an_event_is_a_json_line_with_role_level_time_and_its_keys(tmp_path: Path) -> None:
     logs.setup("router", tmp_path)
     log.info("group.assigned", group_id=GroupId("r1", 7), num_samples=4)
