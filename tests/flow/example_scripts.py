@@ -88,7 +88,9 @@ def results(scene: Scene) -> list[str]:
 
 
 def _function_name(scene: Scene) -> str:
-    return re.findall(r"The function in (\w+)\.py", " ".join(said(scene, "user")))[0]
+    found = re.search(r"The function in (\w+)\.py", " ".join(said(scene, "user")))
+    assert found
+    return found[1]
 
 
 def _source(name: str) -> str:

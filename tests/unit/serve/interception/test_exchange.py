@@ -11,6 +11,7 @@ import pytest
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.serve.interception import exchange
+from rollmesh.serve.interception.ending import ExchangeState
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
 
 USER = {"role": "user", "content": "guess"}
@@ -160,7 +161,7 @@ async def test_a_sealed_session_wakes_a_call_whose_client_takes_nothing(
     while desk.edge.num_open:  # noqa: ASYNC110 - nobody tells when an exchange ends
         await asyncio.sleep(0)
     client.close()
-    assert {state for _, state in desk.edge.num_exchanges} == {exchange.ExchangeState.SEALED}
+    assert {state for _, state in desk.edge.num_exchanges} == {ExchangeState.SEALED}
 
 
 async def narrow_client(desk: Desk, ask: dict[str, Any]) -> socket.socket:
