@@ -15,6 +15,7 @@
       SessionError         what the HTTP edge turns into a reply in the caller's dialect
       JournalError         a journal that cannot be written or is of another format
       Overloaded           a bounded queue is full; `retry_after_s` says when to come back
+      ClientClosed         a client that has left is asked for more
       GroupError           a group of rollouts that was asked for ended without a result
         GroupCancelled     its client, or whoever stopped that, no longer wanted it
         DeadlineExceeded   it was not there in time
@@ -108,6 +109,10 @@ class Overloaded(RollmeshError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class ClientClosed(RollmeshError):
+    """A client was asked for a group after, or while, it was closed."""
 
 
 class GroupError(RollmeshError):

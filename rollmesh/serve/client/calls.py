@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Required, Self, TypedDict, Unpack
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import ConfigError, GroupCancelled, Overloaded
+from rollmesh.core.errors import ClientClosed, ConfigError, GroupCancelled, Overloaded
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import EVAL_SAMPLING, SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
@@ -126,7 +126,7 @@ class AsyncRolloutClient:
             if call and not call.done():
                 why = "cancelled: its client was closed"
                 call.set_exception(GroupCancelled(group_id, why))
-        self._tell_streams()
+        self._tell_waiters()
         await asyncio.to_thread(self._undo.close)
 
     @property
@@ -148,7 +148,7 @@ class AsyncRolloutClient:
     ) -> Finished:
         """`num_samples` rollouts of `task`, each with its outcome.
 
-        Raises GroupError, as the kind that says why there is no result, and Overloaded.
+        Raises GroupError, as the kind that says why there is no result, Overloaded, ClientClosed.
         """
         call: Call = asyncio.get_running_loop().create_future()
         group_id = await self._ask(task, num_samples, call, options)
@@ -193,12 +193,14 @@ class AsyncRolloutClient:
                 await self._room.acquire()
         except TimeoutError:
             raise Overloaded(f"{MAX_CALLS} calls of this client are open", 1.0) from None
-        if self._fault:
-            raise self._fault
         if deadline_s:
             deadline_s = max(deadline_s - (time.monotonic() - called_s), MOMENT_S)
         is_eval = options.get("is_eval", False)
         try:
+            if self._fault:
+                raise self._fault
+            if self._is_closed:
+                raise ClientClosed("this client was closed: ask before that, or open another")
             group_id = self._client.ask(
                 task,
                 env=options["env"],
@@ -259,7 +261,13 @@ class AsyncRolloutClient:
         for call in self._calls.values():
             if call and not call.done():
                 call.set_exception(fault)
+        self._tell_waiters()
+
+    def _tell_waiters(self) -> None:
+        """The end has come: for streams, and for calls that wait for room."""
         self._tell_streams()
+        # Whoever gets it finds out, and gives it to the next.
+        self._room.release()
 
     def _tell_streams(self) -> None:
         """Have every stream look again."""

@@ -26,8 +26,9 @@ from typing import Annotated
 import msgspec
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import AddressError, ConfigError, Overloaded, WireError
+from rollmesh.core.errors import AddressError, ClientClosed, ConfigError, Overloaded, WireError
 from rollmesh.core.ids import GroupId, new_id
+from rollmesh.core.logs import readable
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, RawResult, open_result
 from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S, Asked, AsksSettings, Cancelled
@@ -89,6 +90,7 @@ class RolloutClient:
         self._lock = threading.Lock()
         self._next_seq = 0
         self._num_open = 0
+        self._is_closed = False
         with ExitStack() as undo:
             bind = bind or f"tcp://{facing(router)}:0"
             check_told(bind)
@@ -120,6 +122,8 @@ class RolloutClient:
 
     def close(self) -> None:
         """Leave; the router cancels what is open here, unless it is kept. The journal stays."""
+        with self._lock:
+            self._is_closed = True
         self._intake.close()
 
     def ask(
@@ -140,12 +144,14 @@ class RolloutClient:
         Higher `priority` runs first. What has not ended `deadline_s` from now (0: no limit) ends as
         `deadline`; what a full router refuses for longer than `patience_s`, as `overloaded`.
         Overloaded where too much is asked for here already; WireError where no router could read
-        it. While the journal is over its byte
-        budget asks are held back, and the log says so.
+        it; ClientClosed after `close`. While the journal is over its byte budget asks are held
+        back, and the log says so.
         """
         check_terms(Terms(env, num_samples, priority, deadline_s, patience_s))
         body = encode_ask(GroupAsk(task=task, sampling=sampling, seed=seed, is_eval=is_eval))
         with self._lock:
+            if self._is_closed:
+                raise ClientClosed("this client was closed: ask before that, or open another")
             if self._num_open >= MAX_OPEN:
                 raise Overloaded(f"{MAX_OPEN} groups are asked for here and not taken", 1.0)
             group_id = GroupId(self.run_id, self._next_seq)
@@ -166,8 +172,7 @@ class RolloutClient:
 
     def cancel(self, group_id: GroupId, reason: str) -> None:
         """End an open group as Dropped `cancelled: {reason}`; nothing happens if it has ended."""
-        told = f"cancelled: {reason}".encode(errors="replace").decode()
-        self._intake.command(Cancelled(group_id, told))
+        self._intake.command(Cancelled(group_id, readable(f"cancelled: {reason}")))
 
     def take(self, timeout_s: float) -> list[Arrival]:
         """What has ended since the last call, waiting up to `timeout_s` for the first.

@@ -9,6 +9,7 @@ import pytest
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import (
+    ClientClosed,
     ConfigError,
     DeadlineExceeded,
     EnvFailed,
@@ -210,6 +211,22 @@ async def test_leaving_tells_the_router_and_whoever_waits(router: FakeRouter) ->
         with pytest.raises(GroupCancelled, match="closed"):
             await running
         await asyncio.to_thread(router.expect, ClientLeft)
+
+
+async def test_closed_client_is_no_hang(
+    router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "MAX_CALLS", 1)
+    async with asyncio.timeout(PATIENCE_S):
+        async with AsyncRolloutClient(router.hub.address) as client:
+            await client.ask(TASK, 1, env="guess")
+            waiting = [asyncio.create_task(client.run(TASK, env="guess")) for _ in range(2)]
+            await asyncio.sleep(0)  # both wait for room
+        for each in waiting:
+            with pytest.raises(ClientClosed):
+                await each
+        with pytest.raises(ClientClosed):
+            await client.run(TASK, env="guess")
 
 
 async def test_next_client_on_the_folder_streams_what_the_last_one_left(
