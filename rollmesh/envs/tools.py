@@ -22,6 +22,7 @@ import docstring_parser
 import msgspec
 
 from rollmesh.core.errors import EnvError, InfraError
+from rollmesh.core.logs import readable
 from rollmesh.core.types import Json
 from rollmesh.envs.calls import Calls, Limit, OvertimeError
 from rollmesh.envs.chat import ToolCall
@@ -165,6 +166,7 @@ def _inlined_schema(shape: type[msgspec.Struct]) -> dict[str, Json]:
 
 
 def _shortened(text: str, max_chars: int) -> str:
+    text = readable(text)
     if len(text) <= max_chars:
         return text
     half = max_chars // 2

@@ -233,6 +233,14 @@ async def test_long_result_loses_its_middle() -> None:
     assert result.text == "aaaaaaaaaa\n[... 180 characters left out ...]\nbbbbbbbbbb"
 
 
+async def test_result_that_is_no_utf8_can_be_sent_all_the_same() -> None:
+    def name() -> str:
+        """As os.listdir tells a file's."""
+        return b"caf\xe9".decode("utf-8", "surrogateescape")
+
+    assert (await call([name], "name", "{}")).text == "caf?"
+
+
 def test_result_that_is_no_text_is_json_or_its_repr() -> None:
     assert as_text({"a": [1, None]}) == '{"a":[1,null]}'
     assert as_text(Place(1)) == '{"x":1,"y":0}'
