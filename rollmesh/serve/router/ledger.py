@@ -164,7 +164,8 @@ class Ledger:
         # A client with less than its share is let in all the same, or one that floods us would keep
         # the others out; so at most twice as many wait.
         num_open = len(self.book.of_client.get(ask.client_id, ()))
-        is_full = num_waiting >= limit and num_open >= limit // max(len(self.book.clients), 1)
+        has_share = num_open >= limit // max(len(self.book.clients), 1)
+        is_full = num_waiting >= (limit if has_share else 2 * limit)
         if is_full or self.book.num_waiting_bytes + len(body) > MAX_QUEUED_BYTES:
             reason = f"overloaded: {num_waiting} groups wait"
             return AskRefused(group_id, reason, 2 * self.settings.beat_s)

@@ -24,7 +24,17 @@ from rollmesh.wire.messages import (
     RouterHello,
     RunGroup,
 )
-from tests.unit.serve.router.story import SETTLED_S, Story, ask, beat, group, hello, only, running
+from tests.unit.serve.router.story import (
+    SETTINGS,
+    SETTLED_S,
+    Story,
+    ask,
+    beat,
+    group,
+    hello,
+    only,
+    running,
+)
 
 
 @pytest.fixture
@@ -270,6 +280,14 @@ def test_a_client_that_floods_the_queue_keeps_no_other_out(story: Story) -> None
         assert only(story.asks(ask(seq)), GroupMoved)  # its share, with two clients, of 8
     assert only(story.asks(ask(12)), AskRefused)
     assert only(story.asks(ask(13, client="flood")), AskRefused)
+
+
+def test_clients_that_come_one_after_the_other_never_queue_more_than_twice_the_limit(
+    story: Story,
+) -> None:
+    for seq in range(64):
+        story.asks(ask(seq, client=f"c{seq // 8}"))
+    assert story.ledger.book.num_waiting == 2 * SETTINGS.max_queued_groups
 
 
 def test_waiting_bytes_are_bounded(story: Story) -> None:
