@@ -17,6 +17,7 @@ import contextlib
 import contextvars
 import inspect
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -54,12 +55,21 @@ class Limit(msgspec.Struct, frozen=True):
     """Done as soon as the call is given up, before its code had time to end."""
 
 
+_all: "weakref.WeakSet[Calls]" = weakref.WeakSet()
+
+
+def num_left_behind() -> int:
+    """Calls of this process, whoever made them, that were given up and have not ended."""
+    return sum(calls.num_left for calls in _all)
+
+
 class Calls:
-    """Those of one worker."""
+    """Those of one owner: the worker, or an environment with tools."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
         self._left: set[asyncio.Future[Any]] = set()
+        _all.add(self)
 
     @property
     def num_left(self) -> int:

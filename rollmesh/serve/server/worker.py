@@ -19,6 +19,7 @@ from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.view import FleetView
+from rollmesh.envs.calls import num_left_behind
 from rollmesh.serve.server.beats import STARTED_S, Vitals
 from rollmesh.serve.server.duties import (
     Abort,
@@ -161,7 +162,7 @@ class Worker:
         wear = Wear(
             rss_bytes=self._process.memory_info().rss,
             num_rollouts=self._slots.num_finished,
-            num_left_behind=stage.calls.num_left,
+            num_left_behind=num_left_behind(),
         )
         if self._duties.state is WorkerState.SERVING and (why := worn_out(stage.settings, wear)):
             log.info("worker.worn_out", reason=why)

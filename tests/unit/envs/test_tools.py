@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.core.errors import EnvError, InfraError
-from rollmesh.envs.calls import Calls
+from rollmesh.envs.calls import Calls, num_left_behind
 from rollmesh.envs.chat import ToolCall
 from rollmesh.envs.tools import Tool, Toolbox, ToolResult, ToolSettings, as_text
 
@@ -207,7 +207,10 @@ async def test_plain_tool_does_not_hold_the_loop_and_ends_at_its_limit() -> None
     def stuck() -> None:
         may_end.wait()
 
+    num_before = num_left_behind()
     result = await call([stuck], "stuck", "{}", timeout_s=0.05)
+    # The worker counts it, and makes place for a fresh one where there are many.
+    assert num_left_behind() == num_before + 1
     may_end.set()
     assert result == ToolResult("error: stuck did not end within 0.05 s", failed=True)
 
