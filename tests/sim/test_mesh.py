@@ -26,6 +26,8 @@ KEPT_SEEDS = {
     4823: "a late hello of an ended process replaced the one that had followed it",
     251: "a late claim of an ended group stood in the ledger until its patience was over",
     645: "the same with two groups",
+    700495: "a suspect was given to a worker that had just left",
+    700190: "the same with two groups",
 }
 """What a seed of an earlier simulator found, a unit test of the machine holds too."""
 FAULTS = {

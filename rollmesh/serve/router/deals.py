@@ -218,10 +218,11 @@ class Deals:
             self._assign(group, worker)
 
     def _place_at_changed(self, ready: list[Group]) -> None:
-        changed = [w for w in self._changed if w.is_open and not w.watch_until_s]
-        for worker in changed:
+        for worker in self._changed:
+            # Who has just left or ended is no longer among the workers.
+            is_here = self._workers.get(worker.worker_id) is worker
             fits = (each for each in ready if worker.can_take(each.num_samples))
-            group = next(fits, None) if not worker.watch_until_s else None
+            group = next(fits, None) if is_here and not worker.watch_until_s else None
             if group and group.env == worker.hello.env:
                 ready.remove(group)
                 self._book.unwait(group)

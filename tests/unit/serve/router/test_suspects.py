@@ -19,8 +19,10 @@ from rollmesh.wire.messages import (
     GroupMoved,
     GroupStarted,
     GroupState,
+    HeldGroup,
     RunGroup,
     WorkerExited,
+    WorkerLeft,
 )
 from tests.unit.serve.router.story import SETTINGS, Story, ask, beat, group, hello, only
 
@@ -72,6 +74,16 @@ def test_who_speaks_again_was_not_killed(suspect: Group) -> None:
     blame(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
     absolve(suspect, worker)
     assert suspect.deaths == ()
+
+
+def test_a_suspect_is_not_given_to_the_worker_that_just_left(story: Story) -> None:
+    story.worker("w0")
+    starts(story, story.asks(ask(1, n=8)))
+    exits(story, "w0", 1)
+    # Beside this claim there is no room for it, until its end, which is that of the worker.
+    story.worker("w1", HeldGroup(group(9), 1, False))
+    story.says("w1", WorkerLeft("w1", "stopped"))
+    assert story.state(1) is GroupState.QUEUED
 
 
 def test_a_task_that_kills_two_workers_is_quarantined_with_their_causes(story: Story) -> None:
