@@ -108,6 +108,8 @@ class Ledger:
     # clients
 
     def _on_client(self, route: bytes, message: ClientHello | ClientBeat, _: Buffer) -> None:
+        if not message.client_id:
+            return  # a group of no client's is nobody's
         is_new = self.book.hear_client(message.client_id, route)
         if isinstance(message, ClientHello):
             client = self.book.clients[message.client_id]
@@ -225,8 +227,10 @@ class Ledger:
     # workers
 
     def _on_worker_hello(self, route: bytes, hello: WorkerHello, _: Buffer) -> None:
-        self._env_errors.pop(hello.env, None)
         self._hello(route)
+        if not hello.worker_id:
+            return  # a group's worker of no name is none
+        self._env_errors.pop(hello.env, None)
         self.crew.greet(hello, route)
 
     def _on_worker_beat(self, route: bytes, beat: WorkerBeat, _: Buffer) -> None:

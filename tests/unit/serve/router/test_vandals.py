@@ -1,0 +1,104 @@
+"""Peers that keep to no contract: whatever they say, the ledger's tables hold, and it goes on.
+
+Well-formed messages with names, numbers and times that no honest peer sends, in any order; what
+must hold after each is that of chaos.py.
+"""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from rollmesh.core.ids import GroupId
+from rollmesh.wire.frames import Packet, encode
+from rollmesh.wire.machine import Received, Ticked
+from rollmesh.wire.messages import (
+    AnyMessage,
+    AskDrain,
+    AskGroup,
+    CancelGroup,
+    ClientBeat,
+    ClientHello,
+    ClientLeft,
+    EnvFailed,
+    GroupDelivered,
+    GroupLost,
+    GroupReturned,
+    GroupStarted,
+    HeldGroup,
+    WorkerBeat,
+    WorkerExited,
+    WorkerHello,
+    WorkerLeft,
+)
+from tests.unit.serve.router.chaos import Town
+
+NUM_SEEDS = 100
+NUM_EVENTS = 300
+HUGE = 2**62
+WORKERS, CLIENTS = ("w0", "w1", "w2", ""), ("c", "d", "")
+ATTEMPTS = (-1, 0, 1, 1, 2, 3)
+COUNTS = (1, 2, 4, 4, 9, 0, -3, HUGE)
+TIMES_S = (0.0, 0.0, 0.5, 5.0, 100.0, -1.0, math.nan, math.inf)
+STARTS_S = (0.0, 1.0, 2.0, 2.0, 3.0, math.nan)
+
+
+class Vandal:
+    """Says anything."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+
+    def message(self) -> AnyMessage:
+        """The next one."""
+        one = self.rng.choice
+        worker, client, attempt, count = one(WORKERS), one(CLIENTS), one(ATTEMPTS), one(COUNTS)
+        group, pid, time_s, started_s = self._group(), one((1, 1, 2)), one(TIMES_S), one(STARTS_S)
+        room = one((8, 8, 8, 0, -5, HUGE))
+        holds = tuple(self._held() for _ in range(one((0, 1, 2))))
+        ask = AskGroup(group, client, "guess", count, "s", attempt, one((0, 1, -5)), time_s)
+        said: dict[Callable[[], AnyMessage], int] = {
+            lambda: ask: 8,
+            lambda: CancelGroup(group, "why not"): 2,
+            lambda: ClientHello(client, count, one((True, False))): 2,
+            lambda: ClientBeat(client, 0): 2,
+            lambda: ClientLeft(client): 1,
+            lambda: WorkerHello(worker, "guess", room, pid, "h", holds, started_s): 3,
+            lambda: _beat(worker, count, time_s, started_s): 4,
+            lambda: WorkerLeft(worker, "left"): 1,
+            lambda: EnvFailed(worker, "guess", "broken"): 1,
+            lambda: GroupStarted(group, attempt): 3,
+            lambda: GroupDelivered(group, attempt): 2,
+            lambda: GroupReturned(group, attempt, "back"): 2,
+            lambda: GroupLost(group, attempt, "lost"): 2,
+            lambda: WorkerExited(worker, pid, "killed"): 1,
+            lambda: AskDrain(1, worker, "go"): 1,
+        }
+        return self.rng.choices(list(said), list(said.values()))[0]()
+
+    def _group(self) -> GroupId:
+        return GroupId("r", self.rng.randrange(6))
+
+    def _held(self) -> HeldGroup:
+        return HeldGroup(self._group(), self.rng.choice(ATTEMPTS), self.rng.random() < 0.3)
+
+
+def _beat(worker: str, num_running: int, lag_s: float, started_s: float) -> WorkerBeat:
+    return WorkerBeat(worker, num_running, True, 0, lag_s, 0, 0, 0, 0, started_s=started_s)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, 25))
+def test_whatever_is_said_the_tables_hold(first: int) -> None:
+    for seed in range(first, first + 25):
+        vandal, town = Vandal(seed), Town(seed)
+        for _ in range(NUM_EVENTS):
+            event: Received | Ticked = Ticked()
+            if vandal.rng.random() < 0.25:
+                town.now_s += vandal.rng.choice((0.5, 0.5, 0.5, 1.0, 4.0, 30.0))
+            else:
+                route = vandal.rng.choice((*WORKERS, *CLIENTS, "other")).encode()
+                event = Received(route, vandal.message(), b"task")
+            for send in town.ledger.step(event, town.now_s):
+                encode(Packet(send.message, "i1", send.body))
+            town.check()
