@@ -23,6 +23,8 @@ NUM_SEEDS = 3000
 SEEDS_PER_TEST = 100
 MIN_EVENTS = 200
 KEPT_SEEDS = {
+    200672: "a suspect was given to the worker that had just left",
+    217273: "a doubled RunGroup reached two processes of one worker: one attempt killed both",
     4823: "a late hello of an ended process replaced the one that had followed it",
     251: "a late claim of an ended group stood in the ledger until its patience was over",
     645: "the same with two groups",

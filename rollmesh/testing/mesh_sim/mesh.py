@@ -118,7 +118,7 @@ class Mesh:
                 resting_since_s = self.kernel.now_s()
                 assert resting_since_s < deadline_s, "; ".join(found)
             self._run_for(0.5)
-        look_at_ends(self.visitors, self.workers, self.launch, self.router)
+        look_at_ends(self.visitors, self.workers, self.launch)
 
     def _run_for(self, seconds: float) -> None:
         until_s = self.kernel.now_s() + seconds

@@ -18,7 +18,14 @@ from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
-from rollmesh.wire.messages import AskRefused, EngineFaulted, FleetAsk, JoinEngine, WorkerHello
+from rollmesh.wire.messages import (
+    AskRefused,
+    EngineFaulted,
+    FleetAsk,
+    JoinEngine,
+    RunGroup,
+    WorkerHello,
+)
 
 TICK_S = 0.1
 MAX_ATTEMPTS = (1000, 3)
@@ -47,10 +54,6 @@ class SimRouter(Node):
         )
         self._begin_life()
         network.attach(self, self._receive)
-
-    @property
-    def max_attempts(self) -> int:
-        return self._settings.max_attempts
 
     @property
     def incarnation(self) -> str:
@@ -149,6 +152,11 @@ class SimRouter(Node):
         self._do_fleet(self.fleet.step(probed, self._now_s()))
 
     def _send(self, send: Send) -> None:
-        self._network.num["refused"] += isinstance(send.message, AskRefused)
+        message = send.message
+        self._network.num["refused"] += isinstance(message, AskRefused)
+        if isinstance(message, RunGroup):
+            # A copy of it may run in the next process of that worker; that is no further attempt.
+            most = self._settings.max_attempts
+            assert message.attempt <= most, f"{message.group_id}: attempt {message.attempt}"
         packet = Packet(send.message, self.incarnation, send.body)
         self._network.send(self, send.route.decode(), packet)
