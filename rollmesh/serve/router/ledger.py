@@ -284,6 +284,7 @@ class Ledger:
     def _on_delivered(self, route: bytes, message: GroupDelivered, _: Buffer) -> None:
         group = self.book.groups.get(message.group_id)
         if group is None:
+            self.book.hear_of_delivery(message.group_id, message.attempt)
             return
         speaker = self.crew.workers.at(route)
         is_here = speaker is not None and speaker.worker_id == group.worker_id

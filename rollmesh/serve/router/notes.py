@@ -49,6 +49,11 @@ class Notes:
         note = self._notes.get(ask.group_id)
         return note.answer if note and ask.attempts < note.num_attempts else None
 
+    def reason(self, group_id: GroupId) -> str:
+        """Why the group failed; '' if it did not, as far as is remembered."""
+        note = self._notes.get(group_id)
+        return note.answer.reason if note and isinstance(note.answer, GroupFailed) else ""
+
     def tear(self, now_s: float) -> None:
         """Forget those whose time is over, as far as they stand before others'."""
         while self._notes and next(iter(self._notes.values())).until_s <= now_s:

@@ -269,6 +269,16 @@ def test_an_env_whose_only_worker_fails_is_told_to_all_who_wait(story: Story) ->
     assert story.is_empty()
 
 
+def test_delivery_that_is_heard_of_after_its_clients_goodbye_counts_as_done(story: Story) -> None:
+    running(story)
+    story.says("c", ClientLeft("c"))
+    assert story.ledger.book.num_in[GroupState.FAILED] == 1
+    for _ in range(2):
+        story.says("w0", GroupDelivered(group(1), 1))
+        counts = {state: n for state, n in story.ledger.book.num_in.items() if n}
+        assert counts == {GroupState.DONE: 1}
+
+
 # overload
 
 
