@@ -6,9 +6,14 @@ from collections import Counter
 import pytest
 
 from rollmesh.core.ids import GroupId
+from rollmesh.wire.frames import Packet, encode
+from rollmesh.wire.machine import Received, Ticked
 from tests.unit.serve.router.chaos import NUM_GROUPS, Town
+from tests.unit.serve.router.vandals import CLIENTS, WORKERS, Vandal
 
 SEEDS = range(40)
+VANDAL_SEEDS = range(100)
+NUM_EVENTS = 300
 
 
 @functools.cache
@@ -37,4 +42,23 @@ def test_the_chaos_reaches_every_corner() -> None:
         num.update(town.ledger.book.num)
         num["lives"] += town.num_restarts
     corners = ("workers_lost", "workers_revived", "requeues", "returns", "claims", "lives")
+    assert all(num[corner] > 0 for corner in corners)
+
+
+def test_whatever_a_peer_says_the_tables_hold() -> None:
+    num: Counter[str] = Counter()
+    for seed in VANDAL_SEEDS:
+        vandal, town = Vandal(seed), Town(seed)
+        for _ in range(NUM_EVENTS):
+            event: Received | Ticked = Ticked()
+            if vandal.rng.random() < 0.25:
+                town.now_s += vandal.rng.choice((0.5, 0.5, 0.5, 1.0, 4.0, 30.0))
+            else:
+                route = vandal.rng.choice((*WORKERS, *CLIENTS, "other")).encode()
+                event = Received(route, vandal.message(), b"task")
+            for send in town.ledger.step(event, town.now_s):
+                encode(Packet(send.message, "i1", send.body))
+            town.check()
+        num.update(town.ledger.book.num)
+    corners = ("workers_lost", "workers_revived", "requeues", "returns", "claims", "refusals")
     assert all(num[corner] > 0 for corner in corners)
