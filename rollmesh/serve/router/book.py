@@ -123,14 +123,6 @@ class Book:
         self.tell_client(group, answer)
         self.drop(group, answer.state if isinstance(answer, GroupMoved) else GroupState.FAILED)
 
-    def hear_of_delivery(self, group_id: GroupId, attempt: int) -> None:
-        """Of a group that has ended: a client that had all it wanted may say goodbye first."""
-        if self.notes.reason(group_id).startswith("client_left"):
-            self.num_in[GroupState.FAILED] -= 1
-            self.num_in[GroupState.DONE] += 1
-            done = GroupMoved(group_id, GroupState.DONE, attempt, "")
-            self.notes.add(done, attempt, self.now_s)
-
     def drop(self, group: Group, state: GroupState) -> None:
         """Forget the group without a word."""
         self.unwait(group)

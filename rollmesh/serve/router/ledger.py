@@ -284,7 +284,7 @@ class Ledger:
     def _on_delivered(self, route: bytes, message: GroupDelivered, _: Buffer) -> None:
         group = self.book.groups.get(message.group_id)
         if group is None:
-            self.book.hear_of_delivery(message.group_id, message.attempt)
+            self._on_late_delivery(message)
             return
         speaker = self.crew.workers.at(route)
         is_here = speaker is not None and speaker.worker_id == group.worker_id
@@ -292,6 +292,15 @@ class Ledger:
         why = "" if is_here else f"attempt {message.attempt} was delivered"
         self.deals.take_away(group, tell_worker=why)
         self.book.end(group, moved, group.attempt)
+
+    def _on_late_delivery(self, message: GroupDelivered) -> None:
+        """Of a group that has ended: a client that had all it wanted may say goodbye first."""
+        book, group_id = self.book, message.group_id
+        if book.notes.reason(group_id).startswith("client_left"):
+            book.num_in[GroupState.FAILED] -= 1
+            book.num_in[GroupState.DONE] += 1
+            done = GroupMoved(group_id, GroupState.DONE, message.attempt, "")
+            book.notes.add(done, message.attempt, book.now_s)
 
     def _on_returned(self, route: bytes, message: GroupReturned, _: Buffer) -> None:
         worker, group = self._speaker(route), self.book.groups.get(message.group_id)
