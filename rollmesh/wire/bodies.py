@@ -25,8 +25,11 @@ _record_decoder = msgspec.json.Decoder(GroupRecord)
 
 
 def encode_ask(ask: GroupAsk) -> bytes:
-    """The body of an AskGroup; WireError if the task is too large."""
-    body = _ask_encoder.encode(ask)
+    """The body of an AskGroup; WireError if the task is too large, or holds what cannot travel."""
+    try:
+        body = _ask_encoder.encode(ask)
+    except (OverflowError, TypeError, ValueError, RecursionError) as error:
+        raise WireError(f"task {ask.task.id!r} cannot travel: {error}") from None
     if len(body) > MAX_ASK_BYTES:
         said = f"task {ask.task.id!r} has {len(body)} bytes; at most {MAX_ASK_BYTES}"
         raise WireError(f"{said}: let it name a file, and the environment read that")

@@ -119,7 +119,9 @@ def share(clusters: Sequence[Cluster]) -> Estimate | None:
     num = max(num * (Z / _quantile(len(clusters))) ** 2, 1.0)
     middle = (mean + Z**2 / (2 * num)) / (1 + Z**2 / num)
     half = Z * math.sqrt(mean * (1 - mean) / num + (Z / (2 * num)) ** 2) / (1 + Z**2 / num)
-    return Estimate(mean, max(0.0, middle - half), min(1.0, middle + half))
+    # At the ends the interval touches them, which sums of fractions miss by their last digit.
+    low = 0.0 if mean <= 0 else max(0.0, middle - half)
+    return Estimate(mean, low, 1.0 if mean >= 1 else min(1.0, middle + half))
 
 
 def average(clusters: Sequence[Cluster]) -> Estimate | None:

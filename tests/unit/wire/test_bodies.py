@@ -31,3 +31,10 @@ def test_a_task_that_no_router_would_take_is_refused_where_it_is_asked_for() -> 
     task = Task(id="t", data={"text": "x" * MAX_ASK_BYTES})
     with pytest.raises(WireError, match="task 't' has"):
         encode_ask(GroupAsk(task=task, sampling=SamplingPolicy(), seed=0))
+
+
+@pytest.mark.parametrize("value", [2**70, object(), {1: {2j: 3}}])
+def test_a_task_that_cannot_travel_is_named_where_it_is_asked_for(value: object) -> None:
+    task = Task(id="t", data={"n": value})
+    with pytest.raises(WireError, match="task 't' cannot travel"):
+        encode_ask(GroupAsk(task=task, sampling=SamplingPolicy(), seed=0))

@@ -137,3 +137,13 @@ def test_reward_may_be_any_number() -> None:
     assert estimate.mean == 1.0
     assert estimate.low < -3.0
     assert estimate.high > 5.0
+
+
+@pytest.mark.parametrize("num_tasks", range(1, 40))
+def test_interval_of_all_or_none_touches_its_end(num_tasks: int) -> None:
+    every, none = (share([Cluster(3, value)] * num_tasks) for value in (1.0, 0.0))
+    assert every is not None
+    assert none is not None
+    assert (every.high, none.low) == (1.0, 0.0)
+    assert every.low < 1.0
+    assert none.high > 0.0
