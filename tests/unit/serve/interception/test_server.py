@@ -182,7 +182,7 @@ def test_a_lost_connection_leaves_nothing_to_the_garbage_collector(
                 kept.send(GET + sized(b"abc")[:-1])
                 assert (await kept.answer())[0] == 200
                 kept.reset()
-                while any(isinstance(each, (Inbound, RequestParser)) for each in gc.get_objects()):  # noqa: ASYNC110 - nobody tells when the last of it is freed
+                while any(type(each) in (Inbound, RequestParser) for each in gc.get_objects()):  # noqa: ASYNC110 - nobody tells when the last of it is freed
                     await asyncio.sleep(0)
             finally:
                 gc.enable()
