@@ -132,6 +132,10 @@ class OwnershipMachine(RuleBasedStateMachine):
     def compute(self, at: int, size: int) -> None:
         if at < len(self.requests):
             request = self.requests[at]
+            if request.num_output_tokens and request.num_pending <= 1:
+                # A token that was sampled: the scheduler looks at the tree for prompts alone.
+                self.memory.extend(request, request.num_tokens)
+                return
             self.memory.reuse(request)
             if self.memory.extend(request, min(request.num_tokens, request.num_computed + size)):
                 self.memory.share(request)
