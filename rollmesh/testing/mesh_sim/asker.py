@@ -1,0 +1,82 @@
+"""What every client of the simulated mesh is: asks to the router, and a sink for what comes back.
+
+Joins Asks and Sink as `RolloutClient` does; its journal's write is synchronous, as in the process.
+Invariant: a group ends once. Driven by the kernel's messages; client.py and visitor.py say what is
+asked for, and what a result is to them.
+"""
+
+from rollmesh.core.ids import GroupId
+from rollmesh.serve.client.asks import Action, Arrived, AskEnded, Asks, Event
+from rollmesh.serve.client.sink import Action as SinkAction
+from rollmesh.serve.client.sink import Book, Keep, Kept, Sink
+from rollmesh.testing.mesh_sim.endings import Endings
+from rollmesh.testing.mesh_sim.kernel import Kernel, Node
+from rollmesh.testing.mesh_sim.network import Network
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import ROUTER, Received, Send
+
+TICK_S = 0.1
+BEAT_S = 0.2
+
+
+class Asker(Node):
+    """See the module."""
+
+    asks: Asks
+    sink: Sink
+
+    def __init__(self, name: str, kernel: Kernel, network: Network) -> None:
+        super().__init__(name)
+        self.endings = Endings()
+        self._kernel = kernel
+        self._network = network
+        network.attach(self, self._receive)
+
+    def _kept(self, keep: Keep) -> None:
+        """The result is safe and acked."""
+        message = keep.message
+        self.endings.add(message.group_id, "" if message.complete else "incomplete")
+
+    def _booked(self, group_id: GroupId) -> None:
+        """The group ended without a result."""
+
+    def _tell(self, event: Event) -> None:
+        """Step the asks, and do what they say."""
+        self._do_asks(self.asks.step(event, self._kernel.now_s()))
+
+    def _receive(self, source: str, packet: Packet) -> None:
+        event = Received(source.encode(), packet.message, packet.body, packet.router)
+        if source == "router":
+            self._tell(event)
+            return
+        for action in self.sink.step(event, self._kernel.now_s()):
+            self._do_sink(action)
+
+    def _do_asks(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    assert action.route == ROUTER
+                    packet = Packet(action.message, self.asks.router, action.body)
+                    self._network.send(self, "router", packet)
+                case AskEnded():
+                    for booked in self.sink.step(action, self._kernel.now_s()):
+                        self._do_sink(booked)
+
+    def _do_sink(self, action: SinkAction) -> None:
+        match action:
+            case Send():
+                packet = Packet(action.message, "", action.body)
+                self._network.send(self, action.route.decode(), packet)
+            case Keep():
+                if not self._network.strikes("not_kept"):
+                    self._keep(action)
+            case Book(group_id, reason):
+                self.endings.add(group_id, reason)
+                self._booked(group_id)
+
+    def _keep(self, keep: Keep) -> None:
+        for action in self.sink.step(Kept(keep), self._kernel.now_s()):
+            self._do_sink(action)
+        self._tell(Arrived(keep.message.group_id))
+        self._kept(keep)
