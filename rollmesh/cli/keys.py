@@ -25,11 +25,7 @@ def main(argv: list[str]) -> int:
     )
     options = arguments.parse_args(argv)
     settings = {KEYS_VARIABLE: options.file.absolute()}
-    if options.keep and options.file.exists():
-        read_keys({KEYS_VARIABLE: str(options.file)})
-        print(f"kept {options.file}")
-    else:
-        write(options.file)
+    write(options.file, keep=options.keep)
     if options.admin_token_file:
         read_or_make_secret(options.admin_token_file)
         settings[ADMIN_TOKEN_FILE_VARIABLE] = options.admin_token_file.absolute()
@@ -38,10 +34,19 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def write(file: Path) -> None:
-    """New keys; UserError if they cannot stand there."""
+def write(file: Path, *, keep: bool) -> None:
+    """New keys, unless those that are there are kept; UserError if they cannot stand there."""
     try:
         new_keys(file)
+        print(f"wrote {file}")
+    except FileExistsError as error:
+        if not keep:
+            raise _refusal(file, error) from None
+        read_keys({KEYS_VARIABLE: str(file)})
+        print(f"kept {file}")
     except OSError as error:
-        raise UserError(f"{file}: {str(error.strerror).lower()}; choose another name") from None
-    print(f"wrote {file}")
+        raise _refusal(file, error) from None
+
+
+def _refusal(file: Path, error: OSError) -> UserError:
+    return UserError(f"{file}: {str(error.strerror).lower()}; choose another name")

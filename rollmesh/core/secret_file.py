@@ -1,9 +1,12 @@
-"""Secrets that stand in files: one line each, readable by their owner alone.
+"""Secrets that stand in files, most of them one line, readable by their owner alone.
 
-Invariant: a file that others can read is refused, and one that we make is 0600 from its first
-byte. Driven by the gateway's command, and by whoever asks for the admin token of the environment.
+Invariants: a file that others can read is refused; one that we make is 0600 from its first byte,
+and is there whole or not at all, whoever else makes it at that moment or ends while making it.
+Driven by the gateway's command, by wire/keys.py, and by whoever asks for the admin token of the
+environment.
 """
 
+import errno
 import os
 import secrets
 import stat
@@ -45,14 +48,27 @@ def read_secret(path: Path) -> str:
 
 def read_or_make_secret(path: Path) -> str:
     """The secret in `path`, which is made, random and 0600, if there is no such file."""
+    secret = secrets.token_urlsafe(SECRET_BYTES)
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        make_secret_file(path, f"{secret}\n".encode())
     except FileExistsError:
         return read_secret(path)
     except OSError as error:
         why = str(error.strerror).lower()
         raise ConfigError(f"{path}: cannot make it: {why}; name another file") from None
-    secret = secrets.token_urlsafe(SECRET_BYTES)
-    with open(file, "w") as opened:
-        opened.write(secret + "\n")
     return secret
+
+
+def make_secret_file(path: Path, raw: bytes) -> None:
+    """Make `path`; FileExistsError if it is there already, OSError if it cannot be made."""
+    if path.exists():  # also where nothing can be written
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(part, path)  # unlike a rename, it never replaces what is there
+    finally:
+        part.unlink(missing_ok=True)

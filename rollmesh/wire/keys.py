@@ -19,6 +19,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from rollmesh.core.errors import AddressError, ConfigError
+from rollmesh.core.secret_file import make_secret_file
 
 KEYS_VARIABLE = "ROLLMESH_KEYS"
 _LOOPBACK = ("127.", "localhost", "[::1]", "::1")
@@ -66,14 +67,13 @@ def _gate() -> _Gate:
 
 
 def new_keys(path: Path) -> Keys:
-    """Write fresh keys to `path`, readable by its owner only."""
+    """Write fresh keys to `path`, readable by its owner only; FileExistsError if it is there."""
     hub_public, hub_secret = zmq.curve_keypair()
     dialer_public, dialer_secret = zmq.curve_keypair()
     keys = Keys(
         hub_public.decode(), hub_secret.decode(), dialer_public.decode(), dialer_secret.decode()
     )
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(keys))
+    make_secret_file(path, msgspec.json.encode(keys))
     return keys
 
 

@@ -1,7 +1,9 @@
 """A key file is written once, for its owner only."""
 
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -45,3 +47,23 @@ def test_what_is_no_key_file_is_not_kept_silently(
     file.touch(0o600)
     assert main(["keys", "--keep", str(file)]) == 2
     assert "not a key file" in capsys.readouterr().err
+
+
+def test_many_that_start_at_once_share_one_pair_of_keys_and_one_token(tmp_path: Path) -> None:
+    num = 4
+    barrier = Barrier(num)
+
+    def start(folder: Path) -> tuple[int, bytes, bytes]:
+        file, token = folder / "keys.json", folder / "token"
+        barrier.wait(30)
+        code = main(["keys", "--keep", "--admin-token-file", str(token), str(file)])
+        return code, file.read_bytes(), token.read_bytes()
+
+    with ThreadPoolExecutor(num) as pool:
+        for round_ in range(50):
+            folder = tmp_path / str(round_)
+            folder.mkdir()
+            told = list(pool.map(start, [folder] * num))
+            assert {code for code, *_ in told} == {0}
+            assert len(set(told)) == 1
+            assert {each.name for each in folder.iterdir()} == {"keys.json", "token"}

@@ -1,5 +1,7 @@
 """Secrets in files: made for their owner alone, refused where others can read them."""
 
+import resource
+import signal
 import stat
 from pathlib import Path
 
@@ -16,6 +18,21 @@ def test_a_missing_file_is_made_random_and_for_its_owner_alone(tmp_path: Path) -
     assert len(secret) >= 43
     assert read_or_make_secret(one) == read_secret(one) == secret
     assert read_or_make_secret(two) != secret
+
+
+def test_a_file_that_cannot_be_finished_is_not_there_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="cannot make it: file too large"):
+            read_or_make_secret(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert not list(tmp_path.iterdir())
+    assert read_or_make_secret(path) == read_secret(path)
 
 
 @pytest.mark.parametrize(
