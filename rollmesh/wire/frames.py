@@ -23,13 +23,19 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 nesting without end."""
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
+class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What every header holds."""
 
     protocol: int
     router: str
     """From the router: its incarnation. To the router: the incarnation last heard, or ''."""
-    message: msgspec.Raw
+    message: AnyMessage
+
+
+class _Front(msgspec.Struct, frozen=True, array_like=True):
+    """What stays the same at the front of every protocol's header."""
+
+    protocol: int
 
 
 class Packet(msgspec.Struct, frozen=True, gc=False):
@@ -43,13 +49,12 @@ class Packet(msgspec.Struct, frozen=True, gc=False):
 
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(Envelope)
-_messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_fronts = msgspec.msgpack.Decoder(_Front)
 
 
 def encode(packet: Packet) -> list[Buffer]:
     """The packet's frames, without a route."""
-    message = msgspec.Raw(_encoder.encode(packet.message))
-    header = _encoder.encode(Envelope(PROTOCOL, packet.router, message))
+    header = _encoder.encode(Envelope(PROTOCOL, packet.router, packet.message))
     return [header, packet.body, *packet.buffers]
 
 
@@ -59,9 +64,18 @@ def decode(frames: Sequence[Buffer]) -> Packet:
         raise WireError(f"{len(frames)} frames where a header and a body belong")
     try:
         envelope = _envelopes.decode(frames[0])
-        if envelope.protocol != PROTOCOL:
-            raise WireError(f"the peer speaks protocol {envelope.protocol}, we speak {PROTOCOL}")
-        message = _messages.decode(envelope.message)
     except UNREADABLE as error:
-        raise WireError(f"not a header: {error}") from None
-    return Packet(message, envelope.router, frames[1], tuple(frames[2:]))
+        raise WireError(_foreign(frames[0]) or f"not a header: {error}") from None
+    if envelope.protocol != PROTOCOL:
+        raise WireError(_foreign(frames[0]))
+    return Packet(envelope.message, envelope.router, frames[1], tuple(frames[2:]))
+
+
+def _foreign(header: Buffer) -> str:
+    """That a header is of another protocol, whose messages we need not be able to read; or ''."""
+    try:
+        protocol = _fronts.decode(header).protocol
+    except UNREADABLE:
+        return ""
+    same = protocol == PROTOCOL
+    return "" if same else f"the peer speaks protocol {protocol}, we speak {PROTOCOL}"
