@@ -115,7 +115,7 @@ class Calls:
     ) -> T:
         is_over = True
         try:
-            await asyncio.wait((call,), timeout=limit.timeout_s)
+            await _done_within(call, limit.timeout_s)
             is_over = not call.done()
         finally:
             if is_over:
@@ -134,8 +134,18 @@ class Calls:
         call.add_done_callback(self._forget)
         if isinstance(call, asyncio.Task):
             call.cancel()
-            await asyncio.wait((call,), timeout=self._grace_s)
+            await _done_within(call, self._grace_s)
             call.cancel()
+        self._tell_if_left(call, method)
+
+    async def leave(self, call: asyncio.Future[Any], method: Callable[..., object]) -> None:
+        """Wait a moment for a thread that nobody wants any more, and count it if it goes on."""
+        self._left.add(call)
+        call.add_done_callback(self._forget)
+        await asyncio.wait((call,), timeout=self._grace_s)
+        self._tell_if_left(call, method)
+
+    def _tell_if_left(self, call: asyncio.Future[Any], method: Callable[..., object]) -> None:
         if not call.done():
             name = getattr(method, "__qualname__", repr(method))
             log.warning("call.left_behind", method=name, num_left=self.num_left)
@@ -144,6 +154,25 @@ class Calls:
         self._left.discard(call)
         if not call.cancelled():
             call.exception()  # looked at, so that asyncio does not complain of it
+
+
+async def _done_within(call: asyncio.Future[Any], timeout_s: float) -> None:
+    """Until `call` is done or its time is over. asyncio.wait, which is for many, takes twice as
+    long: 12 us where a rollout without calls takes 100."""
+    loop = asyncio.get_running_loop()
+    woken: asyncio.Future[None] = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    timer = loop.call_later(timeout_s, wake)
+    call.add_done_callback(wake)
+    try:
+        await woken
+    finally:
+        timer.cancel()
+        call.remove_done_callback(wake)
 
 
 def _begin_task(
