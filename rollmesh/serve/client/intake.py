@@ -28,7 +28,7 @@ from rollmesh.serve.client.asks import (
     Cancelled,
     Closed,
 )
-from rollmesh.serve.client.book import AnyEntry, Book, GroupBooked, RunBegan
+from rollmesh.serve.client.book import Book, Published, RunBegan, StepTaken
 from rollmesh.serve.client.sink import Action as SinkAction
 from rollmesh.serve.client.sink import Book as BookDrop
 from rollmesh.serve.client.sink import Keep, Kept, Sink
@@ -48,7 +48,7 @@ MAX_RESULTS = 64
 class Note(msgspec.Struct, frozen=True):
     """Command: write `entry`, then fulfil `written`."""
 
-    entry: AnyEntry
+    entry: StepTaken | Published
     written: Future[None]
 
 
@@ -81,6 +81,8 @@ class Intake:
         self._held_asks: deque[Asked] = deque()
         self._fresh: list[RawResult | Dropped] = []
         """What this turn brought; handed over at once, since each hand-over has a price."""
+        self._num_fresh_bytes = 0
+        self._acks: list[tuple[bytes, Packet]] = []
         self._arrivals: deque[RawResult | Dropped] = deque()
         self._num_untaken_bytes = 0
         self._arrived = threading.Condition()
@@ -88,6 +90,8 @@ class Intake:
         self.has_router = threading.Event()
         """Set once a router has answered."""
         self._is_waiting = False
+        self._is_disk_ill = False
+        """The journal did not take something, and nothing since."""
         self._closing = False
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
@@ -175,8 +179,8 @@ class Intake:
             self._turn()
             self._do_asks(self._asks.step(Closed(), time.monotonic()))
         except Exception as error:  # door: the thread's end must reach the program
-            log.exception("intake.failed")
             self._end(error)
+            log.exception("intake.failed")
 
     def _end(self, error: Exception) -> None:
         with self._arrived:
@@ -188,7 +192,7 @@ class Intake:
 
     @property
     def _is_full(self) -> bool:
-        return self._num_untaken_bytes > MAX_UNTAKEN_BYTES
+        return self._num_untaken_bytes + self._num_fresh_bytes > MAX_UNTAKEN_BYTES
 
     def _fail_notes(self, error: Exception) -> None:
         """Nobody carries them out any more; whoever wrote them must not wait."""
@@ -197,7 +201,12 @@ class Intake:
                 command.written.set_exception(error)
 
     def _turn(self) -> None:
-        """Everything that is there to do now."""
+        """Everything that is there to do now.
+
+        The program may go on with what is fresh while the acks go out: it has more to do than they.
+        """
+        while self._commands:
+            self._carry_out(self._commands.popleft())
         now_s = time.monotonic()
         for packet in self._dialer.receive():
             if not self.has_router.is_set():
@@ -207,9 +216,10 @@ class Intake:
         if not self._is_full:
             for route, packet in self._hub.receive(MAX_RESULTS):
                 self._receive_result(route, packet)
+                if self._is_full:
+                    break
             self._hand_over()
-        while self._commands:
-            self._carry_out(self._commands.popleft())
+            self._send_acks()
         while self._held_asks and not self._book.is_full:
             self._say(self._held_asks.popleft())
         self._do_asks(self._asks.step(Ticked(), time.monotonic()))
@@ -259,8 +269,8 @@ class Intake:
         try:
             self._book.take(group_ids)
         except JournalError as error:
-            # A new client on the folder hands them out again, which is better than never.
-            log.error("journal.failed", error=str(error))
+            # Until that is written a new client on the folder hands them out again.
+            self._complain(error)
 
     def _free(self, position: int) -> None:
         with self._arrived:
@@ -268,7 +278,7 @@ class Intake:
         try:
             self._book.free(min([position, *waiting]))
         except JournalError as error:
-            log.error("journal.failed", error=str(error))
+            self._complain(error)
 
     def _receive_result(self, route: bytes, packet: Packet) -> None:
         event = Received(route, packet.message, packet.body, packet.router)
@@ -283,8 +293,11 @@ class Intake:
             result = self._book.keep(keep.message, packet)
         except JournalError as error:
             # Not acked: its worker sends it again.
-            log.error("journal.failed", error=str(error))
+            self._complain(error)
             return
+        if self._is_disk_ill:
+            self._is_disk_ill = False
+            log.warning("journal.writes_again")
         for action in self._sink.step(Kept(keep), time.monotonic()):
             self._do_sink(action)
         self._do_asks(self._asks.step(Arrived(keep.message.group_id), time.monotonic()))
@@ -302,25 +315,38 @@ class Intake:
     def _do_sink(self, action: SinkAction) -> None:
         match action:
             case Send(route, message):
-                self._hub.send(route, Packet(message))
+                self._acks.append((route, Packet(message)))
             case BookDrop(group_id, reason, retry_after_s):
                 try:
-                    self._book.note(GroupBooked(group_id, reason))
+                    self._book.drop(group_id, reason)
                 except JournalError as error:
-                    log.error("journal.failed", error=str(error))
+                    self._complain(error)
                 self._hand_out(Dropped(group_id, reason, retry_after_s=retry_after_s))
             case Keep():
                 raise AssertionError("a result is kept with its packet")
 
+    def _send_acks(self) -> None:
+        for route, ack in self._acks:
+            self._hub.send(route, ack)
+        self._acks.clear()
+
+    def _complain(self, error: JournalError) -> None:
+        """Say what the disk does not take, once until it takes a result again."""
+        if not self._is_disk_ill:
+            self._is_disk_ill = True
+            log.error("journal.failed", error=str(error), fix="make room; nothing is lost")
+
     def _hand_out(self, arrival: RawResult | Dropped) -> None:
         self._fresh.append(arrival)
+        if isinstance(arrival, RawResult):
+            self._num_fresh_bytes += arrival.num_bytes
 
     def _hand_over(self) -> None:
         """Let the program have what is fresh."""
         if not self._fresh:
             return
         fresh, self._fresh = self._fresh, []
-        num_bytes = sum(each.num_bytes for each in fresh if isinstance(each, RawResult))
+        num_bytes, self._num_fresh_bytes = self._num_fresh_bytes, 0
         with self._arrived:
             is_first = not self._arrivals
             self._arrivals.extend(fresh)
