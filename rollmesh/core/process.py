@@ -8,6 +8,7 @@ once. Driven by the main function of each room.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -99,14 +100,21 @@ def die_with_launcher() -> None:
 
 
 def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
-    stop = asyncio.Event()
+    """Set by the first SIGTERM or SIGINT; the second ends the process at once.
 
-    def on_signal() -> None:
-        if stop.is_set():
-            os._exit(1)
-        stop.set()
+    For that the loop need not turn: code that holds it may be what the second is meant to end.
+    """
+    stop = asyncio.Event()
+    is_asked = False
+
+    def on_signal(*_: object) -> None:
+        nonlocal is_asked
+        if is_asked:
+            os._exit(FAILED)
+        is_asked = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: all is done already
+            loop.call_soon_threadsafe(stop.set)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        signal.signal(number, on_signal)
     return stop

@@ -11,6 +11,7 @@ at fault RefusedError. Driven by openenv.py.
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 
 import aiohttp
 import msgspec
@@ -136,14 +137,14 @@ class Door:
     async def _try(self, reset: Mapping[str, Json]) -> tuple[OpenEnvSession, Seen] | None:
         """As `enter`; None where the server is full."""
         session = OpenEnvSession(await self._connect(), self._timeout_s)
-        try:
-            return session, await session.ask("reset", reset)
-        except _FullError:
-            await session.close()
-            return None
-        except BaseException:
-            await session.close()
-            raise
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(session.close)
+            try:
+                seen = await session.ask("reset", reset)
+            except _FullError:
+                return None
+            undo.pop_all()
+        return session, seen
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse:
         if self._client is None:

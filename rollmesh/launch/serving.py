@@ -9,6 +9,7 @@ none is left. The first SIGINT or SIGTERM ends the mesh, and `end` tells it. Dri
 """
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Self
 
 from rollmesh.core.clock import SystemClock
@@ -48,11 +49,10 @@ class ServingMesh:
         setup("launch", self.folder.path, on_console=False)
         self._supervisor = Supervisor(mesh, config.launch, self.folder, SystemClock())
         self.end = asyncio.create_task(self._supervisor.run(), name="supervisor")
-        try:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.__aexit__)
             await self._started()
-        except BaseException:
-            await self.__aexit__()
-            raise
+            undo.pop_all()
         return self
 
     async def _started(self) -> None:

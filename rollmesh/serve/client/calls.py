@@ -23,7 +23,7 @@ import secrets
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Required, Self, TypedDict, Unpack
@@ -165,7 +165,7 @@ class AsyncRolloutClient:
         """Ask for a group that `stream` hands out; waits while too many are open. Overloaded."""
         return await self._ask(task, num_samples, None, options)
 
-    async def stream(self) -> AsyncIterator[Arrival]:
+    async def stream(self) -> AsyncGenerator[Arrival, None]:
         """The groups asked for by `ask`, as they end, until none is open.
 
         What an earlier client on the folder left comes first. Several may stream: each group goes
@@ -196,7 +196,8 @@ class AsyncRolloutClient:
         if deadline_s:
             deadline_s = max(deadline_s - (time.monotonic() - called_s), MOMENT_S)
         is_eval = options.get("is_eval", False)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._room.release)
             if self._fault:
                 raise self._fault
             if self._is_closed:
@@ -212,9 +213,7 @@ class AsyncRolloutClient:
                 deadline_s=deadline_s,
                 patience_s=patience_s,
             )
-        except BaseException:
-            self._room.release()
-            raise
+            undo.pop_all()
         self._calls[group_id] = call
         return group_id
 

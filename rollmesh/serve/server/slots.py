@@ -6,6 +6,7 @@ them. Driven by groups.py.
 """
 
 import asyncio
+from contextlib import ExitStack
 from types import TracebackType
 
 
@@ -24,11 +25,13 @@ class Slots:
 
     async def __aenter__(self) -> None:
         self.num_open += 1
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._close)
             await self._free.acquire()
-        except BaseException:
-            self.num_open -= 1
-            raise
+            undo.pop_all()
+
+    def _close(self) -> None:
+        self.num_open -= 1
 
     async def __aexit__(
         self,

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rollmesh.envs.calls import EscapedError
+from rollmesh.envs.calls import EscapedError, num_left_behind
 from rollmesh.envs.hooks import call_hook
 
 
@@ -61,3 +61,26 @@ async def test_cancellation_waits_for_the_plain_method_that_still_runs() -> None
     with pytest.raises(asyncio.CancelledError):
         await calling
     assert ended
+
+
+async def test_a_plain_method_that_nobody_can_end_is_counted_until_it_ends() -> None:
+    began, may_end = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    num_before = num_left_behind()
+
+    def stuck() -> None:
+        loop.call_soon_threadsafe(began.set)
+        may_end.wait()
+
+    calling = asyncio.create_task(call_hook(stuck))
+    await began.wait()
+    calling.cancel()
+    await asyncio.sleep(0)
+    calling.cancel()  # whoever cancelled it does not wait any longer
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert num_left_behind() == num_before + 1
+    may_end.set()
+    async with asyncio.timeout(10):
+        while num_left_behind() > num_before:
+            await asyncio.sleep(0)
