@@ -12,7 +12,8 @@ parks a generation that nobody reads. Errors become replies in ending.py. Driven
 import asyncio
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -24,12 +25,11 @@ from rollmesh.serve.interception.auth import find_secret
 from rollmesh.serve.interception.dialects.dialect import Asked, Call, Dialect, Stream
 from rollmesh.serve.interception.ending import ExchangeState, guard
 from rollmesh.serve.interception.request import JSON, Request
+from rollmesh.serve.interception.retries import read_retry_mark
 from rollmesh.serve.interception.view import EdgeView, ReplyView
 
 SAMPLING_HEADER = b"x-rollmesh-sampling"
 EVENTS = b"text/event-stream; charset=utf-8"
-SEAL_LOOK_S = 1.0
-"""How often a call whose client takes nothing looks whether its session was sealed."""
 KEEP_ALIVE = b": keep-alive\n\n"
 _TO_THE_END = 1 << 62
 
@@ -96,7 +96,7 @@ class Exchange:
                     session.finish(reply)
                 self.request.answer(200, lines, call.whole(views))
                 self.state = ExchangeState.STREAMING
-            await self._drain(session)
+            await self._drained(session)
             for reply in replies:
                 session.delivered(reply)
             self.state = ExchangeState.DELIVERED
@@ -116,10 +116,9 @@ class Exchange:
         headers = request.headers
         session = self._kit.runtime.find(find_secret(request.path, headers))
         body = await request.read(self._kit.max_body_bytes, self._kit.keepalive_s)
-        key = headers.get(b"idempotency-key")
-        resent = headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
-        salt = hash((self._dialect, key))
-        call = self._dialect.decode(Asked(body, salt, resent or key is not None))
+        mark = read_retry_mark(headers)
+        salt = hash((self._dialect, mark.key))
+        call = self._dialect.decode(Asked(body, salt, mark.is_resent))
         self.state = ExchangeState.MATCHED
         return session, call
 
@@ -171,14 +170,16 @@ class Exchange:
     async def _send(self, session: Session, events: bytes) -> None:
         self.state = ExchangeState.STREAMING
         self.request.send(events)
-        await self._drain(session)
+        await self._drained(session)
 
-    async def _drain(self, session: Session) -> None:
+    def _drained(self, session: Session) -> Awaitable[None]:
         """Until the client takes more; SessionError 410 if the session ends meanwhile."""
-        while self.request.is_clogged:
-            if session.state is SessionState.SEALED:
-                raise SessionError(410, "session_sealed", "the session has ended")
-            await self.request.drain(SEAL_LOOK_S)
+        return self.request.drain(partial(_check_open, session))
+
+
+def _check_open(session: Session) -> None:
+    if session.state is SessionState.SEALED:
+        raise SessionError(410, "session_sealed", "the session has ended")
 
 
 def sampling_of(head: ReplyHead) -> bytes:

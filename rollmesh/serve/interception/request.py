@@ -14,6 +14,7 @@ import email.utils
 import functools
 import http
 import zlib
+from collections.abc import Callable
 from typing import Protocol
 
 from rollmesh.core.errors import SessionError
@@ -22,6 +23,8 @@ from rollmesh.engine.connection import Headers
 JSON = b"application/json"
 SLOWEST_BYTES_PER_S = 500
 """A body that comes slower than this for longer than its sender may be silent stops coming."""
+LOOK_S = 1.0
+"""How often a writer whose client takes nothing looks whether it has still something to say."""
 _LAST_CHUNK = b"0\r\n\r\n"
 _WINDOWS = {b"gzip": zlib.MAX_WBITS | 16, b"x-gzip": zlib.MAX_WBITS | 16, b"deflate": 15}
 _REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
@@ -183,9 +186,11 @@ class Request:
         framed = self._framed(data) if data else self._head()
         self._wire.write(framed + _LAST_CHUNK if self._is_chunked else framed)
 
-    async def drain(self, most_s: float) -> None:
-        """Until the client takes more, or for `most_s`."""
-        await self._wire.drain(most_s)
+    async def drain(self, check: Callable[[], None]) -> None:
+        """Until the client takes more; what `check` raises meanwhile ends the wait."""
+        while self._wire.is_clogged:
+            check()
+            await self._wire.drain(LOOK_S)
 
     def _framed(self, data: bytes) -> bytes:
         framed = b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data

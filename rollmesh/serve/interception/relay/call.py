@@ -144,13 +144,16 @@ class RelayCall:
         """
         while self.is_running and len(self.pieces) <= num_pieces:
             await self._move()
-        if self.failure is not None:
-            raise self.failure.again()
+        self.check()
 
     async def wait_for_head(self) -> None:
         """Until status and headers are known; SessionError if the call was cut."""
         while self.state is CallState.WAITING:
             await self._move()
+        self.check()
+
+    def check(self) -> None:
+        """SessionError if it was cut."""
         if self.failure is not None:
             raise self.failure.again()
 

@@ -24,10 +24,9 @@ from rollmesh.serve.interception.relay.headers import forwarded
 from rollmesh.serve.interception.relay.heard import ROUTES
 from rollmesh.serve.interception.relay.upstreams import Parcel, Upstreams
 from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.retries import read_retry_mark
 
 PASSED = {"POST": ("/messages/count_tokens",), "GET": ("/models",)}
-SEAL_LOOK_S = 1.0
-"""How often a call whose client takes nothing looks whether it was cut."""
 
 
 class RelayKit(msgspec.Struct, frozen=True):
@@ -81,9 +80,8 @@ class _Exchange:
         self.state = ExchangeState.MATCHED
         parcel = self._parcel(secret, body)
         if is_kept:
-            key = headers.get(b"idempotency-key", b"").decode("latin-1")
-            resent = headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
-            call = session.call(route, parcel, key, resent or bool(key))
+            mark = read_retry_mark(headers)
+            call = session.call(route, parcel, mark.key.decode("latin-1"), mark.is_resent)
         else:
             call = session.pass_by(parcel)
         call.join()
@@ -91,7 +89,7 @@ class _Exchange:
             self.state = ExchangeState.ATTACHED
             await call.wait_for_head()
             await (self._stream(call) if call.is_stream else self._send_whole(call))
-            await self._drain(call)
+            await request.drain(call.check)
             call.is_delivered = True
             self.state = ExchangeState.DELIVERED
         finally:
@@ -122,8 +120,7 @@ class _Exchange:
         while call.is_running:
             await call.wait(len(call.pieces))
         body = call.body
-        if call.failure is not None:
-            raise call.failure.again()
+        call.check()
         self.state = ExchangeState.STREAMING
         self.request.answer(call.status, call.lines, body)
 
@@ -138,17 +135,10 @@ class _Exchange:
             if new:
                 self.request.send(new)
                 self.state = ExchangeState.STREAMING
-                await self._drain(call)
+                await self.request.drain(call.check)
             elif not call.is_running:
                 break
         self.request.close()
-
-    async def _drain(self, call: RelayCall) -> None:
-        """Until the client takes more; SessionError if the call is cut meanwhile."""
-        while self.request.is_clogged:
-            if call.failure is not None:
-                raise call.failure.again()
-            await self.request.drain(SEAL_LOOK_S)
 
 
 _KNOWN = ", ".join(

@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.runtime.generation import GenerationState
-from rollmesh.serve.interception import exchange
+from rollmesh.serve.interception import request
 from rollmesh.serve.interception.ending import ExchangeState
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
 
@@ -148,7 +148,7 @@ async def test_a_sealed_session_wakes_its_waiters_with_410(
 async def test_a_sealed_session_wakes_a_call_whose_client_takes_nothing(
     make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch, ask: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(exchange, "SEAL_LOOK_S", 0.01)
+    monkeypatch.setattr(request, "LOOK_S", 0.01)
     desk = await make_desk(max_context_tokens=10**7)
     client = await narrow_client(desk, {**ask, "max_tokens": 10**6})
     await started(desk)

@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.process import listen
-from rollmesh.serve.interception.relay import edge as relay_edge
+from rollmesh.serve.interception import request
 from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, events
 from tests.unit.serve.interception.relay.conftest import PROVIDER_KEY, MakeRelay
 
@@ -234,7 +234,7 @@ async def test_sealing_wakes_who_waits_and_refuses_who_comes(
 async def test_sealing_wakes_a_call_whose_agent_takes_nothing(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_edge, "SEAL_LOOK_S", 0.01)
+    monkeypatch.setattr(request, "LOOK_S", 0.01)
     async with ScriptedProvider(lambda _: events(b"x" * 30_000_000, b"2")) as provider:
         provider.holds = True
         relay = await make_relay(provider)
