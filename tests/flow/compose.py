@@ -62,6 +62,11 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     network_mode: str = ""
     cap_drop: list[str] = []
     restart: str = "no"
+    stop_grace_period: str = "10s"
+
+    def grace_s(self) -> int:
+        """Between SIGTERM and SIGKILL."""
+        return int(self.stop_grace_period[:-1]) * {"s": 1, "m": 60}[self.stop_grace_period[-1]]
 
     def target(self) -> str:
         """The stage of the Dockerfile that makes its image."""

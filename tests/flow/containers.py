@@ -6,6 +6,7 @@ and eth0 are its own address (all of 127/8 is this machine, so ports stay as the
 path that a service does not mount stays as it is, and so does not exist. Driven by test_docker.py.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from tests.flow.dockerfile import Stages
 from tests.house.leaks import MARK_VARIABLE
 
 RETRIES = 3
+QUIET_PORTS = 10000
 INTERVAL_S = 0.5
 """Between two health checks."""
 
@@ -53,7 +55,7 @@ class Containers:
         self._images = images
         # A net of our own, so that runs beside each other do not meet.
         self._net = f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
-        self._host_port = free_port()
+        self._host_port = quiet_port()
 
     def start(self, name: str, patience_s: float) -> Container:
         """Start a service whose dependencies are there, and wait until others may depend on it."""
@@ -189,7 +191,10 @@ class Containers:
         path.write_text(self._local(text, container))
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
+def quiet_port() -> int:
+    """A port of this machine that nobody listens on, below those that the kernel deals out
+    (ip_local_port_range), so that nobody has it by chance before its container binds it."""
+    for port in range(QUIET_PORTS + os.getpid() % 5000, QUIET_PORTS + 10000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")

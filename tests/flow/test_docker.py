@@ -20,6 +20,7 @@ from rollmesh.cli.main import VERBS
 from rollmesh.core.config import load_config
 from rollmesh.core.errors import AddressError
 from rollmesh.envs.guess import GuessEnv
+from rollmesh.serve.server.worker import FAREWELL_S
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.trainer.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.warmstart import texts_of
@@ -173,6 +174,14 @@ def test_a_volume_is_written_by_its_maker_alone(compose: Compose) -> None:
     for name, service in compose.services.items():
         for target in service.mounts():
             assert service.is_read_only(target) or name == makers[target]
+
+
+def test_who_is_stopped_has_the_time_to_end_in_order(compose: Compose) -> None:
+    services = ours(compose)
+    takes_s = SETTINGS.worker.drain_timeout_s + FAREWELL_S
+    assert services["worker"].grace_s() >= 2 * takes_s
+    gpu, plain = (read_compose(name, MODEL).services["trainer"] for name in reversed(FILES))
+    assert gpu.grace_s() > plain.grace_s() >= services["router"].grace_s()
 
 
 def test_ports_are_this_machines_and_serve_what_the_settings_bind(compose: Compose) -> None:
