@@ -26,12 +26,14 @@ def branches_of(graph: TokenGraph, kinds: dict[int, RootKind]) -> dict[int, Bran
     A compacted history keeps tools and system text, so it stays main. A lone call without tools
     beside a main line with tools (titles, probes) is `side`; all others are sub-agents.
     """
+    if len(kinds) == 1:
+        return dict.fromkeys(kinds, "main")
     num_tokens: Counter[int] = Counter()
     num_turns: Counter[int] = Counter()
-    for node, root in zip(graph.nodes, graph.roots(), strict=True):
+    for node in graph.nodes:
         if node.sampled:
-            num_tokens[root] += node.num_tokens
-            num_turns[root] += 1
+            num_tokens[node.root] += node.num_tokens
+            num_turns[node.root] += 1
     tokens_of_kind: Counter[RootKind] = Counter()
     for root, kind in kinds.items():
         tokens_of_kind[kind] += num_tokens[root]

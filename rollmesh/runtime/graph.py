@@ -30,6 +30,8 @@ class Node(msgspec.Struct, gc=False):
     """Where the tokens begin that lead to its end without a gap in the graph's array."""
     above: int
     """The node whose end that run follows."""
+    root: int
+    """The root above it, which for a root is itself."""
     logprob_start: int = 0
     """Where its log-probs begin, if it is sampled."""
     sampled: bool = False
@@ -148,38 +150,30 @@ class TokenGraph:
             index = node.parent
         return [digest for images in reversed(found) for digest in images]
 
-    def roots(self) -> list[int]:
-        """The root above each node, which for a root is itself."""
-        roots: list[int] = []
-        for index, node in enumerate(self.nodes):
-            roots.append(index if node.parent == ROOT else roots[node.parent])
-        return roots
-
     def rows(self, branch_of_root: dict[int, Branch]) -> list[NodeRow]:
         """The table as the wire carries it; each node is in its root's branch."""
-        rows: list[NodeRow] = []
-        for node, root in zip(self.nodes, self.roots(), strict=True):
-            rows.append(
-                NodeRow(
-                    parent=node.parent,
-                    num_tokens=node.num_tokens,
-                    sampled=node.sampled,
-                    policy_versions=node.policy_versions,
-                    branch=branch_of_root[root],
-                    params=node.params,
-                    finish_reason=node.finish_reason,
-                    superseded=node.superseded,
-                    images=node.images,
-                )
+        return [
+            NodeRow(
+                node.parent,
+                node.num_tokens,
+                node.sampled,
+                node.policy_versions,
+                branch_of_root[node.root],
+                node.params,
+                node.finish_reason,
+                node.superseded,
+                node.images,
             )
-        return rows
+            for node in self.nodes
+        ]
 
     def _new_node(self, parent: int, token_ids: Sequence[int]) -> Node:
         start = len(self.token_ids)
-        run_start, above = start, parent
+        run_start, above, root = start, parent, len(self.nodes)
         if parent != ROOT:
             before = self.nodes[parent]
+            root = before.root
             if before.start + before.num_tokens == start:
                 run_start, above = before.run_start, before.above
         depth = self.depth_of(parent) + len(token_ids)
-        return Node(parent, start, len(token_ids), depth, run_start, above)
+        return Node(parent, start, len(token_ids), depth, run_start, above, root)

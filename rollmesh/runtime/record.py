@@ -41,10 +41,10 @@ def record_of(
     held: Holdings, delivered: Collection[Reply], num_calls: int, parse: Callable[[Reply], Answer]
 ) -> SessionRecord:
     """The record of a session with these delivered replies; `parse` reads one of them."""
-    branches, roots = branches_of(held.graph, held.root_kinds), held.graph.roots()
+    branches, nodes = branches_of(held.graph, held.root_kinds), held.graph.nodes
     last = max(
         delivered,
-        key=lambda reply: (branches[roots[reply.node]] == "main", reply.node),
+        key=lambda reply: (branches[nodes[reply.node].root] == "main", reply.node),
         default=None,
     )
     messages: list[bytes] = []

@@ -48,4 +48,4 @@ def test_rows_come_in_order_with_their_roots_branch() -> None:
     assert [row.branch for row in rows] == ["main"] * 5 + ["side"]
     assert rows[1].policy_versions == (VersionRun(3, 2),)
     assert rows[0].params is None
-    assert graph.roots() == [0, 0, 0, 0, 0, other]
+    assert [node.root for node in graph.nodes] == [0, 0, 0, 0, 0, other]
