@@ -11,6 +11,7 @@ the very end is cut off at open, any other damage is a JournalError that names f
 nothing is skipped in silence. Driven by one thread of its owner, such as the client's.
 """
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -40,6 +41,8 @@ class Journal:
         self._segment_bytes = segment_bytes
         self._fsync = fsync
         self._file = -1
+        self._is_torn = False
+        """Behind the last record stands what a failed write has left."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -47,12 +50,12 @@ class Journal:
             raise JournalError(f"{folder}: {error.strerror}") from None
         try:
             self._take_lock()
-            self._starts = sorted(int(path.stem) for path in folder.glob(f"*{_SUFFIX}"))
+            self._starts = sorted(map(_start_of, folder.glob(f"*{_SUFFIX}")))
             self._end = self._starts[0] if self._starts else 0
             if self._starts:
                 self._reopen()
         except BaseException:
-            os.close(self._lock)
+            self.close()
             raise
 
     @property
@@ -79,21 +82,26 @@ class Journal:
         position = self._end
         parts, size = _record(frames)
         try:
+            if self._is_torn:
+                self._cut()
+            self._is_torn = True
             _write(self._file, parts, size)
             if self._fsync:
                 os.fdatasync(self._file)
         except OSError as error:
-            # Leave no half record in front of the next one.
-            os.ftruncate(self._file, position - self._starts[-1])
-            os.lseek(self._file, 0, os.SEEK_END)
+            # Now, for what it takes of a full disk; if that fails too, before the next record.
+            with contextlib.suppress(OSError):
+                self._cut()
             raise JournalError(f"{self._path(self._starts[-1])}: {error.strerror}") from None
+        self._is_torn = False
         self._end = position + size
         return position
 
     def replay(self) -> Iterator[tuple[int, list[bytes]]]:
         """Every record with its position, oldest first; JournalError at damage."""
         for start in list(self._starts):
-            raw = self._path(start).read_bytes()
+            with self._naming(start):
+                raw = self._path(start).read_bytes()
             offset = len(MAGIC)
             while offset < len(raw):
                 frames, size = _parse(raw, offset, self._path(start))
@@ -103,7 +111,9 @@ class Journal:
     def drop_before(self, position: int) -> None:
         """Remove the segments that hold only records before `position`."""
         while self.can_drop_before(position):
-            self._path(self._starts.pop(0)).unlink(missing_ok=True)
+            with self._naming(self._starts[0]):
+                self._path(self._starts[0]).unlink(missing_ok=True)
+            del self._starts[0]
 
     def close(self) -> None:
         """Close the files and give up the lock."""
@@ -115,41 +125,66 @@ class Journal:
     def _path(self, start: int) -> Path:
         return self.folder / f"{start:020d}{_SUFFIX}"
 
+    @contextlib.contextmanager
+    def _naming(self, start: int) -> Iterator[None]:
+        """What the system refuses is a JournalError that names the segment."""
+        try:
+            yield
+        except OSError as error:
+            raise JournalError(f"{self._path(start)}: {error.strerror}") from None
+
+    def _cut(self) -> None:
+        """Cut off what stands behind the last record."""
+        os.ftruncate(self._file, self._end - self._starts[-1])
+        os.lseek(self._file, 0, os.SEEK_END)
+        self._is_torn = False
+
     def _take_lock(self) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise JournalError(f"{self.folder}: another process writes this journal") from None
+        except OSError as error:
+            raise JournalError(f"{self.folder}: cannot be locked: {error.strerror}") from None
 
     def _reopen(self) -> None:
         """Check the last segment, cut off its torn end and go on writing there."""
         start = self._starts[-1]
         path = self._path(start)
-        raw = path.read_bytes()
-        whole = _whole_bytes(raw, path)
-        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if whole < len(MAGIC):
-            os.ftruncate(self._file, 0)
-            _write(self._file, [MAGIC], len(MAGIC))
-            whole = len(MAGIC)
-        os.ftruncate(self._file, whole)
-        os.lseek(self._file, 0, os.SEEK_END)
-        self._end = start + whole
+        with self._naming(start):
+            raw = path.read_bytes()
+            whole = _whole_bytes(raw, path)
+            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if whole < len(MAGIC):
+                os.ftruncate(self._file, 0)
+                _write(self._file, [MAGIC], len(MAGIC))
+                whole = len(MAGIC)
+            self._end = start + whole
+            self._cut()
 
     def _begin_segment(self) -> None:
-        path = self._path(self._end)
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            _write(file, [MAGIC], len(MAGIC))
-        except OSError as error:
-            raise JournalError(f"{path}: {error.strerror}") from None
+        with self._naming(self._end):
+            # It may be there, without its magic: when it was begun before, the disk was full.
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            file = os.open(self._path(self._end), flags, 0o600)
+            try:
+                _write(file, [MAGIC], len(MAGIC))
+                if self._fsync:
+                    _sync_folder(self.folder)
+            except OSError:
+                os.close(file)
+                raise
         if self._file >= 0:
             os.close(self._file)
         self._file = file
         self._starts.append(self._end)
         self._end += len(MAGIC)
-        if self._fsync:
-            _sync_folder(self.folder)
+
+
+def _start_of(path: Path) -> int:
+    if not path.stem.isdecimal():
+        raise JournalError(f"{path}: is no segment of a journal; take it away")
+    return int(path.stem)
 
 
 def _record(frames: Sequence[Buffer]) -> tuple[list[Buffer], int]:

@@ -3,8 +3,10 @@
 Owns the set-up of structlog and of the standard library's logging, so that what aiohttp says has
 the same shape as what we say. An event is named `noun.verbed` and carries ids as keys, as in
 `log.info("group.assigned", group_id=..., worker_id=...)`. Invariants: no secret reaches a line,
-whoever logged it; a log file is bounded; nothing is written before `setup`, which every process
-calls once. Driven by the main function of each process; modules only call `get_logger`.
+whoever logged it; a log file is bounded; a full disk or a closed terminal costs a line and raises
+nothing; `setup` is for our own processes, and in a program of somebody else's, who uses the client,
+events go to the standard library's logging, as any library's do. Driven by the main function of
+each process, which calls `setup` once; modules only call `get_logger`.
 """
 
 import json
@@ -13,7 +15,7 @@ import logging.handlers
 import re
 import sys
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,7 +83,12 @@ def setup(role: str, folder: Path | None, on_console: bool | None = None) -> Non
         root.removeHandler(handler)
         handler.close()
     if folder:
-        root.addHandler(_file_handler(folder / "logs" / f"{role}.log", shared))
+        path = folder / "logs" / f"{role}.log"
+        try:
+            root.addHandler(_file_handler(path, shared))
+        except OSError as error:
+            _say_lost(path, error)
+            on_console = True
     if on_console is None:
         on_console = folder is None or sys.stderr.isatty()
     if on_console:
@@ -115,11 +122,52 @@ class _Hiding(structlog.stdlib.ProcessorFormatter):
         return _SECRET_TEXT.sub(rf"\1{_HIDDEN}", super().format(record))
 
 
+class _LogFile(logging.handlers.RotatingFileHandler):
+    """One that a full disk costs events, and stderr one line."""
+
+    has_complained = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called where an event could not be written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.has_complained:
+            self.has_complained = True
+            _say_lost(Path(self.baseFilename), error)
+
+
+def _say_lost(path: Path, error: OSError) -> None:
+    with suppress(OSError):
+        sys.stderr.write(
+            f"rollmesh: {path}: {error.strerror}; events are lost until it is mended\n"
+        )
+
+
+def _as_text(_logger: Any, _method: str, event: Event) -> str:
+    """`noun.verbed key=value ...`, for a log that is not ours."""
+    name, traceback = event.pop("event"), event.pop("exception", None)
+    line = " ".join([str(name), *(f"{key}={value}" for key, value in event.items())])
+    return _SECRET_TEXT.sub(rf"\1{_HIDDEN}", f"{line}\n{traceback}" if traceback else line)
+
+
+def _speak_as_a_library() -> None:
+    """What structlog would do by itself is print to stdout, and raise where nobody reads that."""
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[_hide_keys, structlog.processors.format_exc_info, _as_text],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+            logger_factory=structlog.stdlib.LoggerFactory(),
+            cache_logger_on_first_use=False,
+        )
+
+
+_speak_as_a_library()
+
+
 def _file_handler(path: Path, shared: list[Any]) -> logging.Handler:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.handlers.RotatingFileHandler(
-        path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8"
-    )
+    handler = _LogFile(path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8")
     handler.name = f"{_HANDLER}file"
     handler.setFormatter(
         _Hiding(

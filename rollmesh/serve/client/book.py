@@ -7,10 +7,12 @@
     GroupsTaken   results that nobody needs again
     StepTaken     the groups of a train step, before it is taken
     Published     a policy version, before it is published
-    EndedSoFar    all ended groups as intervals, before older segments are dropped
+    EndedSoFar    all ended groups as intervals, before older segments are dropped, and after a
+                  full disk
 
 Invariants: an act follows its entry; replaying the entries gives which groups are asked for and
-open, which have ended, and which results nobody has taken. Driven by the intake's thread.
+open, which have ended, and which results nobody has taken; what a full disk did not take is owed,
+and written before anything else. Driven by the intake's thread.
 """
 
 import time
@@ -111,6 +113,10 @@ class Book:
         self._untaken: dict[GroupId, RawResult] = {}
         self._needed: dict[GroupId, int] = {}
         """Where the asks and results stand that are still needed."""
+        self._owes_ends = False
+        """The disk did not take some end: all of them are written before anything else."""
+        self._owed_taken: list[GroupId] = []
+        """Taken, and not written yet."""
         try:
             for position, frames in self._journal.replay():
                 self._replay(position, frames)
@@ -171,18 +177,38 @@ class Book:
             position=position,
         )
 
-    def note(self, entry: AnyEntry) -> None:
+    def note(self, entry: StepTaken | Published) -> None:
         """Write one entry; JournalError if the disk does not take it."""
         self._write(entry)
-        if isinstance(entry, GroupBooked):
-            self._needed.pop(entry.group_id, None)
+
+    def drop(self, group_id: GroupId, reason: str) -> None:
+        """A group in `ended` has no result; JournalError if the disk takes that only later."""
+        self._needed.pop(group_id, None)
+        try:
+            self._write(GroupBooked(group_id, reason))
+        except JournalError:
+            self._owes_ends = True
+            raise
 
     def take(self, group_ids: tuple[GroupId, ...]) -> None:
-        """Nobody needs these results again, nor the segments that hold nothing else."""
-        self._write(GroupsTaken(group_ids))
+        """Nobody needs these results again, nor the segments that hold nothing else.
+
+        JournalError if the disk takes that only later.
+        """
         for group_id in group_ids:
             self._needed.pop(group_id, None)
-        self._drop_before(min(self._needed.values(), default=self._journal.end))
+        self._owed_taken += group_ids
+        position = min(self._needed.values(), default=self._journal.end)
+        try:
+            self._settle()
+        except JournalError:
+            if not self._journal.can_drop_before(position):
+                raise
+            # The disk may be full of these: what nobody needs makes room for saying so.
+            self._owes_ends = True
+            self._journal.drop_before(position)
+            self._settle()
+        self._drop_before(position)
 
     def free(self, position: int) -> None:
         """Drop the results before `position`, but for which groups have ended."""
@@ -198,13 +224,29 @@ class Book:
         self._journal.close()
 
     def _drop_before(self, position: int) -> None:
-        if not self._journal.can_drop_before(position):
-            return
-        self._write(EndedSoFar({run: each.intervals() for run, each in self.ended.items()}))
-        self._write(self.began)
-        self._journal.drop_before(position)
+        if self._journal.can_drop_before(position):
+            self._write_ends()
+            self._journal.drop_before(position)
 
     def _write(self, entry: AnyEntry, *frames: Buffer) -> int:
+        self._settle()
+        return self._append(entry, *frames)
+
+    def _settle(self) -> None:
+        """Write what the disk did not take when it happened."""
+        if self._owes_ends:
+            self._write_ends()
+        if self._owed_taken:
+            self._append(GroupsTaken(tuple(self._owed_taken)))
+            self._owed_taken.clear()
+
+    def _write_ends(self) -> None:
+        """All that must be known of what stands before this."""
+        self._append(EndedSoFar({run: each.intervals() for run, each in self.ended.items()}))
+        self._append(self.began)
+        self._owes_ends = False
+
+    def _append(self, entry: AnyEntry, *frames: Buffer) -> int:
         return self._journal.append([_encoder.encode(entry), *frames])
 
     def _replay(self, position: int, frames: list[bytes]) -> None:
@@ -243,6 +285,7 @@ class Book:
             case EndedSoFar(runs):
                 for run_id, intervals in runs.items():
                     self.ended[run_id] = IntervalSet(intervals)
+                self._forget([each for each in self._open if self._has_ended(each)])
             case _:
                 pass
 
@@ -252,6 +295,7 @@ class Book:
 
     def _forget(self, group_ids: Sequence[GroupId]) -> None:
         for group_id in group_ids:
+            self._open.pop(group_id, None)
             self._untaken.pop(group_id, None)
             self._needed.pop(group_id, None)
 

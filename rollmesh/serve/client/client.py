@@ -32,7 +32,7 @@ from rollmesh.core.logs import readable
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, RawResult, open_result
 from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S, Asked, AsksSettings, Cancelled
-from rollmesh.serve.client.book import AnyEntry, Book, Published, StepTaken
+from rollmesh.serve.client.book import Book, Published, StepTaken
 from rollmesh.serve.client.intake import Free, Intake, Note, Taken
 from rollmesh.wire.bodies import decode_ask, encode_ask
 from rollmesh.wire.keys import Keys, check_told
@@ -200,7 +200,7 @@ class RolloutClient:
         """After a checkpoint: no result before `position` is needed any more."""
         self._intake.command(Free(position))
 
-    def _note(self, entry: AnyEntry) -> None:
+    def _note(self, entry: StepTaken | Published) -> None:
         written: Future[None] = Future()
         self._intake.command(Note(entry, written))
         written.result(NOTE_TIMEOUT_S)

@@ -213,13 +213,11 @@ class Intake:
                 self.has_router.set()
             event = Received(ROUTER, packet.message, packet.body, packet.router)
             self._do_asks(self._asks.step(event, now_s))
-        if not self._is_full:
-            for route, packet in self._hub.receive(MAX_RESULTS):
-                self._receive_result(route, packet)
-                if self._is_full:
-                    break
-            self._hand_over()
-            self._send_acks()
+        results = self._hub.receive(MAX_RESULTS)
+        while not self._is_full and (result := next(results, None)):
+            self._receive_result(*result)
+        self._hand_over()
+        self._send_acks()
         while self._held_asks and not self._book.is_full:
             self._say(self._held_asks.popleft())
         self._do_asks(self._asks.step(Ticked(), time.monotonic()))

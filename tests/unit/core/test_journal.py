@@ -1,7 +1,7 @@
 """The journal: records are whole or absent, and damage is never skipped in silence."""
 
+import errno
 import os
-import resource
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rollmesh.core.errors import JournalError
 from rollmesh.core.journal import MAGIC, Journal
+from tests.disks import full_disk
 
 BIG = 2**20
 
@@ -174,13 +175,81 @@ def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 def test_record_that_the_disk_does_not_take_leaves_nothing_behind(tmp_path: Path) -> None:
     journal = Journal(tmp_path, BIG)
     journal.append([b"one"])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
-    try:
-        with pytest.raises(JournalError):
-            journal.append([bytes(1000)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(200), pytest.raises(JournalError):
+        journal.append([bytes(1000)])
     journal.append([b"two"])
     journal.close()
     assert read(tmp_path) == [[b"one"], [b"two"]]
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_segment_that_the_disk_did_not_take_begins_when_there_is_room(
+    tmp_path: Path, size: int
+) -> None:
+    journal = Journal(tmp_path, 30)
+    first = journal.append([b"one" * 20])
+    before = num_descriptors()
+    with full_disk(size):
+        for _ in range(3):
+            with pytest.raises(JournalError, match="File too large"):
+                journal.append([b"two"])
+    assert num_descriptors() == before
+    second = journal.append([b"two"])
+    assert list(journal.replay()) == [(first, [b"one" * 20]), (second, [b"two"])]
+    journal.close()
+    assert read(tmp_path) == [[b"one" * 20], [b"two"]]
+
+
+def test_half_a_record_that_could_not_be_cut_off_at_once_is_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(file: int, length: int) -> None:
+        raise OSError(errno.EIO, "the disk is ill", file, length)
+
+    journal = Journal(tmp_path, BIG)
+    journal.append([b"one"])
+    with monkeypatch.context() as patch, full_disk(200):
+        patch.setattr(os, "ftruncate", fails)
+        for _ in range(2):
+            with pytest.raises(JournalError, match=r"\.journal: "):
+                journal.append([bytes(1000)])
+    journal.append([b"two"])
+    journal.close()
+    assert read(tmp_path) == [[b"one"], [b"two"]]
+
+
+def test_segment_that_cannot_be_read_is_an_error_and_gives_the_journal_back(tmp_path: Path) -> None:
+    segment = tmp_path / f"{0:020d}.journal"
+    segment.mkdir()
+    before = num_descriptors()
+    with pytest.raises(JournalError, match=r"journal: Is a directory"):
+        Journal(tmp_path, BIG)
+    assert num_descriptors() == before
+    segment.rmdir()
+    Journal(tmp_path, BIG).close()
+
+
+def test_segment_that_cannot_be_dropped_is_an_error_and_stays(tmp_path: Path) -> None:
+    positions = fill(tmp_path, [bytes(60)], [bytes(60)], segment_bytes=50)
+    journal = Journal(tmp_path, 50)
+    oldest = min(tmp_path.glob("*.journal"))
+    content = oldest.read_bytes()
+    oldest.unlink()
+    oldest.mkdir()
+    with pytest.raises(JournalError, match=r"journal: "):
+        journal.drop_before(positions[1])
+    oldest.rmdir()
+    oldest.write_bytes(content)
+    assert [position for position, _ in journal.replay()] == positions
+    journal.close()
+
+
+def test_file_that_is_none_of_its_own_is_named(tmp_path: Path) -> None:
+    fill(tmp_path, [b"one"])
+    (tmp_path / "copy.journal").write_bytes(b"")
+    with pytest.raises(JournalError, match=r"copy\.journal: .*take it away"):
+        Journal(tmp_path, BIG)

@@ -14,6 +14,7 @@ import structlog
 
 from rollmesh.core import logs
 from rollmesh.core.ids import GroupId
+from tests.disks import full_disk
 
 SECRET = "qJ8s0yqH1cG0yF0xg0x2mZb3Y4kQ7nT5vW6uR1eS9dA"
 log = logs.get_logger()
@@ -152,3 +153,62 @@ def test_a_log_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_logging_never_loads_rich() -> None:
     code = "import rollmesh.core.logs, sys; assert 'rich' not in sys.modules; import rich"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+PROGRAM = """
+import sys
+from rollmesh.core.logs import get_logger
+log = get_logger()
+log.info("client.began")
+log.error("journal.failed", error="no space left", api_key="sk-1234")
+try:
+    raise ValueError("x-api-key: 0123456789abcdefghij")
+except ValueError:
+    log.exception("intake.failed")
+"""
+
+
+def test_a_program_of_others_reads_us_where_it_reads_all_libraries() -> None:
+    """Nothing on its stdout, and nothing raised where that is full."""
+    with open("/dev/full", "wb") as full:
+        argv = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, check=True)
+    first, *traceback = done.stderr.decode().splitlines()
+    assert first == "journal.failed error=no space left api_key=[hidden]"
+    assert traceback[0] == "intake.failed"
+    assert traceback[-1] == "ValueError: x-api-key: [hidden]"
+
+
+def test_a_program_of_others_may_have_set_up_structlog_itself() -> None:
+    code = f"""
+import structlog
+structlog.configure(processors=[structlog.processors.JSONRenderer()])
+{PROGRAM}"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert done.stdout.startswith(b'{"event": "client.began"}')
+
+
+def test_a_full_disk_costs_events_and_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.setup("router", tmp_path, on_console=False)
+    log.info("router.started")
+    with full_disk(100):
+        for _ in range(3):
+            log.info("router.turned", why="x" * 200)
+    log.info("router.stopped")
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"{tmp_path}/logs/router.log: File too large" in said
+    assert [each["event"] for each in lines(tmp_path, "router")][-1] == "router.stopped"
+
+
+def test_a_log_that_cannot_be_opened_is_one_line_and_stderr_has_the_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").write_text("not a folder")
+    logs.setup("router", tmp_path)
+    log.info("router.started")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"rollmesh: {tmp_path}/logs/router.log: ")
+    assert "router.started" in second

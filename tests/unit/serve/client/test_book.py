@@ -11,9 +11,10 @@ from rollmesh.core.errors import JournalError
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.core.journal import Journal
 from rollmesh.serve.client.asks import Asked
-from rollmesh.serve.client.book import Book, GroupBooked, Published, RunBegan, StepTaken
+from rollmesh.serve.client.book import Book, Published, RunBegan, StepTaken
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import GroupFinished
+from tests.disks import full_disk, small_disk
 
 CONFIG = JournalConfig(segment_bytes=200, max_bytes=10_000)
 
@@ -29,11 +30,11 @@ def keep(book: Book, seq: int, complete: bool = True) -> int:
 
 def test_results_that_no_step_took_are_restored_once(tmp_path: Path) -> None:
     book = Book(tmp_path, CONFIG)
-    book.note(RunBegan("r1"))
+    book.begin(RunBegan("r1"))
     for seq in range(4):
         keep(book, seq)
     book.note(StepTaken(0, (group(0), group(2))))
-    book.note(GroupBooked(group(3), "stale"))
+    book.drop(group(3), "stale")
     book.note(Published(1, 1))
     book.close()
     again = Book(tmp_path, CONFIG)
@@ -57,7 +58,7 @@ def test_incomplete_result_leaves_a_line_and_is_not_restored(tmp_path: Path) -> 
 
 def test_freed_segments_leave_what_has_ended(tmp_path: Path) -> None:
     book = Book(tmp_path, CONFIG)
-    book.note(RunBegan("r1"))
+    book.begin(RunBegan("r1"))
     positions = [keep(book, seq) for seq in range(20)]
     book.ended["r1"] = IntervalSet([(0, 20)])
     before = book.size_bytes
@@ -89,7 +90,7 @@ def test_open_asks_outlive_the_process_and_ended_ones_do_not(tmp_path: Path) -> 
         book.ask(asked(seq))
     keep(book, 0)
     keep(book, 1, complete=False)
-    book.note(GroupBooked(group(2), "deadline: over"))
+    book.drop(group(2), "deadline: over")
     book.close()
     again = Book(tmp_path, CONFIG)
     [reopened] = again.reopened()
@@ -181,7 +182,7 @@ class Model:
             keep(book, seq)
             self.untaken.add(seq)
         else:
-            book.note(GroupBooked(group(seq), "deadline: over"))
+            book.drop(group(seq), "deadline: over")
         book.ended["r1"].add(seq)
         self.ended.add(seq)
         self.open.discard(seq)
@@ -214,6 +215,76 @@ def test_whatever_happened_a_reopened_book_knows_what_is_needed(tmp_path: Path, 
                 assert all((seq in book.ended["r1"]) == (seq in model.ended) for seq in range(150))
                 assert book.began == RunBegan("r1", "c1", "tcp://sink")
     book.close()
+
+
+def test_what_a_full_disk_does_not_take_is_written_before_anything_else(tmp_path: Path) -> None:
+    book = Book(tmp_path, CONFIG)
+    book.begin(RunBegan("r1", "c1", "tcp://sink"))
+    book.ask(asked(0))
+    book.ask(asked(1))
+    for seq in (2, 3):
+        keep(book, seq)
+        book.ended["r1"].add(seq)
+    with full_disk(0):
+        book.ended["r1"].add(0)
+        with pytest.raises(JournalError, match="File too large"):
+            book.drop(group(0), "deadline: over")
+        with pytest.raises(JournalError, match="File too large"):
+            book.take((group(2),))
+    keep(book, 4)
+    book.close()
+    again = Book(tmp_path, CONFIG)
+    assert [each.group_id for each in again.reopened()] == [group(1)]
+    assert [each.group_id for each in again.restored()] == [group(3), group(4)]
+    assert again.ended["r1"].intervals() == [(0, 1), (2, 5)]
+    assert again.began == RunBegan("r1", "c1", "tcp://sink")
+    again.close()
+
+
+def test_results_that_were_taken_while_the_disk_was_full_free_their_segments(
+    tmp_path: Path,
+) -> None:
+    book = Book(tmp_path, CONFIG)
+    book.begin(RunBegan("r1"))
+    for seq in range(60):
+        keep(book, seq)
+        book.ended["r1"].add(seq)
+    for seq in range(60):
+        with full_disk(0 if seq < 30 else 2**20):
+            try:
+                book.take((group(seq),))
+            except JournalError:
+                assert seq < 30
+    assert book.size_bytes < 5 * CONFIG.segment_bytes
+    book.close()
+    again = Book(tmp_path, CONFIG)
+    assert again.restored() == []
+    assert again.ended["r1"].intervals() == [(0, 60)]
+    again.close()
+
+
+def test_disk_full_of_results_is_emptied_by_taking_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = Book(tmp_path, CONFIG)
+    book.begin(RunBegan("r1", "c1", "tcp://sink"))
+    with small_disk(monkeypatch, tmp_path / "journal", 3000):
+        kept: list[int] = []
+        for seq in range(500):
+            try:
+                keep(book, seq)
+            except JournalError:
+                book.take(tuple(group(each) for each in kept))
+                kept.clear()
+                keep(book, seq)
+            kept.append(seq)
+            book.ended["r1"].add(seq)
+    book.close()
+    again = Book(tmp_path, CONFIG)
+    assert [each.group_id.seq for each in again.restored()] == kept
+    assert again.ended["r1"].intervals() == [(0, 500)]
+    assert again.began == RunBegan("r1", "c1", "tcp://sink")
+    again.close()
 
 
 def test_book_over_its_budget_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""Disks that are full, for tests of what is written to them."""
+
+import errno
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file of this process may grow past `size` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextmanager
+def small_disk(monkeypatch: pytest.MonkeyPatch, folder: Path, size: int) -> Iterator[None]:
+    """The files in `folder` may hold `size` bytes together, as far as `os.writev` writes them."""
+    writev = os.writev
+
+    def takes_what_fits(file: int, parts: Sequence[bytes]) -> int:
+        room = size - sum(path.stat().st_size for path in folder.iterdir())
+        if room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return writev(file, [b"".join(parts)[:room]])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", takes_what_fits)
+        yield
