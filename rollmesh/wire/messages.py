@@ -119,6 +119,8 @@ class AskGroup(Message, frozen=True, tag="ask_group"):
     """Higher runs first."""
     deadline_s: float = 0.0
     """Seconds it may still take until its end at the sink, counted when said; 0 is no limit."""
+    excused: int = 0
+    """Of `attempts`, as GroupMoved says them."""
 
 
 class CancelGroup(Message, frozen=True, tag="cancel_group"):
@@ -137,6 +139,10 @@ class GroupMoved(Message, frozen=True, tag="group_moved"):
     state: GroupState
     attempt: int
     worker_id: str
+    excused: int = 0
+    """Attempts that do not count: handed back, or cut short by a worker that left in peace."""
+    reason: str = ""
+    """Why a queued group has waited for long, and may wait for ever."""
 
 
 class GroupFailed(Message, frozen=True, tag="group_failed"):
@@ -152,9 +158,6 @@ class AskRefused(Message, frozen=True, tag="ask_refused"):
     group_id: GroupId
     reason: str
     retry_after_s: float
-
-
-# router -> worker
 
 
 class RunGroup(Message, frozen=True, tag="run_group"):
@@ -181,9 +184,6 @@ class DrainWorker(Message, frozen=True, tag="drain_worker"):
     reason: str
 
 
-# worker -> router
-
-
 class WorkerHello(Message, frozen=True, tag="worker_hello"):
     worker_id: str
     env: str
@@ -192,7 +192,7 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     host: str
     holds: tuple[HeldGroup, ...] = ()
     started_s: float = 0.0
-    """Unix time; tells a process from an earlier one of its name and pid."""
+    """Unix time; tells a process from an earlier one of its name and pid; 0 is unknown."""
 
 
 class WorkerBeat(Message, frozen=True, tag="worker_beat"):
@@ -217,12 +217,13 @@ class WorkerBeat(Message, frozen=True, tag="worker_beat"):
     """Rollouts since the start that ended in infra_error or agent_error."""
     last_error: str = ""
     started_s: float = 0.0
-    """As in WorkerHello; 0 is unknown."""
 
 
 class WorkerLeft(Message, frozen=True, tag="worker_left"):
     worker_id: str
     reason: str
+    pid: int = 0
+    started_s: float = 0.0
 
 
 class GroupStarted(Message, frozen=True, tag="group_started"):
@@ -257,15 +258,14 @@ class EnvFailed(Message, frozen=True, tag="env_failed"):
     worker_id: str
     env: str
     error: str
+    pid: int = 0
+    started_s: float = 0.0
 
 
 class EngineFaulted(Message, frozen=True, tag="engine_faulted"):
     url: str
     incarnation: str
     detail: str
-
-
-# worker -> sink and back
 
 
 class GroupFinished(Message, frozen=True, tag="group_finished"):
@@ -338,6 +338,7 @@ class WorkerExited(Message, frozen=True, tag="worker_exited"):
     pid: int
     cause: str
     """`killed by signal 9`, `exit code 1`, `out of memory`."""
+    started_s: float = 0.0
 
 
 class AskDrain(Message, frozen=True, tag="ask_drain"):

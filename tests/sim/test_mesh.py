@@ -47,6 +47,7 @@ FAULTS = {
     "stall",
     "recycle",
     "drain",
+    "stop",
     "env_failed",
     "refused",
     "nonsense",

@@ -109,6 +109,8 @@ class _Ask(msgspec.Struct):
     asked: Asked
     attempts: int
     ends_s: float
+    excused: int = 0
+    """Of `attempts`, those that do not count."""
     say_again_s: float = 0.0
     refused_since_s: float = math.inf
     num_refusals: int = 0
@@ -222,6 +224,7 @@ class Asks:
         if ask is None:
             return []
         ask.attempts = max(ask.attempts, moved.attempt)
+        ask.excused = max(ask.excused, moved.excused)
         ask.refused_since_s, ask.num_refusals = math.inf, 0
         if moved.state is GroupState.CANCELLED:
             return self._end(moved.group_id, "cancelled: by the router")
@@ -316,6 +319,7 @@ class Asks:
             attempts=ask.attempts,
             priority=asked.priority,
             deadline_s=max(ask.ends_s - now_s, MOMENT_S) if ask.ends_s < math.inf else 0.0,
+            excused=ask.excused,
         )
         return Send(ROUTER, message, asked.body)
 

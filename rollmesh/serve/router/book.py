@@ -11,10 +11,16 @@ from collections import Counter
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.router.deadlines import Deadlines
 from rollmesh.serve.router.groups import TRANSITIONS, Client, FairQueue, Group
-from rollmesh.serve.router.notes import Notes
+from rollmesh.serve.router.notes import FOR_GOOD, Notes
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import AnyMessage, GroupFailed, GroupMoved, GroupState
+
+
+def moved(group: Group) -> GroupMoved:
+    """How `group` stands."""
+    group_id, attempt = group.group_id, group.attempt
+    return GroupMoved(group_id, group.state, attempt, group.worker_id, group.excused)
 
 
 class Book:
@@ -52,8 +58,7 @@ class Book:
     def tell_client(self, group: Group, answer: GroupMoved | GroupFailed | None = None) -> None:
         """Say `answer`, or how `group` stands, to whoever asked for it."""
         if client := self.clients.get(group.client_id):
-            now = GroupMoved(group.group_id, group.state, group.attempt, group.worker_id)
-            self.send(client.route, answer or now)
+            self.send(client.route, answer or moved(group))
 
     def hear_client(self, client_id: str, route: bytes) -> bool:
         """The client lives, at `route`; True if it was not known."""
@@ -116,8 +121,13 @@ class Book:
         if apart or self.queue.remove(group):
             self.num_waiting_bytes -= len(group.body)
 
-    def end(self, group: Group, answer: GroupMoved | GroupFailed, num_attempts: int) -> None:
-        """The group, which no worker has any more, ends as `answer` says."""
+    def end(
+        self, group: Group, answer: GroupMoved | GroupFailed, num_attempts: int = FOR_GOOD
+    ) -> None:
+        """The group, which no worker has any more, ends as `answer` says.
+
+        An ask that knows of `num_attempts` may ask for one more.
+        """
         assert not group.worker_id
         self.notes.add(answer, num_attempts, self.now_s)
         self.tell_client(group, answer)

@@ -122,6 +122,12 @@ class Crew:
             self._leave(group, f"{worker.worker_id} {why}")
         self.workers.remove(worker)
 
+    def see_off(self, worker: Worker, why: str) -> None:
+        """`worker` has left in peace: what it cut short runs elsewhere, and does not count."""
+        for group in [each for each in worker.groups.values() if each.client_id]:
+            self._deals.cut_short(group, f"{worker.worker_id} left: {why}")
+        self.dismiss(worker, "left")
+
     def drain(self, worker: Worker, reason: str) -> None:
         """`worker` finishes what it runs, gets nothing more, and leaves."""
         worker.drain_reason = reason or "it was asked to"

@@ -1,10 +1,11 @@
 """The deals: which group is with which worker, from the assignment to the end of the attempt.
 
 Invariants: a group is with at most one worker, whole; nothing is given to a worker that is not
-live; no attempt begins beyond `max_attempts`; an attempt of a lost worker is taken back, and if
-that worker speaks again before another began, it keeps the group. RunGroup means "see that this
-attempt runs": it is said again until the worker confirms, and now and then while the group runs,
-but not to a worker that cannot hear it. Driven by ledger.py and by crew.py.
+live; no more attempts begin than `max_attempts` and those that are excused, for nothing in them
+killed or failed; an attempt of a lost worker is taken back, and if that worker speaks again before
+another began, it keeps the group. RunGroup means "see that this attempt runs": it is said again
+until the worker confirms, and now and then while the group runs, but not to a worker that cannot
+hear it. Driven by ledger.py and by crew.py.
 """
 
 from rollmesh.serve.router import suspects
@@ -22,6 +23,8 @@ GIVE_UP_BEATS = 20
 """A live worker that does not start a group in this time loses it."""
 CONFIRM_BEATS = 20
 """RunGroup is repeated this often while a group runs, in case its GroupDelivered was lost."""
+MAX_CUTS = 16
+"""More of a group's cuts are not excused: a task may have a way to stop its workers in peace."""
 
 
 class Deals:
@@ -115,8 +118,14 @@ class Deals:
         # Until its next beat says otherwise it takes nothing, or it would be asked at once again.
         worker.accepting = False
         self._book.num["returns"] += 1
-        group.attempt -= 1
+        group.excused += 1
         self.requeue(group, reason)
+
+    def cut_short(self, group: Group, why: str) -> None:
+        """Its worker left in peace before its end: the attempt does not count."""
+        group.num_cuts += 1
+        group.excused += group.num_cuts <= MAX_CUTS
+        self.requeue(group, why)
 
     # groups come back, or end
 
@@ -137,8 +146,8 @@ class Deals:
             self._book.num["quarantined"] += 1
             self.fail(group, culprit)
             return
-        if group.attempt >= self._max_attempts:
-            self.fail(group, f"attempts_exhausted: {group.attempt} have begun; {why}")
+        if group.tries >= self._max_attempts:
+            self.fail(group, f"attempts_exhausted: {group.tries} have begun; {why}")
             return
         self._book.num["requeues"] += 1
         worker_id = group.worker_id
@@ -154,7 +163,7 @@ class Deals:
     def fail(self, group: Group, reason: str) -> None:
         """The group will not run (again): its client is told, and a worker that has it."""
         self.take_away(group, tell_worker=reason)
-        self._book.end(group, GroupFailed(group.group_id, reason), self._max_attempts)
+        self._book.end(group, GroupFailed(group.group_id, reason))
 
     def forget(self, group: Group) -> None:
         """The group, which no client asks for, ends without a word."""

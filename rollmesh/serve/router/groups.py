@@ -56,6 +56,10 @@ class Group(msgspec.Struct, gc=False):
     state: GroupState = GroupState.QUEUED
     attempt: int = 0
     """Attempts that have begun."""
+    excused: int = 0
+    """Of these, those that do not count: handed back, or cut short by a worker that left."""
+    num_cuts: int = 0
+    """How often a worker that left in peace cut it short."""
     worker_id: str = ""
     """Who has it; '' while QUEUED."""
     last_worker_id: str = ""
@@ -74,6 +78,11 @@ class Group(msgspec.Struct, gc=False):
     """How long it had run at its worker's end; so long it is watched at the next."""
     queued_s: float = 0.0
     """When it began to wait."""
+
+    @property
+    def tries(self) -> int:
+        """Attempts that count."""
+        return self.attempt - self.excused
 
 
 class Client(msgspec.Struct):

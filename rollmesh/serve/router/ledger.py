@@ -1,11 +1,12 @@
 """The ledger: which groups are asked for, which worker has each, and who is to be told.
 
-Invariants: a group is with at most one worker, whole; no attempt begins beyond `max_attempts`;
-nothing is given to a worker that is not live; a group that ended is forgotten but for a short note,
-which keeps a late duplicate of its ask from running it again. Every message may be lost, doubled
-or late: so asks and RunGroup are idempotent and said again until they are confirmed, and after the
-router's restart what its peers re-assert is merged: asks that have begun before wait three beats
-for the worker that claims them, and claims that no client asks for are cancelled.
+Invariants: a group is with at most one worker, whole; no attempt begins beyond `max_attempts` and
+those that are excused; nothing is given to a worker that is not live; a group that ended is
+forgotten but for a short note, which keeps a late duplicate of its ask from running it again. Every
+message may be lost, doubled or late: so asks and RunGroup are idempotent and said again until they
+are confirmed, and after the router's restart what its peers re-assert is merged: asks that have
+begun before wait three beats for the worker that claims them, and claims that no client asks for
+are cancelled.
 
 The life of a group is drawn in groups.py, that of a worker in workers.py; book.py keeps the groups,
 deals.py gives them to workers, crew.py sees these come and go, suspects.py asks who killed whom.
@@ -20,6 +21,7 @@ from rollmesh.serve.router.book import Book
 from rollmesh.serve.router.crew import Crew
 from rollmesh.serve.router.deals import CLAIM_BEATS, Deals
 from rollmesh.serve.router.groups import Group
+from rollmesh.serve.router.notes import FOR_GOOD
 from rollmesh.serve.router.workers import Worker, Workers, WorkerState
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import Received, Send, Ticked
@@ -157,8 +159,9 @@ class Ledger:
         env, group_id = ask.env, ask.group_id
         if ask.deadline_s < 0:
             return GroupFailed(group_id, "deadline: it had passed before the ask came")
-        if ask.attempts >= self.settings.max_attempts and self._is_settled:
-            return GroupFailed(group_id, f"attempts_exhausted: {ask.attempts} have begun")
+        tries = max(ask.attempts, 0) - _excused(ask)
+        if tries >= self.settings.max_attempts and self._is_settled:
+            return GroupFailed(group_id, f"attempts_exhausted: {tries} have begun")
         if env in self._env_errors and not self.crew.workers.serve(env):
             return GroupFailed(group_id, f"env_failed: {self._env_errors[env]}")
         num_waiting = self.book.num_waiting
@@ -183,6 +186,7 @@ class Ledger:
             priority=ask.priority,
             body=body,
             attempt=max(ask.attempts, 0),
+            excused=_excused(ask),
         )
         self.book.open(group)
         self.book.deadlines.set(group, ask.deadline_s, self.book.now_s)
@@ -200,6 +204,7 @@ class Ledger:
         group.sink, group.priority = ask.sink, ask.priority
         group.env, group.body = ask.env, body
         group.attempt = max(group.attempt, ask.attempts)
+        group.excused = max(group.excused, _excused(ask))
         self.deals.adopt(group, max(ask.num_samples, 1))
 
     def _hand_over(self, group: Group, ask: AskGroup) -> None:
@@ -219,9 +224,9 @@ class Ledger:
         answer = GroupMoved(message.group_id, GroupState.CANCELLED, 0, "")
         if group := self.book.groups.get(message.group_id):
             self.deals.take_away(group, tell_worker=message.reason)
-            self.book.end(group, answer, self.settings.max_attempts)
+            self.book.end(group, answer)
         else:
-            self.book.notes.add(answer, self.settings.max_attempts, self.book.now_s)
+            self.book.notes.add(answer, FOR_GOOD, self.book.now_s)
             self.book.send(route, answer)
 
     # workers
@@ -245,7 +250,7 @@ class Ledger:
 
     def _on_worker_left(self, _: bytes, message: WorkerLeft, __: Buffer) -> None:
         if worker := self.crew.workers.get(message.worker_id):
-            self.crew.dismiss(worker, f"left: {message.reason}")
+            self.crew.see_off(worker, message.reason)
 
     def _on_worker_exited(self, _: bytes, message: WorkerExited, __: Buffer) -> None:
         self.crew.hear_of_exit(message.worker_id, message.pid, message.cause)
@@ -357,8 +362,8 @@ class Ledger:
     def _release_held(self) -> None:
         """Nobody claimed these: they run again, if an attempt is left."""
         for group in list(self.book.held.values()):
-            if group.attempt >= self.settings.max_attempts:
-                self.deals.fail(group, f"attempts_exhausted: {group.attempt} have begun")
+            if group.tries >= self.settings.max_attempts:
+                self.deals.fail(group, f"attempts_exhausted: {group.tries} have begun")
             else:
                 self.book.wait(group)
                 self.deals.stir(group.env)
@@ -370,6 +375,11 @@ class Ledger:
             keeps = client.keep and client.client_id in self.book.of_client
             if silent_s > grace_s and not keeps:
                 self._drop_client(client.client_id, f"client_left: silent for {silent_s:.0f} s")
+
+
+def _excused(ask: AskGroup) -> int:
+    """Attempts that do not count, as far as the client knows."""
+    return min(max(ask.excused, 0), max(ask.attempts, 0))
 
 
 def _mistake_in(ask: AskGroup, body: Buffer) -> str:

@@ -4,6 +4,7 @@ Invariant: notes are torn after a few beats, those of failures later, and there 
 most. Driven by book.py and ledger.py.
 """
 
+import sys
 from collections import OrderedDict
 
 import msgspec
@@ -15,6 +16,8 @@ MAX_NOTES = 8192
 """Notes of ended groups, at most."""
 FAILURE_NOTES = 20
 """So much longer are failures remembered: one that was lost on its way is asked for again."""
+FOR_GOOD = sys.maxsize
+"""More attempts than any ask knows of: the group has ended, whatever is said of it."""
 
 
 class Note(msgspec.Struct, frozen=True):

@@ -39,6 +39,7 @@ CHAOS = Faults(
     stall=0.05,
     recycle=0.03,
     drain=0.03,
+    stop=0.03,
     env_failed=0.05,
     nonsense=2.0,
 )
@@ -171,6 +172,8 @@ class Mesh:
             worker.wear_out()
         elif self.network.strikes("drain", FATE_S):
             self.launch.drain(worker)
+        elif self.network.strikes("stop", FATE_S):
+            worker.stop()
 
     def _crash(self, node: Node) -> None:
         if isinstance(node, Visitor) and not node.keep:

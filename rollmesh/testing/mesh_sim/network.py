@@ -49,6 +49,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """Per second and worker: it finishes what it has and starts afresh."""
     drain: float = 0.0
     """Per second and worker: somebody tells the router to drain it."""
+    stop: float = 0.0
+    """Per second and worker: SIGTERM; it cuts short what does not end in a moment."""
     env_failed: float = 0.0
     """Per start of a worker: its environment does not load."""
     nonsense: float = 0.0

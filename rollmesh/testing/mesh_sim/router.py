@@ -4,7 +4,10 @@ It keeps nothing over a crash: a new life is a new incarnation with the engines 
 Driven by the kernel: ticks, messages, and the answers of engines to probes.
 """
 
+import collections
+
 from rollmesh.core.config import RouterConfig
+from rollmesh.core.ids import GroupId
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import (
     ContinueEngine,
@@ -19,12 +22,15 @@ from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
+    AnyMessage,
     AskRefused,
     EngineFaulted,
     FleetAsk,
+    GroupReturned,
     JoinEngine,
     RunGroup,
     WorkerHello,
+    WorkerLeft,
 )
 
 TICK_S = 0.1
@@ -52,6 +58,8 @@ class SimRouter(Node):
             max_lag_s=1.5,
             max_queued_groups=MAX_QUEUED[kernel.seed % 3],
         )
+        self._excuses: collections.Counter[GroupId] = collections.Counter()
+        """In all its lives."""
         self._begin_life()
         network.attach(self, self._receive)
 
@@ -93,12 +101,21 @@ class SimRouter(Node):
 
     def _receive(self, source: str, packet: Packet) -> None:
         event = Received(source.encode(), packet.message, packet.body, packet.router)
+        self._note_excuses(packet.message)
         if isinstance(packet.message, FleetAsk | EngineFaulted):
             self._do_fleet(self.fleet.step(event, self._now_s()))
             return
         self._do(self.ledger.step(event, self._now_s()))
         if isinstance(packet.message, WorkerHello):
             self._send(Send(event.route, self.fleet.table()))
+
+    def _note_excuses(self, message: AnyMessage) -> None:
+        """Whose attempts may not count after this message, at most."""
+        if isinstance(message, GroupReturned):
+            self._excuses[message.group_id] += 1
+        elif isinstance(message, WorkerLeft):
+            worker = self.ledger.crew.workers.get(message.worker_id)
+            self._excuses.update(list(worker.groups) if worker else ())
 
     def _do(self, sends: list[Send]) -> None:
         groups = self.ledger.book.groups
@@ -156,7 +173,7 @@ class SimRouter(Node):
         self._network.num["refused"] += isinstance(message, AskRefused)
         if isinstance(message, RunGroup):
             # A copy of it may run in the next process of that worker; that is no further attempt.
-            most = self._settings.max_attempts
+            most = self._settings.max_attempts + self._excuses[message.group_id]
             assert message.attempt <= most, f"{message.group_id}: attempt {message.attempt}"
         packet = Packet(send.message, self.incarnation, send.body)
         self._network.send(self, send.route.decode(), packet)

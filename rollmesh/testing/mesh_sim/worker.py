@@ -35,6 +35,8 @@ from rollmesh.serve.server.duties import (
     DutiesSettings,
     Ended,
     Left,
+    StopAsked,
+    Stopping,
     WornOut,
 )
 from rollmesh.serve.server.duties import Action as DutyAction
@@ -54,10 +56,14 @@ from rollmesh.wire.messages import (
     EnvFailed,
     FleetChanged,
     WorkerBeat,
+    WorkerLeft,
 )
 
 TICK_S = 0.1
 BEAT_S = 0.2
+DRAIN_S = 0.3
+FAREWELL_S = 0.3
+"""What a stopped worker has to finish, and then to deliver."""
 
 
 class Parent(Protocol):
@@ -133,9 +139,24 @@ class SimWorker(Node):
         self._stalled_s = self._kernel.now_s()
         super().freeze(until_s)
 
+    def stop(self) -> None:
+        """As SIGTERM: it has a moment for what it runs, and another to deliver."""
+        self._do(self.duties.step(StopAsked("the worker was stopped"), self._kernel.now_s()))
+        self._kernel.after(DRAIN_S, self._cut_short, self)
+
     def wear_out(self) -> None:
         """It has served long enough."""
         self._do(self.duties.step(WornOut("so many rollouts"), self._kernel.now_s()))
+
+    def _cut_short(self) -> None:
+        self._do(self.duties.step(Stopping("the worker was stopped"), self._kernel.now_s()))
+        if self.alive:
+            self._kernel.after(FAREWELL_S, self._go, self)
+
+    def _go(self) -> None:
+        left = WorkerLeft(self.name, str(self.duties.leaving), self._pid, float(self._pid))
+        self._send("router", Packet(left, self.duties.router))
+        self.end("exit code 0")
 
     def held(self) -> int:
         """Everything that should be gone when nothing is left to do."""

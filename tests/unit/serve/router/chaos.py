@@ -24,6 +24,7 @@ from rollmesh.wire.messages import (
     DrainWorker,
     GroupDelivered,
     GroupFailed,
+    GroupMoved,
     GroupReturned,
     GroupStarted,
     GroupState,
@@ -55,10 +56,12 @@ class Town:
         self.frozen_until_s = dict.fromkeys(self.pids, 0.0)
         self.runs: dict[str, dict[GroupId, int]] = {name: {} for name in self.pids}
         self.delivered: set[GroupId] = set()
-        self.open: dict[GroupId, int] = {}
-        """What the client wants, with the attempts that it heard of."""
+        self.open: dict[GroupId, tuple[int, int]] = {}
+        """What the client wants, with the attempts that it heard of, and of those excused."""
         self.ends: Counter[GroupId] = Counter()
         self.num_asked = 0
+        self.num_excuses: Counter[GroupId] = Counter()
+        """Attempts that the ledger was told of as handed back, or cut short by who left."""
         self.is_calm = False
         self._agenda: list[tuple[float, int, str, AnyMessage]] = []
         self._count = 0
@@ -90,7 +93,8 @@ class Town:
             assert held_by[group_id] == (not is_queued)
             places = (group_id in in_queue, group_id in book.held, group_id in book.suspects)
             assert sum(places) == is_queued
-            assert group.attempt <= SETTINGS.max_attempts
+            assert 0 <= group.excused <= max(group.attempt, 0)
+            assert group.tries <= SETTINGS.max_attempts
         assert len(held_by) + book.num_waiting == len(book.groups)
         waiting = [group for group in book.groups.values() if group.state is GroupState.QUEUED]
         assert book.num_waiting_bytes == sum(len(group.body) for group in waiting)
@@ -121,6 +125,7 @@ class Town:
             _, _, key, message = heapq.heappop(self._agenda)
             target, route = key.split()
             if target == "router":
+                self._note_excuses(message)
                 event = Received(route.encode(), message, b"task")
                 self._take(self.ledger.step(event, self.now_s))
                 self.check()
@@ -133,6 +138,13 @@ class Town:
             else:
                 self._worker_hears(target, message)
 
+    def _note_excuses(self, message: AnyMessage) -> None:
+        if isinstance(message, GroupReturned):
+            self.num_excuses[message.group_id] += 1
+        elif isinstance(message, WorkerLeft):
+            worker = self.ledger.crew.workers.get(message.worker_id)
+            self.num_excuses.update(list(worker.groups) if worker else ())
+
     def _take(self, sends: list[Send]) -> None:
         for send in sends:
             target = send.route.decode()
@@ -140,7 +152,8 @@ class Town:
                 worker = self.ledger.crew.workers.at(send.route)
                 assert worker is not None
                 assert worker.state is WorkerState.LIVE
-                assert 1 <= send.message.attempt <= SETTINGS.max_attempts
+                most = SETTINGS.max_attempts + self.num_excuses[send.message.group_id]
+                assert 1 <= send.message.attempt <= most
             self._put(target, "router", send.message)
 
     # peers
@@ -148,17 +161,17 @@ class Town:
     def _peers_act(self) -> None:
         rng = self.rng
         if not self.is_calm and self.num_asked < NUM_GROUPS and rng.random() < 0.5:
-            self.open[GroupId("r1", self.num_asked)] = 0
+            self.open[GroupId("r1", self.num_asked)] = (0, 0)
             self.num_asked += 1
         self._say("c", ClientBeat("c", len(self.open)))
-        for group_id, attempts in list(self.open.items()):
+        for group_id, (attempts, excused) in list(self.open.items()):
             if not self.is_calm and rng.random() < 0.01:
                 self._end(group_id)
                 self._say("c", CancelGroup(group_id, "enough"))
             elif rng.random() < 0.3:
                 deadline_s = 30.0 if group_id.seq % 4 == 0 else 0.0
                 sink = "tcp://sink"
-                ask = AskGroup(group_id, "c", "guess", 4, sink, attempts, 0, deadline_s)
+                ask = AskGroup(group_id, "c", "guess", 4, sink, attempts, 0, deadline_s, excused)
                 self._say("c", ask)
         for name in self.pids:
             self._worker_acts(name)
@@ -218,12 +231,12 @@ class Town:
                 self._restart(name)
 
     def _client_hears(self, message: AnyMessage) -> None:
-        attempt = getattr(message, "attempt", 0)
-        group_id = getattr(message, "group_id", None)
         if isinstance(message, GroupFailed):
             self._end(message.group_id)
-        elif group_id in self.open:
-            self.open[group_id] = max(self.open[group_id], attempt)
+        elif isinstance(message, GroupMoved) and message.group_id in self.open:
+            attempt, excused = self.open[message.group_id]
+            heard = (max(attempt, message.attempt), max(excused, message.excused))
+            self.open[message.group_id] = heard
 
     def _end(self, group_id: GroupId) -> None:
         if self.open.pop(group_id, None) is not None:

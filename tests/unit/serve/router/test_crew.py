@@ -1,7 +1,6 @@
 """Workers die, fall silent, stall, drain and come back, and their groups with them."""
 
 import msgspec
-import pytest
 
 from rollmesh.serve.router.workers import WorkerState
 from rollmesh.wire.machine import Send, Ticked
@@ -12,6 +11,7 @@ from rollmesh.wire.messages import (
     DrainWorker,
     GroupDelivered,
     GroupFailed,
+    GroupLost,
     GroupMoved,
     GroupStarted,
     GroupState,
@@ -19,14 +19,8 @@ from rollmesh.wire.messages import (
     RouterHello,
     RunGroup,
     WorkerExited,
-    WorkerLeft,
 )
 from tests.unit.serve.router.story import Story, ask, beat, group, hello, only, running
-
-
-@pytest.fixture
-def story() -> Story:
-    return Story()
 
 
 def test_group_runs_again_when_its_worker_dies(story: Story) -> None:
@@ -52,15 +46,15 @@ def test_a_worker_that_beats_is_never_given_up(story: Story) -> None:
     assert story.ledger.book.groups[group(1)].attempt == 1
 
 
-def test_a_group_whose_workers_die_again_and_again_fails_at_its_bound(story: Story) -> None:
+def test_a_group_that_fails_again_and_again_ends_at_its_bound(story: Story) -> None:
+    story.worker("w0")
     story.asks(ask(1))
     failed: list[GroupFailed] = []
-    for number in range(3):
-        story.worker(f"w{number}")
-        assert story.holder(1) == f"w{number}"
-        failed = only(story.says(f"w{number}", WorkerLeft(f"w{number}", "gone")), GroupFailed)
+    for attempt in (1, 2, 3):
+        assert story.holder(1) == "w0"
+        failed = only(story.says("w0", GroupLost(group(1), attempt, "no ack")), GroupFailed)
     [last] = failed
-    assert last.reason.startswith("attempts_exhausted: 3 have begun")
+    assert last.reason == "attempts_exhausted: 3 have begun; w0: no ack"
     assert story.is_empty()
 
 

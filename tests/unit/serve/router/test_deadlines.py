@@ -1,12 +1,15 @@
-"""Deadlines come due once, never grow, and are not kept of what has ended."""
+"""Deadlines come due once, and never grow."""
 
 import math
 
+import msgspec
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.deadlines import SPARE_DEADLINES, Deadlines, left_s
+from rollmesh.serve.router.deadlines import Deadlines, left_s
 from rollmesh.serve.router.groups import Group
+from rollmesh.wire.messages import CancelRun, GroupFailed, GroupState, RunGroup
+from tests.unit.serve.router.story import Story, ask, group, only
 
 
 def waiting(seq: int) -> Group:
@@ -14,35 +17,61 @@ def waiting(seq: int) -> Group:
 
 
 def test_deadlines_come_due_in_their_order_and_once() -> None:
-    groups = {group.group_id: group for group in map(waiting, range(3))}
+    groups = {each.group_id: each for each in map(waiting, range(3))}
     deadlines = Deadlines(groups)
-    for group, deadline_s in zip(groups.values(), (3.0, 1.0, 9.0), strict=True):
-        deadlines.set(group, deadline_s, now_s=0.0)
-    assert [group.group_id.seq for group in deadlines.take_overdue(5.0)] == [1, 0]
+    for each, deadline_s in zip(groups.values(), (3.0, 1.0, 9.0), strict=True):
+        deadlines.set(each, deadline_s, now_s=0.0)
+    assert [each.group_id.seq for each in deadlines.take_overdue(5.0)] == [1, 0]
     assert deadlines.take_overdue(5.0) == []
 
 
 def test_a_group_that_has_ended_is_not_overdue() -> None:
-    group = waiting(1)
-    groups = {group.group_id: group}
+    waits = waiting(1)
+    groups = {waits.group_id: waits}
     deadlines = Deadlines(groups)
-    deadlines.set(group, 1.0, now_s=0.0)
+    deadlines.set(waits, 1.0, now_s=0.0)
     groups.clear()
     assert deadlines.take_overdue(5.0) == []
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, -1.0, math.nan, math.inf])
 def test_what_is_no_time_sets_nothing(deadline_s: float) -> None:
-    group = waiting(1)
-    Deadlines({group.group_id: group}).set(group, deadline_s, now_s=0.0)
-    assert left_s(group, 0.0) == 0.0
+    waits = waiting(1)
+    Deadlines({waits.group_id: waits}).set(waits, deadline_s, now_s=0.0)
+    assert left_s(waits, 0.0) == 0.0
 
 
-def test_deadlines_of_ended_groups_are_not_kept() -> None:
-    groups: dict[GroupId, Group] = {}
-    deadlines = Deadlines(groups)
-    for group in map(waiting, range(3 * SPARE_DEADLINES)):
-        groups[group.group_id] = group
-        deadlines.set(group, 1e6, now_s=0.0)
-        del groups[group.group_id]
-    assert len(deadlines) <= SPARE_DEADLINES + 2
+# as the ledger keeps them
+
+
+def test_a_group_ends_at_its_deadline_wherever_it_is(story: Story) -> None:
+    story.worker("w0")
+    for seq in (1, 2, 3):
+        story.asks(msgspec.structs.replace(ask(seq), deadline_s=5.0))
+    assert story.state(3) is GroupState.QUEUED
+    assert not only(story.passes(4.5, "w0", "c"), GroupFailed)
+    sends = story.passes(0.5, "w0", "c")
+    reasons = [failed.reason for failed in only(sends, GroupFailed)]
+    assert len(reasons) == 3
+    assert all(reason.startswith("deadline: ") for reason in reasons)
+    assert {cancel.group_id for cancel in only(sends, CancelRun, "w0")} >= {group(1), group(2)}
+    assert story.is_empty()
+
+
+def test_a_worker_is_told_what_is_left_of_the_deadline(story: Story) -> None:
+    story.asks(msgspec.structs.replace(ask(1), deadline_s=5.0))
+    story.passes(2, "c")
+    [run] = only(story.worker("w0"), RunGroup)
+    assert run.deadline_s == pytest.approx(3.0)
+
+
+def test_a_late_double_of_an_ask_does_not_lengthen_its_deadline(story: Story) -> None:
+    story.asks(msgspec.structs.replace(ask(1), deadline_s=5.0))
+    story.passes(4, "c")
+    story.asks(msgspec.structs.replace(ask(1), deadline_s=5.0))
+    assert only(story.passes(1, "c"), GroupFailed)
+
+
+def test_an_ask_after_its_deadline_fails_at_once(story: Story) -> None:
+    [failed] = only(story.asks(msgspec.structs.replace(ask(1), deadline_s=-1.0)), GroupFailed)
+    assert failed.reason.startswith("deadline: ")

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from rollmesh.serve.router.deals import MAX_CUTS
 from rollmesh.serve.router.workers import SPARE_RANKS
 from rollmesh.wire.machine import Ticked
 from rollmesh.wire.messages import (
@@ -10,6 +11,7 @@ from rollmesh.wire.messages import (
     CancelRun,
     ClientLeft,
     GroupDelivered,
+    GroupFailed,
     GroupMoved,
     GroupReturned,
     GroupStarted,
@@ -30,12 +32,6 @@ from tests.unit.serve.router.story import (
     only,
     running,
 )
-
-
-@pytest.fixture
-def story() -> Story:
-    return Story()
-
 
 # balance
 
@@ -233,7 +229,8 @@ def test_a_returned_group_runs_elsewhere_and_the_attempt_does_not_count(story: S
     story.worker("w1")
     story.asks(ask(1))
     [run] = only(story.says("w0", GroupReturned(group(1), 1, "draining")), RunGroup, "w1")
-    assert run.attempt == 1
+    assert run.attempt == 2
+    assert story.ledger.book.groups[group(1)].tries == 1
 
 
 def test_a_returned_group_is_not_thrown_back_at_once(story: Story) -> None:
@@ -241,6 +238,40 @@ def test_a_returned_group_is_not_thrown_back_at_once(story: Story) -> None:
     story.asks(ask(1))
     assert not only(story.says("w0", GroupReturned(group(1), 1, "full")), RunGroup)
     assert only(story.says("w0", beat("w0")), RunGroup)
+
+
+def test_attempts_that_a_worker_in_peace_cut_short_do_not_count(story: Story) -> None:
+    story.asks(ask(1))
+    for life in range(1, 6):
+        story.worker("w0", pid=life)
+        story.says("w0", GroupStarted(group(1), life))
+        [moved] = only(story.says("w0", WorkerLeft("w0", "stopped: an update")), GroupMoved)
+        assert (moved.state, moved.attempt, moved.excused) == (GroupState.QUEUED, life, life)
+    [run] = only(story.worker("w0", pid=6), RunGroup)
+    assert run.attempt == 6, "sinks and workers tell attempts by their numbers, which only rise"
+
+
+def test_a_task_that_makes_its_workers_leave_in_peace_ends_all_the_same(story: Story) -> None:
+    story.asks(ask(1))
+    failed: list[GroupFailed] = []
+    for life in range(1, MAX_CUTS + SETTINGS.max_attempts + 1):
+        assert not failed
+        story.worker("w0", pid=life)
+        failed = only(story.says("w0", WorkerLeft("w0", "stopped: by its task")), GroupFailed)
+    [last] = failed
+    assert last.reason == "attempts_exhausted: 3 have begun; w0 left: stopped: by its task"
+
+
+def test_a_failed_group_stays_so_whatever_number_its_attempts_had(story: Story) -> None:
+    story.asks(ask(1))
+    for life in range(1, 6):
+        story.worker("w0", pid=life)
+        story.says("w0", WorkerLeft("w0", "stopped: an update"))
+    story.worker("w0", pid=6)
+    story.says("c", CancelGroup(group(1), "enough"))
+    sends = story.asks(msgspec.structs.replace(ask(1, attempts=6), excused=5))
+    assert not only(sends, RunGroup)
+    assert only(sends, GroupMoved)[0].state is GroupState.CANCELLED
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,6 @@ from tests.unit.serve.router.story import (
 )
 
 
-@pytest.fixture
-def story() -> Story:
-    return Story()
-
-
 def test_a_group_goes_whole_to_one_worker_with_its_body_unopened(story: Story) -> None:
     story.worker("w0")
     sends = story.asks(ask(1), body=b"\x00opaque")
@@ -220,42 +215,6 @@ def test_turns_follow_the_weight_that_a_client_said(story: Story) -> None:
     assert [run.group_id.seq for run in runs] == [0, 1, 4, 2, 3, 5]
 
 
-# deadlines
-
-
-def test_a_group_ends_at_its_deadline_wherever_it_is(story: Story) -> None:
-    story.worker("w0")
-    for seq in (1, 2, 3):
-        story.asks(msgspec.structs.replace(ask(seq), deadline_s=5.0))
-    assert story.state(3) is GroupState.QUEUED
-    assert not only(story.passes(4.5, "w0", "c"), GroupFailed)
-    sends = story.passes(0.5, "w0", "c")
-    reasons = [failed.reason for failed in only(sends, GroupFailed)]
-    assert len(reasons) == 3
-    assert all(reason.startswith("deadline: ") for reason in reasons)
-    assert {cancel.group_id for cancel in only(sends, CancelRun, "w0")} >= {group(1), group(2)}
-    assert story.is_empty()
-
-
-def test_a_worker_is_told_what_is_left_of_the_deadline(story: Story) -> None:
-    story.asks(msgspec.structs.replace(ask(1), deadline_s=5.0))
-    story.passes(2, "c")
-    [run] = only(story.worker("w0"), RunGroup)
-    assert run.deadline_s == pytest.approx(3.0)
-
-
-def test_a_late_double_of_an_ask_does_not_lengthen_its_deadline(story: Story) -> None:
-    story.asks(msgspec.structs.replace(ask(1), deadline_s=5.0))
-    story.passes(4, "c")
-    story.asks(msgspec.structs.replace(ask(1), deadline_s=5.0))
-    assert only(story.passes(1, "c"), GroupFailed)
-
-
-def test_an_ask_after_its_deadline_fails_at_once(story: Story) -> None:
-    [failed] = only(story.asks(msgspec.structs.replace(ask(1), deadline_s=-1.0)), GroupFailed)
-    assert failed.reason.startswith("deadline: ")
-
-
 # environments
 
 
@@ -357,6 +316,22 @@ def test_a_group_without_an_attempt_left_fails_when_nobody_claims_it(story: Stor
     [failed] = only(story.passes(SETTLED_S, "w0", "c"), GroupFailed)
     assert failed.reason.startswith("attempts_exhausted: 3 have begun")
     assert story.is_empty()
+
+
+def test_attempts_that_do_not_count_are_known_after_a_restart(story: Story) -> None:
+    story.worker("w0")
+    story.asks(msgspec.structs.replace(ask(1, attempts=5), excused=3))
+    [run] = only(story.passes(SETTLED_S, "w0", "c"), RunGroup)
+    assert run.attempt == 6
+    [failed] = only(story.asks(msgspec.structs.replace(ask(2, attempts=5), excused=2)), GroupFailed)
+    assert failed.reason == "attempts_exhausted: 3 have begun"
+
+
+@pytest.mark.parametrize("excused", [-(2**40), 2**40])
+def test_excuses_beyond_reason_are_none_or_all(story: Story, excused: int) -> None:
+    story.passes(SETTLED_S, "c")
+    sends = story.asks(msgspec.structs.replace(ask(1, attempts=3), excused=excused))
+    assert bool(only(sends, GroupFailed)) is (excused < 0)
 
 
 def test_what_nobody_claims_is_queued_after_three_beats(story: Story) -> None:

@@ -30,11 +30,6 @@ KILLED = "killed by signal 9"
 
 
 @pytest.fixture
-def story() -> Story:
-    return Story()
-
-
-@pytest.fixture
 def suspect() -> Group:
     return Group(GroupId("r1", 1), "guess", 4, "tcp://sink", "c", worker_id="w0")
 
