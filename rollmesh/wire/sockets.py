@@ -21,11 +21,17 @@ from rollmesh.wire.news import spread
 
 QUEUE_MESSAGES = 4096
 """High-water mark of each direction, per peer."""
+COPIED_BYTES = 2**16
+"""A longer frame is sent from where it stands: what is sent again, and waits, is there once."""
 MAX_RESULT_BYTES = 2**30
 """A longer frame ends its connection to a Hub, unless that says otherwise (zmq's MAXMSGSIZE). The
 number of a message's frames has no limit: zmq gathers them all before it hands out the first."""
 MAX_ASK_FRAME_BYTES = 64 * 2**20
 """The same at a Dialer, and at the router's Hub."""
+IDLE_S, PROBE_S, DEAD_S = 30, 10, 60
+"""A silent peer is probed by the kernel after the first, each second, and is gone after the third:
+who lost power, or stands behind a firewall that forgot it, says no goodbye (tcp(7), keepalive and
+TCP_USER_TIMEOUT). A stopped process is not gone: its kernel answers."""
 LINGER_MS = 200
 """How long a closed socket may still send what was queued."""
 _DONTWAIT, _POLLIN = int(zmq.DONTWAIT), int(zmq.POLLIN)
@@ -58,11 +64,19 @@ class Hub:
     """A bound ROUTER socket: many peers, each addressed by its route."""
 
     def __init__(
-        self, bind: str, keys: Keys | None = None, max_frame_bytes: int = MAX_RESULT_BYTES
+        self,
+        bind: str,
+        keys: Keys | None = None,
+        max_frame_bytes: int = MAX_RESULT_BYTES,
+        queue_messages: int = QUEUE_MESSAGES,
     ) -> None:
-        """Bind `bind` (`tcp://host:0` picks a port); AddressError if it is taken or needs keys."""
+        """Bind `bind` (`tcp://host:0` picks a port); AddressError if it is taken or needs keys.
+
+        `queue_messages` of a peer may have arrived and not been received; the others stay with it.
+        """
         check_bind(bind, keys)
         self.socket = _open(zmq.ROUTER, max_frame_bytes)
+        self.socket.setsockopt(zmq.RCVHWM, queue_messages)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys:
@@ -198,11 +212,20 @@ def wait(sockets: Sequence[Hub | Dialer], doorbell: Doorbell | None, timeout_s: 
 
 
 def _open(kind: int, max_frame_bytes: int) -> "zmq.Socket[bytes]":
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    try:
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    except zmq.ZMQError as error:
+        why = str(error.strerror).lower()
+        raise AddressError(f"no socket can be opened: {why}; raise the limit: ulimit -n") from None
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, IDLE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, PROBE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, (DEAD_S - IDLE_S) // PROBE_S)
+    socket.setsockopt(zmq.TCP_MAXRT, DEAD_S * 1000)
     return socket
 
 
@@ -214,8 +237,8 @@ def _send(socket: "zmq.Socket[bytes]", frames: list[Buffer]) -> bool:
     *first, last = frames
     try:
         for frame in first:
-            socket.send(frame, _MORE)
-        socket.send(last, _DONTWAIT)
+            socket.send(frame, _MORE, copy=len(frame) < COPIED_BYTES)
+        socket.send(last, _DONTWAIT, copy=len(last) < COPIED_BYTES)
     except zmq.ZMQError:
         return False
     return True

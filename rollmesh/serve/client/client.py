@@ -46,6 +46,8 @@ MAX_OPEN = 16_384
 """Groups asked for and not taken; past it `ask` raises Overloaded."""
 MAX_WEIGHT = 1000
 LOOPBACK = "127.0.0.1"
+QUEUE_RESULTS = 4
+"""Of each worker: results may be long, and what there is no room for should wait where it is."""
 NUM_LISTENS, LISTEN_AGAIN_S = 10, 0.05
 """How often, and after what pause, the address of an earlier client is tried."""
 
@@ -221,11 +223,11 @@ def listen(bind: str, earlier: str, keys: Keys | None) -> Hub:
     host, _, port = bind.rpartition(":")
     for _ in range(NUM_LISTENS if port == "0" and earlier.rpartition(":")[0] == host else 0):
         try:
-            return Hub(earlier, keys)
+            return Hub(earlier, keys, queue_messages=QUEUE_RESULTS)
         except AddressError:
             time.sleep(LISTEN_AGAIN_S)  # zmq gives a port of this process back in its own time
     # Somebody else has the port: what workers hold for it runs again, for the new address.
-    return Hub(bind, keys)
+    return Hub(bind, keys, queue_messages=QUEUE_RESULTS)
 
 
 def facing(router: str) -> str:

@@ -1,12 +1,15 @@
 """Hub and Dialer on real loopback sockets: nothing blocks, nothing malformed is fatal."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 
@@ -211,3 +214,63 @@ def test_a_frame_past_the_bound_ends_its_connection_and_no_other() -> None:
             wait([hub], None, 0.05)
             heard += [route for route, _ in hub.receive()]
         assert set(heard) == {b"large"}
+
+
+def test_what_is_sent_again_and_waits_is_in_memory_once() -> None:
+    long = bytes(2**22)
+    before = psutil.Process().memory_info().rss
+    with closing(Dialer("tcp://127.0.0.1:1", "d2")) as to_nobody:
+        for _ in range(64):
+            assert to_nobody.send(Packet(ClientHello("c"), body=long, buffers=(long,)))
+        assert psutil.Process().memory_info().rss - before < 64 * len(long)
+
+
+KEEPALIVE, ESTABLISHED = "02", "01"
+
+
+@pytest.mark.parametrize("side", ["hub", "dialer"])
+def test_a_peer_that_vanished_without_goodbye_is_found_out(
+    hub: Hub, dialer: Dialer, side: str
+) -> None:
+    """The kernel asks after a silent peer at both ends (proc(5), net/tcp: the timer's kind)."""
+    dialer.send(Packet(ClientHello("c")))
+    packets(hub, 1)
+    port = f"{int(hub.address.rpartition(':')[2]):04X}"
+    column = 1 if side == "hub" else 2
+    end_s = time.monotonic() + PATIENCE_S
+    while True:
+        rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()]
+        ours = [r for r in rows if r[column].endswith(f":{port}") and r[3] == ESTABLISHED]
+        if [row[5].partition(":")[0] for row in ours] == [KEEPALIVE]:
+            break
+        assert time.monotonic() < end_s, "the kernel does not ask"  # at first it may wait for acks
+
+
+NO_DESCRIPTORS = """
+import os, resource, sys
+from rollmesh.core.errors import AddressError
+from rollmesh.wire.sockets import Dialer
+Dialer("tcp://127.0.0.1:1", "first").close()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+taken = []
+try:
+    while True:
+        taken.append(os.dup(0))
+except OSError:
+    pass
+try:
+    Dialer("tcp://127.0.0.1:1", "second")
+except AddressError as error:
+    print(error)
+os.close(taken.pop())
+os.close(taken.pop())
+Dialer("tcp://127.0.0.1:1", "third").close()
+"""
+
+
+def test_a_socket_that_cannot_be_opened_is_one_line() -> None:
+    argv = [sys.executable, "-c", NO_DESCRIPTORS]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout == (
+        "no socket can be opened: too many open files; raise the limit: ulimit -n\n"
+    )

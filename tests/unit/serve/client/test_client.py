@@ -3,18 +3,29 @@
 import math
 import resource
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import AddressError, ConfigError, JournalError, Overloaded, WireError
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.core.types import GroupRecord, SamplingPolicy, Task
 from rollmesh.serve.client import intake
-from rollmesh.serve.client.client import MAX_OPEN, Dropped, Finished, RolloutClient, facing, listen
-from rollmesh.wire.bodies import decode_ask
+from rollmesh.serve.client.client import (
+    MAX_OPEN,
+    QUEUE_RESULTS,
+    Dropped,
+    Finished,
+    RolloutClient,
+    facing,
+    listen,
+)
+from rollmesh.wire.bodies import decode_ask, encode_record
+from rollmesh.wire.frames import Packet, encode
 from rollmesh.wire.messages import (
     AskGroup,
     AskRefused,
@@ -23,6 +34,7 @@ from rollmesh.wire.messages import (
     ClientLeft,
     GroupAcked,
     GroupFailed,
+    GroupFinished,
 )
 from rollmesh.wire.sockets import Dialer
 from tests.unit.serve.client.fake_router import FakeRouter, deliver, next_ack, send_result
@@ -346,6 +358,31 @@ def test_results_that_nobody_takes_stay_with_their_workers(
     assert next_ack(worker).group_id == second
     assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [second]
     worker.close()
+    client.close()
+
+
+def test_sink_that_is_full_takes_in_no_more_than_a_few_results(
+    router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits in zmq is in our memory too, and is sent again and again."""
+    monkeypatch.setattr(intake, "MAX_UNTAKEN_BYTES", 10)
+    client = open_client(router, tmp_path)
+    first, second = ask(client), ask(client)
+    deliver(client.address, first)
+    worker: zmq.Socket[bytes]
+    with closing(zmq.Context.instance().socket(zmq.DEALER)) as worker:
+        worker.setsockopt(zmq.SNDHWM, 1)
+        worker.connect(client.address)
+        body = encode_record(GroupRecord(task=Task(id="t")))
+        message = GroupFinished(second, 1, "w2", complete=True)
+        frames = encode(Packet(message, "", body, (bytes(4 * 2**20), b"")))
+        num_sent = 0
+        while bool(worker.poll(500, zmq.POLLOUT)):
+            worker.send_multipart(frames)
+            num_sent += 1
+            assert num_sent < 2 * QUEUE_RESULTS + 4  # there, in zmq's hands and in the kernel's
+        assert [each.group_id for each in client.take(timeout_s=5)] == [first]
+        assert [each.group_id for each in client.take(timeout_s=5)] == [second]
     client.close()
 
 
