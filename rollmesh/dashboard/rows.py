@@ -36,6 +36,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
     num_attempts: int = 0
     num_failed: int = 0
     last_error: str = ""
+    num_left_behind: int = 0
 
 
 class EngineRow(msgspec.Struct, frozen=True):

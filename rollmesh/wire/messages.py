@@ -193,6 +193,8 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     holds: tuple[HeldGroup, ...] = ()
     started_s: float = 0.0
     """Unix time; tells a process from an earlier one of its name and pid; 0 is unknown."""
+    loads_for_s: float = 0.0
+    """It does not serve yet: it loads its environment, which may take so long."""
 
 
 class WorkerBeat(Message, frozen=True, tag="worker_beat"):
@@ -217,6 +219,7 @@ class WorkerBeat(Message, frozen=True, tag="worker_beat"):
     """Rollouts since the start that ended in infra_error or agent_error."""
     last_error: str = ""
     started_s: float = 0.0
+    num_left_behind: int = 0
 
 
 class WorkerLeft(Message, frozen=True, tag="worker_left"):
@@ -332,8 +335,6 @@ class FleetAnswered(Message, frozen=True, tag="fleet_answered"):
 
 
 class WorkerExited(Message, frozen=True, tag="worker_exited"):
-    """Its process has ended."""
-
     worker_id: str
     pid: int
     cause: str

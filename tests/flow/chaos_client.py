@@ -6,14 +6,20 @@ the router's address, its folder, the number of tasks, and `keep` or `leave`.
 """
 
 import sys
+from collections import Counter
 from pathlib import Path
+
+import msgspec
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
+from rollmesh.core.journal import Journal
 from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.serve.client.book import AnyEntry, GroupAsked, GroupBooked, GroupKept
 from rollmesh.serve.client.client import Arrival, Finished, RolloutClient
 
 GROUP_SIZE = 2
+JOURNAL = msgspec.msgpack.Decoder(AnyEntry)
 
 
 class Tasks:
@@ -60,6 +66,22 @@ def ask(client: RolloutClient, task_id: str) -> GroupId:
     return client.ask(
         task, env="storm:Storm", num_samples=GROUP_SIZE, sampling=SamplingPolicy(), seed=7
     )
+
+
+def check_journal(folder: Path) -> None:
+    """Every group that was asked for ended exactly once at its sink."""
+    asked: set[GroupId] = set()
+    ends: Counter[GroupId] = Counter()
+    journal = Journal(folder / "journal", 2**20, fsync=False)
+    for _, frames in journal.replay():
+        match JOURNAL.decode(frames[0]):
+            case GroupAsked(group_id):
+                asked.add(group_id)
+            case GroupKept(group_id) | GroupBooked(group_id):
+                ends[group_id] += 1
+    journal.close()
+    assert set(ends.values()) == {1}
+    assert asked <= set(ends)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,11 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
-from rollmesh.core.ids import GroupId
-from rollmesh.core.journal import Journal
-from rollmesh.serve.client.book import AnyEntry, GroupAsked, GroupBooked, GroupKept
 from rollmesh.testing.engine import ScriptedEngine
-from tests.flow.chaos_client import GROUP_SIZE
+from tests.flow.chaos_client import GROUP_SIZE, check_journal
 from tests.flow.launched_mesh import LaunchedMesh
 from tests.flow.worker_mesh import byte_token
 
@@ -52,7 +48,6 @@ BLOWS += ("kill client",) * 2 + ("stop client",)
 LONGEST_STOP_S = 2.5
 LONGEST_LULL_S = 2.0
 """Between two blows, if nothing ends meanwhile."""
-JOURNAL = msgspec.msgpack.Decoder(AnyEntry)
 
 
 class Client:
@@ -156,22 +151,6 @@ def send(pid: int, number: int) -> None:
 
 def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def check_journal(folder: Path) -> None:
-    """Every group that was asked for ended exactly once at its sink."""
-    asked: set[GroupId] = set()
-    ends: Counter[GroupId] = Counter()
-    journal = Journal(folder / "journal", 2**20, fsync=False)
-    for _, frames in journal.replay():
-        match JOURNAL.decode(frames[0]):
-            case GroupAsked(group_id):
-                asked.add(group_id)
-            case GroupKept(group_id) | GroupBooked(group_id):
-                ends[group_id] += 1
-    journal.close()
-    assert set(ends.values()) == {1}
-    assert asked <= set(ends)
 
 
 @pytest.fixture

@@ -80,61 +80,6 @@ async def test_siblings_of_a_lost_group_do_not_go_on_generating(mesh: Mesh) -> N
     await mesh.until(lambda: mesh.worker_status("worker-0").get("in_flight") == 0)
 
 
-# loading
-
-
-FAILS_TO_LOAD = {
-    "raises": "raise OSError('no such data set')",
-    "exits": "sys.exit(7)",
-    "hangs": "def wait_for_nothing():\n    threading.Event().wait()\nwait_for_nothing()",
-    "constructor": "class TheEnv(Plain):\n    def __init__(self):\n        raise OSError('no GPU')",
-    "constructor_hangs": (
-        "class TheEnv(Plain):\n    def __init__(self):\n        while True:\n            pass"
-    ),
-}
-
-
-async def test_environment_that_fails_to_load_is_told_to_its_clients_at_once(mesh: Mesh) -> None:
-    client = mesh.client()
-
-    async def fail(how: str) -> str:
-        env = mesh.write_env(how, FAILS_TO_LOAD[how])
-        early[ask(client, env=env)] = how
-        code, err = await ended(mesh.worker_words(how, env, load_timeout_s=2), mesh.folder)
-        assert code == 2
-        [line] = err.splitlines()
-        assert line.startswith(f'rollmesh: env = "{env}"')
-        late[ask(client, env=env)] = how
-        return line.removeprefix("rollmesh: ")
-
-    early, late = dict[GroupId, str](), dict[GroupId, str]()
-    lines = dict(zip(FAILS_TO_LOAD, await asyncio.gather(*map(fail, FAILS_TO_LOAD)), strict=True))
-    reasons = {}
-    for dropped in await take(client, 2 * len(lines)):
-        assert isinstance(dropped, Dropped)
-        reasons[dropped.group_id] = dropped.reason
-    for group_id, how in (early | late).items():
-        assert reasons[group_id] == f"env_failed: {lines[how]}"
-    for how in ("hangs", "constructor_hangs"):
-        assert "worker.load_timeout_s = 2" in lines[how]
-        assert f"({how}.py:" in lines[how].partition("it is in ")[2]
-
-
-async def test_failed_environment_is_told_to_a_router_that_was_away(mesh: Mesh) -> None:
-    env = mesh.write_env("raises", FAILS_TO_LOAD["raises"])
-    address = mesh.router.ready.address
-    words = mesh.worker_words("worker-0", env)
-    await asyncio.to_thread(mesh.router.kill)
-    failing = asyncio.ensure_future(ended(words, mesh.folder))
-    mesh.router = await asyncio.to_thread(mesh.start_router, address)
-    assert (await failing)[0] == 2
-    client = mesh.client()
-    ask(client, env=env)
-    [dropped] = await take(client)
-    assert isinstance(dropped, Dropped)
-    assert "no such data set" in dropped.reason
-
-
 # deadlines
 
 

@@ -156,7 +156,7 @@ class Mesh:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Look again and again, from a thread, until `condition` holds."""
-        await asyncio.to_thread(_look_until, condition)
+        await asyncio.to_thread(look_until, condition)
 
     def last_reason(self, worker_id: str) -> str:
         """Why it left, as it has logged."""
@@ -172,7 +172,7 @@ class Mesh:
         return client
 
 
-def _look_until(condition: Callable[[], object]) -> None:
+def look_until(condition: Callable[[], object]) -> None:
     give_up_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < give_up_s, "it did not happen"

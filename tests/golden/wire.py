@@ -33,7 +33,9 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.CancelRun(GROUP, "stale"),
     m.FleetChanged(9, (ENGINE,)),
     m.DrainWorker("update"),
-    m.WorkerHello("worker-0", "guess", 64, 4711, "node-3", (m.HeldGroup(GROUP, 2, True),), 1.5e9),
+    m.WorkerHello(
+        "worker-0", "guess", 64, 4711, "node-3", (m.HeldGroup(GROUP, 2, True),), 1.5e9, 100.0
+    ),
     m.WorkerBeat(
         "worker-0",
         5,
@@ -49,6 +51,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
         2,
         "no",
         1.5e9,
+        3,
     ),
     m.WorkerLeft("worker-0", "drained", 4711, 1.5e9),
     m.GroupStarted(GROUP, 2),

@@ -121,6 +121,11 @@ class Book:
         if apart or self.queue.remove(group):
             self.num_waiting_bytes -= len(group.body)
 
+    def waiting_for(self, env: str) -> list[Group]:
+        """All that wait for a worker of `env`, wherever they do."""
+        apart = [*self.held.values(), *self.suspects.values()]
+        return [*self.queue.of_env(env), *(group for group in apart if group.env == env)]
+
     def end(
         self, group: Group, answer: GroupMoved | GroupFailed, num_attempts: int = FOR_GOOD
     ) -> None:

@@ -17,6 +17,7 @@ from rollmesh.serve.router import suspects
 from rollmesh.serve.router.book import Book
 from rollmesh.serve.router.deals import Deals
 from rollmesh.serve.router.groups import Group
+from rollmesh.serve.router.relief import RELIEVED, WORN, Relief
 from rollmesh.serve.router.workers import Worker, Workers, WorkerState
 from rollmesh.wire.messages import DrainWorker, GroupState, WorkerBeat, WorkerHello
 
@@ -51,6 +52,7 @@ class Crew:
         self._max_lag_s = settings.max_lag_s
         self._exits: OrderedDict[tuple[str, int], _Exit] = OrderedDict()
         """By worker id and pid."""
+        self._relief = Relief()
 
     def greet(self, hello: WorkerHello, route: bytes) -> None:
         """A worker says hello: a new one, one that we know, or a new process under an old name."""
@@ -68,6 +70,7 @@ class Crew:
         if worker is None:
             worker = Worker(hello, route, self._book.now_s)
             self.workers.add(worker)
+            self._relief.note_came(worker)
         else:
             self.workers.move(worker, route)
             worker.hello = hello
@@ -85,6 +88,8 @@ class Crew:
         if beat:
             worker.take_beat(beat, self._book.now_s)
             self._deals.stir_worker(worker)
+            if beat.state == WORN:
+                self._relief.ask(worker)
         if beat and beat.loop_lag_s > self._max_lag_s:
             where = f" in {beat.stalled_in}" if beat.stalled_in else ""
             self._lose(worker, f"its loop was held for {beat.loop_lag_s:.0f} s{where}")
@@ -121,6 +126,7 @@ class Crew:
         for group in list(worker.groups.values()):
             self._leave(group, f"{worker.worker_id} {why}")
         self.workers.remove(worker)
+        self._relief.note_left(worker, self._book.now_s)
 
     def see_off(self, worker: Worker, why: str) -> None:
         """`worker` has left in peace: what it cut short runs elsewhere, and does not count."""
@@ -146,6 +152,8 @@ class Crew:
                 worker.state = WorkerState.LOST
             elif worker.drain_reason and now_s >= worker.say_drain_s:
                 self._say_drain(worker)
+        while worn := self._relief.next(self.workers, now_s):
+            self.drain(worn, RELIEVED)
 
     def _revive(self, worker: Worker) -> None:
         worker.state = WorkerState.LIVE
@@ -199,7 +207,7 @@ class Crew:
 
     def _say_drain(self, worker: Worker) -> None:
         worker.say_drain_s = self._book.now_s + SAY_DRAIN_BEATS * self._beat_s
-        if worker.beat is None or worker.beat.state == "serving":
+        if worker.beat is None or worker.beat.state in ("serving", WORN):
             self._book.send(worker.route, DrainWorker(worker.drain_reason))
 
 

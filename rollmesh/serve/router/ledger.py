@@ -21,6 +21,7 @@ from rollmesh.serve.router.book import Book
 from rollmesh.serve.router.crew import Crew
 from rollmesh.serve.router.deals import CLAIM_BEATS, Deals
 from rollmesh.serve.router.groups import Group
+from rollmesh.serve.router.loads import Loads
 from rollmesh.serve.router.notes import FOR_GOOD
 from rollmesh.serve.router.workers import Worker, Workers, WorkerState
 from rollmesh.wire.frames import Buffer
@@ -54,8 +55,6 @@ MAX_SAMPLES = 4096
 """Rollouts of a group: its worker begins all and its sink gets all as one message."""
 MAX_QUEUED_BYTES = 512 * 2**20
 """Bodies of waiting asks; past it asks are refused."""
-MAX_ENV_ERRORS = 256
-"""Environments whose failure is remembered."""
 MAX_WEIGHT = 1000
 """More turns in a row no client gets."""
 MAX_NAMES = 8
@@ -70,9 +69,9 @@ class Ledger:
         self._patience_s = settings.beat_s * settings.missed_beats
         self._settled_s = started_s + CLAIM_BEATS * settings.beat_s
         self._ticked_s = started_s
-        self._env_errors: dict[str, str] = {}
         self.book = Book(self._patience_s, started_s)
         workers = Workers(slow_lag_s=2 * settings.beat_s)
+        self.loads = Loads(workers)
         self.deals = Deals(self.book, workers, settings.beat_s, settings.max_attempts)
         self.crew = Crew(self.book, workers, self.deals, settings)
         self._handlers: dict[type, Callable[[bytes, Any, Buffer], None]] = {
@@ -162,8 +161,8 @@ class Ledger:
         tries = max(ask.attempts, 0) - _excused(ask)
         if tries >= self.settings.max_attempts and self._is_settled:
             return GroupFailed(group_id, f"attempts_exhausted: {tries} have begun")
-        if env in self._env_errors and not self.crew.workers.serve(env):
-            return GroupFailed(group_id, f"env_failed: {self._env_errors[env]}")
+        if error := self.loads.why_none(env):
+            return GroupFailed(group_id, f"env_failed: {error}")
         num_waiting = self.book.num_waiting
         limit = self.settings.max_queued_groups
         # A client with less than its share is let in all the same, or one that floods us would keep
@@ -235,7 +234,10 @@ class Ledger:
         self._hello(route)
         if not hello.worker_id:
             return  # a group's worker of no name is none
-        self._env_errors.pop(hello.env, None)
+        if hello.loads_for_s > 0:
+            self.loads.begin(hello, self.book.now_s)
+            return
+        self.loads.succeed(hello.worker_id, hello.env)
         self.crew.greet(hello, route)
 
     def _on_worker_beat(self, route: bytes, beat: WorkerBeat, _: Buffer) -> None:
@@ -254,6 +256,8 @@ class Ledger:
 
     def _on_worker_exited(self, _: bytes, message: WorkerExited, __: Buffer) -> None:
         self.crew.hear_of_exit(message.worker_id, message.pid, message.cause)
+        if env := self.loads.hear_of_exit(message.worker_id, message.pid, message.cause):
+            self._fail_waiting(env)
 
     def _on_ask_drain(self, route: bytes, ask: AskDrain, _: Buffer) -> None:
         worker, error = self.crew.workers.get(ask.worker_id), ""
@@ -273,14 +277,14 @@ class Ledger:
         self._hello(route)  # says that it was heard; the worker repeats it until then
         if worker := self.crew.workers.get(message.worker_id):
             self.crew.dismiss(worker, "could not load its environment")
-        if len(self._env_errors) < MAX_ENV_ERRORS:
-            self._env_errors[message.env] = message.error
-        if self.crew.workers.serve(message.env):
-            return
-        apart = [*self.book.held.values(), *self.book.suspects.values()]
-        waiting = [group for group in apart if group.env == message.env]
-        for group in [*self.book.queue.of_env(message.env), *waiting]:
-            self.deals.fail(group, f"env_failed: {message.error}")
+        self.loads.fail(message.worker_id, message.env, message.error)
+        self._fail_waiting(message.env)
+
+    def _fail_waiting(self, env: str) -> None:
+        """Tell all who wait for `env` that there is none, unless somebody else may bring it."""
+        if error := self.loads.why_none(env):
+            for group in self.book.waiting_for(env):
+                self.deals.fail(group, f"env_failed: {error}")
 
     def _on_started(self, route: bytes, message: GroupStarted, _: Buffer) -> None:
         if worker := self._speaker(route):
@@ -347,6 +351,8 @@ class Ledger:
                 peer.heard_s = min(peer.heard_s + gap_s, now_s)
         for group in self.book.deadlines.take_overdue(now_s):
             self.deals.fail(group, f"deadline: it has passed in attempt {group.attempt}")
+        for env in self.loads.take_overdue(now_s):
+            self._fail_waiting(env)
         self.crew.look_after_workers()
         self._look_for_lost_clients(now_s)
         if self._is_settled:

@@ -12,8 +12,9 @@ import msgspec
 from rollmesh.core.metrics import Figure
 from rollmesh.serve.router.ledger import Ledger
 from rollmesh.serve.router.workers import Worker, WorkerState
-from rollmesh.wire.messages import FleetChanged, GroupState
+from rollmesh.wire.messages import FleetChanged, GroupState, WorkerHello
 
+DOWN = ("lost", "stalled", "loading")
 MAX_CLIENTS = 100
 """More are not told one by one."""
 
@@ -42,6 +43,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     num_failed: int
     """Rollouts that ended in infra_error or agent_error."""
     last_error: str
+    num_left_behind: int
+    """Calls of its environment that were given up and never ended."""
 
 
 class ClientStatus(msgspec.Struct, frozen=True):
@@ -91,7 +94,10 @@ def status_of(
     open_states = (GroupState.QUEUED, GroupState.ASSIGNED, GroupState.RUNNING)
     return Status(
         incarnation=incarnation,
-        workers=[_worker_status(worker) for worker in ledger.crew.workers],
+        workers=[
+            *map(_worker_status, ledger.crew.workers),
+            *map(_loading_status, ledger.loads.now()),
+        ],
         queue={state.value: num_in[state] for state in open_states},
         num_done=num_in[GroupState.DONE],
         num_failed=num_in[GroupState.FAILED],
@@ -126,10 +132,10 @@ def _state_of(worker: Worker) -> str:
     """`live`, `stalled` or `lost`, or what a live one says that it does instead of serving."""
     if worker.state is not WorkerState.LIVE:
         return worker.state.value
+    if worker.drain_reason:
+        return "draining"
     said = worker.beat.state if worker.beat else "serving"
-    if said == "serving":
-        said = "draining" if worker.drain_reason else WorkerState.LIVE.value
-    return said
+    return WorkerState.LIVE.value if said == "serving" else said
 
 
 def _worker_status(worker: Worker) -> WorkerStatus:
@@ -152,7 +158,14 @@ def _worker_status(worker: Worker) -> WorkerStatus:
         num_attempts=worker.num_assigned,
         num_failed=beat.num_failed if beat else 0,
         last_error=beat.last_error if beat else "",
+        num_left_behind=beat.num_left_behind if beat else 0,
     )
+
+
+def _loading_status(hello: WorkerHello) -> WorkerStatus:
+    """One that does not serve yet."""
+    nothing_yet = Worker(hello, b"", 0.0)
+    return msgspec.structs.replace(_worker_status(nothing_yet), state="loading")
 
 
 def figures_of(status: Status) -> Iterator[Figure]:
@@ -170,11 +183,13 @@ def figures_of(status: Status) -> Iterator[Figure]:
         yield Figure("router_events_total", number, "What happened, by name.", {"event": event})
     for worker in status.workers:
         labels = {"worker_id": worker.worker_id}
-        is_up = worker.state not in (WorkerState.LOST.value, WorkerState.STALLED.value)
+        is_up = worker.state not in DOWN
         yield Figure("worker_up", is_up, "Whether its beats come.", labels)
         yield Figure("worker_rollouts", worker.in_flight, "Rollouts that it runs.", labels)
         yield Figure("worker_loop_lag_seconds", worker.loop_lag_s, "Event loop's lag.", labels)
         yield Figure("worker_rss_bytes", worker.rss_bytes, "Resident memory.", labels)
+        number = worker.num_left_behind
+        yield Figure("worker_calls_left_behind", number, "Calls that never ended.", labels)
         yield Figure("worker_unacked_bytes", worker.held_bytes, "Results without an ack.", labels)
     for engine in status.engines:
         labels = {"engine": engine.url}

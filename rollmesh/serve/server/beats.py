@@ -41,6 +41,7 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str
     num_calls: int
     num_tokens: int
+    num_left_behind: int
 
 
 class BeatSettings(msgspec.Struct, frozen=True):

@@ -3,8 +3,11 @@
     RunGroup --> RUNNING --Ended--> DELIVERING --GroupAcked, CancelRun--> forgotten
                     +---CancelRun--> ABORTING --Ended--> forgotten
 
-    the worker:  SERVING --DrainWorker, WornOut, StopAsked (finish), Stopping (abort)--> DRAINING
+    the worker:  SERVING --DrainWorker, StopAsked (finish), Stopping (abort)--> DRAINING
+                 SERVING --WornOut--> WORN, which serves on --the same, WornOut urgently--> DRAINING
                  DRAINING --nothing left--> LEFT
+
+A worn worker says so in its beats, and the router lets it go when others are there to serve.
 
 Invariants: a group is here once, under the newest attempt number that the router gave it; a router
 that does not know us (a new incarnation) is told all that we hold before anything else; what was
@@ -41,9 +44,10 @@ they would never grow together. Of a forgotten one the sink says that it is a du
 
 
 class WorkerState(enum.StrEnum):
-    """SERVING -> DRAINING -> LEFT"""
+    """SERVING -> WORN -> DRAINING -> LEFT, or without WORN"""
 
     SERVING = "serving"
+    WORN = "worn"
     DRAINING = "draining"
     LEFT = "left"
 
@@ -102,9 +106,11 @@ class Stopping(msgspec.Struct, frozen=True):
 
 
 class WornOut(msgspec.Struct, frozen=True):
-    """Event: the process has served long enough; it finishes what it has."""
+    """Event: the process has served long enough; it leaves as soon as it may."""
 
     reason: str
+    is_urgent: bool = False
+    """It must not serve on until it may."""
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -150,6 +156,8 @@ class Duties:
         """The incarnation last heard; '' before the first."""
         self.leaving: Leaving | None = None
         """Why it drains."""
+        self._worn = ""
+        """Why it is WORN."""
         self.running: dict[GroupId, Running] = {}
         self.aborting: set[GroupId] = set()
         self.outbox = Outbox(settings.outbox)
@@ -166,7 +174,11 @@ class Duties:
     def accepting(self) -> bool:
         """False while draining or over the byte budget."""
         within = self.outbox.unacked_bytes < self.settings.max_unacked_bytes
-        return self.state is WorkerState.SERVING and within
+        return self._takes_groups and within
+
+    @property
+    def _takes_groups(self) -> bool:
+        return self.state in (WorkerState.SERVING, WorkerState.WORN)
 
     def holds(self) -> list[HeldGroup]:
         """What a router that does not know us must hear of."""
@@ -180,8 +192,8 @@ class Duties:
         match event:
             case Ended():
                 actions += self._ended(event, now_s)
-            case WornOut(reason):
-                self._drain(Cause.WORN_OUT, reason)
+            case WornOut():
+                self._wear_out(event)
             case StopAsked(reason):
                 self._drain(Cause.STOPPED, reason)
             case Stopping(reason):
@@ -220,7 +232,8 @@ class Duties:
                 actions += self._abort(group_id, reason)
                 actions += self.outbox.step(Unwanted(group_id), now_s)
             case DrainWorker(reason):
-                self._drain(Cause.DRAINED, reason)
+                cause = Cause.WORN_OUT if self._worn else Cause.DRAINED
+                self._drain(cause, self._worn or reason)
             case GroupAcked(group_id):
                 acked = self.outbox.step(event, now_s)
                 if acked:
@@ -243,7 +256,7 @@ class Duties:
         if group_id in self.outbox.parcels:
             self.outbox.readdress(group_id, attempt, ask.sink)
             return [started]
-        if self.state is not WorkerState.SERVING:
+        if not self._takes_groups:
             return [Send(ROUTER, GroupReturned(group_id, attempt, "the worker is draining"))]
         if group_id in self.aborting:
             reason = "its last run is still coming to its end"
@@ -269,8 +282,14 @@ class Duties:
         self.aborting.add(group_id)
         return [Abort(group_id, reason)]
 
-    def _drain(self, cause: Cause, reason: str) -> None:
+    def _wear_out(self, event: WornOut) -> None:
         if self.state is WorkerState.SERVING:
+            self.state, self._worn = WorkerState.WORN, event.reason
+        if event.is_urgent:
+            self._drain(Cause.WORN_OUT, event.reason)
+
+    def _drain(self, cause: Cause, reason: str) -> None:
+        if self._takes_groups:
             self.state, self.leaving = WorkerState.DRAINING, Leaving(cause, reason)
 
     def _hello(self, now_s: float) -> Send:

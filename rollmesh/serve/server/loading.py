@@ -3,6 +3,7 @@
     LOADING --built-----------------> the environment
        +----it raises, or exits-----> told --> EnvError: one line, exit code 2
        +----load_timeout_s is over--> told --> the same line, and the process ends at once
+       +----the process crashes-----> the router, told that we load, sees us gone
 
 Invariant: whoever waits for this environment hears why there is none, if the router can be reached
 at all: the report is repeated until the router answers. Nothing but its end stops foreign code that
@@ -11,6 +12,7 @@ runs.
 """
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -20,19 +22,23 @@ from rollmesh.core.logs import readable
 from rollmesh.core.process import USAGE
 from rollmesh.envs.env import Env
 from rollmesh.envs.loading import load_env
+from rollmesh.serve.server.beats import STARTED_S
 from rollmesh.serve.server.stack import whereabouts
 from rollmesh.serve.server.worker import WorkerSettings
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.messages import EnvFailed, RouterHello
+from rollmesh.wire.messages import EnvFailed, RouterHello, WorkerHello
 from rollmesh.wire.sockets import Dialer, wait
 
 REPORT_S = 5.0
 """How long a worker that cannot begin tries to tell its router."""
 REPEAT_S = 0.2
+ANNOUNCE_S = 0.3
+"""How long a load waits for its router to know of it."""
 
 
 def load_in_time(settings: WorkerSettings) -> Env:
     """The environment of the settings; EnvError, one line, if it cannot be had."""
+    announce(settings)
     config = settings.config
     say = threading.Lock()  # who takes it first has the last word
     watch = threading.Timer(
@@ -52,14 +58,33 @@ def load_in_time(settings: WorkerSettings) -> Env:
     return env
 
 
+def announce(settings: WorkerSettings) -> None:
+    """Tell the router that this process loads, and for how long at most, in case it crashes."""
+    config = settings.config
+    hello = WorkerHello(
+        worker_id=settings.worker_id,
+        env=config.env,
+        max_rollouts=config.worker.max_rollouts,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started_s=STARTED_S,
+        loads_for_s=config.worker.load_timeout_s,
+    )
+    _tell(settings, hello, ANNOUNCE_S)
+
+
 def report(settings: WorkerSettings, error: str) -> None:
-    """Tell the router that this worker has no environment, until it answers or REPORT_S is over."""
+    """Tell the router that this worker has no environment."""
+    _tell(settings, EnvFailed(settings.worker_id, settings.config.env, readable(error)), REPORT_S)
+
+
+def _tell(settings: WorkerSettings, message: WorkerHello | EnvFailed, for_s: float) -> None:
+    """Say it again and again until the router answers, or the time is over."""
     dialer = Dialer(settings.router, settings.worker_id, settings.keys)
-    until_s = time.monotonic() + REPORT_S
-    failed = Packet(EnvFailed(settings.worker_id, settings.config.env, readable(error)))
+    until_s = time.monotonic() + for_s
     is_heard = False
     while not is_heard and time.monotonic() < until_s:
-        dialer.send(failed)
+        dialer.send(Packet(message))
         wait([dialer], None, REPEAT_S)
         is_heard = any(isinstance(each.message, RouterHello) for each in dialer.receive())
     dialer.close()

@@ -41,7 +41,7 @@ from rollmesh.serve.server.outbox import Forget, OutboxSettings
 from rollmesh.serve.server.post import Post
 from rollmesh.serve.server.rollouts import Stage, one_line
 from rollmesh.serve.server.slots import Slots
-from rollmesh.serve.server.wear import Wear, worn_out
+from rollmesh.serve.server.wear import Wear, is_urgent, worn_out
 from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
@@ -96,6 +96,8 @@ class Worker:
         self._post = Post(settings.router, worker_id, settings.keys, self.hear)
         self._payloads: dict[GroupId, Payload] = {}
         self._tasks: dict[GroupId, asyncio.Task[Payload]] = {}
+        self._num_left_behind = 0
+        """As of the last tick: counting them is for the loop's thread."""
         self._left = asyncio.Event()
         self._stage: Stage | None = None
         self._group: asyncio.TaskGroup | None = None
@@ -113,6 +115,7 @@ class Worker:
             last_error=self._slots.last_error,
             num_calls=runtime.num_calls if runtime else 0,
             num_tokens=runtime.num_tokens if runtime else 0,
+            num_left_behind=self._num_left_behind,
         )
 
     def report(self, fault: EngineFaulted) -> None:
@@ -159,14 +162,17 @@ class Worker:
     def _look_for_wear(self) -> None:
         stage = self._stage
         assert stage is not None
+        self._num_left_behind = num_left_behind()
         wear = Wear(
             rss_bytes=self._process.memory_info().rss,
             num_rollouts=self._slots.num_finished,
-            num_left_behind=num_left_behind(),
+            num_left_behind=self._num_left_behind,
         )
-        if self._duties.state is WorkerState.SERVING and (why := worn_out(stage.settings, wear)):
-            log.info("worker.worn_out", reason=why)
-            self._step(WornOut(why))
+        why, urgent = worn_out(stage.settings, wear), is_urgent(stage.settings, wear)
+        state = self._duties.state
+        if why and (state is WorkerState.SERVING or (urgent and state is WorkerState.WORN)):
+            log.info("worker.worn_out", reason=why, is_urgent=urgent)
+            self._step(WornOut(why, urgent))
 
     async def _finish(self) -> None:
         """Let what runs come to its end, for a while."""

@@ -20,6 +20,7 @@ VITALS = Vitals(
     last_error="infra_error: engine gone",
     num_calls=5,
     num_tokens=6,
+    num_left_behind=7,
 )
 
 
@@ -50,7 +51,7 @@ async def test_beat_carries_the_vitals_and_the_memory(hub: Hub) -> None:
     _, beat = await asyncio.to_thread(next_beat, hub)
     beats.close()
     assert (beat.worker_id, beat.num_running, beat.accepting, beat.num_tokens) == ("w1", 3, True, 6)
-    assert (beat.state, beat.num_failed) == ("draining", 2)
+    assert (beat.state, beat.num_failed, beat.num_left_behind) == ("draining", 2, 7)
     assert beat.last_error == "infra_error: engine gone"
     assert beat.rss_bytes > 2**20
     assert beat.stalled_in == ""

@@ -206,7 +206,7 @@ def test_worn_out_worker_finishes_what_it_has_and_leaves_with_the_reason() -> No
     duties = new_duties()
     run(duties, ONE)
     assert duties.step(WornOut("9 rollouts"), 0.0) == []
-    assert duties.step(WornOut("10 rollouts"), 0.0) == []
+    assert hear(duties, DrainWorker("it is worn out")) == []
     [returned] = said(run(duties, TWO))
     assert isinstance(returned, GroupReturned)
     end(duties, ONE)
@@ -214,6 +214,27 @@ def test_worn_out_worker_finishes_what_it_has_and_leaves_with_the_reason() -> No
         Send(ROUTER, WorkerLeft("w1", "recycled: 9 rollouts")),
         Left(),
     ]
+
+
+def test_worn_worker_serves_on_until_it_may_leave() -> None:
+    duties = new_duties()
+    duties.step(WornOut("9 rollouts"), 0.0)
+    assert (duties.state, duties.accepting) == (WorkerState.WORN, True)
+    assert Begin(ONE, 4, b"ask") in run(duties, ONE)
+
+
+def test_worker_far_past_its_memory_does_not_wait_until_it_may_leave() -> None:
+    duties = new_duties()
+    duties.step(WornOut("900 MB"), 0.0)
+    actions = duties.step(WornOut("990 MB", is_urgent=True), 0.0)
+    assert actions == [Send(ROUTER, WorkerLeft("w1", "recycled: 990 MB")), Left()]
+
+
+def test_worn_worker_that_is_stopped_is_not_followed_by_another() -> None:
+    duties = new_duties()
+    duties.step(WornOut("9 rollouts"), 0.0)
+    duties.step(StopAsked("SIGTERM"), 0.0)
+    assert str(duties.leaving) == "stopped: SIGTERM"
 
 
 def test_result_that_its_sink_never_acks_is_given_up_and_the_router_told() -> None:

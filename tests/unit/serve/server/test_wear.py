@@ -3,7 +3,7 @@
 import pytest
 
 from rollmesh.core.config import WorkerConfig
-from rollmesh.serve.server.wear import MAX_LEFT_BEHIND, Wear, worn_out
+from rollmesh.serve.server.wear import MAX_LEFT_BEHIND, Wear, is_urgent, worn_out
 
 LIMITED = WorkerConfig(max_rss_bytes=1000, recycle_rollouts=10)
 FRESH = Wear(rss_bytes=1000, num_rollouts=9, num_left_behind=MAX_LEFT_BEHIND - 1)
@@ -27,3 +27,11 @@ def test_worker_without_limits_stays_for_ever() -> None:
 )
 def test_reason_names_the_limit_that_was_passed(wear: Wear, told: str) -> None:
     assert worn_out(LIMITED, wear) == told
+
+
+@pytest.mark.parametrize(
+    ("rss_bytes", "urgent"), [(1001, False), (1250, False), (1251, True), (2**50, True)]
+)
+def test_memory_far_past_its_limit_is_urgent(rss_bytes: int, urgent: bool) -> None:
+    assert is_urgent(LIMITED, Wear(rss_bytes, 0, 0)) is urgent
+    assert not is_urgent(WorkerConfig(), Wear(rss_bytes, 0, 0))

@@ -1,0 +1,118 @@
+"""Workers that stand still, and the others, which do not: whatever is given away counts once."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.serve.client.client import Finished, RolloutClient
+from tests.flow.chaos_client import check_journal
+from tests.flow.worker_mesh import Mesh, ask, open_mesh, take
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with open_mesh(tmp_path) as mesh:
+        yield mesh
+
+
+SLEEPER = """
+class TheEnv(Plain):
+    async def run(self, task, agent):
+        await asyncio.sleep(0.2)
+        return Transcript()
+"""
+NUM_SLOTS = 8
+NUM_GROUPS = 160
+
+
+async def seconds_for(client: RolloutClient, env: str, num_needed: int) -> float:
+    """Until so many of NUM_GROUPS rollouts have arrived."""
+    asked_s = time.monotonic()
+    for _ in range(NUM_GROUPS):
+        ask(client, 1, env)
+    await take(client, num_needed)
+    return time.monotonic() - asked_s
+
+
+async def test_two_workers_are_as_fast_beside_a_third_that_is_stopped(mesh: Mesh) -> None:
+    env = mesh.write_env("sleeper", SLEEPER)
+    for name in ("worker-0", "worker-1"):
+        await asyncio.to_thread(mesh.worker, name, env, max_rollouts=NUM_SLOTS)
+    client = mesh.client()
+    calm_s = await seconds_for(client, env, NUM_GROUPS)
+    third = await asyncio.to_thread(mesh.worker, "worker-2", env, max_rollouts=NUM_SLOTS)
+    os.kill(third.popen.pid, signal.SIGSTOP)
+    try:
+        # What the third got before its silence was noticed comes later.
+        stalled_s = await seconds_for(client, env, NUM_GROUPS - NUM_SLOTS)
+    finally:
+        os.kill(third.popen.pid, signal.SIGCONT)
+    sys.stdout.write(f"{calm_s:.2f} s alone, {stalled_s:.2f} s beside a stopped worker\n")
+    assert stalled_s < 1.5 * calm_s
+    assert len(await take(client, NUM_SLOTS)) == NUM_SLOTS
+
+
+HOLDS_THE_LOCK = """
+import ctypes
+
+class TheEnv(Plain):
+    async def run(self, task, agent):
+        if not Path("held").exists():
+            Path("held").touch()
+            ctypes.PyDLL(None).sleep(6)  # as C code that never lets go of the interpreter lock
+        return Transcript()
+"""
+
+
+async def test_worker_whose_interpreter_is_held_is_lost_and_comes_back(mesh: Mesh) -> None:
+    env = mesh.write_env("locked", HOLDS_THE_LOCK)
+    await asyncio.to_thread(mesh.worker, "worker-0", env)
+    client = mesh.client()
+    held = ask(client, 1, env)
+    await mesh.until((mesh.folder / "held").exists)
+    await mesh.until(lambda: mesh.worker_status("worker-0")["state"] == "lost")
+    await asyncio.to_thread(mesh.worker, "worker-1", env)
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+    assert (finished.group_id, finished.worker_id, finished.attempt) == (held, "worker-1", 2)
+    await mesh.until(lambda: mesh.worker_status("worker-0")["state"] == "live")
+    await mesh.until(lambda: mesh.worker_status("worker-0")["held_bytes"] == 0)
+    later = {ask(client, 1, env) for _ in range(8)}
+    assert {each.group_id for each in await take(client, 8)} == later
+
+
+STORM = """
+from rollmesh.envs.echo import EchoEnv as Storm
+"""
+
+
+async def test_result_of_a_stopped_worker_and_of_its_heir_count_once(mesh: Mesh) -> None:
+    (mesh.folder / "storm.py").write_text(STORM)
+    env = "storm:Storm"
+    stopped = await asyncio.to_thread(mesh.worker, "worker-0", env)
+    mesh.engine.hold()
+    words = [str(HERE / "chaos_client.py"), mesh.router.ready.address, "client", "1", "leave"]
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, *words, cwd=mesh.folder, stdout=asyncio.subprocess.PIPE
+    )
+    await mesh.engine.until(lambda: mesh.engine.num_live == 2)
+    os.kill(client.pid, signal.SIGSTOP)  # it acks nothing, so both results wait for it
+    await mesh.engine.release()
+    await mesh.until(lambda: mesh.worker_status("worker-0")["held_bytes"])
+    os.kill(stopped.popen.pid, signal.SIGSTOP)
+    await asyncio.to_thread(mesh.worker, "worker-1", env)
+    await mesh.until(lambda: mesh.worker_status("worker-1")["held_bytes"])
+    os.kill(stopped.popen.pid, signal.SIGCONT)
+    os.kill(client.pid, signal.SIGCONT)
+    out, _ = await client.communicate()
+    assert (client.returncode, out) == (0, b"t0 finished\n")
+    check_journal(mesh.folder / "client")
+    await mesh.until(lambda: not any(row["held_bytes"] for row in mesh.status()["workers"]))
