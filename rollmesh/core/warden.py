@@ -11,17 +11,21 @@ that carry MARK: kill -9 leaves nobody else to do that. It imports next to nothi
 it shared. Driven by launch, by the stand-alone worker, and by envs for an agent's program.
 """
 
+import errno
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 MARK_VARIABLE = "ROLLMESH_MARK"
-MAX_PASSES = 50
-"""What still forks, or cannot die, after so many rounds is left."""
-DIES_WITHIN_MS = 100
+GIVE_UP_S = 5.0
+"""What still forks, or cannot die, after this time is left."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.1
+"""What those that were ended have until they are looked for again."""
+READ_BYTES = 2**16
 
 
 def new_mark(name: str) -> str:
@@ -63,49 +67,82 @@ def guard(mark: str) -> int:
 def kill_marked(mark: str) -> int:
     """SIGKILL all who carry `mark` or a longer one, until none is left; how many there were."""
     killed: set[int] = set()
-    for _ in range(MAX_PASSES):
-        dying = select.poll()
-        open_fds = []
-        for pid, fd in _open_marked(mark):
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-            killed.add(pid)
-            dying.register(fd, select.POLLIN)
-            open_fds.append(fd)
-        if open_fds:
-            dying.poll(DIES_WITHIN_MS)
-        for fd in open_fds:
-            os.close(fd)
-        if not open_fds:
-            break
+    pause_s, until_s = FIRST_PAUSE_S, time.monotonic() + GIVE_UP_S
+    while time.monotonic() < until_s:
+        try:
+            if not _kill_once(mark, killed):
+                break
+        except OSError:  # no descriptor is left to look with: somebody may give one back
+            pass
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     return len(killed)
 
 
+def _kill_once(mark: str, killed: set[int]) -> bool:
+    """Whether any was found."""
+    is_any = False
+    for pid, fd in _open_marked(mark):
+        is_any = True
+        try:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            killed.add(pid)
+        except ProcessLookupError:  # it has ended since it was found
+            pass
+        finally:
+            os.close(fd)
+    return is_any
+
+
 def _open_marked(mark: str) -> Iterator[tuple[int, int]]:
-    """Pid and pidfd of each process but ourselves that carries `mark`."""
+    """Pid and pidfd of each process but ourselves that carries `mark`.
+
+    OSError where we have no descriptor left.
+    """
     if not os.path.isdir("/proc/self"):
         return
+    # A rollout's end looks at every process of the machine, so the first look is a cheap one.
+    word = f"{MARK_VARIABLE}={mark}".encode()
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
+        if not name.isdigit() or int(name) == os.getpid() or not _carries(name, word):
             continue
         try:
             fd = os.pidfd_open(int(name))
-        except OSError:
+        except OSError as error:
+            _raise_if_none_left(error)
             continue
+        is_marked = False
         try:
-            is_marked = _carries(name, mark)
-        except OSError:  # gone, or another user's
-            is_marked = False
+            is_marked = _carries(name, word)  # still: the descriptor is not another's with its pid
+        finally:
+            if not is_marked:
+                os.close(fd)
         if is_marked:
             yield int(name), fd
-        else:
-            os.close(fd)
 
 
-def _carries(pid: str, mark: str) -> bool:
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        words = file.read().split(b"\0")
-    mine = f"{MARK_VARIABLE}={mark}".encode()
-    return any(word == mine or word.startswith(mine + b"/") for word in words)
+def _carries(pid: str, word: bytes) -> bool:
+    """Whether its environment has this mark, or a longer one; False if it is gone or another
+    user's."""
+    try:
+        fd = os.open(f"/proc/{pid}/environ", os.O_RDONLY)
+    except OSError as error:
+        _raise_if_none_left(error)
+        return False
+    try:
+        environment = b"".join(iter(lambda: os.read(fd, READ_BYTES), b""))
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    if word not in environment:
+        return False
+    return any(each == word or each.startswith(word + b"/") for each in environment.split(b"\0"))
+
+
+def _raise_if_none_left(error: OSError) -> None:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise error
 
 
 def _main(pid: int, mark: str) -> None:

@@ -1,10 +1,13 @@
 """What carries a mark is found and ended wherever it went; what does not is left alone."""
 
 import os
+import resource
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -99,3 +102,67 @@ def test_kill_9_of_a_guarded_process_leaves_nothing_of_it() -> None:
 def test_a_warden_does_not_wait_for_a_process_that_is_already_gone() -> None:
     argv = [sys.executable, "-I", "-S", warden.__file__, "999999999", new_mark("test")]
     assert subprocess.run(argv, env={}, timeout=ENDS_WITHIN_S, check=False).returncode == 0
+
+
+def test_who_ends_by_itself_just_before_it_is_ended_saves_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mark = new_mark("test")
+    send = signal.pidfd_send_signal
+    with running(SLEEPS, mark) as first, running(SLEEPS, mark) as second:
+        for process in (first, second):
+            assert process.stdout
+            process.stdout.readline()
+
+        def too_late_for_the_first(pidfd: int, number: int) -> None:
+            first.kill()
+            first.wait()
+            send(pidfd, number)
+
+        monkeypatch.setattr(signal, "pidfd_send_signal", too_late_for_the_first)
+        assert kill_marked(mark) == 1
+        assert second.wait(ENDS_WITHIN_S) == -9
+
+
+FORKS = """
+import os, signal
+for _ in range(300):
+    if not os.fork():
+        signal.pause()
+print(flush=True)
+signal.pause()
+"""
+
+
+def two_of(taken: list[int]) -> tuple[int, int]:
+    """The range of two descriptors that stand side by side, which are ours no more."""
+    last = taken.pop()
+    return taken.pop(), last + 1
+
+
+@pytest.mark.parametrize("num_left", [3, 0])
+def test_a_process_with_few_descriptors_ends_many(num_left: int) -> None:
+    """With none at all it waits for somebody to give one back."""
+    mark = new_mark("test")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with running(FORKS, mark) as process:
+        assert process.stdout
+        process.stdout.readline()
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, limits[1]))
+        taken = []
+        try:
+            with suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            for _ in range(num_left):
+                os.close(taken.pop())
+            giver = threading.Timer(0.3, lambda: os.closerange(*two_of(taken)))
+            giver.start()
+            assert kill_marked(mark) == 301
+            giver.join()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for each in taken:
+                os.close(each)
+        assert kill_marked(mark) == 0
