@@ -27,8 +27,11 @@ class Estimate(msgspec.Struct, frozen=True):
     """A mean, and the interval that holds the true one with CONFIDENCE."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    """None where a single task cannot tell."""
+    high: float | None
+    num_tasks: int
+    """Of which it is the mean."""
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -58,7 +61,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Share of rollouts whose metric `success` is positive or, without one, their reward."""
     reward: Estimate | None
     pass_at: dict[int, Estimate]
-    """By k: the chance that at least one of k rollouts of a task succeeds."""
+    """By k: the chance that at least one of k rollouts of a task succeeds; of the tasks that have
+    as many."""
     failures: dict[str, Failure]
     """By what went wrong: an outcome, or the code of a group's end; the most frequent first."""
     num_truncated: int
@@ -80,7 +84,7 @@ def report_of(rows: Sequence[Row]) -> Report:
         num_tasks=len(tasks),
         num_rollouts=len(counted),
         success=share([Cluster(len(each), fmean(map(succeeded, each))) for each in tasks]),
-        reward=average([Cluster(len(each), fmean(map(reward, each))) for each in tasks]),
+        reward=_reward(tasks),
         pass_at=_pass_at(tasks),
         failures=_failures(row for row in rows if row.outcome not in TRAINED_OUTCOMES),
         num_truncated=sum(row.outcome == Outcome.TRUNCATED for row in counted),
@@ -121,16 +125,25 @@ def share(clusters: Sequence[Cluster]) -> Estimate | None:
     half = Z * math.sqrt(mean * (1 - mean) / num + (Z / (2 * num)) ** 2) / (1 + Z**2 / num)
     # At the ends the interval touches them, which sums of fractions miss by their last digit.
     low = 0.0 if mean <= 0 else max(0.0, middle - half)
-    return Estimate(mean, low, 1.0 if mean >= 1 else min(1.0, middle + half))
+    high = 1.0 if mean >= 1 else min(1.0, middle + half)
+    return Estimate(mean, low, high, len(clusters))
 
 
 def average(clusters: Sequence[Cluster]) -> Estimate | None:
-    """The mean of any values; its interval is Student's, and empty for a single task."""
+    """The mean of any values; its interval is Student's, and a single task has none."""
     if not clusters:
         return None
     mean, variance = _moments(clusters)
+    if len(clusters) < 2:
+        return Estimate(mean, None, None, 1)
     half = _quantile(len(clusters)) * math.sqrt(variance)
-    return Estimate(mean, mean - half, mean + half)
+    return Estimate(mean, mean - half, mean + half, len(clusters))
+
+
+def _reward(tasks: Sequence[Sequence[Row]]) -> Estimate | None:
+    clusters = [Cluster(len(rows), fmean(map(reward, rows))) for rows in tasks]
+    is_share = all(reward(row) in (0.0, 1.0) for rows in tasks for row in rows)
+    return share(clusters) if is_share else average(clusters)
 
 
 def _moments(clusters: Sequence[Cluster]) -> tuple[float, float]:
@@ -147,9 +160,14 @@ def _moments(clusters: Sequence[Cluster]) -> tuple[float, float]:
 def _quantile(num_clusters: int) -> float:
     """Student's in place of Z, since few tasks tell their scatter badly.
 
-    By Cornish and Fisher's expansion (Abramowitz and Stegun, 26.7.5).
+    In closed form for two and three tasks, else by Cornish and Fisher's expansion (Abramowitz and
+    Stegun, 26.7.5), which is within 1 % from there on.
     """
     dof = max(num_clusters - 1, 1)
+    if dof == 1:
+        return math.tan(math.pi * CONFIDENCE / 2)
+    if dof == 2:
+        return CONFIDENCE * math.sqrt(2 / (1 - CONFIDENCE**2))
     terms = (
         (Z**3 + Z) / 4,
         (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
@@ -159,14 +177,15 @@ def _quantile(num_clusters: int) -> float:
 
 
 def _pass_at(tasks: Sequence[Sequence[Row]]) -> dict[int, Estimate]:
-    """For k = 1, 2, 4 and so on up to a group's size, as far as every task has rollouts."""
+    """For k = 1, 2, 4 and so on up to a group's size, of the tasks that have so many rollouts."""
     found: dict[int, Estimate] = {}
     largest = max((row.num_samples for rows in tasks for row in rows), default=0)
-    largest = min([largest, *map(len, tasks)])
     k = 1
     while k <= largest:
         clusters = [
-            Cluster(len(rows), pass_at_k(len(rows), sum(map(succeeded, rows)), k)) for rows in tasks
+            Cluster(len(rows), pass_at_k(len(rows), sum(map(succeeded, rows)), k))
+            for rows in tasks
+            if len(rows) >= k
         ]
         if estimate := share(clusters):
             found[k] = estimate

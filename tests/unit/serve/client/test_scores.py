@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from statistics import NormalDist
+from statistics import NormalDist, stdev
 
 import pytest
 
@@ -79,11 +79,14 @@ def test_pass_at_1_is_the_success_rate_and_grows_with_k() -> None:
     assert means == sorted(means)
 
 
-def test_pass_at_k_goes_as_far_as_every_task_has_rollouts() -> None:
-    rows = [row(task, num_samples=4) for task in "aaaabbb"]
-    assert list(report_of(rows).pass_at) == [1, 2]
+def test_pass_at_k_is_of_the_tasks_that_have_so_many_rollouts_and_says_how_many() -> None:
+    rows = [row(task, num_samples=4, reward=float(task == "a")) for task in "aaaabbb"]
+    pass_at = report_of(rows).pass_at
+    assert {k: each.num_tasks for k, each in pass_at.items()} == {1: 2, 2: 2, 4: 1}
+    assert pass_at[4].mean == 1.0
     posed_twice = [row("a", num_samples=2) for _ in range(4)]
     assert list(report_of(posed_twice).pass_at) == [1, 2]
+    assert list(report_of([row(task, num_samples=4) for task in "aab"]).pass_at) == [1, 2]
 
 
 def test_nothing_counted_is_no_figure() -> None:
@@ -135,8 +138,36 @@ def test_reward_may_be_any_number() -> None:
     estimate = average([Cluster(1, -3.0), Cluster(1, 5.0)])
     assert estimate is not None
     assert estimate.mean == 1.0
-    assert estimate.low < -3.0
-    assert estimate.high > 5.0
+    # Student's for two: 12.706 standard errors, and the standard error is 4.
+    assert estimate.low == pytest.approx(1.0 - 4 * 12.7062, rel=1e-5)
+    assert estimate.high == pytest.approx(1.0 + 4 * 12.7062, rel=1e-5)
+
+
+def test_single_task_tells_no_interval_of_its_reward() -> None:
+    report = report_of([row("a", reward=0.25), row("a", reward=0.75)])
+    assert report.reward is not None
+    assert (report.reward.mean, report.reward.low, report.reward.high) == (0.5, None, None)
+
+
+def test_rewards_that_are_successes_have_the_interval_of_those() -> None:
+    report = report_of([row(task, reward=float(task < "c")) for task in "aabbcddd"])
+    assert report.reward == report.success
+    mixed = report_of([row(task, reward=0.5 * (task < "c")) for task in "aabbcddd"])
+    assert mixed.reward != mixed.success
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "quantile"),
+    [(2, 12.7062), (3, 4.30265), (4, 3.18245), (5, 2.77645), (11, 2.22814), (1001, 1.96234)],
+)
+def test_interval_is_students(num_tasks: int, quantile: float) -> None:
+    """Against the tables, for values with a standard error of 1."""
+    values = [float(number) for number in range(num_tasks)]
+    error = stdev(values) / math.sqrt(num_tasks)
+    estimate = average([Cluster(1, value / error) for value in values])
+    assert estimate is not None
+    assert estimate.high is not None
+    assert estimate.high - estimate.mean == pytest.approx(quantile, rel=0.01)
 
 
 @pytest.mark.parametrize("num_tasks", range(1, 40))
