@@ -34,6 +34,9 @@ BARREN_ROUNDS = 4
 """So many times max_running groups in a row that give nothing to train end the run: an environment
 that always fails would be asked for ever, and an engine may be away for a while."""
 
+EVAL_WINDOW = 4096
+"""Rollouts of an evaluation that are asked for at the same time: a client's asks are bounded."""
+
 
 class Asking(msgspec.Struct, frozen=True, kw_only=True):
     """What every ask of this run has in common."""
@@ -165,9 +168,12 @@ class Pacer:
 
     def evaluate(self, num_rollouts: int, stop: threading.Event) -> list[float]:
         """Sample `num_rollouts` single rollouts that do not train; their successes."""
-        open_ids = {self._ask_one(1, is_eval=True) for _ in range(num_rollouts)}
+        num_left, open_ids = num_rollouts, set[GroupId]()
         successes: list[float] = []
-        while open_ids and not stop.is_set():
+        while (num_left or open_ids) and not stop.is_set():
+            num_more = min(num_left, EVAL_WINDOW - len(open_ids))
+            open_ids |= {self._ask_one(1, is_eval=True) for _ in range(num_more)}
+            num_left -= num_more
             for arrival in self._client.take(timeout_s=1.0):
                 if arrival.group_id not in open_ids:
                     self._book(arrival)
@@ -176,6 +182,8 @@ class Pacer:
                 if isinstance(arrival, Finished):
                     self._write(ReadyGroup(arrival, self._cut(arrival)), None)
                     successes += successes_of(arrival)
+                else:
+                    self._records.drop(arrival.group_id, 1, f"evaluation: {arrival.reason}")
         return successes
 
     def num_open(self) -> int:

@@ -14,6 +14,7 @@ from rollmesh.core.types import Outcome, SamplingPolicy, Task
 from rollmesh.serve.client.client import Arrival
 from rollmesh.testing.client import ScriptedClient
 from rollmesh.testing.clock import FakeClock
+from rollmesh.trainer import pacer
 from rollmesh.trainer.pacer import Asking, Batch, Pacer
 from rollmesh.trainer.records import RunRecords, Tally
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
@@ -189,6 +190,37 @@ def test_evaluation_is_measured_and_never_counted(tmp_path: Path) -> None:
     assert stage.pacer.evaluate(6, threading.Event()) == [0.0] * 6
     assert (stage.tally.num_asked, stage.lost()) == (16, 0)
     assert len(stage.open()) == 4
+    stage.records.close()
+
+
+def test_evaluation_of_any_size_asks_for_a_window_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacer, "EVAL_WINDOW", 4)
+    most_open: list[int] = []
+
+    class Client(ClientThatFinishes):
+        def take(self, timeout_s: float) -> list[Arrival]:
+            most_open.append(len(self.asked))
+            return super().take(timeout_s)
+
+    stage = Stage(tmp_path, Client())
+    assert stage.pacer.evaluate(10, threading.Event()) == [0.0] * 10
+    assert most_open == [4, 4, 2]
+    stage.records.close()
+
+
+def test_evaluation_writes_down_what_brought_no_result(tmp_path: Path) -> None:
+    class Client(ClientThatFinishes):
+        def take(self, timeout_s: float) -> list[Arrival]:
+            for group_id in list(self.asked)[:1]:
+                self.drop(group_id, "env_failed: no licence")
+            return super().take(timeout_s)
+
+    stage = Stage(tmp_path, Client())
+    assert stage.pacer.evaluate(3, threading.Event()) == [0.0] * 2
+    [drop] = stage.rows("drops.jsonl")
+    assert drop["reason"] == "evaluation: env_failed: no licence"
     stage.records.close()
 
 
