@@ -30,7 +30,7 @@ from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE, stop_event
 from rollmesh.core.types import Task
 from rollmesh.envs.loading import load_env
 from rollmesh.launch.checks import check
-from rollmesh.launch.folder import move_aside
+from rollmesh.launch.folder import EVAL_MESH, move_aside
 from rollmesh.launch.machine import End
 from rollmesh.launch.serving import ServingMesh
 from rollmesh.serve.client.plan import Plan, pose, read_plan, write_plan
@@ -40,7 +40,6 @@ from rollmesh.wire.keys import read_keys
 
 SETTINGS: dict[str, Any] = {"worker": {"failed_sibling": "score_rest"}}
 FOLDER = Path("runs/eval")
-MESH = "mesh"
 CONFIG = "config.json"
 NUM_SAMPLES, NUM_TASKS, SPLIT = 1, 100, "eval"
 
@@ -161,7 +160,7 @@ async def carry_out(order: Order, tasks: list[Task]) -> End:
     if not order.resumes:
         begin_folder(order)
     async with AsyncExitStack() as stack:
-        on_rows = stack.enter_context(progress(order.plan, len(tasks)))
+        on_rows = stack.enter_context(progress(order.plan, len(tasks), status_of(order)))
         router, stop = await _enter_mesh(order, stack)
         if stop.done():
             return stop.result()
@@ -197,8 +196,13 @@ def mesh_config(order: Order) -> Config:
     """The small mesh's settings; its run folder stands in the evaluation's."""
     if not order.config.model.path:
         raise UserError("--model-dir is missing: the folder of the model's tokenizer and weights")
-    run = msgspec.structs.replace(order.config.run, folder=str(order.folder), name=MESH)
+    run = msgspec.structs.replace(order.config.run, folder=str(order.folder), name=EVAL_MESH)
     return msgspec.structs.replace(order.config, run=run)
+
+
+def status_of(order: Order) -> str:
+    """What tells how its mesh stands."""
+    return "its mesh's status" if order.router else f"`rollmesh status {order.folder}`"
 
 
 def conclude(order: Order, end: End) -> int:
@@ -209,8 +213,9 @@ def conclude(order: Order, end: End) -> int:
     if end.code == OK or report.num_rollouts:
         show(order.plan, report, order.folder, as_json=order.says_json)
     if end.code != OK:
-        line = f"{end.reason}; `rollmesh eval --resume --out {order.folder}` goes on"
-        print(line, file=sys.stderr)
+        words = ["rollmesh eval --resume --out", str(order.folder)]
+        words += ["--router", order.router] if order.router else []
+        print(f"{end.reason}; `{' '.join(words)}` goes on", file=sys.stderr)
     return end.code if end.code or report.num_rollouts else FAILED
 
 

@@ -1,7 +1,7 @@
 """What `rollmesh eval` shows: a bar while it runs, a table or JSON at its end.
 
-Invariant: the report alone goes to stdout, so that it may be piped; the bar is painted on stderr,
-where that is a terminal. Driven by the verb `eval`.
+Invariant: the report alone goes to stdout, so that it may be piped; the bar is painted on stderr
+and, where that is no terminal, is a line now and then. Driven by the verb `eval`.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmesh.core.errors import UserError
+from rollmesh.launch.screen import NONE, unread
 from rollmesh.serve.client.plan import Plan
 from rollmesh.serve.client.scores import CONFIDENCE, Estimate, Report
 
@@ -25,8 +26,12 @@ QUIET_S = 30.0
 
 
 @contextmanager
-def progress(plan: Plan, num_tasks: int) -> Iterator[Callable[[int], None]]:
-    """A bar, moved by telling it the number of rows so far; a line, if that stays what it was."""
+def progress(plan: Plan, num_tasks: int, status: str) -> Iterator[Callable[[int], None]]:
+    """A bar, moved by telling it the number of rows so far.
+
+    Where stderr is no terminal it is a line now and then. Where nothing moves, a line says so, and
+    that `status` tells why.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -36,27 +41,56 @@ def progress(plan: Plan, num_tasks: int) -> Iterator[Callable[[int], None]]:
     )
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=num_tasks * plan.num_samples)
-        told: set[int] = set()
-
-        def on_rows(num_rows: int) -> None:
-            told.add(num_rows)
-            bar.update(task, completed=num_rows, description=plan.env)
-
-        def remind() -> None:
-            if len(told) < 2:
-                console.print(
-                    f"nothing has ended within {QUIET_S:g} s; does a worker serve {plan.env}? "
-                    "`rollmesh status` knows",
-                    markup=False,
-                    highlight=False,
-                )
-
-        timer = asyncio.get_running_loop().call_later(QUIET_S, remind)
+        teller = Teller(bar, plan.env, num_tasks * plan.num_samples, status)
+        teller.look_later()
         try:
-            yield on_rows
+            yield teller.on_rows
         finally:
-            timer.cancel()
+            teller.close()
+
+
+class Teller:
+    """Moves a bar, and says lines where it cannot speak for itself; lives on the running loop."""
+
+    def __init__(self, bar: Progress, env: str, num_wanted: int, status: str) -> None:
+        self._bar = bar
+        self._env = env
+        self._num_wanted = num_wanted
+        self._status = status
+        self._task = bar.add_task("starting", total=num_wanted)
+        self._num_rows = self._num_seen = 0
+        self._has_complained = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def on_rows(self, num_rows: int) -> None:
+        """There are so many."""
+        self._num_rows = num_rows
+        self._bar.update(self._task, completed=num_rows, description=self._env)
+
+    def look_later(self) -> None:
+        """Look whether it moves after a while, and again, until `close`."""
+        self._timer = asyncio.get_running_loop().call_later(QUIET_S, self.look)
+
+    def look(self) -> None:
+        """Say what there is to say: that it moved, or once that it does not."""
+        if self._num_rows != self._num_seen:
+            self._has_complained = False
+            if not self._bar.console.is_terminal:
+                self._say(f"{self._env}: {self._num_rows:,} of {self._num_wanted:,} rollouts")
+        elif not self._has_complained:
+            self._has_complained = True
+            why = f"does a worker serve {self._env}? {self._status} knows"
+            self._say(f"nothing has ended for {QUIET_S:g} s; {why}")
+        self._num_seen = self._num_rows
+        self.look_later()
+
+    def close(self) -> None:
+        """No more looks."""
+        if self._timer:
+            self._timer.cancel()
+
+    def _say(self, line: str) -> None:
+        self._bar.console.print(Text(line), highlight=False, soft_wrap=True)
 
 
 def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
@@ -70,8 +104,9 @@ def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
         print(text.decode())
         return
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    console.print(table_of(plan, report), *failures_of(report), sep="\n")
-    console.print(Text(f"left in {folder}"))
+    with unread():
+        console.print(table_of(plan, report), *failures_of(report), sep="\n")
+        console.print(Text(f"left in {folder}"))
 
 
 def table_of(plan: Plan, report: Report) -> Table:
@@ -84,13 +119,15 @@ def table_of(plan: Plan, report: Report) -> Table:
     _add_estimate(table, "success", report.success)
     _add_estimate(table, "reward", report.reward)
     for k, estimate in report.pass_at.items():
-        _add_estimate(table, f"pass@{k}", estimate)
+        is_part = estimate.num_tasks < report.num_tasks
+        of_tasks = f" of {estimate.num_tasks:,} tasks" if is_part else ""
+        _add_estimate(table, f"pass@{k}{of_tasks}", estimate)
     for name, value in (
         ("tokens per rollout", report.tokens_per_rollout),
         ("turns per rollout", report.turns_per_rollout),
         ("s per rollout", report.s_per_rollout),
     ):
-        table.add_row(name, "-" if value is None else f"{value:,.2f}", "")
+        table.add_row(name, NONE if value is None else f"{value:,.2f}", "")
     if report.num_truncated:
         table.add_row("truncated", f"{report.num_truncated:,}", "")
     return table
@@ -105,6 +142,8 @@ def failures_of(report: Report) -> Iterator[Text]:
 
 def _add_estimate(table: Table, name: str, estimate: Estimate | None) -> None:
     if estimate is None:
-        table.add_row(name, "-", "")
-    else:
-        table.add_row(name, f"{estimate.mean:.3f}", f"{estimate.low:.3f} to {estimate.high:.3f}")
+        table.add_row(name, NONE, "")
+        return
+    low, high = estimate.low, estimate.high
+    interval = NONE if low is None or high is None else f"{low:.3f} to {high:.3f}"
+    table.add_row(name, f"{estimate.mean:.3f}", interval)

@@ -2,13 +2,16 @@
 
 Owns the list of verbs and the exit codes. Invariants: a verb's module is imported only when it is
 called, so that `--help` is quick and no process loads what it does not use; a user's mistake is
-one line on stderr and exit code 2, never a traceback. Driven by the `rollmesh` script and, for the
-processes of a mesh, by launch as `python -m rollmesh.cli.main VERB ...`.
+one line on stderr and exit code 2, never a traceback; a reader of stdout that has seen enough
+(`| head`) is no fault. Driven by the `rollmesh` script and, for the processes of a mesh, by launch
+as `python -m rollmesh.cli.main VERB ...`.
 
     0 done   1 a process failed   2 the user can mend it   130 stopped by a signal
 """
 
 import importlib
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -42,11 +45,31 @@ VERBS = {
     "make-model": Verb("rollmesh.cli.make_model:main", "write the demo's warm-started tiny model"),
 }
 
+TRAIN = frozenset({"torch", "transformers", "safetensors", "llguidance", "matplotlib"})
+"""Modules of the extra `train`."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb of `argv` (sys.argv's where None); its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     die_with_launcher()
+    code = OK
+    try:
+        try:
+            code = run(words)
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        if not is_unread():
+            raise
+        # Python flushes once more on its way out, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def run(words: list[str]) -> int:
+    """The exit code; a mistake has been told."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return OK if words else USAGE
@@ -57,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return load(verb)(words[1:])
     except UserError as error:
         return complain(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in TRAIN:
+            raise
+        return complain(f"{words[0]} needs {error.name}: pip install 'rollmesh[train]'")
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -82,6 +109,13 @@ def usage() -> str:
             "`rollmesh VERB --help` explains a verb.",
         ]
     )
+
+
+def is_unread() -> bool:
+    """Whether whoever read our stdout has gone."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def complain(line: str) -> int:

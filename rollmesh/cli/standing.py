@@ -21,7 +21,8 @@ from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 from rollmesh.core.tail import Tail
 from rollmesh.dashboard.rows import ConfigRow, ProcessRow, RouterRow, StepRow, TelemetryRow
 from rollmesh.dashboard.view import RunPhase, RunView
-from rollmesh.launch.folder import Pid, read_pids, read_summary
+from rollmesh.launch.folder import EVAL_MESH, Pid, read_addresses, read_pids, read_summary
+from rollmesh.serve.client.plan import PLAN
 
 ANSWER_S = 3.0
 EDGE_BYTES = 4 * 2**20
@@ -41,11 +42,14 @@ class RunStanding(msgspec.Struct, frozen=True):
     num_done: int
     """Train steps."""
     num_steps: int
+    """0 in the mesh of an evaluation, which trains nothing."""
     success: float | None
     success_untrained: float | None
     policy_version: int | None
     max_age: int | None
     """Train steps since the oldest sample of the last step was sampled."""
+    router_address: str
+    """Which workers and clients dial; '' where none is there."""
     summary: dict[str, Any]
     """summary.json, once the run has ended."""
 
@@ -72,8 +76,12 @@ def newest(runs: Path) -> Path:
 
 
 def run_folder(named: Path | None) -> Path:
-    """The folder that is meant; UserError if it is none."""
+    """The folder that is meant, or of an evaluation its mesh's; UserError if it is none."""
     folder = named or newest(Path("runs"))
+    if (folder / PLAN).is_file():
+        folder = folder / EVAL_MESH
+        if not folder.exists():
+            raise UserError(f"{folder.parent}: it runs on another's mesh; ask that by --router")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no such run folder; runs stand in runs/NAME")
     return folder
@@ -87,15 +95,19 @@ def of_folder(folder: Path, unix_s: float) -> Standing:
     head, last = view.head(unix_s), view.learning()["last"] or {}
     step = last.get("step")
     is_over = phase is RunPhase.FINISHED
+    is_eval = (folder.parent / PLAN).is_file()
+    is_there = phase in (RunPhase.WAITING, RunPhase.RUNNING)
+    ready = read_addresses(folder).get("router") if is_there else None
     run = RunStanding(
-        name=head["name"],
+        name=folder.parent.name if is_eval else head["name"],
         phase=phase.value,
         num_done=0 if step is None else step + 1,
-        num_steps=head["num_steps"],
+        num_steps=0 if is_eval else head["num_steps"],
         success=last.get("success"),
         success_untrained=head["success_untrained"],
         policy_version=last.get("policy_version"),
         max_age=last.get("max_age"),
+        router_address=ready.address if ready else "",
         summary=read_summary(folder / "summary.json") if is_over else {},
     )
     router = told.router if told and not is_over else None

@@ -5,7 +5,6 @@ who asks. Driven by people, and with `--json` by programs.
 """
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from rollmesh.cli.standing import Standing, of_folder, of_router, run_folder
 from rollmesh.cli.tables import paint
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import OK
+from rollmesh.launch.screen import unread
 
 LOOK_S = 1.0
 PIPE_WIDTH = 200
@@ -39,13 +39,11 @@ def main(argv: list[str]) -> int:
     arguments.add_argument("--json", dest="is_json", action="store_true", help="one JSON line")
     options = arguments.parse_args(argv)
     look = looker(options.run_folder, options.router)
-    try:
+    with unread():
         if options.is_json:
             tell_json(look, options.watch)
         else:
             tell(look, options.watch)
-    except (BrokenPipeError, SystemExit):  # its reader has seen enough; rich makes this of that
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return OK
 
 

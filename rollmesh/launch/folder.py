@@ -20,6 +20,8 @@ from rollmesh.core.errors import ConfigError
 from rollmesh.core.process import Ready
 
 ADDRESSES = "addresses.json"
+EVAL_MESH = "mesh"
+"""The run folder of an evaluation's own mesh, in the evaluation's folder."""
 
 
 class Pid(msgspec.Struct, frozen=True):

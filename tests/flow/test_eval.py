@@ -71,7 +71,8 @@ async def test_evaluation_on_a_running_mesh_is_stopped_and_gone_on_with(
         verb.process.send_signal(signal.SIGINT)
         code, _, err = await verb.ends()
         assert code == 130
-        assert err == f"stopped; `rollmesh eval --resume --out {verb.out}` goes on\n"
+        again = f"rollmesh eval --resume --out {verb.out} --router {mesh.router.ready.address}"
+        assert err == f"stopped; `{again}` goes on\n"
         await mesh.engine.until(lambda: mesh.engine.num_live == 0)
         await mesh.engine.release()
         await verb.start("--router", mesh.router.ready.address, "--resume", "--json")

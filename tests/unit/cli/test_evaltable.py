@@ -1,11 +1,14 @@
 """What `rollmesh eval` shows of a report."""
 
+import io
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
-from rollmesh.cli.evaltable import SUMMARY, show
+from rollmesh.cli.evaltable import SUMMARY, Teller, show
 from rollmesh.core.types import EVAL_SAMPLING
 from rollmesh.serve.client.plan import Plan
 from rollmesh.serve.client.results import Row
@@ -56,6 +59,7 @@ def test_table_has_the_figures_and_what_failed(
     assert lines[0] == "guess: 3 rollouts of 2 tasks"
     assert any(line.startswith("success 0.667 0.") for line in lines)
     assert any(line.startswith("pass@1 0.667 0.") for line in lines)
+    assert any(line.startswith("pass@2 of 1 tasks 1.000 0.") for line in lines)
     assert {"tokens per rollout 7.00", "turns per rollout 3.00", "truncated 1"} <= set(lines)
     assert "failed: 1 x infra_error, the first: no engine [is] READY" in lines
     assert lines[-1] == " ".join(f"left in {tmp_path}".split())
@@ -75,3 +79,31 @@ def test_nothing_that_counts_is_shown_as_no_figure(
 ) -> None:
     show(PLAN, report_of([]), tmp_path, as_json=False)
     assert "success -" in " ".join(capsys.readouterr().out.split())
+
+
+def one_task(*rewards: float) -> Report:
+    return report_of([row("a", at, "completed", reward) for at, reward in enumerate(rewards)])
+
+
+def test_what_a_single_task_cannot_tell_is_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(PLAN, one_task(0.25, 0.75), tmp_path, as_json=False)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "reward 0.500 -" in lines
+
+
+async def test_where_no_bar_can_be_painted_lines_say_how_far_it_is() -> None:
+    console = Console(file=io.StringIO())
+    with console.capture() as capture, Progress(console=console, disable=True) as bar:
+        teller = Teller(bar, "guess", num_wanted=4, status="its status")
+        for num_rows in (0, 0, 2, 2, 4):
+            teller.on_rows(num_rows)
+            teller.look()
+            teller.close()
+    assert capture.get().splitlines() == [
+        "nothing has ended for 30 s; does a worker serve guess? its status knows",
+        "guess: 2 of 4 rollouts",
+        "nothing has ended for 30 s; does a worker serve guess? its status knows",
+        "guess: 4 of 4 rollouts",
+    ]

@@ -1,5 +1,10 @@
 """The dispatcher: verbs are found, mistakes are one line, nothing heavy is loaded."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from rollmesh.cli.main import VERBS, load, main
@@ -30,3 +35,30 @@ def test_every_verb_is_where_the_table_says(name: str) -> None:
 def test_a_users_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "no/such/run"]) == 2
     assert capsys.readouterr().err.startswith("rollmesh: no/such/run: no such run folder")
+
+
+def test_a_verb_whose_extra_is_not_installed_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "rollmesh.trainer.warmstart", raising=False)
+    assert main(["make-model", str(tmp_path / "M")]) == 2
+    told = capsys.readouterr().err
+    assert told == "rollmesh: make-model needs torch: pip install 'rollmesh[train]'\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["eval", "--help"]])
+def test_a_reader_that_has_seen_enough_is_no_fault(words: list[str], unbuffered: str) -> None:
+    """As in `rollmesh --help | true`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-m", "rollmesh.cli.main", *words],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        check=False,
+    )
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, b"")

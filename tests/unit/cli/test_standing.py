@@ -115,6 +115,20 @@ def test_the_newest_run_is_taken(tmp_path: Path) -> None:
     assert newest(tmp_path) == tmp_path / "b"
 
 
+def test_of_an_evaluation_its_mesh_is_meant(tmp_path: Path) -> None:
+    mesh = FakeRun(tmp_path / "eval" / "mesh")
+    (tmp_path / "eval" / "eval.json").write_text("{}")
+    mesh.add_steps(1)
+    assert run_folder(tmp_path / "eval") == mesh.folder
+    standing = of_folder(run_folder(tmp_path / "eval"), mesh.now_s)
+    assert standing.run
+    assert (standing.run.name, standing.run.num_steps) == ("eval", 0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "eval.json").write_text("{}")
+    with pytest.raises(UserError, match="it runs on another's mesh; ask that by --router"):
+        run_folder(tmp_path / "other")
+
+
 def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no runs there"):
         newest(tmp_path)
