@@ -32,6 +32,8 @@ def _parts(standing: Standing) -> Iterator[RenderableType]:
     if run and run.phase == RunPhase.SILENT and standing.time_s is not None:
         seen = datetime.datetime.fromtimestamp(standing.time_s).astimezone()
         yield Text(f"its launch is gone or stuck; as last seen at {seen:%H:%M:%S}:", style="yellow")
+    if run and run.router_address:
+        yield Text(f"router: {run.router_address}")
     if router:
         yield Text(_groups(router))
         yield from _workers(router)
@@ -41,7 +43,10 @@ def _parts(standing: Standing) -> Iterator[RenderableType]:
 
 
 def _of_run(run: RunStanding) -> Iterator[RenderableType]:
-    yield Text(f"{run.name}: {run.phase}, step {run.num_done} of {run.num_steps}", style="bold")
+    steps = f", step {run.num_done} of {run.num_steps}" if run.num_steps else ""
+    yield Text(f"{run.name}: {run.phase}{steps}", style="bold")
+    if not run.num_steps:
+        return
     if run.summary:
         yield summary_table(run.summary)
         return
@@ -77,6 +82,9 @@ def _workers(router: RouterRow) -> Iterator[RenderableType]:
     for row in router.workers:
         if row.stalled_in:
             yield Text(f"{row.worker_id} is stalled in {row.stalled_in}", style="yellow")
+        if row.num_left_behind:
+            what = f"{row.num_left_behind} calls of its environment never ended"
+            yield Text(f"{row.worker_id}: {what}", style="yellow")
         if row.last_error:
             yield Text(f"{row.worker_id}'s last error: {row.last_error}")
 
