@@ -1,0 +1,122 @@
+"""Workers leave and come in the middle of the work: nothing is lost, runs twice or stands still."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.process import RECYCLED
+from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.serve.client.client import Finished, RolloutClient
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import AskDrain
+from rollmesh.wire.sockets import Dialer
+from tests.flow.launched_mesh import LaunchedMesh
+from tests.flow.worker_mesh import ENV_HEAD, byte_token, leaves, open_mesh, take
+
+ENV = "restless:TheEnv"
+SOURCE = """
+class TheEnv(Plain):
+    async def run(self, task, agent):
+        with open("ran", "a") as file:
+            file.write(f"{task.id}\\n")
+        await asyncio.sleep(0.3)
+        return Transcript()
+"""
+NUM_SAMPLES = 4
+SERVING = {"live", "worn"}
+
+
+def ask_for(client: RolloutClient, num_groups: int) -> None:
+    for number in range(num_groups):
+        task, policy = Task(id=f"t{number}"), SamplingPolicy()
+        client.ask(task, env=ENV, num_samples=NUM_SAMPLES, sampling=policy, seed=7)
+
+
+def check_ran_once(folder: Path, num_groups: int) -> None:
+    ran = (folder / "ran").read_text().split()
+    assert sorted(ran) == sorted(f"t{each}" for each in range(num_groups) for _ in range(4))
+
+
+async def test_drain_in_a_burst_loses_nothing_and_runs_nothing_twice(tmp_path: Path) -> None:
+    num_groups = 32
+    async with open_mesh(tmp_path) as mesh:
+        mesh.write_env("restless", SOURCE)
+        drained = await asyncio.to_thread(mesh.worker, "worker-0", ENV, max_rollouts=16)
+        await asyncio.to_thread(mesh.worker, "worker-1", ENV, max_rollouts=16)
+        client, cli = mesh.client(), Dialer(mesh.router.ready.address, "cli")
+        ask_for(client, num_groups)
+        early = await take(client, 6)
+        cli.send(Packet(AskDrain(1, "worker-0", "make room")))
+        arrivals = early + await take(client, num_groups - len(early))
+        assert {type(each) for each in arrivals} == {Finished}
+        assert await leaves(drained) == 0
+        check_ran_once(tmp_path, num_groups)
+        cli.close()
+
+
+class Watch:
+    """How many workers serve, looked at again and again from a thread of its own."""
+
+    def __init__(self, url: str) -> None:
+        self.fewest = 2
+        self._url = f"{url}/status"
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        with httpx.Client() as client:
+            while not self._is_over.wait(0.02):
+                workers = client.get(self._url).json()["workers"]
+                self.fewest = min(self.fewest, sum(row["state"] in SERVING for row in workers))
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[LaunchedMesh]:
+    (tmp_path / "restless.py").write_text(ENV_HEAD + SOURCE)
+    sections = {
+        "env": ENV,
+        "worker": {"num_workers": 2, "max_rollouts": 16, "recycle_rollouts": 60},
+        "launch": {"max_restarts": 100},
+    }
+    async with ScriptedEngine(byte_token) as engine:
+        mesh = LaunchedMesh(tmp_path, engine.url, **sections)
+        try:
+            await asyncio.to_thread(mesh.until_ready, "worker-0", "worker-1")
+            yield mesh
+        finally:
+            mesh.close()
+
+
+async def test_workers_that_are_worn_together_recycle_one_after_the_other(
+    mesh: LaunchedMesh,
+) -> None:
+    client = RolloutClient(mesh.router().address, JournalConfig(), mesh.folder / "client")
+    client.start()
+    num_groups = 80
+    with Watch(mesh.router().http_address) as watch:
+        ask_for(client, num_groups)
+        arrivals = await take(client, num_groups)
+    assert {type(each) for each in arrivals} == {Finished}
+    check_ran_once(mesh.folder, num_groups)
+    assert watch.fewest == 1
+    log = (mesh.run / "logs" / "launch.log").read_bytes().splitlines()
+    events = [msgspec.json.decode(line) for line in log]
+    exits = [each for each in events if each["event"] == "child.exited"]
+    assert {each["child"] for each in exits} == {"worker-0", "worker-1"}
+    assert {each["code"] for each in exits} == {RECYCLED}
+    client.close()
