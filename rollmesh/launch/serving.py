@@ -18,6 +18,7 @@ from rollmesh.core.logs import setup
 from rollmesh.launch.folder import RunFolder, config_path
 from rollmesh.launch.machine import End, MeshState
 from rollmesh.launch.plan import plan_serving
+from rollmesh.launch.sampler import Sampler
 from rollmesh.launch.supervisor import Supervisor, open_mesh
 
 LOOK_S = 0.05
@@ -48,12 +49,22 @@ class ServingMesh:
         self.folder = RunFolder(config)
         setup("launch", self.folder.path, on_console=False)
         self._supervisor = Supervisor(mesh, config.launch, self.folder, SystemClock())
-        self.end = asyncio.create_task(self._supervisor.run(), name="supervisor")
+        self.end = asyncio.create_task(self._run(), name="mesh")
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.__aexit__)
             await self._started()
             undo.pop_all()
         return self
+
+    async def _run(self) -> End:
+        """As a run does: with its pulse for who looks at the folder, and a word at its end."""
+        sampler = Sampler(self._supervisor, self.folder, SystemClock())
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(sampler.follow(), name="sampler")
+            end = await self._supervisor.run()
+            following.cancel()
+        self.folder.add_to_summary({"ended": end.reason})
+        return end
 
     async def _started(self) -> None:
         """Until all serve, or the mesh has ended."""

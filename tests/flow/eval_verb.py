@@ -1,10 +1,13 @@
 """`rollmesh eval` as a process, in a folder of its own with a model that needs no weights."""
 
 import asyncio
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -54,6 +57,27 @@ class Verb:
     def rows(self) -> list[Row]:
         lines = (self.out / RESULTS).read_bytes().splitlines(keepends=True)
         return [msgspec.json.decode(line, type=Row) for line in lines if line.endswith(b"\n")]
+
+    async def status(self) -> dict[str, Any]:
+        """What `rollmesh status` says of it."""
+        process = await self._status("--json")
+        out, _ = await process.communicate()
+        return msgspec.json.decode(out, type=dict[str, Any])
+
+    async def until_status(self, is_so: Callable[[dict[str, Any]], bool]) -> None:
+        """As soon as its own mesh's router tells this."""
+        process = await self._status("--json", "--watch")
+        assert process.stdout
+        while line := await process.stdout.readline():
+            router = msgspec.json.decode(line)["router"]
+            if router and router["workers"] and is_so(router):
+                break
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+
+    async def _status(self, *words: str) -> asyncio.subprocess.Process:
+        argv = [sys.executable, "-m", "rollmesh.cli.main", "status", str(self.out), *words]
+        return await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
 
     async def until_rows(self, num_rows: int) -> list[Row]:
         """As soon as so many are written."""

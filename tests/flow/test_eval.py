@@ -32,6 +32,8 @@ async def test_an_evaluation_starts_a_mesh_and_reports_every_rollout(verb: Verb)
     rows = verb.rows()
     assert Counter(row.task_id for row in rows) == {row.task_id: 2 for row in rows}
     assert msgspec.json.decode((verb.out / "summary.json").read_bytes()) == report
+    told = await verb.status()
+    assert (told["run"]["name"], told["run"]["phase"]) == ("out", "finished")
 
 
 async def test_killed_evaluation_goes_on_where_it_stopped(verb: Verb) -> None:
@@ -41,6 +43,7 @@ async def test_killed_evaluation_goes_on_where_it_stopped(verb: Verb) -> None:
         await verb.start(*verb.words(engine, num_tasks=4), *one_at_a_time)
         async with asyncio.timeout(START_S):
             await engine.until(lambda: engine.num_live == 2)
+            await verb.until_status(lambda told: told["workers"][0]["in_flight"] == 2)
         await engine.allow(2 * 2 * 3)
         before = await verb.until_rows(2)
         async with asyncio.timeout(PATIENCE_S):
