@@ -30,8 +30,11 @@ class News:
 
     def add(self, route: bytes, item: Item, now_s: float) -> None:
         """The peer at `route` is to hear of it."""
-        self._by_route.setdefault(route, {})[item.group_id] = item
-        self.due_s = min(self.due_s, now_s + MOMENT_S)
+        newest = self._by_route.get(route)
+        if newest is None:
+            newest = self._by_route[route] = {}
+            self.due_s = min(self.due_s, now_s + MOMENT_S)
+        newest[item.group_id] = item
 
     def take(self) -> list[Send]:
         """All of it, one message a peer."""

@@ -32,6 +32,7 @@ from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import read_keys
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
+    AnyMessage,
     EngineFaulted,
     EnvFailed,
     FleetAsk,
@@ -52,6 +53,7 @@ GC_THRESHOLDS = (10_000, 100, 50)
 """What the ledger holds has no cycles, and to look through all of it stops the loop for 150 ms
 where a million rollouts wait."""
 _OF_THE_FLEET = frozenset({*typing.get_args(FleetAsk), EngineFaulted})
+_OF_WORKERS = frozenset({WorkerHello, WorkerLeft, WorkerExited, EnvFailed})
 
 
 class Engines(msgspec.Struct, frozen=True):
@@ -193,21 +195,29 @@ class RouterLoop:
         if isinstance(message, WorkerHello):
             self._log_new(message)
         self._send(self._ledger.step(event, self._clock.now_s()))
-        if isinstance(message, WorkerHello):
-            self._send([Send(route, self._fleet.table())])
-            self._pids.watch(message)
-        elif isinstance(message, WorkerLeft):
-            log.info("worker.left", worker_id=message.worker_id, reason=message.reason)
-        elif isinstance(message, WorkerExited):
-            self._pids.forget(message)
-            log.warning("worker.exited", worker_id=message.worker_id, why=message.cause)
-        elif isinstance(message, EnvFailed):
-            log.error("env.failed", worker_id=message.worker_id, env=message.env, why=message.error)
+        if type(message) in _OF_WORKERS:
+            self._note_worker(route, message)
+
+    def _note_worker(self, route: bytes, message: AnyMessage) -> None:
+        """A worker comes or goes: what that means beside the ledger."""
+        match message:
+            case WorkerHello():
+                self._send([Send(route, self._fleet.table())])
+                self._pids.watch(message)
+            case WorkerLeft(worker_id, reason):
+                log.info("worker.left", worker_id=worker_id, reason=reason)
+            case WorkerExited(worker_id, _, cause):
+                self._pids.forget(message)
+                log.warning("worker.exited", worker_id=worker_id, why=cause)
+            case EnvFailed(worker_id, env, error):
+                log.error("env.failed", worker_id=worker_id, env=env, why=error)
 
     def _log_new(self, hello: WorkerHello) -> None:
         """A hello is said again until it is answered: a router that was away gets hundreds."""
         known = self._ledger.crew.workers.get(hello.worker_id)
-        if known is None or known.hello.pid != hello.pid:
+        if hello.loads_for_s > 0:
+            log.info("worker.loading", worker_id=hello.worker_id, env=hello.env, pid=hello.pid)
+        elif known is None or known.hello.pid != hello.pid:
             log.info("worker.joined", worker_id=hello.worker_id, env=hello.env, pid=hello.pid)
 
     def _step_fleet(self, event: FleetEvent) -> None:
