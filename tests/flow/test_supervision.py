@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from rollmesh.core.config import JournalConfig
@@ -157,3 +158,38 @@ async def test_a_task_that_kills_two_workers_is_quarantined_with_their_causes(
     ask(client)
     [finished] = await asyncio.to_thread(client.take, WITHIN_S)
     assert isinstance(finished, Finished)
+
+
+CRASHES = """
+import os, resource, signal
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+async def test_a_crash_in_each_load_is_told_with_its_cause_and_ends_the_run(
+    tmp_path: Path, engine: ScriptedEngine
+) -> None:
+    (tmp_path / "poisoned.py").write_text(CRASHES)
+    sections = {"worker": {"num_workers": 1}, "launch": {"max_restarts": 1}}
+    mesh = LaunchedMesh(tmp_path, engine.url, env="poisoned:Poisoned", **sections)
+    client = None
+    try:
+        await asyncio.to_thread(mesh.until_ready, "router")
+        client = RolloutClient(mesh.router().address, JournalConfig(), tmp_path / "client")
+        client.start()
+        ask(client)
+        [dropped] = await asyncio.to_thread(client.take, WITHIN_S)
+        cause = "killed by signal 11"
+        assert isinstance(dropped, Dropped)
+        assert (
+            dropped.reason
+            == f"env_failed: worker-0 ended before it served poisoned:Poisoned: {cause}"
+        )
+        out, _ = await asyncio.to_thread(mesh.process.communicate, None, WITHIN_S)
+        reason = "worker-0 was ended by signal 11, the death number 2 within a minute"
+        assert msgspec.json.decode(out)["end"] == {"code": 1, "reason": reason}
+    finally:
+        if client:
+            client.close()
+        mesh.close()

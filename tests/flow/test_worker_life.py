@@ -1,6 +1,7 @@
 """Workers as real processes come and go: joined by hand, drained, worn out."""
 
 import asyncio
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -8,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.core.process import OK, RECYCLED
+from rollmesh.core.process import FAILED, OK, RECYCLED
 from rollmesh.serve.client.client import Finished
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AskDrain
 from rollmesh.wire.sockets import Dialer
 from tests.flow.worker_mesh import PATIENCE_S, Mesh, ask, ended, leaves, open_mesh, take
+
+ENDS_WITHIN_S = 5.0
 
 
 @pytest.fixture
@@ -48,6 +51,38 @@ async def test_worker_past_its_memory_leaves_with_that_reason(mesh: Mesh) -> Non
     reason = mesh.last_reason("worker-0")
     assert reason.startswith("recycled: ")
     assert reason.endswith("bytes of memory, worker.max_rss_bytes = 1048576")
+
+
+LEAKY = """
+import resource
+
+class TheEnv(Plain):
+    def __init__(self):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        self.taken = []
+
+    async def run(self, task, agent):
+        try:
+            while task.data.get("leaks"):
+                self.taken.append(os.dup(2))
+        except OSError:
+            pass
+        return Transcript()
+"""
+
+
+async def test_worker_that_cannot_open_a_file_any_more_leaves_for_a_fresh_one(mesh: Mesh) -> None:
+    leaky = mesh.write_env("leaky", LEAKY)
+    worn = await asyncio.to_thread(mesh.worker, "worker-0", leaky)
+    client = mesh.client()
+    for leaks in (False, True):
+        ask(client, env=leaky, leaks=leaks)
+        assert isinstance((await take(client))[0], Finished)
+    assert await leaves(worn) == RECYCLED
+    assert mesh.last_reason("worker-0") == (
+        "recycled: 100% of the files that it may hold open are (ulimit -n)"
+    )
 
 
 async def test_drained_worker_finishes_what_it_runs_and_leaves(mesh: Mesh) -> None:
@@ -88,6 +123,37 @@ async def test_worker_that_gets_sigterm_finishes_what_it_runs(mesh: Mesh) -> Non
     assert (finished.worker_id, finished.attempt) == ("worker-0", 1)
     assert await leaves(stopped) == OK
     assert mesh.last_reason("worker-0") == "stopped: the worker was stopped"
+
+
+HOLDS_THE_LOOP = """
+class TheEnv(Plain):
+    async def run(self, task, agent):
+        Path("held").touch()
+        while True:
+            pass
+"""
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+async def test_worker_ends_at_the_second_signal_whatever_it_runs(mesh: Mesh, is_held: bool) -> None:
+    env = mesh.write_env("holds", HOLDS_THE_LOOP) if is_held else "echo"
+    words = mesh.worker_words("worker-0", env, drain_timeout_s=60.0)
+    argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
+    worker = await asyncio.create_subprocess_exec(*argv, cwd=mesh.folder)
+    client = mesh.client()
+    mesh.engine.hold()
+    ask(client, env=env)
+    if is_held:
+        await mesh.until((mesh.folder / "held").exists)
+    else:
+        await mesh.engine.until(lambda: mesh.engine.num_live == 2)
+    worker.send_signal(signal.SIGTERM)
+    if not is_held:
+        await mesh.until(lambda: mesh.worker_status("worker-0").get("state") == "draining")
+    worker.send_signal(signal.SIGINT)  # another, since two of a kind may count as one
+    async with asyncio.timeout(ENDS_WITHIN_S):
+        assert await worker.wait() == FAILED
+    await mesh.until(lambda: not mesh.worker_status("worker-0"))
 
 
 async def test_worker_joins_without_a_settings_file_under_a_name_of_its_own(mesh: Mesh) -> None:
