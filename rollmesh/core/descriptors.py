@@ -2,9 +2,11 @@
 
 Invariant: asked before anything is opened, since a process that runs out of descriptors half-way
 hangs or fails in ways that name no cause; the limit is only ever raised, and children inherit it.
-Driven by launch and by the rooms that are started by hand.
+Driven by launch and by the rooms that are started by hand; a worker looks at what it has taken.
 """
 
+import errno
+import os
 import resource
 
 from rollmesh.core.errors import ConfigError
@@ -32,3 +34,13 @@ def allow_descriptors(num: int, for_what: str) -> None:
             f"{for_what} needs {BASE + num} open files and this shell allows {allowed}; "
             f"raise the limit: ulimit -n {ENOUGH}"
         )
+
+
+def share_in_use() -> float:
+    """Of the files that we may hold open, those that we do; 0 where that cannot be told."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        num = len(os.listdir("/proc/self/fd")) - 1
+    except OSError as error:
+        return 1.0 if error.errno in (errno.EMFILE, errno.ENFILE) else 0.0
+    return 0.0 if limit == resource.RLIM_INFINITY else num / limit

@@ -6,6 +6,9 @@ every name starts with `rollmesh_` and ends in its unit or in `_total`; a label'
 (workers, engines, states), never ids of rollouts. Driven by the HTTP face of each process.
 """
 
+import functools
+import os
+import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
@@ -74,8 +77,20 @@ def _new_family(figure: Figure) -> Metric:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process."""
-    return int(psutil.Process().memory_info().rss)
+    """Resident memory of this process; a look that needs no descriptor, but for the first."""
+    statm = _statm()
+    if statm < 0:
+        return int(psutil.Process().memory_info().rss)
+    return int(os.pread(statm, 128, 0).split()[1]) * resource.getpagesize()
+
+
+@functools.cache
+def _statm() -> int:
+    """The file that proc_pid_statm(5) describes; -1 where there is none."""
+    try:
+        return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return -1
 
 
 def process_figures(role: str) -> Iterator[Figure]:
@@ -83,6 +98,6 @@ def process_figures(role: str) -> Iterator[Figure]:
     process = psutil.Process()
     times = process.cpu_times()
     labels = {"role": role}
-    yield Figure("process_rss_bytes", process.memory_info().rss, "Resident memory.", labels)
+    yield Figure("process_rss_bytes", rss_bytes(), "Resident memory.", labels)
     cpu_s = times.user + times.system
     yield Figure("process_cpu_seconds_total", cpu_s, "CPU time, user and system.", labels)

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 
 import msgspec
-import psutil
 
 from rollmesh.core.logs import get_logger
+from rollmesh.core.metrics import rss_bytes
 from rollmesh.serve.server.stack import whereabouts
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
@@ -74,7 +74,6 @@ class Beats:
         self._vitals = vitals
         self._hear = hear
         self._dialer = Dialer(settings.router, f"{settings.worker_id}.beat", keys)
-        self._process = psutil.Process()
         self._closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
@@ -110,7 +109,7 @@ class Beats:
         beat = WorkerBeat(
             worker_id=self._settings.worker_id,
             loop_lag_s=self._lag_s,
-            rss_bytes=self._process.memory_info().rss,
+            rss_bytes=rss_bytes(),
             stalled_in=self._stalled_in,
             started_s=STARTED_S,
             **msgspec.structs.asdict(vitals),

@@ -12,12 +12,13 @@ import os
 import socket
 
 import msgspec
-import psutil
 
 from rollmesh.core.config import Config
+from rollmesh.core.descriptors import share_in_use
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.logs import get_logger
+from rollmesh.core.metrics import rss_bytes
 from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import num_left_behind
 from rollmesh.serve.server.beats import STARTED_S, Vitals
@@ -91,7 +92,6 @@ class Worker:
                 outbox=OutboxSettings(delivery_timeout_s=config.worker.delivery_timeout_s),
             )
         )
-        self._process = psutil.Process()
         self._slots = Slots(config.worker.max_rollouts)
         self._post = Post(settings.router, worker_id, settings.keys, self.hear)
         self._payloads: dict[GroupId, Payload] = {}
@@ -164,9 +164,10 @@ class Worker:
         assert stage is not None
         self._num_left_behind = num_left_behind()
         wear = Wear(
-            rss_bytes=self._process.memory_info().rss,
+            rss_bytes=rss_bytes(),
             num_rollouts=self._slots.num_finished,
             num_left_behind=self._num_left_behind,
+            open_share=share_in_use(),
         )
         why, urgent = worn_out(stage.settings, wear), is_urgent(stage.settings, wear)
         state = self._duties.state

@@ -1,4 +1,4 @@
-"""The limit of open files is raised where it may be, and named where it may not."""
+"""The limit of open files is raised where it may be, and named where it may not or is reached."""
 
 import subprocess
 import sys
@@ -31,3 +31,22 @@ def test_a_hard_limit_that_is_too_low_is_named_with_the_setting_and_the_remedy()
         "worker.max_rollouts = 64 needs 320 open files and this shell allows 64; "
         "raise the limit: ulimit -n 65536"
     )
+
+
+TAKE_ALL = """
+import os, resource
+from rollmesh.core.descriptors import share_in_use
+from rollmesh.core.metrics import rss_bytes
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+print(share_in_use() < 0.2, rss_bytes() > 10**6)
+try:
+    while True:
+        os.dup(0)
+except OSError:
+    print(share_in_use(), rss_bytes() > 10**6)
+"""
+
+
+def test_a_process_that_has_used_up_its_files_can_still_say_so() -> None:
+    done = subprocess.run([sys.executable, "-c", TAKE_ALL], capture_output=True, check=True)
+    assert done.stdout.decode().splitlines() == ["True True", "1.0 True"]

@@ -23,6 +23,7 @@ def test_worker_without_limits_stays_for_ever() -> None:
         (Wear(1001, 0, 0), "1001 bytes of memory, worker.max_rss_bytes = 1000"),
         (Wear(0, 10, 0), "10 rollouts, worker.recycle_rollouts = 10"),
         (Wear(0, 0, MAX_LEFT_BEHIND), "100 calls of its environment never ended"),
+        (Wear(0, 0, 0, 0.9), "90% of the files that it may hold open are (ulimit -n)"),
     ],
 )
 def test_reason_names_the_limit_that_was_passed(wear: Wear, told: str) -> None:
@@ -35,3 +36,8 @@ def test_reason_names_the_limit_that_was_passed(wear: Wear, told: str) -> None:
 def test_memory_far_past_its_limit_is_urgent(rss_bytes: int, urgent: bool) -> None:
     assert is_urgent(LIMITED, Wear(rss_bytes, 0, 0)) is urgent
     assert not is_urgent(WorkerConfig(), Wear(rss_bytes, 0, 0))
+
+
+@pytest.mark.parametrize(("share", "urgent"), [(0.9, False), (0.97, True), (1.0, True)])
+def test_worker_without_a_file_to_open_waits_for_nobody(share: float, urgent: bool) -> None:
+    assert is_urgent(WorkerConfig(), Wear(0, 0, 0, share)) is urgent
