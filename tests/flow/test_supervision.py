@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -173,23 +174,17 @@ async def test_a_crash_in_each_load_is_told_with_its_cause_and_ends_the_run(
     (tmp_path / "poisoned.py").write_text(CRASHES)
     sections = {"worker": {"num_workers": 1}, "launch": {"max_restarts": 1}}
     mesh = LaunchedMesh(tmp_path, engine.url, env="poisoned:Poisoned", **sections)
-    client = None
     try:
         await asyncio.to_thread(mesh.until_ready, "router")
-        client = RolloutClient(mesh.router().address, JournalConfig(), tmp_path / "client")
-        client.start()
-        ask(client)
-        [dropped] = await asyncio.to_thread(client.take, WITHIN_S)
-        cause = "killed by signal 11"
+        with closing(RolloutClient(mesh.router().address, JournalConfig(), tmp_path)) as client:
+            client.start()
+            ask(client)
+            [dropped] = await asyncio.to_thread(client.take, WITHIN_S)
+        env, cause = "poisoned:Poisoned", "killed by signal 11"
         assert isinstance(dropped, Dropped)
-        assert (
-            dropped.reason
-            == f"env_failed: worker-0 ended before it served poisoned:Poisoned: {cause}"
-        )
+        assert dropped.reason == f"env_failed: worker-0 ended before it served {env}: {cause}"
         out, _ = await asyncio.to_thread(mesh.process.communicate, None, WITHIN_S)
         reason = "worker-0 was ended by signal 11, the death number 2 within a minute"
         assert msgspec.json.decode(out)["end"] == {"code": 1, "reason": reason}
     finally:
-        if client:
-            client.close()
         mesh.close()
