@@ -65,4 +65,7 @@ def ask(router: str, message: AskDrain) -> DrainAnswered:
                     return packet.message
     finally:
         dialer.close()
-    raise AddressError(f"{router}: no router answers there within {ANSWER_S:g} s")
+    raise AddressError(
+        f"{router}: no router answers there within {ANSWER_S:g} s; "
+        "are its address and our keys right?"
+    )

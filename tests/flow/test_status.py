@@ -109,7 +109,10 @@ def test_what_cannot_be_drained_is_told_in_one_line(idle_mesh: LaunchedMesh) -> 
     assert unknown.stderr.count("\n") == 1
     nobody = rollmesh("drain", "worker-0", "--router", "tcp://127.0.0.1:9")
     assert nobody.returncode == 2
-    assert nobody.stderr == "rollmesh: tcp://127.0.0.1:9: no router answers there within 3 s\n"
+    assert nobody.stderr == (
+        "rollmesh: tcp://127.0.0.1:9: no router answers there within 3 s; "
+        "are its address and our keys right?\n"
+    )
 
 
 def test_a_mesh_whose_launch_is_killed_is_not_told_as_alive(tmp_path: Path) -> None:

@@ -62,6 +62,17 @@ class CallOptions(TypedDict, total=False):
     """How long a full mesh is asked again; 0: Overloaded at once."""
 
 
+def check_options(options: CallOptions) -> None:
+    """TypeError for one that is missing or unknown: a mistyped deadline would be none."""
+    known = CallOptions.__annotations__
+    if unknown := sorted(options.keys() - known):
+        raise TypeError(
+            f"no such option of a call: {', '.join(unknown)}; it has {', '.join(known)}"
+        )
+    if "env" not in options:
+        raise TypeError("env is missing: the name of the environment that runs the task")
+
+
 class AsyncRolloutClient:
     """See the module; enter it with `async with`."""
 
@@ -185,6 +196,7 @@ class AsyncRolloutClient:
     async def _ask(
         self, task: Task, num_samples: int, call: Call | None, options: CallOptions
     ) -> GroupId:
+        check_options(options)
         called_s = time.monotonic()
         patience_s = options.get("patience_s", PATIENCE_S)
         deadline_s = options.get("deadline_s", 0.0)

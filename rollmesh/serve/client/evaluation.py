@@ -57,7 +57,9 @@ async def evaluate(
         raise UserError(f"{error}; let it end, or name another --out") from None
     async with client:
         if not await client.meet_router(ANSWER_S):
-            raise AddressError(f"{site.router}: no router answers there; is that its address?")
+            raise AddressError(
+                f"{site.router}: no router answers there; are its address and our keys right?"
+            )
         # Only now, since the client's journal keeps a second evaluation out of the folder.
         with Results(site.folder) as results:
             await Evaluation(client, plan, tasks, results, on_rows).run()

@@ -102,6 +102,20 @@ async def test_sampling_is_that_of_training_or_of_evaluation_and_seeds_differ(
     assert (await asked(seed=5)).seed == 5
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"env": "guess", "deadline": 5.0}, "no such option of a call: deadline; it has env, "),
+        ({}, "env"),
+    ],
+)
+async def test_mistyped_option_is_no_silence(
+    client: AsyncRolloutClient, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(TypeError, match=told):
+        await client.run(TASK, **options)
+
+
 async def test_failed_group_is_raised_where_it_is_awaited(
     router: FakeRouter, client: AsyncRolloutClient
 ) -> None:
