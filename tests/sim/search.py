@@ -13,7 +13,7 @@ import os
 import sys
 import time
 
-from rollmesh.testing.mesh_sim.mesh import simulate
+from tests.sim.seeds import open_cores
 
 NICENESS = 15
 EACH_S = 30.0
@@ -37,19 +37,20 @@ def main() -> int:
     failed: list[int] = []
     faults: collections.Counter[str] = collections.Counter()
     num = 0
-    for seed in range(options.first, options.first + options.seeds):
-        now_s = time.monotonic()
-        if now_s - started_s > options.seconds:
-            break
-        if now_s - told_s > EACH_S:
-            told_s = now_s
-            tell(f"{num} seeds, {num / (now_s - started_s):.1f} a second")
-        num += 1
-        try:
-            faults.update(simulate(seed).faults)
-        except Exception as error:  # noqa: BLE001 - door: a seed's failure is a finding, not the end
-            failed.append(seed)
-            tell(f"seed {seed}: {type(error).__name__}: {error}")
+    with open_cores() as cores:
+        for seed, report, fault in cores.run(range(options.first, options.first + options.seeds)):
+            num += 1
+            if report is None:
+                failed.append(seed)
+                tell(f"seed {seed}: {fault}")
+            else:
+                faults.update(report.faults)
+            now_s = time.monotonic()
+            if now_s - started_s > options.seconds:
+                break
+            if now_s - told_s > EACH_S:
+                told_s = now_s
+                tell(f"{num} seeds, {num / (now_s - started_s):.1f} a second")
     seconds = time.monotonic() - started_s
     tell(f"{num} seeds in {seconds:.0f} s, {num / seconds:.1f} a second")
     tell(f"failed: {failed or 'none'}")

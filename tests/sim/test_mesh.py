@@ -4,6 +4,7 @@ A seed that ever failed is added to KEPT_SEEDS with what it found.
 """
 
 import collections
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,6 +19,7 @@ from rollmesh.testing.mesh_sim.machines import Machines
 from rollmesh.testing.mesh_sim.mesh import Report, simulate
 from rollmesh.testing.mesh_sim.network import Faults
 from rollmesh.wire.machine import Received, Send, Ticked
+from tests.sim.seeds import Cores, open_cores
 
 NUM_SEEDS = 3000
 SEEDS_PER_TEST = 100
@@ -131,6 +133,12 @@ def seen() -> Report:
     )
 
 
+@pytest.fixture(scope="module")
+def cores() -> Iterator[Cores]:
+    with open_cores() as cores:
+        yield cores
+
+
 def test_a_perfect_network_loses_and_ages_nothing() -> None:
     report = simulate(seed=1, faults=Faults())
     assert report.num_groups == report.num_results
@@ -159,9 +167,11 @@ def test_tasks_that_kill_are_stopped_at_the_second_and_their_neighbours_are_spar
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
-def test_every_ask_ends_once_whatever_the_network_does(first: int, seen: Report) -> None:
-    for seed in range(first, first + SEEDS_PER_TEST):
-        report = simulate(seed)
+def test_every_ask_ends_once_whatever_the_network_does(
+    first: int, seen: Report, cores: Cores
+) -> None:
+    for seed, report, fault in cores.run(range(first, first + SEEDS_PER_TEST)):
+        assert report, f"seed {seed}: {fault}"
         assert report.num_events >= MIN_EVENTS, f"seed {seed} ended early"
         seen.faults.update(report.faults)
         seen.transitions.update(report.transitions)
