@@ -36,6 +36,7 @@ def _parts(standing: Standing) -> Iterator[RenderableType]:
         yield Text(f"router: {run.router_address}")
     if router:
         yield Text(_groups(router))
+        yield from (Text(cause, style="yellow") for cause in router.causes)
         yield from _workers(router)
         yield from _engines(router)
     if standing.processes:

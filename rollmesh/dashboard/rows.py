@@ -61,6 +61,8 @@ class RouterRow(msgspec.Struct, frozen=True):
     num_failed: int = 0
     num_cancelled: int = 0
     num_clients: int = 0
+    causes: list[str] = []
+    """Why groups wait, and will go on waiting unless somebody does something."""
 
 
 class TelemetryRow(msgspec.Struct, frozen=True):

@@ -82,6 +82,10 @@ class RouterProcess:
         status: dict[str, Any] = msgspec.json.decode(self.get("/status"))
         return status
 
+    def causes(self) -> list[str]:
+        """Why groups wait in vain."""
+        return list(self.status()["causes"])
+
     def worker(self, name: str) -> dict[str, Any]:
         """Its row in the status; empty where it is not known."""
         rows = self.status()["workers"]

@@ -208,6 +208,24 @@ def test_an_env_that_does_not_load_is_told_at_once_to_all_who_wait(
     assert {failed.reason for failed in asker.of(GroupFailed)} == {"env_failed: no module named x"}
 
 
+def test_who_asks_for_an_env_that_nobody_serves_is_told_and_waits_on(
+    tmp_path: Path, town: Town
+) -> None:
+    with RouterProcess(tmp_path, beat_s=0.1, missed_beats=50) as router:
+        asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
+        asker.says(AskGroup(GroupId("r1", 1), "c", "typo", 4, "tcp://sink"))
+        until(lambda: asker.of(GroupMoved) and asker.of(GroupMoved)[-1].reason, asker, runner)
+        [moved] = [each for each in asker.of(GroupMoved) if each.reason]
+        assert moved.state is GroupState.QUEUED
+        assert moved.reason.startswith("no worker has served env 'typo' for ")
+        assert moved.reason.endswith("; there are workers of guess")
+        until(router.causes, asker, runner)
+        late = town.peer(router.ready.address, "w1")
+        late.says(WorkerHello("w1", "typo", 8, 1, "here"))
+        until(lambda: late.of(RunGroup), late, asker, runner)
+        until(lambda: not router.causes(), late, asker, runner)
+
+
 def test_a_drain_reaches_its_worker_and_one_of_nobody_is_answered(
     router: RouterProcess, town: Town
 ) -> None:

@@ -101,8 +101,14 @@ class AskEnded(msgspec.Struct, frozen=True):
     """Of an `overloaded`: when to come back."""
 
 
+class Waits(msgspec.Struct, frozen=True):
+    """Action: the program should hear why its groups have waited for long."""
+
+    reason: str
+
+
 Event = Asked | Cancelled | Arrived | Closed | Received | Ticked
-Action = Send | AskEnded
+Action = Send | AskEnded | Waits
 
 
 class _Ask(msgspec.Struct):
@@ -233,7 +239,7 @@ class Asks:
         has_ended = moved.state in (GroupState.DONE, GroupState.FAILED)
         beats = self.settings.confirm_beats if has_ended else self.settings.reassert_beats
         self._say_again(ask, now_s + beats * self.beat_s)
-        return []
+        return [Waits(moved.reason)] if moved.reason else []
 
     def _refused(self, refused: AskRefused, now_s: float) -> list[Action]:
         """The queue is full: ask again, later each time, while the ask has patience."""

@@ -27,6 +27,7 @@ from rollmesh.serve.client.asks import (
     AsksSettings,
     Cancelled,
     Closed,
+    Waits,
 )
 from rollmesh.serve.client.book import Book, Published, RunBegan, StepTaken
 from rollmesh.serve.client.sink import Action as SinkAction
@@ -309,6 +310,8 @@ class Intake:
                 case AskEnded():
                     for drop in self._sink.step(action, time.monotonic()):
                         self._do_sink(drop)
+                case Waits(reason):
+                    log.warning("groups.wait", reason=reason)
 
     def _do_sink(self, action: SinkAction) -> None:
         match action:

@@ -17,10 +17,10 @@ from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import AnyMessage, GroupFailed, GroupMoved, GroupState
 
 
-def moved(group: Group) -> GroupMoved:
-    """How `group` stands."""
+def moved(group: Group, reason: str = "") -> GroupMoved:
+    """How `group` stands, and why."""
     group_id, attempt = group.group_id, group.attempt
-    return GroupMoved(group_id, group.state, attempt, group.worker_id, group.excused)
+    return GroupMoved(group_id, group.state, attempt, group.worker_id, group.excused, reason)
 
 
 class Book:

@@ -19,7 +19,7 @@ from rollmesh.serve.router.deals import Deals
 from rollmesh.serve.router.groups import Group
 from rollmesh.serve.router.relief import RELIEVED, WORN, Relief
 from rollmesh.serve.router.workers import Worker, Workers, WorkerState
-from rollmesh.wire.messages import DrainWorker, GroupState, WorkerBeat, WorkerHello
+from rollmesh.wire.messages import CancelRun, DrainWorker, WorkerBeat, WorkerHello
 
 FORGET_BEATS = 600
 """A lost worker that stays silent is forgotten."""
@@ -74,7 +74,9 @@ class Crew:
         else:
             self.workers.move(worker, route)
             worker.hello = hello
-            self.hear(worker)
+            worker.heard_s = self._book.now_s
+            if worker.state is not WorkerState.LIVE:
+                self._revive(worker, says_holds=True)
         self._deals.stir_worker(worker)
         for held in hello.holds:
             self._deals.claim(worker, held)
@@ -155,17 +157,20 @@ class Crew:
         while worn := self._relief.next(self.workers, now_s):
             self.drain(worn, RELIEVED)
 
-    def _revive(self, worker: Worker) -> None:
+    def _revive(self, worker: Worker, *, says_holds: bool = False) -> None:
+        """It is told to stop what others took over, unless what it holds is said, and claimed."""
         worker.state = WorkerState.LIVE
         self._book.num["workers_revived"] += 1
         for group_id in worker.lost_groups:
             group = self._book.groups.get(group_id)
-            if group is None:
-                continue
-            suspects.absolve(group, worker)
-            if group.state is GroupState.QUEUED and group.last_worker_id == worker.worker_id:
+            if group:
+                suspects.absolve(group, worker)
+            if group and group.last_worker_id == worker.worker_id:
                 self._deals.recognise(worker, group)
-                group.say_again_s = self._book.now_s
+                self._deals.look_again(group, 0)
+            elif not says_holds:
+                why = f"attempt {group.attempt} is elsewhere" if group else "it has ended"
+                self._book.send(worker.route, CancelRun(group_id, why))
         worker.lost_groups.clear()
         self._deals.stir_worker(worker)
 

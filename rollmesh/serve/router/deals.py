@@ -8,7 +8,11 @@ until the worker confirms, and now and then while the group runs, but not to a w
 hear it. Driven by ledger.py and by crew.py.
 """
 
+import math
+from operator import attrgetter
+
 from rollmesh.serve.router import suspects
+from rollmesh.serve.router.agenda import Agenda
 from rollmesh.serve.router.book import Book
 from rollmesh.serve.router.deadlines import left_s
 from rollmesh.serve.router.groups import Group
@@ -35,15 +39,13 @@ class Deals:
         self._workers = workers
         self._beat_s = beat_s
         self._max_attempts = max_attempts
+        self._agenda = Agenda(attrgetter("say_again_s"))
         self._stirred: set[str] = set()
+        """Environments for which something has changed, so that `dispatch` looks at their queues."""
         self._changed: list[Worker] = []
         """Whose room changed while suspects wait."""
         self._wide: set[str] = set()
         """Environments whose suspects are to look at all workers, not only at those."""
-
-    def stir(self, env: str) -> None:
-        """Something changed for `env`: look at its queue at the end of this step."""
-        self._stirred.add(env)
 
     def stir_worker(self, worker: Worker) -> None:
         """The worker's room changed."""
@@ -72,7 +74,7 @@ class Deals:
         book, env = self._book, group.env
         if env in self._stirred or book.suspects or book.queue.head(env):
             book.wait(group)
-            self.stir(env)
+            self._stirred.add(env)
             self.dispatch()
         elif worker := self._workers.best_for(env, group.num_samples):
             self._assign(group, worker)
@@ -98,7 +100,7 @@ class Deals:
         elif held.attempt >= group.attempt:
             group.is_finished = held.finished
             if group.client_id:
-                group.say_again_s = book.now_s + CONFIRM_BEATS * self._beat_s
+                self.look_again(group, CONFIRM_BEATS)
             if group.state is GroupState.ASSIGNED:
                 book.enter(group, GroupState.RUNNING)
                 book.tell_client(group)
@@ -109,8 +111,8 @@ class Deals:
         book.num["claims"] += 1
         book.unwait(group)
         book.enter(group, GroupState.RUNNING)
-        group.say_again_s = book.now_s + CONFIRM_BEATS * self._beat_s
         self._seat(group, worker)
+        self.look_again(group, CONFIRM_BEATS)
         book.tell_client(group)
 
     def hand_back(self, worker: Worker, group: Group, reason: str) -> None:
@@ -138,7 +140,7 @@ class Deals:
             worker.unseat(group)
             suspects.unwatch(worker, self._book.now_s)
             self.stir_worker(worker)
-        group.worker_id = ""
+        group.worker_id, group.say_again_s = "", math.inf
 
     def requeue(self, group: Group, why: str) -> None:
         """The attempt is over without a result: another begins, if one is left."""
@@ -156,7 +158,7 @@ class Deals:
         self._book.enter(group, GroupState.QUEUED)
         self._book.wait(group, first=True)
         self._book.tell_client(group)
-        self.stir(group.env)
+        self._stirred.add(group.env)
         if group.deaths:
             self._wide.add(group.env)
 
@@ -172,20 +174,26 @@ class Deals:
 
     def adopt(self, group: Group, num_samples: int) -> None:
         """A client asks for a group that a worker had claimed."""
-        group.say_again_s = self._book.now_s + CONFIRM_BEATS * self._beat_s
+        self.look_again(group, CONFIRM_BEATS)
         worker = self._workers.get(group.worker_id)
         assert worker is not None
         worker.resize(group, num_samples)
         self.stir_worker(worker)
+
+    def look_again(self, group: Group, beats: int) -> None:
+        """In so many beats something is to be said to the worker that has `group`."""
+        group.say_again_s = self._book.now_s + beats * self._beat_s
+        self._agenda.put(group)
 
     def look_after_groups(self) -> None:
         """What time brings to groups that are with workers, and to suspects that wait."""
         for worker in self._workers:
             if suspects.unwatch(worker, self._book.now_s):
                 self.stir_worker(worker)
-            for group in list(worker.groups.values()):
-                if self._book.now_s >= group.say_again_s:
-                    self._say_again(group, worker)
+        for group in self._agenda.take_due(self._book.now_s):
+            holder = self._workers.get(group.worker_id)
+            assert holder is not None
+            self._say_again(group, holder)
         envs = {group.env for group in self._book.suspects.values()}
         self._stirred |= envs
         self._wide |= envs
@@ -201,7 +209,7 @@ class Deals:
             worker.accepting = False
             self.requeue(group, f"{worker.worker_id} did not start it")
         elif not worker.hears(now_s, 2 * self._beat_s):
-            group.say_again_s = now_s + START_BEATS * self._beat_s
+            self.look_again(group, START_BEATS)
         else:
             self._say_run(group, worker, START_BEATS if is_assigned else CONFIRM_BEATS)
 
@@ -239,10 +247,6 @@ class Deals:
 
     def _assign(self, group: Group, worker: Worker) -> None:
         book = self._book
-        last = self._workers.get(group.last_worker_id)
-        if last and last is not worker:
-            reason = f"{worker.worker_id} runs the next attempt"
-            book.send(last.route, CancelRun(group.group_id, reason))
         book.enter(group, GroupState.ASSIGNED)
         group.attempt += 1
         worker.num_assigned += 1
@@ -251,6 +255,10 @@ class Deals:
         book.tell_client(group)
 
     def _seat(self, group: Group, worker: Worker) -> None:
+        last = self._workers.get(group.last_worker_id)
+        if last and last is not worker:
+            reason = f"{worker.worker_id} runs attempt {group.attempt}"
+            self._book.send(last.route, CancelRun(group.group_id, reason))
         group.worker_id, group.last_worker_id = worker.worker_id, ""
         group.assigned_s = self._book.now_s
         worker.seat(group)
@@ -259,7 +267,7 @@ class Deals:
 
     def _say_run(self, group: Group, worker: Worker, again_beats: int) -> None:
         book = self._book
-        group.say_again_s = book.now_s + again_beats * self._beat_s
+        self.look_again(group, again_beats)
         deadline_s = left_s(group, book.now_s)
         run = RunGroup(group.group_id, group.attempt, group.num_samples, group.sink, deadline_s)
         book.send(worker.route, run, group.body)
@@ -273,6 +281,6 @@ class Deals:
         group = Group(held.group_id, worker.hello.env, 1, "", "", attempt=held.attempt)
         group.state = GroupState.RUNNING
         group.is_finished = held.finished
-        group.say_again_s = self._book.now_s + CLAIM_BEATS * self._beat_s
         self._book.open(group)
         self._seat(group, worker)
+        self.look_again(group, CLAIM_BEATS)

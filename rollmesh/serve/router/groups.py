@@ -9,6 +9,7 @@ queue gives the highest priority first and, within one, takes turns among client
 as a client's weight. A suspect (suspects.py) waits apart. Driven by book.py.
 """
 
+import bisect
 import math
 from collections import OrderedDict
 
@@ -66,8 +67,9 @@ class Group(msgspec.Struct, gc=False):
     """Who had it before it was queued again, and may still run it unheard."""
     is_finished: bool = False
     """Its worker said that it ran to its end and waits for its sink's ack."""
-    say_again_s: float = 0.0
-    """When RunGroup is repeated to its worker; for an unasked group, when it is given up."""
+    say_again_s: float = math.inf
+    """When RunGroup is repeated to its worker; for an unasked group, when it is given up. Deals
+    sets it, for its agenda; infinite without a worker."""
     assigned_s: float = 0.0
     """When its worker got it, or claimed it."""
     ends_s: float = math.inf
@@ -106,11 +108,19 @@ class _Line(msgspec.Struct):
 _Lines = OrderedDict[str, _Line]
 
 
+class _Lanes(msgspec.Struct):
+    """One environment's lines, by priority."""
+
+    lines: dict[int, _Lines]
+    priorities: list[int]
+    """In their order, however many there are: the last one is first."""
+
+
 class FairQueue:
     """Groups that wait, by environment, priority and client."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, dict[int, _Lines]] = {}
+        self._lanes: dict[str, _Lanes] = {}
         self._num = 0
 
     def __len__(self) -> int:
@@ -118,7 +128,13 @@ class FairQueue:
 
     def push(self, group: Group, first: bool = False) -> None:
         """Add `group` behind its client's others, or before them."""
-        lines = self._lanes.setdefault(group.env, {}).setdefault(group.priority, OrderedDict())
+        lanes = self._lanes.get(group.env)
+        if lanes is None:
+            lanes = self._lanes[group.env] = _Lanes({}, [])
+        lines = lanes.lines.get(group.priority)
+        if lines is None:
+            lines = lanes.lines[group.priority] = OrderedDict()
+            bisect.insort(lanes.priorities, group.priority)
         line = lines.get(group.client_id)
         if line is None:
             line = lines[group.client_id] = _Line(OrderedDict())
@@ -133,12 +149,12 @@ class FairQueue:
         lanes = self._lanes.get(env)
         if not lanes:
             return None
-        lines = lanes[max(lanes)]
+        lines = lanes.lines[lanes.priorities[-1]]
         return next(iter(next(iter(lines.values())).groups.values()))
 
     def take(self, group: Group, weight: int) -> None:
         """Take out `group`, whose turn it was; after `weight` in a row its client goes last."""
-        lines = self._lanes[group.env][group.priority]
+        lines = self._lanes[group.env].lines[group.priority]
         line = lines[group.client_id]
         line.num_turns += 1
         if line.num_turns >= weight:
@@ -148,23 +164,39 @@ class FairQueue:
 
     def remove(self, group: Group) -> bool:
         """Take out `group`; False if it is not waiting here."""
-        lanes = self._lanes.get(group.env, {})
-        lines = lanes.get(group.priority)
+        lanes = self._lanes.get(group.env)
+        lines = lanes.lines.get(group.priority) if lanes else None
         line = lines.get(group.client_id) if lines else None
-        if lines is None or line is None or line.groups.pop(group.group_id, None) is None:
+        if (
+            lanes is None
+            or lines is None
+            or line is None
+            or line.groups.pop(group.group_id, None) is None
+        ):
             return False
         self._num -= 1
         # Empty tables go, so that head() never looks at one and nothing is kept of the past.
         if not line.groups:
             del lines[group.client_id]
         if not lines:
-            del lanes[group.priority]
-        if not lanes:
+            del lanes.lines[group.priority]
+            del lanes.priorities[bisect.bisect_left(lanes.priorities, group.priority)]
+        if not lanes.lines:
             del self._lanes[group.env]
         return True
 
     def of_env(self, env: str) -> list[Group]:
         """Everything that waits for `env`."""
-        lanes = self._lanes.get(env, {})
-        every_line = [line for lines in lanes.values() for line in lines.values()]
-        return [group for line in every_line for group in line.groups.values()]
+        return [group for line in self._lines(env) for group in line.groups.values()]
+
+    def firsts(self, env: str) -> list[Group]:
+        """The first group of each client, and of each of its priorities, that waits for `env`."""
+        return [next(iter(line.groups.values())) for line in self._lines(env)]
+
+    def envs(self) -> list[str]:
+        """What is waited for."""
+        return list(self._lanes)
+
+    def _lines(self, env: str) -> list[_Line]:
+        lanes = self._lanes.get(env)
+        return [line for lines in lanes.lines.values() for line in lines.values()] if lanes else []

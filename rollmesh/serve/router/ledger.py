@@ -18,6 +18,7 @@ from typing import Any
 
 from rollmesh.core.config import RouterConfig
 from rollmesh.serve.router.book import Book
+from rollmesh.serve.router.causes import Causes
 from rollmesh.serve.router.crew import Crew
 from rollmesh.serve.router.deals import CLAIM_BEATS, Deals
 from rollmesh.serve.router.groups import Group
@@ -74,6 +75,7 @@ class Ledger:
         self.loads = Loads(workers)
         self.deals = Deals(self.book, workers, settings.beat_s, settings.max_attempts)
         self.crew = Crew(self.book, workers, self.deals, settings)
+        self.causes = Causes(self.book, workers, settings.beat_s)
         self._handlers: dict[type, Callable[[bytes, Any, Buffer], None]] = {
             AskGroup: self._on_ask,
             CancelGroup: self._on_cancel,
@@ -213,8 +215,8 @@ class Ledger:
             self.book.unwait(group)
         self.book.set_client(group, ask.client_id)
         group.sink = ask.sink
-        # Its worker hears of it with the next RunGroup.
-        group.say_again_s = self.book.now_s
+        if group.worker_id:
+            self.deals.look_again(group, 0)  # its worker hears of it with the next RunGroup
         if is_queued:
             self.book.wait(group)
 
@@ -354,6 +356,7 @@ class Ledger:
         for env in self.loads.take_overdue(now_s):
             self._fail_waiting(env)
         self.crew.look_after_workers()
+        self.causes.look()
         self._look_for_lost_clients(now_s)
         if self._is_settled:
             self._release_held()
@@ -371,8 +374,8 @@ class Ledger:
             if group.tries >= self.settings.max_attempts:
                 self.deals.fail(group, f"attempts_exhausted: {group.tries} have begun")
             else:
-                self.book.wait(group)
-                self.deals.stir(group.env)
+                self.book.unwait(group)
+                self.deals.place(group)
 
     def _look_for_lost_clients(self, now_s: float) -> None:
         grace_s = self._patience_s + self.settings.client_grace_s

@@ -84,6 +84,8 @@ class Status(msgspec.Struct, frozen=True):
     engines: list[EngineStatus]
     counts: dict[str, int]
     """What happened since the start: asks, refusals, requeues, claims, returns, workers_lost..."""
+    causes: list[str] = []
+    """Why groups wait, and will go on waiting unless somebody does something."""
 
 
 def status_of(
@@ -116,6 +118,7 @@ def status_of(
             for row in table.engines
         ],
         counts={**ledger.book.num, **counts},
+        causes=ledger.causes.standing(),
     )
 
 

@@ -122,7 +122,7 @@ class Workers:
         self._by_id: dict[str, Worker] = {}
         self._by_route: dict[bytes, Worker] = {}
         self._orders: dict[str, tuple[list[tuple[Rank, int, Worker]], ...]] = {}
-        self._num_by_env: dict[str, int] = {}
+        self._by_env: dict[str, dict[str, Worker]] = {}
         self._count = 0
 
     def __iter__(self) -> Iterator[Worker]:
@@ -141,8 +141,7 @@ class Workers:
     def add(self, worker: Worker) -> None:
         self._by_id[worker.worker_id] = worker
         self._by_route[worker.route] = worker
-        env = worker.hello.env
-        self._num_by_env[env] = self._num_by_env.get(env, 0) + 1
+        self._by_env.setdefault(worker.hello.env, {})[worker.worker_id] = worker
         self.rank(worker)
 
     def move(self, worker: Worker, route: bytes) -> None:
@@ -157,14 +156,18 @@ class Workers:
         if self._by_route.get(worker.route) is worker:
             del self._by_route[worker.route]
         env = worker.hello.env
-        self._num_by_env[env] -= 1
-        if not self._num_by_env[env]:
-            del self._num_by_env[env]
+        self._by_env[env].pop(worker.worker_id)
+        if not self._by_env[env]:
+            del self._by_env[env]
             self._orders.pop(env, None)
 
     def serve(self, env: str) -> bool:
         """Whether a live worker has `env`."""
-        return any(w.hello.env == env and w.state is WorkerState.LIVE for w in self)
+        return any(w.state is WorkerState.LIVE for w in self._by_env.get(env, {}).values())
+
+    def envs(self) -> list[str]:
+        """What live workers have."""
+        return [env for env in self._by_env if self.serve(env)]
 
     def rank(self, worker: Worker) -> None:
         """Put `worker` where it belongs in the order; to be called when its room has changed."""
@@ -180,7 +183,7 @@ class Workers:
         order = tiers[rank[0]]
         self._count += 1
         heapq.heappush(order, (rank, self._count, worker))
-        if len(order) > SPARE_RANKS + 3 * self._num_by_env[worker.hello.env]:
+        if len(order) > SPARE_RANKS + 3 * len(self._by_env[worker.hello.env]):
             order[:] = [entry for entry in order if entry[2].rank is entry[0]]
             heapq.heapify(order)
 
@@ -208,10 +211,8 @@ class Workers:
 
         fitting = [
             w
-            for w in self._by_id.values()
-            if w.hello.env == env
-            and w.can_take(num_samples)
-            and not (strictly and w.watch_until_s > 0)
+            for w in self._by_env.get(env, {}).values()
+            if w.can_take(num_samples) and not (strictly and w.watch_until_s > 0)
         ]
         return min(fitting, key=worth, default=None)
 

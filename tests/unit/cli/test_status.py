@@ -56,6 +56,11 @@ def test_a_run_that_has_ended_is_told_by_its_summary(
     assert not any("worker-0" in line or "pid" in line for line in lines)
 
 
+def test_why_groups_wait_is_told_below_their_numbers() -> None:
+    text = painted(RouterRow(queue={"queued": 3}, causes=["no worker has served env '[x]'"]))
+    assert text.splitlines()[1].strip() == "no worker has served env '[x]'"
+
+
 def test_a_worker_is_told_with_its_stall_and_its_last_error_as_they_are() -> None:
     rows = [
         WorkerRow("w0", "echo", "live", 3, loop_lag_s=0.25, stalled_in="Env.run (env.py:7)"),

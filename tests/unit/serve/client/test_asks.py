@@ -12,6 +12,7 @@ from rollmesh.serve.client.asks import (
     AsksSettings,
     Cancelled,
     Closed,
+    Waits,
 )
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import (
@@ -103,10 +104,18 @@ def test_new_router_hears_of_every_open_ask_with_its_attempts() -> None:
     asks = met_asks()
     ask(asks, ONE)
     ask(asks, TWO)
-    hear(asks, GroupMoved(ONE, GroupState.RUNNING, 2, "w1"), 1.0)
+    hear(asks, GroupMoved(ONE, GroupState.RUNNING, 2, "w1", excused=1), 1.0)
     messages = said(hear(asks, RouterHello(1.0), 2.0, router="i2"))
-    attempts = {m.group_id: m.attempts for m in messages if isinstance(m, AskGroup)}
-    assert attempts == {ONE: 2, TWO: 0}
+    attempts = {m.group_id: (m.attempts, m.excused) for m in messages if isinstance(m, AskGroup)}
+    assert attempts == {ONE: (2, 1), TWO: (0, 0)}
+
+
+def test_why_a_group_waits_reaches_the_program() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    told = GroupMoved(ONE, GroupState.QUEUED, 0, "", reason="no worker")
+    assert hear(asks, told, 1.0) == [Waits("no worker")]
+    assert ONE in asks.open
 
 
 def test_router_that_has_forgotten_us_hears_of_every_open_ask() -> None:

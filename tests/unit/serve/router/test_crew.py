@@ -6,6 +6,7 @@ from rollmesh.serve.router.workers import WorkerState
 from rollmesh.wire.machine import Send, Ticked
 from rollmesh.wire.messages import (
     AskDrain,
+    CancelGroup,
     CancelRun,
     DrainAnswered,
     DrainWorker,
@@ -87,8 +88,35 @@ def test_a_thawed_worker_is_told_what_runs_elsewhere(story: Story) -> None:
     story.worker("w1")
     cancels = only(story.passes(4, "w1", "c"), CancelRun, "w0")
     assert [c.group_id for c in cancels] == [group(1)]
-    [again] = only(story.says("w0", GroupStarted(group(1), 1)), CancelRun, "w0")
-    assert again.group_id == group(1)
+    again = only(story.says("w0", GroupStarted(group(1), 1)), CancelRun, "w0")
+    assert {cancel.group_id for cancel in again} == {group(1)}
+
+
+def test_a_thawed_worker_is_told_what_has_ended_meanwhile(story: Story) -> None:
+    running(story)
+    story.passes(4, "c")
+    story.says("c", CancelGroup(group(1), "enough"))
+    assert only(story.says("w0", beat("w0", 4)), CancelRun) == [CancelRun(group(1), "it has ended")]
+
+
+def test_a_thawed_worker_that_says_what_it_holds_keeps_a_finished_result(story: Story) -> None:
+    running(story)
+    story.worker("w1")
+    story.passes(4, "w1", "c")
+    assert story.holder(1) == "w1"
+    sends = story.says("w0", hello("w0", HeldGroup(group(1), 1, True)))
+    assert not only(sends, CancelRun), "its sink takes the first that comes"
+
+
+def test_a_claim_stops_the_run_of_who_had_the_group_last(story: Story) -> None:
+    running(story)
+    story.passes(4, "c")
+    story.worker("w1")
+    assert story.holder(1) == "w1"
+    story.passes(4, "c")
+    sends = story.says("w0", hello("w0", HeldGroup(group(1), 1, False)))
+    assert story.holder(1) == "w0"
+    assert only(sends, CancelRun, "w1") == [CancelRun(group(1), "w0 runs attempt 2")]
 
 
 def test_a_result_of_a_worker_given_up_ends_the_group_and_the_next_attempt(story: Story) -> None:

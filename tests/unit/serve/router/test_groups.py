@@ -1,5 +1,7 @@
 """The queue: priority first, then turns among clients, and nothing is kept of what left."""
 
+import random
+
 import pytest
 
 from rollmesh.core.ids import GroupId
@@ -58,6 +60,30 @@ def test_a_higher_priority_goes_before_all_turns() -> None:
     queue.push(waiting(2, "b", priority=1))
     queue.push(waiting(3, "a", priority=-1))
     assert drained(queue) == [2, 1, 3]
+
+
+def test_groups_of_ever_so_many_priorities_go_in_their_order() -> None:
+    queue, rng = FairQueue(), random.Random(3)
+    groups = [waiting(seq, priority=rng.randrange(-200, 200)) for seq in range(500)]
+    for each in groups:
+        queue.push(each)
+    gone = rng.sample(groups, 200)
+    for each in gone:
+        queue.remove(each)
+    left = [each for each in groups if each not in gone]
+    in_order = sorted(left, key=lambda each: (-each.priority, each.group_id.seq))
+    assert drained(queue) == [each.group_id.seq for each in in_order]
+    assert queue.envs() == []
+
+
+def test_the_first_of_each_client_is_known() -> None:
+    queue = FairQueue()
+    for seq, client in enumerate(("a", "a", "b", "b")):
+        queue.push(waiting(seq, client))
+    queue.push(waiting(9, "c", env="echo"))
+    assert [each.group_id.seq for each in queue.firsts("guess")] == [0, 2]
+    assert queue.firsts("none") == []
+    assert set(queue.envs()) == {"guess", "echo"}
 
 
 def test_environments_do_not_wait_for_each_other() -> None:

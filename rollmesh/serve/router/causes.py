@@ -1,0 +1,73 @@
+"""Standing causes: why groups wait for long, and will go on waiting unless somebody does something.
+
+    an env that groups wait for: SERVED --no live worker has it--> UNSERVED --STANDING_BEATS--> told
+                                 any --a worker of it is live, or nothing waits--> forgotten
+
+Invariants: what is usual at a start, or when a worker is replaced, is no cause; a cause that stands
+is told to each client that waits, again and again, and never ends a group: a worker may yet come.
+Driven by ledger.py, once per tick; read by status.py.
+"""
+
+from rollmesh.serve.router.book import Book, moved
+from rollmesh.serve.router.workers import Workers
+
+STANDING_BEATS = 20
+"""An environment without a worker for so long is a cause."""
+TELL_BEATS = 60
+"""Clients are told of it so often."""
+MAX_NAMES = 5
+
+
+class _Unserved:
+    """An environment that nobody serves."""
+
+    def __init__(self, since_s: float, tell_s: float) -> None:
+        self.since_s = since_s
+        self.tell_s = tell_s
+
+
+class Causes:
+    """See the module."""
+
+    def __init__(self, book: Book, workers: Workers, beat_s: float) -> None:
+        self._book = book
+        self._workers = workers
+        self._standing_s = STANDING_BEATS * beat_s
+        self._tell_s = TELL_BEATS * beat_s
+        self._unserved: dict[str, _Unserved] = {}
+
+    def look(self) -> None:
+        """See what has come and gone, and tell those who wait."""
+        now_s = self._book.now_s
+        suspects = {group.env for group in self._book.suspects.values()}
+        waited_for = {*self._book.queue.envs(), *suspects}
+        waiting = [env for env in waited_for if not self._workers.serve(env)]
+        for env in self._unserved.keys() - set(waiting):
+            del self._unserved[env]
+        for env in waiting:
+            unserved = self._unserved.get(env)
+            if unserved is None:
+                self._unserved[env] = _Unserved(now_s, now_s + self._standing_s)
+            elif now_s >= unserved.tell_s:
+                unserved.tell_s = now_s + self._tell_s
+                self._tell(env)
+
+    def standing(self) -> list[str]:
+        """All of them, in words."""
+        since_s = self._book.now_s - self._standing_s
+        unserved = self._unserved.items()
+        return [self._reason(env) for env, each in unserved if each.since_s <= since_s]
+
+    def _reason(self, env: str) -> str:
+        waited_s = self._book.now_s - self._unserved[env].since_s
+        others = self._workers.envs()
+        names = ", ".join(others[:MAX_NAMES]) + (", ..." if len(others) > MAX_NAMES else "")
+        there_are = f"there are workers of {names}" if others else "there is no worker"
+        return f"no worker has served env {env!r} for {waited_s:.0f} s; {there_are}"
+
+    def _tell(self, env: str) -> None:
+        """One group for each client: it knows which others it wants of that environment."""
+        reason = self._reason(env)
+        for group in self._book.queue.firsts(env):
+            if client := self._book.clients.get(group.client_id):
+                self._book.send(client.route, moved(group, reason))

@@ -1,0 +1,66 @@
+"""Who waits in vain is told why, in time and again; who only waits is not."""
+
+from rollmesh.serve.router.causes import STANDING_BEATS, TELL_BEATS
+from rollmesh.wire.machine import Send
+from rollmesh.wire.messages import CancelGroup, ClientHello, GroupMoved, GroupState, WorkerLeft
+from tests.unit.serve.router.story import Story, ask, group, hello, only
+
+STANDING_S, TELL_S = float(STANDING_BEATS), float(TELL_BEATS)  # a beat is a second here
+
+
+def reasons(sends: list[Send]) -> list[str]:
+    return [moved.reason for moved in only(sends, GroupMoved) if moved.reason]
+
+
+def test_a_group_whose_env_nobody_serves_is_told_so_again_and_again(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1, env="typo"))
+    assert not reasons(story.passes(STANDING_S, "w0", "c"))
+    assert story.ledger.causes.standing() == []
+    sends = story.passes(1, "w0", "c")
+    told = "no worker has served env 'typo' for 20 s; there are workers of guess"
+    assert reasons(sends) == [told]
+    [moved] = [each for each in only(sends, GroupMoved) if each.reason]
+    assert (moved.group_id, moved.state) == (group(1), GroupState.QUEUED)
+    assert story.ledger.causes.standing() == [told]
+    assert len(reasons(story.passes(3 * TELL_S, "w0", "c"))) == 3
+    assert story.state(1) is GroupState.QUEUED, "a worker may yet come"
+
+
+def test_of_many_groups_one_is_told_to_each_client(story: Story) -> None:
+    story.says("d", ClientHello("d", keep=True))
+    for seq in range(6):
+        story.asks(ask(seq, client="c" if seq < 4 else "d"))
+    sends = story.passes(STANDING_S + 1, "c")
+    told = [moved.group_id.seq for moved in only(sends, GroupMoved) if moved.reason]
+    assert sorted(told) == [0, 4]
+    [cause] = story.ledger.causes.standing()
+    assert cause == "no worker has served env 'guess' for 20 s; there is no worker"
+
+
+def test_a_worker_that_comes_ends_the_cause(story: Story) -> None:
+    story.asks(ask(1, env="echo"))
+    story.passes(STANDING_S + 1, "c")
+    assert story.ledger.causes.standing()
+    story.says("w1", hello("w1", env="echo"))
+    story.passes(0.5, "c")
+    assert story.ledger.causes.standing() == []
+
+
+def test_a_cause_ends_with_the_last_group_that_waits(story: Story) -> None:
+    story.asks(ask(1))
+    story.passes(STANDING_S + 1, "c")
+    story.says("c", CancelGroup(group(1), "enough"))
+    story.passes(0.5, "c")
+    assert story.ledger.causes.standing() == []
+
+
+def test_workers_that_are_replaced_are_no_cause(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1, n=8))
+    story.asks(ask(2, n=8))
+    for pid in range(2, 6):
+        story.says("w0", WorkerLeft("w0", "stopped"))
+        assert not reasons(story.passes(STANDING_S / 2, "c"))
+        story.worker("w0", pid=pid)
+        assert not reasons(story.passes(STANDING_S / 2, "w0", "c"))
