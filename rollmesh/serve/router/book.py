@@ -23,6 +23,12 @@ def moved(group: Group, reason: str = "") -> GroupMoved:
     return GroupMoved(group_id, group.state, attempt, group.worker_id, group.excused, reason)
 
 
+def waiting_for(env: str, book: "Book") -> list[Group]:
+    """All that wait for a worker of `env`, wherever they do."""
+    apart = [*book.held.values(), *book.suspects.values()]
+    return [*book.queue.of_env(env), *(group for group in apart if group.env == env)]
+
+
 class Book:
     """See the module; the attributes are for reading, the methods change them."""
 
@@ -120,11 +126,6 @@ class Book:
         apart = self.suspects.pop(group.group_id, None) or self.held.pop(group.group_id, None)
         if apart or self.queue.remove(group):
             self.num_waiting_bytes -= len(group.body)
-
-    def waiting_for(self, env: str) -> list[Group]:
-        """All that wait for a worker of `env`, wherever they do."""
-        apart = [*self.held.values(), *self.suspects.values()]
-        return [*self.queue.of_env(env), *(group for group in apart if group.env == env)]
 
     def end(
         self, group: Group, answer: GroupMoved | GroupFailed, num_attempts: int = FOR_GOOD

@@ -1,7 +1,7 @@
 """Standing causes: why groups wait for long, and will go on waiting unless somebody does something.
 
     an env that groups wait for: SERVED --no live worker has it--> UNSERVED --STANDING_BEATS--> told
-                                 any --a worker of it is live, or nothing waits--> forgotten
+                             any --a worker of it is live or loads it, or nothing waits--> forgotten
 
 Invariants: what is usual at a start, or when a worker is replaced, is no cause; a cause that stands
 is told to each client that waits, again and again, and never ends a group: a worker may yet come.
@@ -9,6 +9,7 @@ Driven by ledger.py, once per tick; read by status.py.
 """
 
 from rollmesh.serve.router.book import Book, moved
+from rollmesh.serve.router.loads import Loads
 from rollmesh.serve.router.workers import Workers
 
 STANDING_BEATS = 20
@@ -29,9 +30,10 @@ class _Unserved:
 class Causes:
     """See the module."""
 
-    def __init__(self, book: Book, workers: Workers, beat_s: float) -> None:
+    def __init__(self, book: Book, workers: Workers, loads: Loads, beat_s: float) -> None:
         self._book = book
         self._workers = workers
+        self._loads = loads
         self._standing_s = STANDING_BEATS * beat_s
         self._tell_s = TELL_BEATS * beat_s
         self._unserved: dict[str, _Unserved] = {}
@@ -41,7 +43,7 @@ class Causes:
         now_s = self._book.now_s
         suspects = {group.env for group in self._book.suspects.values()}
         waited_for = {*self._book.queue.envs(), *suspects}
-        waiting = [env for env in waited_for if not self._workers.serve(env)]
+        waiting = [env for env in waited_for if not self._may_be_served(env)]
         for env in self._unserved.keys() - set(waiting):
             del self._unserved[env]
         for env in waiting:
@@ -57,6 +59,9 @@ class Causes:
         since_s = self._book.now_s - self._standing_s
         unserved = self._unserved.items()
         return [self._reason(env) for env, each in unserved if each.since_s <= since_s]
+
+    def _may_be_served(self, env: str) -> bool:
+        return self._workers.serve(env) or self._loads.bring(env)
 
     def _reason(self, env: str) -> str:
         waited_s = self._book.now_s - self._unserved[env].since_s

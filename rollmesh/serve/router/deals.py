@@ -41,7 +41,7 @@ class Deals:
         self._max_attempts = max_attempts
         self._agenda = Agenda(attrgetter("say_again_s"))
         self._stirred: set[str] = set()
-        """Environments for which something has changed, so that `dispatch` looks at their queues."""
+        """Environments of which `dispatch` looks at the queues."""
         self._changed: list[Worker] = []
         """Whose room changed while suspects wait."""
         self._wide: set[str] = set()

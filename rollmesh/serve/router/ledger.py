@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollmesh.core.config import RouterConfig
-from rollmesh.serve.router.book import Book
+from rollmesh.serve.router.admission import MAX_QUEUED_BYTES, excused_in, mistake_in
+from rollmesh.serve.router.book import Book, waiting_for
 from rollmesh.serve.router.causes import Causes
 from rollmesh.serve.router.crew import Crew
 from rollmesh.serve.router.deals import CLAIM_BEATS, Deals
@@ -52,10 +53,6 @@ from rollmesh.wire.messages import (
     WorkerLeft,
 )
 
-MAX_SAMPLES = 4096
-"""Rollouts of a group: its worker begins all and its sink gets all as one message."""
-MAX_QUEUED_BYTES = 512 * 2**20
-"""Bodies of waiting asks; past it asks are refused."""
 MAX_WEIGHT = 1000
 """More turns in a row no client gets."""
 MAX_NAMES = 8
@@ -75,7 +72,7 @@ class Ledger:
         self.loads = Loads(workers)
         self.deals = Deals(self.book, workers, settings.beat_s, settings.max_attempts)
         self.crew = Crew(self.book, workers, self.deals, settings)
-        self.causes = Causes(self.book, workers, settings.beat_s)
+        self.causes = Causes(self.book, workers, self.loads, settings.beat_s)
         self._handlers: dict[type, Callable[[bytes, Any, Buffer], None]] = {
             AskGroup: self._on_ask,
             CancelGroup: self._on_cancel,
@@ -134,7 +131,7 @@ class Ledger:
     def _on_ask(self, route: bytes, ask: AskGroup, body: Buffer) -> None:
         book = self.book
         book.num["asks"] += 1
-        if mistake := _mistake_in(ask, body):
+        if mistake := mistake_in(ask, body):
             # Also where the group is here: it must not become nobody's, nor grow.
             book.num["refusals"] += 1
             book.send(route, GroupFailed(ask.group_id, f"bad_ask: {mistake}"))
@@ -160,7 +157,7 @@ class Ledger:
         env, group_id = ask.env, ask.group_id
         if ask.deadline_s < 0:
             return GroupFailed(group_id, "deadline: it had passed before the ask came")
-        tries = max(ask.attempts, 0) - _excused(ask)
+        tries = max(ask.attempts, 0) - excused_in(ask)
         if tries >= self.settings.max_attempts and self._is_settled:
             return GroupFailed(group_id, f"attempts_exhausted: {tries} have begun")
         if error := self.loads.why_none(env):
@@ -187,7 +184,7 @@ class Ledger:
             priority=ask.priority,
             body=body,
             attempt=max(ask.attempts, 0),
-            excused=_excused(ask),
+            excused=excused_in(ask),
         )
         self.book.open(group)
         self.book.deadlines.set(group, ask.deadline_s, self.book.now_s)
@@ -205,7 +202,7 @@ class Ledger:
         group.sink, group.priority = ask.sink, ask.priority
         group.env, group.body = ask.env, body
         group.attempt = max(group.attempt, ask.attempts)
-        group.excused = max(group.excused, _excused(ask))
+        group.excused = max(group.excused, excused_in(ask))
         self.deals.adopt(group, max(ask.num_samples, 1))
 
     def _hand_over(self, group: Group, ask: AskGroup) -> None:
@@ -285,7 +282,7 @@ class Ledger:
     def _fail_waiting(self, env: str) -> None:
         """Tell all who wait for `env` that there is none, unless somebody else may bring it."""
         if error := self.loads.why_none(env):
-            for group in self.book.waiting_for(env):
+            for group in waiting_for(env, self.book):
                 self.deals.fail(group, f"env_failed: {error}")
 
     def _on_started(self, route: bytes, message: GroupStarted, _: Buffer) -> None:
@@ -384,18 +381,3 @@ class Ledger:
             keeps = client.keep and client.client_id in self.book.of_client
             if silent_s > grace_s and not keeps:
                 self._drop_client(client.client_id, f"client_left: silent for {silent_s:.0f} s")
-
-
-def _excused(ask: AskGroup) -> int:
-    """Attempts that do not count, as far as the client knows."""
-    return min(max(ask.excused, 0), max(ask.attempts, 0))
-
-
-def _mistake_in(ask: AskGroup, body: Buffer) -> str:
-    """What no router would take; '' if there is nothing."""
-    if not 1 <= ask.num_samples <= MAX_SAMPLES:
-        few, most = "num_samples must be at least 1", f"and at most {MAX_SAMPLES}"
-        return f"{few} {most}, not {ask.num_samples}"
-    if not ask.client_id:
-        return "it names no client"
-    return f"{len(body)} bytes; at most {MAX_QUEUED_BYTES}" if len(body) > MAX_QUEUED_BYTES else ""

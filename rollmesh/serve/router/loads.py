@@ -60,7 +60,11 @@ class Loads:
         error = self._errors.get(env)
         if error is None or self._workers.serve(env):
             return ""
-        return "" if any(load.said.env == env for load in self._loads.values()) else error
+        return "" if self.bring(env) else error
+
+    def bring(self, env: str) -> bool:
+        """Whether a worker loads `env`."""
+        return any(load.said.env == env for load in self._loads.values())
 
     def succeed(self, worker_id: str, env: str) -> None:
         """A worker serves."""

@@ -1,5 +1,7 @@
 """Who waits in vain is told why, in time and again; who only waits is not."""
 
+import msgspec
+
 from rollmesh.serve.router.causes import STANDING_BEATS, TELL_BEATS
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import CancelGroup, ClientHello, GroupMoved, GroupState, WorkerLeft
@@ -64,3 +66,10 @@ def test_workers_that_are_replaced_are_no_cause(story: Story) -> None:
         assert not reasons(story.passes(STANDING_S / 2, "c"))
         story.worker("w0", pid=pid)
         assert not reasons(story.passes(STANDING_S / 2, "w0", "c"))
+
+
+def test_what_a_worker_loads_is_no_cause(story: Story) -> None:
+    story.asks(ask(1))
+    story.says("w0", msgspec.structs.replace(hello("w0"), loads_for_s=120.0))
+    assert not reasons(story.passes(STANDING_S + 1, "c"))
+    assert story.ledger.causes.standing() == []

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from rollmesh.serve.router.ledger import MAX_QUEUED_BYTES, MAX_SAMPLES
+from rollmesh.serve.router.admission import MAX_QUEUED_BYTES, MAX_SAMPLES
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import (
     AskRefused,
