@@ -88,6 +88,18 @@ def die_with_parent() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def pid_space() -> str:
+    """Where our pids are pids: this boot's pid namespace, pid_namespaces(7); '' if unknown.
+
+    Containers may share a host's name, and machines a container's.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 def is_launched() -> bool:
     """Whether our parent is a launch process."""
     return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())

@@ -12,13 +12,12 @@ in tests/golden. Headers stay small: tasks and results travel in the body, array
     worker -> sink     GroupFinished (body GroupRecord, buffers int32 ids and float32 log-probs)
     sink -> worker     GroupAcked
     publisher, launch, scheduler -> router   JoinEngine BeginUpdate FinishUpdate SleepEngine
-                                             WakeEngine RemoveEngine ReadFleet
-    router -> the asker                      FleetAnswered
+                                             WakeEngine RemoveEngine ReadFleet: FleetAnswered
     cli <-> router <- launch                 AskDrain DrainAnswered, WorkerExited
 
 A GroupFailed's reason begins with a code: attempts_exhausted, env_failed, bad_ask, overloaded,
-quarantined, deadline, client_left, cancelled or infra_error, then a colon.
-Driven by the shells in serve, trainer and launch, and by their step machines as events.
+quarantined, deadline, client_left, cancelled or infra_error, then a colon. Driven by the shells in
+serve, trainer and launch, and by their step machines as events.
 """
 
 import enum
@@ -195,6 +194,8 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """Unix time; tells a process from an earlier one of its name and pid; 0 is unknown."""
     loads_for_s: float = 0.0
     """It does not serve yet: it loads its environment, which may take so long."""
+    pid_space: str = ""
+    """Where `pid` is one (core/process.py); '' is unknown."""
 
 
 class WorkerBeat(Message, frozen=True, tag="worker_beat"):

@@ -33,11 +33,14 @@ PATIENCE_S = 10.0
 FAKE_WORKER = """
 import os, socket, sys
 from rollmesh.wire.frames import Packet
+from rollmesh.core.process import pid_space
 from rollmesh.wire.messages import GroupStarted, RunGroup, WorkerBeat, WorkerHello
 from rollmesh.wire.sockets import Dialer, wait
 address, name, host = sys.argv[1:]
+space = "" if host else pid_space()
 dialer = Dialer(address, name)
-dialer.send(Packet(WorkerHello(name, "guess", 8, os.getpid(), host or socket.gethostname())))
+hello = WorkerHello(name, "guess", 8, os.getpid(), host or socket.gethostname(), pid_space=space)
+dialer.send(Packet(hello))
 while True:
     wait([dialer], None, 0.05)
     for packet in dialer.receive():

@@ -34,7 +34,15 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.FleetChanged(9, (ENGINE,)),
     m.DrainWorker("update"),
     m.WorkerHello(
-        "worker-0", "guess", 64, 4711, "node-3", (m.HeldGroup(GROUP, 2, True),), 1.5e9, 100.0
+        "worker-0",
+        "guess",
+        64,
+        4711,
+        "node-3",
+        (m.HeldGroup(GROUP, 2, True),),
+        1.5e9,
+        100.0,
+        "d2dacdd2/pid:[4026531836]",
     ),
     m.WorkerBeat(
         "worker-0",

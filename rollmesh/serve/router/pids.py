@@ -1,8 +1,9 @@
 """The workers of this machine: the kernel tells when their processes end, whoever started them.
 
 Owns one pidfd (pidfd_open(2)) per local worker, MAX_PIDS at most. Invariants: an end is told once,
-and one look late, so that launch, which knows the cause, is heard first; a pid that is not here, as
-that of another container, is not watched. Driven by process.py, once per tick.
+and one look late, so that launch, which knows the cause, is heard first; a pid of another pid
+namespace, as that of a container, is not watched, whatever its host is called. Driven by
+process.py, once per tick.
 """
 
 import os
@@ -17,9 +18,9 @@ CAUSE = "its process is gone"
 class LocalPids:
     """See the module."""
 
-    def __init__(self, host: str) -> None:
-        """`host` is this machine's name, as workers say it in their hello."""
-        self._host = host
+    def __init__(self, space: str) -> None:
+        """`space` is that of our pids, as workers say theirs in their hello; '' watches nobody."""
+        self._space = space
         self._poll = select.poll()
         self._worker_of: dict[int, tuple[str, int]] = {}
         """Worker id and pid, by pidfd."""
@@ -29,7 +30,8 @@ class LocalPids:
         """Tell when this worker's process ends, if that is one of ours."""
         worker = (hello.worker_id, hello.pid)
         is_known = worker in self._worker_of.values()
-        if hello.host != self._host or is_known or len(self._worker_of) >= MAX_PIDS:
+        is_ours = bool(self._space) and hello.pid_space == self._space
+        if not is_ours or is_known or len(self._worker_of) >= MAX_PIDS:
             return
         try:
             pidfd = os.pidfd_open(hello.pid)

@@ -9,7 +9,6 @@ the router's incarnation, by which peers notice a restart. Driven by `rollmesh r
 import gc
 import os
 import signal
-import socket
 import typing
 
 import msgspec
@@ -19,7 +18,7 @@ from rollmesh.core.config import Config
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.process import Ready, announce, http_address, listen
+from rollmesh.core.process import Ready, announce, http_address, listen, pid_space
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import Event as FleetEvent
 from rollmesh.engine.fleet import Fleet, FleetSettings, PublishTable
@@ -144,7 +143,7 @@ class RouterLoop:
         self._fleet = fleet
         self._num_received = 0
         self._num_failed = 0
-        self._pids = LocalPids(socket.gethostname())
+        self._pids = LocalPids(pid_space())
         self._away: dict[str, str] = {}
         self._news = News()
         self._next_tick_s = self._next_status_s = clock.now_s()

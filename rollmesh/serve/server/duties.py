@@ -80,6 +80,7 @@ class DutiesSettings(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     host: str = ""
     started_s: float = 0.0
+    pid_space: str = ""
     hello_s: float = 0.5
     """The hello is said again after this time, until a router answers."""
     outbox: OutboxSettings = OutboxSettings()
@@ -304,6 +305,7 @@ class Duties:
             host=settings.host,
             started_s=settings.started_s,
             holds=tuple(self.holds()),
+            pid_space=settings.pid_space,
         )
         return Send(ROUTER, hello)
 

@@ -19,7 +19,7 @@ import time
 
 from rollmesh.core.errors import EnvError
 from rollmesh.core.logs import readable
-from rollmesh.core.process import USAGE
+from rollmesh.core.process import USAGE, pid_space
 from rollmesh.envs.env import Env
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.server.beats import STARTED_S
@@ -69,6 +69,7 @@ def announce(settings: WorkerSettings) -> None:
         host=socket.gethostname(),
         started_s=STARTED_S,
         loads_for_s=config.worker.load_timeout_s,
+        pid_space=pid_space(),
     )
     _tell(settings, hello, ANNOUNCE_S)
 

@@ -19,6 +19,7 @@ from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.logs import get_logger
 from rollmesh.core.metrics import rss_bytes
+from rollmesh.core.process import pid_space
 from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import num_left_behind
 from rollmesh.serve.server.beats import STARTED_S, Vitals
@@ -88,6 +89,7 @@ class Worker:
                 pid=os.getpid(),
                 host=socket.gethostname(),
                 started_s=STARTED_S,
+                pid_space=pid_space(),
                 hello_s=config.router.beat_s,
                 outbox=OutboxSettings(delivery_timeout_s=config.worker.delivery_timeout_s),
             )

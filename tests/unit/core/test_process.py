@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from rollmesh.core.process import pid_space
+
 ENDS_WITHIN_S = 10.0
 LINGERS = """
 import asyncio
@@ -63,3 +65,22 @@ def test_the_second_signal_ends_a_process_whose_loop_is_held(loop: str) -> None:
             assert process.wait(ENDS_WITHIN_S) == 1
         finally:
             process.kill()
+
+
+SAYS_SPACE = "from rollmesh.core.process import pid_space; print(pid_space())"
+SAY_SPACE = [sys.executable, "-c", SAYS_SPACE]
+
+
+def test_processes_that_see_each_others_pids_say_the_same_space() -> None:
+    done = subprocess.run(SAY_SPACE, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{pid_space()}\n" != "\n"
+
+
+def test_a_container_has_a_space_of_its_own() -> None:
+    argv = ["unshare", "--user", "--pid", "--fork", *SAY_SPACE]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no namespace of our own: {done.stderr.strip()}")
+    space = done.stdout.strip()
+    assert space.partition("/")[0] == pid_space().partition("/")[0]
+    assert space != pid_space()

@@ -25,8 +25,8 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def hello(pid: int, host: str = "here") -> WorkerHello:
-    return WorkerHello("w0", "guess", 8, pid, host)
+def hello(pid: int, space: str = "here") -> WorkerHello:
+    return WorkerHello("w0", "guess", 8, pid, "host", pid_space=space)
 
 
 def test_an_end_is_told_once_and_one_look_late(
@@ -56,13 +56,16 @@ def test_a_pid_that_is_nobodys_is_not_watched(pids: LocalPids, pid: int) -> None
     assert pids.take_ended() == pids.take_ended() == []
 
 
-def test_a_worker_of_another_machine_is_not_watched(
-    pids: LocalPids, child: "subprocess.Popen[bytes]"
+@pytest.mark.parametrize("space", ["there", ""])
+@pytest.mark.parametrize("ours", ["here", ""])
+def test_a_worker_of_another_container_is_not_watched_though_it_has_our_hosts_name(
+    child: "subprocess.Popen[bytes]", ours: str, space: str
 ) -> None:
-    pids.watch(hello(child.pid, host="there"))
-    child.kill()
-    child.wait()
-    assert pids.take_ended() == pids.take_ended() == []
+    with closing(LocalPids(ours)) as pids:
+        pids.watch(hello(child.pid, space))
+        child.kill()
+        child.wait()
+        assert pids.take_ended() == pids.take_ended() == []
 
 
 @pytest.mark.parametrize("num_looks", [0, 1])
