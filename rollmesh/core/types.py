@@ -42,7 +42,7 @@ class Score(msgspec.Struct, frozen=True):
     reward: float
     """Whole numbers are rewards too."""
     metrics: dict[str, float] = {}
-    """Figures for people; they do not train."""
+    """Figures for people; they do not train. One that is not finite is left out."""
 
 
 class FieldPolicy(enum.StrEnum):

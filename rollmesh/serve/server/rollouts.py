@@ -13,6 +13,7 @@ groups.py.
 """
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -121,12 +122,21 @@ def score_limit(settings: WorkerConfig) -> Limit:
 
 
 def check_score(score: object) -> Score:
-    """The score itself; TypeError or ValueError where it is none."""
+    """The score in floats, whatever numbers it has; TypeError or ValueError where it is none."""
     if not isinstance(score, Score):
         raise TypeError(f"score gave {type(score).__name__} and not a Score")
-    if not math.isfinite(score.reward):
-        raise ValueError(f"the reward is {score.reward}")
-    return score
+    reward = _number("reward", score.reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}")
+    metrics = {readable(str(k)): _number(f"metric {k}", v) for k, v in score.metrics.items()}
+    return Score(reward, {name: value for name, value in metrics.items() if math.isfinite(value)})
+
+
+def _number(name: str, value: Any) -> float:
+    """Of a bool, an int, or a number of numpy's or torch's too."""
+    if isinstance(value, str):
+        raise TypeError(f"the {name} is {value!r} and no number")
+    return float(value)
 
 
 async def _play_once(stage: Stage, opened: OpenSession, ask: GroupAsk) -> _Verdict:

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import math
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from rollmesh.core.errors import AgentFailed, InfraError, SessionError
@@ -194,7 +196,31 @@ def test_errors_are_one_bounded_line() -> None:
     assert one_line(ValueError("half a pair: \udcff")) == "ValueError: half a pair: ?"
 
 
-@pytest.mark.parametrize("bad", [1.0, None, Score(math.nan), Score(math.inf)])
+class Number:
+    """As a library has its own: numpy's, torch's."""
+
+    def __float__(self) -> float:
+        return 0.5
+
+
+def test_score_of_any_numbers_is_one_of_floats() -> None:
+    """Whatever else would travel as it is, and be no record to who reads it."""
+    metrics: dict[Any, Any] = {"right": True, "num": 3, "share": Number(), 7: 1.5, "mean": math.nan}
+    score = check_score(Score(True, metrics))
+    assert msgspec.structs.astuple(score) == (
+        1.0,
+        {"right": 1.0, "num": 3.0, "share": 0.5, "7": 1.5},
+    )
+    assert {type(value) for value in (score.reward, *score.metrics.values())} == {float}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *(1.0, None, Score(math.nan), Score(math.inf), Score("7")),  # type: ignore[arg-type]
+        Score(1.0, {"word": "good"}),  # type: ignore[dict-item]
+    ],
+)
 def test_what_is_no_score_is_refused(bad: object) -> None:
     with pytest.raises((TypeError, ValueError)):
         check_score(bad)
