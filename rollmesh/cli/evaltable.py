@@ -33,13 +33,13 @@ def progress(plan: Plan, num_tasks: int, status: str) -> Iterator[Callable[[int]
     that `status` tells why.
     """
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("rollouts"),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         teller = Teller(bar, plan.env, num_tasks * plan.num_samples, status)
         teller.look_later()
@@ -103,7 +103,7 @@ def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(text.decode())
         return
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = Console(highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     with unread():
         console.print(table_of(plan, report), *failures_of(report), sep="\n")
         console.print(Text(f"left in {folder}"))
@@ -112,7 +112,7 @@ def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
 def table_of(plan: Plan, report: Report) -> Table:
     """The figures."""
     title = f"{plan.env}: {report.num_rollouts:,} rollouts of {report.num_tasks:,} tasks"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     table.add_column("mean", justify="right")
     table.add_column(f"{CONFIDENCE:.0%} interval", justify="right")
@@ -134,10 +134,13 @@ def table_of(plan: Plan, report: Report) -> Table:
 
 
 def failures_of(report: Report) -> Iterator[Text]:
-    """A line for each cause."""
+    """A line for each cause, and for each of what was said of it most."""
     for cause, failure in report.failures.items():
-        example = f", the first: {failure.example}" if failure.example else ""
-        yield Text(f"failed: {failure.num_rollouts:,} x {cause}{example}", style="yellow")
+        yield Text(f"failed: {failure.num_rollouts:,} x {cause}", style="yellow")
+        for error, num_rollouts in failure.errors.items():
+            yield Text(f"  {num_rollouts:,} x {error}", style="yellow")
+        if failure.num_others:
+            yield Text(f"  {failure.num_others:,} x something else", style="yellow")
 
 
 def _add_estimate(table: Table, name: str, estimate: Estimate | None) -> None:

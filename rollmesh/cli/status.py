@@ -68,7 +68,7 @@ def tell_json(look: Look, is_watched: bool) -> None:
 def tell(look: Look, is_watched: bool) -> None:
     """The tables; watched, they are painted in place, and a router that is away is waited for."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    console = Console(highlight=False, width=width)
+    console = Console(highlight=False, emoji=False, width=width)
     scene: RenderableType = paint(look())
     if not is_watched:
         console.print(scene)

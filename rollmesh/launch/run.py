@@ -56,7 +56,8 @@ class Run:
         self._order = order
         self._clock = SystemClock()
         self._started_s = self._clock.now_s()
-        self._console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+        width = None if sys.stdout.isatty() else PIPE_WIDTH
+        self._console = Console(highlight=False, emoji=False, width=width)
 
     async def run(self) -> int:
         """See `launch`."""

@@ -52,7 +52,7 @@ class LiveScreen:
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        self._live = Live(console=Console(), auto_refresh=False)
+        self._live = Live(console=Console(emoji=False), auto_refresh=False)
 
     def __enter__(self) -> "LiveScreen":
         self._live.start()
@@ -73,7 +73,7 @@ class PlainScreen:
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(highlight=False, emoji=False, soft_wrap=True)
         self._num_looks = 0
         self._num_notes = 0
         self._page = ""

@@ -9,7 +9,7 @@ of independent rollouts that would give such an error (E. Korn and B. Graubard, 
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import NormalDist, fmean
 
@@ -20,6 +20,8 @@ from rollmesh.serve.client.results import Row
 
 CONFIDENCE = 0.95
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+NUM_ERRORS = 3
+"""Told of each cause."""
 COUNTED = (*TRAINED_OUTCOMES, Outcome.AGENT_ERROR)
 
 
@@ -46,8 +48,10 @@ class Failure(msgspec.Struct, frozen=True):
     """What went wrong alike."""
 
     num_rollouts: int
-    example: str
-    """What the first of them said."""
+    errors: dict[str, int]
+    """Rollouts by what was said of them; the most frequent NUM_ERRORS."""
+    num_others: int
+    """Rollouts of which something else was said."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,8 +201,14 @@ def _failures(rows: Iterable[Row]) -> dict[str, Failure]:
     by_cause: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_cause[row.outcome].append(row)
-    found = {cause: Failure(len(each), each[0].error) for cause, each in by_cause.items()}
+    found = {cause: _failure(each) for cause, each in by_cause.items()}
     return dict(sorted(found.items(), key=lambda item: -item[1].num_rollouts))
+
+
+def _failure(rows: list[Row]) -> Failure:
+    said = Counter(row.error for row in rows if row.error)
+    errors = dict(said.most_common(NUM_ERRORS))
+    return Failure(len(rows), errors, said.total() - sum(errors.values()))
 
 
 def _mean(values: Iterable[float]) -> float | None:

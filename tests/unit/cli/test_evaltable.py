@@ -15,7 +15,7 @@ from rollmesh.serve.client.results import Row
 from rollmesh.serve.client.scores import Report, report_of
 
 PLAN = Plan(
-    env="guess",
+    env="games:One",
     env_settings={},
     model="m",
     split="eval",
@@ -46,7 +46,7 @@ REPORT = report_of(
         row("a", 0, "completed", 1.0),
         row("a", 1, "truncated", 0.0),
         row("b", 0, "completed", 1.0),
-        row("b", 1, "infra_error", None, "no engine [is] READY"),
+        row("b", 1, "infra_error", None, "no engine [is] :READY:"),
     ]
 )
 
@@ -56,12 +56,13 @@ def test_table_has_the_figures_and_what_failed(
 ) -> None:
     show(PLAN, REPORT, tmp_path, as_json=False)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "guess: 3 rollouts of 2 tasks"
+    assert lines[0] == "games:One: 3 rollouts of 2 tasks"
     assert any(line.startswith("success 0.667 0.") for line in lines)
     assert any(line.startswith("pass@1 0.667 0.") for line in lines)
     assert any(line.startswith("pass@2 of 1 tasks 1.000 0.") for line in lines)
     assert {"tokens per rollout 7.00", "turns per rollout 3.00", "truncated 1"} <= set(lines)
-    assert "failed: 1 x infra_error, the first: no engine [is] READY" in lines
+    at = lines.index("failed: 1 x infra_error")
+    assert lines[at + 1] == "1 x no engine [is] :READY:"
     assert lines[-1] == " ".join(f"left in {tmp_path}".split())
 
 
