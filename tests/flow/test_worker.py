@@ -103,6 +103,8 @@ async def test_group_outlives_its_router_and_runs_once(mesh: Mesh) -> None:
     address = mesh.router.ready.address
     await asyncio.to_thread(mesh.router.kill)
     mesh.router = await asyncio.to_thread(mesh.start_router, address)
+    # Whatever the new router would begin anew, it has begun by then.
+    await mesh.until(lambda: mesh.status()["queue"] == {"queued": 1, "assigned": 0, "running": 1})
     await mesh.engine.release()
     [finished] = await take(client)
     assert isinstance(finished, Finished)
@@ -111,6 +113,28 @@ async def test_group_outlives_its_router_and_runs_once(mesh: Mesh) -> None:
     assert mesh.engine.num_seen("/generate") == 4
     client.cancel(waiting_id, "enough")
     assert await take(client) == [Dropped(waiting_id, "cancelled: enough")]
+
+
+async def test_group_that_ends_while_its_router_is_away_is_delivered_and_runs_once(
+    mesh: Mesh,
+) -> None:
+    await asyncio.to_thread(mesh.worker, "worker-0")
+    client = mesh.client()
+    mesh.engine.hold()
+    group_id = ask(client)
+    await mesh.engine.until(lambda: mesh.engine.num_seen("/generate") == 2)
+    address = mesh.router.ready.address
+    await asyncio.to_thread(mesh.router.kill)
+    await mesh.engine.release()
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+    assert (finished.group_id, finished.attempt) == (group_id, 1)
+    mesh.router = await asyncio.to_thread(mesh.start_router, address)
+    later = ask(client, num_samples=1)
+    [finished] = await take(client)
+    assert finished.group_id == later
+    await mesh.until(lambda: not any(mesh.status()["queue"].values()))
+    assert mesh.engine.num_seen("/generate") == 2 * 2 + 2
 
 
 NUM_JUDGED = 40

@@ -1,14 +1,16 @@
 """Finished groups on their way to their sinks: sent until acked, at least once.
 
-    HELD --sent--> SENT --silence--> HELD (sent again, each time later)
+    HELD --sent--> SENT --its sink is silent--> one of that sink's is sent again, each time later
+                   SENT --a later one is acked--> sent again
     HELD | SENT --GroupAcked--> ACKED --told the router--> forgotten
     HELD | SENT --CancelRun--> forgotten
     HELD | SENT --no ack within delivery_timeout_s--> GroupLost, forgotten; the router decides
 
 Invariants: a parcel is held until its sink acked it, nobody wants it, or its time is over; its
 bytes are counted all that time; parcels of one sink go out in the order in which they were packed,
-and an ack of a later one says that the earlier were lost. The machine knows sizes only: its shell
-keeps the payloads by group id. Driven by duties.py.
+and an ack of a later one says that the earlier were lost. What a sink does not read waits in its
+socket's queue, so a silent one does not get all of them again and again. The machine knows sizes
+only: its shell keeps the payloads by group id. Driven by duties.py.
 """
 
 import enum
@@ -21,7 +23,7 @@ from rollmesh.wire.messages import GroupAcked, GroupDelivered, GroupFinished, Gr
 
 
 class ParcelState(enum.StrEnum):
-    """HELD <-> SENT -> ACKED, see above."""
+    """HELD -> SENT -> ACKED, see above."""
 
     HELD = "held"
     SENT = "sent"
@@ -69,8 +71,10 @@ class Parcel(msgspec.Struct):
     sink: str
     num_bytes: int
     state: ParcelState = ParcelState.HELD
+    first_as: int = 0
+    """Place of its first sending to this sink among all sendings."""
     sent_as: int = 0
-    """Place of its last sending among all sendings."""
+    """Of its last."""
     wait_s: float = 0.0
     due_s: float = 0.0
     lost_s: float = 0.0
@@ -120,7 +124,8 @@ class Outbox:
         attempt = max(parcel.message.attempt, attempt)
         parcel.message = msgspec.structs.replace(parcel.message, attempt=attempt)
         if sink != parcel.sink:
-            parcel.sink, parcel.due_s = sink, 0.0
+            parcel.sink, parcel.due_s, parcel.first_as = sink, 0.0, 0
+            parcel.state = ParcelState.HELD
 
     def _acked(self, route: bytes, group_id: GroupId, now_s: float) -> list[Action]:
         parcel = self._take_out(group_id)
@@ -131,15 +136,25 @@ class Outbox:
             Send(ROUTER, GroupDelivered(group_id, parcel.message.attempt)),
             Forget(group_id),
         ]
-        # A sink acks in the order of arrival: what was sent to it before this was lost on the way.
-        lost = [
-            other
-            for other in self.parcels.values()
-            if other.state is ParcelState.SENT
-            and other.sent_as < parcel.sent_as
-            and other.sink.encode() == route
-        ]
+        for other in (lost := self._lost(parcel, route)):
+            other.wait_s = self.settings.resend_s / 2  # the sink is there
         return actions + [self._send_again(other, now_s) for other in lost]
+
+    def _lost(self, acked: Parcel, route: bytes) -> list[Parcel]:
+        """Of the others of its sink, those to be sent again.
+
+        A sink acks in the order of arrival, so what was sent before was lost on the way. Of one
+        that was sent more than once nobody knows which has come: of what lies between, one is sent
+        again for each ack, so that a sink that is merely slow gets little twice.
+        """
+        sent = [
+            each
+            for each in self.parcels.values()
+            if each.state is ParcelState.SENT and each.sink.encode() == route
+        ]
+        lost = [each for each in sent if each.sent_as < acked.first_as]
+        between = [each for each in sent if each.sent_as < acked.sent_as]
+        return lost or sorted(between, key=lambda parcel: parcel.sent_as)[:1]
 
     def _give_up(self, parcel: Parcel) -> list[Action]:
         message = parcel.message
@@ -155,10 +170,23 @@ class Outbox:
         return parcel
 
     def _due(self, now_s: float) -> list[Parcel]:
+        """What was never sent to its sink; of the rest one for each sink, longest on its way."""
         due = [parcel for parcel in self.parcels.values() if now_s >= parcel.due_s]
+        fresh = [parcel for parcel in due if parcel.state is ParcelState.HELD]
+        of_sink: dict[str, list[Parcel]] = {}
         for parcel in due:
-            parcel.state = ParcelState.HELD
-        return due
+            if parcel.state is ParcelState.SENT:
+                of_sink.setdefault(parcel.sink, []).append(parcel)
+        return fresh + [self._probe(parcels, now_s) for parcels in of_sink.values()]
+
+    def _probe(self, parcels: list[Parcel], now_s: float) -> Parcel:
+        """One of those of a silent sink; the others wait as long as it will."""
+        probe = min(parcels, key=lambda parcel: parcel.sent_as)
+        probe.wait_s = max(parcel.wait_s for parcel in parcels)
+        wait_s = min(2 * probe.wait_s, self.settings.max_resend_s)
+        for parcel in parcels:
+            parcel.wait_s, parcel.due_s = probe.wait_s, now_s + wait_s
+        return probe
 
     def _send_again(self, parcel: Parcel, now_s: float) -> Send:
         self.num_resent += 1
@@ -168,6 +196,7 @@ class Outbox:
     def _send(self, parcel: Parcel, now_s: float) -> Send:
         self._num_sendings += 1
         parcel.sent_as = self._num_sendings
+        parcel.first_as = parcel.first_as or self._num_sendings
         parcel.state = ParcelState.SENT
         parcel.due_s = now_s + parcel.wait_s
         return Send(parcel.sink.encode(), parcel.message)

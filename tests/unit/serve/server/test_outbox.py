@@ -62,6 +62,49 @@ def test_silent_sink_gets_the_parcel_again_at_growing_intervals() -> None:
     assert outbox.num_resent == 4
 
 
+def sent_in(outbox: Outbox, from_s: int, to_s: int) -> list[Send]:
+    ticks = [outbox.step(Ticked(), float(t)) for t in range(from_s, to_s)]
+    return [action for actions in ticks for action in actions if isinstance(action, Send)]
+
+
+def test_silent_sink_gets_one_parcel_at_a_time_again_and_not_all() -> None:
+    # What nobody reads stands in its socket's queue, and each copy beside it takes memory.
+    outbox = new_outbox()
+    for seq in range(50):
+        pack(outbox, seq)
+    pack(outbox, 99, sink="tcp://other")
+    sends = sent_in(outbox, 1, 31)
+    assert [send.route for send in sends].count(b"tcp://other") == 11  # after 1, 3, 6, 9... s
+    again = [send.message for send in sends if send.route == b"tcp://sink"]
+    assert again == [finished(seq) for seq in range(11)]
+
+
+def test_new_sink_gets_one_more_for_each_that_it_acks() -> None:
+    outbox = new_outbox()
+    for seq in range(50):
+        pack(outbox, seq)
+    [probe] = sent_in(outbox, 1, 2)
+    while outbox.parcels:
+        assert isinstance(probe.message, GroupFinished)
+        actions = ack(outbox, probe.message.group_id.seq, 2.0)
+        for action in actions:
+            if isinstance(action, Send) and action.route == SINK.encode():
+                probe = action
+    assert outbox.num_resent == 50
+
+
+def test_sink_that_is_merely_slow_gets_no_parcel_more_than_twice() -> None:
+    outbox = new_outbox()
+    for seq in range(50):
+        pack(outbox, seq)
+    [*_] = sent_in(outbox, 1, 3)
+    for seq in range(50):
+        ack(outbox, seq, 3.0 + seq / 10)
+        outbox.step(Ticked(), 3.0 + seq / 10)
+    assert not outbox.parcels
+    assert outbox.num_resent <= 50
+
+
 def test_ack_of_a_later_parcel_brings_the_lost_earlier_ones_at_once() -> None:
     outbox = new_outbox()
     for seq in (1, 2, 3):
