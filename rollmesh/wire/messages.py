@@ -165,7 +165,6 @@ class RunGroup(Message, frozen=True, tag="run_group"):
     num_samples: int
     sink: str
     deadline_s: float = 0.0
-    """As in AskGroup, counted when said."""
 
 
 class CancelRun(Message, frozen=True, tag="cancel_run"):

@@ -1,31 +1,25 @@
 """RolloutClient on real sockets: what is asked for is handed out once, and survives a restart."""
 
 import math
-import resource
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import AddressError, ConfigError, JournalError, Overloaded, WireError
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import GroupRecord, SamplingPolicy, Task
-from rollmesh.serve.client import intake
+from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.client import (
     MAX_OPEN,
-    QUEUE_RESULTS,
     Dropped,
     Finished,
     RolloutClient,
     facing,
     listen,
 )
-from rollmesh.wire.bodies import decode_ask, encode_record
-from rollmesh.wire.frames import Packet, encode
+from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.messages import (
     AskGroup,
     AskRefused,
@@ -34,10 +28,8 @@ from rollmesh.wire.messages import (
     ClientLeft,
     GroupAcked,
     GroupFailed,
-    GroupFinished,
 )
-from rollmesh.wire.sockets import Dialer
-from tests.unit.serve.client.fake_router import FakeRouter, deliver, next_ack, send_result
+from tests.unit.serve.client.fake_router import FakeRouter, deliver
 
 CONFIG = JournalConfig(segment_bytes=2**16)
 
@@ -141,28 +133,6 @@ def test_asks_wait_while_the_journal_is_full(router: FakeRouter, tmp_path: Path)
     client.close()
     router.expect(ClientLeft)
     assert not any(isinstance(packet.message, AskGroup) for _, packet in router.packets)
-
-
-def test_result_that_cannot_be_written_is_not_acked_until_it_can(
-    router: FakeRouter, tmp_path: Path
-) -> None:
-    client = open_client(router, tmp_path)
-    unwritten, foreign = ask(client), GroupId("another-run", 0)
-    worker = Dialer(client.address, "w1")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
-    try:
-        send_result(worker, unwritten, task_id="too long for the disk" * 2**16)
-        send_result(worker, foreign)  # needs no writing: its ack says that both were seen
-        assert next_ack(worker).group_id == foreign
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert client.take(timeout_s=0) == []
-    send_result(worker, unwritten)
-    assert next_ack(worker) == GroupAcked(unwritten, 1, duplicate=False)
-    assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [unwritten]
-    worker.close()
-    client.close()
 
 
 def test_take_comes_back_empty_after_its_time(router: FakeRouter, tmp_path: Path) -> None:
@@ -339,50 +309,6 @@ def test_ask_without_patience_ends_at_the_first_refusal(router: FakeRouter, tmp_
     route, _, _ = router.expect(AskGroup)
     router.say(route, AskRefused(group_id, "overloaded: 9 groups wait", 1.5))
     assert client.take(5) == [Dropped(group_id, "overloaded: 9 groups wait", retry_after_s=1.5)]
-    client.close()
-
-
-def test_results_that_nobody_takes_stay_with_their_workers(
-    router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(intake, "MAX_UNTAKEN_BYTES", 10)
-    client = open_client(router, tmp_path)
-    first, second = ask(client), ask(client)
-    router.expect(AskGroup)
-    deliver(client.address, first)  # more bytes than the bound: nothing is read after it
-    worker = Dialer(client.address, "w2")
-    send_result(worker, second)
-    client.note_step(0, [])
-    client.note_step(0, [])  # a whole turn of the intake has passed, and it left the result alone
-    assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [first]
-    assert next_ack(worker).group_id == second
-    assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [second]
-    worker.close()
-    client.close()
-
-
-def test_sink_that_is_full_takes_in_no_more_than_a_few_results(
-    router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What waits in zmq is in our memory too, and is sent again and again."""
-    monkeypatch.setattr(intake, "MAX_UNTAKEN_BYTES", 10)
-    client = open_client(router, tmp_path)
-    first, second = ask(client), ask(client)
-    deliver(client.address, first)
-    worker: zmq.Socket[bytes]
-    with closing(zmq.Context.instance().socket(zmq.DEALER)) as worker:
-        worker.setsockopt(zmq.SNDHWM, 1)
-        worker.connect(client.address)
-        body = encode_record(GroupRecord(task=Task(id="t")))
-        message = GroupFinished(second, 1, "w2", complete=True)
-        frames = encode(Packet(message, "", body, (bytes(4 * 2**20), b"")))
-        num_sent = 0
-        while bool(worker.poll(500, zmq.POLLOUT)):
-            worker.send_multipart(frames)
-            num_sent += 1
-            assert num_sent < 2 * QUEUE_RESULTS + 4  # there, in zmq's hands and in the kernel's
-        assert [each.group_id for each in client.take(timeout_s=5)] == [first]
-        assert [each.group_id for each in client.take(timeout_s=5)] == [second]
     client.close()
 
 

@@ -1,0 +1,94 @@
+"""The intake: what it cannot keep is not acked, and what nobody takes stays where it is."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import zmq
+from structlog.testing import capture_logs
+
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import GroupRecord, Task
+from rollmesh.serve.client import intake
+from rollmesh.serve.client.client import QUEUE_RESULTS
+from rollmesh.wire.bodies import encode_record
+from rollmesh.wire.frames import Packet, encode
+from rollmesh.wire.messages import AskGroup, GroupAcked, GroupFinished
+from rollmesh.wire.sockets import Dialer
+from tests.disks import full_disk
+from tests.unit.serve.client.fake_router import FakeRouter, deliver, next_ack, send_result
+from tests.unit.serve.client.test_client import ask, open_client
+
+
+@pytest.fixture
+def router() -> Iterator[FakeRouter]:
+    router = FakeRouter()
+    yield router
+    router.hub.close()
+
+
+def test_result_that_cannot_be_written_is_not_acked_until_it_can(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    client = open_client(router, tmp_path)
+    unwritten, foreign = ask(client), GroupId("another-run", 0)
+    worker = Dialer(client.address, "w1")
+    with capture_logs() as said:
+        with full_disk(2**20):
+            for _ in range(3):
+                send_result(worker, unwritten, task_id="too long for the disk" * 2**16)
+            send_result(worker, foreign)  # needs no writing: its ack says that all were seen
+            assert next_ack(worker).group_id == foreign
+        assert client.take(timeout_s=0) == []
+        send_result(worker, unwritten)
+        assert next_ack(worker) == GroupAcked(unwritten, 1, duplicate=False)
+    assert [each["event"] for each in said] == ["journal.failed", "journal.writes_again"]
+    assert f"{tmp_path}/journal/" in said[0]["error"]
+    assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [unwritten]
+    worker.close()
+    client.close()
+
+
+def test_results_that_nobody_takes_stay_with_their_workers(
+    router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "MAX_UNTAKEN_BYTES", 10)
+    client = open_client(router, tmp_path)
+    first, second = ask(client), ask(client)
+    router.expect(AskGroup)
+    deliver(client.address, first)  # more bytes than the bound: nothing is read after it
+    worker = Dialer(client.address, "w2")
+    send_result(worker, second)
+    client.note_step(0, [])
+    client.note_step(0, [])  # a whole turn of the intake has passed, and it left the result alone
+    assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [first]
+    assert next_ack(worker).group_id == second
+    assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [second]
+    worker.close()
+    client.close()
+
+
+def test_sink_that_is_full_takes_in_no_more_than_a_few_results(
+    router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits in zmq is in our memory too, and is sent again and again."""
+    monkeypatch.setattr(intake, "MAX_UNTAKEN_BYTES", 10)
+    client = open_client(router, tmp_path)
+    first, second = ask(client), ask(client)
+    deliver(client.address, first)
+    worker: zmq.Socket[bytes]
+    with closing(zmq.Context.instance().socket(zmq.DEALER)) as worker:
+        worker.setsockopt(zmq.SNDHWM, 1)
+        worker.connect(client.address)
+        body = encode_record(GroupRecord(task=Task(id="t")))
+        message = GroupFinished(second, 1, "w2", complete=True)
+        frames = encode(Packet(message, "", body, (bytes(4 * 2**20), b"")))
+        num_sent = 0
+        while bool(worker.poll(500, zmq.POLLOUT)):
+            worker.send_multipart(frames)
+            num_sent += 1
+            assert num_sent < 2 * QUEUE_RESULTS + 4  # there, in zmq's hands and in the kernel's
+        assert [each.group_id for each in client.take(timeout_s=5)] == [first]
+        assert [each.group_id for each in client.take(timeout_s=5)] == [second]
+    client.close()
