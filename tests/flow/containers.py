@@ -17,14 +17,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from rollmesh.cli.healthy import HEALTH_VARIABLE, fault, split
 from tests.flow.compose import DOCKER, Compose, Service
 from tests.flow.dockerfile import Stages
 from tests.house.leaks import MARK_VARIABLE
 
 RETRIES = 3
 QUIET_PORTS = 10000
-INTERVAL_S = 0.5
-"""Between two health checks."""
+LOOK_S = 0.1
+"""Between two looks at one that is not healthy yet."""
 
 
 class Container:
@@ -57,10 +58,18 @@ class Containers:
         self._net = f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
         self._host_port = quiet_port()
 
-    def start(self, name: str, patience_s: float) -> Container:
-        """Start a service whose dependencies are there, and wait until others may depend on it."""
+    def start(self, *names: str, patience_s: float) -> None:
+        """Start services whose dependencies are there, a container for each name, and wait until
+        others may depend on them."""
+        for name in dict.fromkeys(names):
+            self._check_dependencies(self.compose.services[name])
+        started = [self._start(name) for name in names]
+        deadline_s = time.monotonic() + patience_s
+        for container in started:
+            self._await(container, deadline_s)
+
+    def _start(self, name: str) -> Container:
         service = self.compose.services[name]
-        self._check_dependencies(service)
         own = self.running.setdefault(name, [])
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
         container = Container(service, self.address(name, len(own)), folder)
@@ -76,7 +85,6 @@ class Containers:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._await(container, patience_s)
         return container
 
     def address(self, name: str, number: int = 0) -> str:
@@ -124,16 +132,17 @@ class Containers:
                 assert condition.condition == "service_completed_successfully"
                 assert {other.process.returncode for other in others} == {0}, name
 
-    def _await(self, container: Container, patience_s: float) -> None:
+    def _await(self, container: Container, deadline_s: float) -> None:
         if container.service.healthcheck.disable:
-            assert container.process.wait(patience_s) == 0, container.log()
+            code = container.process.wait(max(0.0, deadline_s - time.monotonic()))
+            assert code == 0, container.log()
             return
-        deadline_s = time.monotonic() + patience_s
-        words = self._health_words(container.service)
-        while self.execute(container, *words)[0] != 0:
+        # To ask as the image does costs a process, so we look ourselves when it is time for that.
+        where = split(container.environment[HEALTH_VARIABLE])
+        while fault(where) or not self.is_healthy(container):
             assert time.monotonic() < deadline_s, container.log()
             try:
-                container.process.wait(INTERVAL_S)
+                container.process.wait(LOOK_S)
             except subprocess.TimeoutExpired:
                 continue
             raise AssertionError(f"ended: {container.log()}")
