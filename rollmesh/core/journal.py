@@ -48,15 +48,14 @@ class Journal:
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise JournalError(f"{folder}: {error.strerror}") from None
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             self._take_lock()
             self._starts = sorted(map(_start_of, folder.glob(f"*{_SUFFIX}")))
             self._end = self._starts[0] if self._starts else 0
             if self._starts:
                 self._reopen()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     @property
     def size_bytes(self) -> int:
