@@ -36,6 +36,7 @@ class Relief:
     def note_left(self, worker: Worker, now_s: float) -> None:
         """`worker` is gone; if that was for us, another comes."""
         self._worn.pop(worker.worker_id, None)
+        self._awaited = {env: until_s for env, until_s in self._awaited.items() if until_s > now_s}
         if worker.drain_reason == RELIEVED:
             self._awaited[worker.hello.env] = now_s + SUCCESSOR_S
 
