@@ -166,6 +166,16 @@ def test_tasks_that_kill_are_stopped_at_the_second_and_their_neighbours_are_spar
     assert num_innocent * 0.98 < num_spared <= num_innocent
 
 
+def test_rolling_restarts_cost_no_group_its_attempts() -> None:
+    num_cut = 0
+    for seed in range(1, 61, 2):  # in these a group has three attempts
+        report = simulate(seed, faults=Faults(stop=2.0))
+        num_cut += report.transitions["ledger: running > queued"]
+        assert report.num_results == report.num_groups
+        assert report.num_visitor_results == report.num_visitor_groups
+    assert num_cut > report.num_groups
+
+
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
 def test_every_ask_ends_once_whatever_the_network_does(
     first: int, seen: Report, cores: Cores

@@ -6,10 +6,7 @@ what a worker had when its process ended counts against those groups (suspects.p
 peace does not. Driven by ledger.py; workers.py draws a worker's life, deals.py moves its groups.
 """
 
-import math
-from collections import OrderedDict
-
-import msgspec
+from collections.abc import Iterable
 
 from rollmesh.core.config import RouterConfig
 from rollmesh.core.ids import GroupId
@@ -17,27 +14,17 @@ from rollmesh.serve.router import suspects
 from rollmesh.serve.router.book import Book
 from rollmesh.serve.router.deals import Deals
 from rollmesh.serve.router.groups import Group
+from rollmesh.serve.router.lives import Ends, Life
 from rollmesh.serve.router.relief import RELIEVED, WORN, Relief
-from rollmesh.serve.router.workers import Worker, Workers, WorkerState
+from rollmesh.serve.router.workers import Worker, Workers, WorkerState, life_of
 from rollmesh.wire.messages import CancelRun, DrainWorker, WorkerBeat, WorkerHello
 
 FORGET_BEATS = 600
 """A lost worker that stays silent is forgotten."""
 SAY_DRAIN_BEATS = 4
 """DrainWorker is repeated this often until a beat shows that it was heard."""
-MAX_EXITS = 1024
-"""Processes known to have ended, at most."""
 EXIT_PATIENCES = 10
 """So many times its patience a router passes over what an ended process had said before."""
-
-
-class _Exit(msgspec.Struct, frozen=True):
-    """An ended process: what it had, and how long its messages may still come."""
-
-    group_ids: tuple[GroupId, ...]
-    until_s: float
-    started_s: float
-    """As its hello said; infinite where that is not known."""
 
 
 class Crew:
@@ -50,22 +37,19 @@ class Crew:
         self._beat_s = settings.beat_s
         self._patience_s = settings.beat_s * settings.missed_beats
         self._max_lag_s = settings.max_lag_s
-        self._exits: OrderedDict[tuple[str, int], _Exit] = OrderedDict()
-        """By worker id and pid."""
+        self._ends = Ends(EXIT_PATIENCES * self._patience_s)
         self._relief = Relief()
 
     def greet(self, hello: WorkerHello, route: bytes) -> None:
         """A worker says hello: a new one, one that we know, or a new process under an old name."""
-        ended = self._exits.get((hello.worker_id, hello.pid))
-        is_known_dead = ended and hello.started_s <= ended.started_s
-        if ended and is_known_dead and self._book.now_s < ended.until_s:
+        life = life_of(hello)
+        if self._ends.cover(life, self._book.now_s):
             return
         worker = self.workers.get(hello.worker_id)
-        is_heard = worker is not None and worker.state is WorkerState.LIVE
-        if worker and is_heard and hello.started_s < worker.hello.started_s:
+        if worker and worker.state is WorkerState.LIVE and life.started_s < worker.life.started_s:
             return  # said by an earlier process, and late, unless a clock was set back
-        if worker and _process_of(worker.hello) != _process_of(hello):
-            self.bury(worker, "its process was replaced")
+        if worker and worker.life != life:
+            self._replace(worker, life)
             worker = None
         if worker is None:
             worker = Worker(hello, route, self._book.now_s)
@@ -99,29 +83,26 @@ class Crew:
         elif worker.state is not WorkerState.LIVE:
             self._revive(worker)
 
-    def bury(self, worker: Worker, cause: str) -> None:
-        """Its process has ended: what it ran, runs elsewhere, unless that killed it."""
-        self._count_loss(worker)
-        worker.state = WorkerState.LOST
-        had = (*worker.lost_groups, *worker.groups)
-        self._note_exit(worker.worker_id, worker.hello.pid, had, worker.hello.started_s)
-        for group_id in had:
-            if group := self._book.groups.get(group_id):
-                suspects.blame(group, worker, cause, self._book.now_s, is_certain=True)
-                self._settle(group, worker, cause)
-        self.workers.remove(worker)
+    def find(self, life: Life) -> Worker | None:
+        """The worker of which `life` is the process."""
+        worker = self.workers.get(life.worker_id)
+        return worker if worker and worker.life.may_be(life) else None
 
-    def hear_of_exit(self, worker_id: str, pid: int, cause: str) -> None:
+    def hear_of_exit(self, life: Life, cause: str) -> None:
         """Somebody saw that the process has ended, and knows why."""
-        worker = self.workers.get(worker_id)
-        if worker and worker.hello.pid == pid:
-            self.bury(worker, cause)
+        if worker := self.find(life):
+            self._bury(worker, cause)
             return
-        if (worker_id, pid) not in self._exits:
-            self._note_exit(worker_id, pid, ())
-        for group_id in self._exits[worker_id, pid].group_ids:
-            if group := self._book.groups.get(group_id):
-                suspects.reword(group, worker_id, pid, cause)
+        end = self._ends.find(life) or self._ends.add(life, (), self._book.now_s)
+        for group in self._open_ones(end.group_ids):
+            suspects.confirm(group, life, cause)
+            self._judge(group)
+
+    def hear_of_next(self, life: Life) -> None:
+        """This process is there, and does not serve yet: an earlier one of its name has ended."""
+        worker = self.workers.get(life.worker_id)
+        if worker and life.started_s > worker.life.started_s:
+            self._replace(worker, life)
 
     def dismiss(self, worker: Worker, why: str) -> None:
         """`worker` is gone, and no group is to blame."""
@@ -130,11 +111,21 @@ class Crew:
         self.workers.remove(worker)
         self._relief.note_left(worker, self._book.now_s)
 
-    def see_off(self, worker: Worker, why: str) -> None:
-        """`worker` has left in peace: what it cut short runs elsewhere, and does not count."""
-        for group in [each for each in worker.groups.values() if each.client_id]:
-            self._deals.cut_short(group, f"{worker.worker_id} left: {why}")
-        self.dismiss(worker, "left")
+    def see_off(self, life: Life, why: str) -> None:
+        """A process has left in peace: what it cut short runs elsewhere, and does not count."""
+        now_s = self._book.now_s
+        if worker := self.find(life):
+            self._ends.add(worker.life, (), now_s)
+            for group in worker.groups.values():
+                group.excuse_cut()
+            self.dismiss(worker, f"left: {why}")
+        elif end := self._ends.find(life):  # that it had ended was heard before
+            for group in self._open_ones(end.group_ids):
+                if suspects.absolve(group, end.life):
+                    group.excuse_cut()
+            self._ends.add(end.life, (), now_s)
+        else:
+            self._ends.add(life, (), now_s)
 
     def drain(self, worker: Worker, reason: str) -> None:
         """`worker` finishes what it runs, gets nothing more, and leaves."""
@@ -164,7 +155,7 @@ class Crew:
         for group_id in worker.lost_groups:
             group = self._book.groups.get(group_id)
             if group:
-                suspects.absolve(group, worker)
+                suspects.absolve(group, worker.life)
             if group and group.last_worker_id == worker.worker_id:
                 self._deals.recognise(worker, group)
                 self._deals.look_again(group, 0)
@@ -184,27 +175,39 @@ class Crew:
             self._leave(group, f"{worker.worker_id} {why}")
         self.workers.rank(worker)
 
-    def _settle(self, group: Group, worker: Worker, cause: str) -> None:
-        """A group that had been with a worker whose process has ended."""
-        if group.worker_id == worker.worker_id:
-            self._leave(group, f"{worker.worker_id}: {cause}")
-        elif culprit := suspects.verdict(group):
+    def _replace(self, worker: Worker, life: Life) -> None:
+        # On another host the earlier one may go on, unheard: then it was no task that ended it.
+        is_certain = not life.host or life.host == worker.life.host
+        self._bury(worker, "its process was replaced", is_certain=is_certain)
+
+    def _bury(self, worker: Worker, cause: str, *, is_certain: bool = True) -> None:
+        """Its process has ended: what it ran, runs elsewhere, unless that killed it."""
+        self._count_loss(worker)
+        worker.state = WorkerState.LOST
+        had = (*worker.lost_groups, *worker.groups)
+        self._ends.add(worker.life, had, self._book.now_s)
+        for group in self._open_ones(had):
+            suspects.blame(group, worker, cause, self._book.now_s, is_certain=is_certain)
+            if group.worker_id == worker.worker_id:
+                self._leave(group, f"{worker.worker_id}: {cause}")
+            else:
+                self._judge(group)
+        self.workers.remove(worker)
+
+    def _judge(self, group: Group) -> None:
+        if culprit := suspects.verdict(group):
             self._book.num["quarantined"] += 1
             self._deals.fail(group, culprit)
+
+    def _open_ones(self, group_ids: Iterable[GroupId]) -> list[Group]:
+        groups = self._book.groups
+        return [groups[group_id] for group_id in group_ids if group_id in groups]
 
     def _leave(self, group: Group, why: str) -> None:
         if group.client_id:
             self._deals.requeue(group, why)
         else:
             self._deals.forget(group)
-
-    def _note_exit(
-        self, worker_id: str, pid: int, group_ids: tuple[GroupId, ...], started_s: float = math.inf
-    ) -> None:
-        until_s = self._book.now_s + EXIT_PATIENCES * self._patience_s
-        self._exits[worker_id, pid] = _Exit(group_ids, until_s, started_s)
-        if len(self._exits) > MAX_EXITS:
-            self._exits.popitem(last=False)
 
     def _count_loss(self, worker: Worker) -> None:
         if worker.state is WorkerState.LIVE:
@@ -214,7 +217,3 @@ class Crew:
         worker.say_drain_s = self._book.now_s + SAY_DRAIN_BEATS * self._beat_s
         if worker.beat is None or worker.beat.state in ("serving", WORN):
             self._book.send(worker.route, DrainWorker(worker.drain_reason))
-
-
-def _process_of(hello: WorkerHello) -> tuple[int, str, str, float]:
-    return hello.pid, hello.host, hello.env, hello.started_s

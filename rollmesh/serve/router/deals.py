@@ -27,8 +27,6 @@ GIVE_UP_BEATS = 20
 """A live worker that does not start a group in this time loses it."""
 CONFIRM_BEATS = 20
 """RunGroup is repeated this often while a group runs, in case its GroupDelivered was lost."""
-MAX_CUTS = 16
-"""More of a group's cuts are not excused: a task may have a way to stop its workers in peace."""
 
 
 class Deals:
@@ -122,12 +120,6 @@ class Deals:
         self._book.num["returns"] += 1
         group.excused += 1
         self.requeue(group, reason)
-
-    def cut_short(self, group: Group, why: str) -> None:
-        """Its worker left in peace before its end: the attempt does not count."""
-        group.num_cuts += 1
-        group.excused += group.num_cuts <= MAX_CUTS
-        self.requeue(group, why)
 
     # groups come back, or end
 

@@ -16,6 +16,7 @@ from collections import OrderedDict
 import msgspec
 
 from rollmesh.core.ids import GroupId
+from rollmesh.serve.router.lives import Life
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.messages import GroupState
 
@@ -30,13 +31,14 @@ TRANSITIONS: dict[GroupState, tuple[GroupState, ...]] = {
 }
 
 
+MAX_CUTS = 16
+"""More of a group's cuts are not excused: a task may have a way to stop its workers in peace."""
+
+
 class Death(msgspec.Struct, frozen=True, gc=False):
     """A worker ended, or seemed to, while it ran a group."""
 
-    worker_id: str
-    pid: int
-    started_s: float
-    """With the pid it tells a process: a container's is 1 in every life."""
+    life: Life
     cause: str
     is_certain: bool
     """False while the worker is only silent or stalled."""
@@ -85,6 +87,11 @@ class Group(msgspec.Struct, gc=False):
     def tries(self) -> int:
         """Attempts that count."""
         return self.attempt - self.excused
+
+    def excuse_cut(self) -> None:
+        """Its worker left in peace before its end: the attempt does not count."""
+        self.num_cuts += 1
+        self.excused += self.num_cuts <= MAX_CUTS
 
 
 class Client(msgspec.Struct):

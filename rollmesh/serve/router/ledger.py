@@ -23,9 +23,10 @@ from rollmesh.serve.router.causes import Causes
 from rollmesh.serve.router.crew import Crew
 from rollmesh.serve.router.deals import CLAIM_BEATS, Deals
 from rollmesh.serve.router.groups import Group
+from rollmesh.serve.router.lives import Life
 from rollmesh.serve.router.loads import Loads
 from rollmesh.serve.router.notes import FOR_GOOD
-from rollmesh.serve.router.workers import Worker, Workers, WorkerState
+from rollmesh.serve.router.workers import Worker, Workers, WorkerState, life_of
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
@@ -234,6 +235,7 @@ class Ledger:
         if not hello.worker_id:
             return  # a group's worker of no name is none
         if hello.loads_for_s > 0:
+            self.crew.hear_of_next(life_of(hello))
             self.loads.begin(hello, self.book.now_s)
             return
         self.loads.succeed(hello.worker_id, hello.env)
@@ -244,17 +246,18 @@ class Ledger:
         if worker is None:
             self._hello(route)
             return
-        if not beat.started_s or beat.started_s == worker.hello.started_s:
+        if worker.life.may_be(Life(beat.worker_id, started_s=beat.started_s)):
             self.crew.hear(worker, beat)
-        elif beat.started_s > worker.hello.started_s or worker.state is not WorkerState.LIVE:
+        elif beat.started_s > worker.life.started_s or worker.state is not WorkerState.LIVE:
             self._hello(route)  # of another process, whose own hello is still to come
 
     def _on_worker_left(self, _: bytes, message: WorkerLeft, __: Buffer) -> None:
-        if worker := self.crew.workers.get(message.worker_id):
-            self.crew.see_off(worker, message.reason)
+        life = Life(message.worker_id, message.pid, message.started_s)
+        self.crew.see_off(life, message.reason)
 
     def _on_worker_exited(self, _: bytes, message: WorkerExited, __: Buffer) -> None:
-        self.crew.hear_of_exit(message.worker_id, message.pid, message.cause)
+        life = Life(message.worker_id, message.pid, message.started_s)
+        self.crew.hear_of_exit(life, message.cause)
         if env := self.loads.hear_of_exit(message.worker_id, message.pid, message.cause):
             self._fail_waiting(env)
 
@@ -274,8 +277,10 @@ class Ledger:
 
     def _on_env_failed(self, route: bytes, message: EnvFailed, _: Buffer) -> None:
         self._hello(route)  # says that it was heard; the worker repeats it until then
-        if worker := self.crew.workers.get(message.worker_id):
+        life = Life(message.worker_id, message.pid, message.started_s)
+        if worker := self.crew.find(life):
             self.crew.dismiss(worker, "could not load its environment")
+        self.crew.hear_of_next(life)
         self.loads.fail(message.worker_id, message.env, message.error)
         self._fail_waiting(message.env)
 

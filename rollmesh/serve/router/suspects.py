@@ -11,9 +11,8 @@ most SUSPECT_WAIT_BEATS for a worker of its own, or for word of the two that fel
 Driven by crew.py and deals.py.
 """
 
-import msgspec
-
 from rollmesh.serve.router.groups import Death, Group
+from rollmesh.serve.router.lives import Life
 from rollmesh.serve.router.workers import Worker
 
 MAX_DEATHS = 2
@@ -25,32 +24,31 @@ SUSPECT_WAIT_BEATS = 60
 
 def blame(group: Group, worker: Worker, cause: str, now_s: float, *, is_certain: bool) -> None:
     """`worker` has ended, or seems to have, while it ran `group`."""
-    others = [each for each in group.deaths if not _is_of(each, worker)]
-    hello = worker.hello
-    death = Death(hello.worker_id, hello.pid, hello.started_s, cause, is_certain)
+    others = [each for each in group.deaths if each.life != worker.life]
+    death = Death(worker.life, cause, is_certain)
     group.deaths = (*others, death)
     if group.worker_id == worker.worker_id:
         group.ran_s = max(group.ran_s, now_s - group.assigned_s)
 
 
-def absolve(group: Group, worker: Worker) -> None:
-    """`worker` lives after all."""
-    group.deaths = tuple(each for each in group.deaths if not _is_of(each, worker))
+def absolve(group: Group, life: Life) -> bool:
+    """That process lives after all, or left in peace; whether it had been held against `group`."""
+    before = group.deaths
+    group.deaths = tuple(each for each in before if each.life != life)
+    return len(group.deaths) < len(before)
 
 
-def reword(group: Group, worker_id: str, pid: int, cause: str) -> None:
-    """The cause of a death is known better now."""
+def confirm(group: Group, life: Life, cause: str) -> None:
+    """That process has ended for certain, and the cause is known better now."""
     group.deaths = tuple(
-        msgspec.structs.replace(each, cause=cause)
-        if (each.worker_id, each.pid) == (worker_id, pid)
-        else each
+        Death(each.life, cause, is_certain=True) if each.life.may_be(life) else each
         for each in group.deaths
     )
 
 
 def verdict(group: Group) -> str:
     """Why the group is quarantined; '' if it is not."""
-    causes = [f"{each.worker_id}: {each.cause}" for each in group.deaths if each.is_certain]
+    causes = [f"{each.life.worker_id}: {each.cause}" for each in group.deaths if each.is_certain]
     if len(causes) < MAX_DEATHS:
         return ""
     return f"quarantined: {len(causes)} workers ended under it ({'; '.join(causes)})"
@@ -76,9 +74,3 @@ def unwatch(worker: Worker, now_s: float) -> bool:
         return False
     worker.watch_until_s = 0.0
     return True
-
-
-def _is_of(death: Death, worker: Worker) -> bool:
-    hello = worker.hello
-    process = (death.worker_id, death.pid, death.started_s)
-    return process == (hello.worker_id, hello.pid, hello.started_s)

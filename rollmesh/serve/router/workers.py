@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.router.groups import Group
+from rollmesh.serve.router.lives import Life
 from rollmesh.wire.messages import WorkerBeat, WorkerHello
 
 SPARE_RANKS = 64
@@ -36,11 +37,17 @@ class WorkerState(enum.StrEnum):
     LOST = "lost"
 
 
+def life_of(hello: WorkerHello) -> Life:
+    """Which process says so."""
+    return Life(hello.worker_id, hello.pid, hello.started_s, hello.host)
+
+
 class Worker:
     """One worker process."""
 
     def __init__(self, hello: WorkerHello, route: bytes, now_s: float) -> None:
         self.hello = hello
+        self.life = life_of(hello)
         self.route = route
         self.state = WorkerState.LIVE
         self.heard_s = now_s

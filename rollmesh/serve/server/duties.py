@@ -181,6 +181,12 @@ class Duties:
     def _takes_groups(self) -> bool:
         return self.state in (WorkerState.SERVING, WorkerState.WORN)
 
+    def farewell(self) -> WorkerLeft:
+        """What is said last."""
+        settings = self.settings
+        reason = str(self.leaving)
+        return WorkerLeft(settings.worker_id, reason, settings.pid, settings.started_s)
+
     def holds(self) -> list[HeldGroup]:
         """What a router that does not know us must hear of."""
         running = [HeldGroup(each, group.attempt, False) for each, group in self.running.items()]
@@ -210,8 +216,7 @@ class Duties:
         idle = not (self.running or self.aborting or self.outbox.parcels)
         if idle and self.state is WorkerState.DRAINING:
             self.state = WorkerState.LEFT
-            left = WorkerLeft(self.settings.worker_id, str(self.leaving))
-            actions += [Send(ROUTER, left), Left()]
+            actions += [Send(ROUTER, self.farewell()), Left()]
         return actions
 
     def _received(self, event: Received, now_s: float) -> list[Action]:

@@ -76,7 +76,10 @@ def announce(settings: WorkerSettings) -> None:
 
 def report(settings: WorkerSettings, error: str) -> None:
     """Tell the router that this worker has no environment."""
-    _tell(settings, EnvFailed(settings.worker_id, settings.config.env, readable(error)), REPORT_S)
+    failed = EnvFailed(
+        settings.worker_id, settings.config.env, readable(error), os.getpid(), STARTED_S
+    )
+    _tell(settings, failed, REPORT_S)
 
 
 def _tell(settings: WorkerSettings, message: WorkerHello | EnvFailed, for_s: float) -> None:

@@ -53,7 +53,6 @@ from rollmesh.wire.messages import (
     EngineFaulted,
     FleetChanged,
     GroupFinished,
-    WorkerLeft,
 )
 
 log = get_logger()
@@ -193,8 +192,7 @@ class Worker:
         except TimeoutError:
             num_held = len(self._duties.holds())
             log.warning("worker.left_undelivered", num_groups=num_held)
-            left = WorkerLeft(self._worker_id, str(self._duties.leaving))
-            self._post.send(ROUTER, Packet(left, self._duties.router))
+            self._post.send(ROUTER, Packet(self._duties.farewell(), self._duties.router))
 
     def _step(self, event: Event) -> None:
         assert self._stage is not None

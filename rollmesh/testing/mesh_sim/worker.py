@@ -56,7 +56,6 @@ from rollmesh.wire.messages import (
     EnvFailed,
     FleetChanged,
     WorkerBeat,
-    WorkerLeft,
 )
 
 TICK_S = 0.1
@@ -123,7 +122,9 @@ class SimWorker(Node):
         self.beater.restart()
         self._forget_all()
         if self._network.strikes("env_failed"):
-            failed = EnvFailed(self.name, "guess", "no module named guess")
+            failed = EnvFailed(
+                self.name, "guess", "no module named guess", self._pid, float(self._pid)
+            )
             self._send("router", Packet(failed))
             self.end("exit code 2")
         else:
@@ -154,8 +155,7 @@ class SimWorker(Node):
             self._kernel.after(FAREWELL_S, self._go, self)
 
     def _go(self) -> None:
-        left = WorkerLeft(self.name, str(self.duties.leaving), self._pid, float(self._pid))
-        self._send("router", Packet(left, self.duties.router))
+        self._send("router", Packet(self.duties.farewell(), self.duties.router))
         self.end("exit code 0")
 
     def held(self) -> int:

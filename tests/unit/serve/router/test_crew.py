@@ -1,6 +1,7 @@
 """Workers die, fall silent, stall, drain and come back, and their groups with them."""
 
 import msgspec
+import pytest
 
 from rollmesh.serve.router.workers import WorkerState
 from rollmesh.wire.machine import Send, Ticked
@@ -10,6 +11,7 @@ from rollmesh.wire.messages import (
     CancelRun,
     DrainAnswered,
     DrainWorker,
+    EnvFailed,
     GroupDelivered,
     GroupFailed,
     GroupLost,
@@ -20,6 +22,8 @@ from rollmesh.wire.messages import (
     RouterHello,
     RunGroup,
     WorkerExited,
+    WorkerHello,
+    WorkerLeft,
 )
 from tests.unit.serve.router.story import Story, ask, beat, group, hello, only, running
 
@@ -236,6 +240,72 @@ def test_an_exit_that_is_heard_late_does_not_end_the_next_process(story: Story) 
     assert story.holder(1) == "w0"
     [death] = story.ledger.book.groups[group(1)].deaths
     assert death.cause == "out of memory"
+
+
+def test_a_goodbye_that_is_heard_late_does_not_end_the_next_process(story: Story) -> None:
+    running(story)
+    story.worker("w0", pid=2)
+    assert story.holder(1) == "w0"
+    story.says("w0", WorkerLeft("w0", "stopped", 1, 1.0))
+    assert story.holder(1) == "w0"
+    assert story.ledger.crew.workers.get("w0") is not None
+
+
+def test_a_process_that_has_left_is_not_raised_by_what_it_had_said(story: Story) -> None:
+    story.says("w0", WorkerLeft("w0", "stopped", 1, 1.0))
+    story.worker("w0")
+    assert story.ledger.crew.workers.get("w0") is None
+    story.worker("w0", pid=2)
+    assert story.ledger.crew.workers.get("w0") is not None
+
+
+def test_who_left_in_peace_has_killed_nothing_though_its_end_is_heard_first(story: Story) -> None:
+    running(story)
+    story.says("launch", WorkerExited("w0", 1, "exit code 0"))
+    assert story.ledger.book.groups[group(1)].deaths
+    for _ in range(2):
+        story.says("w0", WorkerLeft("w0", "stopped", 1, 1.0))
+    found = story.ledger.book.groups[group(1)]
+    assert (found.deaths, found.attempt, found.tries) == ((), 1, 0)
+    [run] = only(story.worker("w0", pid=2), RunGroup)
+    assert run.attempt == 2
+
+
+def test_an_env_failure_that_is_heard_late_does_not_end_the_next_process(story: Story) -> None:
+    story.worker("w0", pid=2)
+    story.asks(ask(1))
+    story.says("w0", EnvFailed("w0", "guess", "no module named x", 1, 1.0))
+    assert story.holder(1) == "w0"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        EnvFailed("w0", "guess", "no module named x", 2, 2.0),
+        msgspec.structs.replace(hello("w0", pid=2), loads_for_s=120.0),
+    ],
+)
+def test_a_process_that_does_not_serve_yet_tells_that_the_earlier_one_has_ended(
+    story: Story, message: EnvFailed | WorkerHello
+) -> None:
+    running(story)
+    story.worker("w1")
+    [run] = only(story.says("w0", message), RunGroup, "w1")
+    assert run.attempt == 2
+    [death] = story.ledger.book.groups[group(1)].deaths
+    assert (death.life.pid, death.cause) == (1, "its process was replaced")
+
+
+def test_a_name_that_another_host_takes_accuses_no_group(story: Story) -> None:
+    # As a pod's that came back elsewhere: the one before may only be cut off.
+    story.asks(ask(1))
+    for pid in (1, 2, 3):
+        at = msgspec.structs.replace(hello("w0", pid=pid), host=f"node-{pid}")
+        assert not only(story.says("w0", at), GroupFailed)
+    assert [death.is_certain for death in story.ledger.book.groups[group(1)].deaths] == [False] * 2
+    story.says("launch", WorkerExited("w0", 1, "killed by signal 9"))
+    [failed] = only(story.says("launch", WorkerExited("w0", 2, "out of memory")), GroupFailed)
+    assert failed.reason.endswith("(w0: killed by signal 9; w0: out of memory)")
 
 
 def test_a_stalled_worker_is_given_up_only_past_its_own_longer_limit(story: Story) -> None:

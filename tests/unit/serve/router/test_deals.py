@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from rollmesh.serve.router.deals import MAX_CUTS
+from rollmesh.serve.router.groups import MAX_CUTS
 from rollmesh.serve.router.workers import SPARE_RANKS
 from rollmesh.wire.machine import Ticked
 from rollmesh.wire.messages import (

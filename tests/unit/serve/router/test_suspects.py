@@ -4,11 +4,12 @@ import pytest
 
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.router.groups import Group
+from rollmesh.serve.router.lives import Life
 from rollmesh.serve.router.suspects import (
     SUSPECT_WAIT_BEATS,
     absolve,
     blame,
-    reword,
+    confirm,
     verdict,
 )
 from rollmesh.serve.router.workers import Worker
@@ -59,7 +60,7 @@ def test_one_end_counts_once_however_often_it_is_told(suspect: Group) -> None:
     worker = Worker(hello("w0"), b"", 0.0)
     blame(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
     blame(suspect, worker, "its process was replaced", 4.0, is_certain=True)
-    reword(suspect, "w0", 1, "out of memory")
+    confirm(suspect, Life("w0", 1), "out of memory")
     [death] = suspect.deaths
     assert (death.cause, death.is_certain) == ("out of memory", True)
 
@@ -67,8 +68,9 @@ def test_one_end_counts_once_however_often_it_is_told(suspect: Group) -> None:
 def test_who_speaks_again_was_not_killed(suspect: Group) -> None:
     worker = Worker(hello("w0"), b"", 0.0)
     blame(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
-    absolve(suspect, worker)
+    assert absolve(suspect, worker.life)
     assert suspect.deaths == ()
+    assert not absolve(suspect, worker.life)
 
 
 def test_a_suspect_is_not_given_to_the_worker_that_just_left(story: Story) -> None:
