@@ -21,6 +21,8 @@ MAX_ERRORS = 256
 """Environments whose failure is remembered."""
 LATE_S = 30.0
 """Having loaded, a worker makes itself ready to serve; who needs longer will not come."""
+MAX_LOAD_S = 86_400.0
+"""Nobody is waited for longer, whatever it says."""
 FROM_OUTSIDE = frozenset({"killed by signal 9", "killed by signal 15"})
 """Ends that somebody wanted."""
 
@@ -51,7 +53,8 @@ class Loads:
         known = self._loads.get(said.worker_id)
         if known and known.said == said:
             return
-        self._loads[said.worker_id] = _Load(said, now_s + said.loads_for_s + LATE_S)
+        until_s = now_s + min(said.loads_for_s, MAX_LOAD_S) + LATE_S
+        self._loads[said.worker_id] = _Load(said, until_s)
         if len(self._loads) > MAX_LOADS:
             self._loads.popitem(last=False)
 

@@ -1,9 +1,11 @@
 """Loads: of an environment that fails, everybody hears, unless another worker may bring it."""
 
+import math
+
 import msgspec
 import pytest
 
-from rollmesh.serve.router.loads import LATE_S
+from rollmesh.serve.router.loads import LATE_S, MAX_LOAD_S
 from rollmesh.serve.router.status import status_of
 from rollmesh.wire.messages import (
     EnvFailed,
@@ -78,6 +80,13 @@ def test_a_worker_that_falls_silent_in_its_load_is_not_waited_for_for_ever(story
     assert not only(story.passes(49 + LATE_S, "c"), GroupFailed)
     [failed] = only(story.passes(2, "c"), GroupFailed)
     assert failed.reason.startswith("env_failed: w0 has not served guess within 130 s")
+
+
+def test_a_load_without_end_ends(story: Story) -> None:
+    story.says("w0", msgspec.structs.replace(loading("w0"), loads_for_s=math.inf))
+    assert story.ledger.loads.take_overdue(MAX_LOAD_S) == []
+    assert story.ledger.loads.take_overdue(MAX_LOAD_S + LATE_S) == ["guess"]
+    assert story.ledger.loads.now() == []
 
 
 def test_a_worker_that_loads_is_shown(story: Story) -> None:
