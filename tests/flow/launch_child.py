@@ -69,10 +69,10 @@ def forsaken(options: argparse.Namespace) -> None:
 
 
 def parent(options: argparse.Namespace) -> None:
-    """Starts a process that leaves its session and does not hear SIGTERM."""
+    """Starts a process that leaves its session, has no mark and does not hear SIGTERM."""
     code = "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print(flush=True); s.pause()"
     child = subprocess.Popen(
-        [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE
+        [sys.executable, "-c", code], env={}, start_new_session=True, stdout=subprocess.PIPE
     )
     assert child.stdout
     child.stdout.readline()
