@@ -115,6 +115,7 @@ def test_the_page_shows_the_curve_and_follows_the_run(
     wait(browser, lambda _: "43 of 60" in text_of(browser, "#tiles"))
     run.finish()
     wait(browser, lambda _: text_of(browser, "#phase") == "finished")
+    wait(browser, lambda _: text_of(browser, "#queue").startswith("As last seen at "))
     assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
 
 

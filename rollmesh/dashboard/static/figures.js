@@ -10,7 +10,7 @@ export function drawFigures(store) {
   drawHead(store);
   drawTiles(store);
   drawAges(store);
-  drawFleet(store.fleet);
+  drawFleet(store);
 }
 
 function drawHead({ run }) {
@@ -69,7 +69,8 @@ function drawAges({ learning, run }) {
   byId("ages").replaceChildren(element("caption", {}, note), element("tbody", {}, ...rows));
 }
 
-function drawFleet({ router, processes }) {
+function drawFleet({ run, fleet }) {
+  const { router, processes, time_s: seenS } = fleet;
   const { engines = [], workers = [], queue = {}, num_done: numDone = 0 } = router ?? {};
   const number = (value) => [value, "number"];
   fillTable(byId("engines"),
@@ -82,7 +83,9 @@ function drawFleet({ router, processes }) {
       number(count(worker.num_calls)), number(count(worker.num_tokens)), number((1000 * worker.loop_lag_s).toFixed(1)),
       number(megabytes(worker.rss_bytes)), number(megabytes(worker.held_bytes))]));
   const waiting = Object.entries(queue).map(([state, num]) => `${count(num)} ${state}`);
+  // What has ended is not told as alive.
+  const seen = ["finished", "silent"].includes(run.phase) ? `As last seen at ${new Date(1000 * seenS).toLocaleTimeString()}. ` : "";
   byId("queue").textContent = router
-    ? `Groups: ${[...waiting, `${count(numDone)} done`].join(", ")}. Processes: ${processes.length}.`
+    ? `${seen}Groups: ${[...waiting, `${count(numDone)} done`].join(", ")}. Processes: ${processes.length}.`
     : "The router has not been heard yet.";
 }
