@@ -9,6 +9,7 @@ by people, by launch for the demo, and by a container that starts before all oth
 from pathlib import Path
 
 from rollmesh.cli.options import parser
+from rollmesh.core.errors import UserError
 from rollmesh.core.process import OK
 
 LAST_FILE = "config.json"
@@ -26,5 +27,8 @@ def main(argv: list[str]) -> int:
         return OK
     from rollmesh.trainer.warmstart import write_model
 
-    write_model(options.folder, options.seed, LAST_FILE)
+    try:
+        write_model(options.folder, options.seed, LAST_FILE)
+    except OSError as error:
+        raise UserError(f"{options.folder}: {error.strerror}; name another folder") from None
     return OK

@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -65,6 +66,14 @@ def sweep() -> int:
 def _make() -> tuple[Scratch, int]:
     """The folders, and the descriptor that holds their lock."""
     root = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        return _furnish(root)
+    except OSError:
+        remove(root)
+        raise
+
+
+def _furnish(root: Path) -> tuple[Scratch, int]:
     # Held before it has its name: nobody finds a lock that is not held.
     unnamed = root / f"{LOCK}.new"
     unnamed.touch()
@@ -78,8 +87,10 @@ def _make() -> tuple[Scratch, int]:
 
 
 def _unmake(scratch: Scratch, lock: int) -> None:
-    remove(scratch.home.parent)
-    os.close(lock)
+    try:
+        remove(scratch.home.parent)
+    finally:
+        os.close(lock)
 
 
 def _lock(path: Path) -> int | None:
@@ -98,10 +109,14 @@ def _lock(path: Path) -> int | None:
 
 def remove(folder: Path) -> None:
     """The folder with all that is in it; what cannot be removed is logged, and left."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        _unlock(folder)
+    with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        with contextlib.suppress(RecursionError):
+            _unlock(folder)
+        # Folders may stand deeper in each other than Python descends.
+        with contextlib.suppress(OSError):
+            subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, check=False)
     if folder.exists():
         log.warning("scratch.left", folder=str(folder))
 

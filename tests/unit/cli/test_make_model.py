@@ -1,8 +1,13 @@
-"""`rollmesh make-model --keep`: what is there stays, and costs nothing."""
+"""`rollmesh make-model`: what is there stays and costs nothing; a bad folder is one line."""
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from rollmesh.cli.main import main
+from rollmesh.core.process import USAGE
 
 KEEP = """
 import sys
@@ -18,3 +23,12 @@ def test_a_model_that_is_there_is_kept_without_torch(tmp_path: Path) -> None:
     kept = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert kept.returncode == 0, kept.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["make-model", str(tmp_path / "file" / "model")]) == USAGE
+    told = f"rollmesh: {tmp_path}/file/model: Not a directory; name another folder\n"
+    assert capsys.readouterr().err == told

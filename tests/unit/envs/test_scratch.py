@@ -1,6 +1,7 @@
 """Scratch folders: apart, our own, and gone."""
 
 import asyncio
+import errno
 import os
 import stat
 import sys
@@ -66,6 +67,32 @@ async def test_no_room_for_one_is_the_infrastructures_fault(
     with pytest.raises(InfraError, match="gone: no scratch folder"):
         async with new_scratch():
             raise AssertionError
+
+
+async def test_no_room_in_one_leaves_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "touch", is_full)
+    with pytest.raises(InfraError, match="no scratch folder: No space left on device"):
+        async with new_scratch():
+            raise AssertionError
+    assert os.listdir(tmp_path) == []
+
+
+async def test_folders_that_stand_deeper_in_each_other_than_python_descends_go_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    async with new_scratch() as scratch:
+        dig = "import os\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')"
+        argv = [sys.executable, "-c", dig]
+        dug = await asyncio.create_subprocess_exec(*argv, cwd=scratch.work)
+        assert await dug.wait() == 0
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root needs no permissions")
