@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollmesh.core.errors import DeadlineExceeded, Overloaded
@@ -14,7 +15,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Task
 from rollmesh.serve.client.calls import AsyncRolloutClient
 from rollmesh.serve.client.client import Finished
-from tests.flow.worker_mesh import PATIENCE_S, Mesh, open_mesh
+from tests.flow.worker_mesh import PATIENCE_S, TURNS, Mesh, open_mesh
 
 GRACE_S = 0.5
 PROGRAM = """
@@ -180,3 +181,18 @@ async def test_full_router_is_raised_as_overload_or_waited_for(tmp_path: Path) -
 async def ask_all(client: AsyncRolloutClient, num_groups: int) -> set[GroupId]:
     tasks = [Task(id=f"b-{number}", data={"text_seed": number}) for number in range(num_groups)]
     return {await client.ask(task, 2, env="echo") for task in tasks}
+
+
+async def test_example_client_tells_what_becomes_of_each_task(mesh: Mesh, tmp_path: Path) -> None:
+    settings = tmp_path / "ask.json"
+    settings.write_bytes(msgspec.json.encode({"env": "echo", "env_settings": TURNS}))
+    words = [mesh.router.ready.address, str(settings), "-n", "2", "--num-tasks", "3"]
+    program = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "examples.ask", *words), stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        out, _ = await program.communicate()
+    lines = out.decode().splitlines()
+    assert program.returncode == 0
+    assert len({line.split()[0] for line in lines}) == len(lines) == 3
+    assert all("completed 1, completed 1" in line for line in lines)
