@@ -2,13 +2,16 @@
 
 Invariants: every send is a hint, and only news of groups waits, for a moment; a router that stays
 silent is dialled for ever, and told of in the log; the Dialers of sinks that were not used for
-longest are closed, so that clients that come and go leave nothing behind. Driven by worker.py, on
+longest are closed, so that clients that come and go leave nothing behind, but none that may still
+owe its ack. Driven by worker.py, on
 its loop.
 """
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+
+import msgspec
 
 from rollmesh.core.errors import AddressError
 from rollmesh.core.logs import get_logger
@@ -21,12 +24,20 @@ from rollmesh.wire.sockets import Dialer
 
 log = get_logger()
 
-MAX_SINKS = 64
+MAX_SINKS, MAX_BUSY_SINKS = 64, 384
+"""Dialled at the same time; the second while they may still owe an ack. zmq has 1,023 sockets."""
+ACK_S = 2.0
+"""What is not acked in this time is sent again anyhow."""
 SILENT_S = 5.0
 """A router speaks each second; one that does not for so long is told of, each time later."""
 
 Hear = Callable[[bytes, Packet], None]
 """Told of each packet with its route: ROUTER, or the sink's address."""
+
+
+class _Sink(msgspec.Struct):
+    dialer: Dialer
+    used_s: float = 0.0
 
 
 class Post:
@@ -37,7 +48,8 @@ class Post:
         self._keys = keys
         self._hear = hear
         self._router = Dialer(router, identity, keys)
-        self._sinks: OrderedDict[bytes, Dialer] = OrderedDict()
+        self._sinks: OrderedDict[bytes, _Sink] = OrderedDict()
+        """The one used longest ago first."""
         self._news = News()
         self._news_of = ""
         """The router's incarnation as its news has it."""
@@ -69,7 +81,7 @@ class Post:
     def close(self) -> None:
         """Close all sockets; what was queued goes out in the background for a moment."""
         self._tell()
-        for dialer in (self._router, *self._sinks.values()):
+        for dialer in (self._router, *(each.dialer for each in self._sinks.values())):
             dialer.close()
         self._sinks.clear()
 
@@ -101,17 +113,27 @@ class Post:
         self._hear(ROUTER, packet)
 
     def _sink(self, route: bytes) -> Dialer | None:
+        loop = asyncio.get_running_loop()
         sink = self._sinks.get(route)
         if sink is None:
+            self._make_place(loop.time())
             try:
-                sink = Dialer(route.decode("utf-8", "replace"), self._identity, self._keys)
+                dialer = Dialer(route.decode("utf-8", "replace"), self._identity, self._keys)
             except AddressError as error:
                 # The asking client's mistake; it gives up, or goes, and the group is cancelled.
                 log.error("sink.refused", error=str(error))
                 return None
-            sink.attach(asyncio.get_running_loop(), lambda packet: self._hear(route, packet))
-            self._sinks[route] = sink
-            if len(self._sinks) > MAX_SINKS:
-                self._sinks.popitem(last=False)[1].close()
+            dialer.attach(loop, lambda packet: self._hear(route, packet))
+            sink = self._sinks[route] = _Sink(dialer)
+        sink.used_s = loop.time()
         self._sinks.move_to_end(route)
-        return sink
+        return sink.dialer
+
+    def _make_place(self, now_s: float) -> None:
+        """For one more sink: those go that were used longest ago, and not just now, if may be."""
+        while len(self._sinks) >= MAX_SINKS:
+            route, oldest = next(iter(self._sinks.items()))
+            if now_s - oldest.used_s < ACK_S and len(self._sinks) < MAX_BUSY_SINKS:
+                break
+            del self._sinks[route]
+            oldest.dialer.close()

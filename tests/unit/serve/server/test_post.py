@@ -75,6 +75,7 @@ async def test_sink_that_was_quiet_longest_is_dialled_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(post_module, "MAX_SINKS", 1)
+    monkeypatch.setattr(post_module, "MAX_BUSY_SINKS", 1)
     hubs = [Hub("tcp://127.0.0.1:0") for _ in range(3)]
     router, first, second = hubs
     post = Post(router.address, "w1", None, lambda route, packet: None)
@@ -84,6 +85,31 @@ async def test_sink_that_was_quiet_longest_is_dialled_again(
         assert await asyncio.to_thread(next_route, sink) == b"w1"
     post.close()
     for hub in hubs:
+        hub.close()
+
+
+async def test_sinks_that_were_all_just_used_are_heard_though_they_are_many() -> None:
+    """Their acks come after the last of them was dialled."""
+    router, num_sinks = Hub("tcp://127.0.0.1:0"), 2 * post_module.MAX_SINKS
+    sinks = [Hub("tcp://127.0.0.1:0") for _ in range(num_sinks)]
+    heard: set[bytes] = set()
+    all_heard = asyncio.Event()
+
+    def hear(route: bytes, _: Packet) -> None:
+        heard.add(route)
+        if len(heard) == num_sinks:
+            all_heard.set()
+
+    post = Post(router.address, "w1", None, hear)
+    for sink in sinks:
+        post.send(sink.address.encode(), FINISHED)
+    for sink in sinks:
+        route = await asyncio.to_thread(next_route, sink)
+        sink.send(route, Packet(GroupAcked(GroupId("r1", 1), 1, False)))
+    async with asyncio.timeout(10):
+        await all_heard.wait()
+    post.close()
+    for hub in (router, *sinks):
         hub.close()
 
 
