@@ -5,6 +5,7 @@ of processes nor their order changes what is found; it is told in the order of t
 test_mesh.py and search.py.
 """
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -43,11 +44,17 @@ def open_cores() -> Iterator[Cores]:
     """Their processes end with the block; seeds that have not begun by then never do."""
     # A forked child would inherit whatever threads and sockets its parent has.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), context)
+    pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _make_ready)
     try:
         yield Cores(pool)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _make_ready() -> None:
+    # A simulation leaves little garbage; to look for it in all that is imported took a sixth.
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 def run_seed(seed: int) -> Ended:

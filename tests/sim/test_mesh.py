@@ -4,6 +4,9 @@ A seed that ever failed is added to KEPT_SEEDS with what it found.
 """
 
 import collections
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +27,12 @@ from tests.sim.seeds import Cores, open_cores
 NUM_SEEDS = 3000
 SEEDS_PER_TEST = 100
 MIN_EVENTS = 200
+NUM_PRINTED = 24
+PRINTS_A_RUN = f"""
+from rollmesh.testing.mesh_sim.mesh import simulate
+for seed in range(1000, 1000 + {NUM_PRINTED}):
+    print(simulate(seed))
+"""
 KEPT_SEEDS = {
     200672: "a suspect was given to the worker that had just left",
     217273: "a doubled RunGroup reached two processes of one worker: one attempt killed both",
@@ -148,6 +157,15 @@ def test_a_perfect_network_loses_and_ages_nothing() -> None:
 
 def test_same_seed_gives_the_same_run() -> None:
     assert simulate(seed=7) == simulate(seed=7)
+
+
+def test_same_seed_gives_the_same_run_in_every_process() -> None:
+    argv = [sys.executable, "-c", PRINTS_A_RUN]
+    salted = [{**os.environ, "PYTHONHASHSEED": salt} for salt in ("1", "2")]
+    runs = [subprocess.Popen(argv, env=env, stdout=subprocess.PIPE) for env in salted]
+    first, second = [run.communicate()[0] for run in runs]
+    assert first.count(b"Report(") == NUM_PRINTED
+    assert first == second
 
 
 @pytest.mark.parametrize("seed", KEPT_SEEDS)

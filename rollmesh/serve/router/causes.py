@@ -41,8 +41,8 @@ class Causes:
     def look(self) -> None:
         """See what has come and gone, and tell those who wait."""
         now_s = self._book.now_s
-        suspects = {group.env for group in self._book.suspects.values()}
-        waited_for = {*self._book.queue.envs(), *suspects}
+        suspects = (group.env for group in self._book.suspects.values())
+        waited_for = dict.fromkeys((*self._book.queue.envs(), *suspects))
         waiting = [env for env in waited_for if not self._may_be_served(env)]
         for env in self._unserved.keys() - set(waiting):
             del self._unserved[env]

@@ -170,7 +170,7 @@ class Crew:
         self._count_loss(worker)
         worker.state = WorkerState.LOST
         for group in list(worker.groups.values()):
-            worker.lost_groups.add(group.group_id)
+            worker.lost_groups[group.group_id] = None
             suspects.blame(group, worker, why, self._book.now_s, is_certain=False)
             self._leave(group, f"{worker.worker_id} {why}")
         self.workers.rank(worker)

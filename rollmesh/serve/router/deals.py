@@ -38,7 +38,7 @@ class Deals:
         self._beat_s = beat_s
         self._max_attempts = max_attempts
         self._agenda = Agenda(attrgetter("say_again_s"))
-        self._stirred: set[str] = set()
+        self._stirred: dict[str, None] = {}
         """Environments of which `dispatch` looks at the queues."""
         self._changed: list[Worker] = []
         """Whose room changed while suspects wait."""
@@ -48,7 +48,7 @@ class Deals:
     def stir_worker(self, worker: Worker) -> None:
         """The worker's room changed."""
         self._workers.rank(worker)
-        self._stirred.add(worker.hello.env)
+        self._stirred[worker.hello.env] = None
         if self._book.suspects:
             self._changed.append(worker)
 
@@ -56,7 +56,7 @@ class Deals:
         """Give out what can be given out."""
         book = self._book
         while self._stirred:
-            env = self._stirred.pop()
+            env, _ = self._stirred.popitem()
             if book.suspects:
                 self._place_suspects(env)
             while group := book.queue.head(env):
@@ -72,7 +72,7 @@ class Deals:
         book, env = self._book, group.env
         if env in self._stirred or book.suspects or book.queue.head(env):
             book.wait(group)
-            self._stirred.add(env)
+            self._stirred[env] = None
             self.dispatch()
         elif worker := self._workers.best_for(env, group.num_samples):
             self._assign(group, worker)
@@ -150,7 +150,7 @@ class Deals:
         self._book.enter(group, GroupState.QUEUED)
         self._book.wait(group, first=True)
         self._book.tell_client(group)
-        self._stirred.add(group.env)
+        self._stirred[group.env] = None
         if group.deaths:
             self._wide.add(group.env)
 
@@ -186,9 +186,9 @@ class Deals:
             holder = self._workers.get(group.worker_id)
             assert holder is not None
             self._say_again(group, holder)
-        envs = {group.env for group in self._book.suspects.values()}
+        envs = dict.fromkeys(group.env for group in self._book.suspects.values())
         self._stirred |= envs
-        self._wide |= envs
+        self._wide.update(envs)
 
     def _say_again(self, group: Group, worker: Worker) -> None:
         now_s = self._book.now_s

@@ -61,7 +61,7 @@ class Worker:
         self.num_assigned = 0
         """Groups, since the hello; who had the fewest goes first among equals."""
         self.groups: dict[GroupId, Group] = {}
-        self.lost_groups: set[GroupId] = set()
+        self.lost_groups: dict[GroupId, None] = {}
         """What was taken from it when it fell silent or stalled, and it may still run unheard."""
         self.rank: Rank | None = None
         """Its place among those that have room; None if it has none."""

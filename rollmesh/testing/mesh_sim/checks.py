@@ -1,13 +1,13 @@
-"""What must hold in the simulated mesh: after every event, and once it has come to rest.
+"""What must hold in the simulated mesh: of each group that trains, and once it has come to rest.
 
-Invariant: a check raises AssertionError in words that name the group or the node, and costs little
-enough to run after each of millions of events. Driven by mesh.py.
+(Of each end endings.py says it, of the router's tables router.py.) Invariant: a check raises
+AssertionError, as soon as it happens, in words that name the group or the node. Driven by mesh.py.
 """
 
 import re
 
 from rollmesh.core.ids import GroupId
-from rollmesh.testing.mesh_sim.client import SimClient
+from rollmesh.testing.mesh_sim.client import SimClient, Trained
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.errands import POISON
 from rollmesh.testing.mesh_sim.launch import SimLaunch
@@ -19,27 +19,22 @@ CULPRIT_DEATHS = 2
 NAMED_WORKER = re.compile(r"worker-\d+")
 
 
-class RunningChecks:
-    """Looks at what is new since the last event, so that it costs little."""
+class TrainingChecks:
+    """Looks at each group that trains."""
 
     def __init__(self, client: SimClient) -> None:
         self._client = client
-        self._num_trained = 0
         self._trained: set[GroupId] = set()
 
-    def after_event(self) -> None:
+    def look(self, trained: Trained) -> None:
         """Nothing trains twice, or before it ended; no sample is older than the bound."""
         client = self._client
-        if len(client.trained) == self._num_trained:
-            return
-        for trained in client.trained[self._num_trained :]:
-            group_id, age = trained.group_id, trained.step - trained.oldest_step
-            assert group_id not in self._trained, f"{group_id} was trained twice"
-            assert group_id in client.endings, f"{group_id} was trained before it ended"
-            bound = client.staleness.settings.max_staleness
-            assert age <= bound, f"{group_id} was trained at age {age}"
-            self._trained.add(group_id)
-        self._num_trained = len(client.trained)
+        group_id, age = trained.group_id, trained.step - trained.oldest_step
+        assert group_id not in self._trained, f"{group_id} was trained twice"
+        assert group_id in client.endings, f"{group_id} was trained before it ended"
+        bound = client.staleness.settings.max_staleness
+        assert age <= bound, f"{group_id} was trained at age {age}"
+        self._trained.add(group_id)
 
 
 def look_at_ends(visitors: list[Visitor], workers: list[SimWorker], launch: SimLaunch) -> None:

@@ -5,6 +5,8 @@ is its record of turns (see worker.py), which checks.py verifies before it train
 kernel: ticks, messages, and the ends of its own writes and steps.
 """
 
+from collections.abc import Callable
+
 import msgspec
 
 from rollmesh.core.ids import GroupId, IntervalSet
@@ -49,6 +51,8 @@ class SimClient(Asker):
         )
         self.asked: list[GroupId] = []
         self.trained: list[Trained] = []
+        self.on_training: Callable[[Trained], None] = lambda _trained: None
+        """Looks at each, as it happens."""
         self.num_steps = 0
         self.step_of_version = {0: 0}
         self.to_publish: list[int] = []
@@ -120,7 +124,9 @@ class SimClient(Asker):
     def _book_training(self, group_id: GroupId, step: int) -> None:
         turns = self._turns.pop(group_id)
         oldest_step = self.step_of_version[turns.oldest_version()]
-        self.trained.append(Trained(group_id, step, oldest_step))
+        trained = Trained(group_id, step, oldest_step)
+        self.trained.append(trained)
+        self.on_training(trained)
 
     def _end_step(self) -> None:
         self._is_training = False

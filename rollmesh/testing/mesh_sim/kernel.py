@@ -66,7 +66,7 @@ class Kernel:
         self._count += 1
         heapq.heappush(self._agenda, (self.time_s + delay_s, self._count, node, life, call))
 
-    def run(self, max_events: int, until_s: float, after_each: Callable[[], None]) -> None:
+    def run(self, max_events: int, until_s: float) -> None:
         """Run until `max_events` have run, or it is `until_s`; the clock then shows that."""
         agenda, last = self._agenda, self.num_events + max_events
         while agenda and self.num_events < last and agenda[0][0] <= until_s:
@@ -81,6 +81,5 @@ class Kernel:
                     continue
             self.num_events += 1
             call()
-            after_each()
         if self.time_s < until_s < math.inf:
             self.time_s = until_s

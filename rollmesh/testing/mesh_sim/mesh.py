@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rollmesh.testing.mesh_sim.checks import RunningChecks, look_at_ends, unsettled
+from rollmesh.testing.mesh_sim.checks import TrainingChecks, look_at_ends, unsettled
 from rollmesh.testing.mesh_sim.client import SimClient
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.errands import POISON
@@ -90,7 +90,7 @@ class Mesh:
         self.workers = [self._new_worker(index) for index in range(NUM_WORKERS)]
         self.visitors: list[Visitor] = []
         self._vandal = Vandal(self.kernel, self.network)
-        self._checks = RunningChecks(self.client)
+        self.client.on_training = TrainingChecks(self.client).look
 
     def start(self) -> None:
         for node in (self.router, self.client, self.publisher, *self.workers[:-1]):
@@ -103,7 +103,7 @@ class Mesh:
     def chaos(self, num_events: int) -> None:
         """Run `num_events` events, with faults."""
         self._fate()
-        self.kernel.run(num_events, float("inf"), self._checks.after_event)
+        self.kernel.run(num_events, float("inf"))
 
     def calm(self) -> None:
         """No more faults; a freeze ends by itself. AssertionError if all is not at rest in time."""
@@ -123,7 +123,7 @@ class Mesh:
 
     def _run_for(self, seconds: float) -> None:
         until_s = self.kernel.now_s() + seconds
-        self.kernel.run(10**9, until_s, self._checks.after_event)
+        self.kernel.run(10**9, until_s)
 
     def _unsettled(self) -> list[str]:
         engines = list(self.engines.values())

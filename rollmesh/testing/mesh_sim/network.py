@@ -109,6 +109,8 @@ class Network:
     def _fate_of_message(self) -> str:
         """`drop`, `duplicate`, `slow`, or nothing of the kind: one throw of the dice for all."""
         left, faults = self.kernel.rng.random(), self.faults
+        if left >= faults.drop + faults.duplicate + faults.slow:
+            return ""
         for fault, chance in (
             ("drop", faults.drop),
             ("duplicate", faults.duplicate),

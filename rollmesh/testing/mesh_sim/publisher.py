@@ -82,8 +82,7 @@ class SimPublisher(Node):
 
     def _give(self, event: Event) -> None:
         actions: list[Action] = self._publisher.step(event, self._kernel.now_s())
-        phases = {url: phase.value for url, phase in self._publisher.phases().items()}
-        self._network.transitions.watch("publisher", phases)
+        self._network.transitions.watch("publisher", self._publisher.phases())
         for action in actions:
             match action:
                 case Send():

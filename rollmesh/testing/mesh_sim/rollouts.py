@@ -106,7 +106,7 @@ class SimRollout:
         """Give the turn's machine one event, carry out what follows."""
         machine, before = self.machine, self.machine.state
         actions = machine.step(event, self._kernel.now_s())
-        self._run.note("generation", before.value, machine.state.value)
+        self._run.note("generation", before, machine.state)
         ended = machine.state in (GenerationState.COMMITTED, GenerationState.VOID)
         if ended and before is not machine.state:
             assert any(isinstance(a, WakeReaders) for a in actions), "a waiter sleeps for ever"

@@ -5,6 +5,7 @@ Driven by the kernel: ticks, messages, and the answers of engines to probes.
 """
 
 import collections
+import typing
 
 from rollmesh.core.config import RouterConfig
 from rollmesh.core.ids import GroupId
@@ -39,6 +40,7 @@ MAX_ATTEMPTS = (1000, 3)
 MAX_QUEUED = (5, 10_000, 10_000)
 """Every third seed has a queue that is often full."""
 CLIENT_GRACE_S = 3.0
+OF_THE_FLEET = frozenset({*typing.get_args(FleetAsk), EngineFaulted})
 FLEET = FleetSettings(probe_s=0.5, join_probe_s=0.1, answer_s=1.0, fence_s=0.3, push_s=0.5)
 
 
@@ -94,20 +96,28 @@ class SimRouter(Node):
 
     def _tick(self) -> None:
         self._do(self.ledger.step(Ticked(), self._now_s()))
-        states = {each.worker_id: each.state.value for each in self.ledger.crew.workers}
+        states = {each.worker_id: each.state for each in self.ledger.crew.workers}
         self._network.transitions.watch("crew", states)
+        self._check_seats()
         self._do_fleet(self.fleet.step(Ticked(), self._now_s()))
         self._kernel.after(TICK_S, self._tick, self)
 
     def _receive(self, source: str, packet: Packet) -> None:
         event = Received(source.encode(), packet.message, packet.body, packet.router)
         self._note_excuses(packet.message)
-        if isinstance(packet.message, FleetAsk | EngineFaulted):
+        if type(packet.message) in OF_THE_FLEET:
             self._do_fleet(self.fleet.step(event, self._now_s()))
             return
         self._do(self.ledger.step(event, self._now_s()))
         if isinstance(packet.message, WorkerHello):
             self._send(Send(event.route, self.fleet.table()))
+
+    def _check_seats(self) -> None:
+        """A group and its worker know of each other, and of no third."""
+        seated = {g: w.worker_id for w in self.ledger.crew.workers for g in w.groups}
+        groups = self.ledger.book.groups.values()
+        assert seated == {g.group_id: g.worker_id for g in groups if g.worker_id}
+        assert sum(len(w.groups) for w in self.ledger.crew.workers) == len(seated)
 
     def _note_excuses(self, message: AnyMessage) -> None:
         """Whose attempts may not count after this message, at most."""
@@ -121,7 +131,7 @@ class SimRouter(Node):
         groups = self.ledger.book.groups
         if sends or len(groups) != self._num_groups:
             self._num_groups = len(groups)
-            states = {group_id: group.state.value for group_id, group in groups.items()}
+            states = {group_id: group.state for group_id, group in groups.items()}
             self._network.transitions.watch("ledger", states)
         for send in sends:
             self._send(send)
@@ -130,7 +140,7 @@ class SimRouter(Node):
         if not actions:
             return
         table = self.fleet.table()
-        phases = {row.url: row.phase.value for row in table.engines}
+        phases = {row.url: row.phase for row in table.engines}
         self._network.transitions.watch("fleet", phases)
         for action in actions:
             match action:
@@ -170,8 +180,9 @@ class SimRouter(Node):
 
     def _send(self, send: Send) -> None:
         message = send.message
-        self._network.num["refused"] += isinstance(message, AskRefused)
-        if isinstance(message, RunGroup):
+        if isinstance(message, AskRefused):
+            self._network.num["refused"] += 1
+        elif isinstance(message, RunGroup):
             # A copy of it may run in the next process of that worker; that is no further attempt.
             most = self._settings.max_attempts + self._excuses[message.group_id]
             assert message.attempt <= most, f"{message.group_id}: attempt {message.attempt}"

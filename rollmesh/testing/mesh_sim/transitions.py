@@ -28,8 +28,13 @@ class Transitions:
         last = self._last.get(machine, {})
         if last == states:
             return
-        for key in last.keys() | states.keys():
-            self.note(machine.split("@")[0], last.get(key, NONE), states.get(key, NONE))
+        kind = machine.partition("@")[0]
+        for key, state in states.items():
+            if (before := last.get(key, NONE)) != state:
+                self.num[f"{kind}: {before} > {state}"] += 1
+        for key, before in last.items():
+            if key not in states:
+                self.num[f"{kind}: {before} > {NONE}"] += 1
         self._last[machine] = dict(states)
 
     def forget(self, machine: str) -> None:

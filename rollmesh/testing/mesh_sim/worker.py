@@ -295,7 +295,7 @@ class SimWorker(Node):
         if not parcels and not self._has_parcels:
             return
         self._has_parcels = bool(parcels)
-        states = {group_id: parcel.state.value for group_id, parcel in parcels}
+        states = {group_id: parcel.state for group_id, parcel in parcels}
         self._network.transitions.watch(f"outbox@{self.name}", states)
 
     # what rollouts need
