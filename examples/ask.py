@@ -16,7 +16,6 @@ from rollmesh.core.errors import AddressError, UserError
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.arrivals import Arrival, Dropped
 from rollmesh.serve.client.sync import SyncRolloutClient
-from rollmesh.wire.keys import read_keys
 
 
 def told(arrival: Arrival) -> str:
@@ -36,7 +35,7 @@ def main(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     env = load_env(config.env, config.env_settings)
     tasks = itertools.islice(env.tasks(options.split, options.seed), options.num_tasks)
-    with SyncRolloutClient(options.router, keys=read_keys()) as client:
+    with SyncRolloutClient(options.router) as client:
         if not client.meet_router(options.patience_s):
             raise AddressError(f"{options.router}: no router answers there")
         for task in tasks:

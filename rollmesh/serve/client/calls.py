@@ -36,7 +36,7 @@ from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
 from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.endings import error_of
-from rollmesh.wire.keys import Keys
+from rollmesh.wire.keys import Keys, check_dial, read_keys
 
 MAX_CALLS = 4096
 """Groups asked for and not handed out."""
@@ -87,7 +87,12 @@ class AsyncRolloutClient:
         weight: int = 1,
         keep: bool = False,
     ) -> None:
-        """Arguments as RolloutClient's; without a `folder` its journal is gone with it."""
+        """Arguments as RolloutClient's; without a `folder` its journal is gone with it.
+
+        Without `keys` they are those of the file that ROLLMESH_KEYS names, if it names one.
+        """
+        keys = keys or read_keys()
+        check_dial(router, keys)
         if keep and folder is None:
             raise ConfigError("keep: name a folder, by which the next client finds what is kept")
         with ExitStack() as undo:

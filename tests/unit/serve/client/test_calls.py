@@ -9,6 +9,7 @@ import pytest
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import (
+    AddressError,
     ClientClosed,
     ConfigError,
     DeadlineExceeded,
@@ -23,7 +24,9 @@ from rollmesh.serve.client import calls
 from rollmesh.serve.client.calls import AsyncRolloutClient
 from rollmesh.serve.client.client import Dropped, Finished
 from rollmesh.wire.bodies import decode_ask
+from rollmesh.wire.keys import new_keys, read_keys
 from rollmesh.wire.messages import AskGroup, AskRefused, CancelGroup, ClientLeft, GroupFailed
+from rollmesh.wire.sockets import Hub
 from tests.unit.serve.client.fake_router import FakeRouter, deliver
 
 TASK = Task(id="t")
@@ -277,3 +280,24 @@ async def test_folder_of_a_living_client_is_refused(router: FakeRouter, tmp_path
     async with AsyncRolloutClient(router.hub.address, tmp_path, journal=JournalConfig()):
         with pytest.raises(JournalError, match="another process"):
             AsyncRolloutClient(router.hub.address, tmp_path)
+
+
+async def test_keys_are_those_of_the_file_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_keys(tmp_path / "keys.json")
+    monkeypatch.setenv("ROLLMESH_KEYS", str(tmp_path / "keys.json"))
+    guarded = FakeRouter()
+    guarded.hub.close()
+    guarded.hub = Hub("tcp://127.0.0.1:0", read_keys())
+    async with asyncio.timeout(PATIENCE_S), AsyncRolloutClient(guarded.hub.address) as client:
+        running = asyncio.create_task(client.run(TASK, env="guess"))
+        await next_ask(guarded)
+        running.cancel()
+    guarded.hub.close()
+
+
+async def test_router_of_another_machine_wants_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROLLMESH_KEYS", raising=False)
+    with pytest.raises(AddressError, match="set ROLLMESH_KEYS to the mesh's key file"):
+        AsyncRolloutClient("tcp://192.0.2.7:5555")
