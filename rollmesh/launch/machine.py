@@ -148,6 +148,8 @@ class Child:
         """When the state was entered."""
         self.started_s = 0.0
         """When its process was."""
+        self.has_served = False
+        """Whether a process of this role ever reported: then it is not the settings' fault."""
         self.back_off_s = 0.0
         self.deaths_s: list[float] = []
         """Within the last minute."""
@@ -199,6 +201,7 @@ class Supervision:
     def _on_reported(self, child: Child, now_s: float) -> list[Action]:
         if child.state is ChildState.STARTING:
             child.enter(ChildState.READY, now_s)
+            child.has_served = True
         return self._go_on(now_s)
 
     def _on_exited(self, child: Child, event: Exited, now_s: float) -> list[Action]:
@@ -217,11 +220,12 @@ class Supervision:
             return []
         if event.code == OK and child.plan.on_death is OnDeath.FINISH:
             return self._stop(End(OK, "done"), now_s)
-        if event.code == USAGE:
+        starts_again = child.plan.on_death in (OnDeath.RESTART, OnDeath.REPLACE, OnDeath.GIVE_UP)
+        if event.code == USAGE and not (child.has_served and starts_again):
             return self._stop(End(USAGE, event.last_line.removeprefix("rollmesh: ")), now_s)
         if event.code == OK and child.plan.on_death is OnDeath.REPLACE:
             return [Note(f"{event.role} has left and is not started again")]
-        if child.plan.on_death in (OnDeath.RESTART, OnDeath.REPLACE, OnDeath.GIVE_UP):
+        if starts_again:
             return self._restart(child, event, now_s)
         return self._stop(End(FAILED, how_it_ended(event)), now_s)
 
@@ -247,6 +251,8 @@ class Supervision:
         if self.end is not None:
             return self._go_on_stopping(now_s)
         late = self._late(now_s)
+        if late is not None and late.has_served:
+            return [Kill(late.plan.role)]
         if late is not None:
             limit_s = self._settings.ready_timeout_s
             reason = f"{late.plan.role} did not report within {limit_s:g} s"

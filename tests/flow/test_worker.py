@@ -100,6 +100,8 @@ async def test_group_outlives_its_router_and_runs_once(mesh: Mesh) -> None:
     mesh.engine.hold()
     running_id, waiting_id = ask(client, num_samples=2), ask(client, env="nobody-has-it")
     await mesh.engine.until(lambda: mesh.engine.num_seen("/generate") == 2)
+    # The client has heard of its first attempt by then, and asks again as one that has begun.
+    await mesh.until(lambda: mesh.status()["queue"]["running"] == 1)
     address = mesh.router.ready.address
     await asyncio.to_thread(mesh.router.kill)
     mesh.router = await asyncio.to_thread(mesh.start_router, address)

@@ -163,6 +163,40 @@ def test_a_users_mistake_ends_the_run_with_its_own_line(stage: Stage) -> None:
     assert stage.machine.end == End(2, "model.path = x: no such folder")
 
 
+def test_what_a_worker_complains_of_when_it_is_started_again_is_a_death_like_others(
+    running: Stage,
+) -> None:
+    # It has served with these settings: what fails now is around it, and others serve on.
+    complaint = "rollmesh: env = x: module x cannot be imported: OSError: stale file handle"
+    running.tell(Exited("worker", -9))
+    running.tell(Ticked(), after_s=1.0)
+    [note] = running.tell(Exited("worker", 2, complaint))
+    assert isinstance(note, Note)
+    assert note.line.endswith("stale file handle; started again in 1 s")
+    running.tell(Ticked(), after_s=1.0)
+    running.tell(Exited("worker", 2, complaint))
+    assert running.machine.end == End(
+        1, f"worker ended with code 2: {complaint}, the death number 3 within a minute"
+    )
+
+
+def test_what_a_trainer_complains_of_late_is_still_its_users_to_mend(running: Stage) -> None:
+    running.tell(Exited("trainer", 2, "rollmesh: journal.max_bytes = 1: too little"))
+    assert running.machine.end == End(2, "journal.max_bytes = 1: too little")
+
+
+def test_a_worker_started_again_that_does_not_report_is_killed_and_ends_nobody_else(
+    running: Stage,
+) -> None:
+    running.tell(Exited("worker", -9))
+    assert running.tell(Ticked(), after_s=1.0) == [Start("worker")]
+    assert running.tell(Ticked(), after_s=29.0) == []
+    assert running.tell(Ticked(), after_s=1.0) == [Kill("worker")]
+    running.tell(Exited("worker", -9))
+    assert running.tell(Ticked(), after_s=1.0) == [Start("worker")]
+    assert running.machine.end is None
+
+
 @pytest.mark.parametrize("role", ["engine", "router"])
 def test_the_death_of_what_cannot_be_replaced_ends_the_run(running: Stage, role: str) -> None:
     running.tell(Exited(role, -9))
