@@ -51,7 +51,7 @@ class Journal:
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self._take_lock()
-            self._starts = sorted(map(_start_of, folder.glob(f"*{_SUFFIX}")))
+            self._starts = sorted(map(_start_of, _segments(folder)))
             self._end = self._starts[0] if self._starts else 0
             if self._starts:
                 self._reopen()
@@ -178,6 +178,13 @@ class Journal:
         self._file = file
         self._starts.append(self._end)
         self._end += len(MAGIC)
+
+
+def _segments(folder: Path) -> list[Path]:
+    try:
+        return list(folder.glob(f"*{_SUFFIX}"))
+    except OSError as error:
+        raise JournalError(f"{folder}: {error.strerror}") from None
 
 
 def _start_of(path: Path) -> int:

@@ -32,6 +32,8 @@ IDLE_S, PROBE_S, DEAD_S = 30, 10, 60
 """A silent peer is probed by the kernel after the first, each second, and is gone after the third:
 who lost power, or stands behind a firewall that forgot it, says no goodbye (tcp(7), keepalive and
 TCP_USER_TIMEOUT). A stopped process is not gone: its kernel answers."""
+SPARE_DESCRIPTORS = 16
+"""A socket, and zmq's own at the first, take up to 12."""
 LINGER_MS = 200
 """How long a closed socket may still send what was queued."""
 _DONTWAIT, _POLLIN = int(zmq.DONTWAIT), int(zmq.POLLIN)
@@ -42,7 +44,10 @@ class Doorbell:
     """Wakes a thread that waits in `wait`; `ring` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            raise _no_socket(str(error.strerror)) from None
 
     def fileno(self) -> int:
         return self._fd
@@ -212,11 +217,11 @@ def wait(sockets: Sequence[Hub | Dialer], doorbell: Doorbell | None, timeout_s: 
 
 
 def _open(kind: int, max_frame_bytes: int) -> "zmq.Socket[bytes]":
+    _check_room()
     try:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     except zmq.ZMQError as error:
-        why = str(error.strerror).lower()
-        raise AddressError(f"no socket can be opened: {why}; raise the limit: ulimit -n") from None
+        raise _no_socket(str(error.strerror)) from None
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
@@ -227,6 +232,24 @@ def _open(kind: int, max_frame_bytes: int) -> "zmq.Socket[bytes]":
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, (DEAD_S - IDLE_S) // PROBE_S)
     socket.setsockopt(zmq.TCP_MAXRT, DEAD_S * 1000)
     return socket
+
+
+def _check_room() -> None:
+    """AddressError where few descriptors are left: zmq aborts the process that lacks one."""
+    spare: list[int] = []
+    try:
+        while len(spare) < SPARE_DESCRIPTORS:
+            spare.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise _no_socket(str(error.strerror)) from None
+    finally:
+        for each in spare:
+            os.close(each)
+
+
+def _no_socket(why: str) -> AddressError:
+    limit = "raise the limit: ulimit -n"
+    return AddressError(f"no socket can be opened: {why.lower()}; {limit}")
 
 
 # pyzmq's own multipart calls combine enum flags and look at each frame again: 10 us where three

@@ -100,11 +100,11 @@ class RolloutClient:
             earlier = book.began if keep else None
             client_id = (earlier and earlier.client_id) or new_id("c")
             hub = undo.enter_context(closing(listen(bind, earlier.sink if earlier else "", keys)))
-            dialer = Dialer(router, client_id, keys)
+            dialer = undo.enter_context(closing(Dialer(router, client_id, keys)))
+            settings = AsksSettings(client_id=client_id, sink=hub.address, weight=weight, keep=keep)
+            self._intake = Intake(hub, dialer, book, settings)
             undo.pop_all()
         self.address = hub.address
-        settings = AsksSettings(client_id=client_id, sink=hub.address, weight=weight, keep=keep)
-        self._intake = Intake(hub, dialer, book, settings)
 
     def start(self) -> None:
         """Begin to serve; what the journal holds of earlier runs is handed out first."""
