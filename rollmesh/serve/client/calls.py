@@ -19,12 +19,13 @@ own folder. Driven by evaluation.py and by users' own code.
 
 import asyncio
 import math
+import os
 import secrets
 import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Required, Self, TypedDict, Unpack
 
@@ -32,6 +33,7 @@ from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import ClientClosed, ConfigError, GroupCancelled, Overloaded
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import EVAL_SAMPLING, SamplingPolicy, Task
+from rollmesh.envs.scratch import LOCK, PREFIX, sweep
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
 from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S
 from rollmesh.serve.client.client import RolloutClient
@@ -60,6 +62,12 @@ class CallOptions(TypedDict, total=False):
     is_eval: bool
     patience_s: float
     """How long a full mesh is asked again; 0: Overloaded at once."""
+
+
+def leave_sweepable(folder: Path) -> None:
+    """Should we be killed, the lock that the journal holds is free, and `sweep` finds it so."""
+    with suppress(OSError):  # no links on this disk: then the folder stays
+        os.link(folder / "journal" / LOCK, folder / LOCK)
 
 
 def check_options(options: CallOptions) -> None:
@@ -96,9 +104,10 @@ class AsyncRolloutClient:
         if keep and folder is None:
             raise ConfigError("keep: name a folder, by which the next client finds what is kept")
         with ExitStack() as undo:
+            is_scratch = folder is None
             if folder is None:
-                scratch = tempfile.TemporaryDirectory(prefix="rollmesh-")
-                folder = Path(undo.enter_context(scratch))
+                sweep()
+                folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)))
             self._client = RolloutClient(
                 router,
                 journal or JournalConfig(),
@@ -109,6 +118,8 @@ class AsyncRolloutClient:
                 keep=keep,
             )
             undo.callback(self._client.close)
+            if is_scratch:
+                leave_sweepable(folder)
             self._undo = undo.pop_all()
         self._calls: dict[GroupId, Call | None] = {}
         """Open groups; None for those that `stream` hands out."""

@@ -1,6 +1,9 @@
 """AsyncRolloutClient on real sockets, with a router by hand."""
 
 import asyncio
+import os
+import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -301,3 +304,29 @@ async def test_router_of_another_machine_wants_keys(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("ROLLMESH_KEYS", raising=False)
     with pytest.raises(AddressError, match="set ROLLMESH_KEYS to the mesh's key file"):
         AsyncRolloutClient("tcp://192.0.2.7:5555")
+
+
+KILLED = """
+import os, sys
+from rollmesh.serve.client.calls import AsyncRolloutClient
+client = AsyncRolloutClient(sys.argv[1])
+os._exit(9)
+"""
+
+
+async def test_scratch_of_a_killed_client_goes_when_the_next_begins_and_no_living_ones(
+    router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", KILLED, router.hub.address), env={"TMPDIR": str(tmp_path)}
+    )
+    assert await killed.wait() == 9
+    [left] = os.listdir(tmp_path)
+    async with AsyncRolloutClient(router.hub.address):
+        [own] = os.listdir(tmp_path)
+        assert own != left
+        async with AsyncRolloutClient(router.hub.address):
+            assert len(os.listdir(tmp_path)) == 2
+        assert os.listdir(tmp_path) == [own]
+    assert os.listdir(tmp_path) == []
