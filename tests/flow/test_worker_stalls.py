@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.serve.client.client import Finished, RolloutClient
-from tests.flow.chaos_client import check_journal
+from tests.flow.chaos_client import GROUP_SIZE, check_journal
 from tests.flow.worker_mesh import Mesh, ask, open_mesh, take
 
 HERE = Path(__file__).parent
@@ -99,20 +99,21 @@ async def test_result_of_a_stopped_worker_and_of_its_heir_count_once(mesh: Mesh)
     env = "storm:Storm"
     stopped = await asyncio.to_thread(mesh.worker, "worker-0", env)
     mesh.engine.hold()
-    words = [str(HERE / "chaos_client.py"), mesh.router.ready.address, "client", "1", "leave"]
+    words = [str(HERE / "chaos_client.py"), mesh.router.ready.address, "client", "4", "leave"]
     client = await asyncio.create_subprocess_exec(
         sys.executable, *words, cwd=mesh.folder, stdout=asyncio.subprocess.PIPE
     )
-    await mesh.engine.until(lambda: mesh.engine.num_live == 2)
-    os.kill(client.pid, signal.SIGSTOP)  # it acks nothing, so both results wait for it
+    await mesh.engine.until(lambda: mesh.engine.num_live == 4 * GROUP_SIZE)
+    os.kill(client.pid, signal.SIGSTOP)  # it acks nothing, so all results wait for it
     await mesh.engine.release()
-    await mesh.until(lambda: mesh.worker_status("worker-0")["held_bytes"])
+    await mesh.until(lambda: mesh.worker_status("worker-0")["num_finished"] == 4 * GROUP_SIZE)
     os.kill(stopped.popen.pid, signal.SIGSTOP)
     await asyncio.to_thread(mesh.worker, "worker-1", env)
-    await mesh.until(lambda: mesh.worker_status("worker-1")["held_bytes"])
+    await mesh.until(lambda: mesh.worker_status("worker-1")["num_finished"] == 4 * GROUP_SIZE)
     os.kill(stopped.popen.pid, signal.SIGCONT)
     os.kill(client.pid, signal.SIGCONT)
     out, _ = await client.communicate()
-    assert (client.returncode, out) == (0, b"t0 finished\n")
+    assert client.returncode == 0
+    assert sorted(out.splitlines()) == [b"t%d finished" % number for number in range(4)]
     check_journal(mesh.folder / "client")
     await mesh.until(lambda: not any(row["held_bytes"] for row in mesh.status()["workers"]))
