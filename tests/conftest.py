@@ -6,8 +6,9 @@ are tested. Driven by pytest.
 
 import asyncio
 import contextlib
+import gc
 import inspect
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,15 @@ async def _no_task_left() -> AsyncIterator[None]:
         await asyncio.sleep(0)
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
     assert not left, f"tasks left behind: {', '.join(str(task.get_coro()) for task in left)}"
+
+
+@pytest.fixture
+def young_heap() -> Iterator[None]:
+    """The collector, and who asks it for every object, sees those that are made from now on."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -1,6 +1,7 @@
 """Garbage at a client's sink and from a router: it is passed over, and the work goes on."""
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
@@ -70,11 +71,15 @@ class VandalRouter:
         wanted = set(kinds)
         for _ in range(int(PATIENCE_S / 0.05)):
             wait([self.hub], None, 0.05)
-            for route, packet in self.hub.receive():
-                self.heard.setdefault(route, []).append(packet.message)
+            self.hear()
             if wanted <= {type(message) for each in self.heard.values() for message in each}:
                 return
         raise AssertionError(f"not all of {wanted} came")
+
+    def hear(self) -> None:
+        """What has come so far."""
+        for route, packet in self.hub.receive():
+            self.heard.setdefault(route, []).append(packet.message)
 
     def first(self, kind: type[Any]) -> Any:
         """The first of its kind that has come."""
@@ -83,9 +88,24 @@ class VandalRouter:
 
     def vandalise(self) -> None:
         self.hub.socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
-        for route in self.heard:
+        # Not all routes that were heard: what came by the socket that a worker had while it loaded
+        # may stand under a name that zmq made up when another took its own.
+        for route in (b"w0", b"w0.beat"):
             for frames in nonsense(seed=2, number=NUM_MESSAGES):
+                self._send(route, frames)
+
+    def _send(self, route: bytes, frames: list[bytes]) -> None:
+        # Between the two sockets there is none.
+        for _ in range(int(PATIENCE_S / 0.05)):
+            try:
                 self.hub.socket.send_multipart([route, *frames])
+                return
+            except zmq.ZMQError as error:
+                if error.errno != errno.EHOSTUNREACH:
+                    raise
+            wait([self.hub], None, 0.05)
+            self.hear()
+        raise AssertionError(f"{route!r} did not come back")
 
     def close(self) -> None:
         self.hub.close()

@@ -131,6 +131,7 @@ def ours() -> Counter[str]:
 
 
 @pytest.mark.parametrize("capturing", [captured_in_tokens, captured_by_relay])
+@pytest.mark.usefixtures("young_heap")
 async def test_no_object_of_a_call_outlives_its_session(
     tmp_path: Path, capturing: Capturing
 ) -> None:
