@@ -294,9 +294,8 @@ async def test_keys_are_those_of_the_file_that_the_environment_names(
     guarded.hub.close()
     guarded.hub = Hub("tcp://127.0.0.1:0", read_keys())
     async with asyncio.timeout(PATIENCE_S), AsyncRolloutClient(guarded.hub.address) as client:
-        running = asyncio.create_task(client.run(TASK, env="guess"))
-        await next_ask(guarded)
-        running.cancel()
+        asked = await client.ask(TASK, 1, env="guess")
+        assert (await next_ask(guarded)).group_id == asked
     guarded.hub.close()
 
 
