@@ -32,6 +32,8 @@ IDLE_S, PROBE_S, DEAD_S = 30, 10, 60
 """A silent peer is probed by the kernel after the first, each second, and is gone after the third:
 who lost power, or stands behind a firewall that forgot it, says no goodbye (tcp(7), keepalive and
 TCP_USER_TIMEOUT). A stopped process is not gone: its kernel answers."""
+HANDSHAKE_S = 10.0
+"""Whoever has not shown its keys by then, or is no peer at all, is cut off."""
 SPARE_DESCRIPTORS = 16
 """A socket, and zmq's own at the first, take up to 12."""
 LINGER_MS = 200
@@ -226,6 +228,7 @@ def _open(kind: int, max_frame_bytes: int) -> "zmq.Socket[bytes]":
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, IDLE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, PROBE_S)

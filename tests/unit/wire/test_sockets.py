@@ -1,6 +1,7 @@
 """Hub and Dialer on real loopback sockets: nothing blocks, nothing malformed is fatal."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 import zmq
 
 from rollmesh.core.errors import AddressError
+from rollmesh.wire import sockets
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import ClientBeat, ClientHello, RouterHello
 from rollmesh.wire.sockets import QUEUE_MESSAGES, Dialer, Doorbell, Hub, wait
@@ -223,6 +225,19 @@ def test_what_is_sent_again_and_waits_is_in_memory_once() -> None:
         for _ in range(64):
             assert to_nobody.send(Packet(ClientHello("c"), body=long, buffers=(long,)))
         assert psutil.Process().memory_info().rss - before < 64 * len(long)
+
+
+@pytest.mark.parametrize("said", [b"", b"\xff", b"\xff" + bytes(8) + b"\x7f\x03"])
+def test_a_connection_that_does_not_get_on_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(sockets, "HANDSHAKE_S", 0.2)
+    with closing(Hub("tcp://127.0.0.1:0")) as hub:
+        port = int(hub.address.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as stranger:
+            stranger.sendall(said)
+            while stranger.recv(100):  # its half of the handshake, then the end
+                pass
 
 
 KEEPALIVE, ESTABLISHED = "02", "01"
