@@ -2,8 +2,8 @@
 
 Owns a Dialer of its own. Each probe asks the loop to answer; one that takes longer than `STALL_S`
 is a stall, and the function on the loop's stack at that moment is named in the next beat and in the
-log. Invariants: nothing here waits for the loop; what it reads of the worker are plain numbers.
-Driven by its own thread, from `start` to `close`.
+log. Invariants: nothing here waits for the loop; what it reads of the worker are plain numbers; no
+fault of one turn ends the thread. Driven by its own thread, from `start` to `close`.
 """
 
 import asyncio
@@ -80,6 +80,8 @@ class Beats:
         self._lag_s = 0.0
         self._stalled_in = ""
         self._owed: _Owed | None = None
+        self._last_fault = ""
+        """Of this thread; said once, since it may come with each turn."""
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -99,10 +101,18 @@ class Beats:
         while not self._closing.is_set():
             if time.monotonic() >= next_beat_s:
                 next_beat_s = time.monotonic() + self._settings.beat_s
-                self._beat()
-            self._listen()
-            self._probe()
+                self._try(self._beat)
+            self._try(self._listen)
+            self._try(self._probe)
             self._closing.wait(min(PROBE_S, max(0.0, next_beat_s - time.monotonic())))
+
+    def _try(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:  # door: a worker that lives must not be lost for one fault here
+            if str(error) != self._last_fault:
+                self._last_fault = str(error)
+                log.exception("beat.failed")
 
     def _beat(self) -> None:
         vitals = self._vitals()

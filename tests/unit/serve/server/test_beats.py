@@ -57,6 +57,21 @@ async def test_beat_carries_the_vitals_and_the_memory(hub: Hub) -> None:
     assert beat.stalled_in == ""
 
 
+async def test_fault_of_one_beat_does_not_end_the_others(hub: Hub) -> None:
+    faults = iter([OSError("too many open files"), MemoryError()])
+
+    def vitals() -> Vitals:
+        if fault := next(faults, None):
+            raise fault
+        return VITALS
+
+    beats = Beats(BeatSettings("w1", hub.address, 0.02), None, vitals, lambda _: None)
+    beats.start(asyncio.get_running_loop())
+    _, beat = await asyncio.to_thread(next_beat, hub)
+    beats.close()
+    assert beat.num_running == 3
+
+
 async def test_held_loop_does_not_stop_the_beats_and_is_named(hub: Hub) -> None:
     beats = new_beats(hub, [])
     beats.start(asyncio.get_running_loop())
