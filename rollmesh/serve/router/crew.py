@@ -177,7 +177,7 @@ class Crew:
 
     def _replace(self, worker: Worker, life: Life) -> None:
         # On another host the earlier one may go on, unheard: then it was no task that ended it.
-        is_certain = not life.host or life.host == worker.life.host
+        is_certain = life.host == worker.life.host
         self._bury(worker, "its process was replaced", is_certain=is_certain)
 
     def _bury(self, worker: Worker, cause: str, *, is_certain: bool = True) -> None:

@@ -42,14 +42,14 @@ class Asker(Node):
 
     def _tell(self, event: Event) -> None:
         """Step the asks, and do what they say."""
-        self._do_asks(self.asks.step(event, self._kernel.now_s()))
+        self._do_asks(self.asks.step(event, self._kernel.now_s(self)))
 
     def _receive(self, source: str, packet: Packet) -> None:
         event = Received(source.encode(), packet.message, packet.body, packet.router)
         if source == "router":
             self._tell(event)
             return
-        for action in self.sink.step(event, self._kernel.now_s()):
+        for action in self.sink.step(event, self._kernel.now_s(self)):
             self._do_sink(action)
 
     def _do_asks(self, actions: list[Action]) -> None:
@@ -60,7 +60,7 @@ class Asker(Node):
                     packet = Packet(action.message, self.asks.router, action.body)
                     self._network.send(self, "router", packet)
                 case AskEnded():
-                    for booked in self.sink.step(action, self._kernel.now_s()):
+                    for booked in self.sink.step(action, self._kernel.now_s(self)):
                         self._do_sink(booked)
 
     def _do_sink(self, action: SinkAction) -> None:
@@ -76,7 +76,7 @@ class Asker(Node):
                 self._booked(group_id)
 
     def _keep(self, keep: Keep) -> None:
-        for action in self.sink.step(Kept(keep), self._kernel.now_s()):
+        for action in self.sink.step(Kept(keep), self._kernel.now_s(self)):
             self._do_sink(action)
         self._tell(Arrived(keep.message.group_id))
         self._kept(keep)

@@ -19,6 +19,8 @@ class Node:
         """Counts births; calls for an earlier life are dropped."""
         self.alive = True
         self.frozen_until_s = 0.0
+        self.ahead_s = 0.0
+        """Its machine's clock against the kernel's."""
 
     def start(self) -> None:
         """Begin to tick."""
@@ -49,8 +51,9 @@ class Kernel:
         self._agenda: list[tuple[float, int, Node | None, int, Callable[[], None]]] = []
         self._count = 0
 
-    def now_s(self) -> float:
-        return self.time_s
+    def now_s(self, node: Node | None = None) -> float:
+        """By the clock of `node`'s machine, or by that of nobody."""
+        return self.time_s + node.ahead_s if node else self.time_s
 
     def after(
         self,

@@ -40,7 +40,10 @@ CHAOS = Faults(
     recycle=0.03,
     drain=0.03,
     stop=0.03,
+    jump=0.01,
+    moved=0.2,
     env_failed=0.05,
+    double_client=0.15,
     nonsense=2.0,
 )
 SHORT, LONG = (600, 8), (1600, 20)
@@ -51,6 +54,7 @@ CALM_S = 120.0
 """Virtual time in which everything must have come to its end, once calm."""
 REST_S = 2.0
 """And stayed so."""
+JUMP_S = 60.0
 NUM_WORKERS = 4
 """The last one joins later; every other one is of another machine."""
 MAX_VISITORS = 5
@@ -99,6 +103,8 @@ class Mesh:
         self.launch.raise_in(self.kernel.rng.uniform(0.0, 3.0), self.workers[-1])
         self._welcome(keep=True)
         self._welcome(keep=False)
+        if self.network.strikes("double_client"):
+            self._welcome(keep=True, client_id=self.visitors[0].name)
 
     def chaos(self, num_events: int) -> None:
         """Run `num_events` events, with faults."""
@@ -139,9 +145,11 @@ class Mesh:
             is_local=index % 2 == 0,
         )
 
-    def _welcome(self, *, keep: bool) -> None:
+    def _welcome(self, *, keep: bool, client_id: str = "") -> None:
         name = f"visitor-{len(self.visitors)}"
-        visitor = Visitor(name, self.kernel, self.network, VISITOR_GROUPS, keep=keep)
+        visitor = Visitor(
+            name, self.kernel, self.network, VISITOR_GROUPS, keep=keep, client_id=client_id
+        )
         self.visitors.append(visitor)
         visitor.start()
 
@@ -155,6 +163,8 @@ class Mesh:
                 continue
             if network.strikes("freeze", FATE_S):
                 node.freeze(self.kernel.now_s() + rng.expovariate(0.7))
+            elif network.strikes("jump", FATE_S):
+                node.ahead_s += JUMP_S
             elif node is not self.client and network.strikes("crash", FATE_S):
                 self._crash(node)
         for worker in self.workers:

@@ -51,8 +51,14 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """Per second and worker: somebody tells the router to drain it."""
     stop: float = 0.0
     """Per second and worker: SIGTERM; it cuts short what does not end in a moment."""
+    jump: float = 0.0
+    """Per second and node: its machine was suspended, and its clock is a minute further at once."""
+    moved: float = 0.0
+    """Per start of a remote worker: it is on another host than before, under its old name."""
     env_failed: float = 0.0
     """Per start of a worker: its environment does not load."""
+    double_client: float = 0.0
+    """Per seed: two clients have one name, by mistake."""
     nonsense: float = 0.0
     """Per second: a message about nothing real, to anybody."""
 

@@ -81,7 +81,7 @@ class SimPublisher(Node):
         self._give(Received(ROUTER, packet.message, packet.body, packet.router))
 
     def _give(self, event: Event) -> None:
-        actions: list[Action] = self._publisher.step(event, self._kernel.now_s())
+        actions: list[Action] = self._publisher.step(event, self._kernel.now_s(self))
         self._network.transitions.watch("publisher", self._publisher.phases())
         for action in actions:
             match action:

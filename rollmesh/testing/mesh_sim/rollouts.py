@@ -45,6 +45,9 @@ class Runner(Protocol):
     def rollout_over(self, rollout: "SimRollout") -> None:
         """All turns are there, or an error is."""
 
+    def now_s(self) -> float:
+        """By its clock."""
+
     def strikes(self, fault: str) -> bool:
         """Whether this fault happens now."""
 
@@ -87,7 +90,7 @@ class SimRollout:
             stream=self._kernel.rng.random() < 0.5,
         )
         rid = f"{self._run.name}/{self.session_key}/{self._num_begun}"
-        self.machine = self._run.new_machine(request, SETTINGS, rid, self._kernel.now_s())
+        self.machine = self._run.new_machine(request, SETTINGS, rid, self._run.now_s())
         self.step(Joined())
         self.step(Ticked())
 
@@ -105,7 +108,7 @@ class SimRollout:
     def step(self, event: Event) -> None:
         """Give the turn's machine one event, carry out what follows."""
         machine, before = self.machine, self.machine.state
-        actions = machine.step(event, self._kernel.now_s())
+        actions = machine.step(event, self._run.now_s())
         self._run.note("generation", before, machine.state)
         ended = machine.state in (GenerationState.COMMITTED, GenerationState.VOID)
         if ended and before is not machine.state:

@@ -88,11 +88,11 @@ class SimRouter(Node):
 
     def _begin_life(self) -> None:
         self._num_groups = 0
-        self.ledger = self._network.machines.ledger(self._settings, self._kernel.now_s())
+        self.ledger = self._network.machines.ledger(self._settings, self._kernel.now_s(self))
         self.fleet = self._network.machines.fleet(FLEET)
 
     def _now_s(self) -> float:
-        return self._kernel.now_s()
+        return self._kernel.now_s(self)
 
     def _tick(self) -> None:
         self._do(self.ledger.step(Ticked(), self._now_s()))

@@ -26,9 +26,18 @@ class Visitor(Asker):
     """One client with one sink."""
 
     def __init__(
-        self, name: str, kernel: Kernel, network: Network, num_groups: int, *, keep: bool
+        self,
+        name: str,
+        kernel: Kernel,
+        network: Network,
+        num_groups: int,
+        *,
+        keep: bool,
+        client_id: str = "",
     ) -> None:
+        """`client_id` is its name to the router, where that is another's too."""
         super().__init__(name, kernel, network)
+        self._client_id = client_id or name
         self.keep = keep
         self.asked: dict[GroupId, Asked] = {}
         """With the endings its journal: what it wanted."""
@@ -67,7 +76,7 @@ class Visitor(Asker):
 
     def _begin_life(self) -> None:
         settings = AsksSettings(
-            client_id=self.name,
+            client_id=self._client_id,
             sink=self.name,
             beat_s=BEAT_S,
             weight=self._weight,

@@ -87,6 +87,7 @@ class SimWorker(Node):
     ) -> None:
         super().__init__(name)
         self.is_local = is_local
+        self._host = "here" if is_local else "there"
         self.beater = Node(f"{name}.beat")
         self.kills: dict[GroupId, int] = {}
         """How often each group has killed this worker's process, in all its lives."""
@@ -120,6 +121,8 @@ class SimWorker(Node):
     def restart(self) -> None:
         super().restart()
         self.beater.restart()
+        if not self.is_local and self._network.strikes("moved"):
+            self._host = f"there-{self.life}"
         self._forget_all()
         if self._network.strikes("env_failed"):
             failed = EnvFailed(
@@ -142,15 +145,15 @@ class SimWorker(Node):
 
     def stop(self) -> None:
         """As SIGTERM: it has a moment for what it runs, and another to deliver."""
-        self._do(self.duties.step(StopAsked("the worker was stopped"), self._kernel.now_s()))
+        self._do(self.duties.step(StopAsked("the worker was stopped"), self._kernel.now_s(self)))
         self._kernel.after(DRAIN_S, self._cut_short, self)
 
     def wear_out(self) -> None:
         """It has served long enough."""
-        self._do(self.duties.step(WornOut("so many rollouts"), self._kernel.now_s()))
+        self._do(self.duties.step(WornOut("so many rollouts"), self._kernel.now_s(self)))
 
     def _cut_short(self) -> None:
-        self._do(self.duties.step(Stopping("the worker was stopped"), self._kernel.now_s()))
+        self._do(self.duties.step(Stopping("the worker was stopped"), self._kernel.now_s(self)))
         if self.alive:
             self._kernel.after(FAREWELL_S, self._go, self)
 
@@ -179,7 +182,7 @@ class SimWorker(Node):
                 max_rollouts=6,
                 pid=self._pid,
                 started_s=float(self._pid),
-                host="here" if self.is_local else "there",
+                host=self._host,
                 outbox=OutboxSettings(resend_s=0.5, max_resend_s=2.0, delivery_timeout_s=10.0),
             )
         )
@@ -190,7 +193,7 @@ class SimWorker(Node):
         for rollouts in list(self.groups.values()):
             for rollout in rollouts:
                 rollout.tick()
-        self._do(self.duties.step(Ticked(), self._kernel.now_s()))
+        self._do(self.duties.step(Ticked(), self._kernel.now_s(self)))
         if self.alive:
             self._kernel.after(TICK_S, self._tick, self)
 
@@ -223,7 +226,7 @@ class SimWorker(Node):
             self._tell_of_fleet()
         route = ROUTER if source == "router" else source.encode()
         event = Received(route, packet.message, packet.body, packet.router)
-        self._do(self.duties.step(event, self._kernel.now_s()))
+        self._do(self.duties.step(event, self._kernel.now_s(self)))
 
     def _tell_of_fleet(self) -> None:
         for rollout in [each for group in self.groups.values() for each in group]:
@@ -280,7 +283,7 @@ class SimWorker(Node):
     def _tell_ended(self, group_id: GroupId, *, complete: bool, payload: bytes = b"done") -> None:
         self.payloads[group_id] = payload
         ended = Ended(group_id, complete, len(payload))
-        self._do(self.duties.step(ended, self._kernel.now_s()))
+        self._do(self.duties.step(ended, self._kernel.now_s(self)))
 
     def _body(self, send: Send) -> Buffer:
         group_id = getattr(send.message, "group_id", None)
@@ -299,6 +302,9 @@ class SimWorker(Node):
         self._network.transitions.watch(f"outbox@{self.name}", states)
 
     # what rollouts need
+
+    def now_s(self) -> float:
+        return self._kernel.now_s(self)
 
     def strikes(self, fault: str) -> bool:
         return self._network.strikes(fault)
@@ -358,7 +364,7 @@ class SimWorker(Node):
         if rollout.machine is machine:
             rollout.step(event)
         else:
-            machine.step(event, self._kernel.now_s())
+            machine.step(event, self._kernel.now_s(self))
 
 
 def is_lost(row: EngineRow | None, incarnation: str) -> bool:
