@@ -57,7 +57,9 @@ class Vandal:
             lambda: ClientBeat(client, 0): 2,
             lambda: ClientLeft(client): 1,
             lambda: WorkerHello(worker, "guess", room, pid, "h", holds, started_s): 3,
+            lambda: WorkerHello(worker, "guess", room, pid, "h", holds, started_s, time_s): 1,
             lambda: _beat(worker, count, time_s, started_s): 4,
+            lambda: _beat(worker, count, time_s, started_s, "worn"): 1,
             lambda: WorkerLeft(worker, "left"): 1,
             lambda: EnvFailed(worker, "guess", "broken"): 1,
             lambda: GroupStarted(group, attempt): 3,
@@ -76,5 +78,9 @@ class Vandal:
         return HeldGroup(self._group(), self.rng.choice(ATTEMPTS), self.rng.random() < 0.3)
 
 
-def _beat(worker: str, num_running: int, lag_s: float, started_s: float) -> WorkerBeat:
-    return WorkerBeat(worker, num_running, True, 0, lag_s, 0, 0, 0, 0, started_s=started_s)
+def _beat(
+    worker: str, num_running: int, lag_s: float, started_s: float, state: str = "serving"
+) -> WorkerBeat:
+    return WorkerBeat(
+        worker, num_running, True, 0, lag_s, 0, 0, 0, 0, state=state, started_s=started_s
+    )
