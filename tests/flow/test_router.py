@@ -2,11 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-
-import pytest
 
 from rollmesh.core.ids import GroupId
 from rollmesh.wire.frames import Packet
@@ -27,19 +24,6 @@ from rollmesh.wire.messages import (
     WorkerHello,
 )
 from tests.flow.router_process import Peer, RouterProcess, Town, ask, until
-
-
-@pytest.fixture
-def town() -> Iterator[Town]:
-    town = Town()
-    yield town
-    town.close()
-
-
-@pytest.fixture
-def router(tmp_path: Path) -> Iterator[RouterProcess]:
-    with RouterProcess(tmp_path) as running:
-        yield running
 
 
 def test_a_group_goes_to_a_worker_and_its_body_unchanged(router: RouterProcess, town: Town) -> None:

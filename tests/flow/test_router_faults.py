@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -45,19 +45,6 @@ from tests.flow.router_process import (
 )
 
 LOCAL_DEATH_S = 2.0
-
-
-@pytest.fixture
-def town() -> Iterator[Town]:
-    town = Town()
-    yield town
-    town.close()
-
-
-@pytest.fixture
-def router(tmp_path: Path) -> Iterator[RouterProcess]:
-    with RouterProcess(tmp_path) as running:
-        yield running
 
 
 def serves(router: RouterProcess, town: Town, seq: int = 1000) -> None:

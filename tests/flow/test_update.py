@@ -88,7 +88,7 @@ def engine(models: list[Path]) -> Iterator[str]:
 
 
 @pytest.fixture
-def router(engine: str, tmp_path: Path) -> Iterator[str]:
+def router_address(engine: str, tmp_path: Path) -> Iterator[str]:
     """The address of a router that knows the engine."""
     settings = ["--set", f"run.folder={tmp_path}", "--set", "router.beat_s=0.1"]
     process = Process("rollmesh.cli.main", "router", *settings, "--engine", engine)
@@ -136,15 +136,15 @@ class Worker:
 
 
 @pytest.fixture
-async def worker(router: str) -> AsyncIterator[Worker]:
-    worker = Worker(router)
+async def worker(router_address: str) -> AsyncIterator[Worker]:
+    worker = Worker(router_address)
     yield worker
     await worker.close()
 
 
 @pytest.fixture
-async def shell(router: str) -> AsyncIterator[PublishShell]:
-    shell = PublishShell(router, PublishConfig(probe_tolerance=0.01))
+async def shell(router_address: str) -> AsyncIterator[PublishShell]:
+    shell = PublishShell(router_address, PublishConfig(probe_tolerance=0.01))
     yield shell
     await shell.close()
 
@@ -210,11 +210,11 @@ async def test_probe_of_other_weights_fences_the_engine_until_the_right_ones_com
 
 
 async def test_publisher_that_vanishes_in_mid_update_wedges_no_turn(
-    worker: Worker, router: str, engine: str
+    worker: Worker, router_address: str, engine: str
 ) -> None:
     turn = worker.start("turn", stream=True, num_tokens=60)
     assert await turn.wait(5)
-    publisher = Dialer(router, "doomed publisher")
+    publisher = Dialer(router_address, "doomed publisher")
     publisher.send(Packet(BeginUpdate(1, engine, 1, 0.5)))
     async with HttpClient() as http:
         await EngineClient(engine, http).pause()

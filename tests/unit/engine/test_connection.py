@@ -1,7 +1,6 @@
 """One connection: answers of every kind, and peers that do not keep to HTTP."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -18,13 +17,6 @@ from tests.unit.engine.http_peer import (
     saying,
     serving,
 )
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[HttpClient]:
-    async with HttpClient() as client:
-        yield client
-    assert client.num_connections == 0
 
 
 async def test_connection_is_used_again_after_each_kind_of_answer(client: HttpClient) -> None:

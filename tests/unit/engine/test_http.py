@@ -4,7 +4,6 @@ import asyncio
 import shutil
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from rollmesh.core.errors import AddressError, EngineUnavailable
 from rollmesh.engine import connection, http
 from rollmesh.engine.http import HttpClient, target
 from tests.unit.engine.http_peer import CHUNKED, OK, PATIENCE_S, Ear, Wire, forever, get, serving
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[HttpClient]:
-    async with HttpClient() as client:
-        yield client
-    assert client.num_connections == 0
 
 
 async def test_request_is_its_head_and_the_pieces_of_its_body(client: HttpClient) -> None:

@@ -1,0 +1,21 @@
+"""A router as a process of its own, and peers of it by hand."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.flow.router_process import RouterProcess, Town
+
+
+@pytest.fixture
+def town() -> Iterator[Town]:
+    town = Town()
+    yield town
+    town.close()
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[RouterProcess]:
+    with RouterProcess(tmp_path) as running:
+        yield running

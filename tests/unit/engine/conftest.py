@@ -1,0 +1,14 @@
+"""Our HTTP client, which leaves no connection behind."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rollmesh.engine.http import HttpClient
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[HttpClient]:
+    async with HttpClient() as client:
+        yield client
+    assert client.num_connections == 0
