@@ -9,11 +9,13 @@ Invariants: every group asked for is handed out by `take` once, as Finished or a
 reason; what was handed out is in the journal, and a new client on the same folder hands out again
 what was neither trained nor marked as done with. With `keep` that new client also goes on with
 what is open: it has the same name in the mesh and listens where the old one did. Every method may
-be called from any thread and none waits for the network. Driven by the trainer, calls.py, and
+be called from any thread and none waits for the network; in a forked process they are errors.
+Driven by the trainer, calls.py, and
 users' own code.
 """
 
 import math
+import os
 import socket
 import threading
 import time
@@ -93,6 +95,7 @@ class RolloutClient:
         self._next_seq = 0
         self._num_open = 0
         self._is_closed = False
+        self._pid = os.getpid()
         with ExitStack() as undo:
             bind = bind or f"tcp://{facing(router)}:0"
             check_told(bind)
@@ -149,6 +152,7 @@ class RolloutClient:
         it; ClientClosed after `close`. While the journal is over its byte budget asks are held
         back, and the log says so.
         """
+        self._check_ours()
         check_terms(Terms(env, num_samples, priority, deadline_s, patience_s))
         body = encode_ask(GroupAsk(task=task, sampling=sampling, seed=seed, is_eval=is_eval))
         with self._lock:
@@ -181,6 +185,7 @@ class RolloutClient:
 
         Raises what ended the client's own thread, if anything did.
         """
+        self._check_ours()
         arrivals = self._intake.take(timeout_s)
         with self._lock:
             self._num_open -= sum(each.group_id.run_id == self.run_id for each in arrivals)
@@ -201,6 +206,11 @@ class RolloutClient:
     def free(self, position: int) -> None:
         """After a checkpoint: no result before `position` is needed any more."""
         self._intake.command(Free(position))
+
+    def _check_ours(self) -> None:
+        """ClientClosed in a process that was forked from ours: nobody serves the client there."""
+        if os.getpid() != self._pid:
+            raise ClientClosed(f"this client is that of process {self._pid}: open another")
 
     def _note(self, entry: StepTaken | Published) -> None:
         written: Future[None] = Future()

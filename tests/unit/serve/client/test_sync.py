@@ -4,14 +4,18 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import ClientClosed, EnvFailed, GroupCancelled
-from rollmesh.core.types import Task
+from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Dropped, Finished
+from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.sync import SyncRolloutClient
 from rollmesh.wire.messages import AskGroup, CancelGroup, ClientLeft, GroupFailed
 from tests.unit.serve.client.fake_router import FakeRouter, deliver
@@ -143,13 +147,13 @@ def test_leaving_a_stream_is_having_had_what_it_brought(
     assert [arrival.group_id for arrival in client.stream()] != had
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_forked_process_is_told_and_does_not_wait(client: SyncRolloutClient) -> None:
+def told_in_a_fork(call: Callable[[], object]) -> str:
+    """The ClientClosed that `call` raises in a process that is forked from ours."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            client.run(TASK, env="guess")
+            call()
         except ClientClosed as error:
             os.write(writing, str(error).encode())
         finally:
@@ -158,4 +162,17 @@ def test_forked_process_is_told_and_does_not_wait(client: SyncRolloutClient) -> 
     told = os.read(reading, 1000)
     os.close(reading)
     os.waitpid(child, 0)
-    assert told == f"this client is that of process {os.getpid()}: open another".encode()
+    return told.decode()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_process_is_told_and_does_not_wait(
+    router: FakeRouter, client: SyncRolloutClient, tmp_path: Path
+) -> None:
+    why = f"this client is that of process {os.getpid()}: open another"
+    assert told_in_a_fork(lambda: client.run(TASK, env="guess")) == why
+    with closing(RolloutClient(router.hub.address, JournalConfig(), tmp_path)) as plain:
+        plain.start()
+        assert told_in_a_fork(lambda: plain.take(60.0)) == why
+        ask = {"env": "guess", "num_samples": 1, "sampling": SamplingPolicy(), "seed": 0}
+        assert told_in_a_fork(lambda: plain.ask(TASK, **ask)) == why  # type: ignore[arg-type]
