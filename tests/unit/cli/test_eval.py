@@ -8,6 +8,7 @@ import pytest
 from rollmesh.cli.eval import arguments, begin_folder, main, order_of
 from rollmesh.core.errors import UserError
 from rollmesh.core.types import FieldPolicy
+from rollmesh.serve.client import evaluation
 
 
 def refused(words: list[str]) -> str:
@@ -38,7 +39,10 @@ def out(tmp_path: Path) -> str:
         (["--set", "worker.nonsense=1"], "unknown key"),
     ],
 )
-def test_mistake_is_one_line(words: list[str], told: str, out: str) -> None:
+def test_mistake_is_one_line(
+    words: list[str], told: str, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "ANSWER_S", 0.2)
     assert told in refused(["--out", out, *words])
 
 

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from rollmesh.cli import healthy
 from rollmesh.cli.main import main
 from rollmesh.wire.sockets import Hub
 
@@ -70,6 +71,7 @@ def test_a_hub_is_healthy_and_hears_nothing_of_it() -> None:
 
 def test_an_open_port_alone_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setattr(healthy, "TIMEOUT_S", 0.2)
         monkeypatch.setenv("ROLLMESH_HEALTH", f"tcp://127.0.0.1:{listening.getsockname()[1]}")
         assert main(["healthy"]) == 1
 
