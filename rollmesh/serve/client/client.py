@@ -10,8 +10,7 @@ reason; what was handed out is in the journal, and a new client on the same fold
 what was neither trained nor marked as done with. With `keep` that new client also goes on with
 what is open: it has the same name in the mesh and listens where the old one did. Every method may
 be called from any thread and none waits for the network; in a forked process they are errors.
-Driven by the trainer, calls.py, and
-users' own code.
+Driven by the trainer, calls.py, and users' own code.
 """
 
 import math
