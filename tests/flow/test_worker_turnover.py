@@ -30,11 +30,13 @@ class TheEnv(Plain):
         return Transcript()
 """
 NUM_SAMPLES = 4
+ROUND = 20
+"""Groups that are asked for at a time."""
 SERVING = {"live", "worn"}
 
 
-def ask_for(client: RolloutClient, num_groups: int) -> None:
-    for number in range(num_groups):
+def ask_for(client: RolloutClient, numbers: range) -> None:
+    for number in numbers:
         task, policy = Task(id=f"t{number}"), SamplingPolicy()
         client.ask(task, env=ENV, num_samples=NUM_SAMPLES, sampling=policy, seed=7)
 
@@ -51,7 +53,7 @@ async def test_drain_in_a_burst_loses_nothing_and_runs_nothing_twice(tmp_path: P
         drained = await asyncio.to_thread(mesh.worker, "worker-0", ENV, max_rollouts=16)
         await asyncio.to_thread(mesh.worker, "worker-1", ENV, max_rollouts=16)
         client, cli = mesh.client(), Dialer(mesh.router.ready.address, "cli")
-        ask_for(client, num_groups)
+        ask_for(client, range(num_groups))
         early = await take(client, 6)
         cli.send(Packet(AskDrain(1, "worker-0", "make room")))
         arrivals = early + await take(client, num_groups - len(early))
@@ -102,21 +104,26 @@ async def mesh(tmp_path: Path) -> AsyncIterator[LaunchedMesh]:
             mesh.close()
 
 
+def recycled(mesh: LaunchedMesh) -> set[str]:
+    """The workers that have left so far; each because it was worn."""
+    log = (mesh.run / "logs" / "launch.log").read_bytes().splitlines()
+    events = [msgspec.json.decode(line) for line in log]
+    exits = [each for each in events if each["event"] == "child.exited"]
+    assert {each["code"] for each in exits} <= {RECYCLED}
+    return {each["child"] for each in exits}
+
+
 async def test_workers_that_are_worn_together_recycle_one_after_the_other(
     mesh: LaunchedMesh,
 ) -> None:
     client = RolloutClient(mesh.router().address, JournalConfig(), mesh.folder / "client")
     client.start()
-    num_groups = 80
+    num_groups = 0
     with Watch(mesh.router().http_address) as watch:
-        ask_for(client, num_groups)
-        arrivals = await take(client, num_groups)
-    assert {type(each) for each in arrivals} == {Finished}
+        while recycled(mesh) != {"worker-0", "worker-1"}:
+            ask_for(client, range(num_groups, num_groups + ROUND))
+            num_groups += ROUND
+            assert {type(each) for each in await take(client, ROUND)} == {Finished}
     check_ran_once(mesh.folder, num_groups)
     assert watch.fewest == 1
-    log = (mesh.run / "logs" / "launch.log").read_bytes().splitlines()
-    events = [msgspec.json.decode(line) for line in log]
-    exits = [each for each in events if each["event"] == "child.exited"]
-    assert {each["child"] for each in exits} == {"worker-0", "worker-1"}
-    assert {each["code"] for each in exits} == {RECYCLED}
     client.close()
