@@ -34,6 +34,7 @@ for seed in range(1000, 1000 + {NUM_PRINTED}):
     print(simulate(seed))
 """
 KEPT_SEEDS = {
+    1965: "an end that is heard before its goodbye: the attempt is excused late",
     200672: "a suspect was given to the worker that had just left",
     217273: "a doubled RunGroup reached two processes of one worker: one attempt killed both",
     4823: "a late hello of an ended process replaced the one that had followed it",
@@ -235,6 +236,13 @@ class LedgerThatForgivesKillers(Ledger):
         return super().step(event, now_s)
 
 
+class LedgerThatExcusesAll(Ledger):
+    def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
+        for group in self.book.groups.values():
+            group.excused = group.attempt
+        return super().step(event, now_s)
+
+
 class FleetThatHearsNoProbe(Fleet):
     def step(self, event: FleetEvent, now_s: float) -> list[FleetAction]:
         return [] if isinstance(event, EngineProbed) else super().step(event, now_s)
@@ -247,6 +255,7 @@ class FleetThatHearsNoProbe(Fleet):
         Machines(generation=LegThatForgetsAToken),
         Machines(ledger=LedgerWithoutATick),
         Machines(ledger=LedgerThatForgivesKillers),
+        Machines(ledger=LedgerThatExcusesAll),
         Machines(fleet=FleetThatHearsNoProbe),
     ],
 )

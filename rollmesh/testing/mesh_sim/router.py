@@ -62,6 +62,8 @@ class SimRouter(Node):
         )
         self._excuses: collections.Counter[GroupId] = collections.Counter()
         """In all its lives."""
+        self._given: dict[str, dict[GroupId, None]] = collections.defaultdict(dict)
+        """What each worker was ever told to run."""
         self._begin_life()
         network.attach(self, self._receive)
 
@@ -124,8 +126,8 @@ class SimRouter(Node):
         if isinstance(message, GroupReturned):
             self._excuses[message.group_id] += 1
         elif isinstance(message, WorkerLeft):
-            worker = self.ledger.crew.workers.get(message.worker_id)
-            self._excuses.update(list(worker.groups) if worker else ())
+            # Also of those that run elsewhere by now: its end may have been heard of before.
+            self._excuses.update(self._given[message.worker_id].keys())
 
     def _do(self, sends: list[Send]) -> None:
         groups = self.ledger.book.groups
@@ -185,6 +187,7 @@ class SimRouter(Node):
         elif isinstance(message, RunGroup):
             # A copy of it may run in the next process of that worker; that is no further attempt.
             most = self._settings.max_attempts + self._excuses[message.group_id]
+            self._given[send.route.decode()][message.group_id] = None
             assert message.attempt <= most, f"{message.group_id}: attempt {message.attempt}"
         packet = Packet(send.message, self.incarnation, send.body)
         self._network.send(self, send.route.decode(), packet)
