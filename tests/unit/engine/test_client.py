@@ -190,7 +190,7 @@ async def test_costly_streams_are_warned_of_once(
     client: EngineClient,
     is_incremental: bool,
     num_lines: int,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine.is_incremental = is_incremental
     for _ in range(2):
@@ -201,7 +201,7 @@ async def test_costly_streams_are_warned_of_once(
         await ear.until_told(1)
         await engine.release()
         await ear.until_over()
-    assert capsys.readouterr().out.count("engine.streams_cumulatively") == num_lines
+    assert caplog.text.count("engine.streams_cumulatively") == num_lines
 
 
 async def test_update_changes_the_weights(engine: ScriptedEngine, client: EngineClient) -> None:

@@ -69,7 +69,7 @@ async def test_an_engine_that_dies_is_left_and_taken_again_when_it_is_back() -> 
         assert keeper.rows()[0].incarnation != row.incarnation
 
 
-async def test_who_waits_for_an_engine_reads_why_once(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_who_waits_for_an_engine_reads_why_once(caplog: pytest.LogCaptureFixture) -> None:
     num_probes, is_enough = 0, asyncio.Event()
 
     def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -87,6 +87,5 @@ async def test_who_waits_for_an_engine_reads_why_once(capsys: pytest.CaptureFixt
             await is_enough.wait()
         running.cancel()
         await asyncio.wait([running])
-    told = capsys.readouterr().out
-    assert told.count("engine.unreachable") == 1
-    assert f"{host}:{port}: the connection was closed" in told
+    assert caplog.text.count("engine.unreachable") == 1
+    assert f"{host}:{port}: the connection was closed" in caplog.text

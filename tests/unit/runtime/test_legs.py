@@ -289,12 +289,12 @@ async def test_prompt_that_is_ready_json_is_resumed_from_the_exact_tokens(
 
 
 async def test_sick_engine_is_said_once_and_reported_for_each_leg(
-    engine: ScriptedEngine, bench: Bench, capsys: pytest.CaptureFixture[str]
+    engine: ScriptedEngine, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.faults.extend([Fault.ERROR] * 5)
     await asyncio.gather(*[bench.start().wait(TO_THE_END) for _ in range(5)])
     assert len(bench.faults) == 5
-    assert capsys.readouterr().out.count("engine.faulted") == 1
+    assert caplog.text.count("engine.faulted") == 1
 
 
 async def test_running_legs_of_a_sick_engine_go_on_elsewhere() -> None:
