@@ -108,6 +108,7 @@ async def test_sinks_that_were_all_just_used_are_heard_though_they_are_many() ->
         sink.send(route, Packet(GroupAcked(GroupId("r1", 1), 1, False)))
     async with asyncio.timeout(10):
         await all_heard.wait()
+    assert heard == {sink.address.encode() for sink in sinks}
     post.close()
     for hub in (router, *sinks):
         hub.close()
