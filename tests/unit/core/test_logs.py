@@ -23,14 +23,14 @@ log = logs.get_logger()
 @pytest.fixture(autouse=True)
 def _quiet_afterwards() -> Iterator[None]:
     root = logging.getLogger()
-    level = root.level
+    level, configured = root.level, structlog.get_config()
     yield
     logging.captureWarnings(False)
     for handler in [h for h in root.handlers if (h.name or "").startswith("rollmesh.")]:
         root.removeHandler(handler)
         handler.close()
     root.setLevel(level)
-    structlog.reset_defaults()
+    structlog.configure(**configured)
 
 
 def lines(folder: Path, role: str) -> list[dict[str, Any]]:
