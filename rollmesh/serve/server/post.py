@@ -8,11 +8,13 @@ its loop.
 """
 
 import asyncio
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
 
+from rollmesh.core.descriptors import share_in_use
 from rollmesh.core.errors import AddressError
 from rollmesh.core.logs import get_logger
 from rollmesh.wire.frames import Packet
@@ -28,6 +30,9 @@ MAX_SINKS, MAX_BUSY_SINKS = 64, 384
 """Dialled at the same time; the second while they may still owe an ack. zmq has 1,023 sockets."""
 ACK_S = 2.0
 """What is not acked in this time is sent again anyhow."""
+NUM_SPARE, FEW_LEFT_SHARE = 24, 0.8
+"""Descriptors held back, and given up where environment code has taken all others: a worker that
+leaves for that must still bring what it has to a sink that it had not dialled."""
 SILENT_S = 5.0
 """A router speaks each second; one that does not for so long is told of, each time later."""
 
@@ -50,6 +55,7 @@ class Post:
         self._router = Dialer(router, identity, keys)
         self._sinks: OrderedDict[bytes, _Sink] = OrderedDict()
         """The one used longest ago first."""
+        self._spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(NUM_SPARE)]
         self._news = News()
         self._news_of = ""
         """The router's incarnation as its news has it."""
@@ -84,6 +90,7 @@ class Post:
         for dialer in (self._router, *(each.dialer for each in self._sinks.values())):
             dialer.close()
         self._sinks.clear()
+        self._give_up_spare()
 
     def _send_router(self, packet: Packet) -> None:
         if not isinstance(packet.message, GroupStarted | GroupDelivered):
@@ -118,7 +125,7 @@ class Post:
         if sink is None:
             self._make_place(loop.time())
             try:
-                dialer = Dialer(route.decode("utf-8", "replace"), self._identity, self._keys)
+                dialer = self._dial(route.decode("utf-8", "replace"))
             except AddressError as error:
                 # The asking client's mistake; it gives up, or goes, and the group is cancelled.
                 log.error("sink.refused", error=str(error))
@@ -128,6 +135,19 @@ class Post:
         sink.used_s = loop.time()
         self._sinks.move_to_end(route)
         return sink.dialer
+
+    def _dial(self, address: str) -> Dialer:
+        try:
+            return Dialer(address, self._identity, self._keys)
+        except AddressError:
+            if not self._spare or share_in_use() < FEW_LEFT_SHARE:
+                raise
+        self._give_up_spare()
+        return Dialer(address, self._identity, self._keys)
+
+    def _give_up_spare(self) -> None:
+        while self._spare:
+            os.close(self._spare.pop())
 
     def _make_place(self, now_s: float) -> None:
         """For one more sink: those go that were used longest ago, and not just now, if may be."""
