@@ -1,6 +1,7 @@
 """Workers as real processes come and go: joined by hand, drained, worn out."""
 
 import asyncio
+import re
 import signal
 import socket
 import sys
