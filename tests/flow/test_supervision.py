@@ -172,7 +172,7 @@ async def test_a_crash_in_each_load_is_told_with_its_cause_and_ends_the_run(
     tmp_path: Path, engine: ScriptedEngine
 ) -> None:
     (tmp_path / "poisoned.py").write_text(CRASHES)
-    sections = {"worker": {"num_workers": 1}, "launch": {"max_restarts": 1}}
+    sections = {"worker": {"num_workers": 1}, "launch": {"max_restarts": 3}}
     mesh = LaunchedMesh(tmp_path, engine.url, env="poisoned:Poisoned", **sections)
     try:
         await asyncio.to_thread(mesh.until_ready, "router")
@@ -184,7 +184,7 @@ async def test_a_crash_in_each_load_is_told_with_its_cause_and_ends_the_run(
         assert isinstance(dropped, Dropped)
         assert dropped.reason == f"env_failed: worker-0 ended before it served {env}: {cause}"
         out, _ = await asyncio.to_thread(mesh.process.communicate, None, WITHIN_S)
-        reason = "worker-0 was ended by signal 11, the death number 2 within a minute"
+        reason = "worker-0 was ended by signal 11, the death number 4 within a minute"
         assert msgspec.json.decode(out)["end"] == {"code": 1, "reason": reason}
     finally:
         mesh.close()
