@@ -54,6 +54,22 @@ async def test_worker_past_its_memory_leaves_with_that_reason(mesh: Mesh) -> Non
     assert reason.endswith("bytes of memory, worker.max_rss_bytes = 1048576")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["leaves", "is killed"])
+async def test_worker_hears_again_when_another_of_its_name_is_gone(
+    mesh: Mesh, number: signal.Signals
+) -> None:
+    mine = await asyncio.to_thread(mesh.worker, "worker-0")
+    other = await asyncio.to_thread(mesh.worker, "worker-0")
+    await mesh.until(lambda: mesh.worker_status("worker-0").get("pid") == other.popen.pid)
+    other.popen.send_signal(number)
+    await leaves(other)
+    await mesh.until(lambda: mesh.worker_status("worker-0").get("pid") == mine.popen.pid)
+    client = mesh.client()
+    ask(client)
+    [finished] = await take(client)
+    assert isinstance(finished, Finished)
+
+
 LEAKY = """
 import resource
 

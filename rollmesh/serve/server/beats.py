@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.metrics import rss_bytes
 from rollmesh.serve.server.stack import whereabouts
@@ -25,8 +26,18 @@ log = get_logger()
 
 STARTED_S = time.time()
 """Of this process: read once, since hello and beats must say the same, whatever the clock does."""
+_PROCESS = new_id("p")
 STALL_S = 0.05
 PROBE_S = 0.1
+
+
+def identity(worker_id: str) -> str:
+    """What the sockets of this process are called.
+
+    Its own: zmq gives a name to who came last, and who had it before hears nothing more, though its
+    connection stands; so two workers of one id would be deaf in turn, and for good.
+    """
+    return f"{worker_id}.{_PROCESS}"
 
 
 class Vitals(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +84,7 @@ class Beats:
         self._settings = settings
         self._vitals = vitals
         self._hear = hear
-        self._dialer = Dialer(settings.router, f"{settings.worker_id}.beat", keys)
+        self._dialer = Dialer(settings.router, f"{identity(settings.worker_id)}.beat", keys)
         self._closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0

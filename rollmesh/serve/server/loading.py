@@ -22,7 +22,7 @@ from rollmesh.core.logs import readable
 from rollmesh.core.process import USAGE, pid_space
 from rollmesh.envs.env import Env
 from rollmesh.envs.loading import load_env
-from rollmesh.serve.server.beats import STARTED_S
+from rollmesh.serve.server.beats import STARTED_S, identity
 from rollmesh.serve.server.stack import whereabouts
 from rollmesh.serve.server.worker import WorkerSettings
 from rollmesh.wire.frames import Packet
@@ -84,7 +84,7 @@ def report(settings: WorkerSettings, error: str) -> None:
 
 def _tell(settings: WorkerSettings, message: WorkerHello | EnvFailed, for_s: float) -> None:
     """Say it again and again until the router answers, or the time is over."""
-    dialer = Dialer(settings.router, settings.worker_id, settings.keys)
+    dialer = Dialer(settings.router, identity(settings.worker_id), settings.keys)
     until_s = time.monotonic() + for_s
     is_heard = False
     while not is_heard and time.monotonic() < until_s:

@@ -22,7 +22,7 @@ from rollmesh.core.metrics import rss_bytes
 from rollmesh.core.process import pid_space
 from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import num_left_behind
-from rollmesh.serve.server.beats import STARTED_S, Vitals
+from rollmesh.serve.server.beats import STARTED_S, Vitals, identity
 from rollmesh.serve.server.duties import (
     Abort,
     Action,
@@ -94,7 +94,7 @@ class Worker:
             )
         )
         self._slots = Slots(config.worker.max_rollouts)
-        self._post = Post(settings.router, worker_id, settings.keys, self.hear)
+        self._post = Post(settings.router, identity(worker_id), settings.keys, self.hear)
         self._payloads: dict[GroupId, Payload] = {}
         self._tasks: dict[GroupId, asyncio.Task[Payload]] = {}
         self._num_left_behind = 0
