@@ -42,6 +42,8 @@ NUM_QUEUED = 1_000_000 // GROUP
 """Groups that wait while all workers are full."""
 ASK_BYTES = 1000
 TICKS_PER_BEAT = 2
+START_S = 10.0
+"""In so many seconds all that runs has begun."""
 MB = 1e6
 
 GOALS = [
@@ -77,6 +79,13 @@ class Mesh:
             sends += self._hear(client.encode(), ask, bytes(ASK_BYTES))
             self.num_asked += 1
         return sends
+
+    def start(self, runs: list[Send]) -> None:
+        """Workers begin these, one after the other: so each is confirmed at another time."""
+        for send in runs:
+            assert isinstance(send.message, RunGroup)
+            self.now_s += START_S / len(runs)
+            self._hear(send.route, GroupStarted(send.message.group_id, send.message.attempt))
 
     def finish(self, runs: list[Send], num_groups: int) -> None:
         """The next groups start and are delivered; each that ends makes room for another."""
@@ -161,6 +170,7 @@ def measure(is_quick: bool) -> dict[str, float]:
         lambda: runs.extend(mesh.ask(num_running)), num_running
     )
     runs = runs_in(runs)
+    mesh.start(runs)
     before = rss().rss
     figures["asks.us_if_queued"] = cpu_us(lambda: mesh.ask(NUM_QUEUED), NUM_QUEUED)
     queued_bytes = rss().rss - before
