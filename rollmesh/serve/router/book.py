@@ -16,11 +16,22 @@ from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import AnyMessage, GroupFailed, GroupMoved, GroupState
 
+CLIENT_LEFT = "client_left"
+"""Begins the reason of what was cancelled since its client has gone."""
+
 
 def moved(group: Group, reason: str = "") -> GroupMoved:
     """How `group` stands, and why."""
     group_id, attempt = group.group_id, group.attempt
     return GroupMoved(group_id, group.state, attempt, group.worker_id, group.excused, reason)
+
+
+def state_after(answer: GroupMoved | GroupFailed) -> GroupState:
+    """How a group ends of which this is said: whose client has gone is wanted by nobody."""
+    if isinstance(answer, GroupMoved):
+        return answer.state
+    gone = answer.reason.startswith(CLIENT_LEFT)
+    return GroupState.CANCELLED if gone else GroupState.FAILED
 
 
 def waiting_for(env: str, book: "Book") -> list[Group]:
@@ -137,7 +148,7 @@ class Book:
         assert not group.worker_id
         self.notes.add(answer, num_attempts, self.now_s)
         self.tell_client(group, answer)
-        self.drop(group, answer.state if isinstance(answer, GroupMoved) else GroupState.FAILED)
+        self.drop(group, state_after(answer))
 
     def drop(self, group: Group, state: GroupState) -> None:
         """Forget the group without a word."""

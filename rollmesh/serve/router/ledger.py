@@ -18,7 +18,7 @@ from typing import Any
 
 from rollmesh.core.config import RouterConfig
 from rollmesh.serve.router.admission import MAX_QUEUED_BYTES, excused_in, mistake_in
-from rollmesh.serve.router.book import Book, waiting_for
+from rollmesh.serve.router.book import CLIENT_LEFT, Book, waiting_for
 from rollmesh.serve.router.causes import Causes
 from rollmesh.serve.router.crew import Crew
 from rollmesh.serve.router.deals import CLAIM_BEATS, Deals
@@ -122,7 +122,7 @@ class Ledger:
     def _on_client_left(self, _: bytes, message: ClientLeft, __: Buffer) -> None:
         client = self.book.clients.get(message.client_id)
         if client is None or not client.keep:
-            self._drop_client(message.client_id, "client_left: it said goodbye")
+            self._drop_client(message.client_id, f"{CLIENT_LEFT}: it said goodbye")
 
     def _drop_client(self, client_id: str, reason: str) -> None:
         for group in list(self.book.of_client.get(client_id, {}).values()):
@@ -309,8 +309,8 @@ class Ledger:
     def _on_late_delivery(self, message: GroupDelivered) -> None:
         """Of a group that has ended: a client that had all it wanted may say goodbye first."""
         book, group_id = self.book, message.group_id
-        if book.notes.reason(group_id).startswith("client_left"):
-            book.num_in[GroupState.FAILED] -= 1
+        if book.notes.reason(group_id).startswith(CLIENT_LEFT):
+            book.num_in[GroupState.CANCELLED] -= 1
             book.num_in[GroupState.DONE] += 1
             done = GroupMoved(group_id, GroupState.DONE, message.attempt, "")
             book.notes.add(done, message.attempt, book.now_s)
@@ -385,4 +385,4 @@ class Ledger:
             silent_s = now_s - client.heard_s
             keeps = client.keep and client.client_id in self.book.of_client
             if silent_s > grace_s and not keeps:
-                self._drop_client(client.client_id, f"client_left: silent for {silent_s:.0f} s")
+                self._drop_client(client.client_id, f"{CLIENT_LEFT}: silent for {silent_s:.0f} s")

@@ -148,6 +148,7 @@ def test_a_vanished_client_has_a_grace_and_then_its_groups_end(story: Story) -> 
     assert story.state(1) is GroupState.RUNNING
     [failed] = only(story.passes(2, "w0"), GroupFailed)
     assert failed.reason.startswith("client_left: silent for")
+    assert story.ledger.book.num_in[GroupState.CANCELLED] == 1
     assert story.is_empty()
     assert story.ledger.book.clients == {}
 
@@ -231,7 +232,7 @@ def test_an_env_whose_only_worker_fails_is_told_to_all_who_wait(story: Story) ->
 def test_delivery_that_is_heard_of_after_its_clients_goodbye_counts_as_done(story: Story) -> None:
     running(story)
     story.says("c", ClientLeft("c"))
-    assert story.ledger.book.num_in[GroupState.FAILED] == 1
+    assert story.ledger.book.num_in[GroupState.CANCELLED] == 1
     for _ in range(2):
         story.says("w0", GroupDelivered(group(1), 1))
         counts = {state: n for state, n in story.ledger.book.num_in.items() if n}
