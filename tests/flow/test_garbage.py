@@ -86,16 +86,19 @@ class VandalRouter:
         heard = [message for each in self.heard.values() for message in each]
         return next(message for message in heard if isinstance(message, kind))
 
+    def worker(self) -> bytes:
+        """Where the worker's loop is heard."""
+        beats = [route for route, heard in self.heard.items() if isinstance(heard[0], WorkerBeat)]
+        return beats[0].removesuffix(b".beat")
+
     def vandalise(self) -> None:
         self.hub.socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
-        # Not all routes that were heard: what came by the socket that a worker had while it loaded
-        # may stand under a name that zmq made up when another took its own.
-        for route in (b"w0", b"w0.beat"):
+        for route in (self.worker(), self.worker() + b".beat"):
             for frames in nonsense(seed=2, number=NUM_MESSAGES):
                 self._send(route, frames)
 
     def _send(self, route: bytes, frames: list[bytes]) -> None:
-        # Between the two sockets there is none.
+        # The loop's socket is dialled a moment after the beats'.
         for _ in range(int(PATIENCE_S / 0.05)):
             try:
                 self.hub.socket.send_multipart([route, *frames])
@@ -123,9 +126,9 @@ def test_garbage_from_a_router_does_not_stop_a_worker(tmp_path: Path) -> None:
         with running(tmp_path, *words, "--worker-id", "w0"):
             router.until(WorkerHello, WorkerBeat)
             router.vandalise()
-            router.hub.send(b"w0", Packet(RouterHello(0.1), "i1"))
+            router.hub.send(router.worker(), Packet(RouterHello(0.1), "i1"))
             run = RunGroup(GroupId("r1", 1), 1, 2, router.hub.address)
-            router.hub.send(b"w0", Packet(run, "i1", body))
+            router.hub.send(router.worker(), Packet(run, "i1", body))
             router.until(WorkerBeat, GroupFinished)
             finished = router.first(GroupFinished)
             assert (finished.group_id, finished.complete) == (GroupId("r1", 1), True)

@@ -84,7 +84,7 @@ def report(settings: WorkerSettings, error: str) -> None:
 
 def _tell(settings: WorkerSettings, message: WorkerHello | EnvFailed, for_s: float) -> None:
     """Say it again and again until the router answers, or the time is over."""
-    dialer = Dialer(settings.router, identity(settings.worker_id), settings.keys)
+    dialer = Dialer(settings.router, f"{identity(settings.worker_id)}.load", settings.keys)
     until_s = time.monotonic() + for_s
     is_heard = False
     while not is_heard and time.monotonic() < until_s:
