@@ -78,9 +78,19 @@ def logprobs_of(answer: Json) -> list[float]:
     return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
 
 
+async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
+    """The lines of a stream. httpx's own also end where Python's splitlines end one, at a U+2028 or
+    U+0085 that was sampled."""
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode()
+
+
 async def events(response: httpx.Response) -> AsyncIterator[Json]:
     """The JSON of each event up to [DONE]."""
-    async for line in response.aiter_lines():
+    async for line in lines_of(response):
         if line == "data: [DONE]":
             return
         if line:

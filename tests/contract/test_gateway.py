@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.contract.engines import WAIT_S, EngineUnderContract, Json
+from tests.contract.engines import WAIT_S, EngineUnderContract, Json, lines_of
 from tests.contract.processes import EngineProcess, embedded_engine, gateway
 
 CHAT, MESSAGES, RESPONSES = "/chat/completions", "/messages", "/responses"
@@ -48,7 +48,7 @@ class Caller:
         asked = {"model": "m", "stream": True, **body}
         async with self.client.stream("POST", f"/v1{path}", json=asked) as response:
             assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
+            async for line in lines_of(response):
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield json.loads(line.removeprefix("data: "))
 
