@@ -29,7 +29,7 @@ number of a message's frames has no limit: zmq gathers them all before it hands 
 MAX_ASK_FRAME_BYTES = 64 * 2**20
 """The same at a Dialer, and at the router's Hub."""
 IDLE_S, PROBE_S, DEAD_S = 30, 10, 60
-"""A silent peer is probed by the kernel after the first, each second, and is gone after the third:
+"""A peer that is silent for IDLE_S is probed by the kernel, every PROBE_S, and gone after DEAD_S:
 who lost power, or stands behind a firewall that forgot it, says no goodbye (tcp(7), keepalive and
 TCP_USER_TIMEOUT). A stopped process is not gone: its kernel answers."""
 HANDSHAKE_S = 10.0

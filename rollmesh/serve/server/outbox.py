@@ -147,14 +147,16 @@ class Outbox:
         that was sent more than once nobody knows which has come: of what lies between, one is sent
         again for each ack, so that a sink that is merely slow gets little twice.
         """
-        sent = [
+        # What was sent later goes first: mostly that is all there is.
+        earlier = [
             each
             for each in self.parcels.values()
-            if each.state is ParcelState.SENT and each.sink.encode() == route
+            if each.sent_as < acked.sent_as
+            and each.state is ParcelState.SENT
+            and each.sink.encode() == route
         ]
-        lost = [each for each in sent if each.sent_as < acked.first_as]
-        between = [each for each in sent if each.sent_as < acked.sent_as]
-        return lost or sorted(between, key=lambda parcel: parcel.sent_as)[:1]
+        lost = [each for each in earlier if each.sent_as < acked.first_as]
+        return lost or sorted(earlier, key=lambda parcel: parcel.sent_as)[:1]
 
     def _give_up(self, parcel: Parcel) -> list[Action]:
         message = parcel.message

@@ -3,8 +3,7 @@
 Invariants: every send is a hint, and only news of groups waits, for a moment; a router that stays
 silent is dialled for ever, and told of in the log; the Dialers of sinks that were not used for
 longest are closed, so that clients that come and go leave nothing behind, but none that may still
-owe its ack. Driven by worker.py, on
-its loop.
+owe its ack. Driven by worker.py, on its loop.
 """
 
 import asyncio
