@@ -19,14 +19,12 @@ from rollmesh.core.config import RouterConfig
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.router.ledger import Ledger
 from rollmesh.serve.router.status import status_of
+from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from rollmesh.wire.frames import Buffer, Packet, decode, encode
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
     AskGroup,
     ClientHello,
-    EnginePhase,
-    EngineRow,
-    FleetChanged,
     GroupDelivered,
     GroupStarted,
     RunGroup,

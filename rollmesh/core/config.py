@@ -119,6 +119,8 @@ class WorkerConfig(Section, frozen=True):
     """A rollout that fails for infrastructure reasons is run again so often, in its worker."""
     max_unacked_bytes: Positive = 256 * 2**20
     """Finished groups that no sink acknowledged yet; past it the worker takes no new asks."""
+    max_held_bytes: Positive = 2 * 2**30
+    """All that its rollouts and results hold in memory; past it the worker takes no new asks."""
     max_rss_bytes: NonNegative = 0
     """A worker that holds more memory finishes what it runs and starts afresh; 0: never."""
     recycle_rollouts: NonNegative = 0
@@ -160,6 +162,14 @@ class InterceptionConfig(Section, frozen=True):
     """host:port inside each worker; port 0 picks a free one."""
     max_body_bytes: Positive = 64 * 2**20
     """Longer request bodies are refused with 413."""
+    max_inflight_bytes: Positive = 256 * 2**20
+    """Bodies of requests in all; past it the next are read once others have been answered."""
+    max_session_bytes: Positive = 2**30
+    """A session that holds more ends its rollout as `truncated`."""
+    max_blob_bytes: Positive = 512 * 2**20
+    """Images and long texts in memory; past it the longest unused go to a file."""
+    spill_folder: str = ""
+    """Where that file stands; empty: the system's folder for temporary files."""
     retry_window_s: PositiveSeconds = 30.0
     """A generation that lost its reader is kept so long for a retry."""
     keepalive_s: PositiveSeconds = 15.0

@@ -16,8 +16,7 @@ import enum
 
 import msgspec
 
-from rollmesh.wire.machine import Received, Send, Ticked
-from rollmesh.wire.messages import (
+from rollmesh.wire.fleet import (
     BeginUpdate,
     EngineFaulted,
     EnginePhase,
@@ -32,6 +31,7 @@ from rollmesh.wire.messages import (
     SleepEngine,
     WakeEngine,
 )
+from rollmesh.wire.machine import Received, Send, Ticked
 
 UNVERSIONED = -1
 """The policy version of weights that carry none, such as those SGLang was started with."""

@@ -22,8 +22,8 @@ from rollmesh.engine.fleet import (
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.probe import probe_engine
 from rollmesh.engine.view import FleetView
+from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, JoinEngine
 from rollmesh.wire.machine import Received, Ticked
-from rollmesh.wire.messages import EngineFaulted, EnginePhase, EngineRow, JoinEngine
 
 TICK_S = 0.1
 OWNER = "keeper"

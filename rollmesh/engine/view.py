@@ -11,7 +11,7 @@ FleetChanged, and by legs.py, which chooses and counts.
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
-from rollmesh.wire.messages import EnginePhase, EngineRow, FleetChanged
+from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 
 MAX_STICKY_SESSIONS = 16_384
 """Sessions whose engine is remembered; the longest unused is forgotten first."""

@@ -16,7 +16,7 @@ from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.stops import StopStrings
 from rollmesh.runtime.tokenizer import load_tokenizer
-from rollmesh.wire.messages import EngineFaulted
+from rollmesh.wire.fleet import EngineFaulted
 
 GC_THRESHOLDS = (10_000, 100, 50)
 """Collections of young objects now and then, while the cache still has them: ten thousand cost

@@ -45,8 +45,8 @@ from rollmesh.runtime.generation_events import (
 )
 from rollmesh.runtime.generation_view import Generation
 from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.wire.fleet import EngineFaulted, EnginePhase
 from rollmesh.wire.machine import Ticked
-from rollmesh.wire.messages import EngineFaulted, EnginePhase
 
 TICK_S = 0.1
 AVOID_S = 1.0

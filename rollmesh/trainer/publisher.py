@@ -16,8 +16,7 @@ import enum
 
 import msgspec
 
-from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
-from rollmesh.wire.messages import (
+from rollmesh.wire.fleet import (
     BeginUpdate,
     EnginePhase,
     EngineRow,
@@ -26,6 +25,7 @@ from rollmesh.wire.messages import (
     FleetAsk,
     ReadFleet,
 )
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 
 
 class PublisherSettings(msgspec.Struct, frozen=True, kw_only=True):

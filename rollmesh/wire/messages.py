@@ -6,14 +6,14 @@ in tests/golden. Headers stay small: tasks and results travel in the body, array
 
     client -> router   ClientHello ClientBeat ClientLeft AskGroup CancelGroup
     router -> client   RouterHello GroupMoved GroupFailed AskRefused
-    router -> worker   RouterHello RunGroup CancelRun FleetChanged DrainWorker
+    router -> worker   RouterHello RunGroup CancelRun DrainWorker
     worker -> router   WorkerHello WorkerBeat WorkerLeft GroupStarted GroupDelivered GroupReturned
-                       GroupLost EnvFailed EngineFaulted
+                       GroupLost EnvFailed
     worker -> sink     GroupFinished (body GroupRecord, buffers int32 ids and float32 log-probs)
     sink -> worker     GroupAcked
-    publisher, launch, scheduler -> router   JoinEngine BeginUpdate FinishUpdate SleepEngine
-                                             WakeEngine RemoveEngine ReadFleet: FleetAnswered
-    cli <-> router <- launch                 AskDrain DrainAnswered, WorkerExited
+    cli <-> router <- launch   AskDrain DrainAnswered, WorkerExited
+
+What is said of engines stands in fleet.py, several news at once in GroupNews (news.py).
 
 A GroupFailed's reason begins with a code: attempts_exhausted, env_failed, bad_ask, overloaded,
 quarantined, deadline, client_left, cancelled or infra_error, then a colon. Driven by the shells in
@@ -26,10 +26,10 @@ import msgspec
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.wire.fleet import EngineFaulted, FleetAnswered, FleetAsk, FleetChanged
+from rollmesh.wire.header import Message
 
-
-class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", gc=False):
-    """What stands in a header."""
+# what stands in messages
 
 
 class GroupState(enum.StrEnum):
@@ -43,17 +43,6 @@ class GroupState(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-class EnginePhase(enum.StrEnum):
-    """JOINING -> READY <-> UPDATING; READY <-> ASLEEP; any -> FENCED -> JOINING; any -> GONE"""
-
-    JOINING = "joining"
-    READY = "ready"
-    UPDATING = "updating"
-    ASLEEP = "asleep"
-    FENCED = "fenced"
-    GONE = "gone"
-
-
 class GroupAsk(msgspec.Struct, frozen=True, kw_only=True):
     """The body of AskGroup and RunGroup; the router forwards it unopened."""
 
@@ -64,21 +53,6 @@ class GroupAsk(msgspec.Struct, frozen=True, kw_only=True):
     is_eval: bool = False
 
 
-class EngineRow(msgspec.Struct, frozen=True, array_like=True):
-    """One engine in the fleet table."""
-
-    url: str
-    incarnation: str
-    """Changes when the server behind `url` was restarted."""
-    phase: EnginePhase
-    policy_version: int
-    """Publish sequence number of its weights; -1 while unknown."""
-    num_running: int = 0
-    num_waiting: int = 0
-    detail: str = ""
-    """Why it is not READY, in one line."""
-
-
 class HeldGroup(msgspec.Struct, frozen=True, array_like=True):
     """What a worker claims after a router's restart."""
 
@@ -86,6 +60,9 @@ class HeldGroup(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
     finished: bool
     """Run to its end, not yet acked by its sink."""
+
+
+# clients and router
 
 
 class ClientHello(Message, frozen=True, tag="client_hello"):
@@ -159,6 +136,9 @@ class AskRefused(Message, frozen=True, tag="ask_refused"):
     retry_after_s: float
 
 
+# router and workers
+
+
 class RunGroup(Message, frozen=True, tag="run_group"):
     group_id: GroupId
     attempt: int
@@ -170,12 +150,6 @@ class RunGroup(Message, frozen=True, tag="run_group"):
 class CancelRun(Message, frozen=True, tag="cancel_run"):
     group_id: GroupId
     reason: str
-
-
-class FleetChanged(Message, frozen=True, tag="fleet_changed"):
-    epoch: int
-    """Grows with every change; an older table never replaces a newer one of one router."""
-    engines: tuple[EngineRow, ...]
 
 
 class DrainWorker(Message, frozen=True, tag="drain_worker"):
@@ -202,7 +176,7 @@ class WorkerBeat(Message, frozen=True, tag="worker_beat"):
     num_running: int
     """Rollouts, not groups."""
     accepting: bool
-    """False while draining or over its byte budget."""
+    """False while draining or over a byte budget."""
     unacked_bytes: int
     loop_lag_s: float
     rss_bytes: int
@@ -220,6 +194,10 @@ class WorkerBeat(Message, frozen=True, tag="worker_beat"):
     last_error: str = ""
     started_s: float = 0.0
     num_left_behind: int = 0
+    waits_for: str = ""
+    """Why it takes no new groups though it serves: a budget, in one line."""
+    held_bytes: int = 0
+    """What its rollouts and results hold in memory, as it counts."""
 
 
 class WorkerLeft(Message, frozen=True, tag="worker_left"):
@@ -265,10 +243,7 @@ class EnvFailed(Message, frozen=True, tag="env_failed"):
     started_s: float = 0.0
 
 
-class EngineFaulted(Message, frozen=True, tag="engine_faulted"):
-    url: str
-    incarnation: str
-    detail: str
+# workers and sinks
 
 
 class GroupFinished(Message, frozen=True, tag="group_finished"):
@@ -285,53 +260,7 @@ class GroupAcked(Message, frozen=True, tag="group_acked"):
     duplicate: bool
 
 
-class JoinEngine(Message, frozen=True, tag="join_engine"):
-    ask_id: int
-    url: str
-
-
-class BeginUpdate(Message, frozen=True, tag="begin_update"):
-    ask_id: int
-    url: str
-    policy_version: int
-    lease_s: float
-
-
-class FinishUpdate(Message, frozen=True, tag="finish_update"):
-    ask_id: int
-    url: str
-    policy_version: int
-    ok: bool
-    detail: str = ""
-
-
-class SleepEngine(Message, frozen=True, tag="sleep_engine"):
-    ask_id: int
-    url: str
-    lease_s: float
-
-
-class WakeEngine(Message, frozen=True, tag="wake_engine"):
-    ask_id: int
-    url: str
-    policy_version: int
-
-
-class RemoveEngine(Message, frozen=True, tag="remove_engine"):
-    ask_id: int
-    url: str
-
-
-class ReadFleet(Message, frozen=True, tag="read_fleet"):
-    ask_id: int
-
-
-class FleetAnswered(Message, frozen=True, tag="fleet_answered"):
-    ask_id: int
-    ok: bool
-    error: str
-    epoch: int
-    engines: tuple[EngineRow, ...]
+# launch and the cli
 
 
 class WorkerExited(Message, frozen=True, tag="worker_exited"):
@@ -361,10 +290,6 @@ class GroupNews(Message, frozen=True, tag="group_news"):
 
     news: tuple[GroupMoved | GroupStarted | GroupDelivered, ...]
 
-
-FleetAsk = (
-    JoinEngine | BeginUpdate | FinishUpdate | SleepEngine | WakeEngine | RemoveEngine | ReadFleet
-)
 
 AnyMessage = (
     ClientHello

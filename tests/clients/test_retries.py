@@ -29,7 +29,7 @@ from rollmesh.serve.interception.edge import Edge
 from rollmesh.testing.agent_engine import Say, steps
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.faults import Fault
-from rollmesh.wire.messages import EnginePhase, EngineRow, FleetChanged
+from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from tests.clients.exactness import calls_of, faults
 from tests.clients.gateway import Opened
 from tests.clients.tasks import Stage, model_folder, open_stage

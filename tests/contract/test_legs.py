@@ -18,7 +18,7 @@ from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.runtime.generation_view import Generation
 from rollmesh.runtime.legs import Sampler, SamplerParts
-from rollmesh.wire.messages import EngineFaulted, EnginePhase, EngineRow, FleetChanged
+from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChanged
 from tests.contract.engines import WAIT_S, EngineUnderContract
 
 PROMPT = [5, 6, 7, 8]

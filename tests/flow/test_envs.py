@@ -33,7 +33,7 @@ from rollmesh.testing.agent_engine import Say, Script, ScriptedAgent
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.testing.openenv_server import OpenEnvServer
-from rollmesh.wire.messages import EnginePhase, EngineRow, FleetChanged
+from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from tests.flow import example_scripts as scripts
 from tests.house.leaks import MARK_VARIABLE
 

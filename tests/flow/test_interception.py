@@ -26,7 +26,7 @@ from rollmesh.serve.interception.edge import Edge
 from rollmesh.serve.interception.ending import ExchangeState
 from rollmesh.testing.engine import ScriptedEngine, endless_token, logprob_of
 from rollmesh.testing.model_folder import write_model_folder
-from rollmesh.wire.messages import EngineFaulted, EnginePhase, EngineRow, FleetChanged
+from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChanged
 
 GROUP = GroupId("r", 0)
 PATH = "/v1/chat/completions"

@@ -6,20 +6,16 @@ from functools import partial
 from pathlib import Path
 
 from rollmesh.core.ids import GroupId
+from rollmesh.wire.fleet import EnginePhase, FleetAnswered, FleetChanged, JoinEngine, ReadFleet
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import (
     AskGroup,
     ClientHello,
-    EnginePhase,
-    FleetAnswered,
-    FleetChanged,
     GroupDelivered,
     GroupMoved,
     GroupStarted,
     GroupState,
     HeldGroup,
-    JoinEngine,
-    ReadFleet,
     RunGroup,
     WorkerHello,
 )

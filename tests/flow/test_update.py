@@ -31,8 +31,9 @@ from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.publisher import Probe
 from rollmesh.trainer.tiny import TinyShape, write_tiny_model
+from rollmesh.wire.fleet import BeginUpdate, FleetChanged
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.messages import BeginUpdate, FleetChanged, WorkerBeat, WorkerHello
+from rollmesh.wire.messages import WorkerBeat, WorkerHello
 from rollmesh.wire.sockets import Dialer
 
 PROMPT = tuple(range(5, 30))

@@ -12,12 +12,13 @@ import typing
 from pathlib import Path
 
 from rollmesh.core.ids import GroupId
+from rollmesh.wire import fleet as f
 from rollmesh.wire import messages as m
 from rollmesh.wire.frames import Packet, encode
 
 FILE = Path(__file__).with_name("wire.txt")
 GROUP = GroupId("r7f3a9c1", 300)
-ENGINE = m.EngineRow("http://e:1", "i1", m.EnginePhase.READY, 12, 3, 4, "busy")
+ENGINE = f.EngineRow("http://e:1", "i1", f.EnginePhase.READY, 12, 3, 4, "busy")
 
 SAMPLES: tuple[m.AnyMessage, ...] = (
     m.ClientHello("c1", 3, True),
@@ -31,7 +32,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.AskRefused(GROUP, "overloaded", 1.5),
     m.RunGroup(GROUP, 2, 16, "tcp://h:1", 90.5),
     m.CancelRun(GROUP, "stale"),
-    m.FleetChanged(9, (ENGINE,)),
+    f.FleetChanged(9, (ENGINE,)),
     m.DrainWorker("update"),
     m.WorkerHello(
         "worker-0",
@@ -60,6 +61,8 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
         "no",
         1.5e9,
         3,
+        "worker.max_held_bytes",
+        2048,
     ),
     m.WorkerLeft("worker-0", "drained", 4711, 1.5e9),
     m.GroupStarted(GROUP, 2),
@@ -67,17 +70,17 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.GroupReturned(GROUP, 2, "draining"),
     m.GroupLost(GROUP, 2, "no ack in 600 s"),
     m.EnvFailed("worker-0", "guess", "no module named x", 4711, 1.5e9),
-    m.EngineFaulted("http://e:1", "i1", "stream cut"),
+    f.EngineFaulted("http://e:1", "i1", "stream cut"),
     m.GroupFinished(GROUP, 2, "worker-0", True),
     m.GroupAcked(GROUP, 2, True),
-    m.JoinEngine(3, "http://e:1"),
-    m.BeginUpdate(3, "http://e:1", 12, 30.0),
-    m.FinishUpdate(3, "http://e:1", 12, True, "done"),
-    m.SleepEngine(3, "http://e:1", 30.0),
-    m.WakeEngine(3, "http://e:1", 12),
-    m.RemoveEngine(3, "http://e:1"),
-    m.ReadFleet(3),
-    m.FleetAnswered(3, False, "unknown", 9, (ENGINE,)),
+    f.JoinEngine(3, "http://e:1"),
+    f.BeginUpdate(3, "http://e:1", 12, 30.0),
+    f.FinishUpdate(3, "http://e:1", 12, True, "done"),
+    f.SleepEngine(3, "http://e:1", 30.0),
+    f.WakeEngine(3, "http://e:1", 12),
+    f.RemoveEngine(3, "http://e:1"),
+    f.ReadFleet(3),
+    f.FleetAnswered(3, False, "unknown", 9, (ENGINE,)),
     m.WorkerExited("worker-0", 4711, "killed by signal 9", 1.5e9),
     m.AskDrain(3, "worker-0", "update"),
     m.DrainAnswered(3, False, "no worker-0"),

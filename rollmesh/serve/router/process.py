@@ -27,16 +27,14 @@ from rollmesh.serve.router.pids import LocalPids
 from rollmesh.serve.router.side import Board, SideThread
 from rollmesh.serve.router.status import status_of
 from rollmesh.serve.router.workers import WorkerState
+from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import read_keys
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
     AnyMessage,
-    EngineFaulted,
     EnvFailed,
-    FleetAsk,
     GroupMoved,
-    JoinEngine,
     WorkerExited,
     WorkerHello,
     WorkerLeft,

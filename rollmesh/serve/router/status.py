@@ -12,7 +12,8 @@ import msgspec
 from rollmesh.core.metrics import Figure
 from rollmesh.serve.router.ledger import Ledger
 from rollmesh.serve.router.workers import Worker, WorkerState
-from rollmesh.wire.messages import FleetChanged, GroupState, WorkerHello
+from rollmesh.wire.fleet import FleetChanged
+from rollmesh.wire.messages import GroupState, WorkerHello
 
 DOWN = ("lost", "stalled", "loading")
 MAX_CLIENTS = 100

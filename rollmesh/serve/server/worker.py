@@ -45,15 +45,11 @@ from rollmesh.serve.server.rollouts import Stage, one_line
 from rollmesh.serve.server.slots import Slots
 from rollmesh.serve.server.wear import Wear, is_urgent, worn_out
 from rollmesh.wire.bodies import decode_ask
+from rollmesh.wire.fleet import EngineFaulted, FleetChanged
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
-from rollmesh.wire.messages import (
-    AnyMessage,
-    EngineFaulted,
-    FleetChanged,
-    GroupFinished,
-)
+from rollmesh.wire.messages import AnyMessage, GroupFinished
 
 log = get_logger()
 

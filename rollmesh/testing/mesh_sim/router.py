@@ -20,15 +20,13 @@ from rollmesh.engine.fleet import (
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
+from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
     AnyMessage,
     AskRefused,
-    EngineFaulted,
-    FleetAsk,
     GroupReturned,
-    JoinEngine,
     RunGroup,
     WorkerHello,
     WorkerLeft,

@@ -47,16 +47,10 @@ from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.rollouts import SimRollout
 from rollmesh.testing.mesh_sim.turns import GroupTurns
+from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChanged
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
-from rollmesh.wire.messages import (
-    EngineFaulted,
-    EnginePhase,
-    EngineRow,
-    EnvFailed,
-    FleetChanged,
-    WorkerBeat,
-)
+from rollmesh.wire.messages import EnvFailed, WorkerBeat
 
 TICK_S = 0.1
 BEAT_S = 0.2

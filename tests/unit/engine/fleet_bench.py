@@ -9,14 +9,8 @@ from rollmesh.engine.fleet import (
     ProbeEngine,
     PublishTable,
 )
+from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetAnswered, FleetAsk, JoinEngine
 from rollmesh.wire.machine import Received, Send, Ticked
-from rollmesh.wire.messages import (
-    EnginePhase,
-    EngineRow,
-    FleetAnswered,
-    FleetAsk,
-    JoinEngine,
-)
 
 A, B = "http://a", "http://b"
 PUBLISHER = b"publisher"

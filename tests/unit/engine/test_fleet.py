@@ -10,8 +10,7 @@ from rollmesh.engine.fleet import (
     ProbeEngine,
 )
 from rollmesh.engine.probe import PROBE_TIMEOUT_S
-from rollmesh.wire.machine import Received
-from rollmesh.wire.messages import (
+from rollmesh.wire.fleet import (
     BeginUpdate,
     EngineFaulted,
     EnginePhase,
@@ -24,6 +23,7 @@ from rollmesh.wire.messages import (
     SleepEngine,
     WakeEngine,
 )
+from rollmesh.wire.machine import Received
 from tests.unit.engine.fleet_bench import A, B, Bench, ready
 
 

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.engine.keeper import FleetKeeper
 from rollmesh.engine.view import FleetView
 from rollmesh.testing.engine import ScriptedEngine
-from rollmesh.wire.messages import EngineFaulted, EnginePhase
+from rollmesh.wire.fleet import EngineFaulted, EnginePhase
 
 
 class Watch:

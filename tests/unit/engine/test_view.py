@@ -1,7 +1,7 @@
 """A worker's view of the fleet: which engine a leg goes to."""
 
 from rollmesh.engine.view import LOPSIDED_TABLES, FleetView
-from rollmesh.wire.messages import EnginePhase, EngineRow, FleetChanged
+from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 
 A, B = "http://a", "http://b"
 

@@ -17,7 +17,7 @@ from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.runtime.stops import StopStrings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import VOCAB_SIZE, ScriptedEngine, endless_token
-from rollmesh.wire.messages import EngineFaulted, EnginePhase, EngineRow, FleetChanged
+from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChanged
 
 PROMPT = [5, 6, 7]
 TO_THE_END = 2**31

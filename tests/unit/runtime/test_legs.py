@@ -16,7 +16,7 @@ from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.testing.faults import Fault
-from rollmesh.wire.messages import EnginePhase, FleetChanged
+from rollmesh.wire.fleet import EnginePhase, FleetChanged
 from tests.unit.runtime.legs_bench import TO_THE_END, Bench, expected, until
 
 

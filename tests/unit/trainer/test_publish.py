@@ -17,9 +17,9 @@ from rollmesh.engine.probe import probe_engine
 from rollmesh.testing.engine import ScriptedEngine, logprob_of
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.publisher import Probe
+from rollmesh.wire.fleet import EnginePhase, JoinEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
-from rollmesh.wire.messages import EnginePhase, JoinEngine
 from rollmesh.wire.sockets import Doorbell, Hub, wait
 
 

@@ -18,8 +18,9 @@ from rollmesh.trainer.publisher import (
     UpdatePhase,
     mean_gap,
 )
+from rollmesh.wire.fleet import EnginePhase, JoinEngine
 from rollmesh.wire.machine import Received, Send, Ticked
-from rollmesh.wire.messages import AnyMessage, EnginePhase, JoinEngine
+from rollmesh.wire.messages import AnyMessage
 
 A, B = "http://a", "http://b"
 

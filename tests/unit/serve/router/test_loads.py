@@ -7,9 +7,9 @@ import pytest
 
 from rollmesh.serve.router.loads import LATE_S, MAX_LOAD_S
 from rollmesh.serve.router.status import status_of
+from rollmesh.wire.fleet import FleetChanged
 from rollmesh.wire.messages import (
     EnvFailed,
-    FleetChanged,
     GroupFailed,
     RouterHello,
     RunGroup,

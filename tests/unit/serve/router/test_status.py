@@ -2,7 +2,8 @@
 
 from rollmesh.core.metrics import Exposition
 from rollmesh.serve.router.status import Status, figures_of, status_of
-from rollmesh.wire.messages import EnginePhase, EngineRow, FleetChanged, GroupDelivered
+from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
+from rollmesh.wire.messages import GroupDelivered
 from tests.unit.serve.router.story import Story, ask, beat, group
 
 TABLE = FleetChanged(1, (EngineRow("http://e:1", "i1", EnginePhase.READY, 12, 3, 4, ""),))
