@@ -8,9 +8,11 @@
 All little-endian; the CRC is zlib's (RFC 1952). A position counts bytes over all segments, so it
 only grows. Invariants: one process writes; a record is whole or absent: what a crash left torn at
 the very end is cut off at open, any other damage is a JournalError that names file and offset and
-nothing is skipped in silence. Driven by one thread of its owner, such as the client's.
+nothing is skipped in silence; of what is read one record is in memory, however long the journal.
+Driven by one thread of its owner, such as the client's; `read` alone by any.
 """
 
+import bisect
 import contextlib
 import fcntl
 import os
@@ -29,6 +31,8 @@ _HEAD_SUM = struct.Struct("<II")
 _MAX_FRAMES = 1 << 16
 MAX_PARTS = 512
 """Of one write: Linux takes 1,024."""
+BLOCK_BYTES = 2**20
+"""Of a torn end, looked at a time."""
 _SUFFIX = ".journal"
 
 
@@ -99,13 +103,26 @@ class Journal:
     def replay(self) -> Iterator[tuple[int, list[bytes]]]:
         """Every record with its position, oldest first; JournalError at damage."""
         for start in list(self._starts):
-            with self._naming(start):
-                raw = self._path(start).read_bytes()
-            offset = len(MAGIC)
-            while offset < len(raw):
-                frames, size = _parse(raw, offset, self._path(start))
-                yield start + offset, frames
-                offset += size
+            with self._naming(start), self._path(start).open("rb", buffering=0) as file:
+                segment = _Segment(file.fileno(), self._path(start))
+                offset = len(MAGIC)
+                while offset < segment.size_bytes:
+                    frames, size = segment.parse(offset)
+                    yield start + offset, frames
+                    offset += size
+
+    def read(self, position: int) -> list[bytes]:
+        """The record that `append` wrote at `position`; JournalError if it is not there any more.
+
+        From any thread.
+        """
+        starts = list(self._starts)
+        at = bisect.bisect_right(starts, position)
+        if not at:
+            raise JournalError(f"{self.folder}: of position {position} nothing is left")
+        start = starts[at - 1]
+        with self._naming(start), self._path(start).open("rb", buffering=0) as file:
+            return _Segment(file.fileno(), self._path(start)).parse(position - start)[0]
 
     def drop_before(self, position: int) -> None:
         """Remove the segments that hold only records before `position`."""
@@ -151,9 +168,8 @@ class Journal:
         start = self._starts[-1]
         path = self._path(start)
         with self._naming(start):
-            raw = path.read_bytes()
-            whole = _whole_bytes(raw, path)
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            whole = _Segment(self._file, path).whole_bytes()
             if whole < len(MAGIC):
                 os.ftruncate(self._file, 0)
                 _write(self._file, [MAGIC], len(MAGIC))
@@ -207,57 +223,93 @@ def _record(frames: Sequence[Buffer]) -> tuple[list[Buffer], int]:
     return [head, lengths, *flat], _HEAD.size + size
 
 
-def _parse(raw: bytes, offset: int, path: Path) -> tuple[list[bytes], int]:
-    """The frames of the record at `offset` and its whole size; JournalError if it is damaged."""
-    end = offset + _HEAD.size
-    if end > len(raw):
-        raise _damage(path, offset, "is cut off")
-    size, num_frames, head_sum, checksum = _HEAD.unpack_from(raw, offset)
-    if zlib.crc32(raw[offset : offset + _HEAD_SUM.size]) != head_sum:
-        raise _damage(path, offset, "has a damaged header")
-    if end + size > len(raw):
-        raise _damage(path, offset, "is cut off")
-    view = memoryview(raw)[end : end + size]
-    if zlib.crc32(view) != checksum or num_frames > _MAX_FRAMES or 4 * num_frames > size:
-        raise _damage(path, offset, "has a wrong checksum")
-    lengths = struct.unpack_from(f"<{num_frames}I", view)
-    frames, at = [], 4 * num_frames
-    for length in lengths:
-        frames.append(bytes(view[at : at + length]))
-        at += length
-    return frames, _HEAD.size + size
+class _Segment:
+    """One file of a journal, read record by record."""
 
+    def __init__(self, file: int, path: Path) -> None:
+        self.size_bytes = os.fstat(file).st_size
+        self._file = file
+        self._path = path
 
-def _whole_bytes(raw: bytes, path: Path) -> int:
-    """How much of a last segment is whole records; JournalError unless the rest is a torn end."""
-    if len(raw) < len(MAGIC) and MAGIC.startswith(raw):
-        return 0
-    if not raw.startswith(MAGIC):
-        raise _damage(path, 0, "is not a journal of this format")
-    offset = len(MAGIC)
-    while offset < len(raw):
-        try:
-            _, size = _parse(raw, offset, path)
-        except JournalError:
-            if _is_torn(raw, offset):
-                return offset
-            raise
-        offset += size
-    return offset
+    def parse(self, offset: int) -> tuple[list[bytes], int]:
+        """The frames of the record at `offset` and its whole size; JournalError if it is damaged."""
+        start = offset + _HEAD.size
+        if start > self.size_bytes:
+            raise _damage(self._path, offset, "is cut off")
+        head = self._read(offset, _HEAD.size)
+        size, num_frames, head_sum, checksum = _HEAD.unpack(head)
+        if zlib.crc32(head[: _HEAD_SUM.size]) != head_sum:
+            raise _damage(self._path, offset, "has a damaged header")
+        if start + size > self.size_bytes:
+            raise _damage(self._path, offset, "is cut off")
+        frames = self._frames(start, size, num_frames, checksum)
+        if frames is None:
+            raise _damage(self._path, offset, "has a wrong checksum")
+        return frames, _HEAD.size + size
 
+    def whole_bytes(self) -> int:
+        """How much of a last segment is whole records; JournalError unless the rest is torn."""
+        magic = self._read(0, len(MAGIC))
+        if len(magic) < len(MAGIC) and MAGIC.startswith(magic):
+            return 0
+        if magic != MAGIC:
+            raise _damage(self._path, 0, "is not a journal of this format")
+        offset = len(MAGIC)
+        while offset < self.size_bytes:
+            try:
+                _, size = self.parse(offset)
+            except JournalError:
+                if self._is_torn(offset):
+                    return offset
+                raise
+            offset += size
+        return offset
 
-def _is_torn(raw: bytes, offset: int) -> bool:
-    """Whether what stands at `offset` is the last thing that was being written when all ended.
+    def _frames(self, at: int, size: int, num_frames: int, checksum: int) -> list[bytes] | None:
+        """What stands behind a header; None if that is not what its checksum says."""
+        if num_frames > _MAX_FRAMES or 4 * num_frames > size:
+            return None
+        packed = self._read(at, 4 * num_frames)
+        lengths = struct.unpack(f"<{num_frames}I", packed)
+        if len(packed) + sum(lengths) != size:
+            return None
+        at, found = at + len(packed), zlib.crc32(packed)
+        frames = []
+        for length in lengths:
+            frame = self._read(at, length)
+            frames.append(frame)
+            at, found = at + length, zlib.crc32(frame, found)
+        return frames if found == checksum else None
 
-    A process that dies leaves a prefix of its record; a machine that dies may leave zeros or, in
-    the last record, pages that never came.
-    """
-    rest = raw[offset:]
-    if len(rest) < _HEAD.size or not any(rest):
-        return True
-    size, _, head_sum, _ = _HEAD.unpack_from(rest)
-    header_is_good = zlib.crc32(rest[: _HEAD_SUM.size]) == head_sum
-    return bool(header_is_good and _HEAD.size + size >= len(rest))
+    def _is_torn(self, offset: int) -> bool:
+        """Whether what stands at `offset` is the last thing that was written when all ended.
+
+        A process that dies leaves a prefix of its record; a machine that dies may leave zeros or,
+        in the last record, pages that never came.
+        """
+        num_left = self.size_bytes - offset
+        if num_left < _HEAD.size or self._is_blank(offset):
+            return True
+        head = self._read(offset, _HEAD.size)
+        size, _, head_sum, _ = _HEAD.unpack(head)
+        header_is_good = zlib.crc32(head[: _HEAD_SUM.size]) == head_sum
+        return bool(header_is_good and _HEAD.size + size >= num_left)
+
+    def _is_blank(self, offset: int) -> bool:
+        """Whether nothing but zeros stands from there on."""
+        blocks = range(offset, self.size_bytes, BLOCK_BYTES)
+        return not any(any(self._read(at, BLOCK_BYTES)) for at in blocks)
+
+    def _read(self, offset: int, num_bytes: int) -> bytes:
+        """So many bytes, or all that there are."""
+        found = os.pread(self._file, num_bytes, offset)
+        # The kernel gives 2 GiB at a time.
+        while num_left := num_bytes - len(found):
+            more = os.pread(self._file, num_left, offset + len(found))
+            if not more:
+                break
+            found += more
+        return found
 
 
 def _damage(path: Path, offset: int, what: str) -> JournalError:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -253,3 +254,34 @@ def test_file_that_is_none_of_its_own_is_named(tmp_path: Path) -> None:
     (tmp_path / "copy.journal").write_bytes(b"")
     with pytest.raises(JournalError, match=r"copy\.journal: .*take it away"):
         Journal(tmp_path, BIG)
+
+
+def test_a_record_is_read_back_by_its_position(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, segment_bytes=100)
+    records = [[bytes([number]) * 40, b"end"] for number in range(9)]
+    positions = [journal.append(frames) for frames in records]
+    assert len(list(tmp_path.glob("*.journal"))) > 3
+    assert [journal.read(position) for position in positions] == records
+    journal.drop_before(positions[-1])
+    assert journal.read(positions[-1]) == records[-1]
+    with pytest.raises(JournalError, match="nothing is left"):
+        journal.read(positions[0])
+    with pytest.raises(JournalError, match="offset"):
+        journal.read(positions[-1] + 1)
+    journal.close()
+
+
+def test_of_a_long_segment_one_record_at_a_time_is_in_memory(tmp_path: Path) -> None:
+    record_bytes, num_records = 2**20, 24
+    fill(tmp_path, *([bytes(record_bytes)] for _ in range(num_records)), segment_bytes=2**30)
+    tracemalloc.start()
+    try:
+        journal = Journal(tmp_path, 2**30)
+        num_found = sum(1 for _ in journal.replay())
+        journal.close()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_found == num_records
+    # The one that is read, and the one before it that its reader still names.
+    assert peak_bytes < 3 * record_bytes
