@@ -39,6 +39,8 @@ RID = b"@rid@"
 DONE = b"data: [DONE]\n\n"
 MARGIN = 512
 """Flags and rid stand so near to a body's begin or end; ids are between."""
+MAX_HEAD_BYTES = 256 * 1024
+"""Of a longer body so much of the begin is kept, and the end: there are images between."""
 INFO = {
     b"/model_info": b'{"model_path":"canned","weight_version":"1"}',
     b"/server_info": b'{"incremental_streaming_output":true,"random_seed":1,"version":"canned"}',
@@ -64,6 +66,8 @@ class Framed(asyncio.Protocol):
         self._engine = engine
         self._parts: list[bytes] = []
         self._missing = 0
+        self._num_head_parts = 0
+        """Of a long body: the first of `_parts`, behind which only the last are kept."""
         self.transport: asyncio.Transport
         self.is_full = False
         """The peer does not read; writing waits."""
@@ -85,15 +89,21 @@ class Framed(asyncio.Protocol):
         self._parts.append(data)
         self._missing -= len(data)
         if self._missing > 0:
+            if self._num_head_parts:
+                # Two, since the last read may bring a few bytes alone.
+                del self._parts[self._num_head_parts : -2]
+            elif sum(map(len, self._parts)) > MAX_HEAD_BYTES:
+                self._num_head_parts = len(self._parts)
             return
         whole = data if len(self._parts) == 1 else b"".join(self._parts)
         head, mark, body = whole.partition(b"\r\n\r\n")
-        self._missing = _content_length(head) - len(body) if mark else 1
-        if self._missing > 0:
-            self._parts = [whole]
-            return
+        if not self._num_head_parts:
+            self._missing = _content_length(head) - len(body) if mark else 1
+            if self._missing > 0:
+                self._parts = [whole]
+                return
         self._parts.clear()
-        self._missing = 0
+        self._missing = self._num_head_parts = 0
         self._engine.answer(self, head.split(b" ", 2)[1], body)
 
 
@@ -112,7 +122,7 @@ class Engine:
 
     def answer(self, to: Framed, path: bytes, body: bytes) -> None:
         """What one request gets."""
-        flags = body if len(body) < 2 * MARGIN else body[:MARGIN] + body[-MARGIN:]
+        flags = self.flags(body)
         if path == b"/generate":
             rid = flags.partition(b'"rid":"')[2].partition(b'"')[0]
             if b'"stream":true' in flags:
@@ -122,6 +132,8 @@ class Engine:
             before, after = next(self._plain)
             return _write(to, before + rid + after)
         if path == b"/v1/chat/completions":
+            if b'"stream":true' in flags:
+                return self.stream_chat(to)
             chats = self._chats_with_logprobs if b'"logprobs":true' in flags else self._chats
             return _write(to, next(chats))
         if path == b"/canned":
@@ -129,10 +141,18 @@ class Engine:
             return _write(to, b"")
         return _write(to, INFO.get(path, b"{}"))
 
+    def flags(self, body: bytes) -> bytes:
+        """The part of a body in which its flags stand."""
+        return body if len(body) < 2 * MARGIN else body[:MARGIN] + body[-MARGIN:]
+
+    def stream_chat(self, to: Framed) -> None:
+        """A chat in events; this engine has none, so that it comes whole."""
+        _write(to, next(self._chats))
+
     def _stream(self, to: Framed, rid: bytes) -> None:
         events = next(self._events[self.pace.is_incremental])[: self.pace.num_events]
-        chunks = [_chunk(b"data: %b%b%b\n\n" % (before, rid, after)) for before, after in events]
-        chunks.append(_chunk(DONE) + b"0\r\n\r\n")
+        chunks = [chunk(b"data: %b%b%b\n\n" % (before, rid, after)) for before, after in events]
+        chunks.append(chunk(DONE) + b"0\r\n\r\n")
         to.transport.write(STREAM_HEAD)
         Stream(to, chunks, self.pace.events_per_s).go_on()
 
@@ -168,7 +188,8 @@ def _write(to: Framed, body: bytes) -> None:
     to.transport.write(HEAD % (len(body), body))
 
 
-def _chunk(data: bytes) -> bytes:
+def chunk(data: bytes) -> bytes:
+    """A piece of a stream's body, framed."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 

@@ -1,0 +1,15 @@
+"""Each measure against growth, taken away: what the soak's ablations put in its place.
+
+Invariant: a function here reverts one measure and nothing else, by replacing one thing of ours
+before the process begins; the code of rollmesh/ has no switch for it. Driven by _soak_worker.py.
+"""
+
+from collections.abc import Callable, Sequence
+
+MEASURES: dict[str, Callable[[], None]] = {}
+
+
+def ablate(names: Sequence[str]) -> None:
+    """Take these measures away."""
+    for name in names:
+        MEASURES[name]()

@@ -1,0 +1,141 @@
+"""The soak's engine: the canned one, whose answers are tool calls, and which streams chats, too.
+
+    python -m benchmarks._soak_engine --folder MODEL_FOLDER --ready-fd N
+
+Owns the model's folder and its answers. Invariant: an answer's tokens parse as one call of `click`
+in Qwen's format, and the chat endpoint says the same of it; requests are swallowed, so that 22 MB
+of body cost this side next to nothing. Driven by _soak_mesh.py.
+"""
+
+import argparse
+import asyncio
+import gc
+import os
+import random
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from benchmarks._canned import DONE, STREAM_HEAD, Engine, Framed, Pace, Stream, chunk
+from benchmarks._corpus import Answer, Canned, read_canned
+from rollmesh.core.process import Ready, announce, die_with_parent, listen
+from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.testing.model_folder import write_large_folder
+
+NUM_ANSWERS = 64
+EVENTS_PER_S = 1000.0
+"""Of a stream, so that there is a midst to vanish in."""
+
+
+def write_folder(folder: Path) -> Path:
+    """A model that sees, with answers; returns the folder."""
+    write_large_folder(folder, "qwen3_vl")
+    tokenizer, chance = load_tokenizer(folder), random.Random(0)
+    opens, closes, end = tokenizer.convert_tokens_to_ids(
+        ["<tool_call>", "</tool_call>", "<|im_end|>"]
+    )
+
+    def answer() -> Answer:
+        text = f"I see a form with {chance.randrange(1000)} fields, and click."
+        arguments = f'{{"x": {chance.randrange(2000)}, "y": {chance.randrange(1000)}}}'
+        call = f'\n{{"name": "click", "arguments": {arguments}}}\n'
+        ids = [*tokenizer.encode(text + "\n"), opens, *tokenizer.encode(call), closes, end]
+        logprobs = [-chance.expovariate(2.0) for _ in ids]
+        return Answer(ids, logprobs, f"{text}\0{arguments}")
+
+    answers = [answer() for _ in range(NUM_ANSWERS)]
+    (folder / "answers.json").write_bytes(msgspec.json.encode(Canned(answers, answers)))
+    return folder
+
+
+class SoakEngine(Engine):
+    """Its chats are calls; `/generate` is as it was."""
+
+    def __init__(self, canned: Canned) -> None:
+        super().__init__(canned)
+        self.pace = Pace(events_per_s=EVENTS_PER_S)
+        self._chat_streams = cycle([_chat_events(answer) for answer in canned.answers])
+        self._chats = self._chats_with_logprobs = cycle([_chat(a) for a in canned.answers])
+
+    def flags(self, body: bytes) -> bytes:
+        # With images, which come last, they stand behind the ids.
+        return body
+
+    def stream_chat(self, to: Framed) -> None:
+        to.transport.write(STREAM_HEAD)
+        Stream(to, list(next(self._chat_streams)), self.pace.events_per_s).go_on()
+
+
+def _chat(answer: Answer) -> bytes:
+    """Plain, as a chat endpoint says it."""
+    text, _, arguments = answer.text.partition("\0")
+    function = {"name": "click", "arguments": arguments}
+    call = {"id": _call_id(answer), "type": "function", "function": function}
+    message = {"role": "assistant", "content": text, "tool_calls": [call]}
+    choice: dict[str, object] = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+    return msgspec.json.encode(_completion("chat.completion", choice) | {"usage": _usage(answer)})
+
+
+def _chat_events(answer: Answer) -> list[bytes]:
+    """The same as chunks of a stream."""
+    text, _, arguments = answer.text.partition("\0")
+    deltas: list[dict[str, object]] = [{"role": "assistant", "content": ""}]
+    deltas += [{"content": f"{word} "} for word in text.split(" ")[:-1]]
+    deltas.append({"content": text.rpartition(" ")[2]})
+    function = {"name": "click", "arguments": arguments}
+    call = {"index": 0, "id": _call_id(answer), "type": "function", "function": function}
+    deltas.append({"tool_calls": [call]})
+    choices: list[dict[str, object]]
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices.append({"index": 0, "delta": {}, "finish_reason": "tool_calls"})
+    kind = "chat.completion.chunk"
+    events = [msgspec.json.encode(_completion(kind, choice)) for choice in choices]
+    return [*(chunk(b"data: %b\n\n" % event) for event in events), chunk(DONE) + b"0\r\n\r\n"]
+
+
+def _completion(kind: str, choice: dict[str, object]) -> dict[str, object]:
+    completion: dict[str, object] = {
+        "id": "chatcmpl-soak",
+        "object": kind,
+        "created": 1,
+        "model": "policy",
+    }
+    completion["choices"] = [choice]
+    return completion
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    num = len(answer.token_ids)
+    return {"prompt_tokens": 512, "completion_tokens": num, "total_tokens": 512 + num}
+
+
+def _call_id(answer: Answer) -> str:
+    return f"call_{abs(hash(tuple(answer.token_ids))):x}"
+
+
+async def _serve(folder: Path, ready_fd: int | None) -> None:
+    engine = SoakEngine(read_canned(folder))
+    listening = listen("127.0.0.1:0")
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(partial(Framed, engine), sock=listening, backlog=1024)
+    gc.freeze()
+    host, port = listening.getsockname()
+    announce(ready_fd, Ready("engine", os.getpid(), f"http://{host}:{port}"))
+    await server.serve_forever()
+
+
+def main() -> None:
+    """Serve until killed."""
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks._soak_engine")
+    arguments.add_argument("--folder", type=Path, required=True)
+    arguments.add_argument("--ready-fd", type=int)
+    options = arguments.parse_args()
+    die_with_parent()
+    uvloop.run(_serve(options.folder, options.ready_fd))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""The soak's mesh in tokens mode: router, workers, engine, agents, each a process; client and sink.
+
+Owns the processes of one arm and the waves of groups that go through them. Invariants: everything
+is as a user has it but for the loops' probes; a wave is over when its last group was acked and
+freed; the journal is on disk and emptied, so that nothing is measured but the rooms. Driven by
+rss_soak.py.
+"""
+
+import os
+import sys
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from benchmarks._arms import Child
+from benchmarks._soak_engine import write_folder
+from benchmarks._soak_load import Shape
+from benchmarks._soak_watch import Held, held_by
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.serve.client.client import Finished, RolloutClient
+
+TAKE_S = 300.0
+"""A wave in which nothing ends for so long has failed."""
+MAX_CONTEXT_TOKENS = 131_072
+READY_S = 30.0
+ROOMS = "rollmesh.cli.main"
+
+
+class Arm(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured, and with what taken away."""
+
+    name: str
+    shape: Shape
+    num_workers: int = 1
+    ablated: tuple[str, ...] = ()
+    environ: dict[str, str] = {}
+    """Of the measured processes, beside their own."""
+
+
+class Wave(msgspec.Struct):
+    """How the groups of a wave ended."""
+
+    num_finished: int = 0
+    num_dropped: int = 0
+    reasons: dict[str, int] = {}
+
+
+class Soaked(Protocol):
+    """What an arm's processes are to the soak."""
+
+    pids: dict[str, int]
+    """By name; those whose memory is judged are in `judged`."""
+    judged: list[str]
+    lags: dict[str, Path]
+    """Of judged processes whose loops measure themselves."""
+    load_log: Path
+    ports: dict[str, str]
+    """Of judged processes: where their agents call."""
+
+    def wave(self, num_groups: int, num_turns: int) -> Wave:
+        """So many groups, to the end of the last."""
+
+    def held(self) -> dict[str, Held]:
+        """Of the judged, now."""
+
+    def num_missed(self) -> int:
+        """Beats that did not come."""
+
+
+class Places(msgspec.Struct, frozen=True):
+    """Files of an arm."""
+
+    folder: Path
+
+    @property
+    def socket(self) -> Path:
+        """Of the agents; short, since the kernel wants it so."""
+        return Path(f"/tmp/rollmesh-soak-{os.getpid()}.sock")
+
+    @property
+    def load_log(self) -> Path:
+        return self.folder / "load.jsonl"
+
+    def lag(self, name: str) -> Path:
+        return self.folder / f"{name}.lag"
+
+
+def start_agents(places: Places, shape: Shape, stack: ExitStack) -> Child:
+    """The agents' process, until the stack ends."""
+    places.socket.unlink(missing_ok=True)
+    argv = [sys.executable, "-m", "benchmarks._soak_agents", "--socket", str(places.socket)]
+    argv += ["--shape", msgspec.json.encode(shape).decode(), "--log", str(places.load_log)]
+    child = Child(argv, os.sched_getaffinity(0))
+    stack.callback(places.socket.unlink, missing_ok=True)
+    stack.callback(child.end)
+    return child
+
+
+def start_engine(folder: Path, stack: ExitStack) -> Child:
+    """The canned engine."""
+    argv = [sys.executable, "-m", "benchmarks._soak_engine", "--folder", str(folder)]
+    child = Child(argv, os.sched_getaffinity(0))
+    stack.callback(child.end)
+    return child
+
+
+class SoakMesh:
+    """See the module; `with` ends all of it."""
+
+    def __init__(self, arm: Arm, folder: Path) -> None:
+        self.arm = arm
+        self.load_log = Places(folder).load_log
+        self._places = places = Places(folder)
+        self._task = 0
+        with ExitStack() as stack:
+            model = write_folder(folder / "model")
+            engine = start_engine(model, stack)
+            agents = start_agents(places, arm.shape, stack)
+            sets = self._settings(model, folder)
+            cores = os.sched_getaffinity(0)
+            argv = [sys.executable, "-m", ROOMS, "router", "--engine", engine.ready.address]
+            self._router = Child([*argv, *sets], cores)
+            stack.callback(self._router.end)
+            workers = {f"worker-{n}": None for n in range(arm.num_workers)}
+            children = {name: self._worker(name, sets, stack) for name in workers}
+            self.judged = list(children)
+            self.pids = {name: child.ready.pid for name, child in children.items()}
+            self.ports = {n: c.ready.address.rpartition(":")[2] for n, c in children.items()}
+            self.lags = {name: places.lag(name) for name in children}
+            self.pids |= {"router": self._router.ready.pid, "client": os.getpid()}
+            self.pids |= {"engine": engine.ready.pid, "agents": agents.ready.pid}
+            self._client = RolloutClient(self._router.ready.address, JournalConfig(), folder)
+            self._client.start()
+            stack.callback(self._client.close)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "SoakMesh":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _settings(self, model: Path, folder: Path) -> list[str]:
+        shape = self.arm.shape
+        settings: dict[str, Any] = {
+            "run.folder": folder,
+            "model.path": model,
+            "model.max_context_tokens": MAX_CONTEXT_TOKENS,
+            "worker.max_rollouts": shape.slots,
+            "env": "benchmarks._soak_env:SoakEnv",
+            "env_settings.socket": self._places.socket,
+        }
+        return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+
+    def _worker(self, name: str, sets: list[str], stack: ExitStack) -> Child:
+        arm = self.arm
+        argv = [sys.executable, "-m", "benchmarks._soak_worker", "--lag"]
+        argv += [str(self._places.lag(name)), "--ablate", ",".join(arm.ablated), "worker"]
+        argv += ["--router", self._router.ready.address, "--worker-id", name, *sets]
+        child = Child(argv, os.sched_getaffinity(0), env=arm.environ)
+        stack.callback(child.end)
+        return child
+
+    def wave(self, num_groups: int, num_turns: int) -> Wave:
+        """So many groups, as many at a time as there are slots."""
+        arm, shape, wave = self.arm, self.arm.shape, Wave()
+        window = max(1, arm.num_workers * shape.slots // shape.group_size) + arm.num_workers
+        num_asked = num_ended = 0
+        while num_ended < num_groups:
+            while num_asked < min(num_groups, num_ended + window):
+                data = {"number": self._task, "num_turns": num_turns}
+                self._client.ask(
+                    Task(id=f"soak-{self._task}", data=data),
+                    env="benchmarks._soak_env:SoakEnv",
+                    num_samples=shape.group_size,
+                    sampling=SamplingPolicy(),
+                    seed=self._task,
+                )
+                self._task += 1
+                num_asked += 1
+            arrivals = self._client.take(TAKE_S)
+            if not arrivals:
+                raise RuntimeError(f"nothing ended for {TAKE_S:g} s")
+            for arrival in arrivals:
+                num_ended += 1
+                if isinstance(arrival, Finished):
+                    wave.num_finished += 1
+                    self._client.free(arrival.position)
+                else:
+                    wave.num_dropped += 1
+                    reason = str(arrival.reason)[:60]
+                    wave.reasons[reason] = wave.reasons.get(reason, 0) + 1
+        return wave
+
+    def held(self) -> dict[str, Held]:
+        """Of workers and router."""
+        urls = {name: f"http://127.0.0.1:{port}/metrics" for name, port in self.ports.items()}
+        urls["router"] = f"{self._router.ready.http_address}/metrics"
+        return {name: held_by(self.pids[name], url) for name, url in urls.items()}
+
+    def num_missed(self) -> int:
+        """Workers that the router gave up: none is to miss its beats."""
+        url = f"{self._router.ready.http_address}/status"
+        with urllib.request.urlopen(url, timeout=READY_S) as answer:
+            counts = msgspec.json.decode(answer.read())["counts"]
+        return int(counts.get("workers_lost", 0))

@@ -1,0 +1,77 @@
+"""A worker or gateway of the soak: the real verb, whose loop measures itself, with measures off.
+
+    python -m benchmarks._soak_worker --lag FILE --ablate evict,trim worker --router ...
+
+Invariant: nothing but the named measures differs from `rollmesh worker` and `rollmesh gateway`, and
+one timer: each PROBE_S it notes how late it is, which costs a core some 0.3 %. What a measure's
+absence is stands in _soak_ablations.py. Driven by _soak_mesh.py and _soak_relay.py.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from array import array
+from pathlib import Path
+
+import uvloop
+
+from benchmarks._soak_ablations import ablate
+from rollmesh.cli import main as cli
+
+PROBE_S = 0.005
+NUM_BUFFERED = 400
+"""Figures between two writes to the file."""
+
+
+class LagMeter:
+    """Pairs of doubles into a file: time.monotonic, and how late the loop was then."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, path: Path) -> None:
+        self._loop = loop
+        self._file = path.open("wb", buffering=0)
+        self._figures = array("d")
+        self._due_s = 0.0
+
+    def begin(self) -> None:
+        """Now, on the loop."""
+        self._due_s = time.monotonic() + PROBE_S
+        self._loop.call_later(PROBE_S, self._probe)
+
+    def _probe(self) -> None:
+        now_s = time.monotonic()
+        self._figures.extend((now_s, max(0.0, now_s - self._due_s)))
+        if len(self._figures) >= NUM_BUFFERED:
+            self._file.write(self._figures.tobytes())
+            del self._figures[:]
+        self.begin()
+
+
+def read_lags(path: Path) -> tuple["array[float]", "array[float]"]:
+    """Times and lags of a file."""
+    figures = array("d")
+    raw = path.read_bytes()
+    figures.frombytes(raw[: len(raw) // 16 * 16])
+    return figures[::2], figures[1::2]
+
+
+def main() -> None:
+    """Be that verb."""
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks._soak_worker")
+    arguments.add_argument("--lag", type=Path, required=True)
+    arguments.add_argument("--ablate", default="")
+    options, rest = arguments.parse_known_args()
+    new_loop = uvloop.new_event_loop
+
+    def measured() -> asyncio.AbstractEventLoop:
+        loop = new_loop()
+        loop.call_soon(LagMeter(loop, options.lag).begin)
+        return loop
+
+    uvloop.new_event_loop = measured  # type: ignore[assignment]  # a loop is all that is wanted
+    ablate([name for name in options.ablate.split(",") if name])
+    sys.exit(cli.main(rest))
+
+
+if __name__ == "__main__":
+    main()
