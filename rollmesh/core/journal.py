@@ -232,7 +232,7 @@ class _Segment:
         self._path = path
 
     def parse(self, offset: int) -> tuple[list[bytes], int]:
-        """The frames of the record at `offset` and its whole size; JournalError if it is damaged."""
+        """The record at `offset`: its frames and its whole size; JournalError if it is damaged."""
         start = offset + _HEAD.size
         if start > self.size_bytes:
             raise _damage(self._path, offset, "is cut off")

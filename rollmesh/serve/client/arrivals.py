@@ -30,6 +30,22 @@ class RawResult(msgspec.Struct, frozen=True):
     def num_bytes(self) -> int:
         return len(self.body) + sum(map(len, self.buffers))
 
+    def filed(self) -> "Filed | RawResult":
+        """Its place alone; itself where the journal has not got it all."""
+        if not self.complete:
+            return self
+        return Filed(self.group_id, self.attempt, self.worker_id, self.position, self.num_bytes)
+
+
+class Filed(msgspec.Struct, frozen=True):
+    """A complete result that is in the journal and not in memory."""
+
+    group_id: GroupId
+    attempt: int
+    worker_id: str
+    position: int
+    num_bytes: int
+
 
 class Finished(msgspec.Struct, frozen=True):
     """A group all of whose siblings came to an outcome."""
@@ -59,6 +75,8 @@ class Dropped(msgspec.Struct, frozen=True):
 
 
 Arrival = Finished | Dropped
+Unopened = RawResult | Filed | Dropped
+"""As the intake hands it over."""
 
 
 def open_result(raw: RawResult) -> Arrival:

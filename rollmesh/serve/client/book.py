@@ -12,7 +12,8 @@
 
 Invariants: an act follows its entry; replaying the entries gives which groups are asked for and
 open, which have ended, and which results nobody has taken; what a full disk did not take is owed,
-and written before anything else. Driven by the intake's thread.
+and written before anything else; of the results on disk only their places are in memory. Driven by
+the intake's thread; `load` by any.
 """
 
 import time
@@ -25,7 +26,7 @@ from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import JournalError
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.core.journal import Journal
-from rollmesh.serve.client.arrivals import RawResult
+from rollmesh.serve.client.arrivals import Filed, RawResult
 from rollmesh.serve.client.asks import MOMENT_S, Asked
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.messages import GroupFinished
@@ -110,7 +111,7 @@ class Book:
         self.began = RunBegan("")
         """The newest run."""
         self._open: dict[GroupId, Asked] = {}
-        self._untaken: dict[GroupId, RawResult] = {}
+        self._untaken: dict[GroupId, Filed] = {}
         self._needed: dict[GroupId, int] = {}
         """Where the asks and results stand that are still needed."""
         self._owes_ends = False
@@ -134,10 +135,23 @@ class Book:
         """Over the byte budget: a checkpoint must free segments."""
         return self._journal.size_bytes > self._config.max_bytes
 
-    def restored(self) -> list[RawResult]:
+    def restored(self) -> list[Filed]:
         """Results of earlier runs that nobody took, oldest first; they are given once."""
         results, self._untaken = list(self._untaken.values()), {}
         return results
+
+    def load(self, filed: Filed) -> RawResult:
+        """The result as it was kept, while it is needed; JournalError where it cannot be read."""
+        _, body, *buffers = self._journal.read(filed.position)
+        return RawResult(
+            group_id=filed.group_id,
+            attempt=filed.attempt,
+            worker_id=filed.worker_id,
+            complete=True,
+            body=body,
+            buffers=tuple(buffers),
+            position=filed.position,
+        )
 
     def reopened(self) -> list[Asked]:
         """What earlier runs asked for to outlive them and is open; given once."""
@@ -260,10 +274,8 @@ class Book:
                 self._needed[group_id] = position
             case GroupKept(group_id, attempt, worker_id):
                 self._end(group_id)
-                body, *buffers = frames[1:]
-                self._untaken[group_id] = RawResult(
-                    group_id, attempt, worker_id, True, body, tuple(buffers), position
-                )
+                num_bytes = sum(map(len, frames[1:]))
+                self._untaken[group_id] = Filed(group_id, attempt, worker_id, position, num_bytes)
                 self._needed[group_id] = position
             case _:
                 self._replay_alone(entry)

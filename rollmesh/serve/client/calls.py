@@ -11,10 +11,11 @@ A call is ASKED until its group has ended, and then handed out: to the coroutine
 Finished or as the error that endings.py names; or by `stream`, as Finished or Dropped.
 
 Invariants: cancelling the coroutine cancels the group in the mesh; at most MAX_CALLS groups are
-asked for and not handed out, and further calls wait, so that no queue grows; what was handed out is
-not handed out again by a later client on the folder, unless `stream`'s caller ended before it came
-back for the next. One object serves all tasks of one event loop; each process has its own, and its
-own folder. Driven by evaluation.py and by users' own code.
+asked for and not handed out, and further calls wait, so that no queue grows; past MAX_HELD_BYTES
+what `stream` has yet to hand out stays in the journal, whose own budget holds asks back; what was
+handed out is not held here, nor handed out again by a later client on the folder, unless `stream`'s
+caller ended before it came back for the next. One object serves all tasks of one event loop; each
+process has its own, and its own folder. Driven by evaluation.py and by users' own code.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from rollmesh.core.errors import ClientClosed, ConfigError, GroupCancelled, Over
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import EVAL_SAMPLING, SamplingPolicy, Task
 from rollmesh.envs.scratch import LOCK, PREFIX, sweep
-from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
+from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, RawResult, Unopened
 from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.endings import error_of
@@ -42,6 +43,8 @@ from rollmesh.wire.keys import Keys, check_dial, read_keys
 
 MAX_CALLS = 4096
 """Groups asked for and not handed out."""
+MAX_HELD_BYTES = 64 * 2**20
+"""Of results in memory that `stream` has yet to hand out."""
 
 Call = asyncio.Future[Arrival]
 
@@ -123,8 +126,10 @@ class AsyncRolloutClient:
             self._undo = undo.pop_all()
         self._calls: dict[GroupId, Call | None] = {}
         """Open groups; None for those that `stream` hands out."""
-        self._ended: deque[Arrival] = deque()
+        self._ended: deque[Unopened] = deque()
         """What `stream` hands out next."""
+        self._num_held_bytes = 0
+        self._reopened: dict[GroupId, Task] = {}
         self._room = asyncio.Semaphore(MAX_CALLS)
         self._news = asyncio.Event()
         self._is_closed = False
@@ -133,7 +138,8 @@ class AsyncRolloutClient:
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
         self._client.start()
-        self._calls.update(dict.fromkeys(self._client.reopened))
+        self._reopened.update(self._client.reopened)
+        self._calls.update(dict.fromkeys(self._reopened))
         self._collect()
 
         def on_arrival() -> None:
@@ -159,7 +165,7 @@ class AsyncRolloutClient:
     @property
     def reopened(self) -> Mapping[GroupId, Task]:
         """With `keep`: what an earlier client on the folder asked for and `stream` will bring."""
-        return self._client.reopened
+        return self._reopened
 
     @property
     def num_ended(self) -> int:
@@ -204,6 +210,7 @@ class AsyncRolloutClient:
             finally:
                 self._client.done_with([arrival.group_id])
                 self._let_go(arrival)
+                del arrival  # it is not held while the next is awaited
 
     async def cancel(self, group_id: GroupId, reason: str = "no longer wanted") -> None:
         """End an open group: `stream` hands it out as Dropped. Nothing happens if it has ended."""
@@ -227,7 +234,7 @@ class AsyncRolloutClient:
         with ExitStack() as undo:
             undo.callback(self._room.release)
             if self._fault:
-                raise self._fault
+                raise self._fault.with_traceback(None)
             if self._is_closed:
                 raise ClientClosed("this client was closed: ask before that, or open another")
             group_id = self._client.ask(
@@ -249,16 +256,19 @@ class AsyncRolloutClient:
         """What `stream` hands out next; None where nothing more is to come."""
         while not self._ended:
             if self._fault:
-                raise self._fault
+                raise self._fault.with_traceback(None)
             if self._is_closed or None not in self._calls.values():
                 return None
             await self._news.wait()
-        return self._ended.popleft()
+        ended = self._ended.popleft()
+        if isinstance(ended, RawResult):
+            self._num_held_bytes -= ended.num_bytes
+        return self._client.open(ended)
 
     def _collect(self) -> None:
         """On the loop, when there is news: hand out what has ended."""
         try:
-            arrivals = self._client.take(0.0)
+            arrivals = self._client.take_unopened()
         except Exception as error:  # noqa: BLE001 - door: the intake's end must reach every waiter
             self._break(error)
             return
@@ -266,20 +276,30 @@ class AsyncRolloutClient:
         if had:
             self._client.done_with(had)
 
-    def _hand_out(self, arrival: Arrival) -> bool:
+    def _hand_out(self, arrival: Unopened) -> bool:
         """Whether a coroutine was waiting for it, or has been cancelled; else `stream` has it."""
         call = self._calls.pop(arrival.group_id, None)
         if call is None:
-            self._ended.append(arrival)
+            self._hold(arrival)
             self._tell_streams()
             return False
         self._let_go(arrival)
         if not call.done():
-            call.set_result(arrival)
+            call.set_result(self._client.open(arrival))
         return True
 
-    def _let_go(self, arrival: Arrival) -> None:
+    def _hold(self, arrival: Unopened) -> None:
+        """`stream` will hand it out; until then it is here, or in the journal alone."""
+        if isinstance(arrival, RawResult):
+            has_room = self._num_held_bytes + arrival.num_bytes <= MAX_HELD_BYTES
+            arrival = arrival if has_room else arrival.filed()
+        if isinstance(arrival, RawResult):
+            self._num_held_bytes += arrival.num_bytes
+        self._ended.append(arrival)
+
+    def _let_go(self, arrival: Unopened | Arrival) -> None:
         """Somebody has it: there is room for another call."""
+        self._reopened.pop(arrival.group_id, None)
         if arrival.group_id.run_id == self._client.run_id:
             self._room.release()
 

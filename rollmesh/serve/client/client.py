@@ -27,14 +27,21 @@ from typing import Annotated
 import msgspec
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import AddressError, ClientClosed, ConfigError, Overloaded, WireError
+from rollmesh.core.errors import (
+    AddressError,
+    ClientClosed,
+    ConfigError,
+    JournalError,
+    Overloaded,
+    WireError,
+)
 from rollmesh.core.ids import GroupId, new_id
 from rollmesh.core.logs import readable
 from rollmesh.core.types import SamplingPolicy, Task
-from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, RawResult, open_result
+from rollmesh.serve.client.arrivals import Arrival, Dropped, Filed, Finished, Unopened, open_result
 from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S, Asked, AsksSettings, Cancelled
 from rollmesh.serve.client.book import Book, Published, StepTaken
-from rollmesh.serve.client.intake import Free, Intake, Note, Taken
+from rollmesh.serve.client.intake import MAX_FILED_BYTES, Free, Intake, Note, Taken
 from rollmesh.wire.bodies import decode_ask, encode_ask
 from rollmesh.wire.keys import Keys, check_told
 from rollmesh.wire.messages import GroupAsk
@@ -89,7 +96,7 @@ class RolloutClient:
             raise ConfigError(f"weight = {weight}: give a client 1 to {MAX_WEIGHT:,} turns")
         self.run_id = new_id("r")
         self.reopened: dict[GroupId, Task] = {}
-        """With `keep`, after `start`: what an earlier client here asked for and is still open."""
+        """With `keep`: what an earlier client here asked for and nobody has taken."""
         self._lock = threading.Lock()
         self._next_seq = 0
         self._num_open = 0
@@ -182,13 +189,23 @@ class RolloutClient:
     def take(self, timeout_s: float) -> list[Arrival]:
         """What has ended since the last call, waiting up to `timeout_s` for the first.
 
-        Raises what ended the client's own thread, if anything did.
+        Of many results of earlier runs some at a time. Raises what ended the client's own thread,
+        if anything did.
         """
-        self._check_ours()
-        arrivals = self._intake.take(timeout_s)
-        with self._lock:
-            self._num_open -= sum(each.group_id.run_id == self.run_id for each in arrivals)
-        return [open_result(each) if isinstance(each, RawResult) else each for each in arrivals]
+        return [self.open(each) for each in self._take(timeout_s, MAX_FILED_BYTES)]
+
+    def take_unopened(self) -> list[Unopened]:
+        """All that has ended since the last call, for `open`; does not wait."""
+        return self._take(0.0, math.inf)
+
+    def open(self, arrival: Unopened) -> Arrival:
+        """Decode a result, and read it first where it stands on the disk; never an error."""
+        if isinstance(arrival, Filed):
+            try:
+                arrival = self._intake.load(arrival)
+            except JournalError as error:
+                return Dropped(arrival.group_id, f"infra_error: {error}")
+        return arrival if isinstance(arrival, Dropped) else open_result(arrival)
 
     def done_with(self, group_ids: Iterable[GroupId]) -> None:
         """These results need not be handed out again; the journal may let go of them."""
@@ -205,6 +222,15 @@ class RolloutClient:
     def free(self, position: int) -> None:
         """After a checkpoint: no result before `position` is needed any more."""
         self._intake.command(Free(position))
+
+    def _take(self, timeout_s: float, max_filed_bytes: float) -> list[Unopened]:
+        self._check_ours()
+        arrivals = self._intake.take(timeout_s, max_filed_bytes)
+        with self._lock:
+            self._num_open -= sum(each.group_id.run_id == self.run_id for each in arrivals)
+        for each in arrivals if self.reopened else ():
+            self.reopened.pop(each.group_id, None)
+        return arrivals
 
     def _check_ours(self) -> None:
         """ClientClosed in a process that was forked from ours: nobody serves the client there."""

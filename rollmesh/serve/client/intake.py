@@ -3,21 +3,24 @@
 Owns the sink's Hub, the Dialer to the router, the two machines and the book; the program's thread
 reaches it through two queues. Invariants: nothing here waits for the program, and nothing decodes
 a result; a result is written before it is acked; while the program leaves many bytes untaken, more
-stay with their workers. Driven by its own thread, from `start` to `close`.
+stay with their workers, and those of earlier runs on the disk. Driven by its own thread, from
+`start` to `close`.
 """
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 
 import msgspec
 
 from rollmesh.core.errors import JournalError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.logs import get_logger
-from rollmesh.serve.client.arrivals import Dropped, RawResult
+from rollmesh.serve.client.arrivals import Dropped, Filed, RawResult, Unopened
 from rollmesh.serve.client.asks import Action as AskAction
 from rollmesh.serve.client.asks import (
     Arrived,
@@ -42,6 +45,8 @@ log = get_logger()
 JOIN_S = 5.0
 MAX_UNTAKEN_BYTES = 256 * 2**20
 """Of results in memory; past it the sink reads no more, and workers keep theirs."""
+MAX_FILED_BYTES = 32 * 2**20
+"""Of results that `take` hands out at a time and that stand on the disk."""
 MAX_RESULTS = 64
 """Taken in before the router and the program are listened to again."""
 
@@ -80,11 +85,11 @@ class Intake:
         self._bell = Doorbell()
         self._commands: deque[Command] = deque()
         self._held_asks: deque[Asked] = deque()
-        self._fresh: list[RawResult | Dropped] = []
+        self._fresh: list[Unopened] = []
         """What this turn brought; handed over at once, since each hand-over has a price."""
         self._num_fresh_bytes = 0
         self._acks: list[tuple[bytes, Packet]] = []
-        self._arrivals: deque[RawResult | Dropped] = deque()
+        self._arrivals: deque[Unopened] = deque()
         self._num_untaken_bytes = 0
         self._arrived = threading.Condition()
         self._on_arrival: Callable[[], None] | None = None
@@ -144,26 +149,43 @@ class Intake:
             return
         self._commands.append(command)
         if self._fault:
-            self._fail_notes(self._fault)
+            self._refuse_commands(self._fault)
         # It looks at the commands after it says that it waits, so none is slept over.
         if self._is_waiting:
             self._bell.ring()
 
-    def take(self, timeout_s: float) -> list[RawResult | Dropped]:
-        """All that has arrived, waiting up to `timeout_s` for the first.
+    def take(self, timeout_s: float, max_filed_bytes: float = math.inf) -> list[Unopened]:
+        """What has arrived, waiting up to `timeout_s` for the first.
 
+        After `max_filed_bytes` of what stands on the disk the rest is left for the next call.
         Raises what ended the intake's thread, once everything that had arrived is taken.
         """
         with self._arrived:
             self._arrived.wait_for(lambda: self._arrivals or self._fault, timeout_s)
-            arrivals = list(self._arrivals)
-            self._arrivals.clear()
-            was_full, self._num_untaken_bytes = self._is_full, 0
+            was_full = self._is_full
+            arrivals = list(self._taken_out(max_filed_bytes))
+            if self._arrivals and self._on_arrival:
+                self._on_arrival()
         if was_full:
             self._bell.ring()
         if not arrivals and self._fault:
-            raise self._fault
+            # Afresh: what is raised again and again would gather the frames of all who took it.
+            raise self._fault.with_traceback(None)
         return arrivals
+
+    def load(self, filed: Filed) -> RawResult:
+        """A result that stands on the disk; JournalError where it cannot be read."""
+        return self._book.load(filed)
+
+    def _taken_out(self, max_filed_bytes: float) -> Iterator[Unopened]:
+        num_filed_bytes = 0
+        while self._arrivals and num_filed_bytes <= max_filed_bytes:
+            arrival = self._arrivals.popleft()
+            if isinstance(arrival, Filed):
+                num_filed_bytes += arrival.num_bytes
+            elif isinstance(arrival, RawResult):
+                self._num_untaken_bytes -= arrival.num_bytes
+            yield arrival
 
     # the thread
 
@@ -180,8 +202,8 @@ class Intake:
             self._turn()
             self._do_asks(self._asks.step(Closed(), time.monotonic()))
         except Exception as error:  # door: the thread's end must reach the program
-            self._end(error)
             log.exception("intake.failed")
+            self._end(error.with_traceback(None))
 
     def _end(self, error: Exception) -> None:
         with self._arrived:
@@ -189,17 +211,19 @@ class Intake:
             self._arrived.notify_all()
             if self._on_arrival:
                 self._on_arrival()
-        self._fail_notes(error)
+        self._refuse_commands(error)
 
     @property
     def _is_full(self) -> bool:
         return self._num_untaken_bytes + self._num_fresh_bytes > MAX_UNTAKEN_BYTES
 
-    def _fail_notes(self, error: Exception) -> None:
-        """Nobody carries them out any more; whoever wrote them must not wait."""
-        for command in list(self._commands):
-            if isinstance(command, Note) and not command.written.done():
-                command.written.set_exception(error)
+    def _refuse_commands(self, error: Exception) -> None:
+        """Nobody carries them out any more; whoever writes a note must not wait."""
+        with suppress(IndexError):  # also where another thread is here
+            while True:
+                command = self._commands.popleft()
+                if isinstance(command, Note):
+                    command.written.set_exception(error)
 
     def _turn(self) -> None:
         """Everything that is there to do now.
@@ -273,7 +297,7 @@ class Intake:
 
     def _free(self, position: int) -> None:
         with self._arrived:
-            waiting = [each.position for each in self._arrivals if isinstance(each, RawResult)]
+            waiting = [each.position for each in self._arrivals if not isinstance(each, Dropped)]
         try:
             self._book.free(min([position, *waiting]))
         except JournalError as error:
@@ -337,7 +361,7 @@ class Intake:
             self._is_disk_ill = True
             log.error("journal.failed", error=str(error), fix="make room; nothing is lost")
 
-    def _hand_out(self, arrival: RawResult | Dropped) -> None:
+    def _hand_out(self, arrival: Unopened) -> None:
         self._fresh.append(arrival)
         if isinstance(arrival, RawResult):
             self._num_fresh_bytes += arrival.num_bytes

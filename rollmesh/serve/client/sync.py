@@ -111,6 +111,7 @@ class SyncRolloutClient:
                 leaving.callback(self._leave, arrivals)
                 yield arrival
                 leaving.pop_all()
+            del arrival  # it is not held while the next is awaited
 
     def cancel(self, group_id: GroupId, reason: str = "no longer wanted") -> None:
         """End an open group: `stream` hands it out as Dropped. Nothing happens if it has ended."""
@@ -134,6 +135,7 @@ class SyncRolloutClient:
             return found.result()
         finally:
             found.cancel()  # nothing, unless Ctrl-C ended the waiting
+            del found  # or an error, which it holds, would hold us and what our caller has
 
     def _is_ours(self) -> bool:
         """False in a process that was forked from ours: our threads are not there."""

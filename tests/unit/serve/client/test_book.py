@@ -39,8 +39,10 @@ def test_results_that_no_step_took_are_restored_once(tmp_path: Path) -> None:
     book.close()
     again = Book(tmp_path, CONFIG)
     [restored] = again.restored()
-    assert (restored.group_id, restored.body) == (group(1), b"record")
-    assert [bytes(buffer) for buffer in restored.buffers] == [b"ids!", b"lps!"]
+    assert (restored.group_id, restored.num_bytes) == (group(1), 14)
+    loaded = again.load(restored)
+    assert (loaded.group_id, loaded.body) == (group(1), b"record")
+    assert [bytes(buffer) for buffer in loaded.buffers] == [b"ids!", b"lps!"]
     assert again.restored() == []
     assert again.ended["r1"].intervals() == [(0, 4)]
     again.close()

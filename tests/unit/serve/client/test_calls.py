@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import tempfile
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,31 @@ async def test_next_client_on_the_folder_streams_what_the_last_one_left(
             assert await anext(stream, None) is None
         async with AsyncRolloutClient(address, tmp_path, keep=True) as last:
             assert (last.num_ended, last.reopened) == (0, {})
+
+
+async def test_results_that_nobody_streams_wait_in_the_journal(
+    router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_bytes, num_results = 200_000, 20
+    monkeypatch.setattr(calls, "MAX_HELD_BYTES", 5 * num_bytes)
+    async with asyncio.timeout(PATIENCE_S), AsyncRolloutClient(router.hub.address) as client:
+        asks = []
+        for _ in range(num_results):
+            await client.ask(TASK, 1, env="guess")
+            asks.append(await next_ask(router))
+        tracemalloc.start()
+        try:
+            for ask in asks:
+                await asyncio.to_thread(deliver, ask.sink, ask.group_id, 1, "x" * num_bytes)
+            while client.num_ended < num_results:  # noqa: ASYNC110 - told by nobody
+                await asyncio.sleep(0)
+            held_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert held_bytes < 7 * num_bytes
+        streamed = [arrival async for arrival in client.stream()]
+    assert [arrival.group_id for arrival in streamed] == [ask.group_id for ask in asks]
+    assert all(isinstance(each, Finished) for each in streamed)
 
 
 async def test_client_that_keeps_without_a_folder_is_refused() -> None:

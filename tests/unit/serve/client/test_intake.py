@@ -1,5 +1,7 @@
 """The intake: what it cannot keep is not acked, and what nobody takes stays where it is."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,7 +13,8 @@ from structlog.testing import capture_logs
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Task
 from rollmesh.serve.client import intake
-from rollmesh.serve.client.client import QUEUE_RESULTS
+from rollmesh.serve.client.client import QUEUE_RESULTS, Dropped, RolloutClient
+from rollmesh.serve.client.intake import Taken
 from rollmesh.wire.bodies import encode_record
 from rollmesh.wire.frames import Packet, encode
 from rollmesh.wire.messages import AskGroup, GroupAcked, GroupFinished
@@ -92,3 +95,68 @@ def test_sink_that_is_full_takes_in_no_more_than_a_few_results(
         assert [each.group_id for each in client.take(timeout_s=5)] == [first]
         assert [each.group_id for each in client.take(timeout_s=5)] == [second]
     client.close()
+
+
+def test_results_on_the_disk_are_taken_a_few_at_a_time(
+    router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = open_client(router, tmp_path)
+    asked = [ask(client) for _ in range(5)]
+    for group_id in asked:
+        deliver(client.address, group_id)
+    client.close()
+    monkeypatch.setattr("rollmesh.serve.client.client.MAX_FILED_BYTES", 0)
+    again = open_client(router, tmp_path)
+    told: list[None] = []
+    again.watch(lambda: told.append(None))
+    taken = []
+    while told:
+        told.clear()
+        taken.append([arrival.group_id for arrival in again.take(timeout_s=0)])
+    assert taken == [[group_id] for group_id in asked]
+    again.close()
+
+
+def test_a_result_that_is_gone_from_the_disk_is_dropped(router: FakeRouter, tmp_path: Path) -> None:
+    client = open_client(router, tmp_path)
+    group_id = ask(client)
+    deliver(client.address, group_id)
+    client.close()
+    again = open_client(router, tmp_path)
+    for segment in (tmp_path / "journal").glob("*.journal"):
+        segment.unlink()
+    [dropped] = again.take(timeout_s=5)
+    assert isinstance(dropped, Dropped)
+    assert dropped.group_id == group_id
+    assert dropped.reason.startswith("infra_error: ")
+    again.close()
+
+
+@pytest.mark.usefixtures("young_heap")
+def test_a_client_that_has_failed_keeps_neither_its_callers_nor_their_commands(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    client = open_client(router, tmp_path)
+    client.done_with([object()])  # type: ignore[list-item]
+    taken = [take_in_vain(client) for _ in range(5)]
+    gc.collect()
+    assert sum(each() is not None for each in taken[:-1]) == 0
+    with pytest.raises(TypeError):
+        client.note_step(0, [])
+    late = [GroupId("r", seq) for seq in range(100)]
+    for group_id in late:
+        client.done_with([group_id])
+    commands = [each for each in gc.get_objects() if isinstance(each, Taken)]
+    assert not [each for each in commands if each.group_ids[0] in late]
+    client.close()
+
+
+class Local:
+    """What somebody holds while he calls."""
+
+
+def take_in_vain(client: RolloutClient) -> "weakref.ref[Local]":
+    local = Local()
+    with pytest.raises(TypeError):
+        client.take(timeout_s=5)
+    return weakref.ref(local)
