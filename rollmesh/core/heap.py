@@ -1,0 +1,85 @@
+"""The C library's heap under this process: how it is laid out, and how what is free in it is given
+back to the system.
+
+Invariants: symbols are looked up once; where one is missing (no glibc, musl, macOS) its measure is
+off, says so, and everything else goes on; nothing here runs on an event loop but `settle`, at the
+start. Who frees much says so by `note_freed`. Figures behind the layout stand in docs/memory.md.
+Driven by the processes' main functions and, for trims, by runtime/keeper.py.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import Any
+
+MMAP_THRESHOLD_BYTES = 384 * 1024
+"""What is larger has pages of its own, which go back when it is freed: a screenshot, not a read
+from a socket (256 KiB). glibc would raise this by itself up to 32 MiB, and images would then lie
+between small things for ever."""
+NUM_ARENAS = 1
+"""malloc_trim(3) does not give back what is free at the end of any but the first."""
+
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+"""Of malloc.h."""
+
+
+def this_process() -> Any:
+    """The libraries that are loaded here; OSError where the system cannot say."""
+    return ctypes.CDLL(None)
+
+
+class Heap:
+    """The heap of a process; `load` gives the C library's functions by name."""
+
+    def __init__(self, load: Callable[[], Any] = this_process) -> None:
+        self._mallopt = _symbol(load, "mallopt")
+        self._malloc_trim = _symbol(load, "malloc_trim")
+
+    @property
+    def can_trim(self) -> bool:
+        """Whether `trim` does anything."""
+        return self._malloc_trim is not None
+
+    def settle(self) -> bool:
+        """Lay the heap out as above; before there are threads. False where that is not possible."""
+        if self._mallopt is None:
+            return False
+        is_pinned = self._mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) == 1
+        return self._mallopt(_M_ARENA_MAX, NUM_ARENAS) == 1 and is_pinned
+
+    def trim(self) -> float | None:
+        """Give free memory back to the system; the seconds that it took, None where it is off.
+
+        Others' Python code goes on meanwhile, until it wants memory of the arena that is looked at.
+        """
+        if self._malloc_trim is None:
+            return None
+        begun_s = time.perf_counter()
+        self._malloc_trim(ctypes.c_size_t(0))
+        return time.perf_counter() - begun_s
+
+
+def _symbol(load: Callable[[], Any], name: str) -> Any:
+    try:
+        return getattr(load(), name)
+    except (OSError, AttributeError):
+        return None
+
+
+class _Freed:
+    """A count that outlives who adds to it."""
+
+    num_bytes = 0
+
+
+def note_freed(num_bytes: int) -> None:
+    """So much was let go; from any thread.
+
+    It is a hint: two threads that count at the same moment may lose one of their counts.
+    """
+    _Freed.num_bytes += num_bytes
+
+
+def freed_bytes() -> int:
+    """All that was told to `note_freed`: it only grows."""
+    return _Freed.num_bytes

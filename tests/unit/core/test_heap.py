@@ -1,0 +1,103 @@
+"""The heap: freed memory goes back to the system, and where that is not possible all goes on."""
+
+import ctypes
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from rollmesh.core.heap import Heap, freed_bytes, note_freed, this_process
+
+HAS_GLIBC = hasattr(ctypes.CDLL(None), "malloc_trim")
+
+
+class Musl:
+    """A C library with neither malloc_trim nor mallopt."""
+
+
+class OldLibrary:
+    """One whose mallopt knows none of what it is asked."""
+
+    def mallopt(self, name: int, value: int) -> int:
+        return 0
+
+
+def nothing_to_load() -> Any:
+    raise OSError("no such library")
+
+
+@pytest.mark.parametrize("load", [Musl, nothing_to_load])
+def test_heap_without_the_symbols_is_off_and_says_so(load: Any) -> None:
+    heap = Heap(load)
+    assert not heap.can_trim
+    assert not heap.settle()
+    assert heap.trim() is None
+
+
+def test_layout_that_the_library_refuses_is_told() -> None:
+    assert not Heap(OldLibrary).settle()
+
+
+def test_symbols_are_looked_up_once() -> None:
+    looked: list[str] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            looked.append(name)
+            return lambda *_: 1
+
+    heap = Heap(Watched)
+    for _ in range(3):
+        heap.trim()
+    assert sorted(looked) == ["malloc_trim", "mallopt"]
+
+
+def test_trim_tells_its_seconds_where_there_is_one() -> None:
+    seconds = Heap(this_process).trim()
+    assert (seconds is not None) == HAS_GLIBC
+    assert 0 <= (seconds or 0) < 10
+
+
+GROWS = """
+import sys
+from rollmesh.core.heap import Heap
+from rollmesh.core.metrics import rss_bytes
+
+heap = Heap()
+if sys.argv[1] == "settled":
+    assert heap.settle()
+before = rss_bytes()
+small, large = [], []
+for _ in range(300):  # small things that stay, between large ones that go
+    large.append(b"x" * 500_000)
+    small.append(b"x" * 5_000)
+    b"x" * (2_000_000 + 40_000 * len(large))
+peak = rss_bytes() - before
+del large
+if sys.argv[1] == "settled":
+    heap.trim()
+print(peak, rss_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not HAS_GLIBC, reason="the C library has no malloc_trim")
+def test_what_was_freed_between_small_things_goes_back_to_the_system() -> None:
+    def run(how: str) -> tuple[int, int]:
+        argv = [sys.executable, "-c", GROWS, how]
+        told = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+        peak, rest = map(int, told.split())
+        return peak, rest
+
+    peak, rest = run("settled")
+    _, rest_without = run("as it is")
+    assert peak > 140e6
+    assert rest < 0.1 * peak
+    assert rest_without > 10 * rest, "the load does not show what it is about"
+
+
+def test_what_is_let_go_is_counted() -> None:
+    before = freed_bytes()
+    note_freed(10)
+    note_freed(5)
+    assert freed_bytes() - before == 15

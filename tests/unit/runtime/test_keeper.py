@@ -1,0 +1,94 @@
+"""The memory keeper: it trims when enough was freed, not too often, and never where it cannot."""
+
+import threading
+
+from rollmesh.core.heap import Heap, note_freed
+from rollmesh.runtime.keeper import (
+    MIN_FREED_BYTES,
+    MIN_INTERVAL_S,
+    SETTLED_S,
+    SOME_FREED_BYTES,
+    Keeper,
+    TrimPlan,
+)
+from rollmesh.testing.clock import FakeClock
+
+
+def test_much_that_was_freed_is_given_back_at_once() -> None:
+    plan = TrimPlan()
+    assert not plan.is_due(MIN_FREED_BYTES - 1, 100.0)
+    assert plan.is_due(MIN_FREED_BYTES, 100.1)
+
+
+def test_trims_keep_their_distance() -> None:
+    plan = TrimPlan()
+    plan.trimmed(0, 100.0)
+    assert not plan.is_due(10 * MIN_FREED_BYTES, 100.0 + MIN_INTERVAL_S - 0.1)
+    assert plan.is_due(10 * MIN_FREED_BYTES, 100.0 + MIN_INTERVAL_S)
+
+
+def test_the_rest_is_given_back_once_nothing_more_is_freed() -> None:
+    plan = TrimPlan()
+    assert not plan.is_due(SOME_FREED_BYTES, 100.0)
+    assert not plan.is_due(SOME_FREED_BYTES + 1, 100.0 + SETTLED_S)  # some more: not yet settled
+    assert plan.is_due(SOME_FREED_BYTES + 1, 100.0 + 2 * SETTLED_S)
+
+
+def test_what_was_given_back_is_not_given_back_again() -> None:
+    plan = TrimPlan()
+    plan.is_due(MIN_FREED_BYTES, 100.0)
+    plan.trimmed(MIN_FREED_BYTES, 100.0)
+    assert not plan.is_due(MIN_FREED_BYTES + SOME_FREED_BYTES - 1, 1000.0)
+
+
+class Library:
+    """malloc_trim that counts, and tells who called it."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+        self.called = threading.Event()
+
+    def malloc_trim(self, _: object) -> int:
+        self.threads.append(threading.current_thread().name)
+        self.called.set()
+        return 1
+
+
+def figures(kept: Keeper) -> dict[str, float]:
+    return {figure.name: figure.value for figure in kept.figures()}
+
+
+def test_a_turn_trims_when_it_is_due_and_the_figures_tell() -> None:
+    library, clock = Library(), FakeClock(100.0)
+    kept = Keeper(clock, Heap(lambda: library))
+    kept.turn()
+    clock.advance(MIN_INTERVAL_S)
+    note_freed(MIN_FREED_BYTES)
+    kept.turn()
+    kept.turn()
+    told = figures(kept)
+    assert (len(library.threads), told["trims_total"], told["trim_on"]) == (1, 1, True)
+    assert 0 < told["trim_last_seconds"] == told["trim_worst_seconds"]
+
+
+def test_the_keepers_thread_trims_and_ends() -> None:
+    library = Library()
+    kept = Keeper(FakeClock(100.0), Heap(lambda: library))
+    note_freed(MIN_FREED_BYTES)
+    kept.start()
+    try:
+        assert library.called.wait(10.0)
+    finally:
+        kept.close()
+    assert library.threads == ["keeper"]
+    assert "keeper" not in [each.name for each in threading.enumerate()]
+
+
+def test_where_nothing_can_be_trimmed_the_keeper_goes_on() -> None:
+    kept = Keeper(FakeClock(), Heap(object))
+    note_freed(MIN_FREED_BYTES)
+    kept.start()
+    kept.close()
+    kept.turn()
+    assert figures(kept)["trim_on"] is False
+    assert figures(kept)["trims_total"] == 0
