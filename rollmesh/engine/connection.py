@@ -3,20 +3,21 @@
     busy --whole answer, kept alive--> idle --next call--> busy;  any --> lost
 
 Invariants: a receiver hears at most one end, `on_end` or `on_error`, and nothing once its call is
-closed; a connection is idle only after exactly one whole answer to its last call; a peer that sends
-without getting on with its answer is cut off. The parser is llhttp (httptools); its callbacks only
-collect, so that a receiver may close its call or begin another while it is being told. Owned and
-driven by http.py.
+closed; a connection is idle only after exactly one whole answer to its last call, which it sent
+whole; a peer that sends without getting on with its answer is cut off; of a body that is not read
+yet, no more is read than the peer takes, but for one part. Receivers may close their call or begin
+another while they are told. Owned and driven by http.py.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
-import httptools
 import msgspec
 
 from rollmesh.core.errors import EngineUnavailable
+from rollmesh.engine.parser import AnswerParser, Headers
+from rollmesh.engine.pieces import Piece, Ready, parts, ready_head, size_of
 
 MAX_MUTE_BYTES = 64 * 1024
 """A peer that sends more than this beside the body (endless headers or chunk extensions) is cut
@@ -25,11 +26,8 @@ off; looked at once a read, so the true limit is one read more."""
 STALE_S = 1.0
 """A kept connection that is lost so soon after a request had been closed before it."""
 
-Headers = list[tuple[bytes, bytes]]
-
-
-Piece = bytes | memoryview
-"""Of a body; a view lasts until the call has ended."""
+PARTS_A_TURN = 2
+"""Of a body that is read while it is sent; then others have their turn."""
 
 
 class Receiver(Protocol):
@@ -152,22 +150,17 @@ class Connection(asyncio.Protocol):
         self._pool = pool
         # Kept, because asking for it costs a system call each time on CPython 3.11.
         self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpResponseParser(self)
+        self._answer = AnswerParser()
         self._call: Call | None = None
         self._num_calls = 0
         self._begun_s = 0.0
         self._is_paused = False
-        self._begin_answer()
-
-    def _begin_answer(self) -> None:
-        self._status = 0
-        self._headers: Headers = []
-        self._pieces: list[bytes] = []
-        self._num_mute_bytes = 0
-        self._has_bytes = False
+        self._is_clogged = False
+        """The peer does not take what was written."""
+        self._unsent: Iterator[Ready] | None = None
+        """Of the request's body."""
+        self._lost_because = ""
         self._has_told_head = False
-        self._is_whole = False
-        self._keeps_alive = False
 
     def begin(self, call: Call) -> None:
         """Send the request of `call`."""
@@ -176,11 +169,16 @@ class Connection(asyncio.Protocol):
         self._num_calls += 1
         self._begun_s = self._loop.time()
         call.attach(connection=self)
-        self._begin_answer()
+        self._answer.begin(is_head=call.target.is_head)
+        self._has_told_head = False
         prelude, body = call.target.prelude, call.body
         if body:
-            length = b"Content-Length: %d\r\n\r\n" % sum(map(len, body))
-            self.transport.writelines([prelude, length, *body])
+            length = b"Content-Length: %d\r\n\r\n" % sum(map(size_of, body))
+            ready = ready_head(body)
+            self.transport.writelines([prelude, length, *ready])
+            if len(ready) < len(body):
+                self._unsent = parts(body[len(ready) :])
+                self._send_on()
         else:
             self.transport.write(prelude + b"\r\n")
 
@@ -191,6 +189,7 @@ class Connection(asyncio.Protocol):
 
     def hang_up(self) -> None:
         """Close at once."""
+        self._unsent = None
         if self.transport:
             self.transport.abort()
 
@@ -211,91 +210,77 @@ class Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self._pool.opened(self)
 
+    def pause_writing(self) -> None:
+        self._is_clogged = True
+
+    def resume_writing(self) -> None:
+        self._is_clogged = False
+        self._send_on()
+
     def data_received(self, data: bytes) -> None:
         call = self._call
         if call is None:
             # Bytes that nobody asked for: whatever follows would answer the wrong request.
             self.hang_up()
             return
-        self._has_bytes = True
-        self._num_mute_bytes += len(data)
-        fault = ""
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            fault = f"answered what is no HTTP: {error}"
-        except httptools.HttpParserUpgrade:
-            fault = "wants to speak another protocol"
-        self._tell(call, fault)
+        self._tell(call, self._answer.feed(data))
 
     def eof_received(self) -> None:
         """The peer will send no more, so the connection is closed in both directions."""
 
     def connection_lost(self, error: Exception | None) -> None:
         call, self._call = self._call, None
+        self._unsent = None
+        self._answer.close()
         self._pool.lost(self)
         if call is None:
             return
-        if self._has_told_head and error is None and self._ends_with_connection():
+        if self._has_told_head and error is None and self._answer.ends_with_connection:
             call.over().on_end()
         elif self._was_stale() and not call.is_resent:
             call.is_resent = True
             self._pool.connect(call)
         else:
-            told = one_line(error) if error else "the connection was closed before the answer's end"
+            told = self._lost_because or (one_line(error) if error else _CLOSED)
             call.over().on_error(EngineUnavailable(f"{self.origin}: {told}"))
 
-    # the parser's callbacks: they only collect, so that a receiver may do what it likes
+    # sending
 
-    def on_message_begin(self) -> None:
-        if self._is_whole:
-            self._keeps_alive = False
-        elif not self._has_told_head:
-            self._headers = []
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._status:
-            self._headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status < 200:
-            return
-        self._status = status
-        call = self._call
-        if call and call.target.is_head:
-            # The parser waits for the body that the head speaks of; a new one does not.
-            self._is_whole = True
-
-    def on_body(self, body: bytes) -> None:
-        if not self._is_whole:
-            self._pieces.append(body)
-
-    def on_message_complete(self) -> None:
-        if self._status and not self._is_whole:
-            self._is_whole = True
-            self._keeps_alive = self._parser.should_keep_alive()
+    def _send_on(self) -> None:
+        """More of the body, until the peer takes no more of it, or others should have a turn."""
+        for _ in range(PARTS_A_TURN):
+            if self._unsent is None or self._is_clogged or self.transport is None:
+                return
+            try:
+                part = next(self._unsent, None)
+            except OSError as error:
+                # The peer has a part of it, and the rest is not to be had.
+                self._lost_because = f"the request could not be read: {one_line(error)}"
+                self.hang_up()
+                return
+            if part is None:
+                self._unsent = None
+            else:
+                self.transport.write(part)
+        self._loop.call_soon(self._send_on)
 
     # telling the receiver
 
     def _tell(self, call: Call, fault: str) -> None:
         """What one read brought; the receiver may close its call, or send another, at any time."""
-        receiver = call.receiver
-        if self._status and not self._has_told_head:
+        receiver, answer = call.receiver, self._answer
+        if answer.status and not self._has_told_head:
             self._has_told_head = True
-            receiver.on_head(self._status, self._headers)
-        if self._pieces:
-            data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-            self._pieces = []
-            self._num_mute_bytes = 0
-            if self._call is call:
-                receiver.on_data(data)
+            receiver.on_head(answer.status, answer.headers)
+        data = answer.take()
+        if data and self._call is call:
+            receiver.on_data(data)
         if self._call is not call:
             return
-        if self._is_whole:
+        if answer.is_whole:
             self._release(call, not fault)
             receiver.on_end()
-        elif fault or self._num_mute_bytes > MAX_MUTE_BYTES:
+        elif fault or answer.num_mute_bytes > MAX_MUTE_BYTES:
             call.over()
             self.drop_call()
             told = fault or "sends headers without end"
@@ -304,7 +289,8 @@ class Connection(asyncio.Protocol):
     def _release(self, call: Call, is_sound: bool) -> None:
         call.over()
         self._call = None
-        if is_sound and self._keeps_alive and self.transport and not self.transport.is_closing():
+        is_sound = is_sound and self._answer.keeps_alive and self._unsent is None
+        if is_sound and self.transport and not self.transport.is_closing():
             if self._is_paused:
                 self.resume()
             self._pool.rest(self)
@@ -314,12 +300,10 @@ class Connection(asyncio.Protocol):
     def _was_stale(self) -> bool:
         """Whether the peer closed before it can have seen the request."""
         waited_s = self._loop.time() - self._begun_s
-        return self._num_calls > 1 and not self._has_bytes and waited_s < STALE_S
+        return self._num_calls > 1 and not self._answer.has_bytes and waited_s < STALE_S
 
-    def _ends_with_connection(self) -> bool:
-        """Whether the answer says nothing of its length (RFC 9112, 6.3)."""
-        names = {name.lower() for name, _ in self._headers}
-        return not names & {b"content-length", b"transfer-encoding"}
+
+_CLOSED = "the connection was closed before the answer's end"
 
 
 def one_line(error: Exception) -> str:

@@ -20,7 +20,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from rollmesh.core.errors import AddressError, EngineUnavailable
-from rollmesh.engine.connection import Call, Connection, Headers, Piece, Receiver, Target, one_line
+from rollmesh.engine.connection import Call, Connection, Receiver, Target, one_line
+from rollmesh.engine.parser import Headers
+from rollmesh.engine.pieces import Piece
 
 IDLE_S = 4.0
 """Idle connections are closed after this; SGLang's server closes its own after 5 s."""

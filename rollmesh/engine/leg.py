@@ -4,9 +4,9 @@
     stream:  head, events..., end -> on_chunk for each read that brings tokens, on_end
 
 Invariants: a body holds only ids that are tokens, since one bad id kills an SGLang server; ready
-JSON of a prompt is sent as it is; each token is told once, whichever form of stream the server has;
-on_end or on_error ends a leg, once. Sources: SGLang's io_struct.py and tokenizer_manager.py. Driven
-by client.py.
+JSON of a prompt is sent as it is, and an image is read only when its turn comes to be sent; each
+token is told once, whichever form of stream the server has; on_end or on_error ends a leg, once.
+Sources: SGLang's io_struct.py and tokenizer_manager.py. Driven by client.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,15 @@ from rollmesh.core.errors import EngineBroke, EngineError, EngineRefused, Engine
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine import answers
 from rollmesh.engine.answers import Answer, LegChunk
-from rollmesh.engine.connection import Call, Headers, Piece
+from rollmesh.engine.connection import Call
+from rollmesh.engine.parser import Headers
+from rollmesh.engine.pieces import Piece, Unread
 
 _IMAGE_SCHEMES = ("data:image/", "http://", "https://")
+
+Image = str | Unread
+"""A `data:` or http(s) address. One that is unread is `data:`, as whoever holds it has made sure,
+and stands in JSON as it is: no byte of it needs an escape."""
 
 
 class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +45,8 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What earlier legs sampled, behind the prompt."""
     num_top_logprobs: int = 0
     """So many likeliest tokens are told at each place."""
-    images: tuple[str, ...] = ()
-    """`data:` or http(s) addresses, in the order of their placeholders in the prompt."""
+    images: tuple[Image, ...] = ()
+    """In the order of their placeholders in the prompt."""
 
 
 class LegReceiver(Protocol):
@@ -85,7 +91,6 @@ class _Body(msgspec.Struct, omit_defaults=True):
     extra_key: str = ""
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
-    image_data: tuple[str, ...] = ()
 
 
 _encoder = msgspec.json.Encoder()
@@ -99,9 +104,6 @@ def encode_leg(leg: LegRequest, vocab_size: int) -> list[Piece]:
     ]
     if len(leg.sampled_ids):
         pieces += (b",", _ids_json(leg.sampled_ids, vocab_size))
-    if leg.images and not all(image.startswith(_IMAGE_SCHEMES) for image in leg.images):
-        # SGLang would open anything else as a file of its own machine.
-        raise EngineRefused("an image must have a data: or http(s) address")
     body = _Body(
         sampling_params=_sampling_of(leg.params, leg.max_new_tokens),
         return_logprob=True,
@@ -109,9 +111,11 @@ def encode_leg(leg: LegRequest, vocab_size: int) -> list[Piece]:
         stream=leg.stream,
         extra_key=leg.extra_key,
         top_logprobs_num=leg.num_top_logprobs,
-        image_data=leg.images,
     )
-    pieces += (b"],", _encoder.encode(body)[1:])
+    pieces.append(b"],")
+    if leg.images:
+        pieces += _images_json(leg.images)
+    pieces.append(_encoder.encode(body)[1:])
     return pieces
 
 
@@ -146,6 +150,23 @@ def _sampling_of(params: SamplingParams, max_new_tokens: int) -> _Sampling:
     if params.grammar:
         setattr(sampling, params.grammar.kind, params.grammar.text)
     return sampling
+
+
+def _images_json(images: Sequence[Image]) -> list[Piece]:
+    pieces: list[Piece] = []
+    glue = b'"image_data":['
+    for image in images:
+        if not isinstance(image, str):
+            pieces += (glue + b'"', image)
+            glue = b'",'
+        elif image.startswith(_IMAGE_SCHEMES):
+            pieces.append(glue + _encoder.encode(image))
+            glue = b","
+        else:
+            # SGLang would open it as a file of its own machine.
+            raise EngineRefused("an image must have a data: or http(s) address")
+    pieces.append(glue.removesuffix(b",") + b"],")
+    return pieces
 
 
 def _ids_json(token_ids: Sequence[int], vocab_size: int) -> bytes:

@@ -1,47 +1,221 @@
-"""The images that chats show, each held once in the process.
+"""Long contents (images, long texts), each held once in the process, some of them on disk.
 
-Owns a table of images by the hash of their content. Invariant: an image lives as long as a session
-that was shown it, and no longer: whoever has its ImageRef holds it, and equal images are one
-ImageRef, so a group's siblings share the screenshots they begin with. Driven by the readers of
-messages.
+    in memory --the coldest, beyond the budget--> spilled;   either --last holder goes--> ended
+
+Owns a table of blobs by content, the counts of their bytes, and the spill file. Invariants: equal
+contents are one blob, which lives as long as somebody refers to it, and no longer; its content is
+the same wherever it lies, and none is lost where the disk is full; the lock is never held during
+I/O. A spilled blob stays spilled: its bytes are in memory only while a reader has them. Contents
+are found by Python's own hash and then compared, byte by byte or, where the other is on disk, by
+SHA-256. Anybody may hold and read, in any thread; `spill_over` is the memory keeper's.
+
+Measured for 0.5 MB: 8 us to read one back from the page cache, 0.7 ms from a cold disk, and 77 us
+to ask a thread for it; so the event loop reads, a part at a time.
 """
 
-import base64
 import hashlib
-from weakref import WeakValueDictionary
+import itertools
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from operator import itemgetter
+from pathlib import Path
+from weakref import WeakValueDictionary, ref
 
-import msgspec
+from rollmesh.core.logs import get_logger
+from rollmesh.runtime.spill import Extent, SpillFile
 
+log = get_logger()
 
-class ImageRef(msgspec.Struct, frozen=True, weakref=True, omit_defaults=True):
-    """An image that a message shows."""
-
-    digest: str
-    """Of its bytes, or of its address where it is elsewhere."""
-    address: str = ""
-    """`data:` with its base64, or http(s): as engines take it, so that no call encodes it anew."""
-
-
-_held: WeakValueDictionary[str, ImageRef] = WeakValueDictionary()
-
-
-def hold_image(address: str) -> ImageRef:
-    """The image of a `data:` address, or one that only names where it is; ValueError if garbled."""
-    content = address.encode()
-    if address.startswith("data:"):
-        content = _read_data(address)
-    elif not address.startswith(("http://", "https://")):
-        raise ValueError("expected a data: or http(s) address")
-    digest = hashlib.sha256(content).hexdigest()
-    return _held.setdefault(digest, ImageRef(digest, address))
+_ticks = itertools.count()
+"""The order of uses."""
 
 
-def _read_data(address: str) -> bytes:
-    head, _, text = address.removeprefix("data:").partition(",")
-    media_type, _, coding = head.partition(";")
-    if coding != "base64" or not media_type.startswith("image/"):
-        raise ValueError("expected data:image/...;base64,...")
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError:
-        raise ValueError("its base64 is garbled") from None
+class Blob:
+    """See the module. Made by a store's `hold`."""
+
+    __slots__ = ("__weakref__", "_content", "_digest", "_extent", "_store", "last_use", "num_bytes")
+
+    def __init__(self, content: bytes, store: "BlobStore") -> None:
+        self.num_bytes = len(content)
+        self.last_use = next(_ticks)
+        self._content: bytes | None = content
+        self._extent: Extent | None = None
+        self._digest = ""
+        self._store = store
+
+    def read(self, start: int = 0, stop: int = sys.maxsize) -> bytes:
+        """The content, or a part of it; OSError where it is spilled and the disk has lost it."""
+        self.last_use = next(_ticks)
+        content = self._content
+        if content is None:
+            return self._store.read_spilled(self._extent, start, stop)
+        return content if start == 0 and stop >= self.num_bytes else content[start:stop]
+
+    def is_of(self, content: bytes) -> bool:
+        """Whether its content is this."""
+        self.last_use = next(_ticks)
+        own = self._content
+        if own is not None:
+            return own == content
+        is_as_long = self.num_bytes == len(content)
+        return is_as_long and self._digest == hashlib.sha256(content).hexdigest()
+
+    @property
+    def is_spilled(self) -> bool:
+        """Whether its bytes are on disk alone."""
+        return self._content is None
+
+    def spill(self, file: SpillFile) -> None:
+        """Lie in `file` from now on; OSError where it takes no more. The store's."""
+        content = self._content
+        assert content is not None
+        self._digest = hashlib.sha256(content).hexdigest()
+        self._extent = file.write(content)
+        # In this order, for readers in other threads.
+        self._content = None
+
+    def __del__(self) -> None:
+        # Any thread may be here, also one that has the lock: what ended is only written down.
+        self._store.ended.append((self.num_bytes, self._extent))
+
+
+class BlobStore:
+    """See the module; one per process."""
+
+    def __init__(self) -> None:
+        self.ended: deque[tuple[int, Extent | None]] = deque()
+        """Blobs that are gone and still counted."""
+        self._blobs: WeakValueDictionary[int, Blob] = WeakValueDictionary()
+        """By the hash of their content."""
+        self._lock = threading.Lock()
+        self._held_bytes = 0
+        self._spilled_bytes = 0
+        self._freed_bytes = 0
+        self._max_memory_bytes = sys.maxsize
+        self._folder: Path | None = None
+        self._file: SpillFile | None = None
+        self._free: list[Extent] = []
+        """In the file, of blobs that ended; `spill_over` gives them back."""
+        self._has_warned = False
+
+    def settle(self, max_memory_bytes: int, folder: Path | None) -> None:
+        """Set the budget, and where the spill file is made once it is needed."""
+        self._max_memory_bytes, self._folder = max_memory_bytes, folder
+
+    def hold(self, content: bytes) -> Blob:
+        """The blob of this content."""
+        key = hash(content)
+        with self._lock:
+            blob = self._blobs.get(key)
+            if blob is None:
+                blob = self._blobs[key] = self._counted(Blob(content, self))
+                return blob
+        if blob.is_of(content):
+            return blob
+        # Another content of the same hash: it is not shared, nor ever spilled, and that is all.
+        with self._lock:
+            return self._counted(Blob(content, self))
+
+    def spill_over(self) -> int:
+        """Bring memory within its budget; returns bytes moved to disk. One thread at a time."""
+        with self._lock:
+            self._settle_ended()
+            free, self._free = self._free, []
+            excess = self._held_bytes - self._max_memory_bytes
+            refs = self._blobs.valuerefs() if excess > 0 else []
+        if self._file is not None:
+            for extent in free:
+                self._file.free(extent)
+        num_moved = 0
+        for each in _coldest_first(refs):
+            if num_moved >= excess:
+                break
+            blob = each()  # it may have ended meanwhile
+            if blob is not None:
+                if not self._move(blob):
+                    break
+                num_moved += blob.num_bytes
+        return num_moved
+
+    def held_bytes(self) -> int:
+        """Of the blobs in memory."""
+        with self._lock:
+            self._settle_ended()
+            return self._held_bytes
+
+    def spilled_bytes(self) -> int:
+        """Of those on disk alone."""
+        with self._lock:
+            self._settle_ended()
+            return self._spilled_bytes
+
+    def freed_bytes(self) -> int:
+        """Of all blobs so far that ended in memory, or were spilled: it only grows."""
+        with self._lock:
+            self._settle_ended()
+            return self._freed_bytes
+
+    def num_blobs(self) -> int:
+        """Wherever they lie."""
+        return len(self._blobs)
+
+    def close(self) -> None:
+        """What is spilled is gone."""
+        if self._file is not None:
+            self._file.close()
+
+    def read_spilled(self, extent: Extent | None, start: int, stop: int) -> bytes:
+        """For blobs."""
+        assert self._file is not None
+        assert extent is not None
+        return self._file.read(extent, start, stop)
+
+    def _move(self, blob: Blob) -> bool:
+        """Spill one; False where the disk takes no more."""
+        try:
+            self._file = self._file or SpillFile(self._folder)
+            blob.spill(self._file)
+        except OSError as error:
+            if not self._has_warned:
+                log.warning("blobs.not_spilled", error=str(error), remedy="they stay in memory")
+            self._has_warned = True
+            return False
+        self._has_warned = False
+        with self._lock:
+            self._held_bytes -= blob.num_bytes
+            self._spilled_bytes += blob.num_bytes
+            self._freed_bytes += blob.num_bytes
+        return True
+
+    def _counted(self, blob: Blob) -> Blob:
+        self._held_bytes += blob.num_bytes
+        return blob
+
+    def _settle_ended(self) -> None:
+        while self.ended:
+            num_bytes, extent = self.ended.popleft()
+            if extent is None:
+                self._held_bytes -= num_bytes
+                self._freed_bytes += num_bytes
+            else:
+                self._spilled_bytes -= num_bytes
+                self._free.append(extent)
+
+
+def _coldest_first(refs: Sequence[ref[Blob]]) -> list[ref[Blob]]:
+    """Those in memory; nobody is kept alive by the order that he stands in."""
+    blobs = ((each(), each) for each in refs)
+    used = [(blob.last_use, each) for blob, each in blobs if blob and not blob.is_spilled]
+    return [each for _, each in sorted(used, key=itemgetter(0))]
+
+
+store = BlobStore()
+settle = store.settle
+hold = store.hold
+spill_over = store.spill_over
+held_bytes = store.held_bytes
+spilled_bytes = store.spilled_bytes
+freed_bytes = store.freed_bytes
+num_blobs = store.num_blobs

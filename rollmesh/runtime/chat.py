@@ -15,7 +15,7 @@ import msgspec
 import orjson
 
 from rollmesh.core.errors import ConfigError, SessionError
-from rollmesh.runtime.blobs import ImageRef, hold_image
+from rollmesh.runtime.images import ImageRef, hold_image
 
 ROLES = {
     "system": "system",
@@ -149,7 +149,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
             return msgspec.json.encode(self)
         assert isinstance(self.content, list)
         parts = [
-            msgspec.structs.replace(p, image=msgspec.structs.replace(p.image, address=""))
+            msgspec.structs.replace(p, image=ImageRef(p.image.digest))
             if isinstance(p, Part) and p.image is not None
             else p
             for p in self.content

@@ -13,6 +13,7 @@ import msgspec
 from rollmesh.core.errors import EngineBroke, EngineError, EngineOverloaded, EngineRefused
 from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.engine.answers import Finish, TopLogprobs
+from rollmesh.engine.leg import Image
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +34,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Readers want tokens as they come; else one plain call, which costs both sides far less."""
     num_top_logprobs: int = 0
     """So many likeliest tokens are kept for each place."""
-    images: tuple[str, ...] = ()
-    """`data:` or http(s) addresses, in the order of their placeholders in the prompt."""
+    images: tuple[Image, ...] = ()
+    """In the order of their placeholders in the prompt."""
 
 
 class StopHit(msgspec.Struct, frozen=True):

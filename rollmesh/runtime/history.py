@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.blobs import ImageRef
 from rollmesh.runtime.chat import ChatMessage, Rotating, read_held, read_message, read_tools
+from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.openings import Line, Link
 from rollmesh.runtime.spot import BARE, NO_NODE, Spot
 from rollmesh.runtime.stretches import Stretches, split_array

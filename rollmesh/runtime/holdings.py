@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rollmesh.core.types import ForkRow
+from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.branches import RootKind
 from rollmesh.runtime.chat import Call, ChatMessage, Function, Rotating, read_held
 from rollmesh.runtime.deltas import Answer
@@ -200,7 +201,7 @@ class Holdings:
         """All tokens down to and with `node`, as JSON without brackets."""
         return self._json.of(self.graph, node)
 
-    def images(self, node: int) -> tuple[str, ...]:
+    def images(self, node: int) -> tuple[str | Blob, ...]:
         """Addresses of the images that have a placeholder down to and with `node`, in order."""
         held = self.history.images
         return (
@@ -210,9 +211,8 @@ class Holdings:
     @property
     def num_bytes(self) -> int:
         """Of tokens, log-probs, messages and images."""
-        num_items = len(self.graph.token_ids) + len(self.graph.logprobs)
-        images = sum([len(image.address) for image in self.history.images.values()])
-        return 4 * num_items + self.history.num_bytes + images
+        images = sum([image.num_bytes for image in self.history.images.values()])
+        return self.graph.num_bytes + self.history.num_bytes + images
 
     def fork_report(self) -> ForkReport:
         """Where the histories did not extend what was sampled, and what was healed instead."""

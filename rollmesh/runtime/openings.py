@@ -12,8 +12,8 @@ from collections.abc import Hashable, Sequence
 
 import msgspec
 
-from rollmesh.runtime.blobs import ImageRef
 from rollmesh.runtime.branches import RootKind
+from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.turns import Turn
 
 MAX_OPENINGS = 256

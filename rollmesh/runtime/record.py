@@ -12,6 +12,7 @@ from rollmesh.core.types import ForkRow, NodeRow
 from rollmesh.runtime.branches import branches_of
 from rollmesh.runtime.deltas import Answer
 from rollmesh.runtime.holdings import Holdings, as_message
+from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.reply import Reply
 
 
@@ -27,8 +28,8 @@ class SessionRecord(msgspec.Struct, frozen=True):
     """The main line's messages, a JSON array, for people."""
     num_calls: int
     forks: list[ForkRow]
-    images: dict[str, str]
-    """Addresses of the images that its nodes show, by their digests."""
+    images: dict[str, ImageRef]
+    """That its nodes show, by their digests; not read."""
     healed: dict[str, int]
     """Differences that did not fork, by kind."""
 
@@ -59,6 +60,6 @@ def record_of(
         messages=msgspec.Raw(b"[" + b",".join(messages) + b"]"),
         num_calls=num_calls,
         forks=report.forks,
-        images={digest: image.address for digest, image in held.history.images.items()},
+        images=dict(held.history.images),
         healed=report.healed,
     )

@@ -13,7 +13,8 @@ import httptools
 import msgspec
 from httptools.parser.protocol import HTTPProtocol
 
-from rollmesh.engine.connection import MAX_MUTE_BYTES, Headers
+from rollmesh.engine.connection import MAX_MUTE_BYTES
+from rollmesh.engine.parser import Headers
 from rollmesh.serve.interception.request import Request, Wire
 
 MAX_AHEAD = 32

@@ -1,7 +1,8 @@
 """Servers that a test scripts byte by byte, and a receiver that writes down what it hears.
 
 Invariant: a script is played once for each connection and sees what the client really sent; nothing
-waits by sleeping. Driven by test_http.py and test_connection.py.
+waits by sleeping. Driven by test_http.py, test_connection.py and
+test_pieces.py.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from rollmesh.core.errors import EngineUnavailable
-from rollmesh.engine.connection import Headers
+from rollmesh.engine.parser import Headers
 from rollmesh.engine.http import HttpClient, Response, target
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -105,6 +106,23 @@ async def forever(wire: Wire) -> None:
     while True:
         await wire.read()
         await wire.answer(OK)
+
+
+class Unread:
+    """A piece of a body that is not there yet; counts the bytes that were read of it."""
+
+    def __init__(self, content: bytes, is_lost: bool = False) -> None:
+        self.num_bytes = len(content)
+        self.num_read = 0
+        self._content = content
+        self._is_lost = is_lost
+
+    def read(self, start: int, stop: int) -> bytes:
+        if self._is_lost and start:
+            raise OSError("the disk is gone")
+        part = self._content[start:stop]
+        self.num_read += len(part)
+        return part
 
 
 class Ear:

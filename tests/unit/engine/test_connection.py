@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from rollmesh.core.errors import EngineUnavailable
-from rollmesh.engine.connection import MAX_MUTE_BYTES, Headers
+from rollmesh.engine.connection import MAX_MUTE_BYTES
+from rollmesh.engine.parser import Headers
 from rollmesh.engine.http import HttpClient, target
 from tests.unit.engine.http_peer import (
     CHUNKED,

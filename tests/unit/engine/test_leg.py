@@ -9,13 +9,15 @@ import pytest
 from rollmesh.core.errors import EngineBroke, EngineOverloaded, EngineRefused, EngineUnavailable
 from rollmesh.core.types import Grammar, SamplingParams, VersionRun
 from rollmesh.engine.leg import LegAnswer, LegStream, encode_leg, encode_score
+from rollmesh.engine.pieces import parts
+from tests.unit.engine.http_peer import Unread
 from tests.unit.engine.leg_ear import LegEar, leg
 
 VOCAB_SIZE = 100
 
 
 def body_of(**fields: Any) -> dict[str, Any]:
-    body: dict[str, Any] = orjson.loads(b"".join(encode_leg(leg(**fields), VOCAB_SIZE)))
+    body: dict[str, Any] = orjson.loads(b"".join(parts(encode_leg(leg(**fields), VOCAB_SIZE))))
     return body
 
 
@@ -87,6 +89,22 @@ def test_images_and_likeliest_tokens_are_asked_for() -> None:
 def test_image_is_never_a_file_of_the_engines_machine(image: str) -> None:
     with pytest.raises(EngineRefused, match="address"):
         body_of(images=(image,))
+
+
+@pytest.mark.parametrize("order", ["us", "su", "u", "uu", "ssuus", "s"])
+def test_images_are_pieces_that_nobody_read(order: str) -> None:
+    addresses = [f"data:image/png;base64,{'A' * n}=" for n in range(len(order))]
+    images = [
+        Unread(each.encode()) if kind == "u" else each
+        for kind, each in zip(order, addresses, strict=True)
+    ]
+    pieces = encode_leg(leg(images=tuple(images)), VOCAB_SIZE)
+    unread = [each for each in images if isinstance(each, Unread)]
+    assert [each for each in pieces if isinstance(each, Unread)] == unread
+    assert not any(each.num_read for each in unread)
+    sent = orjson.loads(b"".join(parts(pieces)))
+    assert sent.pop("image_data") == addresses
+    assert sent == body_of()
 
 
 def test_ready_json_is_not_copied_or_looked_into() -> None:

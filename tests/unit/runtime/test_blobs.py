@@ -1,33 +1,168 @@
-"""Images are held once, and no longer than their holders."""
+"""Contents are held once, come back whole from wherever they lie, and are counted as they are."""
 
-import base64
 import gc
-import weakref
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import structlog
 
-from rollmesh.runtime.blobs import hold_image
+from rollmesh.runtime.blobs import Blob, BlobStore
+from tests.disks import full_disk
 
 
-def test_equal_images_are_one_and_go_with_their_last_holder() -> None:
-    address = "data:image/png;base64," + base64.b64encode(b"pixels").decode()
-    one, two = hold_image(address), hold_image(address)
-    assert one is two
-    assert one.address == address
-    seen = weakref.ref(one)
-    del one, two
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BlobStore]:
+    store = BlobStore()
+    store.settle(20_000, tmp_path)
+    yield store
     gc.collect()
-    assert seen() is None
+    store.close()
+    assert (store.held_bytes(), store.spilled_bytes(), store.num_blobs()) == (0, 0, 0)
 
 
-def test_an_image_elsewhere_is_held_as_its_address() -> None:
-    image = hold_image("https://example.com/a.png")
-    assert image.address == "https://example.com/a.png"
+def content(number: int, num_bytes: int = 6000) -> bytes:
+    return random.Random(number).randbytes(num_bytes)
 
 
-@pytest.mark.parametrize(
-    "address", ["", "file:///etc/passwd", "data:text/html;base64,aWo=", "data:image/png,x"]
-)
-def test_other_addresses_are_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        hold_image(address)
+def test_equal_contents_are_one_blob(store: BlobStore) -> None:
+    one, two = store.hold(content(1)), store.hold(content(1))
+    assert one is two
+    assert (one.num_bytes, one.read(), one.read(2, 5)) == (6000, content(1), content(1)[2:5])
+    assert (store.num_blobs(), store.held_bytes()) == (1, 6000)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_is_as_a_dictionary_whatever_is_spilled_and_dropped(store: BlobStore, seed: int) -> None:
+    chance, held = random.Random(seed), dict[int, Blob]()
+    sizes = {number: chance.randrange(1, 9000) for number in range(30)}
+    for _ in range(1000):
+        number = chance.randrange(len(sizes))
+        match chance.choice(["hold", "hold", "read", "drop", "spill"]):
+            case "hold":
+                blob = store.hold(content(number, sizes[number]))
+                assert held.setdefault(number, blob) is blob
+                del blob
+            case "read" if number in held:
+                start = chance.randrange(sizes[number])
+                assert held[number].read(start) == content(number, sizes[number])[start:]
+            case "drop":
+                held.pop(number, None)
+            case "spill":
+                freed = store.freed_bytes()
+                moved = store.spill_over()
+                assert store.held_bytes() <= 20_000
+                assert store.freed_bytes() == freed + moved
+        bytes_held = sum(sizes[each] for each in held)
+        assert store.held_bytes() + store.spilled_bytes() == bytes_held
+        spilled = sum(sizes[n] for n, blob in held.items() if blob.is_spilled)
+        assert (store.spilled_bytes(), store.num_blobs()) == (spilled, len(held))
+    for number, blob in held.items():
+        assert blob.read() == content(number, sizes[number])
+    assert any(blob.is_spilled for blob in held.values())
+    held.clear()
+    del blob
+
+
+def test_the_coldest_go_first(store: BlobStore) -> None:
+    blobs = [store.hold(content(number)) for number in range(5)]
+    blobs[0].read()
+    store.hold(content(2))
+    assert store.spill_over() == 12_000
+    assert [blob.is_spilled for blob in blobs] == [False, True, False, True, False]
+    assert store.spill_over() == 0
+
+
+def test_a_spilled_one_is_still_the_blob_of_its_content(store: BlobStore) -> None:
+    store.settle(0, None)
+    blob = store.hold(content(1))
+    assert store.spill_over() == 6000
+    assert blob.is_spilled
+    assert store.hold(content(1)) is blob
+    assert (store.held_bytes(), store.spilled_bytes()) == (0, 6000)
+
+
+def test_another_content_of_the_same_hash_is_another_blob(store: BlobStore) -> None:
+    class Colliding(bytes):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            return 7
+
+    store.settle(0, None)
+    one = store.hold(Colliding(content(1)))
+    two = store.hold(Colliding(content(2)))
+    store.spill_over()
+    three = store.hold(Colliding(content(3)))
+    assert [each.read() for each in (one, two, three)] == [content(n) for n in (1, 2, 3)]
+    assert store.held_bytes() + store.spilled_bytes() == 18_000
+
+
+def test_the_disk_holds_no_more_than_what_lives(store: BlobStore, tmp_path: Path) -> None:
+    store.settle(0, tmp_path)
+    for wave in range(20):
+        blobs = [store.hold(content(10 * wave + n)) for n in range(10)]
+        store.spill_over()
+        assert store.spilled_bytes() == 60_000
+        (size,) = _open_files(tmp_path)
+        assert size <= 10 * 8192
+        del blobs
+    store.spill_over()
+    assert _open_files(tmp_path) == [0]
+
+
+def test_a_full_disk_is_said_once_and_nothing_is_lost(store: BlobStore) -> None:
+    blobs = [store.hold(content(number)) for number in range(5)]
+    with structlog.testing.capture_logs() as logs, full_disk(7000):
+        for _ in range(3):
+            store.spill_over()
+        assert [log["event"] for log in logs] == ["blobs.not_spilled"]
+        assert "File too large" in logs[0]["error"]
+    assert store.held_bytes() + store.spilled_bytes() == 30_000
+    assert [blob.read() for blob in blobs] == [content(number) for number in range(5)]
+    store.spill_over()
+    assert store.held_bytes() <= 20_000
+
+
+def test_threads_that_hold_read_and_drop_while_another_spills(store: BlobStore) -> None:
+    contents = [content(number, 2000) for number in range(20)]
+    store.settle(10_000, None)
+    is_over = threading.Event()
+    faults: list[str] = []
+
+    def use(seed: int) -> None:
+        chance, held = random.Random(seed), dict[int, Blob]()
+        for _ in range(3000):
+            number = chance.randrange(len(contents))
+            if chance.random() < 0.3:
+                held.pop(number, None)
+            elif held.setdefault(number, store.hold(contents[number])).read() != contents[number]:
+                faults.append(f"{number} is garbled")
+
+    def spill() -> None:
+        while not is_over.is_set():
+            store.spill_over()
+
+    users = [threading.Thread(target=use, args=(seed,)) for seed in range(3)]
+    spiller = threading.Thread(target=spill)
+    for thread in [*users, spiller]:
+        thread.start()
+    for thread in users:
+        thread.join()
+    is_over.set()
+    spiller.join()
+    assert faults == []
+    assert store.freed_bytes() > 100_000
+
+
+def _open_files(folder: Path) -> list[int]:
+    """The sizes of the files in `folder` that this process has open, with a name or without."""
+    links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
+    return [
+        link.stat().st_size
+        for link in links
+        if link.is_symlink() and str(link.readlink()).startswith(str(folder))
+    ]

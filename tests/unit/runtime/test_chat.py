@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import ConfigError, SessionError
-from rollmesh.runtime.blobs import hold_image
+from rollmesh.runtime.images import hold_image
 from rollmesh.runtime.chat import (
     ChatMessage,
     compile_rotating,

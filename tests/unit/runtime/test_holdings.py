@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.blobs import hold_image
+from rollmesh.runtime.images import hold_image
 from rollmesh.runtime.forks import ForkCause
 from rollmesh.runtime.graph import ROOT
 from rollmesh.runtime.holdings import Holdings, Prompt

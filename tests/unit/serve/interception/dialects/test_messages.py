@@ -79,7 +79,7 @@ def test_an_assistants_blocks_are_one_message() -> None:
 def test_images_are_images_and_documents_of_text_are_text() -> None:
     source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
     (message,) = _units({"role": "user", "content": [{"type": "image", "source": source}]})
-    assert [image.address for image in message.images()] == ["data:image/png;base64,aGk="]
+    assert [image.text() for image in message.images()] == ["data:image/png;base64,aGk="]
     text = {"type": "document", "source": {"type": "text", "data": "page"}}
     assert read({"role": "user", "content": [text, "more"]})[0]["content"] == "pagemore"
 

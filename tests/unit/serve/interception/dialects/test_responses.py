@@ -88,7 +88,7 @@ def test_images_are_images() -> None:
     parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "?"}]
     (unit,) = decode(input=[{"role": "user", "content": parts}]).messages
     (message,) = read_unit(unit, 0)
-    assert [image.address for image in message.images()] == ["data:image/png;base64,aGk="]
+    assert [image.text() for image in message.images()] == ["data:image/png;base64,aGk="]
     assert message.text() == "?"
 
 

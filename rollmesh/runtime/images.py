@@ -1,0 +1,98 @@
+"""The images that chats show, each held once in the process.
+
+Owns a table of images by the hash of what they show. Invariant: an image lives as long as a session
+that was shown it, and no longer: whoever has its ImageRef holds it, and equal images are one
+ImageRef, so a group's siblings share the screenshots they begin with. An address that was seen
+before is found by its own hash and compared whole with the one that is held, so that nothing else
+can pass for it; it is not decoded again (0.5 MB: 0.1 ms, and 1.3 ms to decode and hash it). Driven
+by the readers of messages.
+"""
+
+import base64
+import hashlib
+import re
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from rollmesh.runtime import blobs
+from rollmesh.runtime.blobs import Blob, BlobStore
+
+_DATA = re.compile(r"data:image/[A-Za-z0-9!#$&^_.+-]*;base64,")
+"""Names of media types as in RFC 6838: such an address can stand in JSON as it is."""
+
+
+class ImageRef(msgspec.Struct, frozen=True, weakref=True, omit_defaults=True):
+    """An image that a message shows."""
+
+    digest: str
+    """Of its bytes, or of its address where it is elsewhere."""
+    url: str = ""
+    """Where it is, if it is elsewhere."""
+    data: Blob | None = None
+    """Its `data:` address with its base64 otherwise, of which no byte needs an escape in JSON."""
+
+    @property
+    def address(self) -> str | Blob:
+        """As engines take it, so that no call encodes it anew."""
+        return self.url if self.data is None else self.data
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the address."""
+        return len(self.url) if self.data is None else self.data.num_bytes
+
+    def text(self) -> str:
+        """The address; OSError where it is spilled and the disk has lost it."""
+        return self.url if self.data is None else self.data.read().decode()
+
+
+class ImageTable:
+    """See the module; one per process."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self._store = store
+        self._by_digest: WeakValueDictionary[str, ImageRef] = WeakValueDictionary()
+        self._by_address: WeakValueDictionary[int, ImageRef] = WeakValueDictionary()
+
+    def hold(self, address: str) -> ImageRef:
+        """The image of a `data:` address, or one that only names where it is.
+
+        ValueError if it is garbled.
+        """
+        if not address.startswith("data:"):
+            return self._hold_elsewhere(address)
+        key, content = hash(address), address.encode()
+        known = self._by_address.get(key)
+        if known is not None and known.data and known.data.is_of(content):
+            return known
+        digest = hashlib.sha256(_read_data(address)).hexdigest()
+        image = self._by_digest.get(digest)
+        if image is None:
+            image = ImageRef(digest, data=self._store.hold(content))
+            self._by_digest[digest] = self._by_address[key] = image
+        return image
+
+    def __len__(self) -> int:
+        """Images that somebody holds."""
+        return len(self._by_digest)
+
+    def _hold_elsewhere(self, address: str) -> ImageRef:
+        if not address.startswith(("http://", "https://")):
+            raise ValueError("expected a data: or http(s) address")
+        digest = hashlib.sha256(address.encode()).hexdigest()
+        return self._by_digest.setdefault(digest, ImageRef(digest, address))
+
+
+def _read_data(address: str) -> bytes:
+    head = _DATA.match(address)
+    if head is None:
+        raise ValueError("expected data:image/...;base64,...")
+    try:
+        return base64.b64decode(address[head.end() :], validate=True)
+    except ValueError:
+        raise ValueError("its base64 is garbled") from None
+
+
+images = ImageTable(blobs.store)
+hold_image = images.hold

@@ -1,0 +1,95 @@
+"""Images are held once, and no longer than their holders; none passes for another."""
+
+import base64
+import gc
+import hashlib
+import random
+import weakref
+from pathlib import Path
+
+import pytest
+
+from rollmesh.runtime.blobs import BlobStore
+from rollmesh.runtime.images import ImageTable, hold_image, images
+
+
+def shot(number: int, num_bytes: int = 3000) -> str:
+    """The address of a screenshot, new each time."""
+    raw = b"\x89PNG" + random.Random(number).randbytes(num_bytes)
+    return "data:image/png;base64," + base64.b64encode(raw).decode()
+
+
+def test_equal_images_are_one_and_go_with_their_last_holder() -> None:
+    one, two = hold_image(shot(1)), hold_image(shot(1))
+    assert one is two
+    assert (one.text(), one.num_bytes) == (shot(1), len(shot(1)))
+    seen = weakref.ref(one)
+    del one, two
+    gc.collect()
+    assert seen() is None
+
+
+def test_an_address_that_was_seen_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = hold_image(shot(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(base64, "b64decode", None)
+        assert hold_image(shot(1)) is held
+    assert held.digest == hashlib.sha256(base64.b64decode(shot(1).partition(",")[2])).hexdigest()
+
+
+def test_one_image_under_two_addresses_is_one() -> None:
+    held = hold_image(shot(1))
+    assert hold_image(shot(1).replace("image/png", "image/x-png")) is held
+
+
+@pytest.mark.parametrize("is_spilled", [False, True])
+def test_no_image_passes_for_another_though_their_hashes_collide(
+    tmp_path: Path, is_spilled: bool
+) -> None:
+    class Colliding(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            return 7
+
+    store = BlobStore()
+    store.settle(0, tmp_path)
+    table = ImageTable(store)
+    one = table.hold(Colliding(shot(1)))
+    if is_spilled:
+        assert store.spill_over() == len(shot(1))
+    two = table.hold(Colliding(shot(2)))
+    again = table.hold(Colliding(shot(1)))
+    assert (one.text(), two.text()) == (shot(1), shot(2))
+    assert again is one
+    store.close()
+
+
+def test_an_image_elsewhere_is_held_as_its_address() -> None:
+    image = hold_image("https://example.com/a.png")
+    assert (image.address, image.text()) == ("https://example.com/a.png",) * 2
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "file:///etc/passwd",
+        "data:text/html;base64,aWo=",
+        "data:image/png,x",
+        'data:image/"png;base64,aWo=',
+        "data:image/\u00e4;base64,aWo=",
+    ],
+)
+def test_other_addresses_are_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        hold_image(address)
+
+
+@pytest.mark.parametrize("text", ["aW", "a?o=", "aWo=\n", "a\u00e4o=", 'aWo="', "=aWo"])
+def test_garbled_base64_is_refused_and_not_held(text: str) -> None:
+    before = len(images)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="its base64 is garbled"):
+            hold_image("data:image/png;base64," + text)
+    assert len(images) == before
