@@ -7,6 +7,8 @@ before the process begins; the code of rollmesh/ has no switch for it. Driven by
 from collections.abc import Callable, Sequence
 
 MEASURES: dict[str, Callable[[], None]] = {}
+HEAP = ("mallopt", "keeper")
+"""The two halves of `trim`: how the heap is laid out, and that it is trimmed."""
 
 
 def ablate(names: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ rss_soak.py.
 
 import os
 import sys
+import threading
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,13 +19,16 @@ import msgspec
 from benchmarks._arms import Child
 from benchmarks._soak_engine import write_folder
 from benchmarks._soak_load import Shape
-from benchmarks._soak_watch import Held, held_by
+from benchmarks._soak_watch import Held, Metrics, held_by
 from rollmesh.core.config import JournalConfig
+from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
-from rollmesh.serve.client.client import Finished, RolloutClient
+from rollmesh.serve.client.client import Arrival, Finished, RolloutClient
 
-TAKE_S = 300.0
+LOOK_S = 1.0
+PATIENCE_S = 300.0
 """A wave in which nothing ends for so long has failed."""
+ENV = "benchmarks._soak_env:SoakEnv"
 MAX_CONTEXT_TOKENS = 131_072
 READY_S = 30.0
 ROOMS = "rollmesh.cli.main"
@@ -61,8 +65,10 @@ class Soaked(Protocol):
     ports: dict[str, str]
     """Of judged processes: where their agents call."""
 
-    def wave(self, num_groups: int, num_turns: int) -> Wave:
-        """So many groups, to the end of the last."""
+    metrics: dict[str, Metrics]
+
+    def wave(self, num_groups: int, num_turns: int, stop: threading.Event) -> Wave:
+        """So many groups, to the end of the last; fewer where it is to stop."""
 
     def held(self) -> dict[str, Held]:
         """Of the judged, now."""
@@ -130,6 +136,9 @@ class SoakMesh:
             self.judged = list(children)
             self.pids = {name: child.ready.pid for name, child in children.items()}
             self.ports = {n: c.ready.address.rpartition(":")[2] for n, c in children.items()}
+            urls = {name: child.ready.address for name, child in children.items()}
+            urls["router"] = self._router.ready.http_address
+            self.metrics = {name: Metrics(f"{url}/metrics") for name, url in urls.items()}
             self.lags = {name: places.lag(name) for name in children}
             self.pids |= {"router": self._router.ready.pid, "client": os.getpid()}
             self.pids |= {"engine": engine.ready.pid, "agents": agents.ready.pid}
@@ -151,7 +160,7 @@ class SoakMesh:
             "model.path": model,
             "model.max_context_tokens": MAX_CONTEXT_TOKENS,
             "worker.max_rollouts": shape.slots,
-            "env": "benchmarks._soak_env:SoakEnv",
+            "env": ENV,
             "env_settings.socket": self._places.socket,
         }
         return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -165,42 +174,51 @@ class SoakMesh:
         stack.callback(child.end)
         return child
 
-    def wave(self, num_groups: int, num_turns: int) -> Wave:
-        """So many groups, as many at a time as there are slots."""
+    def wave(self, num_groups: int, num_turns: int, stop: threading.Event) -> Wave:
+        """So many groups, as many at a time as there are slots and one more for each worker."""
         arm, shape, wave = self.arm, self.arm.shape, Wave()
         window = max(1, arm.num_workers * shape.slots // shape.group_size) + arm.num_workers
-        num_asked = num_ended = 0
-        while num_ended < num_groups:
-            while num_asked < min(num_groups, num_ended + window):
-                data = {"number": self._task, "num_turns": num_turns}
-                self._client.ask(
-                    Task(id=f"soak-{self._task}", data=data),
-                    env="benchmarks._soak_env:SoakEnv",
-                    num_samples=shape.group_size,
-                    sampling=SamplingPolicy(),
-                    seed=self._task,
-                )
-                self._task += 1
+        num_asked, waited_s = 0, 0.0
+        asked: set[GroupId] = set()
+        while num_asked < num_groups or asked:
+            if stop.is_set():
+                num_asked = num_groups
+                for group_id in asked:
+                    self._client.cancel(group_id, "the soak stops")
+            while num_asked < num_groups and len(asked) < window:
+                asked.add(self._ask(num_turns))
                 num_asked += 1
-            arrivals = self._client.take(TAKE_S)
-            if not arrivals:
-                raise RuntimeError(f"nothing ended for {TAKE_S:g} s")
+            arrivals = self._client.take(LOOK_S)
+            waited_s = 0.0 if arrivals else waited_s + LOOK_S
+            if waited_s > PATIENCE_S:
+                raise RuntimeError(f"nothing ended for {PATIENCE_S:g} s")
             for arrival in arrivals:
-                num_ended += 1
-                if isinstance(arrival, Finished):
-                    wave.num_finished += 1
-                    self._client.free(arrival.position)
-                else:
-                    wave.num_dropped += 1
-                    reason = str(arrival.reason)[:60]
-                    wave.reasons[reason] = wave.reasons.get(reason, 0) + 1
+                asked.discard(arrival.group_id)
+                self._count(arrival, wave)
         return wave
+
+    def _ask(self, num_turns: int) -> GroupId:
+        number, self._task = self._task, self._task + 1
+        return self._client.ask(
+            Task(id=f"soak-{number}", data={"number": number, "num_turns": num_turns}),
+            env=ENV,
+            num_samples=self.arm.shape.group_size,
+            sampling=SamplingPolicy(),
+            seed=number,
+        )
+
+    def _count(self, arrival: Arrival, wave: Wave) -> None:
+        if isinstance(arrival, Finished):
+            wave.num_finished += 1
+            self._client.free(arrival.position)
+        else:
+            wave.num_dropped += 1
+            reason = str(arrival.reason)[:60]
+            wave.reasons[reason] = wave.reasons.get(reason, 0) + 1
 
     def held(self) -> dict[str, Held]:
         """Of workers and router."""
-        urls = {name: f"http://127.0.0.1:{port}/metrics" for name, port in self.ports.items()}
-        urls["router"] = f"{self._router.ready.http_address}/metrics"
-        return {name: held_by(self.pids[name], url) for name, url in urls.items()}
+        return {name: held_by(self.pids[name], each) for name, each in self.metrics.items()}
 
     def num_missed(self) -> int:
         """Workers that the router gave up: none is to miss its beats."""

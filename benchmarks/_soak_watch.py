@@ -17,7 +17,9 @@ import msgspec
 
 PERIOD_S = 0.5
 MB = 2**20
-SCRAPE_S = 10.0
+SCRAPE_PERIOD_S = 5.0
+SCRAPE_TIMEOUT_S = 10.0
+HELD = "rollmesh_held_bytes"
 
 
 class Series(msgspec.Struct):
@@ -43,13 +45,31 @@ class Held(msgspec.Struct, frozen=True):
     """By name and labels, as Prometheus' text has them; {} where it tells none."""
 
 
-class Watch:
-    """Looks at processes by name until closed; stops the run where one is past `max_rss_bytes`."""
+class Metrics(msgspec.Struct, frozen=True):
+    """Where a process tells its gauges."""
 
-    def __init__(self, pids: Mapping[str, int], max_rss_bytes: int = 0) -> None:
+    url: str
+    token: str = ""
+
+
+class Scrape(msgspec.Struct, frozen=True):
+    """Bytes that a process says it holds, by what."""
+
+    at_s: float
+    held: dict[str, float]
+
+
+class Watch:
+    """Looks at processes by name until closed, and says where one is past `max_rss_bytes`."""
+
+    def __init__(
+        self, pids: Mapping[str, int], metrics: Mapping[str, Metrics], max_rss_bytes: int
+    ) -> None:
         self.series = {name: Series(pid) for name, pid in pids.items()}
+        self.scrapes: dict[str, list[Scrape]] = {name: [] for name in metrics}
         self.is_over = threading.Event()
         """One was past the limit."""
+        self._metrics = metrics
         self._max_rss_bytes = max_rss_bytes
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
@@ -61,7 +81,7 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        due_s = time.monotonic()
+        due_s = scrape_s = time.monotonic()
         while not self._stop.wait(max(0.0, due_s - time.monotonic())):
             due_s += PERIOD_S
             for series in self.series.values():
@@ -74,6 +94,15 @@ class Watch:
                 series.pss_bytes.append(pss_bytes)
                 if 0 < self._max_rss_bytes < rss_bytes:
                     self.is_over.set()
+            if due_s > scrape_s + SCRAPE_PERIOD_S:
+                scrape_s = due_s
+                self._scrape()
+
+    def _scrape(self) -> None:
+        for name, metrics in self._metrics.items():
+            gauges = read_gauges(metrics)
+            held = {what: value for what, value in gauges.items() if what.startswith(HELD)}
+            self.scrapes[name].append(Scrape(time.monotonic(), held))
 
 
 def memory_of(pid: int) -> tuple[int, int]:
@@ -91,21 +120,20 @@ def peak_bytes(pid: int) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def held_by(pid: int, metrics_url: str = "", token: str = "") -> Held:
+def held_by(pid: int, metrics: Metrics | None) -> Held:
     """Of one process; its gauges where it serves them."""
     status = Path(f"/proc/{pid}/status").read_text()
     num_threads = int(status.partition("Threads:")[2].split()[0])
-    gauges = read_gauges(metrics_url, token) if metrics_url else {}
+    gauges = read_gauges(metrics) if metrics else {}
     return Held(len(os.listdir(f"/proc/{pid}/fd")), num_threads, gauges)
 
 
-def read_gauges(url: str, token: str = "") -> dict[str, float]:
-    """What GET `url` tells, by name and labels; {} where nothing is served there."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+def read_gauges(metrics: Metrics) -> dict[str, float]:
+    """What is told there, by name and labels; {} where nothing is."""
+    headers = {"Authorization": f"Bearer {metrics.token}"} if metrics.token else {}
+    asked = urllib.request.Request(metrics.url, headers=headers)
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(url, headers=headers), timeout=SCRAPE_S
-        ) as answer:
+        with urllib.request.urlopen(asked, timeout=SCRAPE_TIMEOUT_S) as answer:
             lines = answer.read().decode().splitlines()
     except OSError:
         return {}
