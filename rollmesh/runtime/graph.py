@@ -109,6 +109,11 @@ class TokenGraph:
         self.logprobs.extend(sampled.logprobs)
         return len(self.nodes) - 1
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the ids and log-probs."""
+        return 4 * (len(self.token_ids) + len(self.logprobs))
+
     def ids_of(self, index: int) -> "array[int]":
         """The tokens of one node."""
         node = self.nodes[index]
