@@ -45,7 +45,7 @@ class Heap:
         if self._mallopt is None:
             return False
         is_pinned = self._mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) == 1
-        return self._mallopt(_M_ARENA_MAX, NUM_ARENAS) == 1 and is_pinned
+        return is_pinned and bool(self._mallopt(_M_ARENA_MAX, NUM_ARENAS) == 1)
 
     def trim(self) -> float | None:
         """Give free memory back to the system; the seconds that it took, None where it is off.

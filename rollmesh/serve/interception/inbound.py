@@ -19,6 +19,7 @@ from typing import Protocol, cast
 import msgspec
 
 from rollmesh.core.logs import get_logger
+from rollmesh.serve.interception.bodies import Bodies
 from rollmesh.serve.interception.parser import Fault, RequestParser
 from rollmesh.serve.interception.request import JSON, Request
 
@@ -52,6 +53,7 @@ class House(Protocol):
     """What a connection asks of its owner."""
 
     limits: Limits
+    bodies: Bodies
 
     def opened(self, inbound: "Inbound") -> None:
         """It is there."""
@@ -75,6 +77,7 @@ class Inbound(asyncio.Protocol):
     def __init__(self, house: House, loop: asyncio.AbstractEventLoop) -> None:
         self.state = InboundState.IDLE
         self.is_clogged = False
+        self.bodies = house.bodies
         self._house = house
         self._loop = loop
         self._transport: asyncio.Transport | None = None
@@ -254,6 +257,7 @@ class Inbound(asyncio.Protocol):
             return False
         finally:
             self._current = None
+            request.let_go()
         return request.keeps
 
     def _refuse(self, fault: Fault) -> None:

@@ -8,10 +8,12 @@ lets running handlers end within a bound. Driven by edge.py and by the gateway.
 
 import asyncio
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.process import http_address
+from rollmesh.serve.interception.bodies import Bodies
 from rollmesh.serve.interception.inbound import Inbound, Limits
 from rollmesh.serve.interception.request import Request
 
@@ -25,10 +27,17 @@ Handler = Callable[[Request], Awaitable[None]]
 class HttpServer:
     """`start` serves until `stop`."""
 
-    def __init__(self, handle: Handler, drain_s: float, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        handle: Handler,
+        drain_s: float,
+        limits: Limits | None = None,
+        bodies: Bodies | None = None,
+    ) -> None:
         """`drain_s` is how long `stop` waits for running handlers."""
         self.handle = handle
         self.limits = limits or Limits()
+        self.bodies = bodies or Bodies(sys.maxsize)
         self.unix_s = SystemClock().unix_s
         self._drain_s = drain_s
         self._listener: asyncio.Server | None = None
@@ -70,6 +79,11 @@ class HttpServer:
         if self._sweeper:
             self._sweeper.cancel()
         self._listener = None
+
+    @property
+    def num_connections(self) -> int:
+        """That are open."""
+        return len(self._connections)
 
     # what connections say
 

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.process import listen
+from rollmesh.serve.interception.bodies import Bodies
 from rollmesh.serve.interception.inbound import Limits
 from rollmesh.serve.interception.request import JSON, Request
 from rollmesh.serve.interception.server import Handler, HttpServer
@@ -66,10 +67,13 @@ class Place:
 
 @asynccontextmanager
 async def serving(
-    handle: Handler, drain_s: float = 0.1, limits: Limits | None = None
+    handle: Handler,
+    drain_s: float = 0.1,
+    limits: Limits | None = None,
+    bodies: Bodies | None = None,
 ) -> AsyncIterator[Place]:
     async with asyncio.timeout(PATIENCE_S):
-        server = HttpServer(handle, drain_s, limits)
+        server = HttpServer(handle, drain_s, limits, bodies)
         address = await server.start(listen("127.0.0.1:0"))
         clients: list[Client] = []
         try:
