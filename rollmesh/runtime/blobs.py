@@ -165,6 +165,7 @@ class BlobStore:
         """What is spilled is gone."""
         if self._file is not None:
             self._file.close()
+            self._file = None
 
     def read_spilled(self, extent: Extent | None, start: int, stop: int) -> bytes:
         """For blobs."""

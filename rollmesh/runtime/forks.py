@@ -128,7 +128,7 @@ def _held_as(history: History, alias: Alias) -> list[ChatMessage]:
     spots: list[Spot] = []
     spot: Spot | None = alias.spot
     while spot is not None and spot is not alias.start:
-        spots += [spot] if spot.raw else []
+        spots += [spot] if spot.said else []
         spot = spot.parent
     spots.reverse()
     held: list[ChatMessage] = []
@@ -214,7 +214,7 @@ def _children(spot: Spot) -> list[Spot]:
     spots = []
     for child in found:
         if child.parent is spot:
-            spots += [child] if child.raw else _children(child)
+            spots += [child] if child.said else _children(child)
     return spots
 
 

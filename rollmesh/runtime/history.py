@@ -4,9 +4,9 @@ Owns a trie of messages: each Spot (spot.py) is a history up to one message and 
 whose tokens end there, if one does. A request walks down it (walk.py); an array of units that
 begins like one seen before is not even split (stretches.py). Codex shows a cut answer and the next
 one as adjacent items, which are one message: that leads to the newer's spot too. Invariants: each
-distinct message is stored once, in the common shape, whatever dialect brought it; further spellings
-are remembered by hash alone, at most ALIASES_PER_SPOT of them per spot. `match` changes nothing, so
-that it may run twice, or only to count. Driven by holdings.py.
+distinct message is stored once, in the common shape, whatever dialect brought it, a long one as a
+blob; further spellings are remembered by hash alone, at most ALIASES_PER_SPOT of them per spot.
+`match` changes nothing, so that it may run twice, or only to count. Driven by holdings.py.
 """
 
 import bisect
@@ -16,6 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from rollmesh.core.errors import SessionError
+from rollmesh.runtime import blobs
+from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ChatMessage, Rotating, read_held, read_message, read_tools
 from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.openings import Line, Link
@@ -25,6 +27,11 @@ from rollmesh.runtime.turns import Turn
 from rollmesh.runtime.walk import Walk
 
 ALIASES_PER_SPOT = 4
+LONG_BYTES = 16 * 1024
+"""Messages from here on are blobs, which siblings share."""
+SPOT_BYTES = 500
+"""What a spot takes beside its message: itself, its children and the keys that lead to it, as
+tracemalloc counts them (487 over 1,000 spots with an alias to every second)."""
 
 
 class Match(msgspec.Struct):
@@ -63,8 +70,8 @@ class History:
     """One per session."""
 
     __slots__ = (
-        "_begun", "_late", "_num_aliases", "_num_bytes", "_num_spots", "_stretches", "images",
-        "roots", "rotating", "sampled",
+        "_begun", "_late", "_long", "_num_aliases", "_num_short_bytes", "_num_spots", "_stretches",
+        "blob_bytes", "images", "roots", "rotating", "sampled",
     )  # fmt: skip
 
     def __init__(self, rotating: Rotating = None) -> None:
@@ -75,7 +82,10 @@ class History:
         """Answers of the model, in order."""
         self.images: dict[str, ImageRef] = {}
         """Those that held messages show, by digest."""
-        self._num_bytes = 0
+        self.blob_bytes = 0
+        """Of images and long messages, each counted once, though other sessions may hold it too."""
+        self._long: set[Blob] = set()
+        self._num_short_bytes = 0
         self._begun: tuple[Line, Spot] | None = None
         """The opening and its end, while nothing has asked for more than that."""
         self._late: list[_LateAnswer] = []
@@ -160,15 +170,17 @@ class History:
 
     @property
     def num_bytes(self) -> int:
-        """Of the messages held."""
+        """Of the messages held, but for blobs."""
         late = sum([len(answer.message.text()) for answer in self._late])
-        return self._num_bytes + late + (self._begun[0].num_bytes if self._begun else 0)
+        num_bytes = self._num_short_bytes + SPOT_BYTES * self._num_spots + late
+        return num_bytes + (self._begun[0].num_bytes if self._begun else 0)
 
     def begin(self, line: Line, node: int) -> Spot:
         """Hold a whole line, before anything else; `node` ends with the last of its messages."""
         end = Spot(None, b"")
         end.node = node
-        self.images.update(line.images)
+        for image in line.images.values():
+            self._hold_image(image)
         self._begun = line, end
         return end
 
@@ -241,7 +253,7 @@ class History:
         spots = [self.roots.setdefault(line.tools_key, Spot(None, b""))]
         for raw in line.raws[:-1]:
             spots.append(self._new_spot(spots[-1], raw, []))
-        end.follow(spots[-1], line.raws[-1])
+        end.follow(spots[-1], self._kept(line.raws[-1]))
         spots.append(self._counted(end))
         for link in line.links:
             spots[link.start].adopt(spots[link.end], (link.key,))
@@ -266,14 +278,14 @@ class History:
         if child := spot.child(hash(raw)) or spot.find(keys):
             return child
         for image in message.images():
-            self.images[image.digest] = image
+            self._hold_image(image)
         own = message.meanings(self.rotating, is_ours=False)
         return self._new_spot(spot, raw, [hash(raw), *own])
 
     def _join(self, spot: Spot | None, message: ChatMessage, answer: Spot) -> None:
         """Know `answer` too where it is shown as one with the assistant's messages before it."""
         while spot is not None and spot.parent is not None:
-            if spot.raw:
+            if spot.said:
                 before = self.read(spot) if b'"assistant"' in spot.raw else None
                 if before is None or not before.is_text_of_assistant:
                     return
@@ -282,14 +294,30 @@ class History:
                 above.adopt(answer, [key for key in keys if above.child(key) is None])
             spot = spot.parent
 
+    def _hold_image(self, image: ImageRef) -> None:
+        if image.digest not in self.images:
+            self.images[image.digest] = image
+            self.blob_bytes += image.num_bytes
+
+    def _kept(self, raw: bytes) -> bytes | Blob:
+        """A message as its spot holds it."""
+        if len(raw) < LONG_BYTES:
+            return raw
+        blob = blobs.hold(raw)
+        if blob not in self._long:
+            self._long.add(blob)
+            self.blob_bytes += blob.num_bytes
+        return blob
+
     def _new_spot(self, parent: Spot, raw: bytes, keys: list[int]) -> Spot:
-        spot = Spot(parent, raw)
+        spot = Spot(parent, self._kept(raw))
         parent.adopt(spot, keys)
         return self._counted(spot)
 
     def _counted(self, spot: Spot) -> Spot:
         self._num_spots += 1
-        self._num_bytes += len(spot.raw)
+        if isinstance(spot.said, bytes):
+            self._num_short_bytes += len(spot.said)
         return spot
 
     def _add_alias(self, start: Spot, key: int, spot: Spot) -> None:

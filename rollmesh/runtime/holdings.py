@@ -210,9 +210,16 @@ class Holdings:
 
     @property
     def num_bytes(self) -> int:
-        """Of tokens, log-probs, messages and images."""
-        images = sum([image.num_bytes for image in self.history.images.values()])
-        return self.graph.num_bytes + self.history.num_bytes + images
+        """Of all of it."""
+        return sum(self.held().values())
+
+    def held(self) -> dict[str, int]:
+        """Bytes by what they are: `graph`, `history` and `blobs`, which others may hold, too."""
+        return {
+            "graph": self.graph.num_bytes + self._json.num_bytes,
+            "history": self.history.num_bytes,
+            "blobs": self.history.blob_bytes,
+        }
 
     def fork_report(self) -> ForkReport:
         """Where the histories did not extend what was sampled, and what was healed instead."""

@@ -32,6 +32,11 @@ class PromptJson:
         """`text` is that of all tokens down to and with `node`."""
         self._node, self._text = node, text
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the text that is kept."""
+        return len(self._text)
+
     def of(self, graph: TokenGraph, node: int) -> bytes | memoryview:
         """`1,2,3`: all tokens down to and with `node`."""
         if node != self._node:

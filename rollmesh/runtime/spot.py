@@ -4,10 +4,13 @@
 
 Invariants: a spot knows the graph node whose tokens end with its message, if one does; a request
 that ends with the model's own answer gets a bare spot behind it, without a message, so that the
-answer's spot keeps its node, and lookups see through it. Driven by history.py and walk.py.
+answer's spot keeps its node, and lookups see through it. A long message is a blob, which other
+spots and sessions may share. Driven by history.py and walk.py.
 """
 
 from collections.abc import Iterable
+
+from rollmesh.runtime.blobs import Blob
 
 NO_NODE = -1
 BARE = hash("asked with nothing new after an answer")
@@ -17,11 +20,11 @@ class Spot:
     """A history up to and with one message."""
 
     __slots__ = (
-        "__weakref__", "children", "continued", "depth", "node", "parent", "raw", "sampled",
+        "__weakref__", "children", "continued", "depth", "node", "parent", "said", "sampled",
     )  # fmt: skip
 
-    def __init__(self, parent: "Spot | None", raw: bytes) -> None:
-        self.follow(parent, raw)
+    def __init__(self, parent: "Spot | None", said: bytes | Blob) -> None:
+        self.follow(parent, said)
         self.children: dict[int, Spot] | None = None
         """By meanings, and by the hashes of units that lead there or further down."""
         self.node = NO_NODE
@@ -31,13 +34,18 @@ class Spot:
         self.continued = False
         """The model has answered a request that went on from this answer."""
 
-    def follow(self, parent: "Spot | None", raw: bytes) -> None:
+    def follow(self, parent: "Spot | None", said: bytes | Blob) -> None:
         """Stand behind `parent`, for one message more."""
         self.parent = parent
-        self.depth: int = (parent.depth if parent else 0) + bool(raw)
+        self.depth: int = (parent.depth if parent else 0) + bool(said)
         """Messages up to and with this one."""
-        self.raw = raw
+        self.said = said
         """The message in the common shape; empty at a root and at a bare spot."""
+
+    @property
+    def raw(self) -> bytes:
+        """The same, read."""
+        return self.said if isinstance(self.said, bytes) else self.said.read()
 
     def child(self, key: int) -> "Spot | None":
         if not self.children:
@@ -65,7 +73,7 @@ class Spot:
         spots: list[Spot] = []
         spot: Spot | None = self
         while spot is not None:
-            if spot.raw:
+            if spot.said:
                 spots.append(spot)
             spot = spot.parent
         spots.reverse()

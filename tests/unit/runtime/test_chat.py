@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import ConfigError, SessionError
-from rollmesh.runtime.images import hold_image
 from rollmesh.runtime.chat import (
     ChatMessage,
     compile_rotating,
@@ -14,6 +13,7 @@ from rollmesh.runtime.chat import (
     read_message,
     read_tools,
 )
+from rollmesh.runtime.images import hold_image
 
 
 def meanings(**fields: object) -> list[int]:

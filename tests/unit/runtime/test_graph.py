@@ -1,5 +1,8 @@
 """Nodes of new tokens only, and the paths they make."""
 
+import gc
+import random
+import tracemalloc
 from array import array
 
 from rollmesh.core.types import SamplingParams, VersionRun
@@ -49,3 +52,20 @@ def test_rows_come_in_order_with_their_roots_branch() -> None:
     assert rows[1].policy_versions == (VersionRun(3, 2),)
     assert rows[0].params is None
     assert [node.root for node in graph.nodes] == [0, 0, 0, 0, 0, other]
+
+
+def test_its_bytes_are_what_it_takes() -> None:
+    chance = random.Random(0)
+    tracemalloc.start()
+    graph, node = TokenGraph(), ROOT
+    for n in range(500):
+        params = SamplingParams(max_tokens=10_000 + n, seed=2**40 + n)
+        ids = [chance.randrange(2**17) for _ in range(40)]
+        node = graph.add_context(node, array("i", ids))
+        turn = Sampled(array("i", ids), array("f", ids), (VersionRun(3, 40),), params, "stop")
+        node = graph.add_sampled(node, turn)
+    del params, ids, turn
+    gc.collect()
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.75 < graph.num_bytes / taken < 1.25

@@ -1,11 +1,20 @@
 """Which part of a request is held."""
 
+import gc
+import sys
+import tracemalloc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
+from rollmesh.runtime import blobs
+from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ChatMessage, read_message
-from rollmesh.runtime.history import ALIASES_PER_SPOT
+from rollmesh.runtime.history import ALIASES_PER_SPOT, LONG_BYTES, SPOT_BYTES
 from rollmesh.runtime.turns import Turn
 from tests.unit.runtime.history_world import (
     MORE,
@@ -29,6 +38,15 @@ def held() -> Held:
     held = Held()
     held.talk(SYSTEM, USER, SAID)
     return held
+
+
+@pytest.fixture
+def spilling(tmp_path: Path) -> Iterator[None]:
+    """No blob has room in memory."""
+    blobs.settle(0, tmp_path)
+    yield
+    blobs.settle(sys.maxsize, None)
+    blobs.store.close()
 
 
 def test_the_first_request_is_new() -> None:
@@ -137,12 +155,60 @@ def test_each_message_is_held_once(held: Held) -> None:
     before = held.history.num_bytes
     asked = turn(SYSTEM, USER, SAID, MORE)
     _, spot = held.ask(asked)
-    assert held.history.num_bytes == before + len(asked.messages[-1])
+    assert held.history.num_bytes == before + len(asked.messages[-1]) + SPOT_BYTES
     assert [each.raw for each in spot.line()] == [
         *asked.messages[:2],
         spot.line()[2].raw,
         asked.messages[3],
     ]
+
+
+LONG = user("x" * LONG_BYTES)
+
+
+def test_a_long_message_is_one_blob_however_many_turns_and_siblings_show_it(held: Held) -> None:
+    sibling = Held()
+    sibling.talk(SYSTEM, LONG, SAID)
+    before = held.history.num_bytes
+    _, spot = held.ask(turn(SYSTEM, USER, SAID, LONG))
+    _, edited = held.ask(turn(SYSTEM, user("other"), LONG, MORE))
+    assert held.history.num_bytes < before + 6 * SPOT_BYTES
+    blob = spot.said
+    assert isinstance(blob, Blob)
+    assert [each.said for each in edited.line() if each.said is blob] == [blob]
+    assert blob in [each.said for each in sibling.history.sampled[0].line()]
+    assert held.history.blob_bytes == sibling.history.blob_bytes == blob.num_bytes
+    ended = weakref.ref(blob)
+    for history in (held.history, sibling.history):
+        history.forget()
+    del spot, edited, blob, history, held.history, sibling.history
+    assert ended() is None
+
+
+def test_its_bytes_are_what_it_takes() -> None:
+    tracemalloc.start()
+    held, talk = Held(), list[Message]()
+    for n in range(300):
+        talk += [user(f"question {n}, in some words"), said(f"answer {n}, in others")]
+        array = array_turn(*talk[:-1])
+        held.say(held.history.hold(held.history.match(array), 2 * n), talk[-1])
+    del array, talk
+    gc.collect()
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.75 < held.history.num_bytes / taken < 1.25
+
+
+def test_a_history_goes_on_whose_long_messages_are_spilled(held: Held, spilling: None) -> None:
+    _, context = held.ask(turn(SYSTEM, USER, SAID, LONG))
+    told = said("y" * LONG_BYTES)
+    answer = held.say(context, told)
+    assert blobs.spill_over() > 2 * LONG_BYTES
+    match, spot = held.ask(turn(SYSTEM, USER, SAID, LONG, told, MORE))
+    assert (match.spot, texts(match.new)) == (answer, ["higher"])
+    assert held.texts(spot)[3:] == ["x" * LONG_BYTES, "y" * LONG_BYTES, "higher"]
+    match, _ = held.ask(turn(SYSTEM, LONG, told))
+    assert match.deepest.depth == 1
 
 
 def test_of_two_answers_with_one_text_the_reasoning_tells_which(held: Held) -> None:

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.images import hold_image
 from rollmesh.runtime.forks import ForkCause
-from rollmesh.runtime.graph import ROOT
+from rollmesh.runtime.graph import NODE_BYTES, ROOT
+from rollmesh.runtime.history import SPOT_BYTES
 from rollmesh.runtime.holdings import Holdings, Prompt
+from rollmesh.runtime.images import hold_image
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.samples import claims_of, reasons_of
 from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
@@ -210,7 +211,10 @@ def test_an_image_is_held_once_and_goes_with_the_last_that_was_shown_it(prompts:
         spot = held.hold(Prompt(match, ROOT, (1,)), 0)
         assert len(spot.raw) < 200
         assert held.images(spot.node) == (hold_image(address).address,)
-        assert held.num_bytes < 1000
+        counts = held.held()
+        assert (counts["graph"], counts["blobs"]) == (NODE_BYTES + 4, len(address))
+        assert counts["history"] == SPOT_BYTES + len(spot.raw)
+        assert held.num_bytes == sum(counts.values())
     left = weakref.ref(hold_image(address))
     assert sessions[0].history.images == sessions[1].history.images
     del match, spot, held
