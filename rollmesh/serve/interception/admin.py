@@ -26,6 +26,7 @@ from rollmesh.core.metrics import CONTENT_TYPE, Exposition
 from rollmesh.core.types import Outcome, SamplingPolicy
 from rollmesh.serve.interception.book import Entry, SessionBook
 from rollmesh.serve.interception.capture import SessionWish
+from rollmesh.serve.interception.pieces import Piece
 from rollmesh.serve.interception.request import JSON, Request
 from rollmesh.serve.interception.rules import Wish, policy_of
 
@@ -103,7 +104,10 @@ class Admin:
         except SessionError as error:
             told = {"error": {"message": str(error), "code": error.code}}
             status, body = error.status, msgspec.json.encode(told)
-        request.answer(status, request.dated(kind), body)
+        if isinstance(body, bytes):
+            request.answer(status, request.dated(kind), body)
+        else:
+            await request.answer_piecewise(status, request.dated(kind), body)
         return True
 
     def _check_token(self, request: Request) -> None:
@@ -113,7 +117,7 @@ class Admin:
             why = "send the token of --admin-token-file as `Authorization: Bearer TOKEN`"
             raise SessionError(401, "invalid_admin_token", why)
 
-    async def _route(self, request: Request, path: str) -> bytes:
+    async def _route(self, request: Request, path: str) -> bytes | list[Piece]:
         if path == "/metrics":
             _expect(request, "GET")
             return self._kit.exposition.render()
@@ -128,7 +132,9 @@ class Admin:
         session_id, _, verb = path.removeprefix(SESSIONS + "/").partition("/")
         return await self._route_session(request, unquote(session_id), verb)
 
-    async def _route_session(self, request: Request, session_id: str, verb: str) -> bytes:
+    async def _route_session(
+        self, request: Request, session_id: str, verb: str
+    ) -> bytes | list[Piece]:
         book = self._kit.book
         if verb == "" and request.method == "DELETE":
             book.delete(book.find(session_id))
@@ -142,7 +148,7 @@ class Admin:
         if verb == "reward":
             return self._reward(book.find(session_id), await _read(request, RewardBody))
         asked = await _read(request, FinishBody)
-        return _encode(book.finish(book.find(session_id), asked.outcome))
+        return book.finish(book.find(session_id), asked.outcome)
 
     def _open(self, request: Request, asked: OpenBody) -> bytes:
         metadata = bytes(asked.metadata)

@@ -4,14 +4,15 @@
 
 Invariants: a session is in the book from its opening to its deletion, or until nobody used it or
 asked about it for `retention_s`; the first `finish` decides the outcome, and every later one gives
-the same account again, so an answer that was lost loses nothing. Driven by admin.py and by the
-gateway's clock.
+the same account again, so an answer that was lost loses nothing; of a finished session nothing but
+its account is held, whose long parts lie in blobs, and so on disk when memory is short. Driven by
+admin.py and by the gateway's clock.
 """
 
 import enum
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -20,14 +21,9 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.errors import SessionError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.types import Outcome
-from rollmesh.serve.interception.capture import (
-    NO_REWARDS,
-    Capture,
-    CapturedSession,
-    Opened,
-    Rewards,
-    SessionWish,
-)
+from rollmesh.serve.interception.account import NO_REWARDS, Account, Rewards
+from rollmesh.serve.interception.capture import Capture, CapturedSession, Opened, SessionWish
+from rollmesh.serve.interception.pieces import Piece
 
 log = get_logger()
 
@@ -39,16 +35,26 @@ class BookState(enum.StrEnum):
     FINISHED = "finished"
 
 
+class Finished(msgspec.Struct, frozen=True):
+    """What is left of a session once it is finished."""
+
+    outcome: Outcome
+    account: Account
+    forks: Mapping[str, int]
+    healed: Mapping[str, int]
+    fault: str
+
+
 class Entry:
     """One session of the book."""
 
     __slots__ = (
         "captured",
         "created_s",
+        "finished",
         "metadata",
         "node_rewards",
         "num_calls_seen",
-        "outcome",
         "reward",
         "touched_s",
     )
@@ -61,32 +67,41 @@ class Entry:
         """Unix time."""
         self.touched_s = 0.0
         self.num_calls_seen = 0
-        self.outcome: Outcome | None = None
-        """Once finished."""
+        self.finished: Finished | None = None
         self.reward: float | None = None
         self.node_rewards: dict[int, float] = NO_REWARDS
 
     @property
     def state(self) -> BookState:
-        return BookState.OPEN if self.outcome is None else BookState.FINISHED
+        return BookState.FINISHED if self.finished else BookState.OPEN
+
+    @property
+    def told(self) -> "Finished | CapturedSession":
+        """Who tells of its forks and faults."""
+        return self.finished or self.captured
+
+    @property
+    def held_bytes(self) -> int:
+        """Of its session, or of its account beside the blobs."""
+        return self.finished.account.num_bytes if self.finished else self.captured.held_bytes
 
     def describe(self) -> dict[str, Any]:
         """For people who look after it."""
-        captured = self.captured
+        captured, told = self.captured, self.told
         return {
             "session_id": captured.session_id,
             "state": self.state.value,
-            "outcome": self.outcome,
+            "outcome": self.finished.outcome if self.finished else None,
             "metadata": msgspec.Raw(self.metadata),
             "created_s": self.created_s,
             "num_calls": captured.num_calls,
             "is_busy": captured.is_busy,
-            "held_bytes": captured.held_bytes,
+            "held_bytes": self.held_bytes,
             "reward": self.reward,
             "node_rewards": {str(node): reward for node, reward in self.node_rewards.items()},
-            "forks": dict(captured.forks),
-            "healed": dict(captured.healed),
-            "fault": captured.fault,
+            "forks": dict(told.forks),
+            "healed": dict(told.healed),
+            "fault": told.fault,
         }
 
 
@@ -134,28 +149,39 @@ class SessionBook:
             entry.reward = reward
             return
         try:
-            number = entry.captured.node_of(node)
+            teller = entry.finished.account if entry.finished else entry.captured
+            number = teller.node_of(node)
         except LookupError:
             why = f"node: {node!r} is neither a sampled node nor a response of this session"
             raise SessionError(404, "no_such_node", why) from None
         entry.node_rewards = {**entry.node_rewards, number: reward}
 
-    def finish(self, entry: Entry, outcome: Outcome | None) -> dict[str, Any]:
-        """Seal the session; its account as JSON values."""
+    def finish(self, entry: Entry, outcome: Outcome | None) -> list[Piece]:
+        """Seal the session; its account as JSON in pieces."""
+        finished = entry.finished or self._finish(entry, outcome)
+        rewards = Rewards(entry.reward, entry.node_rewards)
+        return finished.account.told(rewards, outcome=finished.outcome)
+
+    def _finish(self, entry: Entry, outcome: Outcome | None) -> Finished:
         captured = entry.captured
-        if entry.outcome is None:
-            fault = captured.fault
-            captured.seal("it was finished")
-            entry.outcome = outcome or (Outcome.INFRA_ERROR if fault else Outcome.COMPLETED)
-        account = captured.account(Rewards(entry.reward, entry.node_rewards))
-        return {"session_id": captured.session_id, "outcome": entry.outcome, **account}
+        fault = captured.fault
+        captured.seal("it was finished")
+        entry.finished = finished = Finished(
+            outcome or (Outcome.INFRA_ERROR if fault else Outcome.COMPLETED),
+            captured.account(),
+            captured.forks,
+            captured.healed,
+            fault,
+        )
+        captured.forget()
+        return finished
 
     def delete(self, entry: Entry) -> None:
         """Forget it; who still waits in it is woken."""
         captured = entry.captured
         del self._entries[captured.session_id]
-        self._closed_forks.update(captured.forks)
-        self._closed_healed.update(captured.healed)
+        self._closed_forks.update(entry.told.forks)
+        self._closed_healed.update(entry.told.healed)
         self._capture.close(captured)
 
     def expire(self) -> None:
@@ -182,7 +208,7 @@ class SessionBook:
         """By cause, of all sessions since the start."""
         counts = self._closed_forks.copy()
         for entry in self._entries.values():
-            if forks := entry.captured.forks:
+            if forks := entry.told.forks:
                 counts.update(forks)
         return counts
 
@@ -190,7 +216,7 @@ class SessionBook:
         """By kind, of all sessions since the start."""
         counts = self._closed_healed.copy()
         for entry in self._entries.values():
-            if healed := entry.captured.healed:
+            if healed := entry.told.healed:
                 counts.update(healed)
         return counts
 

@@ -1,18 +1,17 @@
 """What the gateway asks of a way to capture calls; there are two, tokens.py and relay/capture.py.
 
-Invariants: secrets are told once, when a session opens; a session that is sealed gives the same
-account of itself however often it is asked, but for rewards that were given meanwhile. Driven by
-book.py.
+Invariants: secrets are told once, when a session opens; a session that is sealed gives one account
+of itself, which stands for it from then on. Driven by book.py.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from rollmesh.core.types import SamplingPolicy
+from rollmesh.serve.interception.account import Account
 
-NO_REWARDS: dict[int, float] = {}
 NO_COUNTS: Mapping[str, int] = {}
 """Of the many sessions in which nothing forked."""
 
@@ -24,15 +23,6 @@ class SessionWish(msgspec.Struct, frozen=True):
     """None: the capture's own rules."""
     seed: int | None = None
     """None: a random one."""
-
-
-class Rewards(msgspec.Struct):
-    """What was given so far."""
-
-    whole: float | None = None
-    """The session's."""
-    by_node: dict[int, float] = NO_REWARDS
-    """Of single sampled turns, by their node; the newest on a sample's path is the sample's."""
 
 
 class CapturedSession(Protocol):
@@ -66,9 +56,13 @@ class CapturedSession(Protocol):
     def seal(self, reason: str) -> None:
         """No more calls; who still waits is woken. Idempotent."""
 
-    def account(self, rewards: Rewards) -> dict[str, Any]:
-        """`samples`, `messages`, `forks`, `healed`, `num_calls` and what else there is to say, as
-        JSON values; of a sealed session."""
+    def account(self) -> Account:
+        """`samples`, `messages`, `forks`, `healed`, `num_calls` and what else there is to say; of a
+        sealed session."""
+
+    def forget(self) -> None:
+        """Let go of all but the doors, which tell who still comes that the session is over; of a
+        sealed session, once its account was made."""
 
 
 class Opened(msgspec.Struct, frozen=True):

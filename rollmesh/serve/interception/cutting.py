@@ -2,17 +2,16 @@
 
 T is the number of tokens of one sample. Invariants: samples are those of the intake, as cut by
 runtime/samples.py, so each sampled token has mask 1 in exactly one of them; void and superseded
-turns train nowhere; a sample's reward is that of the newest rewarded turn on its path, else the
-session's. Driven by tokens.py and relay/account.py.
+turns train nowhere; rewards are put in later (account.py), since they may change. Driven by
+tokens.py and relay/account.py.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from rollmesh.core.types import Branch, NodeRow
 from rollmesh.runtime.samples import claims_of, reasons_of, temperature_of
-from rollmesh.serve.interception.capture import Rewards
 
 BRANCHES: tuple[Branch, ...] = get_args(Branch)
 
@@ -21,9 +20,9 @@ def cut_samples(
     nodes: Sequence[NodeRow],
     token_ids: "array[int]",
     logprobs: "array[float]",
-    rewards: Rewards,
-) -> list[dict[str, Any]]:
-    """One JSON object for each sample, all branches, in the order of their last turns.
+) -> Iterator[dict[str, Any]]:
+    """One JSON object for each sample, all branches, in the order of their last turns, made one by
+    one, since of a long session each is large.
 
     `token_ids`, `loss_mask` (0 or 1), `logprobs` (0 where masked) and `policy_versions` (-1 where
     masked, or where the weights have none) are lists of length T; `nodes` are the rows of the path,
@@ -32,7 +31,6 @@ def cut_samples(
     ids_of = _spans(nodes, token_ids, lambda node: node.num_tokens)
     logprobs_of = _spans(nodes, logprobs, lambda node: node.num_tokens if node.sampled else 0)
     trains = [not reason for reason in reasons_of(nodes, BRANCHES)]
-    samples = []
     for claim in claims_of(nodes, trains):
         last = nodes[claim.path[-1]]
         sample: dict[str, Any] = {
@@ -40,7 +38,6 @@ def cut_samples(
             "logprobs": [],
             "loss_mask": [],
             "policy_versions": [],
-            "reward": _reward(claim.path, rewards),
             "branch": last.branch,
             "temperature": temperature_of(last),
             "sampling": last.params,
@@ -53,8 +50,7 @@ def cut_samples(
             sample["logprobs"] += logprobs_of[row] if is_trained else zeros
             sample["loss_mask"] += [1] * num_tokens if is_trained else zeros
             sample["policy_versions"] += _versions(nodes[row]) if is_trained else [-1] * num_tokens
-        samples.append(sample)
-    return samples
+        yield sample
 
 
 def unused_turns(nodes: Sequence[NodeRow]) -> list[dict[str, Any]]:
@@ -75,11 +71,6 @@ def _spans(nodes: Sequence[NodeRow], flat: Any, num_of: Any) -> list[list[Any]]:
         spans.append(flat[at:end].tolist())
         at = end
     return spans
-
-
-def _reward(path: list[int], rewards: Rewards) -> float | None:
-    given = (rewards.by_node[row] for row in reversed(path) if row in rewards.by_node)
-    return next(given, rewards.whole)
 
 
 def _versions(node: NodeRow) -> list[int]:

@@ -66,8 +66,8 @@ def _book_figures(book: SessionBook) -> Iterator[Figure]:
     num_sessions = num_finished = held_bytes = 0
     for entry in book.entries():
         num_sessions += 1
-        num_finished += entry.outcome is not None
-        held_bytes += entry.captured.held_bytes
+        num_finished += entry.finished is not None
+        held_bytes += entry.held_bytes
     for state, number in ("open", num_sessions - num_finished), ("finished", num_finished):
         yield Figure("sessions", number, "Sessions in the book.", {"state": state})
     yield Figure("sessions_opened_total", book.num_opened, "Sessions opened.")

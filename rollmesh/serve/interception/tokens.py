@@ -1,32 +1,28 @@
 """Capture in exact tokens: the gateway's sessions are the runtime's, as in a worker.
 
 Invariants: each session is a group of its own, so that it can end alone; what a sealed session says
-of itself is made from its record each time it is asked, and nothing else is kept. Driven by
-book.py.
+of itself is made from its record, and nothing else is kept once it was. Driven by book.py.
 """
 
+import contextlib
 import secrets
 from array import array
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import GroupId, RolloutId, new_id
 from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.samples import images_on
 from rollmesh.runtime.session import Session
-from rollmesh.serve.interception.capture import (
-    NO_COUNTS,
-    CapturedSession,
-    Opened,
-    Rewards,
-    SessionWish,
-)
+from rollmesh.serve.interception.account import Account, Hole, Writer
+from rollmesh.serve.interception.capture import NO_COUNTS, CapturedSession, Opened, SessionWish
 from rollmesh.serve.interception.cutting import cut_samples, unused_turns
+from rollmesh.serve.interception.pieces import Piece, cut
 
 SEED_BITS = 62
 
@@ -85,24 +81,48 @@ class TokenSession:
     def seal(self, reason: str) -> None:
         self.session.seal(reason)
 
-    def account(self, rewards: Rewards) -> dict[str, Any]:
-        record = self.session.record()
+    def account(self) -> Account:
+        record, writer = self.session.record(), Writer()
+        nodes = record.nodes
         token_ids, logprobs = array("i"), array("f")
         token_ids.frombytes(record.token_ids)
         logprobs.frombytes(record.logprobs)
-        samples = cut_samples(record.nodes, token_ids, logprobs, rewards)
-        for sample in samples:
-            sample["images"] = images_on(record.nodes, sample["nodes"])
-        return {
-            "samples": samples,
-            "unused": unused_turns(record.nodes),
-            "messages": record.messages,
-            "images": record.images,
-            "forks": [msgspec.structs.asdict(row) for row in record.forks],
-            "healed": record.healed,
-            "num_calls": record.num_calls,
-            "capture": "tokens",
-        }
+        rows = (
+            (
+                Hole(tuple(sample["nodes"]), has_default=True),
+                {**sample, "images": images_on(nodes, sample["nodes"])},
+            )
+            for sample in cut_samples(nodes, token_ids, logprobs)
+        )
+        writer.rows("samples", rows)
+        writer.field("unused", unused_turns(nodes))
+        writer.ready("messages", cut(bytes(record.messages)))
+        images = ((digest, _quoted(image)) for digest, image in record.images.items())
+        writer.named("images", images)
+        writer.field("forks", [msgspec.structs.asdict(row) for row in record.forks])
+        writer.field("healed", record.healed)
+        writer.field("num_calls", record.num_calls)
+        writer.field("capture", "tokens")
+        sampled = (row for row, node in enumerate(nodes) if node.sampled)
+        return writer.account(self.session_id, self._names(), sampled)
+
+    def forget(self) -> None:
+        self.session.forget()
+
+    def _names(self) -> dict[str, int]:
+        """The nodes of all replies that have one, by the replies' ids."""
+        names = {}
+        for number in range(self.session.num_calls):
+            name = f"{self.session_id}-{number}"
+            with contextlib.suppress(SessionError):
+                names[name] = self.session.node_of(name)
+        return names
+
+
+def _quoted(image: ImageRef) -> tuple[Piece, ...]:
+    """An image's address as JSON; where it is a blob, none of its bytes needs an escape."""
+    address = image.address
+    return (msgspec.json.encode(address),) if isinstance(address, str) else (b'"', address, b'"')
 
 
 class TokenCapture:

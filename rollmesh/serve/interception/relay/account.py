@@ -7,7 +7,7 @@ record says what it lacks. Pure; driven by session.py.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -16,78 +16,81 @@ import orjson
 from rollmesh.core.types import NodeRow, SamplingParams, VersionRun
 from rollmesh.engine.answers import policy_version_of
 from rollmesh.runtime.graph import ROOT, Sampled, TokenGraph
-from rollmesh.serve.interception.capture import Rewards
+from rollmesh.serve.interception.account import Account, Hole, Writer
 from rollmesh.serve.interception.cutting import cut_samples
+from rollmesh.serve.interception.pieces import Piece, cut, joined
 from rollmesh.serve.interception.relay.call import Asked, CallState, RelayCall
 from rollmesh.serve.interception.relay.heard import Heard, hear
 
 UNVERSIONED = -1
 
 
-def account_of(calls: Sequence[RelayCall], rewards: Rewards) -> dict[str, Any]:
+def account_of(session_id: str, calls: Sequence[RelayCall]) -> Account:
     """See CapturedSession.account."""
-    ledger = _Ledger(rewards)
-    records = [ledger.record(call) for call in calls]
+    ledger, writer = _Ledger(), Writer()
+    writer.rows("calls", (ledger.record(call) for call in calls))
+    writer.rows("samples", ledger.samples())
     told = [call for call in calls if _is_good(call) and call.asked.request]
-    return {
-        "samples": ledger.samples(),
-        "messages": _messages(told[-1]) if told else [],
-        "forks": [
-            {"call": call.asked.number, "cause": call.asked.request.fork}
-            for call in calls
-            if call.asked.request and call.asked.request.fork
-        ],
-        "healed": {},
-        "num_calls": len(calls),
-        "capture": "relay",
-        "calls": records,
-    }
+    writer.listed("messages", _messages(told[-1]) if told else [])
+    forks = [
+        {"call": call.asked.number, "cause": call.asked.request.fork}
+        for call in calls
+        if call.asked.request and call.asked.request.fork
+    ]
+    writer.field("forks", forks)
+    writer.field("healed", {})
+    writer.field("num_calls", len(calls))
+    writer.field("capture", "relay")
+    return writer.account(session_id, ledger.names, range(len(calls)))
 
 
 class _Ledger:
     """Gathers what calls told into one token graph."""
 
-    def __init__(self, rewards: Rewards) -> None:
-        self._rewards = rewards
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        """Calls by the ids of their answers."""
         self._graph = TokenGraph()
         self._paths: list[tuple[list[int], int]] = []
         """(all tokens up to and with a call's answer, its node), newest last."""
-        self._rewards_by_row: dict[int, float] = {}
+        self._numbers: dict[int, int] = {}
+        """Calls by their rows in the graph."""
 
-    def record(self, call: RelayCall) -> dict[str, Any]:
+    def record(self, call: RelayCall) -> tuple[Hole, dict[str, Any]]:
         """One call, as JSON values."""
         asked, number = call.asked, call.asked.number
+        request = asked.request
         record: dict[str, Any] = {
             "node": number,
             "route": asked.route,
             "asked_s": asked.asked_s,
-            "settings": msgspec.Raw(asked.request.settings) if asked.request else None,
+            "settings": msgspec.Raw(joined([request.settings])) if request else None,
             "state": call.state.value,
             "status": call.status or None,
             "delivered": call.is_delivered,
-            "reward": self._rewards.by_node.get(number),
             "choices": [],
         }
         if asked.body:
-            record["body"] = asked.body.decode(errors="backslashreplace")
+            record["body"] = joined(asked.body).decode(errors="backslashreplace")
         if call.failure is not None:
             record["error"] = str(call.failure)
         if call.state is CallState.WHOLE and call.status == 200:
             choices = hear(asked.route, call.lines, call.body)
             is_good = call.is_delivered and len(choices) == 1
             record["choices"] = [self._choice(each, asked, is_good) for each in choices]
-        return record
+            self.names.update({each.response_id: number for each in choices})
+        return Hole((number,), has_default=False), record
 
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self) -> Iterator[tuple[Hole, dict[str, Any]]]:
         """Of all calls that told enough."""
-        graph = self._graph
+        graph, numbers = self._graph, self._numbers
         roots = {row: "main" for row, node in enumerate(graph.nodes) if node.parent == ROOT}
         rows: list[NodeRow] = graph.rows(roots)  # type: ignore[arg-type]
-        rewards = Rewards(self._rewards.whole, self._rewards_by_row)
-        return cut_samples(rows, graph.token_ids, graph.logprobs, rewards)
+        for sample in cut_samples(rows, graph.token_ids, graph.logprobs):
+            path = [numbers[row] for row in sample["nodes"] if row in numbers]
+            yield Hole(tuple(path), has_default=True), sample
 
     def _choice(self, heard: Heard, asked: Asked, is_good: bool) -> dict[str, Any]:
-        number = asked.number
         lacks = _lacks(heard)
         choice = {
             "message": heard.message,
@@ -97,9 +100,7 @@ class _Ledger:
             "lacks": lacks,
         }
         if is_good and not {"prompt_token_ids", "token_ids", "logprobs"} & set(lacks):
-            row = self._hold(heard, _temperature(asked))
-            if number in self._rewards.by_node:
-                self._rewards_by_row[row] = self._rewards.by_node[number]
+            self._numbers[self._hold(heard, _temperature(asked))] = asked.number
         return choice
 
     def _hold(self, heard: Heard, temperature: float) -> int:
@@ -147,7 +148,7 @@ def _runs(heard: Heard) -> tuple[VersionRun, ...]:
 def _temperature(asked: Asked) -> float:
     """As asked; 1 where it was left to the endpoint, as the APIs say."""
     try:
-        settings = orjson.loads(asked.request.settings) if asked.request else {}
+        settings = orjson.loads(joined([asked.request.settings])) if asked.request else {}
     except orjson.JSONDecodeError:  # a number that no float holds
         settings = {}
     temperature = settings.get("temperature")
@@ -158,12 +159,13 @@ def _is_good(call: RelayCall) -> bool:
     return call.state is CallState.WHOLE and call.status == 200 and call.is_delivered
 
 
-def _messages(call: RelayCall) -> list[Any]:
+def _messages(call: RelayCall) -> list[tuple[Piece, ...]]:
     """The history that a call was asked with, and its answer."""
     assert call.asked.request is not None
-    history: list[Any] = [msgspec.Raw(raw) for raw in call.asked.request.spot.messages()]
+    history = call.asked.request.spot.messages()
     choices = hear(call.asked.route, call.lines, call.body)
     if not choices:
         return history
     message = choices[0].message
-    return [*history, *message.get("output", [message])]
+    said = message.get("output", [message])
+    return [*history, *[cut(msgspec.json.encode(each)) for each in said]]

@@ -4,20 +4,23 @@
     WAITING --upstream fails, another is there--> WAITING
     WAITING, ANSWERING --upstream fails, last reader leaves, session sealed--> CUT
 
-Invariants: bytes are kept as they came and in order, so a repeated answer is byte-equal; when the
-last reader leaves, the upstream is hung up at once, since nothing could resume it; every reader is
-woken at each move. Driven by the engine room's HTTP client, by edge.py and by session.py.
+Invariants: bytes are kept as they came and in order, so a repeated answer is byte-equal; a long one
+lies in a blob once nobody reads it, and one that was cut is not kept; when the last reader leaves,
+the upstream is hung up at once, since nothing could resume it; what was asked is let go when an
+answer begins, since no other upstream gets it from then on; every reader is woken at each move.
+Driven by the engine room's HTTP client, by edge.py and by session.py.
 """
 
 import asyncio
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from rollmesh.core.errors import EngineUnavailable, SessionError
-from rollmesh.engine.connection import Headers
+from rollmesh.engine.parser import Headers
+from rollmesh.serve.interception.pieces import Piece, held, joined
 from rollmesh.serve.interception.relay.headers import returned, value_in
 from rollmesh.serve.interception.relay.threads import Request
 
@@ -39,6 +42,9 @@ class Carrier(Protocol):
     def fail(self, error: EngineUnavailable, retries: bool) -> bool:
         """The upstream failed; whether another was found to send the same request to."""
 
+    def settle(self) -> None:
+        """An answer has begun: no other upstream will be asked."""
+
     def close(self) -> None:
         """Hang up; no effect where the answer is whole."""
 
@@ -51,7 +57,7 @@ class Asked(msgspec.Struct, frozen=True, eq=False):
     route: str
     """`/chat/completions` and the like."""
     request: Request | None
-    body: bytes
+    body: Sequence[Piece]
     """Whole, where it could not be taken apart; else empty."""
     key: str
     """The Idempotency-Key, '' if there was none."""
@@ -66,6 +72,7 @@ class RelayCall:
         "_carrier",
         "_num_readers",
         "_on_ended",
+        "_pieces",
         "_waiters",
         "asked",
         "failure",
@@ -73,7 +80,6 @@ class RelayCall:
         "lines",
         "max_bytes",
         "num_bytes",
-        "pieces",
         "state",
         "status",
     )
@@ -86,15 +92,15 @@ class RelayCall:
         self.status = 0
         self.lines = b""
         """The headers to give back, as header lines."""
-        self.pieces: list[bytes] = []
-        """The answer's body so far."""
         self.num_bytes = 0
+        """Of the answer's body so far."""
         self.max_bytes = max_bytes
         """A longer answer is cut."""
         self.is_delivered = False
         """Some reader got the whole answer."""
         self.failure: SessionError | None = None
         """Of a CUT call."""
+        self._pieces: list[Piece] = []
         self._on_ended = on_ended
         self._num_readers = 0
         self._waiters: list[asyncio.Future[None]] = []
@@ -119,7 +125,16 @@ class RelayCall:
     @property
     def body(self) -> bytes:
         """The answer's bytes so far."""
-        return b"".join(self.pieces)
+        return joined(self._pieces)
+
+    @property
+    def num_pieces(self) -> int:
+        """How many it has."""
+        return len(self._pieces)
+
+    def since(self, num_pieces: int) -> bytes:
+        """The answer's bytes behind so many pieces."""
+        return joined(self._pieces[num_pieces:])
 
     # readers
 
@@ -130,19 +145,16 @@ class RelayCall:
     def leave(self) -> None:
         """It stopped; the last one hangs up what still runs."""
         self._num_readers -= 1
-        if self._num_readers:
-            return
-        if self.is_running:
+        if not self._num_readers:
             self.cut(SessionError(499, "abandoned", "the client hung up"))
-        elif len(self.pieces) > 1:
-            self.pieces = [self.body]
+            self._pieces = [] if self.state is CallState.CUT else [held(self.body)]
 
     async def wait(self, num_pieces: int) -> None:
         """Until there is a head and there are more than `num_pieces`, or no more will come.
 
         SessionError if the call was cut.
         """
-        while self.is_running and len(self.pieces) <= num_pieces:
+        while self.is_running and len(self._pieces) <= num_pieces:
             await self._move()
         self.check()
 
@@ -169,10 +181,12 @@ class RelayCall:
     def on_head(self, status: int, headers: Headers) -> None:
         self.status, self.lines = status, returned(headers)
         self.state = CallState.ANSWERING
+        if self._carrier is not None:
+            self._carrier.settle()
         self._wake()
 
     def on_data(self, data: bytes) -> None:
-        self.pieces.append(data)
+        self._pieces.append(data)
         self.num_bytes += len(data)
         if self.num_bytes > self.max_bytes:
             why = f"the upstream's answer is longer than {self.max_bytes} bytes"

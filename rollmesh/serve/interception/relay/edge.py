@@ -76,14 +76,17 @@ class _Exchange:
         headers = request.headers
         secret = find_secret(request.path, headers)
         session = self._kit.capture.find(secret)
-        body = await request.read(config.max_body_bytes, config.keepalive_s)
-        self.state = ExchangeState.MATCHED
-        parcel = self._parcel(secret, body)
+        limits = config.max_body_bytes, config.keepalive_s
+        parcel = self._parcel(secret)
         if is_kept:
-            mark = read_retry_mark(headers)
-            call = session.call(route, parcel, mark.key.decode("latin-1"), mark.is_resent)
+            body = session.follow()
+            await request.read_into(body, *limits)
+            call = session.call(route, parcel, body, read_retry_mark(headers))
+            del body
         else:
+            parcel.body = (await request.read(*limits),)
             call = session.pass_by(parcel)
+        del parcel
         call.join()
         try:
             self.state = ExchangeState.ATTACHED
@@ -105,7 +108,7 @@ class _Exchange:
         # What was passed may end within an event: the blank line ends that one.
         return b"\n\n%bdata: %b\n\n" % (name, self.refusal(error))
 
-    def _parcel(self, secret: str, body: bytes) -> Parcel:
+    def _parcel(self, secret: str) -> Parcel:
         request, route = self.request, self._route
         query = request.path.partition("?")[2]
         tail = f"?{query}" if query and secret not in query else ""
@@ -113,12 +116,12 @@ class _Exchange:
             request.raw_headers, secret, self._kit.upstreams.key, route.startswith("/messages")
         )
         path = (route + tail).encode("ascii", "ignore")
-        return Parcel(request.method.encode(), path, lines, body)
+        return Parcel(request.method.encode(), path, lines)
 
     async def _send_whole(self, call: RelayCall) -> None:
         """A plain answer in one write."""
         while call.is_running:
-            await call.wait(len(call.pieces))
+            await call.wait(call.num_pieces)
         body = call.body
         call.check()
         self.state = ExchangeState.STREAMING
@@ -130,8 +133,8 @@ class _Exchange:
         num_sent = 0
         while True:
             await call.wait(num_sent)
-            new = b"".join(call.pieces[num_sent:])
-            num_sent = len(call.pieces)
+            new = call.since(num_sent)
+            num_sent = call.num_pieces
             if new:
                 self.request.send(new)
                 self.state = ExchangeState.STREAMING

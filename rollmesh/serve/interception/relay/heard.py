@@ -35,6 +35,8 @@ class Heard(msgspec.Struct):
     logprobs: list[float] | None = None
     versions: list[tuple[str, int]] | None = None
     """(weight version, number of tokens) in order."""
+    response_id: str = ""
+    """Of the whole answer; '' if it tells none."""
 
 
 def hear(route: str, lines: bytes, body: bytes) -> list[Heard]:
@@ -47,7 +49,9 @@ def hear(route: str, lines: bytes, body: bytes) -> list[Heard]:
         found = _READERS[route]([each for each in told if isinstance(each, dict)])
     except (zlib.error, orjson.JSONDecodeError, *_MISSHAPEN):
         return []
+    response_id = _id_in(told)
     for heard in found:
+        heard.response_id = response_id
         heard.prompt_ids = _sound(heard.prompt_ids, list[TokenId])
         heard.token_ids = _sound(heard.token_ids, list[TokenId])
         heard.logprobs = _sound(heard.logprobs, list[float])
@@ -60,6 +64,17 @@ def _sound(told: Any, kind: type[T]) -> T | None:
         return msgspec.convert(told, kind)
     except msgspec.ValidationError:
         return None
+
+
+def _id_in(told: list[Any]) -> str:
+    """The first that is told: in chat on top, in streams of others in their first event."""
+    for each in told:
+        if not isinstance(each, dict):
+            continue
+        for part in (each, each.get("response"), each.get("message")):
+            if isinstance(part, dict) and isinstance(part.get("id"), str):
+                return str(part["id"])
+    return ""
 
 
 _MISSHAPEN = (KeyError, TypeError, ValueError, AttributeError, IndexError)

@@ -8,17 +8,23 @@ it at its end. Driven by edge.py and, through capture.py, by the gateway's book.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.errors import SessionError
-from rollmesh.serve.interception.capture import NO_COUNTS, Rewards
+from rollmesh.serve.interception.account import Account
+from rollmesh.serve.interception.capture import NO_COUNTS
+from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES
 from rollmesh.serve.interception.relay.account import account_of
 from rollmesh.serve.interception.relay.call import Asked, CallState, RelayCall
 from rollmesh.serve.interception.relay.threads import Request, Spot, Threads
+from rollmesh.serve.interception.relay.tips import Following
 from rollmesh.serve.interception.relay.upstreams import Parcel, Upstream, Upstreams
+from rollmesh.serve.interception.retries import RetryMark
+
+CALL_BYTES = 1200
+"""What a call takes beside its answer: itself, what was asked, their places in tables."""
 
 
 class RelayTotals(msgspec.Struct):
@@ -39,6 +45,7 @@ class RelaySession:
         totals: RelayTotals,
     ) -> None:
         self.session_id = session_id
+        self.num_calls = 0
         self.fault = ""
         self.forks: Mapping[str, int] = NO_COUNTS
         self.healed: Mapping[str, int] = NO_COUNTS
@@ -54,33 +61,43 @@ class RelaySession:
         """By the history that was asked."""
         self._live: set[RelayCall] = set()
         self._num_answer_bytes = 0
+        self._num_blob_bytes = 0
+        """Of answers that are long."""
         self._sealed_because = ""
 
-    def call(self, route: str, parcel: Parcel, key: str, is_retry: bool) -> RelayCall:
+    def follow(self) -> Following:
+        """Of the body of the next call; SessionError 410 if the session is sealed."""
+        if self._sealed_because:
+            raise self._gone()
+        self._threads = self._threads or Threads()
+        return self._threads.follow()
+
+    def call(self, route: str, parcel: Parcel, body: Following, mark: RetryMark) -> RelayCall:
         """The call that answers this request: a new one, or the one that a retry repeats.
 
         SessionError 410 if the session is sealed.
         """
-        if self._sealed_because:
+        if self._sealed_because or self._threads is None:
             raise self._gone()
-        self._threads = self._threads or Threads()
-        request = self._threads.hold(parcel.body)
-        if is_retry and request is not None:
+        request, parcel.body = self._threads.hold(body)
+        key = mark.key.decode("latin-1")
+        if mark.is_resent and request is not None:
             known = self._newest.get(request.spot)
             if known is not None and _repeats(known, route, request, key):
                 return known
         if request is not None and request.fork:
             self.forks = {**self.forks, request.fork: self.forks.get(request.fork, 0) + 1}
         asked = Asked(
-            number=len(self._calls),
+            number=self.num_calls,
             route=route,
             request=request,
-            body=b"" if request else parcel.body,
+            body=() if request else parcel.body,
             key=key,
             asked_s=self._clock.unix_s(),
         )
         call = RelayCall(asked, self._max_bytes, self._ended)
         self._calls.append(call)
+        self.num_calls += 1
         self._totals.num_calls += 1
         self._live.add(call)
         if request is not None:
@@ -92,15 +109,11 @@ class RelaySession:
         """A call that is forwarded and not kept: it asks for no sampling."""
         if self._sealed_because:
             raise self._gone()
-        asked = Asked(-1, "", None, b"", "", 0.0)
+        asked = Asked(-1, "", None, (), "", 0.0)
         call = RelayCall(asked, self._max_bytes, self._live.discard)
         self._live.add(call)
         self._upstreams.send(call, parcel, self._home)
         return call
-
-    @property
-    def num_calls(self) -> int:
-        return len(self._calls)
 
     @property
     def is_busy(self) -> bool:
@@ -108,11 +121,21 @@ class RelaySession:
 
     @property
     def held_bytes(self) -> int:
-        return self._num_answer_bytes + (self._threads.num_bytes if self._threads else 0)
+        return sum(self.held().values())
+
+    def held(self) -> dict[str, int]:
+        """Bytes by what: answers beside their overhead, histories, and blobs, which other sessions
+        may hold, too."""
+        threads = self._threads
+        return {
+            "answers": self._num_answer_bytes + CALL_BYTES * len(self._calls),
+            "history": threads.num_bytes if threads else 0,
+            "blobs": self._num_blob_bytes + (threads.num_blob_bytes if threads else 0),
+        }
 
     def node_of(self, name: int | str) -> int:
         if isinstance(name, int):
-            if 0 <= name < len(self._calls):
+            if 0 <= name < self.num_calls:
                 return name
             raise LookupError(name)
         quoted = b'"%b"' % name.encode("utf-8", "surrogatepass")
@@ -128,19 +151,23 @@ class RelaySession:
                 call.cut(self._gone())
 
     def forget(self) -> None:
-        """Let go of everything; of a sealed session."""
         if self._threads is not None:
             self._threads.forget()
+        self._threads = None
         self._calls.clear()
         self._newest.clear()
+        self._num_answer_bytes = self._num_blob_bytes = 0
 
-    def account(self, rewards: Rewards) -> dict[str, Any]:
-        return account_of(self._calls, rewards)
+    def account(self) -> Account:
+        return account_of(self.session_id, self._calls)
 
     def _ended(self, call: RelayCall) -> None:
         self._live.discard(call)
-        self._num_answer_bytes += call.num_bytes
         if call.state is CallState.WHOLE:
+            if call.num_bytes < MIN_BLOB_BYTES:
+                self._num_answer_bytes += call.num_bytes
+            else:
+                self._num_blob_bytes += call.num_bytes
             self.fault = f"the upstream answered {call.status}" if call.status >= 500 else ""
         elif call.failure is not None and call.failure.status >= 500:
             self.fault = str(call.failure)

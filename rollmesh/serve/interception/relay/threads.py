@@ -1,28 +1,42 @@
 """What a relay session keeps of its requests: each distinct message once, in a tree of histories.
 
 A request is taken apart into its messages and the rest (settings, tools, system text), which is
-interned whole, since agents send it again and again. A body that begins as an earlier one did, up
-to the end of its messages, is read from there on: one comparison, whatever the history's length.
-Others are walked message by message. Long runs of base64
-(images) are interned apart from the message around them, so that a moved cache marker does not keep
-an image twice. Invariant: memory is linear in distinct messages, and every request can be told
-again. Driven by session.py.
+interned whole, since agents send it again and again. What a tip (tips.py) says already is not read
+again; behind it messages are found by the hash of their bytes, and what is known is neither copied
+nor looked into. Long stretches (images, long texts) are blobs apart from the message around them,
+so that a moved cache marker keeps no image twice, and sessions share them. Invariant: memory is
+linear in distinct messages, and every request can be told again. Driven by session.py.
 """
 
+import codecs
 import re
+import secrets
 from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
+from rollmesh.runtime.blobs import Blob
+from rollmesh.serve.interception.pieces import Piece, cut, held, joined, says, size_of
+from rollmesh.serve.interception.relay.tips import Following, Tip
+
 MAX_TIPS = 4
-"""Histories that are recognised by their bytes: the main line, a sub-agent or two, a title."""
-MAX_TIP_BYTES = 2**20
-"""Longer histories (images) are walked: they are not kept a second time."""
-MIN_BLOB_BYTES = 1024
+"""Histories that are known by their bytes: the main line, a sub-agent or two, a title."""
+MAX_JOINED_BYTES = 64 * 1024
+"""A body up to this is forwarded in one piece, which is cheaper than many short ones."""
+SPOT_BYTES = 600
+"""What a message takes beside its bytes: the spot, its place in two tables."""
+
+STEP_BYTES = 2**20
+"""Text is checked in such steps, since Python needs up to four bytes for each of it."""
 
 _HISTORIES = ("messages", "input", "prompt")
-_BLOB = re.compile(rb"([A-Za-z0-9+/=_-]{%d,})" % MIN_BLOB_BYTES)
 _BLANKS = b" \t\r\n"
+_GAP = re.compile(rb"[ \t\r\n]*,?[ \t\r\n]*")
+_FIRST = b"[%d" % secrets.randbits(62)
+"""Stands for the messages that a tip has already: what follows reads as it does behind them. A
+body that has its history twice does not know it."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _elements = msgspec.json.Decoder(list[msgspec.Raw])
@@ -34,23 +48,24 @@ class Spot:
 
     __slots__ = ("asked", "children", "depth", "is_continued", "parent", "pieces")
 
-    def __init__(self, parent: "Spot | None", pieces: tuple[bytes, ...]) -> None:
+    def __init__(self, parent: "Spot | None", pieces: tuple[Piece, ...]) -> None:
         self.parent = parent
         self.pieces = pieces
-        """The message as JSON; odd pieces are blobs."""
+        """The message as JSON."""
         self.depth: int = parent.depth + 1 if parent else 0
-        self.children: dict[tuple[bytes, ...], Spot] | None = None
+        self.children: dict[int, Spot] | None = None
+        """By the hash of their messages."""
         self.asked: Request | None = None
         """The newest request that ended here."""
         self.is_continued = False
         """A later request went on from here."""
 
-    def messages(self) -> list[bytes]:
-        """The history as JSON, message by message."""
-        found: list[bytes] = []
+    def messages(self) -> list[tuple[Piece, ...]]:
+        """The history, message by message."""
+        found: list[tuple[Piece, ...]] = []
         spot = self
         while spot.parent is not None:
-            found.append(b"".join(spot.pieces))
+            found.append(spot.pieces)
             spot = spot.parent
         return found[::-1]
 
@@ -59,10 +74,10 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     """A request as it is kept."""
 
     spot: Spot
-    settings: bytes
+    settings: Piece
     """A JSON object: all keys but the history's, tools and system text."""
-    tools: bytes
-    system: bytes
+    tools: Piece
+    system: Piece
     fork: str
     """Why it did not go on from an earlier request; '' if it did, or is the first."""
 
@@ -72,18 +87,16 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         return self.spot is other.spot and mine == (other.settings, other.tools, other.system)
 
 
-class _Tip(msgspec.Struct, frozen=True, eq=False):
-    """The newest request of a history that grows."""
+class Taken(NamedTuple):
+    """A body that came in."""
 
-    start: bytes
-    """Its body up to where the history's array opens."""
-    head: bytes
-    """Its body up to the end of the array's last element."""
-    key: str
-    spot: Spot
+    request: Request | None
+    """None where it is no JSON object."""
+    pieces: Sequence[Piece]
+    """The same bytes, to be forwarded; of a long one, what the session holds anyway."""
 
 
-class _Read(msgspec.Struct, frozen=True, eq=False):
+class _Read(NamedTuple):
     """A body, as far as it had to be read."""
 
     fields: dict[str, msgspec.Raw]
@@ -92,36 +105,50 @@ class _Read(msgspec.Struct, frozen=True, eq=False):
     """The last spot of the history that was there before."""
     spot: Spot
     """Its end."""
+    pieces: Sequence[Piece]
+    """See Taken."""
 
 
 class Threads:
     """One per session."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
-        """Held."""
+        self.num_blob_bytes = 0
+        """Of the blobs held, which other sessions may hold, too."""
         self._root = Spot(None, ())
-        self._tips: deque[_Tip] = deque(maxlen=MAX_TIPS)
+        self._tips: deque[Tip] = deque(maxlen=MAX_TIPS)
+        self._messages: dict[int, tuple[Piece, ...]] = {}
+        """By the hash of their bytes."""
         self._kept: dict[bytes, bytes] = {}
+        """Settings, tools and system texts."""
+        self._blobs: set[Blob] = set()
+        self._num_text_bytes = 0
         self._is_first = True
 
-    def hold(self, body: bytes) -> Request | None:
-        """Keep what is new in a request; None where its body is no JSON object."""
+    @property
+    def num_bytes(self) -> int:
+        """Held beside the blobs."""
+        return self._num_text_bytes + sum([tip.num_text_bytes for tip in self._tips])
+
+    def follow(self) -> Following:
+        """Of the next body."""
+        return Following(self._tips)
+
+    def hold(self, body: Following) -> Taken:
+        """Keep what is new in a body that has come in."""
         try:
-            if not body.isascii():
-                body.decode()  # what is kept unopened must come out as text
             read = self._read_on(body) or self._read(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
+            return Taken(None, body.pieces())
         fields, spot = read.fields, read.spot
-        tools, system = (bytes(fields.pop(key, b"")) for key in ("tools", "system"))
+        tools, system = (self._keep(bytes(fields.pop(key, b""))) for key in ("tools", "system"))
         settings = b",".join([b"%b:%b" % (_encode(k), bytes(v)) for k, v in fields.items()])
         cause = self._fork(read.joint, spot, tools, system)
-        spot.asked = Request(
-            spot, self._keep(b"{%b}" % settings), self._keep(tools), self._keep(system), cause
-        )
+        spot.asked = Request(spot, self._keep(b"{%b}" % settings), tools, system, cause)
         self._is_first = False
-        return spot.asked
+        num_bytes = sum(map(size_of, read.pieces))
+        is_short = num_bytes <= MAX_JOINED_BYTES and len(read.pieces) > 1
+        return Taken(spot.asked, (joined(read.pieces),) if is_short else read.pieces)
 
     def forget(self) -> None:
         """Let go of everything, at once and without the garbage collector."""
@@ -131,69 +158,121 @@ class Threads:
             spots += (spot.children or {}).values()
             spot.parent = spot.children = spot.asked = None
         self._tips.clear()
+        self._messages.clear()
         self._kept.clear()
+        self._blobs.clear()
+        self._num_text_bytes = self.num_blob_bytes = 0
 
-    def _read_on(self, body: bytes) -> _Read | None:
-        """A body that begins with a held one's: only the rest is read, as if nothing were held."""
-        for tip in reversed(self._tips):
-            if not body.startswith(tip.head):
-                continue
-            rest = body[len(tip.head) :]
-            new = rest.lstrip(_BLANKS)
-            if new[:1] not in (b",", b"]"):
-                continue
-            new = new[1:] if new[:1] == b"," else new
-            fields = _fields.decode(tip.start + b"[" + new)
-            history = bytes(fields.pop(tip.key))
-            joint, spot = self._walk(tip.spot, history)
+    def _read_on(self, body: Following) -> _Read | None:
+        """A body that begins with a tip's: only the rest is read, as if nothing were held."""
+        tip = body.tip
+        if tip is None:
+            return None
+        num_messages = tip.ends_before(body.num_matched)
+        for num_same in range(num_messages, max(0, num_messages - 2), -1):
+            rest = body.since(tip.stop_of(num_same))
+            if rest.lstrip(_BLANKS)[:1] in (b",", b"]"):
+                break
+        else:
+            return None
+        _check_text(rest)
+        fields = _fields.decode(b"%b%b%b" % (tip.opening, _FIRST, rest))
+        history = fields.pop(tip.key)
+        if bytes(memoryview(history)[: len(_FIRST)]) != _FIRST:
+            return None
+        if num_same < len(tip.spots):
+            tip = tip.up_to(num_same)
+        elif tip in self._tips:
             self._tips.remove(tip)
-            end = len(body) - len(new) + len(history) - len(b"[]")
-            self._add_tip(_Tip(tip.start, body[:end].rstrip(_BLANKS), tip.key, spot))
-            return _Read(fields, joint, spot)
-        return None
+        return self._walk(tip, rest, 0, _elements.decode(history)[1:], fields)
 
-    def _read(self, body: bytes) -> _Read:
-        fields = _fields.decode(body)
+    def _read(self, body: Following) -> _Read:
+        raw = joined(body.pieces())
+        _check_text(raw)
+        fields = _fields.decode(raw)
         key = next((key for key in _HISTORIES if key in fields), "")
-        history = bytes(fields.pop(key)) if key else b"[]"
-        joint, spot = self._walk(self._root, history)
-        opened = re.search(rb'"%b"\s*:\s*\[' % key.encode(), body) if spot.depth else None
-        if opened is not None:
-            at = opened.end() - 1
-            if body[at : at + len(history)] == history:
-                head = body[: at + len(history) - 1].rstrip(_BLANKS)
-                self._add_tip(_Tip(body[:at], head, key, spot))
-        return _Read(fields, joint, spot)
+        history = fields.pop(key) if key else msgspec.Raw(b"[]")
+        if bytes(memoryview(history)[:1]) != b"[":
+            joint, spot = self._go(self._root, [memoryview(bytes(history))])
+            return _Read(fields, joint, spot, (raw,))
+        opened = re.search(rb'"%b"\s*:\s*\[' % key.encode(), raw)
+        at = opened.end() - 1 if opened else 0
+        elements = _elements.decode(history)
+        if not opened or not elements or not raw.startswith(history, at):
+            joint, spot = self._go(self._root, [memoryview(bytes(each)) for each in elements])
+            return _Read(fields, joint, spot, (raw,))
+        tip = Tip(raw[:at], key)
+        tip.add(raw[: at + 1])
+        return self._walk(tip, raw, at + 1, elements, fields)
 
-    def _add_tip(self, tip: _Tip) -> None:
-        if len(tip.head) <= MAX_TIP_BYTES:
-            self._tips.append(tip)
+    def _walk(
+        self,
+        tip: Tip,
+        text: bytes,
+        at: int,
+        elements: Sequence[msgspec.Raw],
+        fields: dict[str, msgspec.Raw],
+    ) -> _Read:
+        """These messages behind those of `tip`, which is the newest then; `text` has them from
+        byte `at` on."""
+        view = memoryview(text)
+        gaps, messages = [], []
+        for raw in elements:
+            gap = _GAP.match(text, at)
+            assert gap
+            at = gap.end() + len(memoryview(raw))
+            gaps.append(gap.group())
+            messages.append(view[gap.end() : at])
+        joint, spot = self._go(tip.spots[-1] if tip.spots else self._root, messages)
+        for between, each in zip(gaps, _line(spot, len(messages)), strict=True):
+            tip.add(between)
+            tip.add_message(each)
+        self._tips.append(tip)
+        return _Read(fields, joint, spot, [*tip.pieces, text[at:]])
 
-    def _walk(self, spot: Spot, history: bytes) -> tuple[Spot, Spot]:
+    def _go(self, spot: Spot, messages: Sequence[memoryview]) -> tuple[Spot, Spot]:
         """The last spot of the history that was there before, and its end, from `spot` on."""
-        is_list = history.startswith(b"[")
         joint = None
-        for raw in _elements.decode(history) if is_list else [msgspec.Raw(history)]:
-            pieces = self._cut(bytes(raw))
-            child = (spot.children or {}).get(pieces)
+        for message in messages:
+            key = at = hash(message)
+            children = spot.children = {} if spot.children is None else spot.children
+            while (child := children.get(at)) is not None and not says(child.pieces, message):
+                at += 1
             if child is None:
                 joint = joint or spot
-                child = Spot(spot, tuple([self._keep(piece) for piece in pieces]))
-                spot.children = spot.children or {}
-                spot.children[child.pieces] = child
+                child = children[at] = Spot(spot, self._pieces(key, message))
+                self._num_text_bytes += SPOT_BYTES
             spot = child
         return joint or spot, spot
 
-    def _cut(self, raw: bytes) -> tuple[bytes, ...]:
-        return tuple(_BLOB.split(raw)) if len(raw) > MIN_BLOB_BYTES else (raw,)
+    def _pieces(self, key: int, message: memoryview) -> tuple[Piece, ...]:
+        """Of a message, which may be known from another history."""
+        known = self._messages.get(key)
+        if known is not None and says(known, message):
+            return known
+        pieces = self._messages[key] = cut(bytes(message))
+        for piece in pieces:
+            self._count(piece)
+        return pieces
 
-    def _keep(self, raw: bytes) -> bytes:
-        kept = self._kept.setdefault(raw, raw)
-        if kept is raw:
-            self.num_bytes += len(raw)
-        return kept
+    def _keep(self, raw: bytes) -> Piece:
+        piece = held(raw)
+        if not isinstance(piece, bytes):
+            self._count(piece)
+        elif (kept := self._kept.setdefault(piece, piece)) is not piece:
+            return kept
+        else:
+            self._count(piece)
+        return piece
 
-    def _fork(self, joint: Spot, spot: Spot, tools: bytes, system: bytes) -> str:
+    def _count(self, piece: Piece) -> None:
+        if isinstance(piece, bytes):
+            self._num_text_bytes += len(piece)
+        elif piece not in self._blobs:
+            self._blobs.add(piece)
+            self.num_blob_bytes += piece.num_bytes
+
+    def _fork(self, joint: Spot, spot: Spot, tools: Piece, system: Piece) -> str:
         """An answer that the agent edited is not seen here: nobody has read the answers yet."""
         base = joint
         while base.asked is None and base.parent is not None:
@@ -207,3 +286,23 @@ class Threads:
         if system != base.asked.system:
             return "system_changed"
         return "rewound" if was_continued and base is not spot else ""
+
+
+def _line(spot: Spot, num_messages: int) -> list[Spot]:
+    """The last so many spots of a history."""
+    found: list[Spot] = []
+    while len(found) < num_messages:
+        found.append(spot)
+        assert spot.parent
+        spot = spot.parent
+    return found[::-1]
+
+
+def _check_text(raw: bytes) -> None:
+    """UnicodeDecodeError where it is none: what is kept unopened must come out as text."""
+    if raw.isascii():
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for at in range(0, len(raw), STEP_BYTES):
+        decoder.decode(raw[at : at + STEP_BYTES])
+    decoder.decode(b"", final=True)

@@ -12,13 +12,14 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.errors import EngineUnavailable
 from rollmesh.engine.connection import Call, Target
 from rollmesh.engine.http import HttpClient, target
+from rollmesh.engine.pieces import Piece
 from rollmesh.serve.interception.relay.call import RelayCall
 
 COOL_DOWN_S = 2.0
 """An endpoint that failed is avoided for this long where there is another."""
 
 
-class Parcel(msgspec.Struct, frozen=True, eq=False):
+class Parcel(msgspec.Struct, eq=False):
     """A request as it is forwarded, whoever gets it."""
 
     method: bytes
@@ -26,7 +27,8 @@ class Parcel(msgspec.Struct, frozen=True, eq=False):
     """Behind `/v1`, with the query."""
     headers: bytes
     """Lines, each with its end."""
-    body: bytes
+    body: Sequence[Piece] = ()
+    """Set once it is read."""
 
 
 class Upstream:
@@ -87,7 +89,7 @@ class Upstreams:
     def begin(self, call: RelayCall, parcel: Parcel, upstream: Upstream) -> Call:
         """One try of it."""
         upstream.num_running += 1
-        return self._client.send(upstream.target_of(parcel), [parcel.body], call)
+        return self._client.send(upstream.target_of(parcel), parcel.body, call)
 
     def fail(self, upstream: Upstream, error: EngineUnavailable) -> None:
         """A call to it failed."""
@@ -95,7 +97,10 @@ class Upstreams:
 
 
 class _Carrier:
-    """The tries of one call."""
+    """The tries of one call.
+
+    What was asked is kept until an answer begins, for the next try, and no longer.
+    """
 
     __slots__ = ("_call", "_parcel", "_sent", "_tried", "_upstreams")
 
@@ -104,7 +109,7 @@ class _Carrier:
     ) -> None:
         self._upstreams = upstreams
         self._call = call
-        self._parcel = parcel
+        self._parcel: Parcel | None = parcel
         self._tried = [upstream]
         self._sent: Call | None = upstreams.begin(call, parcel, upstream)
 
@@ -112,13 +117,19 @@ class _Carrier:
         self._drop()
         self._upstreams.fail(self._tried[-1], error)
         upstream = self._upstreams.choose(None, self._tried) if retries else None
-        if upstream is None:
+        if upstream is None or self._parcel is None:
             return False
         self._tried.append(upstream)
         self._sent = self._upstreams.begin(self._call, self._parcel, upstream)
         return True
 
+    def settle(self) -> None:
+        self._parcel = None
+        if self._sent is not None:
+            self._sent.body = ()
+
     def close(self) -> None:
+        self._parcel = None
         if self._sent is not None:
             self._drop()
 

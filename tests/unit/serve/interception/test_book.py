@@ -3,12 +3,15 @@
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import Outcome
-from rollmesh.serve.interception.book import SessionBook
-from rollmesh.serve.interception.capture import CapturedSession, Opened, Rewards, SessionWish
+from rollmesh.serve.interception.account import Account, Hole, Writer
+from rollmesh.serve.interception.book import Entry, SessionBook
+from rollmesh.serve.interception.capture import CapturedSession, Opened, SessionWish
+from rollmesh.serve.interception.pieces import joined
 from rollmesh.testing.clock import FakeClock
 
 RETENTION_S = 100.0
@@ -26,6 +29,7 @@ class Session:
         self.forks: Counter[str] = Counter()
         self.healed: Counter[str] = Counter()
         self.sealed: list[str] = []
+        self.is_forgotten = False
 
     def node_of(self, name: int | str) -> int:
         nodes: dict[int | str, int] = {1: 1, 3: 3, "r3": 3}
@@ -34,9 +38,18 @@ class Session:
     def seal(self, reason: str) -> None:
         self.sealed.append(reason)
 
-    def account(self, rewards: Rewards) -> dict[str, Any]:
+    def account(self) -> Account:
         assert self.sealed
-        return {"samples": [rewards.whole, rewards.by_node]}
+        assert not self.is_forgotten
+        writer = Writer()
+        writer.rows("samples", [(Hole((1, 3), has_default=True), {}), (Hole((1,), True), {})])
+        return writer.account(self.session_id, {f"{self.session_id}-r3": 3}, (1, 3))
+
+    def forget(self) -> None:
+        self.is_forgotten = True
+        self.num_calls = 0
+        self.forks = Counter()
+        self.healed = Counter()
 
 
 class Scene:
@@ -58,6 +71,10 @@ class Scene:
         self.book.open(SessionWish(), b"{}")
         return self.sessions[-1]
 
+    def finish(self, entry: Entry, outcome: Outcome | None) -> dict[str, Any]:
+        told: dict[str, Any] = msgspec.json.decode(joined(self.book.finish(entry, outcome)))
+        return told
+
     def ids(self) -> list[str]:
         return [entry.captured.session_id for entry in self.book.entries()]
 
@@ -68,23 +85,31 @@ def test_finish_seals_once_and_says_the_same_again() -> None:
     entry = scene.book.find("s0")
     scene.book.reward(entry, 1.0, None)
     scene.book.reward(entry, 0.5, "r3")
-    first = scene.book.finish(entry, None)
+    first = scene.finish(entry, None)
     assert first == {
         "session_id": "s0",
         "outcome": "completed",
-        "samples": [1.0, {3: 0.5}],
+        "samples": [{"reward": 0.5}, {"reward": 1.0}],
     }
-    assert scene.book.finish(entry, Outcome.AGENT_ERROR) == first
+    assert scene.finish(entry, Outcome.AGENT_ERROR) == first
     assert session.sealed == ["it was finished"]
+    assert session.is_forgotten
 
 
 def test_a_reward_that_comes_late_is_in_the_next_answer() -> None:
     scene = Scene()
     scene.add()
     entry = scene.book.find("s0")
-    assert scene.book.finish(entry, None)["samples"] == [None, {}]
+    assert scene.finish(entry, None)["samples"] == [{"reward": None}] * 2
     scene.book.reward(entry, 0.0, None)
-    assert scene.book.finish(entry, None)["samples"] == [0.0, {}]
+    assert scene.finish(entry, None)["samples"] == [{"reward": 0.0}] * 2
+    scene.book.reward(entry, 1.0, 1)
+    assert scene.finish(entry, None)["samples"] == [{"reward": 1.0}] * 2
+    scene.book.reward(entry, 0.5, "chatcmpl-s0-r3")
+    assert scene.finish(entry, None)["samples"] == [{"reward": 0.5}, {"reward": 1.0}]
+    for node in (2, "r3", "chatcmpl-s1-r3"):
+        with pytest.raises(SessionError, match="neither a sampled node nor a response"):
+            scene.book.reward(entry, 1.0, node)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +125,7 @@ def test_the_outcome_is_the_finishers_else_what_the_last_call_says(
 ) -> None:
     scene = Scene()
     scene.add().fault = fault
-    assert scene.book.finish(scene.book.find("s0"), asked)["outcome"] is outcome
+    assert scene.finish(scene.book.find("s0"), asked)["outcome"] == outcome
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
@@ -146,6 +171,7 @@ def test_counts_of_forks_outlive_their_sessions() -> None:
     for cause in ("restart", "restart", "template"):
         scene.add().forks[cause] += 1
     scene.sessions[0].healed["white_space"] += 2
+    scene.book.finish(scene.book.find("s0"), None)
     scene.book.delete(scene.book.find("s0"))
     assert scene.book.forks() == {"restart": 2, "template": 1}
     assert scene.book.healed() == {"white_space": 2}

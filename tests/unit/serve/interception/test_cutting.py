@@ -1,9 +1,8 @@
-"""A node table as plain samples: masks, rewards on the path, turns that train nowhere."""
+"""A node table as plain samples: masks, versions, turns that train nowhere."""
 
 from array import array
 
 from rollmesh.core.types import NodeRow, SamplingParams, VersionRun
-from rollmesh.serve.interception.capture import Rewards
 from rollmesh.serve.interception.cutting import cut_samples, unused_turns
 
 
@@ -34,7 +33,7 @@ LOGPROBS = array("f", [-1, -2, -3, -4, -5, -6, -7])
 
 
 def test_each_sampled_token_trains_in_exactly_one_sample() -> None:
-    one, other = cut_samples(NODES, IDS, LOGPROBS, Rewards(0.5))
+    one, other = cut_samples(NODES, IDS, LOGPROBS)
     assert one["token_ids"] == [10, 11, 12, 13, 14, 15]
     assert (one["loss_mask"], one["nodes"]) == ([0, 0, 0, 0, 0, 1], [0, 1, 2, 3])
     assert one["logprobs"] == [0, 0, 0, 0, 0, -3]
@@ -42,16 +41,7 @@ def test_each_sampled_token_trains_in_exactly_one_sample() -> None:
     assert other["loss_mask"] == [0, 0, 1, 1, 0, 1, 1]
     assert other["logprobs"] == [0, 0, -1, -2, 0, -4, -5]
     assert other["policy_versions"] == [-1, -1, 7, 8, -1, 9, 9]
-    assert [each["reward"] for each in (one, other)] == [0.5, 0.5]
     assert other["sampling"] == SamplingParams(max_tokens=9)
-
-
-def test_a_samples_reward_is_that_of_the_newest_rewarded_turn_on_its_path() -> None:
-    rewards = Rewards(0.5, {1: 0.25, 4: 1.0})
-    samples = cut_samples(NODES, IDS, LOGPROBS, rewards)
-    assert [sample["reward"] for sample in samples] == [0.25, 1.0]
-    none = cut_samples(NODES, IDS, LOGPROBS, Rewards())
-    assert [sample["reward"] for sample in none] == [None, None]
 
 
 def test_turns_that_train_nowhere_are_named() -> None:

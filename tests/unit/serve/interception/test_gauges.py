@@ -40,6 +40,7 @@ async def test_sessions_are_counted_by_state_and_forks_by_cause() -> None:
     assert told["sessions", "open"] == told["sessions", "finished"] == 1
     assert told["sessions_opened_total",] == 3
     assert told["engines", "ready"] == told["engine_ready", "http://127.0.0.1:9"] == 1
-    assert (told["calls_total",], told["live_legs",], told["held_bytes",]) == (0, 0, 0)
+    assert (told["calls_total",], told["live_legs",]) == (0, 0)
+    assert told["held_bytes",] == book.find(one.session_id).held_bytes < 200
     lag.close()
     await backend.close()

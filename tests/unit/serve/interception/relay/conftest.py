@@ -12,7 +12,9 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.process import listen
 from rollmesh.engine.http import HttpClient
-from rollmesh.serve.interception.capture import Rewards, SessionWish
+from rollmesh.serve.interception.account import Rewards
+from rollmesh.serve.interception.capture import SessionWish
+from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.capture import RelayCapture
 from rollmesh.serve.interception.relay.edge import RelayEdge, RelayKit
 from rollmesh.serve.interception.relay.upstreams import Upstreams
@@ -52,8 +54,8 @@ class Relay:
     def account(self, **rewards: Any) -> dict[str, Any]:
         """What the sealed session has to show, by way of JSON."""
         self.session.seal("the test is over")
-        raw = msgspec.json.encode(self.session.account(Rewards(**rewards)))
-        account: dict[str, Any] = msgspec.json.decode(raw)
+        told = self.session.account().told(Rewards(**rewards))
+        account: dict[str, Any] = msgspec.json.decode(joined(told))
         return account
 
 

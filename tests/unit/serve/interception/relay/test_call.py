@@ -16,11 +16,13 @@ class NoOther:
     def fail(self, error: EngineUnavailable, retries: bool) -> bool:
         return False
 
+    def settle(self) -> None: ...
+
     def close(self) -> None: ...
 
 
 async def test_a_failure_keeps_nobody_who_was_told_of_it() -> None:
-    call = RelayCall(Asked(0, "/messages", None, b"", "", 0.0), 10, lambda _: None)
+    call = RelayCall(Asked(0, "/messages", None, (), "", 0.0), 10, lambda _: None)
     call.carry(NoOther())
     call.on_error(EngineUnavailable("down"))
 

@@ -8,7 +8,8 @@ import orjson
 import pytest
 
 from rollmesh.core.errors import EngineUnavailable
-from rollmesh.serve.interception.capture import Rewards
+from rollmesh.serve.interception.account import Rewards
+from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.account import account_of
 from rollmesh.serve.interception.relay.call import Asked, RelayCall
 from rollmesh.serve.interception.relay.heard import Heard, hear
@@ -256,8 +257,8 @@ def test_whatever_is_told_makes_an_account_that_adds_up(seed: int, is_stream: bo
     for _ in range(400):
         route, template = chance.choice(TEMPLATES)
         chunks = [mutated(chance, chunk) for chunk in template]
-        account = account_of([answered(route, is_stream, chunks)], Rewards(1.0))
-        assert msgspec.json.encode(account)
+        told = account_of("s", [answered(route, is_stream, chunks)]).told(Rewards(1.0))
+        account = msgspec.json.decode(joined(told))
         for sample in account["samples"]:
             num_samples += 1
             assert len(sample["token_ids"]) == len(sample["logprobs"]) == len(sample["loss_mask"])
@@ -267,8 +268,11 @@ def test_whatever_is_told_makes_an_account_that_adds_up(seed: int, is_stream: bo
 
 def answered(route: str, is_stream: bool, chunks: list[Any]) -> RelayCall:
     """A call that was delivered with this answer."""
-    request = Threads().hold(b'{"messages":[{"role":"user"}]}')
-    call = RelayCall(Asked(0, route, request, b"", "", 0.0), 2**20, lambda _: None)
+    threads = Threads()
+    body = threads.follow()
+    body.append(b'{"messages":[{"role":"user"}]}')
+    request = threads.hold(body).request
+    call = RelayCall(Asked(0, route, request, (), "", 0.0), 2**20, lambda _: None)
     call.carry(Nowhere())
     kind = b"text/event-stream" if is_stream else b"application/json"
     call.on_head(200, [(b"Content-Type", kind)])
@@ -285,6 +289,9 @@ class Nowhere:
 
     def fail(self, error: EngineUnavailable, retries: bool) -> bool:
         return False
+
+    def settle(self) -> None:
+        return None
 
     def close(self) -> None:
         return None

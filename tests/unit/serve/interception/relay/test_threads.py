@@ -1,12 +1,40 @@
 """What is kept of requests: each message once, whatever order and shape they come in."""
 
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from rollmesh.serve.interception.relay.threads import MAX_TIP_BYTES, Threads
+from rollmesh.runtime import blobs
+from rollmesh.serve.interception.pieces import joined
+from rollmesh.serve.interception.relay.threads import SPOT_BYTES, Request, Threads
+
+IMAGE_BYTES = 100_000
+READ_BYTES = 20_000
+"""As much as comes in at once."""
+
+
+def hold(threads: Threads, raw: bytes, num_reads: int = 1) -> Request | None:
+    """What is kept of a body that comes in so many reads; it is forwarded as it came."""
+    body = threads.follow()
+    step = -(-len(raw) // num_reads) or 1
+    for at in range(0, len(raw), step):
+        body.append(raw[at : at + step])
+    taken = threads.hold(body)
+    assert joined(taken.pieces) == raw
+    return taken.request
+
+
+def screenshot(number: int) -> dict[str, Any]:
+    url = f"data:image/png;base64,{number:04}".ljust(IMAGE_BYTES, "A")
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+
+def messages_of(request: Request) -> list[bytes]:
+    return [joined(pieces) for pieces in request.spot.messages()]
 
 
 def body(*messages: object, **settings: object) -> bytes:
@@ -23,13 +51,14 @@ def test_a_growing_history_is_kept_once_and_told_again() -> None:
     told = []
     for turn in range(40):
         messages += [said(f"answer {turn} " * 30, "assistant"), said(f"result {turn} " * 30)]
-        request = threads.hold(body(*messages))
+        request = hold(threads, body(*messages))
         assert request is not None
         assert request.fork == ""
         told.append((request, list(messages)))
     for request, sent in told:
-        assert [msgspec.json.decode(raw) for raw in request.spot.messages()] == sent
-    assert threads.num_bytes < 1.05 * len(body(*messages))
+        assert [msgspec.json.decode(raw) for raw in messages_of(request)] == sent
+    # Its text, once more as the tip by which the next is known.
+    assert threads.num_bytes - 81 * SPOT_BYTES < 2.05 * len(body(*messages))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -44,21 +73,22 @@ def test_any_order_of_histories_is_told_again(seed: int) -> None:
             case 1 if line:
                 line[chance.randrange(len(line))] = said(f"edit {chance.random()}")
             case _:
-                line.append(said(chance.choice(["a", 'quote "]', "b" * 3000, "\u00e9,]"])))
+                texts = ["a", 'quote "]', "b" * 30_000, "\u00e9,]", 'x"' * 9_000]
+                line.append(said(chance.choice(texts)))
         raw = body(*line)
         if chance.randrange(2):
             raw = msgspec.json.format(raw, indent=2)
-        request = threads.hold(raw)
+        request = hold(threads, raw, chance.randrange(1, 9))
         assert request is not None
-        assert [msgspec.json.decode(each) for each in request.spot.messages()] == line
+        assert [msgspec.json.decode(each) for each in messages_of(request)] == line
 
 
 def test_the_same_request_is_known_whatever_its_white_space() -> None:
     threads = Threads()
-    one = threads.hold(body(said("a"), temperature=0))
-    spaced = threads.hold(msgspec.json.format(body(said("a"), temperature=0)))
-    warmer = threads.hold(body(said("a"), temperature=1))
-    other = threads.hold(body(said("b"), temperature=0))
+    one = hold(threads, body(said("a"), temperature=0))
+    spaced = hold(threads, msgspec.json.format(body(said("a"), temperature=0)))
+    warmer = hold(threads, body(said("a"), temperature=1))
+    other = hold(threads, body(said("b"), temperature=0))
     assert one
     assert [one.asks_the_same(each) for each in (one, warmer, other) if each] == [
         True,
@@ -77,23 +107,95 @@ def test_an_image_is_kept_once_though_its_message_changes() -> None:
         return {"role": "user", "content": [{**part, "cache_control": {}} if marker else part]}
 
     threads = Threads()
-    first = threads.hold(body(shown(True)))
-    again = threads.hold(body(shown(False), said("ok", "assistant"), shown(True)))
+    first = hold(threads, body(shown(True)))
+    again = hold(threads, body(shown(False), said("ok", "assistant"), shown(True)))
     assert first
     assert again
-    assert msgspec.json.decode(again.spot.messages()[0]) == shown(False)
-    assert msgspec.json.decode(again.spot.messages()[2]) == shown(True)
-    assert threads.num_bytes < len(image) + 1000
+    assert msgspec.json.decode(messages_of(again)[0]) == shown(False)
+    assert msgspec.json.decode(messages_of(again)[2]) == shown(True)
+    assert threads.num_blob_bytes == len(image)
+    assert threads.num_bytes < 10_000
 
 
-def test_a_history_too_long_to_compare_is_walked() -> None:
+def test_of_a_long_history_only_what_is_new_is_kept_while_it_comes_in() -> None:
     threads = Threads()
-    long = said("x " * MAX_TIP_BYTES)
-    first, second = threads.hold(body(long)), threads.hold(body(long, said("b")))
+    shown: list[Any] = []
+    for number in range(6):
+        shown.append(screenshot(number))
+        raw = body(*shown)
+        coming = threads.follow()
+        for at in range(0, len(raw), READ_BYTES):
+            coming.append(raw[at : at + READ_BYTES])
+        assert sum(map(len, coming.rest)) < IMAGE_BYTES + READ_BYTES
+        request, forwarded = threads.hold(coming)
+        assert joined(forwarded) == raw
+        assert sum(len(piece) for piece in forwarded if isinstance(piece, bytes)) < 2000
+        assert request
+        assert request.fork == ""
+        shown.append(said("click", "assistant"))
+
+
+def test_an_agent_that_shows_the_last_images_alone_has_each_kept_once() -> None:
+    threads = Threads()
+    messages: list[Any] = []
+    for number in range(8):
+        messages.append(screenshot(number))
+        old = [said("(an old screenshot)") if each["role"] == "user" else each for each in messages]
+        request = hold(threads, body(*old[:-5], *messages[-5:]), num_reads=9)
+        assert request
+        messages.append(said("click", "assistant"))
+    assert threads.num_blob_bytes == 8 * IMAGE_BYTES
+    assert threads.num_bytes < 100_000
+
+
+def test_sessions_that_show_the_same_share_its_bytes() -> None:
+    one, other = Threads(), Threads()
+    text = said("a long text " * 3000)
+    first, second = hold(one, body(screenshot(1), text)), hold(other, body(text, screenshot(1)))
     assert first
     assert second
-    assert second.spot.parent is first.spot
-    assert second.fork == ""
+    image, words = (pieces[1] for pieces in first.spot.messages())
+    shared = [pieces[1] for pieces in second.spot.messages()]
+    assert shared[0] is words
+    assert shared[1] is image
+
+
+def test_what_was_spilled_is_known_and_forwarded_all_the_same(tmp_path: Path) -> None:
+    threads = Threads()
+    first = body(screenshot(1))
+    assert hold(threads, first)
+    blobs.settle(0, tmp_path)
+    try:
+        assert blobs.spill_over() >= IMAGE_BYTES
+    finally:
+        blobs.settle(sys.maxsize, None)
+    raw = body(screenshot(1), said("click", "assistant"), screenshot(2))
+    coming = threads.follow()
+    for at in range(0, len(raw), READ_BYTES):
+        coming.append(raw[at : at + READ_BYTES])
+    assert coming.num_matched == len(first) - len(b"]}")
+    assert joined(threads.hold(coming).pieces) == raw
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "messages"),
+    [
+        (b'{"prompt":[1,2]}', b'{"prompt":[1,23,4]}', [b"1", b"23", b"4"]),
+        (b'{"prompt":[1,2]}', b'{"prompt":[12]}', [b"12"]),
+        (b'{"prompt":[1,2]}', b'{"prompt":[1,2 , 3 ]}', [b"1", b"2", b"3"]),
+        (b'{"prompt":[1]}', b'{"prompt":[1],"prompt":[0,7]}', [b"0", b"7"]),
+        (b'{"prompt":[1]}', b'{"prompt":[1],"prompt":[7]}', [b"7"]),
+        (b'{"prompt":[1,2]}', b'{"prompt":[1,2,]}', None),
+        (b'{"prompt":[1,2]}', b'{"prompt":[1,2', None),
+    ],
+)
+def test_a_body_that_begins_as_another_is_read_as_if_nothing_were_held(
+    one: bytes, other: bytes, messages: list[bytes] | None
+) -> None:
+    threads = Threads()
+    assert hold(threads, one)
+    request = hold(threads, other)
+    assert (messages_of(request) if request else None) == messages
 
 
 @pytest.mark.parametrize(
@@ -106,14 +208,14 @@ def test_a_history_too_long_to_compare_is_walked() -> None:
     ],
 )
 def test_other_dialects_have_their_histories_elsewhere(raw: bytes, messages: list[bytes]) -> None:
-    request = Threads().hold(raw)
+    request = hold(Threads(), raw)
     assert request is not None
-    assert request.spot.messages() == messages
+    assert messages_of(request) == messages
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"messages":[}', b"\xff", b"[" * 5000])
 def test_what_is_no_request_is_none(raw: bytes) -> None:
-    assert Threads().hold(raw) is None
+    assert hold(Threads(), raw) is None
 
 
 def test_forks_are_told_with_their_cause() -> None:
@@ -122,7 +224,7 @@ def test_forks_are_told_with_their_cause() -> None:
     tools = [{"type": "function"}]
 
     def fork(*messages: object, **settings: object) -> str:
-        request = threads.hold(body(*messages, **settings))
+        request = hold(threads, body(*messages, **settings))
         assert request is not None
         return request.fork
 

@@ -1,0 +1,73 @@
+"""JSON in pieces: what is long of it lies in blobs, which all who say the same share.
+
+A piece is bytes, or a Blob for each stretch of MIN_BLOB_BYTES without a quote: an image's base64, a
+long text. Invariant: pieces joined are the bytes that were cut, whatever they were. Pure, but for
+the process's one table of blobs; driven by the relay and by account.py.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rollmesh.runtime.blobs import Blob, hold
+
+MIN_BLOB_BYTES = 16 * 1024
+"""Shorter ones are not worth an entry in the table."""
+
+Piece = bytes | Blob
+
+
+def cut(raw: bytes) -> tuple[Piece, ...]:
+    """The pieces of `raw`."""
+    if len(raw) < MIN_BLOB_BYTES:
+        return (raw,)
+    pieces: list[Piece] = []
+    start = 0
+    for first, last in _long_stretches(raw):
+        pieces += [held(raw[start:first]), hold(raw[first:last])]
+        start = last
+    return (*pieces, held(raw[start:]))
+
+
+def held(text: bytes) -> Piece:
+    """`text` as one piece."""
+    return hold(text) if len(text) >= MIN_BLOB_BYTES else text
+
+
+def size_of(piece: Piece) -> int:
+    """In bytes."""
+    return len(piece) if isinstance(piece, bytes) else piece.num_bytes
+
+
+def part_of(piece: Piece, start: int, stop: int) -> bytes | memoryview:
+    """`piece[start:stop]`, without a copy unless it must come from disk."""
+    if not isinstance(piece, bytes):
+        if piece.is_spilled:
+            return piece.read(start, stop)
+        piece = piece.read()
+    return memoryview(piece)[start:stop]
+
+
+def joined(pieces: Iterable[Piece]) -> bytes:
+    """All in one."""
+    return b"".join([p if isinstance(p, bytes) else p.read() for p in pieces])
+
+
+def says(pieces: Sequence[Piece], raw: memoryview) -> bool:
+    """Whether the pieces joined are `raw`; no copy of it is made."""
+    at = 0
+    for piece in pieces:
+        own = piece if isinstance(piece, bytes) else piece.read()
+        if not own.startswith(raw[at : at + len(own)]):
+            return False
+        at += len(own)
+    return at == len(raw)
+
+
+def _long_stretches(raw: bytes) -> Iterator[tuple[int, int]]:
+    """Where they begin and end."""
+    at = 0
+    while at < len(raw):
+        end = raw.find(b'"', at)
+        end = len(raw) if end < 0 else end
+        if end - at >= MIN_BLOB_BYTES:
+            yield at, end
+        at = end + 1

@@ -1,0 +1,152 @@
+"""The newest bodies of a session, by which the next one is known while it is still coming in.
+
+Agents send their whole history with each call, so a body mostly begins as an earlier one did. Owns
+that comparison: what of a new body is the same is let go as it arrives, and only the rest is kept.
+Invariants: a tip's pieces joined are the body that it stands for, from its first byte to the end of
+its history's last message, and their long ones are blobs that the messages hold anyway; what was
+said of a tip's bytes stays true while the tip grows. Driven by threads.py and by edge.py.
+"""
+
+from bisect import bisect, bisect_left
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rollmesh.serve.interception.pieces import Piece, joined, part_of, size_of
+
+if TYPE_CHECKING:
+    from rollmesh.serve.interception.relay.threads import Spot
+
+MAX_RUN_BYTES = 64 * 1024
+"""Text is gathered up to here, so that short histories are one piece, and long ones not copied."""
+
+
+class Tip:
+    """A body up to the end of its history's last message."""
+
+    __slots__ = ("_pieces", "_starts", "_stops", "key", "num_bytes", "opening", "spots")
+
+    def __init__(self, opening: bytes, key: str) -> None:
+        """`opening` is all before the history's array, `key` the name that the array has."""
+        self.opening = opening
+        self.key = key
+        self.num_bytes = 0
+        self.spots: list[Spot] = []
+        """The history's messages."""
+        self._stops: list[int] = []
+        """Where each of them ends."""
+        self._pieces: list[Piece] = []
+        self._starts: list[int] = []
+
+    def add(self, text: bytes) -> None:
+        """More of what stands between messages."""
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, bytes) and len(last) + len(text) <= MAX_RUN_BYTES:
+            self._pieces[-1] = last + text
+            self.num_bytes += len(text)
+        else:
+            self._append(text)
+
+    def add_message(self, spot: "Spot") -> None:
+        """The next message."""
+        for piece in spot.pieces:
+            if isinstance(piece, bytes):
+                self.add(piece)
+            else:
+                self._append(piece)
+        self.spots.append(spot)
+        self._stops.append(self.num_bytes)
+
+    def ends_before(self, stop: int) -> int:
+        """How many messages end at or before this byte."""
+        return bisect(self._stops, stop)
+
+    def stop_of(self, num_messages: int) -> int:
+        """Where so many messages end."""
+        return self._stops[num_messages - 1]
+
+    def up_to(self, num_messages: int) -> "Tip":
+        """A tip of its own that ends with so many of these messages."""
+        tip = Tip(self.opening, self.key)
+        tip.spots, tip._stops = self.spots[:num_messages], self._stops[:num_messages]
+        for piece in self.cut(0, self.stop_of(num_messages)):
+            tip._append(piece)
+        return tip
+
+    def agrees(self, at: int, data: bytes) -> bool:
+        """Whether `data` is what stands here from byte `at` on, as far as both go."""
+        n, done = bisect(self._starts, at) - 1, 0
+        while done < len(data) and at + done < self.num_bytes:
+            start = at + done - self._starts[n]
+            stop = min(size_of(self._pieces[n]), start + len(data) - done)
+            if not data.startswith(part_of(self._pieces[n], start, stop), done):
+                return False
+            done += stop - start
+            n += 1
+        return True
+
+    def cut(self, start: int, stop: int) -> list[Piece]:
+        """The bytes from `start` to `stop`; whole blobs stay blobs."""
+        found: list[Piece] = []
+        first = max(0, bisect(self._starts, start) - 1)
+        for n in range(first, bisect_left(self._starts, stop)):
+            piece, at = self._pieces[n], self._starts[n]
+            if start <= at and at + size_of(piece) <= stop:
+                found.append(piece)
+            else:
+                found.append(bytes(part_of(piece, max(0, start - at), stop - at)))
+        return found
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All of them, as they are now."""
+        return self._pieces.copy()
+
+    @property
+    def num_text_bytes(self) -> int:
+        """Of the pieces that are no blobs, held here beside the messages."""
+        return sum([len(piece) for piece in self._pieces if isinstance(piece, bytes)])
+
+    def _append(self, piece: Piece) -> None:
+        self._starts.append(self.num_bytes)
+        self._pieces.append(piece)
+        self.num_bytes += size_of(piece)
+
+
+class Following:
+    """One body on its way in: how far it is a tip's, and the rest."""
+
+    __slots__ = ("_tips", "num_matched", "rest", "tip")
+
+    def __init__(self, tips: Iterable[Tip]) -> None:
+        """`tips` are the oldest first."""
+        self.tip: Tip | None = None
+        self.num_matched = 0
+        """So many bytes stand in `tip`."""
+        self.rest: list[bytes] = []
+        """Behind those, as they came."""
+        self._tips: list[Tip] | None = list(tips)
+
+    def append(self, data: bytes) -> None:
+        """More of the body."""
+        if self._tips is not None:
+            agreeing = [tip for tip in reversed(self._tips) if tip.agrees(0, data)]
+            self.tip = max(agreeing, key=lambda tip: min(tip.num_bytes, len(data)), default=None)
+            self._tips = None
+        tip, at = self.tip, self.num_matched
+        if self.rest or tip is None or not tip.agrees(at, data):
+            self.rest.append(data)
+            return
+        num_same = min(len(data), tip.num_bytes - at)
+        self.num_matched += num_same
+        if num_same < len(data):
+            self.rest.append(data[num_same:])
+
+    def pieces(self) -> list[Piece]:
+        """The whole body."""
+        start = self.tip.cut(0, self.num_matched) if self.tip else []
+        return [*start, *self.rest]
+
+    def since(self, stop: int) -> bytes:
+        """The body from this byte of the tip on."""
+        start = self.tip.cut(stop, self.num_matched) if self.tip else []
+        return joined([*start, *self.rest])
