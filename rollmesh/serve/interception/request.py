@@ -13,13 +13,15 @@ import asyncio
 import email.utils
 import functools
 import http
+import io
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rollmesh.core.errors import SessionError
-from rollmesh.engine.connection import Headers
+from rollmesh.engine.parser import Headers
 from rollmesh.engine.pieces import Piece, Ready, parts, size_of
+from rollmesh.serve.interception.bodies import STEP_BYTES, Bodies, Reservation
 
 JSON = b"application/json"
 SLOWEST_BYTES_PER_S = 500
@@ -43,6 +45,8 @@ _CONNECTION_LINES = {
 class Wire(Protocol):
     """The connection, as its request uses it."""
 
+    bodies: Bodies
+    """Where bodies get their place in memory."""
     is_clogged: bool
     """The client does not take what was written."""
 
@@ -66,13 +70,20 @@ class Taker(Protocol):
         """More of it."""
 
 
+class _Growing(io.BytesIO):
+    """A body as one piece: there is never a second copy of what has come."""
+
+    def append(self, piece: bytes) -> None:
+        self.write(piece)
+
+
 class Request:
     """See the module."""
 
     __slots__ = (
-        "_body", "_is_chunked", "_is_opened", "_lines", "_taker", "_wire", "headers",
-        "is_answered", "is_broken", "is_whole", "keeps", "method", "num_bytes", "num_sends", "path",
-        "raw_headers",
+        "_body", "_is_chunked", "_is_opened", "_lines", "_reservation", "_taker", "_wire",
+        "headers", "is_answered", "is_broken", "is_whole", "keeps", "method", "num_bytes",
+        "num_sends", "path", "raw_headers",
     )  # fmt: skip
 
     def __init__(self, wire: Wire, method: str, path: str, raw_headers: Headers) -> None:
@@ -99,6 +110,8 @@ class Request:
         self._body: list[bytes] = []
         self._taker: Taker = self._body
         self._lines = b""
+        self._reservation: Reservation | None = None
+        """Of its body, once somebody reads it."""
         self._wire = wire
 
     # what the connection tells
@@ -117,51 +130,91 @@ class Request:
     async def read(self, max_bytes: int, silence_s: float) -> bytes:
         """The body, once; SessionError 413 if it is too long, 408 if it stops coming, 400 if
         it breaks off."""
-        if not self.is_whole:
-            await self._gather(max_bytes, silence_s)
-        if self.num_bytes > max_bytes:
-            raise _too_large(max_bytes)
-        pieces = self._body
-        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
+        if self.is_whole:
+            self._check_length(max_bytes)
+            pieces, self._body = self._body, []
+            body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            self._reservation = self._wire.bodies.hold(len(body))
+        else:
+            growing = _Growing()
+            await self._read_on(growing, max_bytes, silence_s)
+            body = growing.getvalue()
         coding = self.headers.get(b"content-encoding")
-        return _inflated(body, coding, max_bytes) if coding else body
+        if coding is None:
+            return body
+        body = _inflated(body, coding, max_bytes)
+        self._held().settle(len(body))
+        return body
 
     async def read_into(self, taker: Taker, max_bytes: int, silence_s: float) -> None:
         """The body, once, piece by piece as it comes; errors as of `read`."""
         if b"content-encoding" in self.headers:
             taker.append(await self.read(max_bytes, silence_s))
-            return
-        for piece in self._body:
-            taker.append(piece)
-        self._body.clear()
-        self._taker = taker
-        try:
-            if not self.is_whole:
-                await self._gather(max_bytes, silence_s)
-        finally:
-            self._taker = self._body
-        if self.num_bytes > max_bytes:
-            raise _too_large(max_bytes)
+        elif self.is_whole:
+            self._check_length(max_bytes)
+            self._reservation = self._wire.bodies.hold(self.num_bytes)
+            self._hand_over(taker)
+        else:
+            await self._read_on(taker, max_bytes, silence_s)
 
-    async def _gather(self, max_bytes: int, silence_s: float) -> None:
-        # Python counts the digits of an integer and refuses too many; llhttp does not mind zeros.
-        if int(self.headers.get(b"content-length", b"").lstrip(b"0") or b"0") > max_bytes:
-            raise _too_large(max_bytes)
+    def let_go(self) -> None:
+        """Nobody holds the body any more; it has its place until then, or until it is answered."""
+        if self._reservation is not None:
+            self._reservation.let_go()
+            self._reservation = None
+
+    async def _read_on(self, taker: Taker, max_bytes: int, silence_s: float) -> None:
+        """Of a body that is not whole."""
+        length = self._check_length(max_bytes)
+        self._reservation = self._wire.bodies.begin()
+        # Until it has its place, nothing more of it is read.
+        await self._reservation.reach(length or self.num_bytes + STEP_BYTES)
         if self._is_chunked and self.headers.get(b"expect", b"").lower() == b"100-continue":
             self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._hand_over(taker)
+        try:
+            await self._gather(max_bytes, silence_s)
+        finally:
+            self._taker = self._body
+        self._check_length(max_bytes)
+        self._held().settle(self.num_bytes)
+
+    async def _gather(self, max_bytes: int, silence_s: float) -> None:
         now_s = asyncio.get_running_loop().time
-        begun_s = now_s()
+        begun_s, reservation = now_s(), self._held()
         while not self.is_whole and self.num_bytes <= max_bytes:
             if self.is_broken:
                 why = "the body breaks off or is garbled"
                 raise SessionError(400, "invalid_body", why)
+            if self.num_bytes > reservation.num_bytes:
+                waits_s = now_s()
+                await reservation.reach(self.num_bytes + STEP_BYTES)
+                begun_s += now_s() - waits_s
+                continue
             earned_s = self.num_bytes / SLOWEST_BYTES_PER_S
             try:
                 async with asyncio.timeout_at(min(now_s(), begun_s + earned_s) + silence_s):
                     await self._wire.want()
             except TimeoutError:
                 raise SessionError(408, "body_timeout", "the body stopped coming") from None
+
+    def _check_length(self, max_bytes: int) -> int:
+        """What the head says of the body's length, 0 if nothing; SessionError 413."""
+        # Python counts the digits of an integer and refuses too many; llhttp does not mind zeros.
+        length = int(self.headers.get(b"content-length", b"").lstrip(b"0") or b"0")
+        if max(length, self.num_bytes) > max_bytes:
+            raise _too_large(max_bytes)
+        return length
+
+    def _hand_over(self, taker: Taker) -> None:
+        for piece in self._body:
+            taker.append(piece)
+        self._body.clear()
+        self._taker = taker
+
+    def _held(self) -> Reservation:
+        assert self._reservation is not None
+        return self._reservation
 
     # the answer
 
