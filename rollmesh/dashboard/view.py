@@ -21,6 +21,8 @@ from rollmesh.dashboard.series import Numbers, Series
 
 SILENT_AFTER_S = 10.0
 PLOTTED = ("time_s", "step", "policy_version", "success", "reward", "loss", "entropy", "max_age")
+MAX_KINDS, OTHER_KINDS = 32, "other"
+"""Of reasons for which rollouts did not train."""
 RECENT_STEPS = 20
 """The second set of bars in the staleness histogram covers so many steps."""
 
@@ -82,7 +84,9 @@ class RunView:
 
     def add_drop(self, row: DropRow) -> None:
         """Count rollouts that did not train; what stands before a colon names the reason's kind."""
-        self._drops[row.reason.partition(":")[0]] += row.num_rollouts
+        kind = row.reason.partition(":")[0]
+        is_known = kind in self._drops or len(self._drops) < MAX_KINDS
+        self._drops[kind if is_known else OTHER_KINDS] += row.num_rollouts
 
     def phase(self, unix_s: float) -> RunPhase:
         """Where the run stands at `unix_s`."""

@@ -22,6 +22,8 @@ from rollmesh.core.process import Ready
 ADDRESSES = "addresses.json"
 EVAL_MESH = "mesh"
 """The run folder of an evaluation's own mesh, in the evaluation's folder."""
+MAX_PIDS = 1000
+"""A worker that dies again and again adds one each time."""
 
 
 class Pid(msgspec.Struct, frozen=True):
@@ -63,8 +65,9 @@ class RunFolder:
         return self.path / "logs"
 
     def add_pid(self, role: str, pid: int, unix_s: float) -> None:
-        """Record a process that was started."""
+        """Record a process that was started; the first, launch, and the last MAX_PIDS stay."""
         self._pids.append(Pid(role, pid, unix_s, socket.gethostname()))
+        del self._pids[1:-MAX_PIDS]
         with self._writing("pids.json"):
             replace(self.path / "pids.json", msgspec.json.encode(self._pids))
 

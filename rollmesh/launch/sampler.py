@@ -63,6 +63,8 @@ class Sampler:
     async def _sample(self, session: ClientSession) -> None:
         pids = self._supervisor.pids()
         bury_orphans(set(pids.values()))
+        for gone in self._processes.keys() - set(pids.values()):
+            del self._processes[gone]
         processes = [s for role, pid in pids.items() if (s := self._measure(role, pid))]
         for sample in processes:
             peak = max(self.peak_rss_mb.get(sample.role, 0.0), sample.rss_bytes / MIB)

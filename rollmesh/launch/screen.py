@@ -91,10 +91,11 @@ class PlainScreen:
             self._say(elapsed_s)
 
     def _say(self, elapsed_s: float) -> None:
-        notes = self._scene.supervisor.notes
-        for note in notes[self._num_notes :]:
+        supervisor = self._scene.supervisor
+        num_new = supervisor.num_notes - self._num_notes
+        for note in supervisor.notes[-num_new:] if num_new else ():
             self._console.print(Text(note))
-        self._num_notes = len(notes)
+        self._num_notes = supervisor.num_notes
         if self._page != page(self._scene.supervisor):
             self._page = page(self._scene.supervisor)
             self._console.print(Text(f"the page: {self._page}"))

@@ -45,6 +45,7 @@ from rollmesh.wire.messages import WorkerExited
 log = get_logger()
 
 TICK_S = 0.1
+MAX_NOTES = 100
 
 
 class Mesh(NamedTuple):
@@ -65,7 +66,9 @@ class Supervisor:
         self.ready: dict[str, Ready] = {}
         """What each child reported last."""
         self.notes: list[str] = []
-        """For people, oldest first."""
+        """For people, oldest first; the last MAX_NOTES."""
+        self.num_notes = 0
+        """All that there were."""
         self._plans = {plan.role: plan for plan in mesh.plans}
         self._folder = folder
         self._clock = clock
@@ -85,6 +88,11 @@ class Supervisor:
     def stop(self) -> None:
         """End the run in order; asked again, at once."""
         self._events.put_nowait(StopAsked())
+
+    def note(self, line: str) -> None:
+        """Something that people should know."""
+        self.notes = [*self.notes[1 - MAX_NOTES :], line]
+        self.num_notes += 1
 
     async def run(self) -> End:
         """Start, watch, stop; why it ended."""
@@ -141,7 +149,7 @@ class Supervisor:
                 if router := self.ready.get("router"):
                     self._herald.tell(router.address, WorkerExited(role, pid, cause))
             case Note(line):
-                self.notes.append(line)
+                self.note(line)
                 log.warning("child.died", line=line)
 
     async def _child(self, plan: ChildPlan) -> None:

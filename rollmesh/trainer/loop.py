@@ -4,10 +4,13 @@
 
 Invariants: what a step consumes is in the journal before the step begins; a step never waits for
 its publication, only the next publication does; generation goes on while a step runs, since asks
-are made before it. Driven by process.py, on the process's main thread.
+are made before it; of a batch that was trained nothing is held, and while the loop waits for the
+next one, what the step freed goes back to the system. Driven by process.py, on the process's main
+thread.
 """
 
 import collections
+import math
 import threading
 import time
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.core.config import Config
+from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.trainer.pacer import Batch, Pacer, spans_versions, successes_of
@@ -24,6 +28,8 @@ from rollmesh.trainer.weights import Bring, Weights
 
 log = get_logger()
 
+TRIM_S = 3.0
+"""Between two times that free memory is given back; of a model that trains it takes 25 ms."""
 COLLECT_S = 0.02
 """How long to wait for arrivals before looking at everything else again."""
 
@@ -47,6 +53,10 @@ class TrainLoop:
         self._config = config
         self._parts = parts
         self._stop = stop
+        self._heap = Heap()
+        self._trimmed_s = -math.inf
+        self._may_trim_s = math.inf
+        """When that is worth its time again; not before a step."""
 
     def run(self) -> None:
         """Measure the untrained policy, train `num_steps` steps, save the checkpoint."""
@@ -57,13 +67,17 @@ class TrainLoop:
             self._look_at_publication(timeout_s=0.5)
         if trainer.eval_rollouts:
             self._measure(trainer.eval_rollouts)
-        for step in range(trainer.num_steps):
-            started_s = time.monotonic()
-            batch = self._next_batch(step)
-            if batch is None:
-                break
-            self._train(batch, time.monotonic() - started_s)
+        # One step a call, so that its batch is gone before the next is waited for.
+        all(self._do(step) for step in range(trainer.num_steps))
         self._checkpoint()
+
+    def _do(self, step: int) -> bool:
+        """One step; False where the run is to end before it."""
+        started_s = time.monotonic()
+        batch = self._next_batch(step)
+        if batch:
+            self._train(batch, time.monotonic() - started_s)
+        return batch is not None
 
     def _measure(self, num_rollouts: int) -> None:
         success = mean(self._parts.pacer.evaluate(num_rollouts, self._stop))
@@ -81,8 +95,15 @@ class TrainLoop:
             pacer.ask(num_steps_left * trainer.groups_per_step)
             if batch:
                 return batch
+            self._trim(time.monotonic())
             pacer.collect(COLLECT_S)
         return None
+
+    def _trim(self, now_s: float) -> None:
+        """Have the system take back what steps have freed."""
+        if now_s >= self._may_trim_s:
+            self._heap.trim()
+            self._trimmed_s, self._may_trim_s = now_s, math.inf
 
     def _train(self, batch: Batch, wait_s: float) -> None:
         started_s = time.monotonic()
@@ -94,6 +115,7 @@ class TrainLoop:
             self._publish(num_steps)
         self._record(batch, report, {"wait_s": round(wait_s, 4), "step_s": round(step_s, 4)})
         self._parts.pacer.trained(batch)
+        self._may_trim_s = self._trimmed_s + TRIM_S
         self._parts.records.flush()
         if num_steps % self._config.trainer.checkpoint_steps == 0:
             self._checkpoint()
@@ -123,7 +145,7 @@ class TrainLoop:
         samples = batch.samples()
         successes = [s for group in batch.groups for s in successes_of(group.finished)]
         success = mean(successes) or 0.0
-        self._parts.tally.successes.append(success)
+        self._parts.tally.add_step(success)
         ages = collections.Counter(self._parts.pacer.age(s, batch.step) for s in samples)
         row: dict[str, Any] = {
             "step": batch.step,

@@ -34,6 +34,9 @@ BARREN_ROUNDS = 4
 """So many times max_running groups in a row that give nothing to train end the run: an environment
 that always fails would be asked for ever, and an engine may be away for a while."""
 
+SPARE_VERSIONS = 1000
+"""So many more policy versions are known than the age bound needs: of what comes later than that
+nobody remembers which step it is of."""
 EVAL_WINDOW = 4096
 """Rollouts of an evaluation that are asked for at the same time: a client's asks are bounded."""
 
@@ -157,6 +160,8 @@ class Pacer:
     def publishing(self, policy_version: int, step: int) -> None:
         """`policy_version` holds the weights after `step` steps; some tokens may have it soon."""
         self._step_of_version[policy_version] = step
+        if len(self._step_of_version) > self._staleness.settings.max_staleness + SPARE_VERSIONS:
+            del self._step_of_version[next(iter(self._step_of_version))]
 
     def published(self, step: int) -> None:
         """Engines sample with the weights after `step` steps."""
@@ -234,7 +239,7 @@ class Pacer:
         group, why = ReadyGroup(finished, self._cut(finished)), ""
         for rollout, samples in zip(finished.record.rollouts, group.samples, strict=True):
             self._tally.outcomes[rollout.outcome] += 1
-            self._tally.workers[finished.worker_id] += 1
+            self._tally.add_worker(finished.worker_id)
             if not samples:
                 why = f"{rollout.outcome}: {rollout.error or 'nothing in it trains'}"
                 self._records.drop(finished.group_id, 1, why, index=rollout.index)

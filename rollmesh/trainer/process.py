@@ -4,6 +4,7 @@ Invariant: however the run ends (done, stopped, failed) the records are closed a
 learning.png are written from what happened. Driven by `rollmesh train`.
 """
 
+import gc
 import os
 import signal
 import threading
@@ -49,6 +50,7 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
     shell = PublishShell(router, config.publish, read_keys())
     weights = Weights(folder / "weights", config.publish.keep_versions, background)
     parts = Parts(client, pacer, policy, weights, shell.publish, records, tally)
+    gc.freeze()  # torch alone is 400,000 objects, which no collection need look at
     try:
         TrainLoop(config, parts, stop).run()
     finally:

@@ -6,8 +6,9 @@
     summary.json        at the end, however it ends
     learning.png        the success curve
 
-Invariant: num_asked = num_trained + num_dropped + num_open + num_lost, all in rollouts, and
-num_lost is what this equation leaves, never a counter of its own. Driven by the trainer's loop.
+Invariants: num_asked = num_trained + num_dropped + num_open + num_lost, all in rollouts, and
+num_lost is what this equation leaves, never a counter of its own; what is held does not grow with
+the run. Driven by the trainer's loop.
 """
 
 import collections
@@ -25,6 +26,11 @@ from rollmesh.serve.client.samples import Sample
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 LOGPROB_DIGITS = 5
+FEW_STEPS = 10
+"""The first and the last so many tell what a run learned."""
+MAX_WORKERS = 1024
+OTHER_WORKERS = "others"
+"""Who comes after MAX_WORKERS others have brought something."""
 
 
 class RunRecords:
@@ -109,9 +115,22 @@ class Tally:
         self.ages = collections.Counter[int]()
         self.num_samples = 0
         self.num_two_versions = 0
-        self.successes: list[float] = []
-        """Per train step."""
+        self.num_steps = 0
+        self._first_successes: list[float] = []
+        self._last_successes = collections.deque[float](maxlen=FEW_STEPS)
         self.success_untrained: float | None = None
+
+    def add_step(self, success: float) -> None:
+        """A train step was done, and so many of its rollouts were good."""
+        self.num_steps += 1
+        self._last_successes.append(success)
+        if self.num_steps <= FEW_STEPS:
+            self._first_successes.append(success)
+
+    def add_worker(self, worker_id: str) -> None:
+        """A rollout came from there."""
+        is_known = worker_id in self.workers or len(self.workers) < MAX_WORKERS
+        self.workers[worker_id if is_known else OTHER_WORKERS] += 1
 
     def summary(self) -> dict[str, Any]:
         """The training side of summary.json."""
@@ -119,9 +138,9 @@ class Tally:
         num_aged = sum(self.ages.values())
         return {
             "success_untrained": self.success_untrained,
-            "success_first10": mean(self.successes[:10]),
-            "success_last10": mean(self.successes[-10:]),
-            "num_steps": len(self.successes),
+            "success_first10": mean(self._first_successes),
+            "success_last10": mean(list(self._last_successes)),
+            "num_steps": self.num_steps,
             "num_rollouts": num_rollouts,
             "num_asked": self.num_asked,
             "num_trained": self.num_trained,

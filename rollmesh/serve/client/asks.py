@@ -183,8 +183,11 @@ class Asks:
         return [self._say(ask, now_s)] if self.router else []
 
     def _cancelled(self, group_id: GroupId, reason: str, now_s: float) -> list[Action]:
-        if self._forget(group_id) is None:
+        ask = self._forget(group_id)
+        if ask is None:
             return []
+        if not self.router and not ask.attempts:
+            return [AskEnded(group_id, reason)]  # nobody has heard of it
         cancel = _Cancel(reason, self.settings.num_cancels, now_s)
         self._cancels[group_id] = cancel
         return [AskEnded(group_id, reason), *self._say_cancel(group_id, cancel, now_s)]

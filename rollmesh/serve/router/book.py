@@ -155,6 +155,7 @@ class Book:
         self.unwait(group)
         self.enter(group, state)
         self._leave_client(group)
+        group.body = b""  # an agenda may name it until its time has come
         del self.groups[group.group_id]
 
     def _leave_client(self, group: Group) -> None:

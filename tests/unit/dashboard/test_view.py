@@ -8,7 +8,7 @@ from rollmesh.dashboard.rows import (
     TelemetryRow,
     WorkerRow,
 )
-from rollmesh.dashboard.view import SILENT_AFTER_S, RunPhase, RunView
+from rollmesh.dashboard.view import MAX_KINDS, OTHER_KINDS, SILENT_AFTER_S, RunPhase, RunView
 
 
 def telemetry(time_s: float, calls: int, tokens: int = 0, worker_id: str = "w") -> TelemetryRow:
@@ -74,6 +74,15 @@ def test_drops_are_counted_by_kind() -> None:
     view.add_drop(DropRow("env_failed: no module", num_rollouts=16))
     view.add_drop(DropRow("env_failed: no attribute", num_rollouts=16))
     assert view.learning()["drops"] == {"stale": 1, "env_failed": 32}
+
+
+def test_kinds_of_drops_are_bounded() -> None:
+    view = RunView()
+    for number in range(3 * MAX_KINDS):
+        view.add_drop(DropRow(f"kind-{number}: why"))
+    drops = view.learning()["drops"]
+    assert len(drops) == MAX_KINDS + 1
+    assert drops[OTHER_KINDS] == 2 * MAX_KINDS
 
 
 def test_the_phase_follows_the_files() -> None:

@@ -51,6 +51,16 @@ def test_every_process_that_was_started_is_recorded(config: Config) -> None:
     assert [row.pid for row in read_pids(folder.path)] == [11, 12]
 
 
+def test_of_very_many_processes_launch_and_the_last_are_recorded(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmesh.launch.folder.MAX_PIDS", 3)
+    folder = RunFolder(config)
+    for pid in range(10):
+        folder.add_pid("worker-0", pid, 0.0)
+    assert [row.pid for row in read_pids(folder.path)] == [0, 7, 8, 9]
+
+
 def test_where_a_process_serves_is_recorded_and_its_successor_replaces_it(config: Config) -> None:
     folder = RunFolder(config)
     assert read_addresses(folder.path) == {}

@@ -15,7 +15,7 @@ from rollmesh.launch.plan import ChildPlan, OnDeath
 from rollmesh.launch.progress import Progress
 from rollmesh.launch.sampler import MIB, ProcessSample, Sampler, Telemetry
 from rollmesh.launch.screen import PLAIN_EVERY, PlainScreen, Scene, clock, paint, summary_table
-from rollmesh.launch.supervisor import Mesh, Supervisor
+from rollmesh.launch.supervisor import MAX_NOTES, Mesh, Supervisor
 from rollmesh.testing.clock import FakeClock
 
 
@@ -75,7 +75,7 @@ def test_the_plain_view_says_a_line_now_and_then(
     scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with PlainScreen(scene) as screen:
-        scene.supervisor.notes.append("worker-0 died")
+        scene.supervisor.note("worker-0 died")
         for second in range(PLAIN_EVERY):
             screen.look(float(second))
     lines = capsys.readouterr().out.splitlines()
@@ -83,6 +83,21 @@ def test_the_plain_view_says_a_line_now_and_then(
     assert lines[2].startswith("0:09  step 20 of 200  success 0.70 (untrained 0.66)")
     assert lines[3].endswith("62 MB  6:00 left")
     assert len(lines) == 4
+
+
+def test_of_many_notes_the_plain_view_says_the_last(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with PlainScreen(scene) as screen:
+        screen.look(0.0)
+        capsys.readouterr()
+        for number in range(3 * MAX_NOTES):
+            scene.supervisor.note(f"note {number}")
+        screen.look(1.0)
+        screen.look(2.0)
+        lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"note {number}" for number in range(2 * MAX_NOTES, 3 * MAX_NOTES)]
+    assert len(scene.supervisor.notes) == MAX_NOTES
 
 
 def test_a_run_that_has_told_nothing_is_shown_with_dashes(scene: Scene) -> None:

@@ -15,7 +15,7 @@ from rollmesh.serve.client.client import Arrival
 from rollmesh.testing.client import ScriptedClient
 from rollmesh.testing.clock import FakeClock
 from rollmesh.trainer import pacer
-from rollmesh.trainer.pacer import Asking, Batch, Pacer
+from rollmesh.trainer.pacer import SPARE_VERSIONS, Asking, Batch, Pacer
 from rollmesh.trainer.records import RunRecords, Tally
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 
@@ -93,6 +93,19 @@ def test_a_batch_whose_step_fails_is_open_and_not_lost(stage: Stage) -> None:
         stage.client.finish(group_id)
     stage.batch(step=0)
     assert (stage.lost(), stage.tally.num_open) == (0, 16)
+
+
+def test_the_step_of_a_policy_version_is_known_for_as_long_as_it_may_train(stage: Stage) -> None:
+    stage.pacer.ask(MANY)
+    first, second, *_ = stage.open()
+    for policy_version in range(1, SPARE_VERSIONS + 10):
+        stage.pacer.publishing(policy_version, policy_version)
+    stage.client.finish(first, policy_versions=(0,))
+    stage.client.finish(second, policy_versions=(SPARE_VERSIONS,))
+    stage.pacer.collect(0.0)
+    [drop] = stage.rows("drops.jsonl")
+    assert drop["group_id"] == str(first)
+    assert drop["reason"] == "foreign: policy version 0 is not of this run"
 
 
 def test_tokens_of_another_runs_weights_are_dropped_by_name(stage: Stage) -> None:

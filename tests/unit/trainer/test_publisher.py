@@ -169,6 +169,20 @@ def test_publication_takes_each_engine_through_the_steps_in_order() -> None:
     assert mesh.publisher.phases() == {}
 
 
+def test_an_engine_that_a_new_router_does_not_know_is_brought_up_again() -> None:
+    mesh = Mesh(A)
+    mesh.run(1.0)
+    mesh.publish(target(1))
+    mesh.run(1.0)
+    mesh.fleet = Fleet()
+    mesh.run(2.0)  # its table is read, and A is not in it
+    mesh.was_called.clear()
+    mesh.to_fleet.append(JoinEngine(0, A))
+    mesh.run(3.0)
+    assert (A, UpdatePhase.LOADING) in mesh.was_called
+    assert mesh.phase() is EnginePhase.READY
+
+
 @pytest.mark.parametrize("left_at", [1, 30])
 def test_an_engine_that_another_run_left_at_an_equal_or_higher_number_is_updated(
     left_at: int,

@@ -9,7 +9,7 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.clock import FakeClock
-from rollmesh.trainer.records import RunRecords, Tally, write_summary
+from rollmesh.trainer.records import MAX_WORKERS, OTHER_WORKERS, RunRecords, Tally, write_summary
 
 GROUP = GroupId("r1", 3)
 
@@ -79,14 +79,26 @@ def test_summary_of_a_run_without_a_step_has_no_success() -> None:
 
 def test_summary_shares_and_means() -> None:
     tally = Tally()
-    tally.successes = [0.0] * 10 + [1.0] * 10
+    for success in [0.0] * 10 + [0.5] * 1000 + [1.0] * 10:
+        tally.add_step(success)
     tally.ages.update({0: 3, 1: 1})
     tally.workers.update({"worker-0": 1, "worker-1": 3})
     tally.outcomes.update({"completed": 4})
     summary = tally.summary()
     assert (summary["success_first10"], summary["success_last10"]) == (0.0, 1.0)
+    assert summary["num_steps"] == 1020
     assert (summary["max_staleness"], summary["share_age_ge_1"]) == (1, 0.25)
     assert summary["share_by_worker"] == {"worker-0": 0.25, "worker-1": 0.75}
+
+
+def test_workers_are_counted_by_name_up_to_a_bound() -> None:
+    tally = Tally()
+    for number in range(MAX_WORKERS + 5):
+        tally.add_worker(f"worker-{number}")
+        tally.add_worker("worker-0")
+    assert len(tally.workers) == MAX_WORKERS + 1
+    assert tally.workers["worker-0"] == MAX_WORKERS + 6
+    assert tally.workers[OTHER_WORKERS] == 5
 
 
 def test_summary_file_is_whole(tmp_path: Path) -> None:

@@ -193,6 +193,18 @@ def test_cancel_is_said_until_confirmed_and_a_bounded_number_of_times() -> None:
     assert asks.num_cancels == 0
 
 
+def test_of_groups_that_no_router_has_heard_of_nothing_is_left() -> None:
+    asks = new_asks()
+    for seq in range(1000):
+        ask(asks, GroupId("r1", seq))
+        asks.step(Cancelled(GroupId("r1", seq), "nobody is there"), 0.0)
+    assert (len(asks.open), asks.num_cancels) == (0, 0)
+    earlier = Asked(group_id=ONE, env="guess", num_samples=4, attempts=1)
+    asks.step(earlier, 0.0)
+    asks.step(Cancelled(ONE, "stale"), 0.0)
+    assert asks.num_cancels == 1  # an earlier process may have asked a router that is away
+
+
 def test_cancelling_what_is_not_open_says_nothing() -> None:
     assert met_asks().step(Cancelled(ONE, "stale"), 0.0) == []
 

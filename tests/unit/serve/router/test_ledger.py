@@ -1,5 +1,7 @@
 """The ledger's promises to clients, each told as a short story of messages on a clock."""
 
+import weakref
+
 import msgspec
 import pytest
 
@@ -370,3 +372,23 @@ def test_an_ask_claimed_after_the_settling_is_still_recognised(story: Story) -> 
 
 def test_a_start_from_a_worker_not_greeted_yet_asks_for_its_hello(story: Story) -> None:
     assert only(story.says("w0", GroupStarted(group(1), 1)), RouterHello, "w0")
+
+
+class Body(bytearray):
+    """An ask that can be watched."""
+
+
+def test_nothing_holds_the_ask_of_a_group_that_has_ended(story: Story) -> None:
+    """Also where it had a deadline of an hour, and was to be looked at again."""
+    story.worker("w0")
+    bodies = []
+    for seq, end in enumerate([GroupDelivered(group(0), 1), CancelGroup(group(1), "no"), None]):
+        body = Body(b"task")
+        bodies.append(weakref.ref(body))
+        asked = msgspec.structs.replace(ask(seq, n=1), deadline_s=3600.0)
+        story.asks(asked, body)  # type: ignore[arg-type]
+        story.says("w0", GroupStarted(group(seq), 1))
+        story.says("w0" if seq == 0 else "c", end or ClientLeft("c"))
+        del body
+    assert story.is_empty()
+    assert [body() for body in bodies] == [None, None, None]
