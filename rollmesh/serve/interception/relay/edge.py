@@ -82,7 +82,9 @@ class _Exchange:
             body = session.follow()
             await request.read_into(body, *limits)
             call = session.call(route, parcel, body, read_retry_mark(headers))
+            # What is left of it is the session's now, and counted there.
             del body
+            request.let_go()
         else:
             parcel.body = (await request.read(*limits),)
             call = session.pass_by(parcel)
@@ -91,6 +93,7 @@ class _Exchange:
         try:
             self.state = ExchangeState.ATTACHED
             await call.wait_for_head()
+            request.let_go()
             await (self._stream(call) if call.is_stream else self._send_whole(call))
             await request.drain(call.check)
             call.is_delivered = True
