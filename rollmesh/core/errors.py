@@ -13,6 +13,7 @@
           EngineBroke      it took the request and failed at it
         EngineRefused      the engine answered that this request is wrong
       SessionError         what the HTTP edge turns into a reply in the caller's dialect
+      TrajectoryEnded      a rollout is asked for whose scope has ended, or was never opened
       JournalError         a journal that cannot be written or is of another format
       Overloaded           a bounded queue is full; `retry_after_s` says when to come back
       ClientClosed         a client that has left is asked for more
@@ -97,6 +98,15 @@ class SessionError(RollmeshError):
     def again(self) -> "SessionError":
         """The same to raise: one that is kept and raised keeps all its callers' frames alive."""
         return SessionError(self.status, self.code, str(self), self.retry_after_s)
+
+
+class TrajectoryEnded(RollmeshError):
+    """A rollout's scope has ended, or there never was one; what it held is gone."""
+
+    def __init__(self, trajectory: str, *, was_here: bool = True) -> None:
+        why = "its scope has ended" if was_here else "it was not registered here, or ended long ago"
+        super().__init__(f"trajectory {trajectory} is not here: {why}")
+        self.trajectory = trajectory
 
 
 class JournalError(RollmeshError):

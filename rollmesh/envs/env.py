@@ -1,11 +1,11 @@
 """The environment interface: pose tasks, drive an agent against an endpoint, score what it did.
 
     tasks() -> Task -> run(task, agent) -> Transcript -> score(task, transcript) -> Score
-                                   all siblings of a group scored -> score_group(task, scores)
+        all siblings scored -> score_siblings(task, siblings) -> score_group(task, scores)
 
 Invariant: plain values in and out, so that an environment may run in the worker's process or in
 one of its own; what the agent said to the model is recorded by the session, not here. Rewards
-come from `score` and `score_group` alone. Driven by the worker; written by users.
+come from `score`, `score_siblings` and `score_group` alone. Driven by the worker; written by users.
 """
 
 import abc
@@ -41,6 +41,22 @@ class Transcript(msgspec.Struct, kw_only=True):
     """True where a limit, not the agent, ended the rollout; its outcome is `truncated`."""
 
 
+class Sibling(msgspec.Struct, frozen=True):
+    """A scored rollout of a group, and what a child task may borrow of it.
+
+    Both endpoints answer as long as the group is scored, and 410 from then on.
+    """
+
+    index: int
+    """In its group."""
+    score: Score
+    transcript: Transcript
+    line: Endpoint
+    """Calls that go on from this rollout's messages: they become turns of it, and train with it."""
+    model: Endpoint
+    """The model alone: nothing of it is recorded, and it is sampled as it is asked."""
+
+
 class Env(abc.ABC):
     """An environment; the constructor takes the keyword settings of the config's env table.
 
@@ -61,6 +77,15 @@ class Env(abc.ABC):
     @abc.abstractmethod
     def score(self, task: Task, transcript: Transcript) -> Score | Awaitable[Score]:
         """The reward of one finished rollout; `async def` where it waits, else run in a thread."""
+
+    def score_siblings(
+        self, task: Task, siblings: list[Sibling]
+    ) -> list[Score] | Awaitable[list[Score]]:
+        """The same for rewards that take child tasks: calls to the model, or on a sibling's line.
+
+        One score per given sibling, in order. Default: `score_group` of their scores.
+        """
+        return self.score_group(task, [sibling.score for sibling in siblings])
 
     def score_group(self, task: Task, scores: list[Score]) -> list[Score] | Awaitable[list[Score]]:
         """Rewards that depend on the siblings; one per given score, in order. Default: as given."""

@@ -31,8 +31,12 @@ class Doors(Generic[S]):
     """One table for all sessions of a process."""
 
     def __init__(self) -> None:
-        self._sessions: dict[bytes, S] = {}
-        """By the digest of either secret."""
+        self._sessions: dict[bytes, S | None] = {}
+        """By the digest of either secret; None where its time is over."""
+
+    def __len__(self) -> int:
+        """How many secrets are known."""
+        return len(self._sessions)
 
     def make(self, session: S) -> MadeDoors:
         """Two new secrets that lead to `session`."""
@@ -44,11 +48,19 @@ class Doors(Generic[S]):
         return MadeDoors(api_key, path_secret, locks)
 
     def find(self, secret: str) -> S:
-        """The session of a secret; SessionError 401 if there is none."""
-        session = self._sessions.get(_digest(secret))
+        """The session of a secret; SessionError 401 if there is none, 410 if there was one."""
+        lock = _digest(secret)
+        session = self._sessions.get(lock)
         if session is None:
+            if lock in self._sessions:
+                raise SessionError(410, "session_sealed", "this key's session is over")
             raise SessionError(401, "invalid_api_key", "Incorrect API key: no session here has it.")
         return session
+
+    def retire(self, locks: Locks) -> None:
+        """Either secret is answered by a 410 from now on, until its doors are closed."""
+        for lock in locks:
+            self._sessions[lock] = None
 
     def close(self, locks: Locks) -> None:
         """Neither secret leads anywhere from now on."""

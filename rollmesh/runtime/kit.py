@@ -4,6 +4,7 @@ Values and doors only; totals and openings are what sessions write to. Made by r
 by session.py.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -43,6 +44,8 @@ class SessionKit(msgspec.Struct, frozen=True):
     totals: Totals
     openings: Openings
     rotating: Rotating = None
+    on_sealed: list[Callable[[RolloutId], None]] = []
+    """Told of each session that is sealed, by its rollout."""
 
 
 class SessionAsk(msgspec.Struct, frozen=True):

@@ -1,22 +1,19 @@
 """One rollout's view of the model: its calls, its exact tokens, its replies.
 
+    OPEN --a limit of ours ends it--> SPENT
+    OPEN, SPENT --seal--> SEALED --lent to a child: reopen--> what it was before
+
 Owns the rollout's holdings (tokens, messages, forks) and its reply table. Each call is matched
 against the history, extends the graph by its new tokens and gets one reply per choice: new
-generations, or those that the same request already has. OPEN --seal--> SEALED, after which every
-call and every waiting reader gets a SessionError 410. Invariant: a reply is in the graph before its
-last byte leaves; what was not delivered when the session is sealed is void. Driven by the HTTP edge
-and the worker.
-
-The same body has the same replies while they are not delivered, so two equal requests in flight
-share one answer; after delivery it has them again if the client marks it as a retry. Unmarked it
-gets new ones, which supersede the old ones once they are delivered: if nothing ever follows those,
-the client never saw them, and they do not train. So a turn that is resent five times trains once.
-One that is shown back as far as it was finished is that turn still (echoes.py).
+generations, or those that the same request already has (reply_table.py; one that is shown back as
+far as it was finished is that turn still, echoes.py). SPENT, it begins no new call, and those under
+way come to their end; SEALED, every call and every waiting reader gets a SessionError 410.
+Invariant: a reply is in the graph before its last byte leaves; what was not delivered when the
+session is sealed is void. Driven by the HTTP edge and the worker.
 """
 
 import asyncio
 import enum
-from collections import deque
 
 from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.core.types import SamplingParams, VersionRun
@@ -38,20 +35,23 @@ from rollmesh.runtime.reply import (
     ReplyState,
     failure_of,
 )
+from rollmesh.runtime.reply_table import ReplyTable
 from rollmesh.runtime.spot import NO_NODE, Spot
 from rollmesh.runtime.turns import Turn
 
 OFF_LOOP_BYTES = 32 * 1024
 """Longer new text is tokenised in a thread, so that other calls go on."""
 VOID_FINISH = "void"
-MAX_LISTED = 32
-"""Delivered replies whose likeliest tokens are kept, for a retry: they take 2 KB a token."""
+OVER_LIMIT = "session_over_limit"
+"""The code of calls that a SPENT session refuses."""
+NOTHING_HELD = {"graph": 0, "history": 0, "blobs": 0}
 
 
 class SessionState(enum.Enum):
-    """OPEN -> SEALED"""
+    """See the module's drawing."""
 
     OPEN = "open"
+    SPENT = "spent"
     SEALED = "sealed"
 
 
@@ -59,9 +59,9 @@ class Session:
     """See the module."""
 
     __slots__ = (
-        "__weakref__", "_answers", "_ask", "_held", "_kit", "_listed", "_min_policy_version",
-        "_older", "_replies", "_sampling", "_sealed_because", "engine_fault", "num_calls",
-        "rollout_id", "session_id", "state",
+        "__weakref__", "_answers", "_ask", "_held", "_kit", "_min_policy_version", "_replies",
+        "_sealed_because", "engine_fault", "num_calls", "rollout_id", "sampling", "session_id",
+        "spent_because", "state",
     )  # fmt: skip
 
     def __init__(self, ask: SessionAsk, kit: SessionKit) -> None:
@@ -71,19 +71,17 @@ class Session:
         self.num_calls = 0
         self.engine_fault = ""
         """Why the newest ended call got no answer; '' if it got one. Not the agent's fault."""
+        self.spent_because = ""
+        """The limit of ours that ended it early; '' if none did."""
+        self.sampling: list[Reply] = []
+        """Replies whose tokens are not in the graph yet."""
         self._ask = ask
         self._kit = kit
         self._held: Holdings | None = None
         """Made by the first call: most sessions of a large run wait for theirs."""
-        self._replies: dict[int, tuple[Reply, ...]] = {}
-        """The newest replies to each distinct request, by its digest."""
-        self._older: dict[int, set[int]] = {}
-        """Nodes of delivered answers to requests that were asked anew, until that is delivered."""
-        self._sampling: list[Reply] = []
+        self._replies = ReplyTable()
         self._answers: list[int] = []
         """The node of each call's answer, NO_NODE where it has none, by the call's number."""
-        self._listed: deque[Reply] = deque()
-        """The newest delivered ones with likeliest tokens."""
         self._sealed_because = ""
         self._min_policy_version = -1
 
@@ -91,17 +89,17 @@ class Session:
         """The replies to `turn`, one per choice: those it already has, or new ones.
 
         SessionError: 400 unreadable messages, context overflow or an unknown previous reply; 410
-        sealed.
+        sealed; 400 session_over_limit where a limit of ours has ended it.
         """
         if (replies := self._known(turn)) is not None:
             return replies
-        if (siblings := self._replies.get(turn.digest)) is not None:
+        if (siblings := self._replies.newest(turn.digest)) is not None:
             return self._start(turn, self._holdings.again(siblings[0].source.context))
         if self._held is None and (opening := self._kit.openings.find(turn)) is not None:
             return self._start(turn, self._holdings.begin(opening))
         prompt = await self._build(turn)
         # Other calls may have gone on meanwhile; what they changed decides.
-        known = self._known(turn) or find_shown(turn, prompt, self._replies.values(), self._parse)
+        known = self._known(turn) or find_shown(turn, prompt, self._replies.all(), self._parse)
         return known or self._start(turn, prompt)
 
     async def count(self, turn: Turn) -> int:
@@ -127,16 +125,9 @@ class Session:
     def delivered(self, reply: Reply) -> None:
         """The last byte of `reply` was handed over."""
         reply.answer = None
-        if reply.state is not ReplyState.COMMITTED:
-            return
-        reply.state = ReplyState.DELIVERED
-        if self._older:
-            for node in self._older.pop(reply.source.digest, ()):
+        if reply.state is ReplyState.COMMITTED:
+            for node in self._replies.delivered(reply):
                 self._holdings.graph.nodes[node].superseded = True
-        if reply.top_logprobs():
-            self._listed.append(reply)
-            if len(self._listed) > MAX_LISTED:
-                self._listed.popleft().drop_top_logprobs()
 
     def reader(self, reply: Reply) -> DeltaReader:
         """Cuts the reply's tokens into deltas."""
@@ -144,21 +135,23 @@ class Session:
             return self._kit.prompts.raw_reader(reply.head.params.stop)
         return self._kit.prompts.reader(reply.reading())
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes, which may be a part of a character."""
-        return self._kit.prompts.token_bytes(token_id)
+    def node_of(self, name: int | str) -> int:
+        """The node of the answer with this ReplyHead.id, or with this very number.
 
-    def node_of(self, reply_id: str) -> int:
-        """The node of the answer with this ReplyHead.id; SessionError 400 if there is none."""
-        if not reply_id:
-            return NO_NODE
-        session_id, _, number = reply_id.rpartition("-")
+        SessionError 400 if the model sampled none such here.
+        """
+        if isinstance(name, int):
+            nodes = self._held.graph.nodes if self._held else []
+            if 0 <= name < len(nodes) and nodes[name].sampled:
+                return name
+            raise _no_such(name)
+        session_id, _, number = name.rpartition("-")
         is_ours = session_id == self.session_id and len(number) <= len(str(self.num_calls))
         if is_ours and number.isdecimal() and int(number) < self.num_calls:
             node = self._answers[int(number)]
             if node != NO_NODE:
                 return node
-        raise _no_such(reply_id)
+        raise _no_such(name)
 
     def seal(self, reason: str) -> None:
         """End the session; whoever still waits is woken and gets an error. Idempotent."""
@@ -166,12 +159,26 @@ class Session:
             return
         self.state = SessionState.SEALED
         self._sealed_because = reason
-        for reply in list(self._sampling):
+        for reply in list(self.sampling):
             if reply.generation is not None:
                 reply.generation.seal(reason)
             self._void(reply)
-        for replies in self._replies.values():
+        for replies in self._replies.all():
             self._withdraw(replies)
+        for told in self._kit.on_sealed:
+            told(self.rollout_id)
+
+    def reopen(self) -> None:
+        """Take calls again, of a child that goes on from what is held; after `seal`."""
+        assert self.state is SessionState.SEALED
+        self.state = SessionState.SPENT if self.spent_because else SessionState.OPEN
+        self._replies.drop_void()
+
+    def end_early(self, reason: str) -> None:
+        """A limit of ours is reached: calls are refused from now on, and the rollout ends as
+        `truncated` for this reason, whatever its agent makes of that. Idempotent."""
+        if self.state is SessionState.OPEN:
+            self.state, self.spent_because = SessionState.SPENT, reason
 
     def fork_report(self) -> ForkReport:
         """Where histories did not extend what was sampled, and what was healed instead."""
@@ -180,7 +187,7 @@ class Session:
     def record(self) -> SessionRecord:
         """What the rollout leaves behind; the session must be sealed."""
         assert self.state is SessionState.SEALED
-        replies = [reply for replies in self._replies.values() for reply in replies]
+        replies = [reply for replies in self._replies.all() for reply in replies]
         delivered = [reply for reply in replies if reply.state is ReplyState.DELIVERED]
         return record_of(self._holdings, delivered, self.num_calls, self._parse)
 
@@ -190,24 +197,16 @@ class Session:
         if self._held is not None:
             self._held.history.forget()
         self._held = None
-        self._replies.clear()
-        self._older.clear()
+        self._replies = ReplyTable()
         self._answers.clear()
-        self._listed.clear()
 
-    def is_sampled(self, node: int) -> bool:
-        """Whether the graph has this node, and the model sampled it."""
-        nodes = self._held.graph.nodes if self._held else []
-        return 0 <= node < len(nodes) and nodes[node].sampled
-
-    @property
-    def num_running(self) -> int:
-        """Generations that are not at an end."""
-        return sum([not reply.is_ended for reply in self._sampling])
+    def held(self) -> dict[str, int]:
+        """Bytes by what they are: `graph`, `history` and `blobs`, which others may hold, too."""
+        return self._held.held() if self._held else NOTHING_HELD
 
     @property
     def held_bytes(self) -> int:
-        """Of tokens, log-probs, messages and images."""
+        """Of all that."""
         return self._held.num_bytes if self._held else 0
 
     # a call
@@ -241,17 +240,13 @@ class Session:
     def _known(self, turn: Turn) -> tuple[Reply, ...] | None:
         """The replies that `turn` is to be answered with, if it already has them."""
         self._check_open()
-        if self._sampling:
-            for lost in [r for r in self._sampling if not r.is_running]:
+        if self.sampling:
+            for lost in [r for r in self.sampling if not r.is_running]:
                 self._void(lost)
-        replies = self._replies.get(turn.digest)
-        if replies is None:
-            return None
-        if turn.is_retry or any(r.state is not ReplyState.DELIVERED for r in replies):
-            return replies
-        # Asked anew after delivery: siblings. If nothing follows the old ones, it was a retry.
-        self._older.setdefault(turn.digest, set()).update([reply.node for reply in replies])
-        return None
+        known = self._replies.known(turn)
+        if known is None and self.state is SessionState.SPENT:
+            raise SessionError(400, OVER_LIMIT, f"this session has ended: {self.spent_because}")
+        return known
 
     def _withdraw(self, replies: tuple[Reply, ...]) -> None:
         """What of these choices was not delivered never will be."""
@@ -280,7 +275,7 @@ class Session:
         )
         choices = enumerate(plan.choices)
         replies = tuple([self._sample(turn, source, params, n) for n, params in choices])
-        self._replies[turn.digest] = replies
+        self._replies.put(turn.digest, replies)
         return replies
 
     def _sample(
@@ -314,14 +309,15 @@ class Session:
             ask=turn.ask,
         )
         reply = Reply(head, source, generation, held.graph)
-        self._sampling.append(reply)
+        self.sampling.append(reply)
         return reply
 
     def _spot_named(self, reply_id: str) -> Spot | None:
         """The answer with this id; None for no id. SessionError 400 if there is none such."""
-        node = self.node_of(reply_id)
-        spot = None if node == NO_NODE else self._holdings.history.answer_at(node)
-        if reply_id and spot is None:
+        if not reply_id:
+            return None
+        spot = self._holdings.history.answer_at(self.node_of(reply_id))
+        if spot is None:
             raise _no_such(reply_id)
         return spot
 
@@ -351,18 +347,18 @@ class Session:
         if generation is None:
             return  # another choice took it along
         reply.state = ReplyState.VOID
-        if self.state is SessionState.OPEN:
+        if self.state is not SessionState.SEALED:
             reply.failure = failure_of(generation.error)
             if isinstance(generation.error, EngineUnavailable):
                 self.engine_fault = str(generation.error)
         if len(generation.token_ids):
             self._enter(reply, generation, VOID_FINISH)
-            if self.state is SessionState.OPEN:
+            if self.state is not SessionState.SEALED:
                 self._hold_answer(reply, self._parse(reply))
         else:
-            self._sampling.remove(reply)
+            self.sampling.remove(reply)
             reply.settle(NO_NODE)
-        self._withdraw(self._replies.pop(reply.source.digest, ()))
+        self._withdraw(self._replies.pop(reply.source.digest))
 
     def _enter(self, reply: Reply, generation: LiveGeneration, finish_reason: str) -> None:
         versions: tuple[VersionRun, ...] = tuple(generation.policy_versions)
@@ -370,7 +366,7 @@ class Session:
             generation.token_ids, generation.logprobs, versions, reply.head.params, finish_reason
         )
         reply.settle(self._holdings.graph.add_sampled(reply.source.node, sampled))
-        self._sampling.remove(reply)
+        self.sampling.remove(reply)
         self._kit.totals.num_tokens += len(sampled.token_ids)
         for run in versions:
             self._min_policy_version = max(self._min_policy_version, run.policy_version)
@@ -395,6 +391,6 @@ class Session:
         return SessionError(410, "session_sealed", why)
 
 
-def _no_such(reply_id: str) -> SessionError:
-    why = f"Previous response with id {reply_id!r} not found."
+def _no_such(name: int | str) -> SessionError:
+    why = f"Previous response with id {name!r} not found."
     return SessionError(400, "previous_response_not_found", why)

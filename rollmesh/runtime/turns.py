@@ -84,6 +84,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it has a raw prompt, and no messages."""
         return self.prompt_ids is not None or self.prompt_text is not None
 
+    def without_history(self) -> "Turn":
+        """What an answer is shown by: its wishes, without the bytes that it is sampled after."""
+        return msgspec.structs.replace(
+            self, messages=[], messages_raw=b"", read=None, tools=b"", prompt_ids=None
+        )
+
     @property
     def reads_calls(self) -> bool:
         """Whether tool-call markup in the answer is a call, not text."""

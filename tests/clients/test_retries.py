@@ -93,12 +93,12 @@ async def hasty_worker(folder: Path, stage: Stage) -> AsyncIterator[tuple[Runtim
     runtime = Runtime(sampler, prompts, 4096)
     edge = Edge(runtime, InterceptionConfig(), "policy")
     address = await edge.start(listen("127.0.0.1:0"))
-    session = runtime.open_session(RolloutId(GROUP, 0), SamplingPolicy(), seed=0)
+    session = runtime.register_trajectory(RolloutId(GROUP, 0), SamplingPolicy(), seed=0)
     paths = (f"{address}/v1", f"{address}/s/{session.path_secret}/v1")
     try:
         yield runtime, Opened(session.session_id, session.api_key, *paths)
     finally:
-        runtime.end_group(GROUP)
+        runtime.cleanup_group(GROUP)
         await edge.stop()
         await sampler.close()
 

@@ -73,7 +73,7 @@ class Desk:
     def open(self) -> tuple[Endpoint, Callable[[], SessionRecord]]:
         """Where the next rollout's agent finds its model, and what ends it."""
         rollout_id = RolloutId(GROUP, next(self._indices))
-        opened = self._runtime.open_session(rollout_id, SamplingPolicy(), seed=1)
+        opened = self._runtime.register_trajectory(rollout_id, SamplingPolicy(), seed=1)
 
         def finish() -> SessionRecord:
             opened.session.seal("the rollout has ended")
@@ -110,7 +110,7 @@ async def open_desk(
         try:
             yield Desk(runtime, f"{address}/v1")
         finally:
-            runtime.end_group(GROUP)
+            runtime.cleanup_group(GROUP)
             await edge.stop()
             await sampler.close()
 

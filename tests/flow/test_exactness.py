@@ -32,7 +32,8 @@ from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.record import SessionRecord
-from rollmesh.runtime.registry import OpenSession, Runtime
+from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.stops import StopStrings
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.client.samples import Sample, cut
@@ -141,7 +142,7 @@ class Bench:
         )
 
     async def close(self) -> None:
-        self.runtime.end_group(GROUP)
+        self.runtime.cleanup_group(GROUP)
         await self.client.close()
         await self.edge.stop()
         await self.sampler.close()
@@ -199,7 +200,7 @@ def assert_exact(sample: Sample, models: list[Path]) -> int:
 async def test_a_rollout_is_token_exact_across_turns_and_a_weight_update_in_mid_turn(
     bench: Bench, models: list[Path]
 ) -> None:
-    opened = bench.runtime.open_session(RolloutId(GROUP, 0), SamplingPolicy(), seed=1)
+    opened = bench.runtime.register_trajectory(RolloutId(GROUP, 0), SamplingPolicy(), seed=1)
     messages: list[Any] = [
         {"role": "system", "content": "Guess a number from 1 to 7."},
         {"role": "user", "content": "Guess."},
@@ -227,7 +228,7 @@ async def test_a_rollout_is_token_exact_across_turns_and_a_weight_update_in_mid_
 async def test_forks_tools_and_retries_are_token_exact_too(
     bench: Bench, models: list[Path]
 ) -> None:
-    opened = bench.runtime.open_session(RolloutId(GROUP, 0), SamplingPolicy(), seed=2)
+    opened = bench.runtime.register_trajectory(RolloutId(GROUP, 0), SamplingPolicy(), seed=2)
     user = {"role": "user", "content": "Guess."}
     more = {"role": "user", "content": "higher"}
     first = await bench.ask(opened, [user], max_tokens=16, tools=[TOOL])

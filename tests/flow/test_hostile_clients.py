@@ -124,7 +124,7 @@ class Canary:
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
-        self.opened = desk.runtime.open_session(
+        self.opened = desk.runtime.register_trajectory(
             RolloutId(GroupId("r", 0), 1), SamplingPolicy(), seed=7
         )
         self.first: list[bytes] = []

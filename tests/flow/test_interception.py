@@ -20,7 +20,8 @@ from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.record import SessionRecord
-from rollmesh.runtime.registry import OpenSession, Runtime
+from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.serve.interception.ending import ExchangeState
@@ -60,14 +61,14 @@ class Front:
         self.base = ""
 
     def open(self, index: int = 0) -> OpenSession:
-        return self.runtime.open_session(RolloutId(GROUP, index), SamplingPolicy(), seed=1)
+        return self.runtime.register_trajectory(RolloutId(GROUP, index), SamplingPolicy(), seed=1)
 
     def post(self, opened: OpenSession, **body: object) -> Any:
         key = {"x-api-key": opened.api_key}
         return self.client.post(self.base + PATH, data=msgspec.json.encode(body), headers=key)
 
     async def close(self) -> None:
-        self.runtime.end_group(GROUP)
+        self.runtime.cleanup_group(GROUP)
         await self.client.close()
         await self.edge.stop()
         await self.sampler.close()
@@ -166,7 +167,7 @@ async def test_a_crowd_of_sessions_stays_apart(front: Front) -> None:
         assert (record.num_calls, record.num_forks, len(record.nodes)) == (3, 0, 6)
         assert_proves_itself(record)
     assert front.edge.num_exchanges == {("/chat/completions", ExchangeState.DELIVERED): 96}
-    front.runtime.end_group(GROUP)
+    front.runtime.cleanup_group(GROUP)
     assert front.runtime.held_bytes == 0
     assert [engine.num_live for engine in front.engines] == [0, 0]
 

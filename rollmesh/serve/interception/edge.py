@@ -28,6 +28,7 @@ from rollmesh.serve.interception.dialects.messages import MessagesDialect
 from rollmesh.serve.interception.dialects.responses import ResponsesDialect
 from rollmesh.serve.interception.ending import ExchangeState, refuse
 from rollmesh.serve.interception.exchange import Exchange, ExchangeKit
+from rollmesh.serve.interception.intercepts import Intercepts
 from rollmesh.serve.interception.models import model_list, one_model
 from rollmesh.serve.interception.openapi import openapi_document
 from rollmesh.serve.interception.request import JSON, Request
@@ -63,17 +64,23 @@ class Edge:
         """`drain_s` is how long running exchanges may still take when it stops."""
         self.num_exchanges: Counter[tuple[str, ExchangeState]] = Counter()
         """Ended exchanges by their dialect's route and their last state."""
-        self._open: set[Exchange] = set()
+        self.intercepts = Intercepts()
+        """Those that have not ended, by their rollouts."""
+        runtime.on_sealed.append(self.intercepts.unregister_rollout)
         self._control = control
         self._kit = ExchangeKit(
-            runtime, EdgeView(model_name), config.max_body_bytes, config.keepalive_s
+            runtime,
+            EdgeView(model_name, runtime.prompts.token_bytes),
+            config.max_body_bytes,
+            config.keepalive_s,
+            self.intercepts,
         )
         self._server = HttpServer(self._handle, drain_s)
 
     @property
     def num_open(self) -> int:
         """Exchanges that have not ended."""
-        return len(self._open)
+        return len(self.intercepts)
 
     async def start(self, listening: socket.socket) -> str:
         """Serve on the socket; returns its base address, `http://host:port`."""
@@ -104,11 +111,9 @@ class Edge:
 
     async def _exchange(self, request: Request, route: str, dialect: Dialect) -> None:
         exchange = Exchange(request, dialect, self._kit)
-        self._open.add(exchange)
         try:
             await (exchange.run_count() if route == COUNT_SUFFIX else exchange.run())
         finally:
-            self._open.discard(exchange)
             self.num_exchanges[route, exchange.state] += 1
 
     def _look_up(self, request: Request, path: str) -> bytes:

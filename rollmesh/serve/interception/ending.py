@@ -6,8 +6,10 @@
     a fault of ours             FAILED                                 500, and it is logged
 
 Invariants: before the first byte of the answer a refusal has its true status, behind it a refusal
-is the stream's last event, and behind the last byte nothing is said; no error but a lost client or
-cancellation, which are the connection's, passes on. Driven by exchange.py and the relay's edge.
+is the stream's last event, and behind the last byte nothing is said; a client that took nothing
+until its session was sealed is hung up on, with all that it did not take; no error but a lost
+client or cancellation, which are the connection's, passes on. Driven by exchange.py and the
+relay's edge.
 """
 
 import asyncio
@@ -83,7 +85,8 @@ def _refuse(exchange: Guarded, error: SessionError) -> None:
             refuse(request, exchange.refusal(error), error)
         elif not request.is_answered:
             request.close(exchange.last_event(error))
-        # Else its client did not take it all before its session ended.
     except ConnectionError:
         exchange.state = ExchangeState.ABANDONED
         raise
+    if request.is_clogged and exchange.state is ExchangeState.SEALED:
+        raise ConnectionAbortedError("its client takes nothing, and its rollout is over")

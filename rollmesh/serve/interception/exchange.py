@@ -4,15 +4,17 @@
     STREAMING --last byte--> DELIVERED
     any --client hangs up--> ABANDONED        any --error--> FAILED        any --sealed--> SEALED
 
-Invariants: the raw body goes as soon as it is decoded; no byte leaves before the first token or the
-keep-alive time, so an early failure keeps its true status; at every end the replies are left, which
-parks a generation that nobody reads. Errors become replies in ending.py. Driven by edge.py.
+Invariants: the raw body goes as soon as it is decoded, and what was decoded of its history as soon
+as the session has matched it, so that an exchange that waits holds neither; no byte leaves before
+the first token or the keep-alive time, so an early failure keeps its true status; at every end the
+replies are left, which parks a generation that nobody reads, and the table of intercepts forgets
+it. Errors become replies in ending.py. Driven by edge.py.
 """
 
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -24,6 +26,7 @@ from rollmesh.runtime.session import Session, SessionState
 from rollmesh.serve.interception.auth import find_secret
 from rollmesh.serve.interception.dialects.dialect import Asked, Call, Dialect, Stream
 from rollmesh.serve.interception.ending import ExchangeState, guard
+from rollmesh.serve.interception.intercepts import Intercepts
 from rollmesh.serve.interception.request import JSON, Request
 from rollmesh.serve.interception.retries import read_retry_mark
 from rollmesh.serve.interception.view import EdgeView, ReplyView
@@ -41,28 +44,42 @@ class ExchangeKit(msgspec.Struct, frozen=True):
     view: EdgeView
     max_body_bytes: int
     keepalive_s: float
+    intercepts: Intercepts
 
 
 class Exchange:
     """See the module."""
 
-    __slots__ = ("_dialect", "_kit", "_stream", "request", "state")
+    __slots__ = (
+        "_dialect", "_is_woken", "_kit", "_stream", "_task", "num_bytes", "request", "state",
+    )  # fmt: skip
 
     def __init__(self, request: Request, dialect: Dialect, kit: ExchangeKit) -> None:
         self.state = ExchangeState.RECEIVED
         self.request = request
+        self.num_bytes = 0
+        """Of the body, until the session has matched it."""
         self._dialect = dialect
         self._kit = kit
         self._stream: Stream | None = None
         """Of a streamed answer, once its replies are known."""
+        self._task: asyncio.Task[object] | None = None
+        self._is_woken = False
 
     async def run(self) -> None:
         """Answer the request."""
-        await guard(self, self._sample())
+        await guard(self, self._intercepted(self._sample))
 
     async def run_count(self) -> None:
         """Answer with the number of tokens that the request would be sampled after."""
-        await guard(self, self._count())
+        await guard(self, self._intercepted(self._count))
+
+    def wake(self) -> None:
+        """End now, since the session is over; from any task but its own."""
+        assert self._task is not None
+        if not self._is_woken:
+            self._is_woken = True
+            self._task.cancel()
 
     def refusal(self, error: SessionError) -> bytes:
         """The body of a refusal."""
@@ -73,16 +90,29 @@ class Exchange:
         assert self._stream is not None, "a plain answer fails before its first byte"
         return self._stream.error(error)
 
-    async def _sample(self) -> None:
-        session, call = await self._match()
-        replies: list[Reply] = []
-        views: list[ReplyView] = []
+    async def _intercepted(self, work: Callable[[Session], Awaitable[None]]) -> None:
+        """Do the work in the table of intercepts: there it can be woken from whatever it awaits."""
+        session = self._kit.runtime.find(find_secret(self.request.path, self.request.headers))
+        task = self._task = asyncio.current_task()
+        assert task is not None
+        request_id = self._kit.intercepts.register(session, self)
         try:
-            for turn in call.turns:
-                for reply in await session.attach(turn):
-                    reply.join()
-                    replies.append(reply)
-                    views.append(ReplyView(session, reply, turn, self._kit.view))
+            await work(session)
+        except asyncio.CancelledError:
+            if self._is_woken and task.cancelling() == 1:
+                raise _ended() from None
+            raise  # the client hung up
+        finally:
+            self._task = None
+            self._kit.intercepts.discard_request(request_id)
+            if self._is_woken:
+                task.uncancel()
+
+    async def _sample(self, session: Session) -> None:
+        replies: list[Reply] = []
+        try:
+            call = await self._match()
+            views = await self._attach(session, call, replies)
             self.state = ExchangeState.ATTACHED
             lines = self.request.dated(EVENTS if call.is_streamed else JSON)
             if self.request.headers.get(SAMPLING_HEADER):
@@ -104,23 +134,34 @@ class Exchange:
             for reply in replies:
                 reply.leave()
 
-    async def _count(self) -> None:
-        session, call = await self._match()
+    async def _count(self, session: Session) -> None:
+        call = await self._match()
         num_tokens = sum([await session.count(turn) for turn in call.turns])
         body = b'{"input_tokens":%d}' % num_tokens
         self.request.answer(200, self.request.dated(JSON), body)
         self.state = ExchangeState.DELIVERED
 
-    async def _match(self) -> tuple[Session, Call]:
-        request = self.request
-        headers = request.headers
-        session = self._kit.runtime.find(find_secret(request.path, headers))
-        body = await request.read(self._kit.max_body_bytes, self._kit.keepalive_s)
-        mark = read_retry_mark(headers)
+    async def _match(self) -> Call:
+        body = await self.request.read(self._kit.max_body_bytes, self._kit.keepalive_s)
+        self.num_bytes = len(body)
+        mark = read_retry_mark(self.request.headers)
         salt = hash((self._dialect, mark.key))
         call = self._dialect.decode(Asked(body, salt, mark.is_resent))
         self.state = ExchangeState.MATCHED
-        return session, call
+        return call
+
+    async def _attach(self, session: Session, call: Call, replies: list[Reply]) -> list[ReplyView]:
+        """Join the replies to all turns; the call's history is let go of."""
+        turns, call.turns = call.turns, ()
+        views: list[ReplyView] = []
+        for turn in turns:
+            told = turn.without_history()
+            for reply in await session.attach(turn):
+                reply.join()
+                replies.append(reply)
+                views.append(ReplyView(session, reply, told, self._kit.view))
+        self.num_bytes = 0
+        return views
 
     async def _send_events(
         self, session: Session, replies: Sequence[Reply], stream: Stream
@@ -179,7 +220,11 @@ class Exchange:
 
 def _check_open(session: Session) -> None:
     if session.state is SessionState.SEALED:
-        raise SessionError(410, "session_sealed", "the session has ended")
+        raise _ended()
+
+
+def _ended() -> SessionError:
+    return SessionError(410, "session_sealed", "the session has ended")
 
 
 def sampling_of(head: ReplyHead) -> bytes:

@@ -1,7 +1,7 @@
 """Capture in exact tokens: the gateway's sessions are the runtime's, as in a worker.
 
-Invariants: each session is a group of its own, so that it can end alone; what a sealed session says
-of itself is made from its record, and nothing else is kept once it was. Driven by book.py.
+Invariants: each session ends alone, with a scope of its own; what a sealed session says of itself
+is made from its record, and nothing else is kept once it was. Driven by book.py.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class TokenSession:
 
     @property
     def is_busy(self) -> bool:
-        return self.session.num_running > 0
+        return any(not reply.is_ended for reply in self.session.sampling)
 
     @property
     def held_bytes(self) -> int:
@@ -65,16 +65,12 @@ class TokenSession:
         return self.session.fork_report().healed
 
     def node_of(self, name: int | str) -> int:
-        if isinstance(name, int):
-            if not self.session.is_sampled(name):
-                raise LookupError(name)
-            return name
         # Each dialect puts its own prefix before the reply's id.
-        at = name.find(self.session_id)
+        at = name.find(self.session_id) if isinstance(name, str) else 0
         if at < 0:
             raise LookupError(name)
         try:
-            return self.session.node_of(name[at:])
+            return self.session.node_of(name[at:] if isinstance(name, str) else name)
         except SessionError:
             raise LookupError(name) from None
 
@@ -140,9 +136,10 @@ class TokenCapture:
         self._num_opened += 1
         seed = secrets.randbits(SEED_BITS) if wish.seed is None else wish.seed
         rollout_id = RolloutId(group, 0)
-        opened = self._runtime.open_session(rollout_id, wish.sampling or self._sampling, seed)
+        sampling = wish.sampling or self._sampling
+        opened = self._runtime.register_trajectory(rollout_id, sampling, seed, is_grouped=False)
         return Opened(TokenSession(opened.session), opened.api_key, opened.path_secret)
 
     def close(self, captured: CapturedSession) -> None:
         assert isinstance(captured, TokenSession)
-        self._runtime.end_group(captured.session.rollout_id.group_id)
+        self._runtime.cleanup_rollout(captured.session.rollout_id)

@@ -4,7 +4,7 @@ Invariant: everything here is the same each time the same request is answered, s
 is byte-equal. Made by exchange.py, read by the dialects.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rollmesh.runtime.deltas import Answer, Delta, whole_calls
 from rollmesh.runtime.reply import Reply, ReplyHead
@@ -16,15 +16,16 @@ from rollmesh.serve.interception.dialects.listing import TokenListing
 class ReplyView:
     """One reply as one exchange shows it."""
 
-    __slots__ = ("_listing", "_reply", "_session", "head", "model", "turn")
+    __slots__ = ("_edge", "_reply", "_session", "head", "model", "turn")
 
     def __init__(self, session: Session, reply: Reply, turn: Turn, edge: "EdgeView") -> None:
         self.head: ReplyHead = reply.head
         self.turn = turn
+        """What was asked, but for its history."""
         self.model = turn.model or edge.model_name
         self._session = session
         self._reply = reply
-        self._listing = edge.listing
+        self._edge = edge
 
     @property
     def answer(self) -> Answer:
@@ -63,7 +64,7 @@ class ReplyView:
 
     def prompt_text(self) -> str:
         """The prompt as text."""
-        pieces = map(self._session.token_bytes, self._reply.prompt_ids())
+        pieces = map(self._edge.token_bytes, self._reply.prompt_ids())
         return b"".join(pieces).decode("utf-8", "replace")
 
     def token_ids(self, start: int, stop: int) -> list[int]:
@@ -72,7 +73,7 @@ class ReplyView:
 
     def token_text(self, token_id: int) -> str:
         """One token's text; of a part of a character, the replacement character."""
-        return self._session.token_bytes(token_id).decode("utf-8", "replace")
+        return self._edge.token_bytes(token_id).decode("utf-8", "replace")
 
     def logprobs(self, start: int, stop: int) -> list[float]:
         """Log-probs of the sampled tokens `start` to `stop`."""
@@ -88,8 +89,8 @@ class ReplyView:
 
     def listed_tokens(self, start: int, stop: int) -> bytes:
         """The JSON array that lists those tokens with their log-probs."""
-        return self._listing.rows(
-            self._session.token_bytes,
+        return self._edge.listing.rows(
+            self._edge.token_bytes,
             self.token_ids(start, stop),
             self.logprobs(start, stop),
             self.top_logprobs(start, stop),
@@ -99,7 +100,9 @@ class ReplyView:
 class EdgeView:
     """What all replies of an edge are shown with."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, token_bytes: Callable[[int], bytes]) -> None:
         self.model_name = model_name
         """For requests that name no model."""
+        self.token_bytes = token_bytes
+        """One token's bytes, which may be a part of a character."""
         self.listing = TokenListing()

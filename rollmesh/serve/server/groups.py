@@ -5,10 +5,12 @@
        +--all failed for good, failed_sibling = score_rest---------------------> incomplete
        +--the ask's deadline is over--> those that still run are cut short ------> incomplete
 
-Invariants: an incomplete group says why and carries what there is; `score_group` sees the scores of
-all siblings that have one, only when all siblings are terminal; no sibling goes on whose group is
-incomplete already. Failed for good is an infra_error after its retries: an agent's error is an
-outcome like others. Driven by worker.py, as one task per group.
+Invariants: an incomplete group says why and carries what there is; the siblings that have a score
+are scored together only when all are terminal, and what they hold is read only behind that, since
+child tasks may add to it; no sibling goes on whose group is incomplete already; when the group is
+packed, or has failed or been cancelled, the scopes of its rollouts end. Failed for good is an
+infra_error after its retries: an agent's error is an outcome like others. Driven by worker.py, as
+one task per group.
 """
 
 import asyncio
@@ -16,26 +18,14 @@ import asyncio
 import msgspec
 
 from rollmesh.core.ids import RolloutId
-from rollmesh.core.logs import get_logger
 from rollmesh.core.types import GroupRecord, Outcome, Task
-from rollmesh.envs.env import Env
 from rollmesh.serve.server.duties import Begin
-from rollmesh.serve.server.rollouts import (
-    Played,
-    Stage,
-    check_score,
-    cut_short,
-    give_score,
-    one_line,
-    play,
-    score_limit,
-)
+from rollmesh.serve.server.rollouts import Played, Stage, cut_short, fill, play
+from rollmesh.serve.server.scoring import score_together
 from rollmesh.serve.server.slots import Slots
 from rollmesh.wire.bodies import encode_record
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.messages import GroupAsk
-
-log = get_logger()
 
 FAILURES = (Outcome.AGENT_ERROR, Outcome.INFRA_ERROR)
 
@@ -57,12 +47,15 @@ async def run_group(stage: Stage, slots: Slots, begin: Begin, ask: GroupAsk) -> 
     """Run all siblings to their outcomes; raises nothing but CancelledError."""
     group = _Group(stage, slots, begin, ask)
     try:
-        async with asyncio.timeout(begin.deadline_s or None):
-            await group.play_all()
-            reason = group.missing() or await _score_group(stage, ask.task, group.played())
-    except TimeoutError:
-        reason = f"deadline: the ask's {begin.deadline_s:.3g} s are over"
-    return _pack(ask, group.played(), reason)
+        try:
+            async with asyncio.timeout(begin.deadline_s or None):
+                await group.play_all()
+                reason = group.missing() or await group.score()
+        except TimeoutError:
+            reason = f"deadline: the ask's {begin.deadline_s:.3g} s are over"
+        return group.pack(reason)
+    finally:
+        stage.runtime.cleanup_group(begin.group_id)
 
 
 def empty_payload(reason: str) -> Payload:
@@ -103,6 +96,37 @@ class _Group:
             return ""
         return f"infra_error: {len(failed)} of {len(played)} rollouts: {failed[0].error}"
 
+    async def score(self) -> str:
+        """Let the environment score the siblings together; why that failed, or ''."""
+        return await score_together(
+            self._stage, self._begin.group_id, self._ask.task, self.played()
+        )
+
+    def pack(self, reason: str) -> Payload:
+        """All that the siblings left."""
+        ask, played = self._ask, self.played()
+        token_ids: list[Buffer] = []
+        logprobs: list[Buffer] = []
+        for each in played:
+            if each.is_cut_short:
+                continue
+            rollout_id = RolloutId(self._begin.group_id, each.record.index)
+            session = self._stage.runtime.resolve_trajectory(rollout_id).record()
+            fill(each.record, session)
+            token_ids.append(session.token_ids)
+            logprobs.append(session.logprobs)
+        record = GroupRecord(
+            task=ask.task,
+            rollouts=[each.record for each in played],
+            reason=reason,
+            is_eval=ask.is_eval,
+        )
+        return Payload(
+            complete=not reason,
+            body=encode_record(record),
+            buffers=(b"".join(token_ids), b"".join(logprobs)),
+        )
+
     async def _play(self, index: int) -> Played:
         async with self._slots:
             rollout_id = RolloutId(self._begin.group_id, index)
@@ -119,39 +143,3 @@ class _Group:
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-
-
-async def _score_group(stage: Stage, task: Task, played: list[Played]) -> str:
-    """Let the environment score the siblings together; why that failed, or ''."""
-    if type(stage.env).score_group is Env.score_group:
-        return ""
-    scored = [each for each in played if each.score is not None]
-    scores = [each.score for each in scored if each.score is not None]
-    try:
-        limit = score_limit(stage.settings)
-        found = await stage.calls.call(limit, stage.env.score_group, task, scores)
-        if len(found) != len(scored):
-            raise ValueError(f"score_group gave {len(found)} scores for {len(scored)}")
-        for each, score in zip(scored, map(check_score, found), strict=True):
-            give_score(each.record, score)
-    except Exception as error:  # door: env code may raise anything
-        log.exception("score_group.failed", task_id=task.id)
-        return f"infra_error: score_group: {one_line(error)}"
-    return ""
-
-
-def _pack(ask: GroupAsk, played: list[Played], reason: str) -> Payload:
-    record = GroupRecord(
-        task=ask.task,
-        rollouts=[each.record for each in played],
-        reason=reason,
-        is_eval=ask.is_eval,
-    )
-    return Payload(
-        complete=not reason,
-        body=encode_record(record),
-        buffers=(
-            b"".join(each.session.token_ids for each in played if each.session),
-            b"".join(each.session.logprobs for each in played if each.session),
-        ),
-    )

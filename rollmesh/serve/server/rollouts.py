@@ -7,12 +7,14 @@
      +--InfraError, or its last call got no answer--> again in a fresh session, then INFRA_ERROR
     score --InfraError--> again;  any other error, time is over--> INFRA_ERROR
 
-Invariants: a reward comes from the environment alone, so a fault of the infrastructure is never a
-reward of zero; the session is sealed before its record is read, whatever happened. Driven by
-groups.py.
+A session that a limit of ours ended is TRUNCATED for that reason, whatever its agent made of it:
+scored where it ended well, without a reward where not. Invariants: a reward comes from the
+environment alone, so a fault of the infrastructure is never a reward of zero; the session is sealed
+when its run is over, however that ended. Driven by groups.py.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,10 +25,11 @@ from rollmesh.core.errors import AgentFailed, InfraError
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.logs import get_logger, readable
 from rollmesh.core.types import Outcome, RolloutRecord, Score
-from rollmesh.envs.calls import Calls, Limit, OvertimeError
+from rollmesh.envs.calls import Calls, Limit, OvertimeError, nothing
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.runtime.record import SessionRecord
-from rollmesh.runtime.registry import OpenSession, Runtime
+from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.scopes import OpenSession
 from rollmesh.wire.messages import GroupAsk
 
 log = get_logger()
@@ -51,9 +54,15 @@ class Played(msgspec.Struct):
     """A rollout that came to its end."""
 
     record: RolloutRecord
-    session: SessionRecord | None
-    """None where it was cut short."""
+    """Without what its session holds, to which a child task may still add."""
+    transcript: Transcript | None = None
+    """Of one that has a score."""
     score: Score | None = None
+
+    @property
+    def is_cut_short(self) -> bool:
+        """It has left nothing."""
+        return self.record.outcome is Outcome.CANCELLED
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -62,6 +71,7 @@ class _Verdict(msgspec.Struct, frozen=True):
     outcome: Outcome
     error: str = ""
     score: Score | None = None
+    transcript: Transcript | None = None
     is_worth_retry: bool = False
 
 
@@ -69,38 +79,29 @@ async def play(stage: Stage, rollout_id: RolloutId, ask: GroupAsk) -> Played:
     """Run a rollout to its outcome, again where the infrastructure failed it; never raises."""
     started_s, started_unix_s = stage.clock.now_s(), stage.clock.unix_s()
     for retries_left in range(stage.settings.num_infra_retries, -1, -1):
-        opened = stage.runtime.open_session(rollout_id, ask.sampling, ask.seed)
+        opened = stage.runtime.register_trajectory(rollout_id, ask.sampling, ask.seed)
         try:
             verdict = await _play_once(stage, opened, ask)
         finally:
-            opened.session.seal("the rollout has ended")
+            stage.runtime.cleanup_rollout(rollout_id)
         if not (verdict.is_worth_retry and retries_left):
             break
         log.warning("rollout.retried", rollout_id=str(rollout_id), error=verdict.error)
-    session = opened.session.record()
     record = RolloutRecord(
         index=rollout_id.index,
         outcome=verdict.outcome,
         error=verdict.error,
-        nodes=session.nodes,
-        num_tokens=session.token_ids.nbytes // 4,
-        num_logprobs=session.logprobs.nbytes // 4,
-        messages=session.messages,
-        num_calls=session.num_calls,
-        num_forks=session.num_forks,
-        forks=session.forks,
-        healed=session.healed,
         started_s=started_unix_s,
         duration_s=stage.clock.now_s() - started_s,
     )
     give_score(record, verdict.score)
-    return Played(record, session, verdict.score)
+    return Played(record, verdict.transcript, verdict.score)
 
 
 def cut_short(index: int) -> Played:
     """A rollout that was ended before its outcome, since nobody wants it any more."""
     error = "its group ended first"
-    return Played(RolloutRecord(index=index, outcome=Outcome.CANCELLED, error=error), None)
+    return Played(RolloutRecord(index=index, outcome=Outcome.CANCELLED, error=error))
 
 
 def give_score(record: RolloutRecord, score: Score | None) -> None:
@@ -110,15 +111,27 @@ def give_score(record: RolloutRecord, score: Score | None) -> None:
         record.metrics = dict(score.metrics)
 
 
+def fill(record: RolloutRecord, session: SessionRecord) -> None:
+    """Put what the session has recorded on the record."""
+    record.nodes = session.nodes
+    record.num_tokens = session.token_ids.nbytes // 4
+    record.num_logprobs = session.logprobs.nbytes // 4
+    record.messages = session.messages
+    record.num_calls = session.num_calls
+    record.num_forks = session.num_forks
+    record.forks = session.forks
+    record.healed = session.healed
+
+
 def one_line(error: BaseException) -> str:
     """The kind of an error and the first line of what it says."""
     first_line = next(iter(str(error).splitlines()), "")
     return readable(f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS])
 
 
-def score_limit(settings: WorkerConfig) -> Limit:
+def score_limit(settings: WorkerConfig, when_over: Callable[[], None] = nothing) -> Limit:
     """Of a call that scores."""
-    return Limit("score_timeout_s", settings.score_timeout_s)
+    return Limit("score_timeout_s", settings.score_timeout_s, when_over)
 
 
 def check_score(score: object) -> Score:
@@ -153,26 +166,33 @@ async def _play_once(stage: Stage, opened: OpenSession, ask: GroupAsk) -> _Verdi
     except OvertimeError as error:
         return _Verdict(Outcome.TRUNCATED, str(error))
     except InfraError as error:
-        return _Verdict(Outcome.INFRA_ERROR, one_line(error), is_worth_retry=True)
+        return _blame(opened, one_line(error), is_agents=False)
     except AgentFailed as error:
         return _blame(opened, one_line(error))
     except Exception as error:  # door: env and agent code may raise anything
-        log.exception("rollout.failed", rollout_id=str(opened.session.rollout_id))
+        if not opened.session.spent_because:
+            log.exception("rollout.failed", rollout_id=str(opened.session.rollout_id))
         return _blame(opened, one_line(error))
     if opened.session.engine_fault:
         # An agent may swallow a failed call and go on to lose: that is no reward of zero.
         return _blame(opened, "")
-    return await _score(stage, ask, transcript)
+    return await _score(stage, opened, ask, transcript)
 
 
-def _blame(opened: OpenSession, error: str) -> _Verdict:
-    """Whose fault a failed run is: the agent's, unless its last call got no answer."""
-    if fault := opened.session.engine_fault:
+def _blame(opened: OpenSession, error: str, *, is_agents: bool = True) -> _Verdict:
+    """Whose fault a failed run is: a limit of ours; or the agent's, unless its last call got no
+    answer."""
+    if spent := opened.session.spent_because:
+        return _Verdict(Outcome.TRUNCATED, spent)
+    fault = opened.session.engine_fault if is_agents else error
+    if fault:
         return _Verdict(Outcome.INFRA_ERROR, fault[:MAX_ERROR_CHARS], is_worth_retry=True)
     return _Verdict(Outcome.AGENT_ERROR, error)
 
 
-async def _score(stage: Stage, ask: GroupAsk, transcript: Transcript) -> _Verdict:
+async def _score(
+    stage: Stage, opened: OpenSession, ask: GroupAsk, transcript: Transcript
+) -> _Verdict:
     try:
         limit = score_limit(stage.settings)
         found = await stage.calls.call(limit, stage.env.score, ask.task, transcript)
@@ -182,5 +202,6 @@ async def _score(stage: Stage, ask: GroupAsk, transcript: Transcript) -> _Verdic
     except Exception as error:  # door: env code may raise anything
         log.exception("score.failed", task_id=ask.task.id)
         return _Verdict(Outcome.INFRA_ERROR, f"score: {one_line(error)}")
-    outcome = Outcome.TRUNCATED if transcript.truncated else Outcome.COMPLETED
-    return _Verdict(outcome, score=score)
+    spent = opened.session.spent_because
+    outcome = Outcome.TRUNCATED if transcript.truncated or spent else Outcome.COMPLETED
+    return _Verdict(outcome, spent, score, transcript)

@@ -150,9 +150,12 @@ class Worker:
         return self._duties.leaving
 
     async def _tick(self) -> None:
+        stage = self._stage
+        assert stage is not None
         while True:
             self._step(Ticked())
             self._look_for_wear()
+            stage.runtime.look_for_leaks()
             self._post.look_for_silence()
             await asyncio.sleep(self._tick_s)
 
@@ -212,7 +215,6 @@ class Worker:
                 self._tasks[group_id].cancel()
             case Forget(group_id):
                 self._payloads.pop(group_id, None)
-                self._stage.runtime.end_group(group_id)
             case Left():
                 self._left.set()
 

@@ -7,17 +7,18 @@ import weakref
 import msgspec
 import pytest
 
-from rollmesh.core.errors import SessionError
+from rollmesh.core.errors import SessionError, TrajectoryEnded
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.registry import MAX_REMEMBERED, Runtime
 from rollmesh.runtime.session import Session, SessionState
 from rollmesh.runtime.turns import Turn
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.session_world import MORE, USER, call, said, turn
 
 GROUP = GroupId("r", 0)
+ROLLOUT = RolloutId(GROUP, 0)
 
 
 def new_runtime(prompts: Prompts) -> Runtime:
@@ -26,8 +27,8 @@ def new_runtime(prompts: Prompts) -> Runtime:
 
 def test_a_session_is_found_by_either_secret_and_by_nothing_else(prompts: Prompts) -> None:
     runtime = new_runtime(prompts)
-    one = runtime.open_session(RolloutId(GROUP, 0), SamplingPolicy(), 0)
-    two = runtime.open_session(RolloutId(GROUP, 1), SamplingPolicy(), 0)
+    one = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 0)
+    two = runtime.register_trajectory(RolloutId(GROUP, 1), SamplingPolicy(), 0)
     assert runtime.find(one.api_key) is one.session
     assert runtime.find(two.path_secret) is two.session
     for wrong in ("", one.session_id, one.api_key[:-1], "sk-\ud800"):
@@ -38,7 +39,7 @@ def test_a_session_is_found_by_either_secret_and_by_nothing_else(prompts: Prompt
 
 def test_secrets_are_not_kept(prompts: Prompts) -> None:
     runtime = new_runtime(prompts)
-    opened = runtime.open_session(RolloutId(GROUP, 0), SamplingPolicy(), 0)
+    opened = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 0)
     assert len(opened.path_secret) >= 43
     kept = repr(vars(runtime)) + repr([getattr(opened.session, name) for name in Session.__slots__])
     assert opened.api_key not in kept
@@ -47,27 +48,84 @@ def test_secrets_are_not_kept(prompts: Prompts) -> None:
 
 async def test_the_end_of_a_group_leaves_nothing(prompts: Prompts) -> None:
     runtime = new_runtime(prompts)
-    opened = runtime.open_session(RolloutId(GROUP, 0), SamplingPolicy(), 0)
-    again = runtime.open_session(RolloutId(GROUP, 0), SamplingPolicy(), 0)
-    other = runtime.open_session(RolloutId(GroupId("r", 1), 0), SamplingPolicy(), 0)
-    (reply,) = await opened.session.attach(Turn(messages=[b'{"role":"user","content":"x"}']))
-    opened.session.finish(reply)
+    first = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 0)
+    other = runtime.register_trajectory(RolloutId(GroupId("r", 1), 0), SamplingPolicy(), 0)
+    (reply,) = await first.session.attach(turn(USER))
+    first.session.finish(reply)
     assert (runtime.num_calls, runtime.num_tokens) == (1, 2)
-    assert runtime.held_bytes > 0
-    runtime.end_group(GROUP)
-    runtime.end_group(GROUP)
+    assert all(runtime.held()[what] > 0 for what in ("graph", "history"))
+    runtime.cleanup_group(GROUP)
+    runtime.cleanup_group(GROUP)
     assert runtime.held_bytes == 0
-    assert opened.session.state is again.session.state is SessionState.SEALED
+    assert first.session.state is SessionState.SEALED
     with pytest.raises(SessionError):
-        runtime.find(opened.api_key)
+        runtime.find(first.api_key)
     assert runtime.find(other.api_key) is other.session
+    assert runtime.entries() == {"scopes": 1, "groups": 1, "doors": 2, "loans": 0}
+
+
+async def test_a_rollout_that_is_run_again_holds_nothing_of_the_run_before(
+    prompts: Prompts,
+) -> None:
+    runtime = new_runtime(prompts)
+    first = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 0)
+    await call(first.session, turn(USER))
+    assert runtime.held_bytes > 0
+    again = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 0)
+    assert runtime.held_bytes == first.session.held_bytes == 0
+    assert runtime.resolve_trajectory(ROLLOUT) is again.session
+    with pytest.raises(SessionError, match="over") as caught:
+        runtime.find(first.api_key)
+    assert caught.value.status == 410
+
+
+def test_a_rollout_of_its_own_ends_with_its_agent_and_a_groups_with_its_group(
+    prompts: Prompts,
+) -> None:
+    runtime, alone = new_runtime(prompts), RolloutId(GroupId("gw", 0), 0)
+    runtime.register_trajectory(alone, SamplingPolicy(), 0, is_grouped=False)
+    runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 0)
+    for rollout_id in (alone, ROLLOUT):
+        runtime.cleanup_rollout(rollout_id)
+        runtime.cleanup_rollout(rollout_id)
+    assert runtime.resolve_trajectory(ROLLOUT).state is SessionState.SEALED
+    with pytest.raises(TrajectoryEnded) as caught:
+        runtime.resolve_trajectory(alone)
+    assert caught.value.trajectory == "gw/0/0"
+    runtime.cleanup_group(GROUP)
+    assert set(runtime.entries().values()) == {0}
+
+
+def test_who_asks_for_what_is_not_here_is_told_which_and_why(prompts: Prompts) -> None:
+    runtime = new_runtime(prompts)
+    with pytest.raises(TrajectoryEnded, match="r/0/0 is not here: it was not registered"):
+        runtime.resolve_trajectory(ROLLOUT)
+    runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 0)
+    runtime.cleanup_group(GROUP)
+    for ask in (
+        lambda: runtime.resolve_trajectory(ROLLOUT),
+        lambda: runtime.lend(ROLLOUT, "child", appends=False),
+    ):
+        with pytest.raises(TrajectoryEnded, match="r/0/0 is not here: its scope has ended"):
+            ask()
+
+
+def test_names_of_what_has_ended_are_forgotten_in_the_end(prompts: Prompts) -> None:
+    runtime = new_runtime(prompts)
+    for index in range(MAX_REMEMBERED + 1):
+        runtime.register_trajectory(RolloutId(GROUP, index), SamplingPolicy(), 0)
+    runtime.cleanup_group(GROUP)
+    with pytest.raises(TrajectoryEnded, match="ended long ago"):
+        runtime.resolve_trajectory(ROLLOUT)
+    with pytest.raises(TrajectoryEnded, match="its scope has ended"):
+        runtime.resolve_trajectory(RolloutId(GROUP, 1))
 
 
 async def test_nothing_of_an_ended_group_waits_for_the_collector(prompts: Prompts) -> None:
     sampler = ScriptedSampler(lambda _: [1, 2])
     sampler.keeps = False
     runtime = Runtime(sampler, prompts, 4096)
-    opened = runtime.open_session(RolloutId(GROUP, 0), SamplingPolicy(), 0)
+    opened = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 0)
     gc.collect()
     gc.disable()
     try:
@@ -77,7 +135,7 @@ async def test_nothing_of_an_ended_group_waits_for_the_collector(prompts: Prompt
             weakref.ref(opened.session),
             weakref.ref(reply.source.context),
         ]
-        runtime.end_group(GROUP)
+        runtime.cleanup_group(GROUP)
         del opened, reply
         assert [ref() for ref in left] == [None, None]
     finally:
@@ -93,7 +151,7 @@ async def test_ten_thousand_sessions_are_cheap(prompts: Prompts) -> None:
     try:
         before, _ = tracemalloc.get_traced_memory()
         opened = [
-            runtime.open_session(RolloutId(GroupId("r", n), 0), SamplingPolicy(), n)
+            runtime.register_trajectory(RolloutId(GroupId("r", n), 0), SamplingPolicy(), n)
             for n in range(num_sessions)
         ]
         empty, _ = tracemalloc.get_traced_memory()

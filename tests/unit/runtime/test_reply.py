@@ -11,8 +11,8 @@ from rollmesh.core.types import EVAL_SAMPLING
 from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.reply import Reply, ReplyState, failure_of
+from rollmesh.runtime.reply_table import MAX_LISTED
 from rollmesh.runtime.samples import reasons_of
-from rollmesh.runtime.session import MAX_LISTED
 from rollmesh.runtime.stops import StopStrings
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.runtime.turns import SamplingAsk
@@ -233,13 +233,13 @@ async def test_a_session_whose_agent_went_for_good_is_idle(prompts: Prompts, say
     for asked in (USER, MORE):
         (reply,) = await session.attach(turn(asked))
         reply.join()
-    assert session.num_running == 2
+    assert [reply.is_ended for reply in session.sampling] == [False, False]
     sampler.generations[0].end(*say("4"))
     sampler.generations[1].show(*say("4")[:1])
     reply.leave()
     clock.advance(31.0)
     sampler.tick()
-    assert session.num_running == 0
+    assert [reply.is_ended for reply in session.sampling] == [True, True]
 
 
 async def test_a_failure_keeps_nobody_who_was_told_of_it(prompts: Prompts) -> None:

@@ -28,7 +28,7 @@ class ChatCall:
     """Satisfies Call."""
 
     def __init__(self, turn: Turn, is_legacy: bool) -> None:
-        self.turns = (turn,)
+        self.turns: tuple[Turn, ...] = (turn,)
         self.is_streamed = turn.stream
         self._is_legacy = is_legacy
         """Asked with `functions`: a call is told as `function_call`."""

@@ -58,9 +58,9 @@ class Stream(Protocol):
 class Call(Protocol):
     """One request as read."""
 
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """What to sample: one turn but for batched raw prompts."""
+    turns: tuple[Turn, ...]
+    """What to sample: one turn but for batched raw prompts. Its reader takes them away: they hold
+    the request's history."""
 
     @property
     def is_streamed(self) -> bool:

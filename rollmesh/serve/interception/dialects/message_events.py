@@ -45,7 +45,7 @@ class MessageCall:
     """Satisfies Call."""
 
     def __init__(self, turn: Turn) -> None:
-        self.turns = (turn,)
+        self.turns: tuple[Turn, ...] = (turn,)
         self.is_streamed = turn.stream
 
     def whole(self, views: Sequence[ReplyView]) -> bytes:

@@ -44,7 +44,7 @@ class ResponseCall:
     """Satisfies Call."""
 
     def __init__(self, turn: Turn, echo: Echo) -> None:
-        self.turns = (turn,)
+        self.turns: tuple[Turn, ...] = (turn,)
         self.is_streamed = turn.stream
         self._echo = echo
 

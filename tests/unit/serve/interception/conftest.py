@@ -17,7 +17,8 @@ from rollmesh.core.process import listen
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.registry import OpenSession, Runtime
+from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.stops import StopStrings
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.serve.interception.edge import Edge
@@ -52,7 +53,7 @@ class Desk:
         self.sampler = sampler
         self.tokenizer = tokenizer
         self.base = ""
-        self.opened: OpenSession = runtime.open_session(
+        self.opened: OpenSession = runtime.register_trajectory(
             RolloutId(GroupId("r", 0), 0), SamplingPolicy(), seed=7
         )
         self.client = aiohttp.ClientSession()
@@ -135,7 +136,7 @@ async def make_desk(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[Mak
 
     yield make
     for desk in desks:
-        desk.runtime.end_group(GroupId("r", 0))
+        desk.runtime.cleanup_group(GroupId("r", 0))
         await desk.client.close()
         await desk.edge.stop()
 

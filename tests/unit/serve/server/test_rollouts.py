@@ -155,11 +155,14 @@ async def test_session_is_sealed_when_its_rollout_has_ended(tmp_path: Path) -> N
     stage = new_stage(tmp_path, env)
     await play_on(stage)
     for agent in env.agents:
-        session = stage.runtime.find(agent.api_key)
-        assert session.record().num_calls == 0  # a record is of a sealed session only
-    stage.runtime.end_group(ROLLOUT.group_id)
-    with pytest.raises(SessionError):
+        with pytest.raises(SessionError) as caught:
+            stage.runtime.find(agent.api_key)
+        assert caught.value.status == 410
+    assert stage.runtime.resolve_trajectory(ROLLOUT).state is SessionState.SEALED
+    stage.runtime.cleanup_group(ROLLOUT.group_id)
+    with pytest.raises(SessionError) as caught:
         stage.runtime.find(env.agents[0].api_key)
+    assert caught.value.status == 401
 
 
 async def test_cancelled_rollout_seals_its_session_before_its_code_has_ended(
@@ -186,7 +189,7 @@ async def test_cancelled_rollout_seals_its_session_before_its_code_has_ended(
     assert seen == [SessionState.SEALED]
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert stage.runtime.find(env.agents[0].api_key).record().nodes == []
+    assert stage.runtime.resolve_trajectory(ROLLOUT).record().nodes == []
 
 
 def test_errors_are_one_bounded_line() -> None:

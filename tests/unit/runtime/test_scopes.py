@@ -1,0 +1,225 @@
+"""A scope ends when nobody borrows from it, and who does not let go is named."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from rollmesh.core.errors import SessionError, TrajectoryEnded
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.scopes import LOAN_PATIENCE_S, OpenSession
+from rollmesh.runtime.session import SessionState
+from rollmesh.testing.clock import FakeClock
+from rollmesh.testing.sampler import ScriptedSampler
+from tests.unit.runtime.session_world import MORE, USER, Say, call, said, turn
+
+GROUP = GroupId("r", 0)
+ROLLOUT = RolloutId(GROUP, 1)
+EMPTY = {"scopes": 0, "groups": 0, "doors": 0, "loans": 0}
+GONE = {"scopes": 1, "groups": 0, "doors": 4, "loans": 1}
+"""But for what is lent."""
+
+
+class World:
+    """A rollout of one call, whose agent has ended."""
+
+    def __init__(self, prompts: Prompts, say: Say) -> None:
+        self.clock = FakeClock()
+        self.sampler = ScriptedSampler(lambda _: say("4"), clock=self.clock)
+        self.runtime = Runtime(self.sampler, prompts, 4096, self.clock)
+        self.opened: OpenSession = self.runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 7)
+
+    async def play(self) -> None:
+        await call(self.opened.session, turn(USER))
+        self.runtime.cleanup_rollout(ROLLOUT)
+
+
+@pytest.fixture
+async def world(prompts: Prompts, say: Say) -> World:
+    made = World(prompts, say)
+    await made.play()
+    return made
+
+
+@pytest.fixture
+def logs() -> Iterator[list[Any]]:
+    with capture_logs() as entries:
+        yield entries
+
+
+def over(runtime: Runtime, api_key: str) -> int:
+    with pytest.raises(SessionError) as caught:
+        runtime.find(api_key)
+    return caught.value.status
+
+
+async def test_a_borrowed_transcript_goes_on_where_it_ended(world: World) -> None:
+    runtime, own = world.runtime, world.opened.session
+    with runtime.lend(ROLLOUT, "judge", appends=True) as loan:
+        assert over(runtime, world.opened.api_key) == 410  # the agent's own is not opened by that
+        session = runtime.find(loan.api_key)
+        assert session is own
+        await call(session, turn(USER, said("4"), MORE))
+    assert over(runtime, loan.api_key) == 410
+    assert own.state is SessionState.SEALED
+    nodes = own.record().nodes
+    assert [(node.parent, node.sampled, node.branch) for node in nodes] == [
+        (-1, False, "main"),
+        (0, True, "main"),
+        (1, False, "main"),
+        (2, True, "main"),
+    ]
+    assert bytes(own.record().messages).count(b"higher") == 1
+
+
+async def test_a_turn_that_was_cut_by_the_end_can_be_asked_anew(world: World) -> None:
+    """What was not delivered to the agent is void, and no answer to anybody else."""
+    runtime = world.runtime
+    again = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 7)
+    (cut,) = await again.session.attach(turn(USER))
+    again.session.finish(cut)
+    runtime.cleanup_rollout(ROLLOUT)
+    with runtime.lend(ROLLOUT, "judge", appends=True) as loan:
+        _, answer = await call(runtime.find(loan.api_key), turn(USER))
+    assert answer.content == "4"
+    sampled = [node for node in again.session.record().nodes if node.sampled]
+    assert [node.finish_reason for node in sampled] == ["void", "stop"]
+
+
+async def test_who_borrows_the_model_leaves_no_trace_in_the_rollout(world: World) -> None:
+    runtime, own = world.runtime, world.opened.session
+    before = own.held_bytes
+    with runtime.lend(ROLLOUT, "judge", appends=False) as loan:
+        session = runtime.find(loan.api_key)
+        assert session is not own
+        await call(session, turn(MORE))
+        assert runtime.held_bytes == before + session.held_bytes > before
+    assert over(runtime, loan.api_key) == 410
+    assert session.held_bytes == 0
+    assert own.held_bytes == before
+    assert len(own.record().nodes) == 2
+
+
+async def test_a_borrower_of_the_model_is_sampled_as_it_asks_and_by_a_seed_of_its_own(
+    world: World,
+) -> None:
+    runtime, requests = world.runtime, world.sampler.requests
+    with (
+        runtime.lend(ROLLOUT, "one", appends=False) as one,
+        runtime.lend(ROLLOUT, "other", appends=False) as other,
+    ):
+        for loan in (one, other):
+            await call(runtime.find(loan.api_key), turn(USER))
+    assert len({request.params.seed for request in requests}) == len(requests) == 3
+    assert len({request.params.max_tokens for request in requests}) == 1
+
+
+async def test_a_transcript_stays_open_until_its_last_borrower_has_let_go(world: World) -> None:
+    runtime, own = world.runtime, world.opened.session
+    one = runtime.lend(ROLLOUT, "one", appends=True)
+    other = runtime.lend(ROLLOUT, "other", appends=True)
+    one.release()
+    one.release()
+    assert [own.state, over(runtime, one.api_key)] == [SessionState.OPEN, 410]
+    other.release()
+    assert own.state is SessionState.SEALED
+
+
+async def test_a_lent_scope_ends_with_its_last_loan(world: World) -> None:
+    runtime = world.runtime
+    loan = runtime.lend(ROLLOUT, "judge", appends=True)
+    runtime.cleanup_group(GROUP)
+    runtime.cleanup_group(GROUP)
+    assert runtime.entries() == GONE
+    await call(runtime.find(loan.api_key), turn(USER, said("4"), MORE))
+    with pytest.raises(TrajectoryEnded):
+        runtime.lend(ROLLOUT, "late", appends=False)
+    loan.release()
+    assert runtime.entries() == EMPTY
+    assert over(runtime, loan.api_key) == 401
+    with pytest.raises(TrajectoryEnded):
+        runtime.resolve_trajectory(ROLLOUT)
+
+
+@pytest.mark.parametrize("appends", [True, False])
+async def test_a_borrower_that_dropped_its_loan_is_named_and_holds_nothing(
+    world: World, logs: list[Any], appends: bool
+) -> None:
+    runtime = world.runtime
+    runtime.lend(ROLLOUT, "forgetful judge", appends=appends)
+    assert runtime.entries()["loans"] == 1
+    runtime.cleanup_group(GROUP)
+    assert runtime.entries() == EMPTY
+    assert [(log["event"], log["borrower"], log["rollout_id"]) for log in logs] == [
+        ("loan.leaked", "forgetful judge", "r/0/1")
+    ]
+
+
+async def test_a_loan_that_is_dropped_late_ends_its_scope_at_the_next_look(
+    world: World, logs: list[Any]
+) -> None:
+    runtime = world.runtime
+    loan = runtime.lend(ROLLOUT, "judge", appends=True)
+    runtime.cleanup_group(GROUP)
+    runtime.look_for_leaks()
+    assert runtime.entries() == GONE
+    del loan
+    runtime.look_for_leaks()
+    assert runtime.entries() == EMPTY
+    assert [log["why"] for log in logs] == ["dropped without a release"]
+
+
+async def test_a_borrower_that_does_not_let_go_is_named_and_waited_for_no_longer(
+    world: World, logs: list[Any]
+) -> None:
+    runtime, own = world.runtime, world.opened.session
+    loan = runtime.lend(ROLLOUT, "stubborn judge", appends=True)
+    runtime.cleanup_group(GROUP)
+    world.clock.advance(LOAN_PATIENCE_S - 1)
+    runtime.look_for_leaks()
+    assert runtime.entries() == GONE
+    assert logs == []
+    world.clock.advance(1)
+    runtime.look_for_leaks()
+    assert runtime.entries() == EMPTY
+    assert own.held_bytes == 0
+    assert [log["borrower"] for log in logs] == ["stubborn judge"]
+    assert over(runtime, loan.api_key) == 401
+    loan.release()  # too late, and no matter
+    assert runtime.entries() == EMPTY
+
+
+async def test_a_rollout_that_is_run_again_waits_for_no_borrower_of_the_run_before(
+    world: World, logs: list[Any]
+) -> None:
+    runtime = world.runtime
+    loan = runtime.lend(ROLLOUT, "judge", appends=True)
+    runtime.cleanup_group(GROUP)
+    again = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 7)
+    assert [log["why"] for log in logs] == ["the rollout is run again"]
+    loan.release()
+    assert runtime.find(again.api_key) is again.session
+    assert again.session.state is SessionState.OPEN
+
+
+async def test_nothing_of_a_lent_scope_waits_for_the_collector(world: World) -> None:
+    runtime = world.runtime
+    world.sampler.keeps = False
+    loan = runtime.lend(ROLLOUT, "judge", appends=True)
+    own = weakref.ref(world.opened.session)
+    gc.disable()
+    try:
+        del world.opened
+        world.sampler.requests.clear()
+        world.sampler.generations.clear()
+        runtime.cleanup_group(GROUP)
+        loan.release()
+        assert own() is None
+    finally:
+        gc.enable()
