@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -21,10 +22,13 @@ import uvloop
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
+from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.metrics import Exposition
 from rollmesh.core.process import Ready, announce, listen, stop_event
+from rollmesh.runtime import blobs
 from rollmesh.runtime.assembly import GC_THRESHOLDS
+from rollmesh.runtime.keeper import Keeper
 from rollmesh.serve.interception.admin import Admin, AdminKit
 from rollmesh.serve.interception.backends import Backend, RelayBackend, TokenBackend
 from rollmesh.serve.interception.book import SessionBook
@@ -54,6 +58,7 @@ class GatewayAsk(msgspec.Struct, frozen=True, kw_only=True):
 def run(ask: GatewayAsk) -> None:
     """Serve until SIGTERM or SIGINT; UserError in one line where it cannot begin."""
     setup("gateway", ask.config.run_folder() if ask.ready_fd is not None else None)
+    Heap().settle()
     listening = listen(ask.config.interception.bind, ask.listen_fd)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(ask, listening))
@@ -64,6 +69,10 @@ async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     stop = stop_event(loop)
     async with AsyncExitStack() as stack:
+        keeper = Keeper(SystemClock())
+        stack.callback(keeper.close)
+        folder = interception.spill_folder
+        blobs.settle(interception.max_blob_bytes, Path(folder) if folder else None)
         backend = _new_backend(ask)
         stack.push_async_callback(backend.close)
         book = SessionBook(backend.capture, SystemClock(), interception.retention_s)
@@ -71,6 +80,7 @@ async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
         stack.callback(lag.close)
         exposition = Exposition("gateway")
         exposition.add(lambda: gateway_figures(book, backend, lag))
+        exposition.add(keeper.figures)
         kit = AdminKit(
             book,
             ask.admin_token,
@@ -83,6 +93,7 @@ async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
             beside = [group.create_task(backend.run()), group.create_task(_expire(book, ask))]
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
+            keeper.start()
             address = await face.start(listening)
             announce(ask.ready_fd, Ready("gateway", os.getpid(), address))
             ask.say(f"rollmesh gateway: {address} (capture {ask.capture})")
