@@ -26,7 +26,7 @@ off; looked at once a read, so the true limit is one read more."""
 STALE_S = 1.0
 """A kept connection that is lost so soon after a request had been closed before it."""
 
-PARTS_A_TURN = 2
+PARTS_A_TURN = 4
 """Of a body that is read while it is sent; then others have their turn."""
 
 

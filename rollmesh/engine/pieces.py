@@ -7,8 +7,9 @@ Driven by connection.py.
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-PART_BYTES = 2**19
-"""So much of an unread piece is read at once, on the loop: runtime/blobs.py has the figures."""
+PART_BYTES = 2**18
+"""So much of an unread piece is read at once, on the loop: runtime/blobs.py has the figures. Larger
+buffers would be mapped and unmapped each time, see core/heap.py."""
 
 
 class Unread(Protocol):
@@ -18,7 +19,7 @@ class Unread(Protocol):
     def num_bytes(self) -> int:
         """All of them."""
 
-    def read(self, start: int, stop: int) -> bytes:
+    def part(self, start: int, stop: int) -> "Ready":
         """A part of them; OSError if they are lost."""
 
 
@@ -49,4 +50,4 @@ def parts(body: Sequence[Piece]) -> Iterator[Ready]:
             yield piece
         else:
             for start in range(0, piece.num_bytes, PART_BYTES):
-                yield piece.read(start, start + PART_BYTES)
+                yield piece.part(start, start + PART_BYTES)

@@ -45,13 +45,21 @@ class Blob:
         self._digest = ""
         self._store = store
 
-    def read(self, start: int = 0, stop: int = sys.maxsize) -> bytes:
-        """The content, or a part of it; OSError where it is spilled and the disk has lost it."""
+    def read(self) -> bytes:
+        """The content; OSError where it is spilled and the disk has lost it."""
+        self.last_use = next(_ticks)
+        content = self._content
+        if content is None:
+            return self._store.read_spilled(self._extent, 0, self.num_bytes)
+        return content
+
+    def part(self, start: int, stop: int) -> bytes | memoryview:
+        """A part of it, not copied where it is in memory; OSError as `read`."""
         self.last_use = next(_ticks)
         content = self._content
         if content is None:
             return self._store.read_spilled(self._extent, start, stop)
-        return content if start == 0 and stop >= self.num_bytes else content[start:stop]
+        return memoryview(content)[start:stop]
 
     def is_of(self, content: bytes) -> bool:
         """Whether its content is this."""

@@ -246,8 +246,7 @@ class History:
         start = walk.array_start
         if start is None or (start.parent is None and start is not self.roots.get(match.tools_key)):
             return
-        num_units = walk.num_leapt + len(walk.units)
-        self._stretches.add(walk.stretch, start, walk.array, end, num_units)
+        self._stretches.add(walk.stretch, start, walk.array, end, walk.num_units)
 
     def _link(self, line: Line, end: Spot) -> None:
         spots = [self.roots.setdefault(line.tools_key, Spot(None, b""))]
@@ -342,8 +341,8 @@ def _conclude(walk: Walk, tools_key: int) -> Match:
         return Match(asked, walk.spot, tools_key, walk)
     assert walk.anchor is not None
     match = Match(walk.anchor, walk.spot, tools_key, walk)
-    for place in range(walk.num_anchor, len(walk.units)):
-        unit, messages = walk.units[place], walk.messages_of(place)
+    for place, unit in enumerate(walk.units):
+        messages = walk.messages_of(place)
         # Parts may have keys of the client's own, which say nothing and are not held.
         is_common = walk.read is read_chat and not isinstance(messages[0].content, list)
         match.new += messages

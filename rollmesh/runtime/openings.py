@@ -3,12 +3,14 @@
 The siblings of a group send the same first request, each in a session of its own. Owns what the
 first of them learned of it, by the request's very bytes; the others begin with the same messages
 and tokens without looking. Invariants: an opening is what a session that had to find out for itself
-would hold after that request, and no more; it never changes; they are bounded in number and size,
-and those that were not used for longest go first. One per process; driven by session.py.
+would hold after that request, and no more; it never changes; they are bounded in number and bytes,
+and those that were not used for longest go first; images are not held here, so that an opening is
+lost with the last session that shows them. One per process; driven by session.py.
 """
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -19,6 +21,8 @@ from rollmesh.runtime.turns import Turn
 MAX_OPENINGS = 256
 MAX_OPENING_BYTES = 64 * 1024
 """A larger one is found out by each session."""
+MAX_BYTES = 4 * 2**20
+"""Of all of them."""
 _BYTES_PER_TOKEN = 12
 """Four as it lies in the graph, the rest as JSON."""
 
@@ -61,27 +65,65 @@ class Opening(msgspec.Struct, frozen=True):
     image_digests: tuple[str, ...]
 
 
+class _Kept(msgspec.Struct, frozen=True):
+    """An opening that shows images has none of them in its line."""
+
+    opening: Opening
+    digests: tuple[str, ...]
+    images: WeakValueDictionary[str, ImageRef]
+    num_bytes: int
+
+
 class Openings:
     """The newest, by the requests that they begin with."""
 
     def __init__(self) -> None:
-        self._newest_last: OrderedDict[Hashable, Opening] = OrderedDict()
+        self.num_bytes = 0
+        self._newest_last: OrderedDict[Hashable, _Kept] = OrderedDict()
+
+    @property
+    def num_openings(self) -> int:
+        return len(self._newest_last)
 
     def find(self, turn: Turn) -> Opening | None:
         """What a new session holds after `turn`, if one before it has told."""
         key = _key(turn)
-        found = self._newest_last.get(key)
-        if found is not None:
-            self._newest_last.move_to_end(key)
-        return found
+        kept = self._newest_last.get(key)
+        if kept is None:
+            return None
+        self._newest_last.move_to_end(key)
+        if not kept.digests:
+            return kept.opening
+        images = dict(kept.images)
+        if len(images) < len(kept.digests):
+            self._drop(key)
+            return None
+        return _with_images(kept.opening, {each: images[each] for each in kept.digests})
 
     def keep(self, turn: Turn, opening: Opening) -> None:
         """Remember what `turn` opened, unless it is large."""
-        if _size(turn, opening) > MAX_OPENING_BYTES:
+        num_bytes = _size(turn, opening)
+        if num_bytes > MAX_OPENING_BYTES:
             return
-        self._newest_last[_key(turn)] = opening
-        if len(self._newest_last) > MAX_OPENINGS:
-            self._newest_last.popitem(last=False)
+        key, images = _key(turn), opening.line.images
+        self._drop(key)
+        without = _with_images(opening, {}) if images else opening
+        self._newest_last[key] = _Kept(
+            without, tuple(images), WeakValueDictionary(images), num_bytes
+        )
+        self.num_bytes += num_bytes
+        while len(self._newest_last) > MAX_OPENINGS or self.num_bytes > MAX_BYTES:
+            self._drop(next(iter(self._newest_last)))
+
+    def _drop(self, key: Hashable) -> None:
+        kept = self._newest_last.pop(key, None)
+        if kept is not None:
+            self.num_bytes -= kept.num_bytes
+
+
+def _with_images(opening: Opening, images: dict[str, ImageRef]) -> Opening:
+    line = msgspec.structs.replace(opening.line, images=images)
+    return msgspec.structs.replace(opening, line=line)
 
 
 def _key(turn: Turn) -> Hashable:

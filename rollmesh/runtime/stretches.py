@@ -7,6 +7,8 @@ scan of the request and one hash of what is new. Invariant: bounded, and no mess
 Driven by history.py.
 """
 
+from collections.abc import Iterator
+
 import msgspec
 
 from rollmesh.core.errors import SessionError
@@ -45,10 +47,10 @@ class Stretch(msgspec.Struct, frozen=True):
             at = end
         return True
 
-    def rest(self, array: bytes) -> list[bytes]:
+    def rest(self, array: bytes) -> Iterator[bytes]:
         """The units of `array` behind these."""
         tail = array[self.num_bytes :]
-        return [] if tail == b"]" else split_array(b"[" + tail[1:])
+        return iter(()) if tail == b"]" else split_array(b"[" + tail[1:])
 
 
 class Stretches:
@@ -91,9 +93,10 @@ class Stretches:
         self._newest_last = (*kept[1 - MAX_STRETCHES :], Stretch(start, end, segments, num))
 
 
-def split_array(array: bytes) -> list[bytes]:
-    """The elements of a JSON array, unopened; SessionError 400 if it is none."""
+def split_array(array: bytes) -> Iterator[bytes]:
+    """The elements of a JSON array, unopened, each copied in its turn; SessionError 400 if it is
+    none."""
     try:
-        return [bytes(element) for element in _split(array)]
+        return map(bytes, _split(array))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise SessionError(400, "invalid_messages", f"messages: {error}") from None

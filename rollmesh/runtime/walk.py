@@ -1,11 +1,12 @@
 """One request's way down the trie of what a session holds, unit by unit.
 
 A unit is looked up by its bytes, and only where these are new is it read and looked up by meaning.
-Invariant: a walk changes nothing of the trie; what it learned (aliases) is for history.py to hold.
+Invariants: a walk changes nothing of the trie; what it learned (aliases) is for history.py to hold;
+units up to the last answer that is held are let go as it passes them.
 Driven by history.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -28,8 +29,8 @@ class Walk:
     """One request's way down the trie, unit by unit."""
 
     __slots__ = (
-        "aliases", "anchor", "array", "array_start", "is_stopped", "num_anchor", "num_leapt",
-        "pending", "read", "rotating", "spot", "stretch", "units",
+        "aliases", "anchor", "array", "array_start", "is_stopped", "num_leapt", "pending",
+        "read", "rotating", "spot", "stretch", "units",
     )  # fmt: skip
 
     def __init__(self, start: Spot, read: ReadUnit, rotating: Rotating) -> None:
@@ -37,8 +38,7 @@ class Walk:
         self.anchor: Spot | None = start if start.sampled or start.parent is None else None
         """The last sampled message on the way; None while none is known."""
         self.units: list[bytes] = []
-        self.num_anchor = 0
-        """Of `units`: those up to and with the anchor."""
+        """Those behind the anchor."""
         self.num_leapt = 0
         """Position of the first of `units`; in an array, elements count from 0."""
         self.pending: dict[int, list[ChatMessage]] = {}
@@ -53,7 +53,12 @@ class Walk:
         self.read = read
         self.rotating = rotating
 
-    def go(self, units: Sequence[bytes]) -> None:
+    @property
+    def num_units(self) -> int:
+        """Of the request, or of its array, up to here."""
+        return self.num_leapt + len(self.units)
+
+    def go(self, units: Iterable[bytes]) -> None:
         """Walk on while units are known."""
         for unit in units:
             self.units.append(unit)
@@ -96,4 +101,7 @@ class Walk:
     def _arrive(self, spot: Spot) -> None:
         self.spot = spot
         if spot.sampled:
-            self.anchor, self.num_anchor = spot, len(self.units)
+            self.anchor = spot
+            self.num_leapt += len(self.units)
+            self.units.clear()
+            self.pending.clear()

@@ -11,8 +11,8 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from rollmesh.core.errors import EngineUnavailable
-from rollmesh.engine.parser import Headers
 from rollmesh.engine.http import HttpClient, Response, target
+from rollmesh.engine.parser import Headers
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -117,7 +117,7 @@ class Unread:
         self._content = content
         self._is_lost = is_lost
 
-    def read(self, start: int, stop: int) -> bytes:
+    def part(self, start: int, stop: int) -> bytes | memoryview:
         if self._is_lost and start:
             raise OSError("the disk is gone")
         part = self._content[start:stop]

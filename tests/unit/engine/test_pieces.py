@@ -25,8 +25,8 @@ class Seen(Unread):
         self.num_bytes = blob.num_bytes
         self._blob = blob
 
-    def read(self, start: int, stop: int) -> bytes:
-        part = self._blob.read(start, stop)
+    def part(self, start: int, stop: int) -> bytes | memoryview:
+        part = self._blob.part(start, stop)
         self.num_read += len(part)
         return part
 
@@ -153,9 +153,9 @@ async def test_nothing_more_is_read_for_a_call_that_was_closed(client: HttpClien
     calls: list[Call] = []
 
     class Closing(Unread):
-        def read(self, start: int, stop: int) -> bytes:
+        def part(self, start: int, stop: int) -> bytes | memoryview:
             calls[0].close()
-            return super().read(start, stop)
+            return super().part(start, stop)
 
     async def script(wire: Wire) -> None:
         await wire.gone()

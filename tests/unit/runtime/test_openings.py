@@ -1,12 +1,20 @@
 """Sessions that begin as one before them did: what they hold, and what is kept for them."""
 
+import weakref
 from collections.abc import Callable
 
 import msgspec
 import pytest
 
+from rollmesh.runtime.branches import RootKind
 from rollmesh.runtime.chat import ChatMessage
-from rollmesh.runtime.openings import MAX_OPENING_BYTES, MAX_OPENINGS, Openings
+from rollmesh.runtime.openings import (
+    MAX_BYTES,
+    MAX_OPENING_BYTES,
+    MAX_OPENINGS,
+    Opening,
+    Openings,
+)
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.record import SessionRecord
 from rollmesh.runtime.tokenizer import Tokenizer
@@ -123,6 +131,37 @@ def test_the_images_of_an_opening_are_held_too() -> None:
     other.history.begin(held.history.line(match, context), 0)
     assert other.history.images == held.history.images != {}
     assert other.history.match(history_turn(shown)).is_held
+
+
+async def test_an_opening_holds_no_image_and_is_lost_with_the_last_that_does() -> None:
+    address = "data:image/png;base64," + "aW1hZ2Vz" * 70
+    shown: Message = {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": address}}],
+    }
+    held, asked, openings = Held(), history_turn(shown), Openings()
+    match, context = held.ask(asked)
+    line = held.history.line(match, context)
+    openings.keep(asked, Opening(line, RootKind(0, 0), [1], b"1", tuple(line.images)))
+    found = openings.find(asked)
+    assert found is not None
+    assert (found.line, openings.num_openings) == (line, 1)
+    image = weakref.ref(next(iter(line.images.values())))
+    del held, match, context, line, found
+    assert image() is None
+    assert openings.find(asked) is None
+    assert (openings.num_openings, openings.num_bytes) == (0, 0)
+
+
+async def test_openings_are_bounded_in_bytes(prompts: Prompts, say: Say) -> None:
+    openings = Openings()
+    for n in range(2 * MAX_BYTES // MAX_OPENING_BYTES):
+        asked = turn({"role": "user", "content": f"{n} " + "a " * (MAX_OPENING_BYTES // 20)})
+        session = open_session(ScriptedSampler([say("4")]), prompts, 10**6, openings=openings)
+        await call(session, asked)
+        assert openings.find(asked) is not None
+        assert openings.num_bytes <= MAX_BYTES
+    assert openings.num_bytes > 0.9 * MAX_BYTES
 
 
 async def test_openings_are_bounded_in_number_and_size(prompts: Prompts, say: Say) -> None:

@@ -5,6 +5,7 @@ by the session, where it is new, or by nobody. The shapes given here are for rea
 document. Driven by the dialects.
 """
 
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -20,7 +21,7 @@ def absent() -> Any:
 def array_of(raw: msgspec.Raw, key: str) -> bytes:
     """The bytes of an array that is not empty; SessionError 400 where it is none."""
     array = bytes(raw)
-    if array[:1] != b"[" or not array[1:-1].strip():
+    if array[:1] != b"[" or _EMPTY.match(array):
         raise refusal(f"invalid_{key}", f"{key}: expected an array of at least one")
     return array
 
@@ -28,6 +29,8 @@ def array_of(raw: msgspec.Raw, key: str) -> bytes:
 def _shaped(**schema: Any) -> msgspec.Meta:
     return msgspec.Meta(extra_json_schema=schema)
 
+
+_EMPTY = re.compile(rb"\[\s*\]")
 
 _TEXT = {"type": "string"}
 _OBJECTS = {"type": "array", "items": {"type": "object"}}
