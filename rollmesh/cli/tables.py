@@ -86,6 +86,8 @@ def _workers(router: RouterRow) -> Iterator[RenderableType]:
         if row.num_left_behind:
             what = f"{row.num_left_behind} calls of its environment never ended"
             yield Text(f"{row.worker_id}: {what}", style="yellow")
+        if row.waits_for:
+            yield Text(f"{row.worker_id} waits for {row.waits_for}", style="yellow")
         if row.last_error:
             yield Text(f"{row.worker_id}'s last error: {row.last_error}")
 

@@ -37,6 +37,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
     num_failed: int = 0
     last_error: str = ""
     num_left_behind: int = 0
+    waits_for: str = ""
 
 
 class EngineRow(msgspec.Struct, frozen=True):

@@ -103,7 +103,7 @@ async def test_result_that_nobody_takes_is_given_up_and_its_memory_is_free(mesh:
     await asyncio.to_thread(sink.until, lambda: bool(sink.failed))
     assert sink.failed[0].group_id == group_id
     assert {message.attempt for _, message in sink.finished} == {1, 2, 3}
-    await mesh.until(lambda: mesh.worker_status("worker-0").get("held_bytes") == 0)
+    await mesh.until(lambda: mesh.worker_status("worker-0").get("unacked_bytes") == 0)
     sink.close()
 
 
@@ -173,7 +173,7 @@ async def test_stopped_worker_slows_nobody_and_delivers_nothing_twice_when_it_go
         assert finished.group_id == later
         worker_id = finished.worker_id
     await mesh.until(lambda: mesh.worker_status("worker-0").get("in_flight") == 0)
-    await mesh.until(lambda: mesh.worker_status("worker-0").get("held_bytes") == 0)
+    await mesh.until(lambda: mesh.worker_status("worker-0").get("unacked_bytes") == 0)
 
 
 # environment code that misbehaves

@@ -84,7 +84,7 @@ async def test_worker_whose_interpreter_is_held_is_lost_and_comes_back(mesh: Mes
     assert isinstance(finished, Finished)
     assert (finished.group_id, finished.worker_id, finished.attempt) == (held, "worker-1", 2)
     await mesh.until(lambda: mesh.worker_status("worker-0")["state"] == "live")
-    await mesh.until(lambda: mesh.worker_status("worker-0")["held_bytes"] == 0)
+    await mesh.until(lambda: mesh.worker_status("worker-0")["unacked_bytes"] == 0)
     later = {ask(client, 1, env) for _ in range(8)}
     assert {each.group_id for each in await take(client, 8)} == later
 
@@ -116,4 +116,4 @@ async def test_result_of_a_stopped_worker_and_of_its_heir_count_once(mesh: Mesh)
     assert client.returncode == 0
     assert sorted(out.splitlines()) == [b"t%d finished" % number for number in range(4)]
     check_journal(mesh.folder / "client")
-    await mesh.until(lambda: not any(row["held_bytes"] for row in mesh.status()["workers"]))
+    await mesh.until(lambda: not any(row["unacked_bytes"] for row in mesh.status()["workers"]))

@@ -58,6 +58,7 @@ FAULTS = {
     "deadline",
     "stall",
     "recycle",
+    "full",
     "drain",
     "stop",
     "jump",
@@ -121,6 +122,8 @@ TRANSITIONS = {
     "publisher: undoing > failing",
     "publisher: failing > waiting",
     "publisher: finishing > -",
+    "budget: light > full",
+    "budget: full > light",
     "outbox: - > sent",
     "outbox: sent > -",
 }

@@ -1,11 +1,12 @@
 """Standing causes: why groups wait for long, and will go on waiting unless somebody does something.
 
     an env that groups wait for: SERVED --no live worker has it--> UNSERVED --STANDING_BEATS--> told
-                             any --a worker of it is live or loads it, or nothing waits--> forgotten
+                                 SERVED --all its live workers are over a budget--> FULL --> told
+             any --a worker of it has room, is live or loads it, or nothing waits--> forgotten
 
 Invariants: what is usual at a start, or when a worker is replaced, is no cause; a cause that stands
-is told to each client that waits, again and again, and never ends a group: a worker may yet come.
-Driven by ledger.py, once per tick; read by status.py.
+is told to each client that waits, again and again, and never ends a group: a worker may yet come,
+or have room. Driven by ledger.py, once per tick; read by status.py.
 """
 
 from rollmesh.serve.router.book import Book, moved
@@ -19,8 +20,8 @@ TELL_BEATS = 60
 MAX_NAMES = 5
 
 
-class _Unserved:
-    """An environment that nobody serves."""
+class _Waiting:
+    """An environment whose groups nobody takes."""
 
     def __init__(self, since_s: float, tell_s: float) -> None:
         self.since_s = since_s
@@ -36,7 +37,7 @@ class Causes:
         self._loads = loads
         self._standing_s = STANDING_BEATS * beat_s
         self._tell_s = TELL_BEATS * beat_s
-        self._unserved: dict[str, _Unserved] = {}
+        self._waits: dict[str, _Waiting] = {}
 
     def look(self) -> None:
         """See what has come and gone, and tell those who wait."""
@@ -44,27 +45,32 @@ class Causes:
         suspects = (group.env for group in self._book.suspects.values())
         waited_for = dict.fromkeys((*self._book.queue.envs(), *suspects))
         waiting = [env for env in waited_for if not self._may_be_served(env)]
-        for env in self._unserved.keys() - set(waiting):
-            del self._unserved[env]
+        for env in self._waits.keys() - set(waiting):
+            del self._waits[env]
         for env in waiting:
-            unserved = self._unserved.get(env)
-            if unserved is None:
-                self._unserved[env] = _Unserved(now_s, now_s + self._standing_s)
-            elif now_s >= unserved.tell_s:
-                unserved.tell_s = now_s + self._tell_s
+            wait = self._waits.get(env)
+            if wait is None:
+                self._waits[env] = _Waiting(now_s, now_s + self._standing_s)
+            elif now_s >= wait.tell_s:
+                wait.tell_s = now_s + self._tell_s
                 self._tell(env)
 
     def standing(self) -> list[str]:
         """All of them, in words."""
         since_s = self._book.now_s - self._standing_s
-        unserved = self._unserved.items()
-        return [self._reason(env) for env, each in unserved if each.since_s <= since_s]
+        waits = self._waits.items()
+        return [self._reason(env) for env, each in waits if each.since_s <= since_s]
 
     def _may_be_served(self, env: str) -> bool:
-        return self._workers.serve(env) or self._loads.bring(env)
+        if self._loads.bring(env):
+            return True
+        return self._workers.serve(env) and not self._workers.full(env)
 
     def _reason(self, env: str) -> str:
-        waited_s = self._book.now_s - self._unserved[env].since_s
+        waited_s = self._book.now_s - self._waits[env].since_s
+        if full := self._workers.full(env):
+            first = f"{full[0].worker_id} waits for {full[0].waits_for}"
+            return f"over_budget: for {waited_s:.0f} s no worker of env {env!r} has room; {first}"
         others = self._workers.envs()
         names = ", ".join(others[:MAX_NAMES]) + (", ..." if len(others) > MAX_NAMES else "")
         there_are = f"there are workers of {names}" if others else "there is no worker"

@@ -34,7 +34,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     loop_lag_s: float
     rss_bytes: int
     held_bytes: int
-    """Finished groups that no sink has acked."""
+    """What its rollouts and results hold in memory."""
     pid: int
     stalled_in: str
     host: str
@@ -46,6 +46,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     last_error: str
     num_left_behind: int
     """Calls of its environment that were given up and never ended."""
+    unacked_bytes: int
+    """Finished groups that no sink has acked."""
+    waits_for: str
+    """Why it takes no new groups though it serves; '' if it does."""
 
 
 class ClientStatus(msgspec.Struct, frozen=True):
@@ -154,7 +158,7 @@ def _worker_status(worker: Worker) -> WorkerStatus:
         num_tokens=beat.num_tokens if beat else 0,
         loop_lag_s=beat.loop_lag_s if beat else 0.0,
         rss_bytes=beat.rss_bytes if beat else 0,
-        held_bytes=beat.unacked_bytes if beat else 0,
+        held_bytes=beat.held_bytes if beat else 0,
         pid=worker.hello.pid,
         stalled_in=beat.stalled_in if beat else "",
         host=worker.hello.host,
@@ -163,6 +167,8 @@ def _worker_status(worker: Worker) -> WorkerStatus:
         num_failed=beat.num_failed if beat else 0,
         last_error=beat.last_error if beat else "",
         num_left_behind=beat.num_left_behind if beat else 0,
+        unacked_bytes=beat.unacked_bytes if beat else 0,
+        waits_for=worker.waits_for,
     )
 
 
@@ -194,7 +200,11 @@ def figures_of(status: Status) -> Iterator[Figure]:
         yield Figure("worker_rss_bytes", worker.rss_bytes, "Resident memory.", labels)
         number = worker.num_left_behind
         yield Figure("worker_calls_left_behind", number, "Calls that never ended.", labels)
-        yield Figure("worker_unacked_bytes", worker.held_bytes, "Results without an ack.", labels)
+        number = worker.unacked_bytes
+        yield Figure("worker_unacked_bytes", number, "Results without an ack.", labels)
+        yield Figure("worker_held_bytes", worker.held_bytes, "What it counts as held.", labels)
+        is_full = bool(worker.waits_for)
+        yield Figure("worker_full", is_full, "Whether a budget keeps it from work.", labels)
     for engine in status.engines:
         labels = {"engine": engine.url}
         is_ready = engine.phase == "ready"

@@ -80,6 +80,11 @@ class Worker:
         return min(self._seated, self.beat.num_running + self._fresh[0] + self._fresh[1])
 
     @property
+    def waits_for(self) -> str:
+        """Which budget keeps it from taking groups, as it says; '' if none does."""
+        return self.beat.waits_for if self.beat and not self.beat.accepting else ""
+
+    @property
     def is_open(self) -> bool:
         """Whether anything may be given to it, room provided."""
         return self.state is WorkerState.LIVE and self.accepting and not self.drain_reason
@@ -171,6 +176,11 @@ class Workers:
     def serve(self, env: str) -> bool:
         """Whether a live worker has `env`."""
         return any(w.state is WorkerState.LIVE for w in self._by_env.get(env, {}).values())
+
+    def full(self, env: str) -> list[Worker]:
+        """The live workers of `env`, if each of them is over a budget; else none."""
+        live = [w for w in self._by_env.get(env, {}).values() if w.state is WorkerState.LIVE]
+        return live if all(w.waits_for for w in live) else []
 
     def envs(self) -> list[str]:
         """What live workers have."""

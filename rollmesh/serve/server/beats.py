@@ -53,6 +53,8 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
     num_calls: int
     num_tokens: int
     num_left_behind: int
+    waits_for: str
+    held_bytes: int
 
 
 class BeatSettings(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ import enum
 import msgspec
 
 from rollmesh.core.ids import GroupId
+from rollmesh.serve.server.budget import Budget
 from rollmesh.serve.server.outbox import Forget, Outbox, OutboxSettings, Packed, Unwanted
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
@@ -77,6 +78,7 @@ class DutiesSettings(msgspec.Struct, frozen=True, kw_only=True):
     env: str
     max_rollouts: int
     max_unacked_bytes: int = 2**28
+    max_held_bytes: int = 2**31
     pid: int = 0
     host: str = ""
     started_s: float = 0.0
@@ -162,6 +164,7 @@ class Duties:
         self.running: dict[GroupId, Running] = {}
         self.aborting: set[GroupId] = set()
         self.outbox = Outbox(settings.outbox)
+        self.budget = Budget(settings.max_held_bytes)
         self._delivered: dict[GroupId, None] = {}
         self._awaits_hello = True
         self._next_hello_s = float("-inf")
@@ -173,13 +176,29 @@ class Duties:
 
     @property
     def accepting(self) -> bool:
-        """False while draining or over the byte budget."""
-        within = self.outbox.unacked_bytes < self.settings.max_unacked_bytes
-        return self._takes_groups and within
+        """False while draining or over a byte budget."""
+        return self._takes_groups and not self.waits_for
+
+    @property
+    def waits_for(self) -> str:
+        """Which budget keeps it from taking groups; '' if none does."""
+        unacked, limit = self.outbox.unacked_bytes, self.settings.max_unacked_bytes
+        if unacked >= limit:
+            return f"unacked_bytes: {unacked} unacked, worker.max_unacked_bytes = {limit}"
+        return self.budget.waits_for
+
+    @property
+    def _has_groups(self) -> bool:
+        return bool(self.running or self.aborting or self.outbox.parcels)
 
     @property
     def _takes_groups(self) -> bool:
         return self.state in (WorkerState.SERVING, WorkerState.WORN)
+
+    @property
+    def num_remembered(self) -> int:
+        """Delivered groups that it still knows."""
+        return len(self._delivered)
 
     def farewell(self) -> WorkerLeft:
         """What is said last."""
@@ -192,6 +211,10 @@ class Duties:
         running = [HeldGroup(each, group.attempt, False) for each, group in self.running.items()]
         parcels = self.outbox.parcels.items()
         return running + [HeldGroup(each, parcel.message.attempt, True) for each, parcel in parcels]
+
+    def weigh(self, held_bytes: int) -> None:
+        """All that is held in memory has so many bytes."""
+        self.budget.weigh(held_bytes, has_groups=self._has_groups)
 
     def step(self, event: Event, now_s: float) -> list[Action]:
         """What to do about `event`; total, and deterministic."""
@@ -213,8 +236,7 @@ class Duties:
                 if self._awaits_hello and now_s >= self._next_hello_s:
                     actions.append(self._hello(now_s))
                 actions += self.outbox.step(event, now_s)
-        idle = not (self.running or self.aborting or self.outbox.parcels)
-        if idle and self.state is WorkerState.DRAINING:
+        if not self._has_groups and self.state is WorkerState.DRAINING:
             self.state = WorkerState.LEFT
             actions += [Send(ROUTER, self.farewell()), Left()]
         return actions

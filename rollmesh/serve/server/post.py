@@ -62,6 +62,11 @@ class Post:
         self._heard_s = 0.0
         self._told_s = SILENT_S
 
+    @property
+    def num_sinks(self) -> int:
+        """That are dialled."""
+        return len(self._sinks)
+
     def start(self) -> None:
         """Begin to hand over what the router says."""
         loop = asyncio.get_running_loop()

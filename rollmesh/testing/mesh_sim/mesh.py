@@ -38,6 +38,7 @@ CHAOS = Faults(
     deadline=0.15,
     stall=0.05,
     recycle=0.03,
+    full=0.05,
     drain=0.03,
     stop=0.03,
     jump=0.01,
@@ -180,6 +181,8 @@ class Mesh:
             worker.stall(self.kernel.now_s() + self.kernel.rng.expovariate(0.7))
         elif self.network.strikes("recycle", FATE_S):
             worker.wear_out()
+        elif self.network.strikes("full", FATE_S):
+            worker.fill(self.kernel.now_s() + self.kernel.rng.expovariate(0.5))
         elif self.network.strikes("drain", FATE_S):
             self.launch.drain(worker)
         elif self.network.strikes("stop", FATE_S):

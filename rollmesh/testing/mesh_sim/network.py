@@ -47,6 +47,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """Per second and worker: its loop is held, while it beats."""
     recycle: float = 0.0
     """Per second and worker: it finishes what it has and starts afresh."""
+    full: float = 0.0
+    """Per second and worker: what it holds is over its budget for a while."""
     drain: float = 0.0
     """Per second and worker: somebody tells the router to drain it."""
     stop: float = 0.0

@@ -87,6 +87,7 @@ class SimWorker(Node):
         """How often each group has killed this worker's process, in all its lives."""
         self._parent = parent
         self._stalled_s = 0.0
+        self._full_until_s = 0.0
         self._has_parcels = False
         self._kernel = kernel
         self._network = network
@@ -136,6 +137,10 @@ class SimWorker(Node):
         """A task holds the loop; the beats go on."""
         self._stalled_s = self._kernel.now_s()
         super().freeze(until_s)
+
+    def fill(self, until_s: float) -> None:
+        """What it holds is over its budget, as long as it has groups."""
+        self._full_until_s = until_s
 
     def stop(self) -> None:
         """As SIGTERM: it has a moment for what it runs, and another to deliver."""
@@ -189,7 +194,14 @@ class SimWorker(Node):
                 rollout.tick()
         self._do(self.duties.step(Ticked(), self._kernel.now_s(self)))
         if self.alive:
+            self._weigh()
             self._kernel.after(TICK_S, self._tick, self)
+
+    def _weigh(self) -> None:
+        before = self.duties.budget.state
+        is_full = self._kernel.now_s() < self._full_until_s
+        self.duties.weigh(self.duties.settings.max_held_bytes if is_full else 0)
+        self.note("budget", before.value, self.duties.budget.state.value)
 
     def _beat(self) -> None:
         now_s = self._kernel.now_s()
@@ -199,6 +211,8 @@ class SimWorker(Node):
             num_running=self.duties.num_rollouts,
             accepting=self.duties.accepting,
             unacked_bytes=self.duties.outbox.unacked_bytes,
+            waits_for=self.duties.waits_for,
+            held_bytes=self.duties.budget.held_bytes,
             loop_lag_s=lag_s,
             rss_bytes=0,
             num_finished=0,

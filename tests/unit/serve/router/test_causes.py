@@ -5,7 +5,7 @@ import msgspec
 from rollmesh.serve.router.causes import STANDING_BEATS, TELL_BEATS
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import CancelGroup, ClientHello, GroupMoved, GroupState, WorkerLeft
-from tests.unit.serve.router.story import Story, ask, group, hello, only
+from tests.unit.serve.router.story import Story, ask, beat, group, hello, only
 
 STANDING_S, TELL_S = float(STANDING_BEATS), float(TELL_BEATS)  # a beat is a second here
 
@@ -54,6 +54,48 @@ def test_a_cause_ends_with_the_last_group_that_waits(story: Story) -> None:
     story.passes(STANDING_S + 1, "c")
     story.says("c", CancelGroup(group(1), "enough"))
     story.passes(0.5, "c")
+    assert story.ledger.causes.standing() == []
+
+
+WAITS_FOR = "held_bytes: 9 held, worker.max_held_bytes = 8"
+
+
+def is_full(story: Story, *workers: str) -> None:
+    for name in workers:
+        told = beat(name, accepting=False)
+        story.says(name, msgspec.structs.replace(told, waits_for=WAITS_FOR))
+
+
+def test_groups_whose_workers_are_all_full_wait_and_are_told_so(story: Story) -> None:
+    story.worker("w0")
+    story.worker("w1")
+    is_full(story, "w0", "w1")
+    story.asks(ask(1))
+    assert story.state(1) is GroupState.QUEUED
+    sends = []
+    for _ in range(STANDING_BEATS + 1):
+        is_full(story, "w0", "w1")
+        sends += story.passes(1, "c")
+    told = f"over_budget: for 20 s no worker of env 'guess' has room; w0 waits for {WAITS_FOR}"
+    assert reasons(sends) == [told]
+    assert story.ledger.causes.standing()[0].startswith("over_budget: ")
+    story.says("w1", beat("w1"))
+    story.passes(0.5, "c")
+    assert story.ledger.causes.standing() == []
+    assert story.state(1) is GroupState.ASSIGNED
+
+
+def test_one_full_worker_beside_one_that_serves_is_no_cause(story: Story) -> None:
+    story.worker("w0")
+    story.worker("w1")
+    story.asks(ask(1, n=8))
+    story.asks(ask(2, n=8))
+    story.asks(ask(3, n=8))
+    for _ in range(STANDING_BEATS + 1):
+        is_full(story, "w1")
+        assert not reasons(story.passes(1, "c"))
+        story.says("w0", beat("w0", num_running=8))
+    assert story.state(3) is GroupState.QUEUED
     assert story.ledger.causes.standing() == []
 
 

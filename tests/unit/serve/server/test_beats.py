@@ -15,6 +15,8 @@ VITALS = Vitals(
     num_running=3,
     accepting=True,
     unacked_bytes=10,
+    waits_for="held_bytes: 9 held, worker.max_held_bytes = 8",
+    held_bytes=9,
     num_finished=4,
     num_failed=2,
     last_error="infra_error: engine gone",

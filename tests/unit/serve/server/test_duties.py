@@ -41,13 +41,14 @@ ONE, TWO = GroupId("r1", 1), GroupId("r1", 2)
 SINK = "tcp://sink"
 
 
-def new_duties(max_unacked_bytes: int = 1000) -> Duties:
+def new_duties(max_unacked_bytes: int = 1000, max_held_bytes: int = 10**6) -> Duties:
     duties = Duties(
         DutiesSettings(
             worker_id="w1",
             env="guess",
             max_rollouts=8,
             max_unacked_bytes=max_unacked_bytes,
+            max_held_bytes=max_held_bytes,
             outbox=OutboxSettings(resend_s=1.0, delivery_timeout_s=60.0),
         )
     )
@@ -70,6 +71,11 @@ def end(duties: Duties, group_id: GroupId) -> list[Action]:
 
 def ack(duties: Duties, group_id: GroupId) -> list[Action]:
     return duties.step(Received(SINK.encode(), GroupAcked(group_id, 1, False)), 0.0)
+
+
+def ended_and_acked(duties: Duties, group_id: GroupId) -> None:
+    end(duties, group_id)
+    ack(duties, group_id)
 
 
 def said(actions: list[Action]) -> list[AnyMessage]:
@@ -187,6 +193,45 @@ def test_worker_over_its_byte_budget_does_not_accept() -> None:
         act(duties, ONE)
         accepting.append(duties.accepting)
     assert accepting == [True, False, True]
+
+
+def test_worker_says_which_budget_it_waits_for() -> None:
+    duties = new_duties(max_unacked_bytes=500, max_held_bytes=1000)
+    run(duties, ONE)
+    told = []
+    for act in (
+        lambda: duties.weigh(999),
+        lambda: duties.weigh(1000),
+        lambda: duties.weigh(10),
+        lambda: end(duties, ONE),
+        lambda: ack(duties, ONE),
+    ):
+        act()
+        told.append((duties.accepting, duties.waits_for))
+    assert told == [
+        (True, ""),
+        (False, "held_bytes: 1000 held, worker.max_held_bytes = 1000"),
+        (True, ""),
+        (False, "unacked_bytes: 500 unacked, worker.max_unacked_bytes = 500"),
+        (True, ""),
+    ]
+
+
+def test_worker_without_groups_takes_some_whatever_it_counts() -> None:
+    duties = new_duties(max_held_bytes=1000)
+    accepting = []
+    for act in (duties.holds, lambda: run(duties, ONE), lambda: ended_and_acked(duties, ONE)):
+        act()
+        duties.weigh(5000)
+        accepting.append(duties.accepting)
+    assert accepting == [True, False, True], "nothing that it has would ever make it lighter"
+
+
+def test_full_worker_runs_what_was_on_its_way() -> None:
+    duties = new_duties(max_held_bytes=1000)
+    run(duties, ONE)
+    duties.weigh(1000)
+    assert Begin(TWO, 4, b"ask") in run(duties, TWO)
 
 
 def test_draining_worker_finishes_and_leaves() -> None:
