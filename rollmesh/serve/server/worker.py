@@ -13,9 +13,11 @@ import socket
 
 import msgspec
 
+from rollmesh.core.accounts import Accounts
 from rollmesh.core.config import Config
 from rollmesh.core.descriptors import share_in_use
 from rollmesh.core.errors import WireError
+from rollmesh.core.heap import note_freed
 from rollmesh.core.ids import GroupId
 from rollmesh.core.logs import get_logger
 from rollmesh.core.metrics import rss_bytes
@@ -81,6 +83,7 @@ class Worker:
                 env=config.env,
                 max_rollouts=config.worker.max_rollouts,
                 max_unacked_bytes=config.worker.max_unacked_bytes,
+                max_held_bytes=config.worker.max_held_bytes,
                 pid=os.getpid(),
                 host=socket.gethostname(),
                 started_s=STARTED_S,
@@ -98,6 +101,9 @@ class Worker:
         self._left = asyncio.Event()
         self._stage: Stage | None = None
         self._group: asyncio.TaskGroup | None = None
+        self.accounts = Accounts()
+        """What this process holds; its budget is of that."""
+        self.accounts.add(self._held, self._tables, self._caches)
 
     def vitals(self) -> Vitals:
         """For the beats; from any thread."""
@@ -113,6 +119,8 @@ class Worker:
             num_calls=runtime.num_calls if runtime else 0,
             num_tokens=runtime.num_tokens if runtime else 0,
             num_left_behind=self._num_left_behind,
+            waits_for=self._duties.waits_for,
+            held_bytes=self._duties.budget.held_bytes,
         )
 
     def report(self, fault: EngineFaulted) -> None:
@@ -154,6 +162,7 @@ class Worker:
         assert stage is not None
         while True:
             self._step(Ticked())
+            self._duties.weigh(self.accounts.held_bytes())
             self._look_for_wear()
             stage.runtime.look_for_leaks()
             self._post.look_for_silence()
@@ -214,9 +223,28 @@ class Worker:
                 log.info("group.aborted", group_id=str(group_id), reason=reason)
                 self._tasks[group_id].cancel()
             case Forget(group_id):
-                self._payloads.pop(group_id, None)
+                if payload := self._payloads.pop(group_id, None):
+                    note_freed(payload.num_bytes)
             case Left():
                 self._left.set()
+
+    def _held(self) -> dict[str, int]:
+        return {"outbox": self._duties.outbox.unacked_bytes}
+
+    def _tables(self) -> dict[str, int]:
+        duties = self._duties
+        return {
+            "running_groups": len(duties.running),
+            "aborting_groups": len(duties.aborting),
+            "parcels": len(duties.outbox.parcels),
+            "payloads": len(self._payloads),
+            "group_tasks": len(self._tasks),
+            "open_slots": self._slots.num_open,
+            "left_behind": self._num_left_behind,
+        }
+
+    def _caches(self) -> dict[str, int]:
+        return {"delivered_groups": self._duties.num_remembered, "sinks": self._post.num_sinks}
 
     def _payload_of(self, message: AnyMessage) -> Payload | None:
         return self._payloads[message.group_id] if isinstance(message, GroupFinished) else None
