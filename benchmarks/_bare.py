@@ -8,6 +8,7 @@ Driven by interception.py.
 
 import argparse
 import asyncio
+import contextlib
 import os
 
 import aiohttp
@@ -29,8 +30,9 @@ async def proxy(engine: str, ready_fd: int | None) -> None:
                 return web.Response(body=await answer.read(), content_type="application/json")
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
+            with contextlib.suppress(ConnectionError):  # a client may be gone
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
             return response
 
     app = web.Application(client_max_size=2**30)

@@ -19,14 +19,14 @@ import msgspec
 from benchmarks._arms import Child
 from benchmarks._soak_engine import write_folder
 from benchmarks._soak_load import Shape
-from benchmarks._soak_watch import Held, Metrics, held_by
+from benchmarks._soak_watch import Held, Metrics, held_by, is_alive
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.client import Arrival, Finished, RolloutClient
 
 LOOK_S = 1.0
-PATIENCE_S = 300.0
+PATIENCE_S = 120.0
 """A wave in which nothing ends for so long has failed."""
 ENV = "benchmarks._soak_env:SoakEnv"
 MAX_CONTEXT_TOKENS = 131_072
@@ -190,8 +190,10 @@ class SoakMesh:
                 num_asked += 1
             arrivals = self._client.take(LOOK_S)
             waited_s = 0.0 if arrivals else waited_s + LOOK_S
-            if waited_s > PATIENCE_S:
-                raise RuntimeError(f"nothing ended for {PATIENCE_S:g} s")
+            gone = [name for name, pid in self.pids.items() if not is_alive(pid)]
+            if gone or waited_s > PATIENCE_S:
+                why = f"{gone[0]} has ended" if gone else f"nothing ended for {PATIENCE_S:g} s"
+                raise RuntimeError(why)
             for arrival in arrivals:
                 asked.discard(arrival.group_id)
                 self._count(arrival, wave)

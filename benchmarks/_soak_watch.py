@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import psutil
 
 PERIOD_S = 0.5
 MB = 2**20
@@ -112,6 +113,11 @@ def memory_of(pid: int) -> tuple[int, int]:
         name, _, rest = line.partition(":")
         figures[name] = int(rest.split()[0]) * 1024
     return figures["Rss"], figures["Pss"]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; a child that has ended and is not waited for does not."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def peak_bytes(pid: int) -> int:
