@@ -39,11 +39,7 @@ def size_of(piece: Piece) -> int:
 
 def part_of(piece: Piece, start: int, stop: int) -> bytes | memoryview:
     """`piece[start:stop]`, without a copy unless it must come from disk."""
-    if not isinstance(piece, bytes):
-        if piece.is_spilled:
-            return piece.read(start, stop)
-        piece = piece.read()
-    return memoryview(piece)[start:stop]
+    return memoryview(piece)[start:stop] if isinstance(piece, bytes) else piece.part(start, stop)
 
 
 def joined(pieces: Iterable[Piece]) -> bytes:
@@ -51,8 +47,10 @@ def joined(pieces: Iterable[Piece]) -> bytes:
     return b"".join([p if isinstance(p, bytes) else p.read() for p in pieces])
 
 
-def says(pieces: Sequence[Piece], raw: memoryview) -> bool:
-    """Whether the pieces joined are `raw`; no copy of it is made."""
+def says(pieces: Sequence[Piece], raw: bytes | memoryview) -> bool:
+    """Whether the pieces joined are `raw`; no copy of a view is made."""
+    if isinstance(pieces[0], bytes) and len(pieces) == 1:
+        return pieces[0] == raw
     at = 0
     for piece in pieces:
         own = piece if isinstance(piece, bytes) else piece.read()

@@ -12,13 +12,21 @@ import codecs
 import re
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from rollmesh.runtime.blobs import Blob
-from rollmesh.serve.interception.pieces import Piece, cut, held, joined, says, size_of
+from rollmesh.serve.interception.pieces import (
+    MIN_BLOB_BYTES,
+    Piece,
+    cut,
+    held,
+    joined,
+    says,
+    size_of,
+)
 from rollmesh.serve.interception.relay.tips import Following, Tip
 
 MAX_TIPS = 4
@@ -37,6 +45,9 @@ _GAP = re.compile(rb"[ \t\r\n]*,?[ \t\r\n]*")
 _FIRST = b"[%d" % secrets.randbits(62)
 """Stands for the messages that a tip has already: what follows reads as it does behind them. A
 body that has its history twice does not know it."""
+
+Message = bytes | memoryview
+"""A view of one that is long, so that what is known is not copied."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _elements = msgspec.json.Decoder(list[msgspec.Raw])
@@ -105,8 +116,10 @@ class _Read(NamedTuple):
     """The last spot of the history that was there before."""
     spot: Spot
     """Its end."""
-    pieces: Sequence[Piece]
-    """See Taken."""
+    tip: Tip | None
+    """Stands for its history from now on."""
+    rest: bytes
+    """Of the body behind that; all of it without a tip."""
 
 
 class Threads:
@@ -146,9 +159,12 @@ class Threads:
         cause = self._fork(read.joint, spot, tools, system)
         spot.asked = Request(spot, self._keep(b"{%b}" % settings), tools, system, cause)
         self._is_first = False
-        num_bytes = sum(map(size_of, read.pieces))
-        is_short = num_bytes <= MAX_JOINED_BYTES and len(read.pieces) > 1
-        return Taken(spot.asked, (joined(read.pieces),) if is_short else read.pieces)
+        if body.whole is not None and len(body.whole) <= MAX_JOINED_BYTES:
+            return Taken(spot.asked, (body.whole,))
+        before = read.tip.pieces if read.tip else []
+        if sum(map(size_of, before)) <= MAX_JOINED_BYTES:
+            return Taken(spot.asked, (joined([*before, read.rest]),))
+        return Taken(spot.asked, [*before, read.rest])
 
     def forget(self) -> None:
         """Let go of everything, at once and without the garbage collector."""
@@ -193,16 +209,15 @@ class Threads:
         key = next((key for key in _HISTORIES if key in fields), "")
         history = fields.pop(key) if key else msgspec.Raw(b"[]")
         if bytes(memoryview(history)[:1]) != b"[":
-            joint, spot = self._go(self._root, [memoryview(bytes(history))])
-            return _Read(fields, joint, spot, (raw,))
+            joint, spot = self._go(self._root, [bytes(history)])
+            return _Read(fields, joint, spot, None, raw)
         opened = re.search(rb'"%b"\s*:\s*\[' % key.encode(), raw)
         at = opened.end() - 1 if opened else 0
         elements = _elements.decode(history)
         if not opened or not elements or not raw.startswith(history, at):
-            joint, spot = self._go(self._root, [memoryview(bytes(each)) for each in elements])
-            return _Read(fields, joint, spot, (raw,))
+            joint, spot = self._go(self._root, map(bytes, elements))
+            return _Read(fields, joint, spot, None, raw)
         tip = Tip(raw[:at], key)
-        tip.add(raw[: at + 1])
         return self._walk(tip, raw, at + 1, elements, fields)
 
     def _walk(
@@ -215,22 +230,17 @@ class Threads:
     ) -> _Read:
         """These messages behind those of `tip`, which is the newest then; `text` has them from
         byte `at` on."""
-        view = memoryview(text)
-        gaps, messages = [], []
-        for raw in elements:
-            gap = _GAP.match(text, at)
-            assert gap
-            at = gap.end() + len(memoryview(raw))
-            gaps.append(gap.group())
-            messages.append(view[gap.end() : at])
-        joint, spot = self._go(tip.spots[-1] if tip.spots else self._root, messages)
-        for between, each in zip(gaps, _line(spot, len(messages)), strict=True):
-            tip.add(between)
-            tip.add_message(each)
+        start = tip.spots[-1] if tip.spots else self._root
+        joint = spot = start
+        if elements:
+            spans = _spans(text, at, elements)
+            joint, spot = self._go(start, _messages(text, spans))
+            tip.grow(text, spans, _line(spot, len(spans)))
+            at = spans[-1][1]
         self._tips.append(tip)
-        return _Read(fields, joint, spot, [*tip.pieces, text[at:]])
+        return _Read(fields, joint, spot, tip, text[at:])
 
-    def _go(self, spot: Spot, messages: Sequence[memoryview]) -> tuple[Spot, Spot]:
+    def _go(self, spot: Spot, messages: Iterable[Message]) -> tuple[Spot, Spot]:
         """The last spot of the history that was there before, and its end, from `spot` on."""
         joint = None
         for message in messages:
@@ -245,7 +255,7 @@ class Threads:
             spot = child
         return joint or spot, spot
 
-    def _pieces(self, key: int, message: memoryview) -> tuple[Piece, ...]:
+    def _pieces(self, key: int, message: Message) -> tuple[Piece, ...]:
         """Of a message, which may be known from another history."""
         known = self._messages.get(key)
         if known is not None and says(known, message):
@@ -256,13 +266,12 @@ class Threads:
         return pieces
 
     def _keep(self, raw: bytes) -> Piece:
-        piece = held(raw)
-        if not isinstance(piece, bytes):
-            self._count(piece)
-        elif (kept := self._kept.setdefault(piece, piece)) is not piece:
+        if (kept := self._kept.get(raw)) is not None:
             return kept
-        else:
-            self._count(piece)
+        piece = held(raw)
+        if isinstance(piece, bytes):
+            self._kept[piece] = piece
+        self._count(piece)
         return piece
 
     def _count(self, piece: Piece) -> None:
@@ -286,6 +295,24 @@ class Threads:
         if system != base.asked.system:
             return "system_changed"
         return "rewound" if was_continued and base is not spot else ""
+
+
+def _spans(text: bytes, at: int, elements: Iterable[msgspec.Raw]) -> list[tuple[int, int]]:
+    """Where a list's elements begin and end in `text`, the first at or behind byte `at`."""
+    spans = []
+    for raw in elements:
+        gap = _GAP.match(text, at)
+        assert gap
+        start = gap.end()
+        at = start + len(memoryview(raw))
+        spans.append((start, at))
+    return spans
+
+
+def _messages(text: bytes, spans: Iterable[tuple[int, int]]) -> Iterator[Message]:
+    view = memoryview(text)
+    for start, stop in spans:
+        yield text[start:stop] if stop - start < MIN_BLOB_BYTES else view[start:stop]
 
 
 def _line(spot: Spot, num_messages: int) -> list[Spot]:

@@ -8,7 +8,7 @@ said of a tip's bytes stays true while the tip grows. Driven by threads.py and b
 """
 
 from bisect import bisect, bisect_left
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollmesh.serve.interception.pieces import Piece, joined, part_of, size_of
@@ -37,24 +37,18 @@ class Tip:
         self._pieces: list[Piece] = []
         self._starts: list[int] = []
 
-    def add(self, text: bytes) -> None:
-        """More of what stands between messages."""
-        last = self._pieces[-1] if self._pieces else None
-        if isinstance(last, bytes) and len(last) + len(text) <= MAX_RUN_BYTES:
-            self._pieces[-1] = last + text
-            self.num_bytes += len(text)
-        else:
-            self._append(text)
-
-    def add_message(self, spot: "Spot") -> None:
-        """The next message."""
-        for piece in spot.pieces:
-            if isinstance(piece, bytes):
-                self.add(piece)
-            else:
-                self._append(piece)
-        self.spots.append(spot)
-        self._stops.append(self.num_bytes)
+    def grow(self, text: bytes, spans: Sequence[tuple[int, int]], spots: Sequence["Spot"]) -> None:
+        """By `text`, up to the end of the last of its messages, which are `spots`."""
+        begun = 0
+        for (start, stop), spot in zip(spans, spots, strict=True):
+            if len(spot.pieces) > 1 or not isinstance(spot.pieces[0], bytes):
+                self._add(text[begun:start])
+                for piece in spot.pieces:
+                    self._add(piece)
+                begun = stop
+            self.spots.append(spot)
+            self._stops.append(self.num_bytes + stop - begun)
+        self._add(text[begun : spans[-1][1]])
 
     def ends_before(self, stop: int) -> int:
         """How many messages end at or before this byte."""
@@ -69,7 +63,7 @@ class Tip:
         tip = Tip(self.opening, self.key)
         tip.spots, tip._stops = self.spots[:num_messages], self._stops[:num_messages]
         for piece in self.cut(0, self.stop_of(num_messages)):
-            tip._append(piece)
+            tip._add(piece)
         return tip
 
     def agrees(self, at: int, data: bytes) -> bool:
@@ -106,37 +100,48 @@ class Tip:
         """Of the pieces that are no blobs, held here beside the messages."""
         return sum([len(piece) for piece in self._pieces if isinstance(piece, bytes)])
 
-    def _append(self, piece: Piece) -> None:
-        self._starts.append(self.num_bytes)
-        self._pieces.append(piece)
-        self.num_bytes += size_of(piece)
+    def _add(self, piece: Piece) -> None:
+        size = size_of(piece)
+        last = self._pieces[-1] if self._pieces else None
+        if not isinstance(piece, bytes) or not isinstance(last, bytes):
+            is_apart = True
+        else:
+            is_apart = len(last) + size > MAX_RUN_BYTES
+            if not is_apart:
+                self._pieces[-1] = last + piece
+        if is_apart:
+            self._starts.append(self.num_bytes)
+            self._pieces.append(piece)
+        self.num_bytes += size
 
 
 class Following:
     """One body on its way in: how far it is a tip's, and the rest."""
 
-    __slots__ = ("_tips", "num_matched", "rest", "tip")
+    __slots__ = ("_tips", "num_matched", "rest", "tip", "whole")
 
-    def __init__(self, tips: Iterable[Tip]) -> None:
+    def __init__(self, tips: Sequence[Tip]) -> None:
         """`tips` are the oldest first."""
         self.tip: Tip | None = None
         self.num_matched = 0
         """So many bytes stand in `tip`."""
         self.rest: list[bytes] = []
         """Behind those, as they came."""
-        self._tips: list[Tip] | None = list(tips)
+        self.whole: bytes | None = None
+        """The body, where it came in one piece."""
+        self._tips: Sequence[Tip] | None = tips
 
     def append(self, data: bytes) -> None:
         """More of the body."""
         if self._tips is not None:
-            agreeing = [tip for tip in reversed(self._tips) if tip.agrees(0, data)]
-            self.tip = max(agreeing, key=lambda tip: min(tip.num_bytes, len(data)), default=None)
-            self._tips = None
-        tip, at = self.tip, self.num_matched
-        if self.rest or tip is None or not tip.agrees(at, data):
-            self.rest.append(data)
-            return
-        num_same = min(len(data), tip.num_bytes - at)
+            self.whole, self.tip, self._tips = data, _nearest(self._tips, data), None
+            tip = self.tip
+        else:
+            self.whole = None
+            tip = None if self.rest else self.tip
+            if tip is not None and not tip.agrees(self.num_matched, data):
+                tip = None
+        num_same = min(len(data), tip.num_bytes - self.num_matched) if tip else 0
         self.num_matched += num_same
         if num_same < len(data):
             self.rest.append(data[num_same:])
@@ -148,5 +153,15 @@ class Following:
 
     def since(self, stop: int) -> bytes:
         """The body from this byte of the tip on."""
+        if stop == self.num_matched and len(self.rest) == 1:
+            return self.rest[0]
         start = self.tip.cut(stop, self.num_matched) if self.tip else []
         return joined([*start, *self.rest])
+
+
+def _nearest(tips: Sequence[Tip], data: bytes) -> Tip | None:
+    """Which a body that begins like that goes on from furthest; of several, the newest."""
+    agreeing = [tip for tip in reversed(tips) if tip.agrees(0, data)]
+    if len(agreeing) < 2:
+        return agreeing[0] if agreeing else None
+    return max(agreeing, key=lambda tip: min(tip.num_bytes, len(data)))
