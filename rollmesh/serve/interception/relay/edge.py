@@ -80,7 +80,8 @@ class _Exchange:
         parcel = self._parcel(secret)
         if is_kept:
             body = session.follow()
-            await request.read_into(body, *limits)
+            with session.reading():
+                await request.read_into(body, *limits)
             call = session.call(route, parcel, body, read_retry_mark(headers))
             # What is left of it is the session's now, and counted there.
             del body

@@ -7,7 +7,9 @@ by the call that it repeats, unless that one failed; every running call is in `_
 it at its end. Driven by edge.py and, through capture.py, by the gateway's book.
 """
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -60,6 +62,8 @@ class RelaySession:
         self._newest: dict[Spot, RelayCall] = {}
         """By the history that was asked."""
         self._live: set[RelayCall] = set()
+        self._coming: set[asyncio.Task[object]] = set()
+        """Who reads the body of a call."""
         self._num_answer_bytes = 0
         self._num_blob_bytes = 0
         """Of answers that are long."""
@@ -71,6 +75,21 @@ class RelaySession:
             raise self._gone()
         self._threads = self._threads or Threads()
         return self._threads.follow()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around the reading of a body: SessionError 410 if the session is sealed meanwhile."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._coming.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._sealed_because and task.uncancel() == 0:
+                raise self._gone() from None
+            raise  # the client hung up
+        finally:
+            self._coming.discard(task)
 
     def call(self, route: str, parcel: Parcel, body: Following, mark: RetryMark) -> RelayCall:
         """The call that answers this request: a new one, or the one that a retry repeats.
@@ -149,6 +168,8 @@ class RelaySession:
             self._sealed_because = reason
             for call in list(self._live):
                 call.cut(self._gone())
+            for task in self._coming:
+                task.cancel()
 
     def forget(self) -> None:
         if self._threads is not None:

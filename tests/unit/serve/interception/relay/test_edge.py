@@ -231,6 +231,22 @@ async def test_sealing_wakes_who_waits_and_refuses_who_comes(
     assert states == {"sealed"}
 
 
+async def test_sealing_wakes_a_call_whose_body_is_still_coming(make_relay: MakeRelay) -> None:
+    async with ScriptedProvider([]) as provider:
+        relay = await make_relay(provider)
+        host, _, port = relay.base.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /s/{relay.opened.path_secret}/v1/messages HTTP/1.1\r\nHost: h\r\n"
+        writer.write(head.encode() + b'Content-Length: 1000\r\n\r\n{"model"')
+        while not relay.edge.num_open:  # noqa: ASYNC110 - nobody tells when an exchange begins
+            await asyncio.sleep(0)
+        relay.session.seal("enough")
+        assert b"this session is over: enough" in await reader.read()
+        writer.close()
+    assert relay.edge.num_exchanges == {("messages", "sealed"): 1}
+    assert provider.seen == []
+
+
 async def test_sealing_wakes_a_call_whose_agent_takes_nothing(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
