@@ -26,7 +26,7 @@
         GroupIncomplete    it ran, but not all of its rollouts came to an outcome
       InfraError           a rollout failed for reasons that are not the agent's
       AgentFailed          a rollout failed and the agent itself is at fault
-        ContextFull        the conversation is longer than the model's context
+        ContextFull        the conversation is longer than the model's context, or than may be held
 
 Invariant: a message names the key, address or file and says what to do. `assert` is for our own
 mistakes. Driven by everyone.
@@ -169,4 +169,5 @@ class AgentFailed(RollmeshError):
 
 
 class ContextFull(AgentFailed):
-    """The conversation has grown past the model's context; an environment may end it there."""
+    """The conversation has grown past the model's context, or past what a session may hold; an
+    environment may end it there."""

@@ -28,6 +28,9 @@ from rollmesh.envs.env import Endpoint
 Message = Mapping[str, Json]
 """A chat message as the OpenAI API takes it."""
 
+FULL = ("context_length_exceeded", "session_over_limit")
+"""Codes of refusals that no further call of this conversation escapes."""
+
 
 class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a client waits and how often it tries again."""
@@ -74,7 +77,7 @@ class ChatClient:
         """The model's answer to `messages`; `fields` go into the body as they are.
 
         Raises AgentFailed where the endpoint refuses the request (ContextFull where it is longer
-        than the model's context), InfraError where it does not answer within the bounded number
+        than the model's context, or its session over a limit), InfraError where it does not answer within the bounded number
         of attempts.
         """
         body = orjson.dumps({"model": endpoint.model, "messages": messages, **fields})
@@ -96,7 +99,7 @@ class ChatClient:
                 if status == 200:
                     return _parse(payload)
                 fault = f"HTTP {status}: {_error_text(payload)}"
-                if _error_code(payload) == "context_length_exceeded":
+                if _error_code(payload) in FULL:
                     raise ContextFull(fault)
                 if status not in (408, 429) and status < 500:
                     raise AgentFailed(f"the endpoint refused the agent's call: {fault}")

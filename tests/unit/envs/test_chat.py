@@ -3,7 +3,7 @@
 import pytest
 
 from rollmesh.core.errors import AgentFailed, ContextFull, InfraError
-from rollmesh.envs.chat import ChatClient, ChatReply, ChatSettings, ToolCall
+from rollmesh.envs.chat import FULL, ChatClient, ChatReply, ChatSettings, ToolCall
 from rollmesh.envs.env import Endpoint
 from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint
 
@@ -111,8 +111,9 @@ async def test_calls_and_reasoning_are_read_and_the_message_can_be_sent_back_as_
     assert [each["id"] for each in reply.message["tool_calls"]] == ["c1", "c2"]
 
 
-async def test_conversation_past_the_context_has_an_error_of_its_own() -> None:
-    body = b'{"error": {"message": "too long", "code": "context_length_exceeded"}}'
+@pytest.mark.parametrize("code", FULL)
+async def test_conversation_past_a_limit_has_an_error_of_its_own(code: str) -> None:
+    body = b'{"error": {"message": "too long", "code": "%b"}}' % code.encode()
     async with ChatEndpoint([Answer(status=400, body=body)]) as server:
         with pytest.raises(ContextFull, match="too long"):
             await call(server)

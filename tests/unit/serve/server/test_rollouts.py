@@ -133,6 +133,46 @@ async def test_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
     assert len(env.agents) == 2
 
 
+async def spend(stage: Stage, agent: Endpoint) -> SessionError:
+    """The session is over a limit; what the agent's next call is told."""
+    session = stage.runtime.find(agent.api_key)
+    session.end_early("max_session_bytes = 7 is reached")
+    with pytest.raises(SessionError) as caught:
+        await session.attach(Turn(messages=[b'{"role":"user","content":"hi"}']))
+    return caught.value
+
+
+@pytest.mark.parametrize("crash", [SessionError, AgentFailed, ValueError, InfraError])
+async def test_agent_that_crashes_on_the_end_of_its_session_is_truncated(
+    tmp_path: Path, crash: type[Exception]
+) -> None:
+    async def run(agent: Endpoint) -> Transcript:
+        refusal = await spend(stage, agent)
+        raise refusal if crash is SessionError else crash("no more")
+
+    env = ScriptedEnv(run)
+    stage = new_stage(tmp_path, env, num_infra_retries=1)
+    played = await play_on(stage)
+    assert (played.record.outcome, played.record.reward) == (Outcome.TRUNCATED, None)
+    assert played.record.error == "max_session_bytes = 7 is reached"
+    assert len(env.agents) == 1
+
+
+async def test_agent_that_ends_well_after_the_end_of_its_session_is_truncated_and_scored(
+    tmp_path: Path,
+) -> None:
+    async def run(agent: Endpoint) -> Transcript:
+        refusal = await spend(stage, agent)
+        assert (refusal.status, refusal.code) == (400, "session_over_limit")
+        return GOOD
+
+    env = ScriptedEnv(run, reward=3)
+    stage = new_stage(tmp_path, env)
+    played = await play_on(stage)
+    assert (played.record.outcome, played.record.reward) == (Outcome.TRUNCATED, 3.0)
+    assert played.record.error == "max_session_bytes = 7 is reached"
+
+
 async def test_score_that_fails_for_infrastructure_reasons_is_tried_again(tmp_path: Path) -> None:
     env = ScriptedEnv(GOOD)
     env.score_fault = InfraError("judge gone")
