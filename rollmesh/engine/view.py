@@ -130,6 +130,11 @@ class FleetView:
         """It ended."""
         self._loads[url].num_own -= 1
 
+    @property
+    def num_sticky(self) -> int:
+        """Sessions whose engine is remembered."""
+        return len(self._sticky)
+
     def num_legs(self, url: str) -> int:
         """Legs of ours that run at `url`."""
         load = self._loads.get(url)

@@ -46,5 +46,11 @@ def new_runtime(
     )
     sampler = Sampler(parts, generation)
     lines = config.interception.rotating_lines
-    max_tokens = config.model.max_context_tokens
-    return Runtime(sampler, prompts, max_tokens, rotating_lines=lines), sampler
+    runtime = Runtime(
+        sampler,
+        prompts,
+        config.model.max_context_tokens,
+        rotating_lines=lines,
+        max_session_bytes=config.interception.max_session_bytes,
+    )
+    return runtime, sampler

@@ -4,6 +4,7 @@ Values and doors only; totals and openings are what sessions write to. Made by r
 by session.py.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -46,6 +47,14 @@ class SessionKit(msgspec.Struct, frozen=True):
     rotating: Rotating = None
     on_sealed: list[Callable[[RolloutId], None]] = []
     """Told of each session that is sealed, by its rollout."""
+    max_session_bytes: int = sys.maxsize
+
+    def over_limit(self, held_bytes: int) -> str:
+        """Why a session that holds so much is to end; '' if it is not."""
+        if held_bytes <= self.max_session_bytes:
+            return ""
+        limit = self.max_session_bytes
+        return f"the session holds {held_bytes} bytes, interception.max_session_bytes = {limit}"
 
 
 class SessionAsk(msgspec.Struct, frozen=True):

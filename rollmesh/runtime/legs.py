@@ -149,6 +149,23 @@ class Sampler:
             self._timer = self._loop.call_later(TICK_S, self._tick)
         return generation
 
+    def entries(self) -> dict[str, int]:
+        """How long each table is; all are empty when nothing is sampled."""
+        return {
+            "generations": len(self._live),
+            "legs": len(self._legs),
+            "engine_tasks": len(self._tasks),
+        }
+
+    def cache_entries(self) -> dict[str, int]:
+        """What is kept of engines: clients, and connections for the next call."""
+        return {
+            "engine_clients": len(self.clients),
+            "engines_avoided": len(self._avoid_until_s),
+            "engine_connections": self._http.num_connections,
+            "sticky_sessions": self._parts.view.num_sticky,
+        }
+
     async def close(self) -> None:
         """Seal what runs, abort its legs, hang up."""
         self._parts.view.listeners.remove(self._on_table)

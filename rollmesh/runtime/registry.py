@@ -5,6 +5,7 @@ has ended nothing of it is left here but, for a while, its name. Driven by the w
 gateway, which register and clean up, and by the HTTP edge, which finds sessions.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,6 +37,7 @@ class Runtime:
         max_context_tokens: int,
         clock: Clock | None = None,
         rotating_lines: Sequence[str] = (),
+        max_session_bytes: int = sys.maxsize,
     ) -> None:
         """`rotating_lines`: see InterceptionConfig; ConfigError where one is no pattern."""
         self.prompts = prompts
@@ -49,6 +51,7 @@ class Runtime:
             self._totals,
             Openings(),
             rotating,
+            max_session_bytes=max_session_bytes,
         )
         self._doors: Doors[Session] = Doors()
         self._scopes: dict[RolloutId, Scope] = {}
@@ -120,6 +123,10 @@ class Runtime:
             "doors": len(self._doors),
             "loans": sum([scope.num_loans for scope in scopes]),
         }
+
+    def cache_entries(self) -> dict[str, int]:
+        """What is kept within bounds though no rollout is here."""
+        return {"ended_rollouts": len(self._ended), "openings": len(self._kit.openings)}
 
     def held(self) -> dict[str, int]:
         """Bytes of all sessions, by what they are."""

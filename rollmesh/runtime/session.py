@@ -16,6 +16,7 @@ import asyncio
 import enum
 
 from rollmesh.core.errors import EngineUnavailable, SessionError
+from rollmesh.core.heap import note_freed
 from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.runtime.deltas import Answer, DeltaReader
 from rollmesh.runtime.echoes import find_shown
@@ -194,6 +195,7 @@ class Session:
     def forget(self) -> None:
         """Let go of everything, at once and without the garbage collector; after the record."""
         assert self.state is SessionState.SEALED
+        note_freed(self.held_bytes)
         if self._held is not None:
             self._held.history.forget()
         self._held = None
@@ -276,6 +278,8 @@ class Session:
         choices = enumerate(plan.choices)
         replies = tuple([self._sample(turn, source, params, n) for n, params in choices])
         self._replies.put(turn.digest, replies)
+        if over := self._kit.over_limit(self.held_bytes):
+            self.end_early(over)
         return replies
 
     def _sample(

@@ -15,13 +15,17 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rollmesh.core.accounts import Accounts
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.keeper import FleetKeeper
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.assembly import new_runtime
+from rollmesh.serve.interception.bodies import Bodies
+from rollmesh.serve.interception.book import SessionBook
 from rollmesh.serve.interception.capture import Capture
+from rollmesh.serve.interception.counts import add_bodies, add_book, add_edge, add_relay
 from rollmesh.serve.interception.edge import Control, Edge
 from rollmesh.serve.interception.relay.capture import RelayCapture
 from rollmesh.serve.interception.relay.edge import RelayEdge, RelayKit
@@ -63,6 +67,9 @@ class Backend(Protocol):
 
     def totals(self) -> tuple[int, int]:
         """(calls, sampled tokens) since the start."""
+
+    def join(self, accounts: Accounts, book: SessionBook) -> None:
+        """Count there what is held here; after `serve`."""
 
     async def run(self) -> None:
         """Whatever goes on beside the calls, until cancelled."""
@@ -108,6 +115,11 @@ class TokenBackend:
     def totals(self) -> tuple[int, int]:
         return self._runtime.num_calls, self._runtime.num_tokens
 
+    def join(self, accounts: Accounts, book: SessionBook) -> None:
+        assert self._edge is not None
+        add_edge(accounts, self._runtime, self._sampler, self._edge)
+        add_book(accounts, book, counts_open=False)
+
     async def run(self) -> None:
         await self._keeper.run()
 
@@ -127,6 +139,8 @@ class RelayBackend:
         max_bytes = config.interception.max_body_bytes
         self.capture = RelayCapture(self._upstreams, self._clock, max_bytes)
         self._edge = RelayEdge(RelayKit(self.capture, self._upstreams, config.interception))
+        self._bodies = Bodies(config.interception.max_inflight_bytes)
+        self._server: HttpServer | None = None
 
     def serve(self, control: Control) -> Faced:
         edge = self._edge
@@ -136,7 +150,8 @@ class RelayBackend:
             if not await control(request, path):
                 await edge.handle(request, path)
 
-        return HttpServer(handle, DRAIN_S)
+        self._server = HttpServer(handle, DRAIN_S, bodies=self._bodies)
+        return self._server
 
     def engines(self) -> list[dict[str, Any]]:
         """A relay probes nobody: an endpoint is ready until a call fails."""
@@ -162,6 +177,15 @@ class RelayBackend:
 
     def totals(self) -> tuple[int, int]:
         return self.capture.totals.num_calls, 0
+
+    def join(self, accounts: Accounts, book: SessionBook) -> None:
+        server = self._server
+        assert server is not None
+        add_relay(accounts, self.capture, self._client)
+        add_book(accounts, book, counts_open=True)
+        add_bodies(
+            accounts, self._bodies, lambda: self._edge.num_open, lambda: server.num_connections
+        )
 
     async def run(self) -> None:
         await asyncio.get_running_loop().create_future()

@@ -119,6 +119,10 @@ class SessionBook:
         self._closed_forks: Counter[str] = Counter()
         self._closed_healed: Counter[str] = Counter()
 
+    def __len__(self) -> int:
+        """Sessions that it knows."""
+        return len(self._entries)
+
     def open(self, wish: SessionWish, metadata: bytes) -> Opened:
         """A new session."""
         opened = self._capture.open(wish)

@@ -38,6 +38,9 @@ class CapturedSession(Protocol):
 
     @property
     def held_bytes(self) -> int: ...
+    def held(self) -> Mapping[str, int]:
+        """The same by what; `blobs` are those of other sessions, too."""
+
     @property
     def fault(self) -> str:
         """Why the newest ended call got no answer; '' if it got one."""

@@ -21,6 +21,7 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.registry import Runtime
 from rollmesh.serve.interception.auth import find_secret
+from rollmesh.serve.interception.bodies import Bodies
 from rollmesh.serve.interception.dialects.chat import ChatDialect
 from rollmesh.serve.interception.dialects.completions import CompletionsDialect
 from rollmesh.serve.interception.dialects.dialect import Dialect
@@ -67,6 +68,7 @@ class Edge:
         self.intercepts = Intercepts()
         """Those that have not ended, by their rollouts."""
         runtime.on_sealed.append(self.intercepts.unregister_rollout)
+        self.bodies = Bodies(config.max_inflight_bytes)
         self._control = control
         self._kit = ExchangeKit(
             runtime,
@@ -75,12 +77,17 @@ class Edge:
             config.keepalive_s,
             self.intercepts,
         )
-        self._server = HttpServer(self._handle, drain_s)
+        self._server = HttpServer(self._handle, drain_s, bodies=self.bodies)
 
     @property
     def num_open(self) -> int:
         """Exchanges that have not ended."""
         return len(self.intercepts)
+
+    @property
+    def num_connections(self) -> int:
+        """Of agents, that are open."""
+        return self._server.num_connections
 
     async def start(self, listening: socket.socket) -> str:
         """Serve on the socket; returns its base address, `http://host:port`."""

@@ -161,6 +161,7 @@ class Exchange:
                 replies.append(reply)
                 views.append(ReplyView(session, reply, told, self._kit.view))
         self.num_bytes = 0
+        self.request.let_go()
         return views
 
     async def _send_events(

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 import uvloop
 
+from rollmesh.core.accounts import Accounts
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.heap import Heap
@@ -32,6 +33,7 @@ from rollmesh.runtime.keeper import Keeper
 from rollmesh.serve.interception.admin import Admin, AdminKit
 from rollmesh.serve.interception.backends import Backend, RelayBackend, TokenBackend
 from rollmesh.serve.interception.book import SessionBook
+from rollmesh.serve.interception.counts import add_blobs
 from rollmesh.serve.interception.gauges import LoopLag, gateway_figures
 
 MAX_EXPIRY_S = 1.0
@@ -89,6 +91,10 @@ async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
             lambda: _health(ask.capture, backend),
         )
         face = backend.serve(Admin(kit).handle)
+        accounts = Accounts()
+        add_blobs(accounts)
+        backend.join(accounts, book)
+        exposition.add(accounts.figures)
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(backend.run()), group.create_task(_expire(book, ask))]
             gc.freeze()

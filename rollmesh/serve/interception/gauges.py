@@ -63,16 +63,14 @@ def gateway_figures(book: SessionBook, backend: Backend, lag: LoopLag) -> Iterat
 
 
 def _book_figures(book: SessionBook) -> Iterator[Figure]:
-    num_sessions = num_finished = held_bytes = 0
+    num_sessions = num_finished = 0
     for entry in book.entries():
         num_sessions += 1
         num_finished += entry.finished is not None
-        held_bytes += entry.held_bytes
     for state, number in ("open", num_sessions - num_finished), ("finished", num_finished):
         yield Figure("sessions", number, "Sessions in the book.", {"state": state})
     yield Figure("sessions_opened_total", book.num_opened, "Sessions opened.")
     yield Figure("sessions_expired_total", book.num_expired, "Sessions that nobody deleted.")
-    yield Figure("held_bytes", held_bytes, "Tokens, log-probs, messages and answers held.")
     for cause, number in book.forks().items():
         yield Figure("forks_total", number, "Histories that did not go on.", {"cause": cause})
     for kind, number in book.healed().items():

@@ -51,6 +51,9 @@ class TokenSession:
     def held_bytes(self) -> int:
         return self.session.held_bytes
 
+    def held(self) -> Mapping[str, int]:
+        return self.session.held()
+
     @property
     def fault(self) -> str:
         return self.session.engine_fault

@@ -21,7 +21,9 @@ import uvloop
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import UserError
+from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.metrics import Exposition
 from rollmesh.core.process import (
     FAILED,
     OK,
@@ -34,10 +36,15 @@ from rollmesh.core.process import (
 )
 from rollmesh.envs.calls import Calls, Limit, tamed
 from rollmesh.envs.env import Env
+from rollmesh.runtime import blobs
 from rollmesh.runtime.assembly import GC_THRESHOLDS, new_runtime
+from rollmesh.runtime.keeper import Keeper
+from rollmesh.serve.interception.counts import add_blobs, add_edge
 from rollmesh.serve.interception.edge import Edge
+from rollmesh.serve.interception.gauges import LoopLag
 from rollmesh.serve.server.beats import Beats, BeatSettings
 from rollmesh.serve.server.duties import Cause, Leaving
+from rollmesh.serve.server.face import Face, worker_figures
 from rollmesh.serve.server.loading import load_in_time
 from rollmesh.serve.server.rollouts import Stage, one_line
 from rollmesh.serve.server.worker import Worker, WorkerSettings
@@ -63,6 +70,9 @@ def run(
     AddressError, one line, where it cannot begin.
     """
     setup(worker_id, config.run_folder() if ready_fd is not None else None)
+    Heap().settle()
+    folder = config.interception.spill_folder
+    blobs.settle(config.interception.max_blob_bytes, Path(folder) if folder else None)
     settings = WorkerSettings(worker_id, router, config, read_keys())
     check_dial(router, settings.keys)
     env = load_in_time(settings)
@@ -133,7 +143,17 @@ async def _serve(
         runtime, sampler = new_runtime(config, worker.view, worker.report)
         stack.push_async_callback(sampler.close)
         model_name = Path(config.model.path).name or "policy"
-        edge = Edge(runtime, config.interception, model_name)
+        keeper = Keeper(SystemClock())
+        stack.callback(keeper.close)
+        exposition = Exposition("worker")
+        edge = Edge(runtime, config.interception, model_name, Face(exposition, listening).handle)
+        add_blobs(worker.accounts)
+        add_edge(worker.accounts, runtime, sampler, edge)
+        lag = LoopLag(loop)
+        stack.callback(lag.close)
+        exposition.add(worker.accounts.figures)
+        exposition.add(keeper.figures)
+        exposition.add(lambda: worker_figures(runtime, lag))
         address = await edge.start(listening)
         stack.push_async_callback(edge.stop)
         beat_settings = BeatSettings(worker_id, settings.router, config.router.beat_s)
@@ -145,6 +165,7 @@ async def _serve(
         )
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
+        keeper.start()
         worker.begin(stage)
         beats.start(loop)
         stack.callback(beats.close)

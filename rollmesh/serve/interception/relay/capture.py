@@ -41,6 +41,11 @@ class RelayCapture:
         """The session of a secret; SessionError 401 if there is none."""
         return self._doors.find(secret)
 
+    @property
+    def num_doors(self) -> int:
+        """Keys that lead somewhere."""
+        return len(self._doors)
+
     def close(self, captured: CapturedSession) -> None:
         assert isinstance(captured, RelaySession)
         captured.seal("it was deleted")

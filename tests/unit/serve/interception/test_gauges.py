@@ -2,6 +2,7 @@
 
 import asyncio
 
+from rollmesh.core.accounts import Accounts
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.types import Outcome
@@ -9,6 +10,7 @@ from rollmesh.serve.interception.backends import RelayBackend
 from rollmesh.serve.interception.book import SessionBook
 from rollmesh.serve.interception.capture import SessionWish
 from rollmesh.serve.interception.gauges import LAG_PROBE_S, LoopLag, gateway_figures
+from rollmesh.serve.interception.request import Request
 
 
 async def test_a_held_loop_is_told_once() -> None:
@@ -41,6 +43,28 @@ async def test_sessions_are_counted_by_state_and_forks_by_cause() -> None:
     assert told["sessions_opened_total",] == 3
     assert told["engines", "ready"] == told["engine_ready", "http://127.0.0.1:9"] == 1
     assert (told["calls_total",], told["live_legs",]) == (0, 0)
-    assert told["held_bytes",] == book.find(one.session_id).held_bytes < 200
     lag.close()
     await backend.close()
+
+
+async def test_a_gateway_counts_what_its_book_holds() -> None:
+    backend = RelayBackend(Config(), ("http://127.0.0.1:9",), "")
+    book, accounts = SessionBook(backend.capture, SystemClock(), 100.0), Accounts()
+    backend.serve(nobody)
+    backend.join(accounts, book)
+    at_rest = [(figure.name, *figure.labels.values()) for figure in accounts.figures()]
+    assert ("entries", "sessions") in at_rest
+    assert not any(accounts.held().values())
+    open_one, finished = (book.open(SessionWish(), b"{}").captured for _ in range(2))
+    book.finish(book.find(finished.session_id), Outcome.COMPLETED)
+    assert accounts.held()["accounts"] == book.find(finished.session_id).held_bytes > 0
+    told = {(figure.name, *figure.labels.values()): figure.value for figure in accounts.figures()}
+    assert (told["entries", "sessions"], told["entries", "doors"]) == (2, 4)
+    for captured in (open_one, finished):
+        book.delete(book.find(captured.session_id))
+    assert not any(figure.value for figure in accounts.figures())
+    await backend.close()
+
+
+async def nobody(request: Request, path: str) -> bool:
+    return False

@@ -1,0 +1,72 @@
+"""What stands behind an edge or a relay, for the accounts of its process.
+
+Invariant: bytes are counted where they lie: a blob once, however many sessions show it, and not at
+all while it is on disk. Driven by the worker's process and by the gateway's backends.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from rollmesh.core.accounts import Accounts
+from rollmesh.engine.http import HttpClient
+from rollmesh.runtime import blobs
+from rollmesh.runtime.legs import Sampler
+from rollmesh.runtime.registry import Runtime
+from rollmesh.serve.interception.bodies import Bodies
+from rollmesh.serve.interception.book import SessionBook
+from rollmesh.serve.interception.edge import Edge
+from rollmesh.serve.interception.relay.capture import RelayCapture
+
+
+def add_blobs(accounts: Accounts) -> None:
+    """The process's blobs."""
+    accounts.add(lambda: {"blobs": blobs.held_bytes()}, lambda: {"blobs": blobs.num_blobs()})
+
+
+def add_bodies(
+    accounts: Accounts, bodies: Bodies, num_open: Callable[[], int], num_kept: Callable[[], int]
+) -> None:
+    """An HTTP face: bodies in flight, exchanges that run, connections that are kept."""
+    accounts.add(
+        lambda: {"bodies": bodies.held_bytes},
+        lambda: {"bodies": bodies.num_held, "exchanges": num_open()},
+        lambda: {"connections": num_kept()},
+    )
+
+
+def add_edge(accounts: Accounts, runtime: Runtime, sampler: Sampler, edge: Edge) -> None:
+    """An edge that samples, its sessions and what goes on at engines."""
+    accounts.add(lambda: but_blobs([runtime.held()]), runtime.entries, runtime.cache_entries)
+    accounts.add(None, sampler.entries, sampler.cache_entries)
+    add_bodies(accounts, edge.bodies, lambda: edge.num_open, lambda: edge.num_connections)
+
+
+def add_relay(accounts: Accounts, capture: RelayCapture, client: HttpClient) -> None:
+    """A relay's doors, and its connections to providers."""
+    accounts.add(
+        None,
+        lambda: {"doors": capture.num_doors},
+        lambda: {"engine_connections": client.num_connections},
+    )
+
+
+def add_book(accounts: Accounts, book: SessionBook, *, counts_open: bool) -> None:
+    """A gateway's book: its accounts, and its open sessions, unless a runtime counts them."""
+
+    def held() -> Mapping[str, int]:
+        finished = [each.finished for each in book.entries() if each.finished]
+        counts = Counter(accounts=sum([each.account.num_bytes for each in finished]))
+        if counts_open:
+            counts.update(but_blobs(e.captured.held() for e in book.entries() if not e.finished))
+        return counts
+
+    accounts.add(held, lambda: {"sessions": len(book)})
+
+
+def but_blobs(held: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """The sum, without what is counted once for all."""
+    counts: Counter[str] = Counter()
+    for each in held:
+        counts.update(each)
+    del counts["blobs"]
+    return counts

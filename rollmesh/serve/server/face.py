@@ -1,0 +1,56 @@
+"""What a worker's edge answers beside agents: GET /metrics.
+
+Invariants: who asks has the admin token of the environment, as a Bearer, compared in constant time;
+where there is none, only an edge on loopback answers. Driven by the edge, which asks here first.
+"""
+
+import hmac
+import socket
+from collections.abc import Iterator
+
+from rollmesh.core.errors import SessionError
+from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
+from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
+from rollmesh.runtime.registry import Runtime
+from rollmesh.serve.interception.ending import refuse
+from rollmesh.serve.interception.gauges import LoopLag
+from rollmesh.serve.interception.request import Request
+
+ROUTE = "/metrics"
+
+
+class Face:
+    """See the module; `handle` is the edge's door."""
+
+    def __init__(self, exposition: Exposition, listening: socket.socket) -> None:
+        host = listening.getsockname()[0]
+        self._exposition = exposition
+        self._token = admin_token().encode()
+        self._is_open = not self._token and (host.startswith("127.") or host == "::1")
+
+    async def handle(self, request: Request, path: str) -> bool:
+        """Answer a request that is ours; False for any other."""
+        if path != ROUTE or request.method != "GET":
+            return False
+        if self._may_see(request):
+            lines = request.dated(CONTENT_TYPE.encode())
+            request.answer(200, lines, self._exposition.render())
+        else:
+            why = f"send the token of {ADMIN_TOKEN_VARIABLE} as `Authorization: Bearer TOKEN`"
+            error = SessionError(401, "invalid_admin_token", why)
+            refuse(request, why.encode() + b"\n", error)
+        return True
+
+    def _may_see(self, request: Request) -> bool:
+        if self._is_open:
+            return True
+        scheme, _, said = request.headers.get(b"authorization", b"").partition(b" ")
+        is_known = hmac.compare_digest(said.strip(), self._token)
+        return bool(self._token) and scheme.lower() == b"bearer" and is_known
+
+
+def worker_figures(runtime: Runtime, lag: LoopLag) -> Iterator[Figure]:
+    """A source for the exposition, but for its arguments."""
+    yield Figure("calls_total", runtime.num_calls, "Calls that asked for sampling.")
+    yield Figure("sampled_tokens_total", runtime.num_tokens, "Sampled tokens.")
+    yield Figure("loop_lag_seconds", lag.take(), "Worst lag of the event loop since last asked.")
