@@ -136,8 +136,7 @@ class RelayBackend:
         self._clock = SystemClock()
         self._client = HttpClient()
         self._upstreams = Upstreams(urls, key, self._client, self._clock)
-        max_bytes = config.interception.max_body_bytes
-        self.capture = RelayCapture(self._upstreams, self._clock, max_bytes)
+        self.capture = RelayCapture(self._upstreams, self._clock, config.interception)
         self._edge = RelayEdge(RelayKit(self.capture, self._upstreams, config.interception))
         self._bodies = Bodies(config.interception.max_inflight_bytes)
         self._server: HttpServer | None = None

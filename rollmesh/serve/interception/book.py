@@ -43,6 +43,7 @@ class Finished(msgspec.Struct, frozen=True):
     forks: Mapping[str, int]
     healed: Mapping[str, int]
     fault: str
+    spent_because: str
 
 
 class Entry:
@@ -102,6 +103,7 @@ class Entry:
             "forks": dict(told.forks),
             "healed": dict(told.healed),
             "fault": told.fault,
+            "spent_because": told.spent_because,
         }
 
 
@@ -164,18 +166,22 @@ class SessionBook:
         """Seal the session; its account as JSON in pieces."""
         finished = entry.finished or self._finish(entry, outcome)
         rewards = Rewards(entry.reward, entry.node_rewards)
-        return finished.account.told(rewards, outcome=finished.outcome)
+        return finished.account.told(
+            rewards, outcome=finished.outcome, spent_because=finished.spent_because
+        )
 
     def _finish(self, entry: Entry, outcome: Outcome | None) -> Finished:
         captured = entry.captured
-        fault = captured.fault
+        fault, spent = captured.fault, captured.spent_because
+        natural = Outcome.INFRA_ERROR if fault else Outcome.COMPLETED
         captured.seal("it was finished")
         entry.finished = finished = Finished(
-            outcome or (Outcome.INFRA_ERROR if fault else Outcome.COMPLETED),
+            Outcome.TRUNCATED if spent else outcome or natural,
             captured.account(),
             captured.forks,
             captured.healed,
             fault,
+            spent,
         )
         captured.forget()
         return finished

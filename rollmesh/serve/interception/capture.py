@@ -46,6 +46,10 @@ class CapturedSession(Protocol):
         """Why the newest ended call got no answer; '' if it got one."""
 
     @property
+    def spent_because(self) -> str:
+        """Which limit of ours ended it, so that it has no more calls; '' if none did."""
+
+    @property
     def forks(self) -> Mapping[str, int]:
         """Forks by cause."""
 

@@ -59,6 +59,10 @@ class TokenSession:
         return self.session.engine_fault
 
     @property
+    def spent_because(self) -> str:
+        return self.session.spent_because
+
+    @property
     def forks(self) -> Mapping[str, int]:
         rows = self.session.fork_report().forks
         return Counter([row.cause for row in rows]) if rows else NO_COUNTS

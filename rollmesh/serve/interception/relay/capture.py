@@ -5,6 +5,7 @@ by edge.py, which finds.
 """
 
 from rollmesh.core.clock import Clock
+from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import new_id
 from rollmesh.runtime.doors import Doors, Locks
@@ -16,10 +17,10 @@ from rollmesh.serve.interception.relay.upstreams import Upstreams
 class RelayCapture:
     """Satisfies Capture."""
 
-    def __init__(self, upstreams: Upstreams, clock: Clock, max_answer_bytes: int) -> None:
+    def __init__(self, upstreams: Upstreams, clock: Clock, config: InterceptionConfig) -> None:
         self._upstreams = upstreams
         self._clock = clock
-        self._max_answer_bytes = max_answer_bytes
+        self._config = config
         self._doors: Doors[RelaySession] = Doors()
         self._locks: dict[str, Locks] = {}
         """By session id."""
@@ -31,7 +32,7 @@ class RelayCapture:
             why = "sampling: a relay forwards requests as they are; rules need --capture tokens"
             raise SessionError(400, "unsupported_sampling", why)
         session = RelaySession(
-            new_id("s", 6), self._upstreams, self._clock, self._max_answer_bytes, self.totals
+            new_id("s", 6), self._upstreams, self._clock, self._config, self.totals
         )
         doors = self._doors.make(session)
         self._locks[session.session_id] = doors.locks

@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from rollmesh.core.clock import Clock
+from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
+from rollmesh.runtime.session import OVER_LIMIT
 from rollmesh.serve.interception.account import Account
 from rollmesh.serve.interception.capture import NO_COUNTS
 from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES
@@ -43,19 +45,20 @@ class RelaySession:
         session_id: str,
         upstreams: Upstreams,
         clock: Clock,
-        max_bytes: int,
+        config: InterceptionConfig,
         totals: RelayTotals,
     ) -> None:
         self.session_id = session_id
         self.num_calls = 0
         self.fault = ""
+        self.spent_because = ""
         self.forks: Mapping[str, int] = NO_COUNTS
         self.healed: Mapping[str, int] = NO_COUNTS
         """Always empty: nothing is re-rendered, so there is nothing to heal."""
         self._upstreams = upstreams
         self._home: Upstream | None = None
         self._clock = clock
-        self._max_bytes = max_bytes
+        self._config = config
         self._totals = totals
         self._threads: Threads | None = None
         self._calls: list[RelayCall] = []
@@ -70,9 +73,12 @@ class RelaySession:
         self._sealed_because = ""
 
     def follow(self) -> Following:
-        """Of the body of the next call; SessionError 410 if the session is sealed."""
+        """Of the body of the next call; SessionError 410 if the session is sealed, 400 if it holds
+        more than it may."""
         if self._sealed_because:
             raise self._gone()
+        if self.spent_because:
+            raise self._spent()
         self._threads = self._threads or Threads()
         return self._threads.follow()
 
@@ -94,11 +100,15 @@ class RelaySession:
     def call(self, route: str, parcel: Parcel, body: Following, mark: RetryMark) -> RelayCall:
         """The call that answers this request: a new one, or the one that a retry repeats.
 
-        SessionError 410 if the session is sealed.
+        SessionError as of `follow`.
         """
         if self._sealed_because or self._threads is None:
             raise self._gone()
         request, parcel.body = self._threads.hold(body)
+        if self.held_bytes > (limit := self._config.max_session_bytes):
+            held = f"the session holds {self.held_bytes} bytes"
+            self.spent_because = f"{held}, interception.max_session_bytes = {limit}"
+            raise self._spent()
         key = mark.key.decode("latin-1")
         if mark.is_resent and request is not None:
             known = self._newest.get(request.spot)
@@ -114,7 +124,7 @@ class RelaySession:
             key=key,
             asked_s=self._clock.unix_s(),
         )
-        call = RelayCall(asked, self._max_bytes, self._ended)
+        call = RelayCall(asked, self._config.max_body_bytes, self._ended)
         self._calls.append(call)
         self.num_calls += 1
         self._totals.num_calls += 1
@@ -129,7 +139,7 @@ class RelaySession:
         if self._sealed_because:
             raise self._gone()
         asked = Asked(-1, "", None, (), "", 0.0)
-        call = RelayCall(asked, self._max_bytes, self._live.discard)
+        call = RelayCall(asked, self._config.max_body_bytes, self._live.discard)
         self._live.add(call)
         self._upstreams.send(call, parcel, self._home)
         return call
@@ -192,6 +202,9 @@ class RelaySession:
             self.fault = f"the upstream answered {call.status}" if call.status >= 500 else ""
         elif call.failure is not None and call.failure.status >= 500:
             self.fault = str(call.failure)
+
+    def _spent(self) -> SessionError:
+        return SessionError(400, OVER_LIMIT, f"this session has ended: {self.spent_because}")
 
     def _gone(self) -> SessionError:
         return SessionError(410, "session_sealed", f"this session is over: {self._sealed_because}")

@@ -26,6 +26,7 @@ class Session:
         self.is_busy = False
         self.held_bytes = 10
         self.fault = ""
+        self.spent_because = ""
         self.forks: Counter[str] = Counter()
         self.healed: Counter[str] = Counter()
         self.sealed: list[str] = []
@@ -89,6 +90,7 @@ def test_finish_seals_once_and_says_the_same_again() -> None:
     assert first == {
         "session_id": "s0",
         "outcome": "completed",
+        "spent_because": "",
         "samples": [{"reward": 0.5}, {"reward": 1.0}],
     }
     assert scene.finish(entry, Outcome.AGENT_ERROR) == first
@@ -126,6 +128,16 @@ def test_the_outcome_is_the_finishers_else_what_the_last_call_says(
     scene = Scene()
     scene.add().fault = fault
     assert scene.finish(scene.book.find("s0"), asked)["outcome"] == outcome
+
+
+@pytest.mark.parametrize("asked", [None, Outcome.COMPLETED, Outcome.AGENT_ERROR])
+def test_a_session_that_a_limit_ended_is_truncated_whatever_its_finisher_says(
+    asked: Outcome | None,
+) -> None:
+    scene = Scene()
+    scene.add().spent_because = "it holds too much"
+    told = scene.finish(scene.book.find("s0"), asked)
+    assert (told["outcome"], told["spent_because"]) == ("truncated", "it holds too much")
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])

@@ -76,7 +76,7 @@ async def make_relay() -> AsyncIterator[MakeRelay]:
             http = await stack.enter_async_context(HttpClient())
             urls = [each if isinstance(each, str) else each.url for each in providers]
             upstreams = Upstreams(urls, key, http, SystemClock())
-            capture = RelayCapture(upstreams, SystemClock(), settings.max_body_bytes)
+            capture = RelayCapture(upstreams, SystemClock(), settings)
             edge = RelayEdge(RelayKit(capture, upstreams, settings))
 
             async def handle(request: Request) -> None:

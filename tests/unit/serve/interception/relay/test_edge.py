@@ -311,6 +311,24 @@ async def test_what_is_no_json_passes_too_and_is_kept_whole(make_relay: MakeRela
     assert relay.account()["calls"][0]["body"] == "{nonsense"
 
 
+async def test_a_session_that_holds_more_than_it_may_has_no_more_calls(
+    make_relay: MakeRelay,
+) -> None:
+    config = InterceptionConfig(max_session_bytes=50_000)
+    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+        relay = await make_relay(provider, config=config)
+        long = {"model": "m", "messages": [{"role": "user", "content": "x" * 60_000}]}
+        assert (await relay.read(ASK))[0] == 200
+        for body in (long, ASK):
+            status, raw = await relay.read(body)
+            told = msgspec.json.decode(raw)["error"]
+            assert (status, told["code"]) == (400, "session_over_limit")
+            assert "interception.max_session_bytes = 50000" in told["message"]
+    assert len(provider.seen) == 1
+    assert relay.session.spent_because
+    assert relay.account()["num_calls"] == 1
+
+
 async def test_an_answer_without_end_is_cut(make_relay: MakeRelay) -> None:
     async with ScriptedProvider([Told((b"x" * 900, b"x" * 900))]) as provider:
         relay = await make_relay(provider, config=InterceptionConfig(max_body_bytes=1000))
