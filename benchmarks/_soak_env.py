@@ -5,6 +5,7 @@ workers of the soak; driven by _soak_mesh.py.
 """
 
 import asyncio
+import time
 
 import msgspec
 
@@ -14,14 +15,22 @@ from rollmesh.core.errors import AgentFailed
 from rollmesh.core.types import Task
 from rollmesh.envs.env import Endpoint, Transcript
 
+MANY = 64
+"""More than a pool has threads."""
+
 
 class SoakEnv(PlainEnv):
     """`socket` is where the agents' process listens."""
 
     def __init__(self, *, socket: str) -> None:
         self._socket = socket
+        self._is_warm = False
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
+        if not self._is_warm:
+            # The worker's pool has all its threads from here on, and they can be counted.
+            self._is_warm = True
+            await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.1) for _ in range(MANY)))
         seat = Seat(agent.base_url, agent.api_key, task.data["number"], task.data["num_turns"])
         reader, writer = await asyncio.open_unix_connection(self._socket)
         try:

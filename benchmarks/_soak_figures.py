@@ -87,7 +87,7 @@ def left_over(seen: Seen) -> dict[str, float]:
     """Gauges of held bytes and entries that are not what they were, by process and name."""
     left: dict[str, float] = {}
     for name, after in seen.after.items():
-        before = seen.before[name].gauges
+        before = seen.cold[name].gauges
         for gauge, value in after.gauges.items():
             if TABLES.match(gauge) and value > before.get(gauge, 0.0):
                 left[f"{name} {gauge}"] = value - before.get(gauge, 0.0)

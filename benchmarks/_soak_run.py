@@ -1,9 +1,9 @@
 """One arm of the soak from its start to its end, and what was seen of it.
 
-    idle (cold) -> a small wave that warms up -> counts -> waves, each with a rest -> 10 s -> counts
+    idle, cold -> a small wave that warms up -> counts -> waves, each with a rest -> 10 s -> counts
 
-Invariants: idle memory is read before the first rollout of all, so that whatever is loaded late
-counts against us; files, threads and gauges are compared with those after the small wave, since
+Invariants: idle memory and gauges are read before the first rollout of all, so that whatever is
+loaded late counts against us; files and threads are compared with those after the small wave, since
 pools have their threads by then; a resting figure is the median of the last RESTING_S. Driven by
 rss_soak.py.
 """
@@ -25,10 +25,12 @@ from benchmarks._soak_worker import read_lags
 
 IDLE_S = 3.0
 REST_S = 10.0
-BETWEEN_S = 5.0
+BETWEEN_S = 6.0
+"""Kept connections to engines are closed by then."""
 RESTING_S = 2.0
 """A resting figure is the median of so many last seconds."""
-WARM_TURNS = 3
+WARM_TURNS, WARM_GROUPS = 6, 3
+"""The groups are for each that runs at a time."""
 LEAD_S = 1.0
 """What was to be held up to so long before a figure may still be in it."""
 MAX_RSS_BYTES = 8 * 2**30
@@ -67,6 +69,8 @@ class Seen(msgspec.Struct, kw_only=True):
     rests: list[Rest] = []
     scrapes: dict[str, list[Scrape]] = {}
     """Bytes held by what, as the process itself says, from time to time."""
+    cold: dict[str, Held] = {}
+    """At the first, after the small wave, and in the end."""
     before: dict[str, Held] = {}
     after: dict[str, Held] = {}
     num_missed: int = 0
@@ -107,7 +111,8 @@ def _soak(arm: Arm, plan: Plan, soaked: Soaked, watch: Watch) -> Seen:
         resting={},
     )
     num_at_once = arm.num_workers * arm.shape.slots // arm.shape.group_size
-    soaked.wave(num_at_once, WARM_TURNS, watch.is_over)
+    seen.cold = soaked.held()
+    soaked.wave(WARM_GROUPS * num_at_once, WARM_TURNS, watch.is_over)
     time.sleep(BETWEEN_S)
     seen.before, seen.began_s = soaked.held(), time.monotonic()
     for num_groups in _waves(arm, plan, seen):

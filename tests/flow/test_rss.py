@@ -1,0 +1,61 @@
+"""The soak that users run (benchmarks/rss_soak.py), for a minute: nothing is left at rest.
+
+Real processes, screenshots of 0.5 MB, agents that vanish and crash. What is asserted does not
+depend on how fast the machine is: what is resident, and held by their own word, when all is over.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks._soak_figures import slope
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rss_soak.py"
+SEED = 1
+"""Of which an agent of the first groups crashes."""
+
+
+def soaked(folder: Path, *words: str) -> dict[str, float]:
+    """The figures of one run."""
+    argv = [sys.executable, str(SCRIPT), "--json", "--seed", str(SEED), "--out", str(folder)]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([*argv, *words], capture_output=True, text=True, env=environ, check=False)
+    assert done.returncode == 0, done.stderr
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])["figures"]
+    return figures
+
+
+def test_a_minute_of_browsing_leaves_nothing_at_rest(tmp_path: Path) -> None:
+    figures = soaked(tmp_path, "--minutes", "1", "--keep", "3")
+    told = (tmp_path / "soak.md").read_text()
+    assert figures["on.rollouts"] >= 8
+    assert figures["on.vanished"] > 0
+    assert figures["on.crashed"] > 0
+    assert figures["on.broken"] == figures["on.beats_missed"] == 0
+    assert figures["on.gauges"] > 0
+    assert figures["on.gauges_left"] == 0, told
+    assert figures["on.files_left"] <= 0
+    assert figures["on.threads_left"] <= 0
+    assert figures["on.resting_vs_idle"] <= 1.4, told
+    assert figures["on.peak_factor"] <= 2.5, told
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_a_soak_without_eviction_is_found_out(tmp_path: Path) -> None:
+    figures = soaked(tmp_path, "--rollouts", "4", "--keep", "3", "--ablate", "evict")
+    assert figures["on.gauges_left"] == 0
+    assert figures["less evict.gauges_left"] > 0
+    # Four rollouts of 45 screenshots of 0.5 MB.
+    assert figures["less evict.resting_mb"] - figures["on.resting_mb"] > 60
+
+
+def test_a_slope_has_the_bound_of_a_textbook() -> None:
+    # Snedecor and Cochran's way on five points: 0.6, with 0.2828 of error at 3 degrees of freedom.
+    found = slope([1, 2, 3, 4, 5], [2, 4, 5, 4, 5])
+    assert found.at == pytest.approx(0.6)
+    assert found.high - found.at == pytest.approx(3.182 * 0.28284, rel=1e-3)
+    assert found.at - found.low == pytest.approx(found.high - found.at)
