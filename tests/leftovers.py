@@ -1,0 +1,85 @@
+"""What is left of results, found by looking through every object of the process.
+
+Owns the walk: the collector's own list, and what those objects hold that has no cycles and which it
+does not list. Under the fixture `young_heap` it sees what was made since the test began. Driven by
+tests of what must not be held.
+"""
+
+import gc
+import time
+import types
+from typing import Any
+
+import pytest
+
+from rollmesh.core.types import GroupRecord, NodeRow, RolloutRecord
+from rollmesh.serve.client import arrivals
+from rollmesh.serve.client.samples import Cut, Sample
+from rollmesh.serve.client.sink import Keep
+from rollmesh.wire.messages import GroupFinished
+
+MARK = b"what a result's body holds"
+"""In each body of the test's, as its task's id."""
+CONSUMED = (
+    GroupRecord,
+    RolloutRecord,
+    NodeRow,
+    GroupFinished,
+    Keep,
+    arrivals.RawResult,
+    arrivals.Filed,
+    arrivals.Finished,
+    arrivals.Dropped,
+    Sample,
+    Cut,
+)
+"""What there is of a result on its way, by type."""
+SOON_S = 3.0
+
+
+def leftovers(*more: type) -> list[Any]:
+    """The results, their parts and their bodies; and objects of the types `more`."""
+    gc.collect()
+    kinds, found, seen = (*CONSUMED, *more), [], set[int]()
+    waiting = gc.get_objects()
+    for each in waiting:
+        if isinstance(each, kinds) or (type(each) is bytes and MARK in each):
+            found.append(each)
+        others = [other for other in gc.get_referents(each) if not gc.is_tracked(other)]
+        waiting += [other for other in others if id(other) not in seen]
+        seen.update(map(id, others))
+    return found
+
+
+def assert_none_left(*more: type) -> None:
+    """Soon: threads and tasks end what they are at."""
+    deadline_s = time.monotonic() + SOON_S
+    while found := leftovers(*more):
+        if time.monotonic() > deadline_s:
+            told = "\n".join(holders(each) for each in found[:8])
+            pytest.fail(f"{len(found)} objects of results are left:\n{told}")
+        del found
+        time.sleep(0.02)  # nobody tells when a thread leaves a function
+
+
+def holders(found: Any, depth: int = 4) -> str:
+    """By what an object is reached, a few steps back."""
+    steps = [type(found).__qualname__]
+    for _ in range(depth):
+        others = [each for each in gc.get_referrers(found) if not is_ours(each)]
+        if not others:
+            break
+        found = others[0]
+        steps.append(
+            f"frame of {found.f_code.co_qualname}"
+            if isinstance(found, types.FrameType)
+            else f"{type(found).__qualname__} {str(found)[:80]}"
+        )
+    return " < ".join(steps)
+
+
+def is_ours(referrer: Any) -> bool:
+    """Whether we look from there."""
+    if isinstance(referrer, types.FrameType):
+        return bool(referrer.f_code.co_filename == __file__)
+    return isinstance(referrer, list | types.GeneratorType)

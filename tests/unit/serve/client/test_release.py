@@ -1,0 +1,168 @@
+"""Of what a client has handed out nothing is reachable in it, however its groups ended."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.errors import EnvFailed, GroupIncomplete
+from rollmesh.core.types import GroupRecord, Task
+from rollmesh.serve.client.asks import Asked
+from rollmesh.serve.client.calls import AsyncRolloutClient
+from rollmesh.serve.client.sync import SyncRolloutClient
+from rollmesh.wire.bodies import encode_record
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import AskGroup, CancelGroup, GroupFailed, GroupFinished
+from rollmesh.wire.sockets import Dialer
+from tests.leftovers import MARK, assert_none_left, leftovers
+from tests.unit.serve.client.fake_router import FakeRouter, next_ack
+
+TASK = Task(id="t", data={"what": "the client was asked for"})
+PATIENCE_S = 10.0
+ENV = "guess"
+
+
+@pytest.fixture
+def router() -> Iterator[FakeRouter]:
+    router = FakeRouter()
+    yield router
+    router.hub.close()
+
+
+@pytest.fixture
+async def client(router: FakeRouter, young_heap: None) -> AsyncIterator[AsyncRolloutClient]:
+    del young_heap
+    async with asyncio.timeout(PATIENCE_S), AsyncRolloutClient(router.hub.address) as client:
+        yield client
+
+
+def end_next(router: FakeRouter, how: str) -> None:
+    """End the next group that is asked for, as `how` says."""
+    route, ask, _ = router.expect(AskGroup)
+    if how == "failed":
+        router.say(route, GroupFailed(ask.group_id, "env_failed: no such module"))
+        return
+    body = encode_record(GroupRecord(task=Task(id=MARK.decode())))
+    worker = Dialer(ask.sink, "w1")
+    for _ in range(2 if how == "twice" else 1):
+        message = GroupFinished(ask.group_id, 1, "w1", how != "incomplete")
+        worker.send(Packet(message, "", body, (b"", b"")))
+        next_ack(worker)
+    worker.close()
+
+
+async def test_what_was_awaited_is_not_held(router: FakeRouter, client: AsyncRolloutClient) -> None:
+    errors = {"failed": EnvFailed, "incomplete": GroupIncomplete}
+    for how in ("good", "failed", "incomplete", "twice"):
+        running = asyncio.create_task(client.run(TASK, env=ENV))
+        await asyncio.to_thread(end_next, router, how)
+        if how in errors:
+            with pytest.raises(errors[how]):
+                await running
+        else:
+            assert leftovers()
+            await running
+        del running
+    assert_none_left(Asked)
+
+
+async def test_what_nobody_awaits_any_more_is_not_held(
+    router: FakeRouter, client: AsyncRolloutClient
+) -> None:
+    running = asyncio.create_task(client.run(TASK, env=ENV))
+    _, ask, _ = await asyncio.to_thread(router.expect, AskGroup)
+    running.cancel()
+    await asyncio.to_thread(router.expect, CancelGroup)
+    worker = Dialer(ask.sink, "w1")
+    body = encode_record(GroupRecord(task=Task(id=MARK.decode())))
+    worker.send(Packet(GroupFinished(ask.group_id, 1, "w1", True), "", body, (b"", b"")))
+    assert (await asyncio.to_thread(next_ack, worker)).duplicate
+    worker.close()
+    del running, ask, body
+    await asyncio.sleep(0)
+    assert_none_left(Asked)
+
+
+async def test_a_stream_that_waits_holds_nothing_of_what_it_gave(
+    router: FakeRouter, client: AsyncRolloutClient
+) -> None:
+    ways = ("good", "failed", "incomplete", "twice")
+    for _ in ways:
+        await client.ask(TASK, 1, env=ENV)
+    unanswered = await client.ask(TASK, 1, env=ENV)
+    stream = client.stream()
+    for how in ways:
+        await asyncio.to_thread(end_next, router, how)
+        assert (await anext(stream)).group_id != unanswered
+    waiting = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    assert_none_left()
+    await client.cancel(unanswered)
+    await waiting
+
+
+def test_a_stream_of_a_client_without_a_loop_holds_nothing_either(
+    router: FakeRouter, young_heap: None
+) -> None:
+    del young_heap
+    with SyncRolloutClient(router.hub.address) as client, ThreadPoolExecutor() as pool:
+        for _ in range(2):
+            client.ask(TASK, 1, env=ENV)
+        stream = client.stream()
+        end_next(router, "good")
+        next(stream)
+        waiting = pool.submit(lambda: next(stream).group_id)
+        assert_none_left()
+        end_next(router, "good")
+        waiting.result(PATIENCE_S)
+        assert next(stream, None) is None
+        del waiting
+        assert_none_left(Asked)
+
+
+class Local:
+    """What somebody holds while he calls."""
+
+
+def call_in_vain(client: SyncRolloutClient) -> "weakref.ref[Local]":
+    local = Local()
+    with suppress(EnvFailed):
+        client.run(TASK, env=ENV)
+    return weakref.ref(local)
+
+
+def test_an_error_does_not_hold_itself_and_with_it_what_its_caller_has(
+    router: FakeRouter, young_heap: None
+) -> None:
+    del young_heap
+    with SyncRolloutClient(router.hub.address) as client, ThreadPoolExecutor() as pool:
+        gc.disable()
+        try:
+            calling = pool.submit(call_in_vain, client)
+            end_next(router, "failed")
+            assert calling.result(PATIENCE_S)() is None
+        finally:
+            gc.enable()
+
+
+async def test_what_an_earlier_client_asked_for_is_not_held_once_it_has_come(
+    router: FakeRouter, tmp_path: Path, young_heap: None
+) -> None:
+    del young_heap
+    address = router.hub.address
+    async with asyncio.timeout(PATIENCE_S):
+        async with AsyncRolloutClient(address, tmp_path, keep=True) as client:
+            await client.ask(TASK, 1, env=ENV)
+            await asyncio.to_thread(router.expect, AskGroup)
+        del client
+        async with AsyncRolloutClient(address, tmp_path, keep=True) as again:
+            assert list(again.reopened.values()) == [TASK]
+            await asyncio.to_thread(end_next, router, "good")
+            assert [arrival async for arrival in again.stream()]
+            assert not again.reopened
+            assert_none_left(Asked)
