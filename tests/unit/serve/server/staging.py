@@ -1,9 +1,13 @@
-"""A stage without a model or an engine: sessions are real, and nobody calls them."""
+"""A stage without a model or an engine: sessions are real, and served where a test asks for it."""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from rollmesh.core.config import WorkerConfig
+import msgspec
+
+from rollmesh.core.config import InterceptionConfig, WorkerConfig
+from rollmesh.core.process import listen
 from rollmesh.core.types import SamplingPolicy, Score, Task
 from rollmesh.envs.calls import Calls
 from rollmesh.envs.env import Endpoint, Env, Transcript
@@ -11,6 +15,7 @@ from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.serve.interception.edge import Edge
 from rollmesh.serve.server.rollouts import Stage
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.model_folder import write_model_folder
@@ -59,3 +64,21 @@ def new_stage(
     runtime = Runtime(sampler or ScriptedSampler(), prompts, max_context_tokens=100)
     config = WorkerConfig(**settings)  # type: ignore[arg-type]
     return Stage(env, runtime, "http://edge/v1", "policy", config, FakeClock(), Calls(grace_s=0.01))
+
+
+def speaking(folder: Path, text: str) -> ScriptedSampler:
+    """Says this, whatever it is asked; of a model in `folder`."""
+    token_ids = load_tokenizer(write_model_folder(folder)).encode(text + "<|im_end|>")
+    return ScriptedSampler(lambda _: token_ids)
+
+
+@asynccontextmanager
+async def served(stage: Stage) -> AsyncIterator[tuple[Stage, Edge]]:
+    """The stage with its sessions on a free port."""
+    edge = Edge(stage.runtime, InterceptionConfig(), "policy")
+    base = await edge.start(listen("127.0.0.1:0"))
+    try:
+        yield msgspec.structs.replace(stage, base_url=f"{base}/v1"), edge
+    finally:
+        await stage.env.close()
+        await edge.stop()

@@ -1,0 +1,220 @@
+"""A group's score may take child tasks: on a sibling's own line, or of the model alone."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollmesh.core.errors import AgentFailed
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import GroupRecord, Score, Task
+from rollmesh.envs.chat import ChatClient, ChatReply, Message
+from rollmesh.envs.env import Endpoint, Sibling, Transcript
+from rollmesh.serve.client.samples import Cut, cut
+from rollmesh.serve.server.duties import Begin
+from rollmesh.serve.server.groups import Payload, run_group
+from rollmesh.serve.server.slots import Slots
+from rollmesh.wire.bodies import decode_record
+from tests.unit.serve.server.staging import ASK, ScriptedEnv, new_stage, served, speaking
+
+BEGIN = Begin(GroupId("r1", 3), 2, b"")
+GUESS: Message = {"role": "user", "content": "guess"}
+WHY: Message = {"role": "user", "content": "why?"}
+NONE = {"scopes": 0, "groups": 0, "doors": 0, "loans": 0}
+
+
+class Asking(ScriptedEnv):
+    """Each rollout is one turn; what is asked when the group is scored is the test's."""
+
+    def __init__(self, ask: Callable[["Asking", Sibling], Awaitable[object]]) -> None:
+        super().__init__(self._play)
+        self.client = ChatClient()
+        self.siblings: list[Sibling] = []
+        self._ask = ask
+
+    async def _play(self, agent: Endpoint) -> Transcript:
+        reply = await self.client.complete(agent, [GUESS])
+        return Transcript(data={"messages": [GUESS, reply.message]})
+
+    async def score_siblings(self, task: Task, siblings: list[Sibling]) -> list[Score]:
+        assert task == ASK.task
+        self.siblings = siblings
+        for sibling in siblings:
+            await self._ask(self, sibling)
+        return [Score(sibling.score.reward + sibling.index) for sibling in siblings]
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
+async def go_on(env: Asking, sibling: Sibling) -> ChatReply:
+    """A turn more on a sibling's line."""
+    return await env.client.complete(sibling.line, [*sibling.transcript.data["messages"], WHY])
+
+
+async def run(
+    folder: Path, env: Asking, begin: Begin = BEGIN, **settings: float
+) -> tuple[Payload, GroupRecord]:
+    stage = new_stage(folder, env, speaking(folder, "4"), **settings)
+    async with served(stage) as (stage, edge):
+        payload = await run_group(stage, Slots(2), begin, ASK)
+        assert stage.runtime.entries() == NONE
+        assert len(edge.intercepts) == stage.runtime.held_bytes == 0
+    return payload, decode_record(payload.body)
+
+
+def samples(payload: Payload, record: GroupRecord) -> Cut:
+    token_ids = np.frombuffer(payload.buffers[0], np.int32)
+    logprobs = np.frombuffer(payload.buffers[1], np.float32)
+    return cut(BEGIN.group_id, record, token_ids, logprobs, frozenset({"main"}))
+
+
+async def test_what_a_child_appends_is_a_turn_of_its_sibling_and_trains_with_it(
+    tmp_path: Path,
+) -> None:
+    payload, record = await run(tmp_path, Asking(go_on))
+    assert payload.complete, record.reason
+    assert [rollout.reward for rollout in record.rollouts] == [1.0, 2.0]
+    for rollout in record.rollouts:
+        assert rollout.num_calls == 2
+        assert [(node.parent, node.sampled, node.branch) for node in rollout.nodes] == [
+            (-1, False, "main"),
+            (0, True, "main"),
+            (1, False, "main"),
+            (2, True, "main"),
+        ]
+        assert bytes(rollout.messages).count(b'"why?"') == 1
+    made = samples(payload, record)
+    assert made.unused == []
+    assert [(each.reward, int(each.loss_mask.sum())) for each in made.samples] == [
+        (1.0, 4),
+        (2.0, 4),
+    ]
+
+
+async def test_what_a_child_asks_of_the_model_alone_is_in_no_record(tmp_path: Path) -> None:
+    async def judge(env: Asking, sibling: Sibling) -> None:
+        reply = await env.client.complete(sibling.model, [WHY], temperature=0)
+        assert reply.text == "4"
+
+    payload, record = await run(tmp_path, Asking(judge))
+    assert payload.complete, record.reason
+    for rollout in record.rollouts:
+        assert (rollout.num_calls, len(rollout.nodes), rollout.num_forks) == (1, 2, 0)
+
+
+async def test_siblings_are_seen_with_their_scores_and_those_without_one_are_not(
+    tmp_path: Path,
+) -> None:
+    async def look(env: Asking, sibling: Sibling) -> None:
+        del env
+        assert sibling.score == Score(1.0, {"played": 1.0})
+
+    env = Asking(look)
+    env._steps = [ValueError("bug"), env._play]  # noqa: SLF001 - its own script
+    payload, record = await run(tmp_path, env)
+    assert payload.complete, record.reason
+    assert [sibling.index for sibling in env.siblings] == [1]
+    assert [rollout.reward for rollout in record.rollouts] == [None, 2.0]
+
+
+@pytest.mark.parametrize("which", ["line", "model"])
+async def test_keys_of_children_are_over_when_the_group_is_scored(
+    tmp_path: Path, which: str
+) -> None:
+    """While its first sibling is asked, the key of another group is out of date."""
+    early: list[Endpoint] = []
+
+    async def keep(env: Asking, sibling: Sibling) -> None:
+        if early:
+            with pytest.raises(AgentFailed, match=r"HTTP 4(01|10)"):
+                await env.client.complete(early[0], [WHY])
+        early.append(getattr(sibling, which))
+
+    env = Asking(keep)
+    stage = new_stage(tmp_path, env, speaking(tmp_path, "4"))
+    async with served(stage) as (stage, _):
+        for seq in range(2):
+            env.siblings = []
+            payload = await run_group(stage, Slots(2), Begin(GroupId("r1", seq), 1, b""), ASK)
+            assert payload.complete, payload.body
+    assert len(early) == 2
+
+
+async def test_a_child_that_outlasts_the_scoring_time_is_cut_off(tmp_path: Path) -> None:
+    """Also one that nobody waits for: its key leads nowhere, and it has nothing to answer it."""
+    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def stay(env: Asking, sibling: Sibling) -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            with pytest.raises(AgentFailed) as caught:
+                await go_on(env, sibling)
+            told.set_result(str(caught.value))
+
+    _, record = await run(tmp_path, Asking(stay), score_timeout_s=0.05)
+    assert record.reason == (
+        "infra_error: score_group: OvertimeError: score_timeout_s = 0.05 is over"
+    )
+    assert "HTTP 410" in await told
+
+
+async def test_a_group_that_is_cancelled_while_it_is_scored_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    asked = asyncio.Event()
+
+    async def stay(env: Asking, sibling: Sibling) -> None:
+        await go_on(env, sibling)
+        asked.set()
+        await asyncio.get_running_loop().create_future()
+
+    env = Asking(stay)
+    stage = new_stage(tmp_path, env, speaking(tmp_path, "4"))
+    async with served(stage) as (stage, edge):
+        task = asyncio.create_task(run_group(stage, Slots(2), BEGIN, ASK))
+        await asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert stage.runtime.entries() == NONE
+        assert len(edge.intercepts) == 0
+
+
+@pytest.mark.parametrize("num_given", [0, 1, 3])
+async def test_other_than_one_score_for_each_sibling_is_none_at_all(
+    tmp_path: Path, num_given: int
+) -> None:
+    class Odd(Asking):
+        async def score_siblings(self, task: Task, siblings: list[Sibling]) -> list[Score]:
+            del task, siblings
+            return [Score(5.0)] * num_given
+
+    payload, record = await run(tmp_path, Odd(go_on))
+    assert not payload.complete
+    assert record.reason.startswith(f"infra_error: score_group: ValueError: there are {num_given}")
+    assert [rollout.reward for rollout in record.rollouts] == [1.0, 1.0]
+
+
+async def test_siblings_of_an_environment_that_scores_by_numbers_are_scored_by_them(
+    tmp_path: Path,
+) -> None:
+    class Ranking(ScriptedEnv):
+        def score_group(self, task: Task, scores: list[Score]) -> list[Score]:
+            del task
+            return [Score(score.reward + place) for place, score in enumerate(scores)]
+
+    env: Any = Ranking(Transcript())
+    stage = new_stage(tmp_path, env)
+    record = decode_record((await run_group(stage, Slots(2), BEGIN, ASK)).body)
+    assert [rollout.reward for rollout in record.rollouts] == [1.0, 2.0]
+    # Who asks the default of the larger hook gets the same.
+    siblings = [
+        Sibling(n, Score(1.0), Transcript(), Endpoint("", "", ""), Endpoint("", "", ""))
+        for n in range(2)
+    ]
+    assert env.score_siblings(ASK.task, siblings) == [Score(1.0), Score(2.0)]
