@@ -26,6 +26,7 @@ from rollmesh.core.metrics import CONTENT_TYPE, Exposition
 from rollmesh.core.types import Outcome, SamplingPolicy
 from rollmesh.serve.interception.book import Entry, SessionBook
 from rollmesh.serve.interception.capture import SessionWish
+from rollmesh.serve.interception.ending import refuse
 from rollmesh.serve.interception.pieces import Piece
 from rollmesh.serve.interception.request import JSON, Request
 from rollmesh.serve.interception.rules import Wish, policy_of
@@ -93,17 +94,15 @@ class Admin:
             return True
         if path != "/metrics" and path != "/admin" and not path.startswith("/admin/"):
             return False
-        kind = JSON
         try:
             self._check_token(request)
-            status, body = 200, await self._route(request, path)
-            if path == "/metrics":
-                kind = CONTENT_TYPE.encode()
-            elif request.method == "POST" and path == SESSIONS:
-                status = 201
+            body = await self._route(request, path)
         except SessionError as error:
             told = {"error": {"message": str(error), "code": error.code}}
-            status, body = error.status, msgspec.json.encode(told)
+            refuse(request, _encode(told), error)
+            return True
+        kind = CONTENT_TYPE.encode() if path == "/metrics" else JSON
+        status = 201 if request.method == "POST" and path == SESSIONS else 200
         if isinstance(body, bytes):
             request.answer(status, request.dated(kind), body)
         else:

@@ -11,6 +11,7 @@ admin.py and by the gateway's clock.
 
 import enum
 import math
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,6 +25,9 @@ from rollmesh.core.types import Outcome
 from rollmesh.serve.interception.account import NO_REWARDS, Account, Rewards
 from rollmesh.serve.interception.capture import Capture, CapturedSession, Opened, SessionWish
 from rollmesh.serve.interception.pieces import Piece
+
+RETRY_AFTER_S = 5.0
+"""Who is told that there is no room may ask again then."""
 
 log = get_logger()
 
@@ -110,7 +114,13 @@ class Entry:
 class SessionBook:
     """See the module."""
 
-    def __init__(self, capture: Capture, clock: Clock, retention_s: float) -> None:
+    def __init__(
+        self, capture: Capture, clock: Clock, retention_s: float, max_bytes: int = sys.maxsize
+    ) -> None:
+        """A process that holds more than `max_bytes` opens no session."""
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
+        """Of the process, as weighed last."""
         self._capture = capture
         self._clock = clock
         self._retention_s = retention_s
@@ -126,13 +136,27 @@ class SessionBook:
         return len(self._entries)
 
     def open(self, wish: SessionWish, metadata: bytes) -> Opened:
-        """A new session."""
+        """A new session; SessionError 503 if the process holds too much for one more."""
+        if self._held_bytes > self._max_bytes and self._entries:
+            num_finished = sum([entry.finished is not None for entry in self._entries.values()])
+            raise SessionError(
+                503,
+                "over_budget",
+                f"{self._held_bytes} bytes are held, worker.max_held_bytes = {self._max_bytes}; of "
+                f"{len(self._entries)} sessions {num_finished} are finished: delete those that "
+                "you have the account of",
+                RETRY_AFTER_S,
+            )
         opened = self._capture.open(wish)
         entry = Entry(opened.captured, metadata, self._clock.unix_s())
         entry.touched_s = self._clock.now_s()
         self._entries[opened.captured.session_id] = entry
         self.num_opened += 1
         return opened
+
+    def weigh(self, held_bytes: int) -> None:
+        """So much is held in the process."""
+        self._held_bytes = held_bytes
 
     def find(self, session_id: str) -> Entry:
         """The entry, touched; SessionError 404 if there is none."""

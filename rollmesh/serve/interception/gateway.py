@@ -77,12 +77,14 @@ async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
         blobs.settle(interception.max_blob_bytes, Path(folder) if folder else None)
         backend = _new_backend(ask)
         stack.push_async_callback(backend.close)
-        book = SessionBook(backend.capture, SystemClock(), interception.retention_s)
+        limits = interception.retention_s, ask.config.worker.max_held_bytes
+        book = SessionBook(backend.capture, SystemClock(), *limits)
         lag = LoopLag(loop)
         stack.callback(lag.close)
         exposition = Exposition("gateway")
         exposition.add(lambda: gateway_figures(book, backend, lag))
         exposition.add(keeper.figures)
+        accounts = Accounts()
         kit = AdminKit(
             book,
             ask.admin_token,
@@ -91,12 +93,14 @@ async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
             lambda: _health(ask.capture, backend),
         )
         face = backend.serve(Admin(kit).handle)
-        accounts = Accounts()
         add_blobs(accounts)
         backend.join(accounts, book)
         exposition.add(accounts.figures)
         async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(backend.run()), group.create_task(_expire(book, ask))]
+            beside = [
+                group.create_task(backend.run()),
+                group.create_task(_expire(book, accounts, ask)),
+            ]
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
             keeper.start()
@@ -118,9 +122,10 @@ def _new_backend(ask: GatewayAsk) -> Backend:
     return TokenBackend(ask.config, ask.engines)
 
 
-async def _expire(book: SessionBook, ask: GatewayAsk) -> None:
+async def _expire(book: SessionBook, accounts: Accounts, ask: GatewayAsk) -> None:
     while True:
         book.expire()
+        book.weigh(accounts.held_bytes())
         await asyncio.sleep(min(MAX_EXPIRY_S, ask.config.interception.retention_s / 4))
 
 

@@ -157,7 +157,9 @@ class RelaySession:
         may hold, too."""
         threads = self._threads
         return {
-            "answers": self._num_answer_bytes + CALL_BYTES * len(self._calls),
+            "answers": self._num_answer_bytes
+            + CALL_BYTES * len(self._calls)
+            + sum([call.num_bytes for call in self._live]),
             "history": threads.num_bytes if threads else 0,
             "blobs": self._num_blob_bytes + (threads.num_blob_bytes if threads else 0),
         }

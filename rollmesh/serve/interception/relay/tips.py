@@ -23,13 +23,17 @@ MAX_RUN_BYTES = 64 * 1024
 class Tip:
     """A body up to the end of its history's last message."""
 
-    __slots__ = ("_pieces", "_starts", "_stops", "key", "num_bytes", "opening", "spots")
+    __slots__ = (
+        "_pieces", "_starts", "_stops", "key", "num_bytes", "num_text_bytes", "opening", "spots",
+    )  # fmt: skip
 
     def __init__(self, opening: bytes, key: str) -> None:
         """`opening` is all before the history's array, `key` the name that the array has."""
         self.opening = opening
         self.key = key
         self.num_bytes = 0
+        self.num_text_bytes = 0
+        """Of the pieces that are no blobs, held here beside the messages."""
         self.spots: list[Spot] = []
         """The history's messages."""
         self._stops: list[int] = []
@@ -95,21 +99,18 @@ class Tip:
         """All of them, as they are now."""
         return self._pieces.copy()
 
-    @property
-    def num_text_bytes(self) -> int:
-        """Of the pieces that are no blobs, held here beside the messages."""
-        return sum([len(piece) for piece in self._pieces if isinstance(piece, bytes)])
-
     def _add(self, piece: Piece) -> None:
         size = size_of(piece)
         last = self._pieces[-1] if self._pieces else None
-        if not isinstance(piece, bytes) or not isinstance(last, bytes):
-            is_apart = True
+        if isinstance(piece, bytes):
+            self.num_text_bytes += size
+        if (
+            isinstance(piece, bytes)
+            and isinstance(last, bytes)
+            and len(last) + size <= MAX_RUN_BYTES
+        ):
+            self._pieces[-1] = last + piece
         else:
-            is_apart = len(last) + size > MAX_RUN_BYTES
-            if not is_apart:
-                self._pieces[-1] = last + piece
-        if is_apart:
             self._starts.append(self.num_bytes)
             self._pieces.append(piece)
         self.num_bytes += size

@@ -56,10 +56,10 @@ class Session:
 class Scene:
     """A book over such sessions."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = 2**40) -> None:
         self.clock = FakeClock()
         self.sessions: list[Session] = []
-        self.book = SessionBook(self, self.clock, RETENTION_S)
+        self.book = SessionBook(self, self.clock, RETENTION_S, max_bytes)
 
     def open(self, wish: SessionWish) -> Opened:
         self.sessions.append(Session(f"s{len(self.sessions)}"))
@@ -176,6 +176,23 @@ def test_what_nobody_touches_is_forgotten_after_the_retention_time() -> None:
     assert scene.book.num_expired == 4
     with pytest.raises(SessionError, match="never opened, was deleted, or expired"):
         scene.book.find("s0")
+
+
+def test_a_process_that_holds_too_much_opens_no_session_until_some_is_gone() -> None:
+    scene = Scene(max_bytes=100)
+    scene.book.weigh(101)
+    kept = scene.add()
+    scene.book.finish(scene.book.find(kept.session_id), None)
+    with pytest.raises(SessionError, match="of 1 sessions 1 are finished: delete") as caught:
+        scene.add()
+    assert (caught.value.status, caught.value.code) == (503, "over_budget")
+    assert caught.value.retry_after_s
+    scene.book.weigh(100)
+    scene.add()
+    scene.book.weigh(101)
+    for session_id in scene.ids():
+        scene.book.delete(scene.book.find(session_id))
+    scene.add()
 
 
 def test_counts_of_forks_outlive_their_sessions() -> None:
