@@ -49,8 +49,10 @@ class Stretch(msgspec.Struct, frozen=True):
 
     def rest(self, array: bytes) -> Iterator[bytes]:
         """The units of `array` behind these."""
-        tail = array[self.num_bytes :]
-        return iter(()) if tail == b"]" else split_array(b"[" + tail[1:])
+        behind = self.num_bytes + 1
+        if array[self.num_bytes] == ord("]"):
+            return iter(())
+        return split_array(b"".join((b"[", memoryview(array)[behind:])))
 
 
 class Stretches:
