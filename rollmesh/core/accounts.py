@@ -44,12 +44,19 @@ class Accounts:
 
     def figures(self) -> Iterator[Figure]:
         """A source for the exposition."""
-        for what, number in self.held().items():
-            yield Figure("held_bytes", number, "Bytes in memory, as counted.", {"what": what})
-        for table, number in _sum(self._tables).items():
-            yield Figure("entries", number, "Live work, by table.", {"table": table})
-        for cache, number in _sum(self._caches).items():
-            yield Figure("cache_entries", number, "Kept within bounds.", {"cache": cache})
+        yield from counted(self.held(), _sum(self._tables), _sum(self._caches))
+
+
+def counted(
+    held: Mapping[str, int], tables: Mapping[str, int], caches: Mapping[str, int]
+) -> Iterator[Figure]:
+    """The figures of bytes, live work and caches."""
+    for what, number in held.items():
+        yield Figure("held_bytes", number, "Bytes in memory, as counted.", {"what": what})
+    for table, number in tables.items():
+        yield Figure("entries", number, "Live work, by table.", {"table": table})
+    for cache, number in caches.items():
+        yield Figure("cache_entries", number, "Kept within bounds.", {"cache": cache})
 
 
 def _sum(sources: list[Counts]) -> dict[str, int]:

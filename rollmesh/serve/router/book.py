@@ -54,6 +54,8 @@ class Book:
         """They wait for a worker that runs no other suspect."""
         self.num_waiting_bytes = 0
         """Of the bodies of all that wait."""
+        self.num_body_bytes = 0
+        """Of all asks that are here."""
         self.of_client: dict[str, dict[GroupId, Group]] = {}
         self.num_in: Counter[GroupState] = Counter()
         """Groups by state; those that ended count since the start."""
@@ -90,6 +92,7 @@ class Book:
         """A group begins here, in whatever state it is found."""
         self.groups[group.group_id] = group
         self.num_in[group.state] += 1
+        self.num_body_bytes += len(group.body)
         self.set_client(group, group.client_id)
 
     def set_client(self, group: Group, client_id: str) -> None:
@@ -98,6 +101,11 @@ class Book:
         group.client_id = client_id
         if client_id:
             self.of_client.setdefault(client_id, {})[group.group_id] = group
+
+    def set_body(self, group: Group, body: Buffer) -> None:
+        """What it asks for."""
+        self.num_body_bytes += len(body) - len(group.body)
+        group.body = body
 
     def enter(self, group: Group, state: GroupState) -> None:
         """Change a group's state, and what is counted by it."""
@@ -155,7 +163,7 @@ class Book:
         self.unwait(group)
         self.enter(group, state)
         self._leave_client(group)
-        group.body = b""  # an agenda may name it until its time has come
+        self.set_body(group, b"")  # an agenda may name it until its time has come
         del self.groups[group.group_id]
 
     def _leave_client(self, group: Group) -> None:

@@ -40,6 +40,11 @@ class Crew:
         self._ends = Ends(EXIT_PATIENCES * self._patience_s)
         self._relief = Relief()
 
+    @property
+    def num_ends(self) -> int:
+        """Processes that have ended and are remembered."""
+        return len(self._ends)
+
     def greet(self, hello: WorkerHello, route: bytes) -> None:
         """A worker says hello: a new one, one that we know, or a new process under an old name."""
         life = life_of(hello)

@@ -19,6 +19,10 @@ class Deadlines:
         self._groups = groups
         self._agenda = Agenda(self._ends_s)
 
+    def __len__(self) -> int:
+        """Times that are noted, of groups that have ended, too."""
+        return len(self._agenda)
+
     def set(self, group: Group, deadline_s: float, now_s: float) -> None:
         """It has `deadline_s` from now, and never more than was said before; 0 says nothing."""
         ends_s = now_s + deadline_s

@@ -45,6 +45,11 @@ class Deals:
         self._wide: set[str] = set()
         """Environments whose suspects are to look at all workers, not only at those."""
 
+    @property
+    def num_noted(self) -> int:
+        """Times at which it looks after groups, of those that have ended, too."""
+        return len(self._agenda)
+
     def stir_worker(self, worker: Worker) -> None:
         """The worker's room changed."""
         self._workers.rank(worker)

@@ -201,7 +201,8 @@ class Ledger:
         """A client asks for what a worker had claimed: they find each other again."""
         self.book.set_client(group, ask.client_id)
         group.sink, group.priority = ask.sink, ask.priority
-        group.env, group.body = ask.env, body
+        group.env = ask.env
+        self.book.set_body(group, body)
         group.attempt = max(group.attempt, ask.attempts)
         group.excused = max(group.excused, excused_in(ask))
         self.deals.adopt(group, max(ask.num_samples, 1))

@@ -51,6 +51,9 @@ class Ends:
         self._remember_s = remember_s
         self._ends: OrderedDict[tuple[str, int], End] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._ends)
+
     def add(self, life: Life, group_ids: tuple[GroupId, ...], now_s: float) -> End:
         """`life` has ended, with these groups."""
         end = End(life, group_ids, now_s + self._remember_s)

@@ -35,6 +35,9 @@ class Notes:
         self._note_s = note_s
         self._notes: OrderedDict[GroupId, Note] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._notes)
+
     def __contains__(self, group_id: object) -> bool:
         return group_id in self._notes
 

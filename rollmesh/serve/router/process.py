@@ -16,12 +16,14 @@ import msgspec
 from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import AddressError
+from rollmesh.core.heap import Heap, note_freed
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, announce, http_address, listen, pid_space
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import Event as FleetEvent
 from rollmesh.engine.fleet import Fleet, FleetSettings, PublishTable
+from rollmesh.runtime.keeper import Keeper
 from rollmesh.serve.router.ledger import Ledger
 from rollmesh.serve.router.pids import LocalPids
 from rollmesh.serve.router.side import Board, SideThread
@@ -68,10 +70,12 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
     AddressError if an address is taken, or can be reached by others without keys.
     """
     setup("router", config.run_folder() if ready_fd is not None else None)
+    Heap().settle()
     bell, clock = Doorbell(), SystemClock()
     listening = listen(config.router.http_bind, listen_fd)
     board = Board(clock)
-    side = SideThread(listening, board, bell)
+    keeper = Keeper(clock)
+    side = SideThread(listening, board, bell, keeper.figures)
     hub = open_hub(config.router.bind)
     fleet = Fleet(FleetSettings(believes_engines=engines.have_fixed_weights))
     loop = RouterLoop(config, fleet, hub, side, board, clock)
@@ -82,6 +86,7 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     side.start()
+    keeper.start()
     announce(ready_fd, Ready("router", os.getpid(), hub.address, http_address(listening)))
     log.info("router.started", address=hub.address, http_address=http_address(listening))
     try:
@@ -89,6 +94,7 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
             wait([hub], bell, loop.idle_s())
             loop.turn()
     finally:
+        keeper.close()
         side.close()
         loop.close()
         hub.close()
@@ -145,6 +151,8 @@ class RouterLoop:
         self._away: dict[str, str] = {}
         self._news = News()
         self._next_tick_s = self._next_status_s = clock.now_s()
+        self._num_body_bytes = 0
+        """Of the asks that the last snapshot saw."""
 
     def join_engine(self, url: str) -> None:
         """An engine that the router was started with."""
@@ -258,5 +266,7 @@ class RouterLoop:
         }
         status = status_of(self.incarnation, self._ledger, self._fleet.table(), counts)
         self._board.hang(status)
+        before, self._num_body_bytes = self._num_body_bytes, self._ledger.book.num_body_bytes
+        note_freed(max(0, before - self._num_body_bytes))
         spent_s = self._clock.now_s() - now_s
         self._next_status_s = now_s + spent_s / STATUS_SHARE

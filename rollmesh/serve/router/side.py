@@ -24,7 +24,7 @@ from aiohttp.typedefs import Handler
 from rollmesh.core.clock import Clock
 from rollmesh.core.errors import AddressError
 from rollmesh.core.logs import get_logger
-from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
+from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure, Source
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, ProbeEngine
 from rollmesh.engine.http import HttpClient
@@ -65,14 +65,19 @@ class Board:
 class SideThread:
     """See the module."""
 
-    def __init__(self, listening: socket.socket, board: Board, bell: Doorbell) -> None:
-        """Serves on `listening` from `start` on; AddressError if that needs a token."""
+    def __init__(
+        self, listening: socket.socket, board: Board, bell: Doorbell, figures: Source | None = None
+    ) -> None:
+        """Serves on `listening` from `start` on, and `figures` with the board's; AddressError if
+        that needs a token."""
         self._token = _token_for(listening)
         self._listening = listening
         self._board = board
         self._bell = bell
         self._exposition = Exposition("router")
         self._exposition.add(board.figures)
+        if figures:
+            self._exposition.add(figures)
         self._answers: collections.deque[EngineProbed] = collections.deque()
         self._loop = uvloop.new_event_loop()
         self._asks: asyncio.Queue[ProbeEngine | ContinueEngine | None] = asyncio.Queue()

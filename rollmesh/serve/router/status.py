@@ -5,11 +5,13 @@ any thread may read it. Driven by process.py, once per tick; served by side.py.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from rollmesh.core.accounts import counted
 from rollmesh.core.metrics import Figure
+from rollmesh.serve.router.counts import cache_entries, entries, held
 from rollmesh.serve.router.ledger import Ledger
 from rollmesh.serve.router.workers import Worker, WorkerState
 from rollmesh.wire.fleet import FleetChanged
@@ -91,6 +93,10 @@ class Status(msgspec.Struct, frozen=True):
     """What happened since the start: asks, refusals, requeues, claims, returns, workers_lost..."""
     causes: list[str] = []
     """Why groups wait, and will go on waiting unless somebody does something."""
+    held_bytes: Mapping[str, int] = {}
+    entries: Mapping[str, int] = {}
+    cache_entries: Mapping[str, int] = {}
+    """See counts.py."""
 
 
 def status_of(
@@ -124,6 +130,9 @@ def status_of(
         ],
         counts={**ledger.book.num, **counts},
         causes=ledger.causes.standing(),
+        held_bytes=held(ledger),
+        entries=entries(ledger),
+        cache_entries=cache_entries(ledger, len(table.engines)),
     )
 
 
@@ -191,6 +200,7 @@ def figures_of(status: Status) -> Iterator[Figure]:
         yield Figure("router_groups_ended_total", number, "Groups by end.", {"state": state})
     for event, number in status.counts.items():
         yield Figure("router_events_total", number, "What happened, by name.", {"event": event})
+    yield from counted(status.held_bytes, status.entries, status.cache_entries)
     for worker in status.workers:
         labels = {"worker_id": worker.worker_id}
         is_up = worker.state not in DOWN

@@ -4,6 +4,7 @@ from typing import TypeVar
 
 from rollmesh.core.config import RouterConfig
 from rollmesh.core.ids import GroupId
+from rollmesh.serve.router.counts import entries, held
 from rollmesh.serve.router.ledger import Ledger
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
@@ -79,7 +80,8 @@ class Story:
 
     def is_empty(self) -> bool:
         book = self.ledger.book
-        return not book.groups and not len(book.queue) and not book.held
+        counted = {**held(self.ledger), **entries(self.ledger)}
+        return not book.held and not any(counted.values())
 
 
 def only(sends: list[Send], kind: type[M], route: bytes | str | None = None) -> list[M]:

@@ -1,9 +1,11 @@
 """The snapshot says how things stand, and Prometheus hears the same."""
 
+import msgspec
+
 from rollmesh.core.metrics import Exposition
 from rollmesh.serve.router.status import Status, figures_of, status_of
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
-from rollmesh.wire.messages import GroupDelivered
+from rollmesh.wire.messages import CancelGroup, GroupDelivered
 from tests.unit.serve.router.story import Story, ask, beat, group
 
 TABLE = FleetChanged(1, (EngineRow("http://e:1", "i1", EnginePhase.READY, 12, 3, 4, ""),))
@@ -41,6 +43,27 @@ def test_a_snapshot_does_not_change_when_the_router_goes_on() -> None:
     assert status.queue["queued"] == 0
 
 
+def test_a_full_worker_says_what_it_holds_and_waits_for() -> None:
+    story = Story()
+    story.worker("w0")
+    full = msgspec.structs.replace(
+        beat("w0", accepting=False), held_bytes=9, waits_for="held_bytes: 9 held", unacked_bytes=4
+    )
+    story.says("w0", full)
+    [worker] = status_of("i9", story.ledger, TABLE, {}).workers
+    assert (worker.held_bytes, worker.unacked_bytes) == (9, 4)
+    assert worker.waits_for == "held_bytes: 9 held"
+
+
+def test_bodies_of_asks_are_counted_until_their_groups_end() -> None:
+    story = Story()
+    story.asks(ask(1), b"x" * 1000)
+    story.asks(ask(1), b"x" * 1000)
+    assert status_of("i9", story.ledger, TABLE, {}).held_bytes == {"asks": 1000}
+    story.says("c", CancelGroup(group(1), "enough"))
+    assert status_of("i9", story.ledger, TABLE, {}).held_bytes == {"asks": 0}
+
+
 def test_every_figure_can_be_scraped() -> None:
     exposition = Exposition("router")
     exposition.add(lambda: figures_of(a_status()))
@@ -49,4 +72,7 @@ def test_every_figure_can_be_scraped() -> None:
     assert 'rollmesh_router_groups_ended_total{state="done"} 1.0' in text
     assert 'rollmesh_router_events_total{event="asks"} 4.0' in text
     assert 'rollmesh_worker_up{worker_id="w0"} 1.0' in text
+    assert 'rollmesh_entries{table="groups"} 3.0' in text
+    assert 'rollmesh_entries{table="worker_groups"} 2.0' in text
+    assert 'rollmesh_cache_entries{cache="engines"} 1.0' in text
     assert 'rollmesh_engine_policy_version{engine="http://e:1"} 12.0' in text
