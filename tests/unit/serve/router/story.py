@@ -6,6 +6,7 @@ from rollmesh.core.config import RouterConfig
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.router.counts import entries, held
 from rollmesh.serve.router.ledger import Ledger
+from rollmesh.wire.header import Message
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
     AskGroup,
@@ -13,7 +14,6 @@ from rollmesh.wire.messages import (
     GroupStarted,
     GroupState,
     HeldGroup,
-    Message,
     WorkerBeat,
     WorkerHello,
 )

@@ -5,6 +5,7 @@ import pytest
 
 from rollmesh.serve.router.groups import MAX_CUTS
 from rollmesh.serve.router.workers import SPARE_RANKS
+from rollmesh.wire.header import Message
 from rollmesh.wire.machine import Ticked
 from rollmesh.wire.messages import (
     CancelGroup,
@@ -16,7 +17,6 @@ from rollmesh.wire.messages import (
     GroupReturned,
     GroupStarted,
     GroupState,
-    Message,
     RouterHello,
     RunGroup,
     WorkerLeft,
