@@ -14,11 +14,12 @@ import random
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import tiktoken
-import tokenizers
+
+if TYPE_CHECKING:
+    import tokenizers
 
 MAX_CHARS = 200_000
 """Longer texts go the slow way: tiktoken's regex engine gives up on a million blanks in a row."""
@@ -86,7 +87,7 @@ class _Cuts:
 
 
 def fast_encoder(
-    backend: tokenizers.Tokenizer, spec: dict[str, Any], pieces: Sequence[bytes]
+    backend: "tokenizers.Tokenizer", spec: dict[str, Any], pieces: Sequence[bytes]
 ) -> FastEncoder | None:
     """An encoder that equals `backend`, or None where that cannot be had.
 
@@ -126,6 +127,8 @@ def _build(spec: dict[str, Any], pieces: Sequence[bytes]) -> FastEncoder | None:
         return None
     if any(bytes([byte]) not in ranks for byte in range(256)):
         return None
+    import tiktoken  # noqa: PLC0415 - see tokenizer.py's load_tokenizer
+
     bpe = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     return FastEncoder(bpe.encode_ordinary, added, composes)
 

@@ -11,15 +11,16 @@ import codecs
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from rollmesh.core.errors import ModelError
 from rollmesh.core.logs import get_logger
 from rollmesh.runtime.encoder import MAX_CHARS, fast_encoder
+
+if TYPE_CHECKING:
+    import tokenizers
 
 log = get_logger()
 
@@ -31,7 +32,7 @@ class Tokenizer:
     """One per process; stateless but for caches."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, name_or_path: str = "", vocab_size: int = 0
+        self, backend: "tokenizers.Tokenizer", name_or_path: str = "", vocab_size: int = 0
     ) -> None:
         """`vocab_size` is the model's; its embedding often has more rows than there are texts."""
         self.name_or_path = name_or_path
@@ -93,11 +94,15 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """Ids to text piece by piece, never cutting a character in two."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, pieces: list[bytes] | None) -> None:
+    def __init__(self, backend: "tokenizers.Tokenizer", pieces: list[bytes] | None) -> None:
         self._backend = backend
         self._pieces = pieces
         self._utf8 = _Utf8Decoder("replace")
-        self._stream = DecodeStream(skip_special_tokens=False) if pieces is None else None
+        self._stream: tokenizers.decoders.DecodeStream | None = None
+        if pieces is None:
+            from tokenizers.decoders import DecodeStream  # noqa: PLC0415 - see load_tokenizer
+
+            self._stream = DecodeStream(skip_special_tokens=False)
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids` complete; bytes of an unfinished character wait."""
@@ -113,6 +118,8 @@ class Detokenizer:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder; ModelError if it has none."""
+    import tokenizers  # noqa: PLC0415 - 5 MB, which a relay rests lower without
+
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{folder}: no tokenizer.json in it; model.path wants a model folder")
@@ -143,7 +150,7 @@ def _join(pieces: list[bytes], token_ids: Sequence[int]) -> bytes:
         return b"".join([pieces[i] for i in token_ids if i < len(pieces)])
 
 
-def _byte_pieces(backend: tokenizers.Tokenizer, spec: dict[str, Any]) -> list[bytes] | None:
+def _byte_pieces(backend: "tokenizers.Tokenizer", spec: dict[str, Any]) -> list[bytes] | None:
     """The bytes of each id of a byte-level BPE vocabulary; None for other kinds of tokenizers.
 
     The mapping of bytes to printable characters is GPT-2's `bytes_to_unicode`.
