@@ -90,7 +90,7 @@ class ScriptedProvider:
             self._moved.notify_all()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        body = await request.read()
+        body = await request.content.read()  # of any length
         headers = tuple((name.lower(), value) for name, value in request.headers.items())
         self.seen.append(SeenRequest(request.method, request.raw_path, headers, body))
         told = self._script(self.seen[-1])

@@ -36,7 +36,8 @@ def add_bodies(
 
 def add_edge(accounts: Accounts, runtime: Runtime, sampler: Sampler, edge: Edge) -> None:
     """An edge that samples, its sessions and what goes on at engines."""
-    accounts.add(lambda: but_blobs([runtime.held()]), runtime.entries, runtime.cache_entries)
+    none = {"graph": 0, "history": 0}
+    accounts.add(lambda: but_blobs([none, runtime.held()]), runtime.entries, runtime.cache_entries)
     accounts.add(None, sampler.entries, sampler.cache_entries)
     add_bodies(accounts, edge.bodies, lambda: edge.num_open, lambda: edge.num_connections)
 
@@ -57,7 +58,9 @@ def add_book(accounts: Accounts, book: SessionBook, *, counts_open: bool) -> Non
         finished = [each.finished for each in book.entries() if each.finished]
         counts = Counter(accounts=sum([each.account.num_bytes for each in finished]))
         if counts_open:
-            counts.update(but_blobs(e.captured.held() for e in book.entries() if not e.finished))
+            none = {"answers": 0, "history": 0}
+            open_ones = [each.captured.held() for each in book.entries() if not each.finished]
+            counts.update(but_blobs([none, *open_ones]))
         return counts
 
     accounts.add(held, lambda: {"sessions": len(book)})

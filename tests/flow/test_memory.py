@@ -1,0 +1,203 @@
+"""What processes say that they hold, against what is resident, and what their budgets do."""
+
+import asyncio
+import base64
+import io
+import random
+import re
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
+from rollmesh.serve.client.client import Finished
+from rollmesh.testing.provider import ScriptedProvider, Told
+from tests.flow.gateway_process import Gateway, serving
+from tests.flow.worker_mesh import PATIENCE_S, Mesh, Process, ask, look_until, open_mesh, take
+
+MIB = 2**20
+FIGURE = re.compile(
+    r'^rollmesh_(held_bytes|entries)\{(?:what|table)="(\w+)"\} (\S+)$', re.MULTILINE
+)
+LINGERS = """
+class TheEnv(Plain):
+    def __init__(self):
+        self.chat = ChatClient()
+
+    async def run(self, task, agent):
+        text = task.id + "x" * 3000
+        await self.chat.complete(agent, [{"role": "user", "content": text}], max_tokens=4)
+        gate = Path(task.data["gate"])
+        while not gate.exists():
+            await asyncio.sleep(0.02)
+        return Transcript()
+
+    async def close(self):
+        await self.chat.close()
+"""
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with open_mesh(tmp_path) as mesh:
+        yield mesh
+
+
+def counts(metrics: str) -> dict[tuple[str, str], float]:
+    """Held bytes and entries, by kind and name."""
+    return {(kind, name): float(value) for kind, name, value in FIGURE.findall(metrics)}
+
+
+def metrics_of(worker: Process, headers: Mapping[str, str] | None = None) -> str:
+    request = urllib.request.Request(f"{worker.ready.address}/metrics", headers=dict(headers or {}))
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
+        return str(reply.read().decode())
+
+
+async def test_a_worker_shows_its_tables_and_they_are_empty_at_rest(mesh: Mesh) -> None:
+    worker = await asyncio.to_thread(mesh.worker, "worker-0")
+    client = mesh.client()
+    for _ in range(4):
+        ask(client)
+    assert {type(each) for each in await take(client, 4)} == {Finished}
+    await mesh.until(lambda: not any(counts(metrics_of(worker)).values()))
+    told = metrics_of(worker)
+    assert {"graph", "history", "blobs", "outbox", "bodies"} <= {
+        name for kind, name in counts(told) if kind == "held_bytes"
+    }
+    assert 'rollmesh_cache_entries{cache="delivered_groups"} 4.0' in told
+    assert 'rollmesh_process_rss_bytes{role="worker"}' in told
+    await mesh.until(lambda: not any(counts(metrics_of_router(mesh)).values()))
+
+
+def metrics_of_router(mesh: Mesh) -> str:
+    with urllib.request.urlopen(f"{mesh.router.ready.http_address}/metrics") as reply:
+        return str(reply.read().decode())
+
+
+async def test_a_workers_metrics_ask_for_the_admin_token_where_there_is_one(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADMIN_TOKEN_VARIABLE, "open-sesame")
+    worker = await asyncio.to_thread(mesh.worker, "worker-0")
+
+    def status(headers: Mapping[str, str]) -> int:
+        try:
+            return 200 if metrics_of(worker, headers) else 0
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert status({}) == status({"Authorization": "Bearer wrong"}) == 401
+    assert status({"Authorization": "Bearer open-sesame"}) == 200
+
+
+async def test_groups_wait_while_a_worker_is_over_its_budget_and_are_told_why(mesh: Mesh) -> None:
+    env = mesh.write_env("lingers", LINGERS)
+    await asyncio.to_thread(mesh.worker, "worker-0", env, max_held_bytes=10_000)
+    client = mesh.client()
+    gates = [mesh.folder / f"gate-{number}" for number in range(2)]
+    ask(client, num_samples=1, env=env, gate=str(gates[0]))
+    await mesh.until(lambda: mesh.worker_status("worker-0").get("waits_for"))
+    row = mesh.worker_status("worker-0")
+    assert row["waits_for"].startswith("held_bytes: ")
+    assert row["waits_for"].endswith(" held, worker.max_held_bytes = 10000")
+    assert row["held_bytes"] >= 10_000
+    ask(client, num_samples=1, env=env, gate=str(gates[1]))
+    await mesh.until(lambda: mesh.status()["causes"])
+    [cause] = mesh.status()["causes"]
+    assert cause.startswith("over_budget: ")
+    assert "worker-0 waits for held_bytes" in cause
+    assert mesh.status()["queue"]["queued"] == 1
+    for gate in gates:
+        gate.touch()
+    arrivals = await take(client, 2)
+    assert [each.attempt for each in arrivals if isinstance(each, Finished)] == [1, 1]
+    await mesh.until(lambda: not mesh.worker_status("worker-0")["waits_for"])
+
+
+# a gateway that holds much
+
+NUM_SESSIONS, NUM_SHOTS = 8, 40
+SHOT_BYTES = MIB // 2
+TEXT_BYTES = 5 * MIB
+BODY_BYTES = 24 * MIB
+
+
+def shown(rng: random.Random) -> bytes:
+    """A call with NUM_SHOTS screenshots of its own and a long text."""
+    shots = [
+        base64.b64encode(rng.randbytes(SHOT_BYTES * 3 // 4)).decode() for _ in range(NUM_SHOTS)
+    ]
+    images = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{each}"}}
+        for each in shots
+    ]
+    text = rng.randbytes(TEXT_BYTES // 2).hex()
+    content = [{"type": "text", "text": text}, *images]
+    return msgspec.json.encode({"messages": [{"role": "user", "content": content}]})
+
+
+async def post(gateway: Gateway, opened: Mapping[str, str], body: bytes) -> int:
+    auth = {"Authorization": f"Bearer {opened['api_key']}"}
+    url = f"{opened['base_url']}/chat/completions"
+    async with gateway.client.post(url, data=io.BytesIO(body), headers=auth) as response:
+        await response.read()
+        return response.status
+
+
+async def half_sent(gateway: Gateway, opened: Mapping[str, str]) -> asyncio.StreamWriter:
+    """A call whose last byte does not come."""
+    host, _, port = gateway.address.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    head = "POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {}\r\nx-api-key: {}\r\n\r\n"
+    writer.write(head.format(BODY_BYTES + 1, opened["api_key"]).encode())
+    writer.write(b'{"messages":[{"role":"user","content":"' + b"y" * (BODY_BYTES - 39))
+    await writer.drain()
+    return writer
+
+
+async def counted(gateway: Gateway) -> dict[str, float]:
+    told = counts((await gateway.admin("GET", "/metrics"))[1])
+    return {name: value for (kind, name), value in told.items() if kind == "held_bytes"}
+
+
+async def test_a_gateway_counts_what_it_holds_within_a_quarter_of_what_is_resident(
+    tmp_path: Path,
+) -> None:
+    rng = random.Random(7)
+    words = ["--capture", "relay", "--set", "interception.keepalive_s=60"]
+    async with (
+        ScriptedProvider([Told() for _ in range(2 * NUM_SESSIONS + 2)]) as provider,
+        serving(tmp_path, *words, "--engine", provider.url) as gateway,
+    ):
+        resident = psutil.Process(gateway.process.pid).memory_info
+        warm = await gateway.open()
+        assert await post(gateway, warm, shown(rng)) == 200
+        await gateway.admin("DELETE", f"/admin/sessions/{warm['session_id']}")
+        await asyncio.to_thread(look_until, lambda: resident().rss < 100 * MIB)
+        idle_bytes = resident().rss
+        sessions = [await gateway.open() for _ in range(NUM_SESSIONS)]
+        for opened in sessions:
+            assert await post(gateway, opened, shown(rng)) == 200
+            provider.seen.clear()
+        writer = await half_sent(gateway, sessions[0])
+        held = await counted(gateway)
+        assert held["bodies"] >= BODY_BYTES
+        assert sum(held.values()) >= 200 * MIB
+
+        def is_settled() -> bool:
+            return 0.8 < sum(held.values()) / (resident().rss - idle_bytes) < 1.25
+
+        await asyncio.to_thread(look_until, is_settled)
+        writer.transport.abort()
+        for opened in sessions:
+            await gateway.admin("DELETE", f"/admin/sessions/{opened['session_id']}")
+        await asyncio.to_thread(look_until, lambda: resident().rss < 1.4 * idle_bytes)
+        async with asyncio.timeout(PATIENCE_S):
+            while any((await counted(gateway)).values()):
+                pass
