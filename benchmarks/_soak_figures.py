@@ -7,6 +7,7 @@ interval); a gauge that only counts upwards is no table and is not compared. Dri
 
 import math
 import re
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -111,7 +112,7 @@ def figures_of(seen: Seen) -> dict[str, float]:
     turns_s = [turn_s for told in load[1:] for turn_s in told.turns_s]
     counts = Counter(load[-1].counts)
     counts.subtract(load[0].counts)
-    wall_s = max(1e-9, seen.ended_s - seen.began_s)
+    wall_s = sum(end_s - begin_s for begin_s, end_s in seen.waves)
     lags = [lag for name in seen.judged for lag in _busy_lags(seen, name)]
     found = {
         "rollouts": float(counts["rollouts"]),
@@ -151,8 +152,12 @@ def figures_of(seen: Seen) -> dict[str, float]:
 def _busy_lags(seen: Seen, name: str) -> Iterable[float]:
     """While it worked: idle loops are never late."""
     at_s, lags = seen.lags.get(name, ((), ()))
-    pairs = zip(at_s, lags, strict=True)
-    return [lag for at, lag in pairs if seen.began_s <= at <= seen.ended_s]
+    starts = [begin_s for begin_s, _ in seen.waves]
+    return [
+        lag
+        for at, lag in zip(at_s, lags, strict=True)
+        if (wave := bisect(starts, at)) and at <= seen.waves[wave - 1][1]
+    ]
 
 
 def _left(seen: Seen, what: str) -> float:

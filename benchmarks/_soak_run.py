@@ -77,8 +77,10 @@ class Seen(msgspec.Struct, kw_only=True):
     load: list[Told] = []
     lags: dict[str, tuple["array[float]", "array[float]"]] = {}
     began_s: float = 0.0
-    """When the first wave that counts began, and the last ended."""
     ended_s: float = 0.0
+    """When the last wave did."""
+    waves: list[tuple[float, float]] = []
+    """When each began and ended."""
     num_groups: int = 0
     num_dropped: int = 0
     reasons: dict[str, int] = {}
@@ -116,8 +118,10 @@ def _soak(arm: Arm, plan: Plan, soaked: Soaked, watch: Watch) -> Seen:
     time.sleep(BETWEEN_S)
     seen.before, seen.began_s = soaked.held(), time.monotonic()
     for num_groups in _waves(arm, plan, seen):
+        begun_s = time.monotonic()
         wave = soaked.wave(num_groups, arm.shape.num_turns, watch.is_over)
         seen.ended_s = time.monotonic()
+        seen.waves.append((begun_s, seen.ended_s))
         seen.num_groups += num_groups
         seen.num_dropped += wave.num_dropped
         for reason, number in wave.reasons.items():
