@@ -4,6 +4,7 @@ The engine is scripted, so that each prompt proves itself: as many placeholders 
 order in which the agent showed them, and each turn's prompt begins with all tokens of the last.
 """
 
+import asyncio
 import base64
 import random
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ from rollmesh.testing.faults import Fault
 from rollmesh.testing.model_folder import write_large_folder, write_model_folder
 from rollmesh.testing.provider import ScriptedProvider, Told
 from tests.clients.exactness import calls_of, faults
-from tests.flow.gateway_process import Gateway, finish, serving
+from tests.flow.gateway_process import PATIENCE_S, Gateway, finish, serving
 
 Json = dict[str, Any]
 
@@ -214,6 +215,44 @@ async def test_a_screenshot_at_every_turn_is_held_once_and_sampled_after_exactly
     (sample,) = account["samples"]
     assert [account["images"][digest] for digest in sample["images"]] == shown
     assert len(account["messages"]) == 8
+
+
+async def test_screenshots_that_were_spilled_reach_the_engine_and_the_account_whole(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    agent, model = Chat(), ScriptedAgent(tokenizer, SCRIPT)
+    settings = ("interception.max_blob_bytes=1", f"interception.spill_folder={tmp_path}")
+    words = [word for setting in settings for word in ("--set", setting)]
+    async with (
+        ScriptedEngine(model.next_token) as engine,
+        before(engine, folder, tmp_path, *words) as gateway,
+    ):
+        opened = await gateway.open()
+        agent.ask(agent.text("look"), agent.image(shot(1)))
+        for number in (2, 3, 4):
+            status, raw = await send(gateway, opened, agent)
+            assert status == 200
+            await _until_spilled(gateway, sum([len(shot(n)) for n in range(1, number)]))
+            (call,) = agent.hear(orjson.loads(raw))
+            # What was shown first is edited, so that all is read anew.
+            agent.shown[0] = {"role": "user", "content": [agent.image(shot(1))] * number}
+            agent.answer(call, agent.image(shot(number)))
+        assert (await send(gateway, opened, agent))[0] == 200
+        account = await finish(gateway, opened)
+    asked = [request.body for request in engine.seen if request.path == "/generate"]
+    assert asked[-1]["image_data"] == [*[shot(1)] * 4, shot(2), shot(3), shot(4)]
+    assert sorted(account["images"].values()) == sorted(map(shot, range(1, 5)))
+
+
+async def _until_spilled(gateway: Gateway, num_bytes: int) -> None:
+    """Until all of its blobs are; its keeper looks now and then, and tells nobody."""
+    async with asyncio.timeout(PATIENCE_S):
+        while f"rollmesh_spilled_bytes {num_bytes}.0" not in await _figures(gateway):
+            pass
+
+
+async def _figures(gateway: Gateway) -> str:
+    return str((await gateway.admin("GET", "/metrics"))[1])
 
 
 async def test_a_turn_that_an_engine_cut_goes_on_with_its_images(
