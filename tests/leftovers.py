@@ -10,6 +10,7 @@ import time
 import types
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollmesh.core.types import GroupRecord, NodeRow, RolloutRecord
@@ -45,10 +46,18 @@ def leftovers(*more: type) -> list[Any]:
     for each in waiting:
         if isinstance(each, kinds) or (type(each) is bytes and MARK in each):
             found.append(each)
-        others = [other for other in gc.get_referents(each) if not gc.is_tracked(other)]
+        others = [other for other in held_by(each) if not gc.is_tracked(other)]
         waiting += [other for other in others if id(other) not in seen]
         seen.update(map(id, others))
     return found
+
+
+def held_by(each: Any) -> list[Any]:
+    """What an object refers to, also where it keeps that from the collector."""
+    held = gc.get_referents(each)
+    if isinstance(each, msgspec.Struct):
+        held += [getattr(each, name) for name in each.__struct_fields__]
+    return held
 
 
 def assert_none_left(*more: type) -> None:

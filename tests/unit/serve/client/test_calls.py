@@ -1,6 +1,7 @@
 """AsyncRolloutClient on real sockets, with a router by hand."""
 
 import asyncio
+import gc
 import os
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from rollmesh.core.errors import (
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import EVAL_SAMPLING, SamplingPolicy, Task
 from rollmesh.serve.client import calls
+from rollmesh.serve.client.arrivals import RawResult
 from rollmesh.serve.client.calls import AsyncRolloutClient
 from rollmesh.serve.client.client import Dropped, Finished
 from rollmesh.wire.bodies import decode_ask
@@ -275,6 +277,7 @@ async def test_next_client_on_the_folder_streams_what_the_last_one_left(
             assert (last.num_ended, last.reopened) == (0, {})
 
 
+@pytest.mark.usefixtures("young_heap")
 async def test_results_that_nobody_streams_wait_in_the_journal(
     router: FakeRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +299,12 @@ async def test_results_that_nobody_streams_wait_in_the_journal(
             tracemalloc.stop()
         assert held_bytes < 7 * num_bytes
         streamed = [arrival async for arrival in client.stream()]
+        await client.ask(TASK, 1, env="guess")
+        await finish(await next_ask(router))
+        while client.num_ended < 1:  # noqa: ASYNC110 - told by nobody
+            await asyncio.sleep(0)
+        # What was streamed has made room.
+        assert [each for each in gc.get_objects() if isinstance(each, RawResult)]
     assert [arrival.group_id for arrival in streamed] == [ask.group_id for ask in asks]
     assert all(isinstance(each, Finished) for each in streamed)
 

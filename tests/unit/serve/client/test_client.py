@@ -205,6 +205,7 @@ def test_kept_groups_are_gone_on_with_by_the_next_client_on_the_folder(
     [late] = again.take(timeout_s=5)
     assert isinstance(late, Finished)
     assert late.group_id == still_open
+    assert again.reopened == {}
     again.close()
     assert not any(isinstance(packet.message, ClientLeft) for _, packet in router.packets)
 
