@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from rollmesh.serve.router.admission import MAX_QUEUED_BYTES, MAX_SAMPLES
+from rollmesh.wire.header import Message
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import (
     AskRefused,
@@ -22,7 +23,6 @@ from rollmesh.wire.messages import (
     GroupStarted,
     GroupState,
     HeldGroup,
-    Message,
     RouterHello,
     RunGroup,
 )
