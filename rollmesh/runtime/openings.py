@@ -85,10 +85,6 @@ class Openings:
     def num_openings(self) -> int:
         return len(self._newest_last)
 
-    def __len__(self) -> int:
-        """How many are remembered."""
-        return len(self._newest_last)
-
     def find(self, turn: Turn) -> Opening | None:
         """What a new session holds after `turn`, if one before it has told."""
         key = _key(turn)

@@ -126,7 +126,7 @@ class Runtime:
 
     def cache_entries(self) -> dict[str, int]:
         """What is kept within bounds though no rollout is here."""
-        return {"ended_rollouts": len(self._ended), "openings": len(self._kit.openings)}
+        return {"ended_rollouts": len(self._ended), "openings": self._kit.openings.num_openings}
 
     def held(self) -> dict[str, int]:
         """Bytes of all sessions, by what they are."""

@@ -95,17 +95,15 @@ class Book:
         self.num_body_bytes += len(group.body)
         self.set_client(group, group.client_id)
 
-    def set_client(self, group: Group, client_id: str) -> None:
-        """Whose group it is; '' is nobody's."""
+    def set_client(self, group: Group, client_id: str, body: Buffer | None = None) -> None:
+        """Whose group it is, '' is nobody's, and what it asks for, where that is news."""
+        if body is not None:
+            self.num_body_bytes += len(body) - len(group.body)
+            group.body = body
         self._leave_client(group)
         group.client_id = client_id
         if client_id:
             self.of_client.setdefault(client_id, {})[group.group_id] = group
-
-    def set_body(self, group: Group, body: Buffer) -> None:
-        """What it asks for."""
-        self.num_body_bytes += len(body) - len(group.body)
-        group.body = body
 
     def enter(self, group: Group, state: GroupState) -> None:
         """Change a group's state, and what is counted by it."""
@@ -163,7 +161,8 @@ class Book:
         self.unwait(group)
         self.enter(group, state)
         self._leave_client(group)
-        self.set_body(group, b"")  # an agenda may name it until its time has come
+        self.num_body_bytes -= len(group.body)
+        group.body = b""  # an agenda may name it until its time has come
         del self.groups[group.group_id]
 
     def _leave_client(self, group: Group) -> None:

@@ -199,10 +199,8 @@ class Ledger:
 
     def _adopt(self, group: Group, ask: AskGroup, body: Buffer) -> None:
         """A client asks for what a worker had claimed: they find each other again."""
-        self.book.set_client(group, ask.client_id)
-        group.sink, group.priority = ask.sink, ask.priority
-        group.env = ask.env
-        self.book.set_body(group, body)
+        self.book.set_client(group, ask.client_id, body)
+        group.sink, group.priority, group.env = ask.sink, ask.priority, ask.env
         group.attempt = max(group.attempt, ask.attempts)
         group.excused = max(group.excused, excused_in(ask))
         self.deals.adopt(group, max(ask.num_samples, 1))

@@ -182,7 +182,7 @@ class Mesh:
         elif self.network.strikes("recycle", FATE_S):
             worker.wear_out()
         elif self.network.strikes("full", FATE_S):
-            worker.fill(self.kernel.now_s() + self.kernel.rng.expovariate(0.5))
+            worker.full_until_s = self.kernel.now_s() + self.kernel.rng.expovariate(0.5)
         elif self.network.strikes("drain", FATE_S):
             self.launch.drain(worker)
         elif self.network.strikes("stop", FATE_S):

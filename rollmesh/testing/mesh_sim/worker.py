@@ -87,7 +87,8 @@ class SimWorker(Node):
         """How often each group has killed this worker's process, in all its lives."""
         self._parent = parent
         self._stalled_s = 0.0
-        self._full_until_s = 0.0
+        self.full_until_s = 0.0
+        """Until then what it holds is over its budget, as long as it has groups."""
         self._has_parcels = False
         self._kernel = kernel
         self._network = network
@@ -137,10 +138,6 @@ class SimWorker(Node):
         """A task holds the loop; the beats go on."""
         self._stalled_s = self._kernel.now_s()
         super().freeze(until_s)
-
-    def fill(self, until_s: float) -> None:
-        """What it holds is over its budget, as long as it has groups."""
-        self._full_until_s = until_s
 
     def stop(self) -> None:
         """As SIGTERM: it has a moment for what it runs, and another to deliver."""
@@ -199,7 +196,7 @@ class SimWorker(Node):
 
     def _weigh(self) -> None:
         before = self.duties.budget.state
-        is_full = self._kernel.now_s() < self._full_until_s
+        is_full = self._kernel.now_s() < self.full_until_s
         self.duties.weigh(self.duties.settings.max_held_bytes if is_full else 0)
         self.note("budget", before.value, self.duties.budget.state.value)
 
