@@ -173,11 +173,12 @@ class Connection(asyncio.Protocol):
         self._has_told_head = False
         prelude, body = call.target.prelude, call.body
         if body:
-            length = b"Content-Length: %d\r\n\r\n" % sum(map(size_of, body))
             ready = ready_head(body)
-            self.transport.writelines([prelude, length, *ready])
-            if len(ready) < len(body):
-                self._unsent = parts(body[len(ready) :])
+            rest = body[len(ready) :]
+            num_bytes = sum(map(len, ready)) + sum(map(size_of, rest))
+            self.transport.writelines([prelude, b"Content-Length: %d\r\n\r\n" % num_bytes, *ready])
+            if rest:
+                self._unsent = parts(rest)
                 self._send_on()
         else:
             self.transport.write(prelude + b"\r\n")

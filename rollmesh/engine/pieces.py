@@ -32,7 +32,7 @@ def ready_head(body: Sequence[Piece]) -> list[Ready]:
     """The pieces before the first that is unread: mostly all of them."""
     head: list[Ready] = []
     for piece in body:
-        if not isinstance(piece, bytes | memoryview):
+        if not isinstance(piece, (bytes, memoryview)):
             break
         head.append(piece)
     return head
@@ -40,13 +40,13 @@ def ready_head(body: Sequence[Piece]) -> list[Ready]:
 
 def size_of(piece: Piece) -> int:
     """Its bytes."""
-    return len(piece) if isinstance(piece, bytes | memoryview) else piece.num_bytes
+    return len(piece) if isinstance(piece, (bytes, memoryview)) else piece.num_bytes
 
 
 def parts(body: Sequence[Piece]) -> Iterator[Ready]:
     """The body as it is written, part by part; OSError where a piece cannot be read."""
     for piece in body:
-        if isinstance(piece, bytes | memoryview):
+        if isinstance(piece, (bytes, memoryview)):
             yield piece
         else:
             for start in range(0, piece.num_bytes, PART_BYTES):
