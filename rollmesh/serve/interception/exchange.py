@@ -107,6 +107,8 @@ class Exchange:
             self._kit.intercepts.discard_request(request_id)
             if self._is_woken:
                 task.uncancel()
+            # It holds its error, whose traceback holds this frame: no cycle for the collector.
+            del task
 
     async def _sample(self, session: Session) -> None:
         replies: list[Reply] = []

@@ -12,6 +12,7 @@ import pytest
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.serve.interception.ending import ExchangeState
+from rollmesh.serve.interception.exchange import Exchange
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
 
 ROLLOUT = RolloutId(GroupId("r", 0), 0)
@@ -138,6 +139,25 @@ async def test_a_request_whose_client_vanished_is_gone(make_desk: MakeDesk) -> N
     assert await until_empty(desk) == {ExchangeState.ABANDONED}
     desk.edge.intercepts.discard_request(1)
     desk.edge.intercepts.unregister_rollout(ROLLOUT)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_vanished_client_leaves_nothing_to_the_garbage_collector(
+    make_desk: MakeDesk, young_heap: None, is_stream: bool
+) -> None:
+    """A worker collects seldom: a cycle of a task, its error and its frames would hold images."""
+    desk = await make_desk()
+    body = msgspec.json.encode(ASK | {"stream": is_stream})
+    gc.disable()
+    try:
+        client = await connected(desk, head(desk, len(body)) + body)
+        await desk.sampler.until(lambda: len(desk.sampler.generations) == 1)
+        client.close()
+        await until_empty(desk)
+        await asyncio.sleep(0)
+        assert [each for each in gc.get_objects() if isinstance(each, Exchange)] == []
+    finally:
+        gc.enable()
 
 
 def large(mark: bytes) -> list[bytes | str]:
