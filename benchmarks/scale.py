@@ -1,22 +1,29 @@
-"""How large one router may become: 10,000 workers' beats and a million queued rollouts.
+"""How large one router may become: 10,000 workers' beats, a million queued rollouts, and as many
+that come and go.
 
     python -m benchmarks.scale [--quick] [--json] [--check]
 
 The router's own ledger in this process, fed with the frames that real peers send, on a clock that
 is turned by hand: what is measured is its CPU and its memory, without sockets (what those cost is
 `python -m benchmarks.serving --only router`). docs/scale.md says what follows. Invariant: a quick
-run has as many workers and as long a queue as a full one. Driven by `make bench`.
+run has as many workers and as long a queue as a full one, but a fifth of the life. Driven by `make
+bench`.
 """
 
 import gc
 import time
 from collections.abc import Callable
+from statistics import linear_regression
 
 import psutil
 
+from benchmarks._ledger_life import GROUP as GROUP_OF_FOUR
+from benchmarks._ledger_life import Life
 from benchmarks._report import Goal, parser, report
 from rollmesh.core.config import RouterConfig
+from rollmesh.core.heap import Heap
 from rollmesh.core.ids import GroupId
+from rollmesh.serve.router.counts import entries
 from rollmesh.serve.router.ledger import Ledger
 from rollmesh.serve.router.status import status_of
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
@@ -42,12 +49,17 @@ ASK_BYTES = 1000
 TICKS_PER_BEAT = 2
 START_S = 10.0
 """In so many seconds all that runs has begun."""
+LIFE_GROUPS = 250_000
+"""A million rollouts in groups of four."""
+LIFE_LOOKS = 25
 MB = 1e6
 
 GOALS = [
     Goal("beats.core_share", "<=", 0.5),
     Goal("queue.bytes_per_group_over_its_ask", "<=", 2000.0),
     Goal("groups.us_with_10k_workers_vs_one", "<=", 2.0),
+    Goal("life.mb_per_100k_groups", "<=", 1.0),
+    Goal("life.entries_at_rest", "<=", 0.0),
 ]
 
 
@@ -155,9 +167,35 @@ def cpu_us(work: Callable[[], object], number: int) -> float:
     return 1e6 * (time.process_time() - began_s) / number
 
 
+def live(num_groups: int) -> dict[str, float]:
+    """A ledger through which so many groups went: what is left of them.
+
+    The first fifth fills what is bounded: notes, agendas, workers that are not forgotten yet.
+    """
+    life, own = Life(), psutil.Process()
+    points: list[tuple[int, int]] = []
+    for _ in range(LIFE_LOOKS):
+        life.run(num_groups // LIFE_LOOKS)
+        gc.collect()
+        Heap().trim()
+        points.append((life.num_asked, own.memory_info().rss))
+    assert life.num_ended == life.num_asked
+    filled = points[LIFE_LOOKS // 5 :]
+    slope = linear_regression(*zip(*filled, strict=True)).slope
+    life.rest()
+    return {
+        "life.rollouts": float(GROUP_OF_FOUR * life.num_asked),
+        "life.workers_lost": float(life.ledger.book.num["workers_lost"]),
+        "life.rss_mb": points[-1][1] / MB,
+        "life.mb_per_100k_groups": slope * 100_000 / MB,
+        "life.entries_at_rest": float(sum(entries(life.ledger).values())),
+    }
+
+
 def measure(is_quick: bool) -> dict[str, float]:
     """All figures."""
-    figures: dict[str, float] = {}
+    # First, while nothing else moves this process's memory.
+    figures = live(LIFE_GROUPS // 5 if is_quick else LIFE_GROUPS)
     rss = psutil.Process().memory_info
     before = rss().rss
     mesh = Mesh(NUM_WORKERS)

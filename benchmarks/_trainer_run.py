@@ -1,0 +1,211 @@
+"""A trainer in a process of its own, whose sequences are of another length in each step.
+
+    python -m benchmarks._trainer_run FOLDER LONGEST STEPS ...
+
+Owns the run: the real train loop, policy, weights and records, and in place of a mesh a client that
+answers each ask at once with sequences of 64 to LONGEST tokens. Invariant: after each of STEPS, the
+largest of which ends the run, the next batch is late by REST_S; then a line of JSON says what is
+resident in the waiting process. Driven by trainer_memory.py.
+"""
+
+import gc
+import itertools
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config, load_config
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import (
+    GroupRecord,
+    NodeRow,
+    Outcome,
+    RolloutRecord,
+    SamplingParams,
+    SamplingPolicy,
+    Task,
+    VersionRun,
+)
+from rollmesh.serve.client.arrivals import Arrival, Finished
+from rollmesh.trainer.loop import Parts, TrainLoop
+from rollmesh.trainer.pacer import Pacer
+from rollmesh.trainer.policy import Policy
+from rollmesh.trainer.process import asking_of, staleness_of
+from rollmesh.trainer.publisher import Probe, PublishReport
+from rollmesh.trainer.records import RunRecords, Tally
+from rollmesh.trainer.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.weights import BackgroundLoop, Weights
+
+SHORTEST = 64
+GROUPS, SAMPLES = 2, 4
+"""Of a step, and of a group."""
+SAMPLED_SHARE = 0.25
+"""Of a sequence."""
+MESSAGE_BYTES_PER_TOKEN = 4
+TEXTS = ("a tokenizer of few words",)
+REST_S = 4.0
+"""Long enough for what is done while nothing is to be done."""
+
+
+class Rest(msgspec.Struct):
+    """A trainer that waits for its next batch."""
+
+    num_steps: int
+    """Done."""
+    rss_bytes: int
+    num_objects: int
+    """That Python's collector knows."""
+
+
+class Lengths:
+    """A client whose groups end as soon as they are asked for, one take later."""
+
+    def __init__(self, seed: int, longest: int, vocab_size: int, rests: list[int]) -> None:
+        self.run_id = "run"
+        self._random = random.Random(seed)
+        self._numbers = np.random.default_rng(seed)
+        self._longest = longest
+        self._vocab_size = vocab_size
+        self._asked: list[GroupId] = []
+        self._num_asked = 0
+        self._policy_version = 0
+        self._num_steps = 0
+        self._rests = rests
+        self._rest_ends_s = 0.0
+
+    def ask(
+        self,
+        task: Task,
+        *,
+        env: str,
+        num_samples: int,
+        sampling: SamplingPolicy,
+        seed: int,
+        is_eval: bool = False,
+    ) -> GroupId:
+        """Mint an id."""
+        del task, env, num_samples, sampling, seed, is_eval
+        group_id = GroupId(self.run_id, self._num_asked)
+        self._num_asked += 1
+        self._asked.append(group_id)
+        return group_id
+
+    def take(self, timeout_s: float) -> list[Arrival]:
+        """All that was asked for; the loop calls this when it has nothing to train."""
+        if self._rests and self._num_steps >= self._rests[0]:
+            now_s = time.monotonic()
+            self._rest_ends_s = self._rest_ends_s or now_s + REST_S
+            if now_s < self._rest_ends_s:
+                time.sleep(timeout_s)
+                return []
+            self._rest_ends_s = 0.0
+            del self._rests[0]
+            tell_rest(self._num_steps)
+        asked, self._asked = self._asked, []
+        return [self._finish(group_id) for group_id in asked]
+
+    def note_step(self, step: int, group_ids: list[GroupId]) -> None:
+        """A step begins."""
+        del group_ids
+        self._num_steps = step + 1
+
+    def note_published(self, policy_version: int, step: int) -> None:
+        """What is sampled from now on is of this version."""
+        del step
+        self._policy_version = policy_version
+
+    def free(self, position: int) -> None:
+        """There is no journal."""
+
+    def _finish(self, group_id: GroupId) -> Finished:
+        shortest, longest = np.log2(SHORTEST), np.log2(self._longest)
+        lengths = [int(2 ** self._random.uniform(shortest, longest)) for _ in range(SAMPLES)]
+        rollouts = [self._rollout(index, length) for index, length in enumerate(lengths)]
+        num_sampled = sum(each.num_logprobs for each in rollouts)
+        return Finished(
+            group_id=group_id,
+            attempt=1,
+            worker_id="worker-0",
+            record=GroupRecord(task=Task(id=str(group_id)), rollouts=rollouts),
+            token_ids=self._numbers.integers(0, self._vocab_size, sum(lengths), np.int32),
+            logprobs=-self._numbers.random(num_sampled, np.float32),
+            position=group_id.seq,
+        )
+
+    def _rollout(self, index: int, length: int) -> RolloutRecord:
+        num_sampled = max(1, int(SAMPLED_SHARE * length))
+        answer = NodeRow(
+            parent=0,
+            num_tokens=num_sampled,
+            sampled=True,
+            policy_versions=(VersionRun(self._policy_version, num_sampled),),
+            params=SamplingParams(max_tokens=length),
+            finish_reason="stop",
+        )
+        text = self._random.randbytes(MESSAGE_BYTES_PER_TOKEN * length // 2).hex()
+        return RolloutRecord(
+            index=index,
+            outcome=Outcome.COMPLETED,
+            reward=self._random.random(),
+            messages=msgspec.Raw(msgspec.json.encode([{"role": "user", "content": text}])),
+            nodes=[NodeRow(parent=-1, num_tokens=length - num_sampled, sampled=False), answer],
+            num_tokens=length,
+            num_logprobs=num_sampled,
+        )
+
+
+def tell_rest(num_steps: int) -> None:
+    """What is resident now."""
+    memory = psutil.Process().memory_info()
+    rest = Rest(num_steps, memory.rss, len(gc.get_objects()))
+    print(msgspec.json.encode(rest).decode(), flush=True)
+
+
+async def bring(policy_version: int, folder: Path, probe: Probe) -> PublishReport:
+    """To no engine at all."""
+    del folder, probe
+    return PublishReport(
+        policy_version=policy_version, updated=(), failed=(), wall_s=0.0, gap_s=0.0
+    )
+
+
+def config_of(folder: Path, num_steps: int) -> Config:
+    """Eight sequences a step, asked for one step ahead."""
+    settings = {
+        "model.path": folder / "model",
+        "trainer.num_steps": num_steps,
+        "trainer.groups_per_step": GROUPS,
+        "trainer.samples_per_group": SAMPLES,
+        "trainer.max_staleness": 1,
+        "trainer.max_logprob_gap": 1e9,
+    }
+    return load_config(None, [f"{key}={value}" for key, value in settings.items()])
+
+
+def main() -> None:
+    """Train and say what is resident."""
+    folder, longest, *rests = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    model = write_tiny_model(folder / "model", TEXTS, TinyShape(max_positions=longest), seed=0)
+    # Two steps more, since the loop may have the next batch when it has done the last.
+    config = config_of(folder, rests[-1] + 2)
+    client = Lengths(0, longest, int(model.config.vocab_size), rests)
+    del model
+    records, tally = RunRecords(folder, SystemClock()), Tally()
+    tasks = (Task(id=str(number)) for number in itertools.count())
+    asking = asking_of(config)
+    pacer = Pacer(client, staleness_of(config), tasks, asking, (records, tally))
+    weights = Weights(folder / "weights", 2, BackgroundLoop("publisher"))
+    policy = Policy(config.model.path, config.trainer)
+    parts = Parts(client, pacer, policy, weights, bring, records, tally)  # type: ignore[arg-type]
+    TrainLoop(config, parts, threading.Event()).run()
+
+
+if __name__ == "__main__":
+    main()
