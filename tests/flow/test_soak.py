@@ -2,10 +2,12 @@
 
 The calls are of every dialect, plain and streamed; a half of them are garbled, foreign, cut off in
 the head, in the body or in the answer. In one process each live object is counted; of a process of
-its own the memory is watched.
+its own the memory is watched. Sessions that show screenshots end while their calls are on their
+way in, at the engine, or on their way out.
 """
 
 import asyncio
+import base64
 import gc
 import random
 from collections import Counter
@@ -18,17 +20,21 @@ import orjson
 import psutil
 import pytest
 
+from rollmesh.core.accounts import Accounts
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import load_config
 from rollmesh.core.process import listen
+from rollmesh.runtime import blobs
 from rollmesh.runtime.generation_view import Generation
 from rollmesh.serve.interception.backends import Backend, RelayBackend, TokenBackend
 from rollmesh.serve.interception.book import SessionBook
-from rollmesh.serve.interception.capture import SessionWish
+from rollmesh.serve.interception.capture import Opened, SessionWish
+from rollmesh.serve.interception.counts import add_blobs
 from rollmesh.serve.interception.inbound import Inbound
 from rollmesh.serve.interception.request import Request
+from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine
-from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.testing.model_folder import write_large_folder, write_model_folder
 from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, events
 from tests.flow.gateway_process import PATIENCE_S, next_token, sampling
 
@@ -45,6 +51,8 @@ ROUGH = ["good", "good", "good", "garbled", "foreign", "cut head", "cut body", "
 PASSING = {f"{Generation.__module__}.Generation", f"{Inbound.__module__}.Inbound"}
 """What goes soon after a call, and takes the rest along: aborts are repeated for a moment, and lost
 clients are noticed by the server alone."""
+
+RETENTION_S = 60.0
 
 Capturing = Callable[[Path], AbstractAsyncContextManager[tuple[Backend, Callable[[], None]]]]
 
@@ -195,3 +203,139 @@ async def test_the_memory_of_a_gateway_is_flat_under_rough_calls(tmp_path: Path)
     assert 'rollmesh_sessions{state="finished"} 0.0' in metrics
     # The bodies of the last 640 calls are 12 MB.
     assert rss_bytes[-1] - rss_bytes[1] < 4_000_000
+
+
+class Stage:
+    """A gateway in this process, whose engine says nothing until it is told to begin."""
+
+    def __init__(self, backend: Backend, engine: ScriptedEngine | ScriptedProvider) -> None:
+        self.backend = backend
+        self.engine = engine
+        self.clock = FakeClock()
+        self.book = SessionBook(backend.capture, self.clock, RETENTION_S)
+        self.accounts = Accounts()
+        self.num_begun = 0
+        """Calls whose answer has begun to come."""
+        self.address = ("", 0)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        async def control(request: Request, path: str) -> bool:
+            return False
+
+        face = self.backend.serve(control)
+        address = await face.start(listen("127.0.0.1:0"))
+        add_blobs(self.accounts)
+        self.backend.join(self.accounts, self.book)
+        host, _, port = address.removeprefix("http://").rpartition(":")
+        self.address = host, int(port)
+        running = asyncio.create_task(self.backend.run())
+        try:
+            yield
+        finally:
+            running.cancel()
+            await face.stop()
+            await self.backend.close()
+
+    async def call(self, opened: Opened, body: bytes, num_sent: int) -> bytes:
+        """A call of which so many bytes are sent; what is answered."""
+        reader, writer = await asyncio.open_connection(*self.address)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nx-api-key: {opened.api_key}\r\n".encode()
+        size = b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        writer.write(head + b"Host: x\r\n" + size + body[:num_sent])
+        try:
+            first = await reader.read(1)
+            self.num_begun += 1
+            return first + await reader.read()
+        finally:
+            writer.transport.abort()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():  # noqa: ASYNC110 - told by nobody
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def stage_in_tokens(folder: Path) -> AsyncIterator[Stage]:
+    model = write_large_folder(folder / "model", "qwen3_vl")
+    settings = [f"model.path={model}", f"run.folder={folder}", "sampling.max_tokens=8"]
+    async with ScriptedEngine(next_token) as engine:
+        engine.hold()
+        stage = Stage(TokenBackend(load_config(None, settings), (engine.url,)), engine)
+        async with stage.serving():
+            yield stage
+
+
+@asynccontextmanager
+async def stage_by_relay(folder: Path) -> AsyncIterator[Stage]:
+    async with ScriptedProvider(lambda _: events(b'{"n":1}', b"[DONE]")) as provider:
+        provider.holds = provider.holds_first = True
+        config = load_config(None, [f"run.folder={folder}"])
+        stage = Stage(RelayBackend(config, (provider.url,), ""), provider)
+        async with stage.serving():
+            yield stage
+
+
+def looking(number: int, is_stream: bool) -> bytes:
+    """A call that shows a screenshot, with a text that nobody else shows."""
+    content = base64.b64encode(random.Random(number).randbytes(60_000)).decode()
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
+    shown = [{"role": "user", "content": [{"type": "text", "text": f"look {number}"}, image]}]
+    return orjson.dumps({"messages": shown, "stream": is_stream})
+
+
+async def ended_in_mid_call(stage: Stage, ending: str, is_begun: bool, seed: int) -> list[bytes]:
+    """A session that ends while one call comes in and two are at the engine; what they hear."""
+    opened = stage.book.open(SessionWish(), b"{}")
+    entry = stage.book.find(opened.captured.session_id)
+    bodies = [looking(10 * seed + n, is_begun or n == 1) for n in range(3)]
+    num_sent = [len(bodies[0]) // 2, len(bodies[1]), len(bodies[2])]
+    if ending == "expire":  # a session whose calls are at the engine is not idle
+        del bodies[1:], num_sent[1:]
+    stage.num_begun = 0
+    async with asyncio.TaskGroup() as group:
+        calls = [
+            group.create_task(stage.call(opened, body, num))
+            for body, num in zip(bodies, num_sent, strict=True)
+        ]
+        await stage.until(lambda: stage.backend.num_open() == len(calls))
+        await stage.until(lambda: stage.backend.num_live() == len(calls) - 1)
+        if is_begun and len(calls) > 1:
+            begin = stage.engine.allow if isinstance(stage.engine, ScriptedEngine) else None
+            await (begin(2) if begin else stage.engine.release())
+            await stage.until(lambda: stage.num_begun > 0)
+        if ending == "finish":
+            stage.book.finish(entry, None)
+        elif ending == "expire":
+            stage.clock.advance(RETENTION_S)
+            stage.book.expire()
+        if ending != "expire":
+            stage.book.delete(entry)
+    return [each.result() for each in calls]
+
+
+Staging = Callable[[Path], AbstractAsyncContextManager[Stage]]
+
+
+@pytest.mark.parametrize("staging", [stage_in_tokens, stage_by_relay])
+@pytest.mark.usefixtures("young_heap")
+async def test_a_session_that_ends_in_mid_call_gives_everything_back(
+    tmp_path: Path, staging: Staging
+) -> None:
+    num_before = blobs.num_blobs()
+    async with asyncio.timeout(PATIENCE_S), staging(tmp_path) as stage:
+        left: list[tuple[Counter[str], int, dict[str, int]]] = []
+        for seed in range(3):
+            for ending in ("finish", "delete", "expire"):
+                for is_begun in (False, True):
+                    for heard in await ended_in_mid_call(stage, ending, is_begun, seed):
+                        assert b'"session_sealed"' in heard
+            stage.engine.seen.clear()
+            await stage.until(lambda: stage.backend.num_open() + stage.backend.num_live() == 0)
+            await stage.until(lambda: ours().keys().isdisjoint(PASSING))
+            assert blobs.num_blobs() == num_before
+            left.append((ours(), psutil.Process().num_fds(), stage.accounts.held()))
+    # What the first round left are caches.
+    assert left[-1][0] - left[0][0] == Counter()
+    assert left[-1][1] <= left[0][1]
+    assert {what: num for what, num in left[-1][2].items() if num} == {}
