@@ -1,0 +1,121 @@
+"""How the C library's heap is best laid out under this load: browsers that keep screenshots.
+
+    python -m benchmarks.heap            every layout, each in a process of its own
+    python -m benchmarks.heap --preload /usr/lib/x86_64-linux-gnu/libjemalloc.so.2
+
+Four rollouts of 45 turns, side by side in threads. At each turn a new screenshot of 0.5 MB is kept,
+and a body with all of them comes in reads of 256 KiB, is joined, looked at without a copy, and let
+go; 200 small objects stay. Told are peak and resting memory over the start's, CPU time, and the
+longest trim. Invariant: pure Python and malloc, nothing of a worker's. Owned by docs/memory.md.
+"""
+
+import argparse
+import ctypes
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from rollmesh.core.heap import Heap
+from rollmesh.core.metrics import rss_bytes
+
+NUM_LANES, NUM_TURNS = 4, 45
+SHOT_BYTES, READ_BYTES = 500_000, 256 * 1024
+TRIM_TURNS = 5
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+LAYOUTS = {
+    "as it is": {},
+    "trim": {},
+    "one arena, trim": {M_ARENA_MAX: 1},
+    "threshold 128 KiB": {M_MMAP_THRESHOLD: 128 * 1024},
+    "threshold 128 KiB, one arena, trim": {M_MMAP_THRESHOLD: 128 * 1024, M_ARENA_MAX: 1},
+    "threshold 384 KiB, one arena, trim": {M_MMAP_THRESHOLD: 384 * 1024, M_ARENA_MAX: 1},
+    "threshold 1 MiB, one arena, trim": {M_MMAP_THRESHOLD: 2**20, M_ARENA_MAX: 1},
+    "threshold 1 MiB, trim": {M_MMAP_THRESHOLD: 2**20},
+}
+
+
+class Peak:
+    """The most that was resident, seen by a thread."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.01):
+            self.num_bytes = max(self.num_bytes, rss_bytes())
+
+
+def turn(rng: random.Random, shots: list[bytes], small: list[bytes]) -> None:
+    """One call of a lane."""
+    shots.append(rng.randbytes(SHOT_BYTES))
+    body = b'"'.join(shots)
+    reads = [body[at : at + READ_BYTES] for at in range(0, len(body), READ_BYTES)]
+    body = b"".join(reads)
+    reads.clear()
+    view = memoryview(body)
+    for number in range(len(shots)):
+        start = number * (SHOT_BYTES + 1)
+        hashlib.blake2b(view[start : start + SHOT_BYTES], digest_size=16).digest()
+    small.extend(bytes(rng.randrange(20, 400)) for _ in range(200))
+
+
+def load(layout: str) -> str:
+    """The load under one layout, in this process; a line of the table."""
+    mallopt = ctypes.CDLL(None).mallopt
+    for name, value in LAYOUTS[layout].items():
+        assert mallopt(name, value) == 1
+    heap, trims_s = Heap(), [0.0]
+    start_bytes, peak = rss_bytes(), Peak()
+    rngs = [random.Random(lane) for lane in range(NUM_LANES)]
+    shots: list[list[bytes]] = [[] for _ in rngs]
+    small: list[list[bytes]] = [[] for _ in rngs]
+    with ThreadPoolExecutor(NUM_LANES) as pool:
+        for number in range(NUM_TURNS):
+            list(pool.map(turn, rngs, shots, small))
+            if "trim" in layout and number % TRIM_TURNS == TRIM_TURNS - 1:
+                trims_s.append(heap.trim() or 0.0)
+        left = small[0][::50]  # somebody keeps a few small ones
+        shots, small = [], []
+        if "trim" in layout:
+            trims_s.append(heap.trim() or 0.0)
+    resting_bytes = rss_bytes()
+    peak.close()
+    figures = (peak.num_bytes - start_bytes, resting_bytes - start_bytes)
+    megabytes = " | ".join(f"{each / 1e6:.0f}" for each in figures)
+    assert left
+    return f"{megabytes} | {time.process_time():.1f} | {max(trims_s) * 1e3:.1f}"
+
+
+def main() -> None:
+    """Print the table."""
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks.heap")
+    arguments.add_argument("--layout", choices=LAYOUTS)
+    arguments.add_argument("--preload", default="")
+    options = arguments.parse_args()
+    if options.layout:
+        print(load(options.layout))
+        return
+    print("| layout | peak MB | resting MB | CPU s | longest trim ms |")
+    print("|---|---|---|---|---|")
+    preloaded = {"LD_PRELOAD": options.preload} if options.preload else {}
+    for layout in ["as it is"] if options.preload else LAYOUTS:
+        argv = [sys.executable, "-m", "benchmarks.heap", "--layout", layout]
+        environ = {**os.environ, **preloaded}
+        told = subprocess.run(argv, env=environ, check=True, capture_output=True, text=True)
+        print(f"| {options.preload or layout} | {told.stdout.strip()} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

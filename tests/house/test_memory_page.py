@@ -1,0 +1,89 @@
+"""docs/memory.md names each gauge of memory, and nothing that is none."""
+
+import asyncio
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.core.accounts import Accounts
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config, ModelConfig, RouterConfig
+from rollmesh.core.metrics import Figure
+from rollmesh.serve.interception.backends import Backend, RelayBackend, TokenBackend
+from rollmesh.serve.interception.book import SessionBook
+from rollmesh.serve.interception.counts import add_blobs
+from rollmesh.serve.interception.request import Request
+from rollmesh.serve.router.ledger import Ledger
+from rollmesh.serve.router.status import figures_of, status_of
+from rollmesh.serve.server.worker import Worker, WorkerSettings
+from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.wire.fleet import FleetChanged
+from tests.house.source import ROOT
+
+GAUGES = {"Bytes": "held_bytes", "Tables": "entries", "Caches": "cache_entries"}
+"""By the section that names their labels, and in what processes they are."""
+
+
+def named(section: str) -> dict[str, set[str]]:
+    """Label and processes of each row of a section's table."""
+    text = (ROOT / "docs" / "memory.md").read_text()
+    body = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", body, re.MULTILINE)
+    assert rows, f"docs/memory.md has no table under {section}"
+    return {name: set(re.findall(r"worker|gateway|router", where)) for name, where in rows}
+
+
+async def nobody(request: Request, path: str) -> bool:
+    return False
+
+
+def of_gateway(backend: Backend) -> Iterable[Figure]:
+    accounts = Accounts()
+    add_blobs(accounts)
+    backend.serve(nobody)
+    backend.join(accounts, SessionBook(backend.capture, SystemClock(), 1.0))
+    return accounts.figures()
+
+
+def of_router() -> Iterable[Figure]:
+    return figures_of(status_of("i1", Ledger(RouterConfig(), 0.0), FleetChanged(1, ()), {}))
+
+
+async def all_figures(folder: Path) -> dict[str, list[Figure]]:
+    """What each process shows that has done nothing yet."""
+    model = ModelConfig(path=str(write_model_folder(folder / "model")))
+    config = msgspec.structs.replace(Config(), model=model)
+    worker = Worker(WorkerSettings("worker-0", "tcp://127.0.0.1:9", config, None))
+    worker._post.close()  # noqa: SLF001 - one that never serves has no other end
+    backends: list[Backend] = [
+        TokenBackend(config, ()),
+        RelayBackend(config, ("http://127.0.0.1:9",), ""),
+    ]
+    gateway = [figure for backend in backends for figure in of_gateway(backend)]
+    for backend in backends:
+        await backend.close()
+    # A worker's edge counts as that of a gateway in tokens.
+    edge = [each for each in of_gateway(TokenBackend(config, ())) if not_of_the_book(each)]
+    return {
+        "worker": [*worker.accounts.figures(), *edge],
+        "gateway": gateway,
+        "router": list(of_router()),
+    }
+
+
+def not_of_the_book(figure: Figure) -> bool:
+    return not {"accounts", "sessions"} & set(figure.labels.values())
+
+
+@pytest.mark.parametrize("section", GAUGES)
+def test_memory_page_and_gauges_agree(section: str, tmp_path: Path) -> None:
+    shown: dict[str, set[str]] = {}
+    for process, figures in asyncio.run(all_figures(tmp_path)).items():
+        for figure in figures:
+            if figure.name == GAUGES[section]:
+                [label] = figure.labels.values()
+                shown.setdefault(label, set()).add(process)
+    assert named(section) == shown
