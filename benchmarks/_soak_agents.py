@@ -28,6 +28,8 @@ from benchmarks._soak_load import Browser, Pieces, Shape, Shots, num_bytes, read
 from rollmesh.core.process import Ready, announce, die_with_parent
 
 TICK_S = 0.1
+GIVE_WAY = 5
+"""The load's niceness: on real machines agents and engines have cores of their own."""
 BACKLOG = 128
 PATH = "/v1/chat/completions"
 
@@ -239,6 +241,7 @@ def main() -> None:
     arguments.add_argument("--ready-fd", type=int)
     options = arguments.parse_args()
     die_with_parent()
+    os.nice(GIVE_WAY)
     with Path(options.log).open("wb") as log:
         uvloop.run(_serve(options, log))
 

@@ -25,6 +25,8 @@ from rollmesh.core.process import Ready, announce, die_with_parent, listen
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.testing.model_folder import write_large_folder
 
+GIVE_WAY = 5
+"""As the agents: what is measured goes first."""
 NUM_ANSWERS = 64
 EVENTS_PER_S = 1000.0
 """Of a stream, so that there is a midst to vanish in."""
@@ -134,6 +136,7 @@ def main() -> None:
     arguments.add_argument("--ready-fd", type=int)
     options = arguments.parse_args()
     die_with_parent()
+    os.nice(GIVE_WAY)
     uvloop.run(_serve(options.folder, options.ready_fd))
 
 

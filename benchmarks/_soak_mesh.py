@@ -20,7 +20,7 @@ from benchmarks._arms import Child
 from benchmarks._soak_engine import write_folder
 from benchmarks._soak_load import Shape
 from benchmarks._soak_watch import Held, Metrics, held_by, is_alive
-from rollmesh.core.config import JournalConfig
+from rollmesh.core.config import JournalConfig, RouterConfig
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.client import Arrival, Finished, RolloutClient
@@ -66,6 +66,7 @@ class Soaked(Protocol):
     """Of judged processes: where their agents call."""
 
     metrics: dict[str, Metrics]
+    beat_s: float
 
     def wave(self, num_groups: int, num_turns: int, stop: threading.Event) -> Wave:
         """So many groups, to the end of the last; fewer where it is to stop."""
@@ -73,8 +74,8 @@ class Soaked(Protocol):
     def held(self) -> dict[str, Held]:
         """Of the judged, now."""
 
-    def num_missed(self) -> int:
-        """Beats that did not come."""
+    def num_lost(self) -> int:
+        """Workers that were given up."""
 
 
 class Places(msgspec.Struct, frozen=True):
@@ -120,6 +121,7 @@ class SoakMesh:
     def __init__(self, arm: Arm, folder: Path) -> None:
         self.arm = arm
         self.load_log = Places(folder).load_log
+        self.beat_s = RouterConfig().beat_s
         self._places = places = Places(folder)
         self._task = 0
         with ExitStack() as stack:
@@ -222,8 +224,8 @@ class SoakMesh:
         """Of workers and router."""
         return {name: held_by(self.pids[name], each) for name, each in self.metrics.items()}
 
-    def num_missed(self) -> int:
-        """Workers that the router gave up: none is to miss its beats."""
+    def num_lost(self) -> int:
+        """Workers that the router gave up."""
         url = f"{self._router.ready.http_address}/status"
         with urllib.request.urlopen(url, timeout=READY_S) as answer:
             counts = msgspec.json.decode(answer.read())["counts"]

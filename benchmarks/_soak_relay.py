@@ -36,6 +36,7 @@ class SoakRelay:
         self.arm = arm
         self._places = places = Places(folder)
         self.load_log = places.load_log
+        self.beat_s = 0.0
         self._token = secrets.token_urlsafe(32)
         self._task = 0
         with ExitStack() as stack:
@@ -141,6 +142,6 @@ class SoakRelay:
         """Of the server."""
         return {name: held_by(self.pids[name], self.metrics.get(name)) for name in self.judged}
 
-    def num_missed(self) -> int:
-        """Nobody counts beats here."""
+    def num_lost(self) -> int:
+        """There are no workers here."""
         return 0

@@ -8,6 +8,7 @@ pools have their threads by then; a resting figure is the median of the last RES
 rss_soak.py.
 """
 
+import itertools
 import time
 from array import array
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from benchmarks._soak_agents import Told
 from benchmarks._soak_mesh import Arm, Soaked, SoakMesh
 from benchmarks._soak_relay import SoakRelay
 from benchmarks._soak_watch import Held, Scrape, Series, Watch, peak_bytes
-from benchmarks._soak_worker import read_lags
+from benchmarks._soak_worker import read_beats, read_lags
 
 IDLE_S = 3.0
 REST_S = 10.0
@@ -74,6 +75,7 @@ class Seen(msgspec.Struct, kw_only=True):
     before: dict[str, Held] = {}
     after: dict[str, Held] = {}
     num_missed: int = 0
+    """Times that a worker did not beat for so long that one is missing, or was given up."""
     load: list[Told] = []
     lags: dict[str, tuple["array[float]", "array[float]"]] = {}
     began_s: float = 0.0
@@ -134,11 +136,20 @@ def _soak(arm: Arm, plan: Plan, soaked: Soaked, watch: Watch) -> Seen:
         seen.rests.append(Rest(num_rollouts, _resting(soaked, watch)))
     time.sleep(max(0.0, seen.ended_s + REST_S - time.monotonic()))
     seen.resting = _resting(soaked, watch)
-    seen.after, seen.num_missed = soaked.held(), soaked.num_missed()
+    seen.after, seen.num_missed = soaked.held(), soaked.num_lost() + _num_missed(soaked)
     seen.peaks = {name: peak_bytes(soaked.pids[name]) for name in soaked.judged}
     seen.load = [_tolds.decode(line) for line in soaked.load_log.read_bytes().splitlines()]
     seen.lags = {name: read_lags(path) for name, path in soaked.lags.items()}
     return seen
+
+
+def _num_missed(soaked: Soaked) -> int:
+    gaps = (
+        after - before
+        for path in soaked.lags.values()
+        for before, after in itertools.pairwise(read_beats(path))
+    )
+    return sum(gap_s > 2 * soaked.beat_s for gap_s in gaps)
 
 
 def _resting(soaked: Soaked, watch: Watch) -> dict[str, float]:

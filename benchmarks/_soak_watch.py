@@ -130,8 +130,9 @@ def held_by(pid: int, metrics: Metrics | None) -> Held:
     """Of one process; its gauges where it serves them."""
     status = Path(f"/proc/{pid}/status").read_text()
     num_threads = int(status.partition("Threads:")[2].split()[0])
-    gauges = read_gauges(metrics) if metrics else {}
-    return Held(len(os.listdir(f"/proc/{pid}/fd")), num_threads, gauges)
+    num_files = len(os.listdir(f"/proc/{pid}/fd"))
+    # Behind the files, of which the asking is one.
+    return Held(num_files, num_threads, read_gauges(metrics) if metrics else {})
 
 
 def read_gauges(metrics: Metrics) -> dict[str, float]:

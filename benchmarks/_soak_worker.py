@@ -3,8 +3,9 @@
     python -m benchmarks._soak_worker --lag FILE --ablate evict,trim worker --router ...
 
 Invariant: nothing but the named measures differs from `rollmesh worker` and `rollmesh gateway`, and
-one timer: each PROBE_S it notes how late it is, which costs a core some 0.3 %. What a measure's
-absence is stands in _soak_ablations.py. Driven by _soak_mesh.py and _soak_relay.py.
+two notes: each PROBE_S its loop notes how late it is, which costs a core some 0.3 %, and each beat
+when it was sent. What a measure's absence is stands in _soak_ablations.py. Driven by _soak_mesh.py
+and _soak_relay.py.
 """
 
 import argparse
@@ -12,12 +13,14 @@ import asyncio
 import sys
 import time
 from array import array
+from functools import wraps
 from pathlib import Path
 
 import uvloop
 
 from benchmarks._soak_ablations import ablate
 from rollmesh.cli import main as cli
+from rollmesh.serve.server.beats import Beats
 
 PROBE_S = 0.005
 NUM_BUFFERED = 400
@@ -47,6 +50,30 @@ class LagMeter:
         self.begin()
 
 
+def note_beats(path: Path) -> None:
+    """Have each beat's time.monotonic in a file, as doubles."""
+    beat, file = Beats._beat, path.open("wb", buffering=0)  # noqa: SLF001 - where a beat is sent
+
+    @wraps(beat)
+    def noted(beats: Beats) -> None:
+        beat(beats)
+        file.write(array("d", [time.monotonic()]).tobytes())
+
+    Beats._beat = noted  # type: ignore[assignment, method-assign]  # noqa: SLF001
+
+
+def beats_in(lag: Path) -> Path:
+    """Where the beats' times stand beside the loop's lags."""
+    return lag.with_suffix(".beats")
+
+
+def read_beats(lag: Path) -> "array[float]":
+    """Times of beats; none of a gateway."""
+    times = array("d")
+    times.frombytes(beats_in(lag).read_bytes())
+    return times
+
+
 def read_lags(path: Path) -> tuple["array[float]", "array[float]"]:
     """Times and lags of a file."""
     figures = array("d")
@@ -68,6 +95,7 @@ def main() -> None:
         loop.call_soon(LagMeter(loop, options.lag).begin)
         return loop
 
+    note_beats(beats_in(options.lag))
     uvloop.new_event_loop = measured  # type: ignore[assignment]  # a loop is all that is wanted
     ablate([name for name in options.ablate.split(",") if name])
     sys.exit(cli.main(rest))
