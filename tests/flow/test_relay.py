@@ -1,5 +1,6 @@
 """A real gateway that relays: its book, real SDKs, and a gateway in tokens as its upstream."""
 
+import io
 import stat
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import orjson
 import pytest
 
 from rollmesh.testing.engine import ScriptedEngine
-from rollmesh.testing.provider import ScriptedProvider
+from rollmesh.testing.provider import ScriptedProvider, Told
 from tests.flow.gateway_process import (
     finish,
     next_token,
@@ -128,3 +129,55 @@ async def test_real_sdks_find_every_dialect_behind_a_relay(tmp_path: Path) -> No
             account = await finish(outer, opened)
     routes = [call["route"] for call in account["calls"] if call["delivered"]]
     assert routes == [r for r in ("/chat/completions", "/responses", "/messages") for _ in "ab"]
+
+
+async def test_a_long_history_costs_a_relay_its_new_messages_and_its_account_nothing(
+    tmp_path: Path,
+) -> None:
+    """Of 20 MB that are sent again and then told, no second copy is ever in memory."""
+
+    def shot(number: int) -> dict[str, Any]:
+        url = f"data:image/png;base64,{number:03}".ljust(500_000, "A")
+        return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+    async with (
+        ScriptedProvider(
+            lambda _: Told((b'{"choices":[{"message":{"content":"4"}}]}',))
+        ) as provider,
+        serving(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway,
+    ):
+        opened = await gateway.open()
+        pid = gateway.process.pid
+
+        async def growth(work: Any) -> float:
+            """Of the peak over what was resident before, in MB."""
+            before = high_water_mb(pid, begins=True)
+            await work
+            provider.seen.clear()
+            return high_water_mb(pid) - before
+
+        async def show(shots: list[Any]) -> None:
+            url = opened["path_url"].removesuffix("/v1") + "/chat/completions"
+            body = io.BytesIO(orjson.dumps({"messages": shots}))
+            async with gateway.client.post(url, data=body) as response:
+                assert response.status == 200
+
+        shots = [shot(number) for number in range(41)]
+        first = await growth(show(shots[:40]))
+        second = await growth(show(shots))
+        path = f"/admin/sessions/{opened['session_id']}"
+        third = await growth(gateway.admin("POST", f"{path}/finish"))
+        status, account = await gateway.admin("POST", f"{path}/finish")
+        assert (status, account["messages"][:41]) == (200, shots)
+        assert (await gateway.admin("DELETE", path))[0] == 200
+    assert 20 < first < 50
+    assert second < 6
+    assert third < 6
+
+
+def high_water_mb(pid: int, *, begins: bool = False) -> float:
+    """Its most resident memory since it began to be marked."""
+    if begins:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1000 for line in lines if line.startswith("VmHWM"))

@@ -203,7 +203,7 @@ class Threads:
         return self._walk(tip, rest, 0, _elements.decode(history)[1:], fields)
 
     def _read(self, body: Following) -> _Read:
-        raw = joined(body.pieces())
+        raw = body.since(0)
         _check_text(raw)
         fields = _fields.decode(raw)
         key = next((key for key in _HISTORIES if key in fields), "")

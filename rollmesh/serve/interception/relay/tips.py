@@ -7,6 +7,7 @@ its history's last message, and their long ones are blobs that the messages hold
 said of a tip's bytes stays true while the tip grows. Driven by threads.py and by edge.py.
 """
 
+import io
 from bisect import bisect, bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -119,18 +120,20 @@ class Tip:
 class Following:
     """One body on its way in: how far it is a tip's, and the rest."""
 
-    __slots__ = ("_tips", "num_matched", "rest", "tip", "whole")
+    __slots__ = ("_first", "_more", "_tips", "num_matched", "tip", "whole")
 
     def __init__(self, tips: Sequence[Tip]) -> None:
         """`tips` are the oldest first."""
         self.tip: Tip | None = None
         self.num_matched = 0
         """So many bytes stand in `tip`."""
-        self.rest: list[bytes] = []
-        """Behind those, as they came."""
         self.whole: bytes | None = None
         """The body, where it came in one piece."""
         self._tips: Sequence[Tip] | None = tips
+        self._first = b""
+        """Of the rest."""
+        self._more: io.BytesIO | None = None
+        """All of the rest, where it came in several pieces: there is never a second copy of it."""
 
     def append(self, data: bytes) -> None:
         """More of the body."""
@@ -139,25 +142,39 @@ class Following:
             tip = self.tip
         else:
             self.whole = None
-            tip = None if self.rest else self.tip
+            tip = None if self._first or self._more else self.tip
             if tip is not None and not tip.agrees(self.num_matched, data):
                 tip = None
         num_same = min(len(data), tip.num_bytes - self.num_matched) if tip else 0
         self.num_matched += num_same
         if num_same < len(data):
-            self.rest.append(data[num_same:])
+            self._add(data[num_same:])
+
+    @property
+    def rest(self) -> bytes:
+        """Of the body, behind what stands in `tip`."""
+        return self._first if self._more is None else self._more.getvalue()
 
     def pieces(self) -> list[Piece]:
         """The whole body."""
         start = self.tip.cut(0, self.num_matched) if self.tip else []
-        return [*start, *self.rest]
+        return [*start, self.rest]
 
     def since(self, stop: int) -> bytes:
         """The body from this byte of the tip on."""
-        if stop == self.num_matched and len(self.rest) == 1:
-            return self.rest[0]
-        start = self.tip.cut(stop, self.num_matched) if self.tip else []
-        return joined([*start, *self.rest])
+        if stop == self.num_matched or self.tip is None:
+            return self.rest
+        return joined([*self.tip.cut(stop, self.num_matched), self.rest])
+
+    def _add(self, data: bytes) -> None:
+        if not self._first and self._more is None:
+            self._first = data
+            return
+        if self._more is None:
+            self._more = io.BytesIO()
+            self._more.write(self._first)
+            self._first = b""
+        self._more.write(data)
 
 
 def _nearest(tips: Sequence[Tip], data: bytes) -> Tip | None:
