@@ -120,7 +120,7 @@ def _draw(soaked: Soaked, path: Path, command: str) -> None:
     import matplotlib  # noqa: PLC0415 - not of the base install
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
+    from matplotlib import pyplot  # noqa: PLC0415 - likewise
 
     figure, (above, below) = pyplot.subplots(
         2, 1, figsize=(11, 7), sharex=True, height_ratios=(3, 1)

@@ -59,7 +59,7 @@ def note_beats(path: Path) -> None:
         beat(beats)
         file.write(array("d", [time.monotonic()]).tobytes())
 
-    Beats._beat = noted  # type: ignore[assignment, method-assign]  # noqa: SLF001
+    Beats._beat = noted  # type: ignore[assignment, method-assign]  # noqa: SLF001 - likewise
 
 
 def beats_in(lag: Path) -> Path:

@@ -29,6 +29,8 @@ def soaked(folder: Path, *words: str) -> dict[str, float]:
     return figures
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_minute_of_browsing_leaves_nothing_at_rest(tmp_path: Path) -> None:
     figures = soaked(tmp_path, "--minutes", "1", "--keep", "3")
     told = (tmp_path / "soak.md").read_text()
@@ -45,6 +47,8 @@ def test_a_minute_of_browsing_leaves_nothing_at_rest(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_soak_without_eviction_is_found_out(tmp_path: Path) -> None:
     figures = soaked(tmp_path, "--rollouts", "4", "--keep", "3", "--ablate", "evict")
     assert figures["on.gauges_left"] == 0
