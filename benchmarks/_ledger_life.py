@@ -41,8 +41,10 @@ WINDOW = 400
 ASK_BYTES = 1000
 TURNS_PER_BEAT = 2
 TURNS_PER_LOSS, TURNS_PER_NEW_CLIENT = 8, 20
-SILENCE_S = 400.0
-"""After it a router has forgotten who was silent."""
+LONGEST_S = 3600.0
+"""Of a group, by its deadline."""
+SILENCE_S = LONGEST_S + 100.0
+"""After it a router has forgotten who was silent, and when it was to look at what has ended."""
 ENDED = (GroupState.DONE, GroupState.FAILED, GroupState.CANCELLED)
 
 
@@ -127,7 +129,7 @@ class Life:
 
     def _say_ask(self, group_id: GroupId) -> None:
         client_id = self._open[group_id]
-        deadline_s = 3600.0 if group_id.seq % 3 == 0 else 0.0
+        deadline_s = LONGEST_S if group_id.seq % 3 == 0 else 0.0
         sink = "tcp://127.0.0.1:40000"
         ask = AskGroup(group_id, client_id, "bench", GROUP, sink, 0, 0, deadline_s)
         self._say(client_id, ask, bytes(ASK_BYTES))

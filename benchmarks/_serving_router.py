@@ -29,6 +29,7 @@ from rollmesh.wire.messages import (
 from rollmesh.wire.sockets import Dialer, wait
 
 BODY = b"x" * 600
+GROUP = 16
 WINDOW = 1000
 """Asks under way at a time; less than a queue holds."""
 
@@ -39,6 +40,10 @@ def router(bench: Bench) -> None:
     with Alone(str(bench.folder)) as alone:
         alone.run_groups("r0", num_groups // 8)
         alone.measure("groups", lambda: alone.run_groups("r1", num_groups))
+        rss_mb = alone.child.rss_mb()
+        alone.run_groups("r3", num_groups)
+        growth_mb = alone.child.rss_mb() - rss_mb
+        alone.figures["mb_per_100k_rollouts"] = growth_mb * 100_000 / (GROUP * num_groups)
         alone.measure("repeated_asks", lambda: alone.repeat_asks(2 * num_groups))
         deaf = alone.deafen_a_peer()
         alone.measure("groups_beside_a_deaf_peer", lambda: alone.run_groups("r2", num_groups))
@@ -117,5 +122,5 @@ class Alone:
 
 
 def ask(run_id: str, seq: int, env: str = "bench") -> AskGroup:
-    """A group of sixteen."""
-    return AskGroup(GroupId(run_id, seq), "client", env, 16, "tcp://127.0.0.1:1")
+    """A group of GROUP."""
+    return AskGroup(GroupId(run_id, seq), "client", env, GROUP, "tcp://127.0.0.1:1")
