@@ -20,6 +20,8 @@ import asyncio
 
 from rollmesh.core.heap import note_freed
 
+COUNTED_BYTES = 16 * 1024
+"""A body that is here already and shorter is not worth its counting: it is soon decoded."""
 STEP_BYTES = 256 * 1024
 """A body of unknown length reserves so much at a time."""
 

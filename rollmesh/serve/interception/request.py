@@ -21,7 +21,7 @@ from typing import Protocol
 from rollmesh.core.errors import SessionError
 from rollmesh.engine.parser import Headers
 from rollmesh.engine.pieces import Piece, Ready, parts, size_of
-from rollmesh.serve.interception.bodies import STEP_BYTES, Bodies, Reservation
+from rollmesh.serve.interception.bodies import COUNTED_BYTES, STEP_BYTES, Bodies, Reservation
 
 JSON = b"application/json"
 SLOWEST_BYTES_PER_S = 500
@@ -134,7 +134,7 @@ class Request:
             self._check_length(max_bytes)
             pieces, self._body = self._body, []
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            self._reservation = self._wire.bodies.hold(len(body))
+            self._count_whole()
         else:
             growing = _Growing()
             await self._read_on(growing, max_bytes, silence_s)
@@ -143,7 +143,8 @@ class Request:
         if coding is None:
             return body
         body = _inflated(body, coding, max_bytes)
-        self._held().settle(len(body))
+        self._reservation = self._reservation or self._wire.bodies.hold(len(body))
+        self._reservation.settle(len(body))
         return body
 
     async def read_into(self, taker: Taker, max_bytes: int, silence_s: float) -> None:
@@ -152,7 +153,7 @@ class Request:
             taker.append(await self.read(max_bytes, silence_s))
         elif self.is_whole:
             self._check_length(max_bytes)
-            self._reservation = self._wire.bodies.hold(self.num_bytes)
+            self._count_whole()
             self._hand_over(taker)
         else:
             await self._read_on(taker, max_bytes, silence_s)
@@ -205,6 +206,10 @@ class Request:
         if max(length, self.num_bytes) > max_bytes:
             raise _too_large(max_bytes)
         return length
+
+    def _count_whole(self) -> None:
+        if self.num_bytes >= COUNTED_BYTES:
+            self._reservation = self._wire.bodies.hold(self.num_bytes)
 
     def _hand_over(self, taker: Taker) -> None:
         for piece in self._body:

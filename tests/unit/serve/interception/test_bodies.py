@@ -164,8 +164,8 @@ def test_a_small_body_waits_for_nobody(runner: asyncio.Runner) -> None:
         await ground.until(num_read=2)
         blocked = await ground.sender(sized(large))
         await ground.until(num_waiting=1)
-        small = await ground.sender(sized(b"y" * 1000))
-        await ground.until(num_read=3)
+        small = await ground.sender(sized(b"y" * 20_000))
+        await ground.until(num_read=3, num_held=4)
         ground.handler.go.set()
         for client in (*senders, blocked, small):
             assert (await client.answer())[0] == 200
