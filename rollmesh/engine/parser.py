@@ -7,11 +7,12 @@ may close its call or begin another meanwhile. Driven by connection.py.
 """
 
 import httptools
+from httptools.parser.protocol import HTTPProtocol
 
 Headers = list[tuple[bytes, bytes]]
 
 
-class AnswerParser:
+class AnswerParser(HTTPProtocol):
     """See the module."""
 
     def __init__(self) -> None:

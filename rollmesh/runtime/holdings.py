@@ -208,11 +208,6 @@ class Holdings:
             tuple([held[digest].address for digest in self.graph.images_of(node)]) if held else ()
         )
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all of it."""
-        return sum(self.held().values())
-
     def held(self) -> dict[str, int]:
         """Bytes by what they are: `graph`, `history` and `blobs`, which others may hold, too."""
         return {

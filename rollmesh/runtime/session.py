@@ -209,7 +209,7 @@ class Session:
     @property
     def held_bytes(self) -> int:
         """Of all that."""
-        return self._held.num_bytes if self._held else 0
+        return sum(self.held().values())
 
     # a call
 

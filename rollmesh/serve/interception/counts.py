@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from rollmesh.core.accounts import Accounts
 from rollmesh.engine.http import HttpClient
 from rollmesh.runtime import blobs
+from rollmesh.runtime.images import images
 from rollmesh.runtime.legs import Sampler
 from rollmesh.runtime.registry import Runtime
 from rollmesh.serve.interception.bodies import Bodies
@@ -19,8 +20,11 @@ from rollmesh.serve.interception.relay.capture import RelayCapture
 
 
 def add_blobs(accounts: Accounts) -> None:
-    """The process's blobs."""
-    accounts.add(lambda: {"blobs": blobs.held_bytes()}, lambda: {"blobs": blobs.num_blobs()})
+    """The process's blobs, and the images that are some of them."""
+    accounts.add(
+        lambda: {"blobs": blobs.held_bytes()},
+        lambda: {"blobs": blobs.num_blobs(), "images": len(images)},
+    )
 
 
 def add_bodies(
