@@ -125,9 +125,14 @@ class Calls:
             raise OvertimeError(f"{limit.key} = {limit.timeout_s:g} is over")
         if call.cancelled():  # by its own code: we have not told it to end
             raise tamed(asyncio.CancelledError())
-        if (error := call.exception()) is not None:
+        error = call.exception()
+        if error is None:
+            return call.result()
+        try:
             raise tamed(error)
-        return call.result()
+        finally:
+            # Else the error, and all that its frames hold, would wait for the collector.
+            del call, error
 
     async def _end(self, call: asyncio.Future[Any], method: Callable[..., object]) -> None:
         self._left.add(call)
@@ -203,6 +208,7 @@ def begin_thread(
             found, error = None, tamed(raised)
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
             loop.call_soon_threadsafe(_settle, ended, found, error)
+        del found, error  # of a frame that the error's traceback holds
 
     threading.Thread(target=work, name="env-call", daemon=True).start()
     return ended

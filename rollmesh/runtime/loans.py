@@ -101,10 +101,11 @@ class Loans:
             if each.loan() is None:
                 self._leaked(number, each, "dropped without a release")
 
-    def call_in(self, why: str) -> None:
-        """Take all back, and name who had not let go."""
+    def call_in(self, why: str, session: Session | None = None) -> None:
+        """Take all back, or those of one session, and name who had not let go."""
         for number, each in list(self._out.items()):
-            self._leaked(number, each, why)
+            if session in (None, each.session):
+                self._leaked(number, each, why)
 
     def _leaked(self, number: int, out: _Out, why: str) -> None:
         rollout_id = str(out.session.rollout_id)

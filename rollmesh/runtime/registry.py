@@ -89,6 +89,10 @@ class Runtime:
         """
         return self._scope(rollout_id).lend(borrower, appends=appends)
 
+    def call_in(self, rollout_id: RolloutId) -> None:
+        """No child appends to the rollout's transcript any more: it is to be recorded."""
+        self._scope(rollout_id).call_in()
+
     def cleanup_rollout(self, rollout_id: RolloutId) -> None:
         """Its agent has ended, well or not: so does its scope, unless that is its group's.
 

@@ -114,6 +114,12 @@ class Scope:
             self.session.reopen()
         return self._loans.make(borrower, self.session)
 
+    def call_in(self) -> None:
+        """Nobody goes on from the transcript any more; a borrower that still could is named."""
+        if self._loans:
+            self._loans.find_dropped()
+            self._loans.call_in("its rollout is to be recorded", self.session)
+
     def on_end(self, callback: Callable[[], None]) -> None:
         """Have this done once the scope has ended."""
         self._on_end.append(callback)

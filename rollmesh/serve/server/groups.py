@@ -111,6 +111,7 @@ class _Group:
             if each.is_cut_short:
                 continue
             rollout_id = RolloutId(self._begin.group_id, each.record.index)
+            self._stage.runtime.call_in(rollout_id)
             session = self._stage.runtime.resolve_trajectory(rollout_id).record()
             fill(each.record, session)
             token_ids.append(session.token_ids)

@@ -195,6 +195,20 @@ async def test_a_borrower_that_does_not_let_go_is_named_and_waited_for_no_longer
     assert runtime.entries() == EMPTY
 
 
+async def test_a_transcript_that_is_to_be_recorded_is_called_in(
+    world: World, logs: list[Any]
+) -> None:
+    runtime, own = world.runtime, world.opened.session
+    loans = [runtime.lend(ROLLOUT, name, appends=True) for name in ("dropped", "held")]
+    model = runtime.lend(ROLLOUT, "judge", appends=False)
+    del loans[0]
+    runtime.call_in(ROLLOUT)
+    assert own.state is SessionState.SEALED
+    assert [log["borrower"] for log in logs] == ["dropped", "held"]
+    assert over(runtime, loans[0].api_key) == 410
+    assert runtime.find(model.api_key) is not own
+
+
 async def test_a_rollout_that_is_run_again_waits_for_no_borrower_of_the_run_before(
     world: World, logs: list[Any]
 ) -> None:
