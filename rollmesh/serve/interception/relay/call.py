@@ -21,7 +21,7 @@ import msgspec
 from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.engine.parser import Headers
 from rollmesh.serve.interception.pieces import Piece, held, joined
-from rollmesh.serve.interception.relay.headers import returned, value_in
+from rollmesh.serve.interception.relay.headers import returned
 from rollmesh.serve.interception.relay.threads import Request
 
 RETRY_AFTER_S = 1.0
@@ -116,25 +116,13 @@ class RelayCall:
         return self._carrier is not None
 
     @property
-    def is_stream(self) -> bool:
-        """Whether the answer is a stream of events."""
-        # Most are none: then one look at all lines is enough.
-        told = b"event-stream" in self.lines.lower()
-        return told and b"event-stream" in value_in(self.lines, b"content-type")
-
-    @property
     def body(self) -> bytes:
         """The answer's bytes so far."""
         return joined(self._pieces)
 
-    @property
-    def num_pieces(self) -> int:
-        """How many it has."""
-        return len(self._pieces)
-
-    def since(self, num_pieces: int) -> bytes:
-        """The answer's bytes behind so many pieces."""
-        return joined(self._pieces[num_pieces:])
+    def since(self, num_pieces: int) -> tuple[bytes, int]:
+        """The answer's bytes behind so many pieces, and how many it has now."""
+        return joined(self._pieces[num_pieces:]), len(self._pieces)
 
     # readers
 

@@ -9,6 +9,7 @@ as they arrive; an agent that hangs up leaves its call at once; our own refusals
 dialect. Driven by the gateway's HTTP face.
 """
 
+import sys
 from collections import Counter
 
 import msgspec
@@ -20,7 +21,7 @@ from rollmesh.serve.interception.edge import DIALECTS
 from rollmesh.serve.interception.ending import ExchangeState, guard
 from rollmesh.serve.interception.relay.call import RelayCall
 from rollmesh.serve.interception.relay.capture import RelayCapture
-from rollmesh.serve.interception.relay.headers import forwarded
+from rollmesh.serve.interception.relay.headers import forwarded, tells_events
 from rollmesh.serve.interception.relay.heard import ROUTES
 from rollmesh.serve.interception.relay.upstreams import Parcel, Upstreams
 from rollmesh.serve.interception.request import Request
@@ -95,7 +96,8 @@ class _Exchange:
             self.state = ExchangeState.ATTACHED
             await call.wait_for_head()
             request.let_go()
-            await (self._stream(call) if call.is_stream else self._send_whole(call))
+            is_stream = tells_events(call.lines)
+            await (self._stream(call) if is_stream else self._send_whole(call))
             await request.drain(call.check)
             call.is_delivered = True
             self.state = ExchangeState.DELIVERED
@@ -124,10 +126,8 @@ class _Exchange:
 
     async def _send_whole(self, call: RelayCall) -> None:
         """A plain answer in one write."""
-        while call.is_running:
-            await call.wait(call.num_pieces)
+        await call.wait(sys.maxsize)
         body = call.body
-        call.check()
         self.state = ExchangeState.STREAMING
         self.request.answer(call.status, call.lines, body)
 
@@ -137,8 +137,7 @@ class _Exchange:
         num_sent = 0
         while True:
             await call.wait(num_sent)
-            new = call.since(num_sent)
-            num_sent = call.num_pieces
+            new, num_sent = call.since(num_sent)
             if new:
                 self.request.send(new)
                 self.state = ExchangeState.STREAMING

@@ -60,6 +60,13 @@ def returned(told: Iterable[Header]) -> bytes:
     return b"".join([b"%b: %b\r\n" % (n, v) for n, v in told if n.lower() not in _NOT_RETURNED])
 
 
+def tells_events(lines: bytes) -> bool:
+    """Whether an answer with these header lines is a stream of events."""
+    # Most are none: then one look at all lines is enough.
+    told = b"event-stream" in lines.lower()
+    return told and b"event-stream" in value_in(lines, b"content-type")
+
+
 def value_in(lines: bytes, name: bytes) -> bytes:
     """A header's value in lower case, empty if it is not there; `name` is in lower case."""
     for line in lines.split(b"\r\n"):

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import orjson
 
-from rollmesh.serve.interception.relay.headers import value_in
+from rollmesh.serve.interception.relay.headers import tells_events, value_in
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Heard(msgspec.Struct):
 
 def hear(route: str, lines: bytes, body: bytes) -> list[Heard]:
     """The choices of a whole answer with status 200 and these header lines; none if it is none."""
-    is_stream = b"event-stream" in value_in(lines, b"content-type")
+    is_stream = tells_events(lines)
     try:
         if value_in(lines, b"content-encoding") in (b"gzip", b"deflate"):
             body = zlib.decompress(body, zlib.MAX_WBITS | 32)

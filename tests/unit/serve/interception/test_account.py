@@ -6,7 +6,7 @@ import msgspec
 
 from rollmesh.runtime.blobs import Blob, hold
 from rollmesh.serve.interception.account import Account, Hole, Rewards, Writer
-from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES, cut, joined, says
+from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES, joined
 
 LONG = b"A" * 50_000
 
@@ -52,23 +52,3 @@ def test_what_is_long_is_never_joined_and_an_account_is_small_beside_it() -> Non
         "tokens": list(range(MIN_BLOB_BYTES)),
         "more": [],
     }
-
-
-def test_whatever_is_cut_is_the_same_again() -> None:
-    quotes = b'"x' * MIN_BLOB_BYTES
-    for raw in (
-        b"",
-        b"{}",
-        LONG,
-        b'{"a":"' + LONG + b'","b":"' + LONG + b'"}',
-        quotes,
-        LONG + b'"',
-    ):
-        pieces = cut(raw)
-        assert joined(pieces) == raw
-        assert says(pieces, memoryview(raw))
-        assert not says(pieces, memoryview(raw + b"x"))
-        assert not says(pieces, memoryview(b"x" + raw))
-        assert sum(len(p) for p in pieces if isinstance(p, bytes)) < MIN_BLOB_BYTES
-    one, other = cut(b'{"a":"' + LONG + b'"}'), cut(b'{"a":"' + LONG + b'","marked":true}')
-    assert one[1] is other[1]

@@ -1,0 +1,110 @@
+"""One relayed session: its retries, its limit, and its end."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from rollmesh.core.config import InterceptionConfig
+from rollmesh.serve.interception import request
+from rollmesh.testing.provider import ScriptedProvider, Told, events
+from tests.unit.serve.interception.relay.conftest import MakeRelay
+from tests.unit.serve.interception.relay.test_edge import ANSWER, ASK
+
+
+@pytest.mark.parametrize("status", [409, 429, 503])
+async def test_a_marked_retry_of_a_failed_call_is_sent_again(
+    make_relay: MakeRelay, status: int
+) -> None:
+    async with ScriptedProvider([Told((b"{}",), status), Told((ANSWER,))]) as provider:
+        relay = await make_relay(provider)
+        assert (await relay.read(ASK))[0] == status
+        for n in ("1", "2"):
+            assert await relay.read(ASK, x_stainless_retry_count=n) == (200, ANSWER)
+    assert len(provider.seen) == 2
+
+
+async def test_a_marked_retry_joins_the_call_that_still_runs(make_relay: MakeRelay) -> None:
+    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+        provider.holds = provider.holds_first = True
+        relay = await make_relay(provider)
+        async with asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(relay.read(ASK, x_stainless_retry_count=n)) for n in ("0", "1")
+            ]
+            await provider.until(lambda: relay.edge.num_open == 2)
+            await provider.release()
+        assert [each.result() for each in asked] == [(200, ANSWER)] * 2
+    assert len(provider.seen) == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_sealing_wakes_who_waits_and_refuses_who_comes(
+    make_relay: MakeRelay, is_stream: bool
+) -> None:
+    async with ScriptedProvider(lambda _: events(b"1", b"2")) as provider:
+        provider.holds, provider.holds_first = True, not is_stream
+        relay = await make_relay(provider)
+        if is_stream:
+            async with relay.post({**ASK, "stream": True}) as response:
+                await response.content.readuntil(b"\n\n")
+                relay.session.seal("enough")
+                assert b"this session is over: enough" in await response.read()
+        else:
+            waiting = asyncio.ensure_future(relay.read(ASK))
+            await provider.until(lambda: len(provider.seen) == 1)
+            relay.session.seal("enough")
+            assert (await waiting)[0] == 410
+        assert (await relay.read(ASK))[0] == 410
+        await provider.until(lambda: provider.num_left == 1)
+    states = {state for _, state in relay.edge.num_exchanges}
+    assert states == {"sealed"}
+
+
+async def test_sealing_wakes_a_call_whose_body_is_still_coming(make_relay: MakeRelay) -> None:
+    async with ScriptedProvider([]) as provider:
+        relay = await make_relay(provider)
+        host, _, port = relay.base.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /s/{relay.opened.path_secret}/v1/messages HTTP/1.1\r\nHost: h\r\n"
+        writer.write(head.encode() + b'Content-Length: 1000\r\n\r\n{"model"')
+        while not relay.edge.num_open:  # noqa: ASYNC110 - nobody tells when an exchange begins
+            await asyncio.sleep(0)
+        relay.session.seal("enough")
+        assert b"this session is over: enough" in await reader.read()
+        writer.close()
+    assert relay.edge.num_exchanges == {("messages", "sealed"): 1}
+    assert provider.seen == []
+
+
+async def test_sealing_wakes_a_call_whose_agent_takes_nothing(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "LOOK_S", 0.01)
+    async with ScriptedProvider(lambda _: events(b"x" * 30_000_000, b"2")) as provider:
+        provider.holds = True
+        relay = await make_relay(provider)
+        async with relay.post({**ASK, "stream": True}) as response:
+            relay.session.seal("enough")
+            while relay.edge.num_open:  # noqa: ASYNC110 - nobody tells when an exchange ends
+                await asyncio.sleep(0)
+            response.close()
+    assert {state for _, state in relay.edge.num_exchanges} == {"sealed"}
+
+
+async def test_a_session_that_holds_more_than_it_may_has_no_more_calls(
+    make_relay: MakeRelay,
+) -> None:
+    config = InterceptionConfig(max_session_bytes=50_000)
+    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+        relay = await make_relay(provider, config=config)
+        long = {"model": "m", "messages": [{"role": "user", "content": "x" * 60_000}]}
+        assert (await relay.read(ASK))[0] == 200
+        for body in (long, ASK):
+            status, raw = await relay.read(body)
+            told = msgspec.json.decode(raw)["error"]
+            assert (status, told["code"]) == (400, "session_over_limit")
+            assert "interception.max_session_bytes = 50000" in told["message"]
+    assert len(provider.seen) == 1
+    assert relay.session.spent_because
+    assert relay.account()["num_calls"] == 1
