@@ -8,7 +8,6 @@ Driven by interception.py.
 
 import argparse
 import asyncio
-import contextlib
 import os
 
 import aiohttp
@@ -22,6 +21,13 @@ async def proxy(engine: str, ready_fd: int | None) -> None:
     """Forward every request as it is, answers as they come."""
     session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await forward(request)
+        except ConnectionError:
+            # The client is gone, and aiohttp would log its traceback.
+            return web.Response()
+
     async def forward(request: web.Request) -> web.StreamResponse:
         body = await request.read()
         headers = {"Content-Type": "application/json"}
@@ -30,13 +36,12 @@ async def proxy(engine: str, ready_fd: int | None) -> None:
                 return web.Response(body=await answer.read(), content_type="application/json")
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
-            with contextlib.suppress(ConnectionError):  # a client may be gone
-                async for chunk in answer.content.iter_any():
-                    await response.write(chunk)
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
             return response
 
     app = web.Application(client_max_size=2**30)
-    app.router.add_post("/{path:.*}", forward)
+    app.router.add_post("/{path:.*}", answer)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     listening = listen("127.0.0.1:0")

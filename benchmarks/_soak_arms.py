@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, scratch: Path) -> Soaked:
     found = {each.name: figures_of(each) for each in seen}
     figures = {f"{arm}.{name}": value for arm, own in found.items() for name, value in own.items()}
     goals = [goal for each in seen for goal in _own_goals(each, figures, options.keep)]
-    goals += _compared(found, figures)
+    goals += _compared(found, figures, options.keep)
     notes += [f"{each.name} was stopped at 8 GiB" for each in seen if each.is_stopped]
     return Soaked(seen, figures, goals, notes)
 
@@ -123,7 +123,9 @@ def _own_goals(seen: Seen, figures: dict[str, float], keep: int) -> list[Goal]:
     return goals
 
 
-def _compared(found: dict[str, dict[str, float]], figures: dict[str, float]) -> list[Goal]:
+def _compared(
+    found: dict[str, dict[str, float]], figures: dict[str, float], keep: int
+) -> list[Goal]:
     """Figures of two arms together, which are added, and their goals."""
     goals = []
     on, off, bare = found.get("on"), found.get("off"), found.get(BARE)
@@ -138,5 +140,8 @@ def _compared(found: dict[str, dict[str, float]], figures: dict[str, float]) -> 
         figures["relay_vs_bare.resting"] = ours["resting_mb"] / bare["resting_mb"]
         figures["relay_vs_bare.peak"] = ours["peak_mb"] / bare["peak_mb"]
         goals.append(Goal("relay_vs_bare.resting", "<=", 1.0))
-        goals.append(Goal("relay_vs_bare.peak", "<=", 1.5))
+        if not keep:
+            # Agents that drop screenshots send little; what they showed must be recorded all the
+            # same, and one that records nothing is no measure of that.
+            goals.append(Goal("relay_vs_bare.peak", "<=", 1.5))
     return goals
