@@ -1,4 +1,4 @@
-"""The error law: where a fault may be caught, and what must never be loaded.
+"""The error law: where a fault may be caught, what must never be loaded, and who may collect.
 
 Owns what a door looks like: a broad `except` whose line, or the one above, carries `door: why`.
 Invariant: nothing else catches Exception, and nothing anywhere unpickles. The checks are pure,
@@ -6,6 +6,7 @@ from a Module to its Faults.
 """
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -47,6 +48,28 @@ def pickles(module: Module) -> Iterator[Fault]:
             yield module.fault(node, f"{dotted(node.func)} pickles; use safetensors")
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             yield module.fault(node.value, "allow_pickle: leave it off")
+
+
+def collections(module: Module) -> Iterator[Fault]:
+    """A full collection stops a process that serves; at its start, one stands before the freeze."""
+    if not module.is_in("rollmesh"):
+        return
+    followers: dict[int, str] = {}
+    for node in ast.walk(module.tree):
+        for block in ("body", "orelse", "finalbody"):
+            said = getattr(node, block, None)
+            for one, then in itertools.pairwise(said if isinstance(said, list) else []):
+                followers[one.lineno] = _called(then)
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call) or dotted(node.func) != "gc.collect":
+            continue
+        if followers.get(node.lineno) != "gc.freeze":
+            yield module.fault(node, "a full collection; let go by reference counts instead")
+
+
+def _called(node: ast.stmt) -> str:
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    return dotted(node.value.func) if is_call else ""  # type: ignore[attr-defined]  # see above
 
 
 def _is_broad(caught: ast.expr | None) -> bool:

@@ -32,6 +32,7 @@ RULES: list[Callable[[Module], Iterator[Fault]]] = [
     faults.doors,
     faults.suppressed,
     faults.pickles,
+    faults.collections,
     promises.asserts,
     promises.sleeps,
     promises.mocks,

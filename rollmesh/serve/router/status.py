@@ -52,6 +52,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """Finished groups that no sink has acked."""
     waits_for: str
     """Why it takes no new groups though it serves; '' if it does."""
+    longest_gap_s: float
+    """Between two of its beats."""
 
 
 class ClientStatus(msgspec.Struct, frozen=True):
@@ -178,6 +180,7 @@ def _worker_status(worker: Worker) -> WorkerStatus:
         num_left_behind=beat.num_left_behind if beat else 0,
         unacked_bytes=beat.unacked_bytes if beat else 0,
         waits_for=worker.waits_for,
+        longest_gap_s=worker.longest_gap_s,
     )
 
 
@@ -213,6 +216,8 @@ def figures_of(status: Status) -> Iterator[Figure]:
         number = worker.unacked_bytes
         yield Figure("worker_unacked_bytes", number, "Results without an ack.", labels)
         yield Figure("worker_held_bytes", worker.held_bytes, "What it counts as held.", labels)
+        gap_s = worker.longest_gap_s
+        yield Figure("worker_longest_gap_seconds", gap_s, "Between two of its beats.", labels)
         is_full = bool(worker.waits_for)
         yield Figure("worker_full", is_full, "Whether a budget keeps it from work.", labels)
     for engine in status.engines:

@@ -52,6 +52,8 @@ class Worker:
         self.state = WorkerState.LIVE
         self.heard_s = now_s
         self.beat: WorkerBeat | None = None
+        self.longest_gap_s = 0.0
+        """Between two of its beats."""
         self.accepting = True
         self.drain_reason = ""
         """Why it was told to finish what it runs and leave."""
@@ -66,6 +68,7 @@ class Worker:
         self.rank: Rank | None = None
         """Its place among those that have room; None if it has none."""
         self._seated = 0
+        self._beat_s = 0.0
         self._fresh = [0, 0]
 
     @property
@@ -119,7 +122,9 @@ class Worker:
 
     def take_beat(self, beat: WorkerBeat, now_s: float) -> None:
         """It lives, and this is its load."""
-        self.beat = beat
+        if self.beat is not None:
+            self.longest_gap_s = max(self.longest_gap_s, now_s - self._beat_s)
+        self.beat, self._beat_s = beat, now_s
         self.heard_s = now_s
         self.accepting = beat.accepting
         self._fresh = [0, self._fresh[0]]

@@ -76,7 +76,7 @@ def unsettled(
             waiting = [str(each) for each in visitor.asked if each not in visitor.endings]
             found.append(f"{visitor.name} waits for {waiting}, or has not asked for all")
     if router.held():
-        found.append(f"the ledger holds {router.held()} groups")
+        found.append(f"the ledger holds {router.held()} entries and bytes")
     found += [f"{w.name} holds {w.held()} groups and payloads" for w in workers if w.held()]
     found += [
         f"{w.name} counts {w.duties.outbox.unacked_bytes} bytes as not acked"

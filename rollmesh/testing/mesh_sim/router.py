@@ -17,6 +17,7 @@ from rollmesh.engine.fleet import (
     ProbeEngine,
     PublishTable,
 )
+from rollmesh.serve.router.counts import entries
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
@@ -84,7 +85,7 @@ class SimRouter(Node):
 
     def held(self) -> int:
         """Everything that should be gone when nothing is left to do."""
-        return len(self.ledger.book.groups)
+        return sum(entries(self.ledger).values()) + self.ledger.book.num_body_bytes
 
     def _begin_life(self) -> None:
         self._num_groups = 0

@@ -50,7 +50,12 @@ def test_a_full_worker_says_what_it_holds_and_waits_for() -> None:
         beat("w0", accepting=False), held_bytes=9, waits_for="held_bytes: 9 held", unacked_bytes=4
     )
     story.says("w0", full)
+    story.now_s += 2.5
+    story.says("w0", full)
+    story.now_s += 1.0
+    story.says("w0", full)
     [worker] = status_of("i9", story.ledger, TABLE, {}).workers
+    assert worker.longest_gap_s == 2.5
     assert (worker.held_bytes, worker.unacked_bytes) == (9, 4)
     assert worker.waits_for == "held_bytes: 9 held"
 
