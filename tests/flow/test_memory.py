@@ -15,10 +15,20 @@ import psutil
 import pytest
 
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
+from rollmesh.core.types import Outcome
 from rollmesh.serve.client.client import Finished
 from rollmesh.testing.provider import ScriptedProvider, Told
 from tests.flow.gateway_process import Gateway, serving
-from tests.flow.worker_mesh import PATIENCE_S, Mesh, Process, ask, look_until, open_mesh, take
+from tests.flow.worker_mesh import (
+    PATIENCE_S,
+    Mesh,
+    Process,
+    ask,
+    look_until,
+    open_mesh,
+    running,
+    take,
+)
 
 MIB = 2**20
 FIGURE = re.compile(
@@ -36,6 +46,23 @@ class TheEnv(Plain):
         while not gate.exists():
             await asyncio.sleep(0.02)
         return Transcript()
+
+    async def close(self):
+        await self.chat.close()
+"""
+
+
+GROWS = """
+class TheEnv(Plain):
+    def __init__(self):
+        self.chat = ChatClient()
+
+    async def run(self, task, agent):
+        messages = []
+        while True:
+            messages.append({"role": "user", "content": "x" * 500})
+            reply = await self.chat.complete(agent, messages, max_tokens=4)
+            messages.append({"role": "assistant", "content": reply.text})
 
     async def close(self):
         await self.chat.close()
@@ -118,6 +145,20 @@ async def test_groups_wait_while_a_worker_is_over_its_budget_and_are_told_why(me
     arrivals = await take(client, 2)
     assert [each.attempt for each in arrivals if isinstance(each, Finished)] == [1, 1]
     await mesh.until(lambda: not mesh.worker_status("worker-0")["waits_for"])
+
+
+async def test_a_session_over_its_budget_ends_as_truncated_with_its_reason(mesh: Mesh) -> None:
+    env = mesh.write_env("grows", GROWS)
+    words = mesh.worker_words("worker-0", env)
+    limit = ["--set", "interception.max_session_bytes=40000"]
+    with running(mesh.folder, *words, *limit):
+        ask(client := mesh.client(), num_samples=1, env=env)
+        [finished] = await take(client)
+    assert isinstance(finished, Finished)
+    [rollout] = finished.record.rollouts
+    assert rollout.outcome == Outcome.TRUNCATED
+    assert "interception.max_session_bytes = 40000" in rollout.error
+    assert rollout.num_calls < 20, "the agent does not stop by itself"
 
 
 # a gateway that holds much
