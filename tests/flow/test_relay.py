@@ -8,11 +8,13 @@ from typing import Any
 import anthropic
 import openai
 import orjson
+import psutil
 import pytest
 
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.provider import ScriptedProvider, Told
 from tests.flow.gateway_process import (
+    Gateway,
     finish,
     next_token,
     sampling,
@@ -20,6 +22,8 @@ from tests.flow.gateway_process import (
     serving,
 )
 from tests.unit.serve.interception.relay.test_account import ask, tell
+
+ANSWER = b'{"choices":[{"message":{"content":"4"}}]}'
 
 
 async def test_a_relayed_session_from_its_opening_to_its_deletion(tmp_path: Path) -> None:
@@ -135,15 +139,8 @@ async def test_a_long_history_costs_a_relay_its_new_messages_and_its_account_not
     tmp_path: Path,
 ) -> None:
     """Of 20 MB that are sent again and then told, no second copy is ever in memory."""
-
-    def shot(number: int) -> dict[str, Any]:
-        url = f"data:image/png;base64,{number:03}".ljust(500_000, "A")
-        return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
-
     async with (
-        ScriptedProvider(
-            lambda _: Told((b'{"choices":[{"message":{"content":"4"}}]}',))
-        ) as provider,
+        ScriptedProvider(lambda _: Told((ANSWER,))) as provider,
         serving(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway,
     ):
         opened = await gateway.open()
@@ -156,15 +153,9 @@ async def test_a_long_history_costs_a_relay_its_new_messages_and_its_account_not
             provider.seen.clear()
             return high_water_mb(pid) - before
 
-        async def show(shots: list[Any]) -> None:
-            url = opened["path_url"].removesuffix("/v1") + "/chat/completions"
-            body = io.BytesIO(orjson.dumps({"messages": shots}))
-            async with gateway.client.post(url, data=body) as response:
-                assert response.status == 200
-
         shots = [shot(number) for number in range(41)]
-        first = await growth(show(shots[:40]))
-        second = await growth(show(shots))
+        first = await growth(show(gateway, opened, shots[:40]))
+        second = await growth(show(gateway, opened, shots))
         path = f"/admin/sessions/{opened['session_id']}"
         third = await growth(gateway.admin("POST", f"{path}/finish"))
         status, account = await gateway.admin("POST", f"{path}/finish")
@@ -181,3 +172,58 @@ def high_water_mb(pid: int, *, begins: bool = False) -> float:
         Path(f"/proc/{pid}/clear_refs").write_text("5")
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1000 for line in lines if line.startswith("VmHWM"))
+
+
+def shot(number: int) -> dict[str, Any]:
+    """A message that shows a screenshot of half a megabyte."""
+    url = f"data:image/png;base64,{number:03}".ljust(500_000, "A")
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+
+async def show(gateway: Gateway, opened: dict[str, str], shots: list[Any]) -> None:
+    """A call with this history."""
+    url = opened["path_url"].removesuffix("/v1") + "/chat/completions"
+    body = io.BytesIO(orjson.dumps({"messages": shots}))
+    async with gateway.client.post(url, data=body) as response:
+        assert response.status == 200
+
+
+async def test_finished_sessions_that_nobody_deletes_cost_disk_and_not_memory(
+    tmp_path: Path,
+) -> None:
+    num_sessions, shots_each = 20, 4
+    words = ["--capture", "relay", "--set", "interception.max_blob_bytes=1000000"]
+    words += ["--set", f"interception.spill_folder={tmp_path}"]
+    async with (
+        ScriptedProvider(lambda _: Told((ANSWER,))) as provider,
+        serving(tmp_path, *words, "--engine", provider.url) as gateway,
+    ):
+        process = psutil.Process(gateway.process.pid)
+        before = process.memory_info().rss
+        opened = [await gateway.open() for _ in range(num_sessions)]
+        shots = [shot(number) for number in range(num_sessions * shots_each)]
+        for number, each in enumerate(opened):
+            own = shots[number * shots_each :][:shots_each]
+            await show(gateway, each, own)
+            path = f"/admin/sessions/{each['session_id']}/finish"
+            assert (await gateway.admin("POST", path))[1]["messages"][:-1] == own
+            provider.seen.clear()
+        num_spilled = 0.0
+        while num_spilled < 500_000 * len(shots) - 1_500_000:
+            figures = (await gateway.admin("GET", "/metrics"))[1]
+            num_spilled = figure(figures, "rollmesh_spilled_bytes")
+        grown = process.memory_info().rss - before
+        assert figure(figures, 'rollmesh_held_bytes{what="accounts"}') < 100_000
+        for number, each in enumerate(opened):
+            path = f"/admin/sessions/{each['session_id']}"
+            told = (await gateway.admin("POST", f"{path}/finish"))[1]
+            assert told["messages"][:-1] == shots[number * shots_each :][:shots_each]
+            assert (await gateway.admin("DELETE", path))[0] == 200
+        figures = (await gateway.admin("GET", "/metrics"))[1]
+        assert figure(figures, 'rollmesh_entries{table="blobs"}') == 0
+    assert grown < 15_000_000
+
+
+def figure(exposed: str, name: str) -> float:
+    """Its value."""
+    return next(float(line.split()[-1]) for line in exposed.splitlines() if line.startswith(name))
