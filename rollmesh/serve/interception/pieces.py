@@ -5,6 +5,7 @@ long text. Invariant: pieces joined are the bytes that were cut, whatever they w
 the process's one table of blobs; driven by the relay and by account.py.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from rollmesh.runtime.blobs import Blob, hold
@@ -15,16 +16,16 @@ MIN_BLOB_BYTES = 16 * 1024
 Piece = bytes | Blob
 
 
-def cut(raw: bytes) -> tuple[Piece, ...]:
-    """The pieces of `raw`."""
-    if len(raw) < MIN_BLOB_BYTES:
-        return (raw,)
+def cut(text: bytes, start: int = 0, stop: int = sys.maxsize) -> tuple[Piece, ...]:
+    """The pieces of `text[start:stop]`."""
+    stop = min(stop, len(text))
+    if stop - start < MIN_BLOB_BYTES:
+        return (text[start:stop],)
     pieces: list[Piece] = []
-    start = 0
-    for first, last in _long_stretches(raw):
-        pieces += [held(raw[start:first]), hold(raw[first:last])]
+    for first, last in _long_stretches(text, start, stop):
+        pieces += [held(text[start:first]), hold(text[first:last])]
         start = last
-    return (*pieces, held(raw[start:]))
+    return (*pieces, held(text[start:stop]))
 
 
 def held(text: bytes) -> Piece:
@@ -60,12 +61,11 @@ def says(pieces: Sequence[Piece], raw: bytes | memoryview) -> bool:
     return at == len(raw)
 
 
-def _long_stretches(raw: bytes) -> Iterator[tuple[int, int]]:
+def _long_stretches(text: bytes, at: int, stop: int) -> Iterator[tuple[int, int]]:
     """Where they begin and end."""
-    at = 0
-    while at < len(raw):
-        end = raw.find(b'"', at)
-        end = len(raw) if end < 0 else end
+    while at < stop:
+        end = text.find(b'"', at, stop)
+        end = stop if end < 0 else end
         if end - at >= MIN_BLOB_BYTES:
             yield at, end
         at = end + 1

@@ -12,7 +12,7 @@ import codecs
 import re
 import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -46,6 +46,8 @@ _FIRST = b"[%d" % secrets.randbits(62)
 """Stands for the messages that a tip has already: what follows reads as it does behind them. A
 body that has its history twice does not know it."""
 
+Place = tuple[bytes, int, int]
+"""A message, as a text and where it begins and ends there."""
 Message = bytes | memoryview
 """A view of one that is long, so that what is known is not copied."""
 
@@ -209,13 +211,13 @@ class Threads:
         key = next((key for key in _HISTORIES if key in fields), "")
         history = fields.pop(key) if key else msgspec.Raw(b"[]")
         if bytes(memoryview(history)[:1]) != b"[":
-            joint, spot = self._go(self._root, [bytes(history)])
+            joint, spot = self._go(self._root, [_alone(history)])
             return _Read(fields, joint, spot, None, raw)
         opened = re.search(rb'"%b"\s*:\s*\[' % key.encode(), raw)
         at = opened.end() - 1 if opened else 0
         elements = _elements.decode(history)
         if not opened or not elements or not raw.startswith(history, at):
-            joint, spot = self._go(self._root, map(bytes, elements))
+            joint, spot = self._go(self._root, map(_alone, elements))
             return _Read(fields, joint, spot, None, raw)
         tip = Tip(raw[:at], key)
         return self._walk(tip, raw, at + 1, elements, fields)
@@ -234,33 +236,34 @@ class Threads:
         joint = spot = start
         if elements:
             spans = _spans(text, at, elements)
-            joint, spot = self._go(start, _messages(text, spans))
+            joint, spot = self._go(start, [(text, *span) for span in spans])
             tip.grow(text, spans, _line(spot, len(spans)))
             at = spans[-1][1]
         self._tips.append(tip)
         return _Read(fields, joint, spot, tip, text[at:])
 
-    def _go(self, spot: Spot, messages: Iterable[Message]) -> tuple[Spot, Spot]:
+    def _go(self, spot: Spot, places: Iterable[Place]) -> tuple[Spot, Spot]:
         """The last spot of the history that was there before, and its end, from `spot` on."""
         joint = None
-        for message in messages:
+        for place in places:
+            message = _seen(place)
             key = at = hash(message)
             children = spot.children = {} if spot.children is None else spot.children
             while (child := children.get(at)) is not None and not says(child.pieces, message):
                 at += 1
             if child is None:
                 joint = joint or spot
-                child = children[at] = Spot(spot, self._pieces(key, message))
+                child = children[at] = Spot(spot, self._pieces(key, message, place))
                 self._num_text_bytes += SPOT_BYTES
             spot = child
         return joint or spot, spot
 
-    def _pieces(self, key: int, message: Message) -> tuple[Piece, ...]:
+    def _pieces(self, key: int, message: Message, place: Place) -> tuple[Piece, ...]:
         """Of a message, which may be known from another history."""
         known = self._messages.get(key)
         if known is not None and says(known, message):
             return known
-        pieces = self._messages[key] = cut(bytes(message))
+        pieces = self._messages[key] = cut(*place)
         for piece in pieces:
             self._count(piece)
         return pieces
@@ -309,10 +312,15 @@ def _spans(text: bytes, at: int, elements: Iterable[msgspec.Raw]) -> list[tuple[
     return spans
 
 
-def _messages(text: bytes, spans: Iterable[tuple[int, int]]) -> Iterator[Message]:
-    view = memoryview(text)
-    for start, stop in spans:
-        yield text[start:stop] if stop - start < MIN_BLOB_BYTES else view[start:stop]
+def _alone(raw: msgspec.Raw) -> Place:
+    """One that is read out of its body."""
+    text = bytes(raw)
+    return text, 0, len(text)
+
+
+def _seen(place: Place) -> Message:
+    text, start, stop = place
+    return text[start:stop] if stop - start < MIN_BLOB_BYTES else memoryview(text)[start:stop]
 
 
 def _line(spot: Spot, num_messages: int) -> list[Spot]:
