@@ -6,8 +6,8 @@ import pytest
 
 from rollmesh.core.errors import EngineUnavailable
 from rollmesh.engine.connection import MAX_MUTE_BYTES
-from rollmesh.engine.parser import Headers
 from rollmesh.engine.http import HttpClient, target
+from rollmesh.engine.parser import Headers
 from tests.unit.engine.http_peer import (
     CHUNKED,
     OK,

@@ -12,7 +12,17 @@ import uvloop
 from rollmesh.core.errors import AddressError, EngineUnavailable
 from rollmesh.engine import connection, http
 from rollmesh.engine.http import HttpClient, target
-from tests.unit.engine.http_peer import CHUNKED, OK, PATIENCE_S, Ear, Wire, forever, get, serving
+from tests.unit.engine.http_peer import (
+    CHUNKED,
+    OK,
+    PATIENCE_S,
+    Ear,
+    Unread,
+    Wire,
+    forever,
+    get,
+    serving,
+)
 
 
 async def test_request_is_its_head_and_the_pieces_of_its_body(client: HttpClient) -> None:
@@ -253,6 +263,9 @@ async def test_https_is_spoken_to_a_server_that_is_trusted(
     async with serving(forever, ours) as server, HttpClient(trusting) as client:
         for _ in range(2):
             assert (await get(client, server.url)).body == b"ok"
+        large = [Unread(bytes(2**20))] * 8
+        to = target("POST", server.url)
+        assert (await client.fetch(to, large, timeout_s=PATIENCE_S)).body == b"ok"
         assert server.num_connections == 1
 
 

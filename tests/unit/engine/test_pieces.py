@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+import uvloop
 
 from rollmesh.core.errors import EngineUnavailable
 from rollmesh.engine.connection import Call
@@ -57,6 +58,19 @@ async def test_they_come_whole_and_in_order_and_leave_their_connection_to_the_ne
 
 
 async def test_no_more_is_read_than_the_peer_takes(client: HttpClient) -> None:
+    await _send_to_one_that_waits(client)
+
+
+def test_nor_on_the_loop_of_our_processes() -> None:
+    async def play() -> None:
+        async with HttpClient() as client:
+            await _send_to_one_that_waits(client)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(play())
+
+
+async def _send_to_one_that_waits(client: HttpClient) -> None:
     go_on = asyncio.Event()
 
     async def script(wire: Wire) -> None:
