@@ -61,14 +61,13 @@ def held_by(each: Any) -> list[Any]:
 
 
 def assert_none_left(*more: type) -> None:
-    """Soon: threads and tasks end what they are at."""
+    """Soon: threads end what they are at, while we look and look again."""
     deadline_s = time.monotonic() + SOON_S
     while found := leftovers(*more):
         if time.monotonic() > deadline_s:
             told = "\n".join(holders(each) for each in found[:8])
             pytest.fail(f"{len(found)} objects of results are left:\n{told}")
         del found
-        time.sleep(0.02)  # nobody tells when a thread leaves a function
 
 
 def holders(found: Any, depth: int = 4) -> str:

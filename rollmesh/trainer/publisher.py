@@ -273,8 +273,7 @@ class Publisher:
             elif not is_needed and update and update.phase is UpdatePhase.WAITING:
                 del self._updates[row.url]
         known = {row.url for row in table}
-        for url in self._verified.keys() - known:
-            del self._verified[url]
+        self._verified = {url: at for url, at in self._verified.items() if url in known}
         for url, update in list(self._updates.items()):
             if url not in known and update.phase is UpdatePhase.WAITING:
                 del self._updates[url]

@@ -10,6 +10,7 @@ import pytest
 from rollmesh.core.config import Config, RunConfig, load_config
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.process import Ready
+from rollmesh.launch import folder as folder_module
 from rollmesh.launch.folder import RunFolder, config_path, read_addresses, read_pids
 
 
@@ -54,7 +55,7 @@ def test_every_process_that_was_started_is_recorded(config: Config) -> None:
 def test_of_very_many_processes_launch_and_the_last_are_recorded(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollmesh.launch.folder.MAX_PIDS", 3)
+    monkeypatch.setattr(folder_module, "MAX_PIDS", 3)
     folder = RunFolder(config)
     for pid in range(10):
         folder.add_pid("worker-0", pid, 0.0)

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Task
+from rollmesh.serve.client import client as client_module
 from rollmesh.serve.client import intake
 from rollmesh.serve.client.client import QUEUE_RESULTS, Dropped, RolloutClient
 from rollmesh.serve.client.intake import Taken
@@ -105,7 +106,7 @@ def test_results_on_the_disk_are_taken_a_few_at_a_time(
     for group_id in asked:
         deliver(client.address, group_id)
     client.close()
-    monkeypatch.setattr("rollmesh.serve.client.client.MAX_FILED_BYTES", 0)
+    monkeypatch.setattr(client_module, "MAX_FILED_BYTES", 0)
     again = open_client(router, tmp_path)
     told: list[None] = []
     again.watch(lambda: told.append(None))

@@ -6,7 +6,6 @@ another way, until the loop waits for one that is not answered. Then nothing of 
 
 import itertools
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +66,14 @@ class WatchedRecords(RunRecords):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, SystemClock())
         self.arrays: list[weakref.ref[Any]] = []
+        self.num_steps = 0
+        self.stepped = threading.Condition()
+
+    def step(self, row: dict[str, Any]) -> None:
+        super().step(row)
+        with self.stepped:
+            self.num_steps += row["step"] >= 0
+            self.stepped.notify_all()
 
     def rollout(self, *told: Any, **more: Any) -> None:
         for sample in told[3]:
@@ -137,11 +144,9 @@ class Site:
         next_ack(self.worker)
 
     def wait_for_steps(self, num_steps: int) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while self.tally.num_steps < num_steps:
-            assert time.monotonic() < deadline_s, f"{self.tally.num_steps} steps"
-            assert self.loop.is_alive()
-            time.sleep(0.01)  # it tells nobody
+        records = self.records
+        with records.stepped:
+            assert records.stepped.wait_for(lambda: records.num_steps >= num_steps, PATIENCE_S)
 
 
 async def bring(policy_version: int, folder: Path, probe: Probe) -> PublishReport:
@@ -181,8 +186,8 @@ def test_of_what_was_trained_or_dropped_nothing_is_reachable(site: Site) -> None
     for how in ROUGH:
         site.end_next(how)
     site.wait_for_steps(NUM_STEPS)
+    assert_nothing_is_left(site)
+    assert site.loop.is_alive()
     reasons = (site.folder / "drops.jsonl").read_text()
     for reason in ("env_failed", "infra_error", "malformed", "foreign", "stale"):
         assert reason in reasons
-    assert_nothing_is_left(site)
-    assert site.loop.is_alive()
