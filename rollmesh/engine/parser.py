@@ -92,3 +92,15 @@ class AnswerParser(HTTPProtocol):
         if self.status and not self.is_whole:
             self.is_whole = True
             self.keeps_alive = self._llhttp.should_keep_alive()
+
+    def on_url(self, url: bytes) -> None:
+        """Requests have one."""
+
+    def on_status(self, status: bytes) -> None:
+        """Its number says it all."""
+
+    def on_chunk_header(self) -> None:
+        """Only the bytes count."""
+
+    def on_chunk_complete(self) -> None:
+        """Only the bytes count."""
