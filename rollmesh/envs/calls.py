@@ -201,16 +201,16 @@ def begin_thread(
     ended: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
 
-    def work() -> None:
+    def work(ended: asyncio.Future[Any]) -> None:
         try:
             found, error = context.run(method, *args, **kwargs), None
         except BaseException as raised:  # noqa: BLE001 - door: env code may raise anything
             found, error = None, tamed(raised)
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
             loop.call_soon_threadsafe(_settle, ended, found, error)
-        del found, error  # of a frame that the error's traceback holds
+        del ended, found, error  # this frame is held by the error, and must not hold it
 
-    threading.Thread(target=work, name="env-call", daemon=True).start()
+    threading.Thread(target=work, args=(ended,), name="env-call", daemon=True).start()
     return ended
 
 

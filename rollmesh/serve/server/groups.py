@@ -47,14 +47,9 @@ async def run_group(stage: Stage, slots: Slots, begin: Begin, ask: GroupAsk) -> 
     """Run all siblings to their outcomes; raises nothing but CancelledError."""
     group = _Group(stage, slots, begin, ask)
     try:
-        try:
-            async with asyncio.timeout(begin.deadline_s or None):
-                await group.play_all()
-                reason = group.missing() or await group.score()
-        except TimeoutError:
-            reason = f"deadline: the ask's {begin.deadline_s:.3g} s are over"
-        return group.pack(reason)
+        return group.pack(await group.run())
     finally:
+        group.forget()
         stage.runtime.cleanup_group(begin.group_id)
 
 
@@ -75,7 +70,17 @@ class _Group:
         self._is_strict = stage.settings.failed_sibling == "drop"
         self._tasks: list[asyncio.Task[Played]] = []
 
-    async def play_all(self) -> None:
+    async def run(self) -> str:
+        """Play and score; why the group is incomplete, or ''."""
+        deadline_s = self._begin.deadline_s
+        try:
+            async with asyncio.timeout(deadline_s or None):
+                await self._play_all()
+                return self._missing() or await self._score()
+        except TimeoutError:
+            return f"deadline: the ask's {deadline_s:.3g} s are over"
+
+    async def _play_all(self) -> None:
         """Until every sibling has come to an outcome, or is cut short since one has failed."""
         async with asyncio.TaskGroup() as siblings:
             for index in range(self._begin.num_samples):
@@ -88,7 +93,7 @@ class _Group:
             for index, task in enumerate(self._tasks)
         ]
 
-    def missing(self) -> str:
+    def _missing(self) -> str:
         """Why the group is incomplete; '' if it is not."""
         played = self.played()
         failed = [each.record for each in played if each.record.outcome is Outcome.INFRA_ERROR]
@@ -96,7 +101,7 @@ class _Group:
             return ""
         return f"infra_error: {len(failed)} of {len(played)} rollouts: {failed[0].error}"
 
-    async def score(self) -> str:
+    async def _score(self) -> str:
         """Let the environment score the siblings together; why that failed, or ''."""
         return await score_together(
             self._stage, self._begin.group_id, self._ask.task, self.played()
@@ -127,6 +132,11 @@ class _Group:
             body=encode_record(record),
             buffers=(b"".join(token_ids), b"".join(logprobs)),
         )
+
+    def forget(self) -> None:
+        """A task that was cancelled refers to its frames, and they to us: it would wait for the
+        collector with all that they hold."""
+        self._tasks.clear()
 
     async def _play(self, index: int) -> Played:
         async with self._slots:

@@ -95,7 +95,7 @@ class Worker:
         self._slots = Slots(config.worker.max_rollouts)
         self._post = Post(settings.router, identity(worker_id), settings.keys, self.hear)
         self._payloads: dict[GroupId, Payload] = {}
-        self._tasks: dict[GroupId, asyncio.Task[Payload]] = {}
+        self._tasks: dict[GroupId, asyncio.Task[None]] = {}
         self._num_left_behind = 0
         """As of the last tick: counting them is for the loop's thread."""
         self._left = asyncio.Event()
@@ -249,18 +249,22 @@ class Worker:
     def _payload_of(self, message: AnyMessage) -> Payload | None:
         return self._payloads[message.group_id] if isinstance(message, GroupFinished) else None
 
-    def _ended(self, group_id: GroupId, task: asyncio.Task[Payload]) -> None:
+    def _ended(self, group_id: GroupId, task: asyncio.Task[None]) -> None:
         """A group's task is over; the machine knows whether anybody still wants what it left."""
         del self._tasks[group_id]
         if task.cancelled() and group_id in self._duties.running:
             # Not by us: this worker falls, and what it ran must run elsewhere, not end here.
             log.error("group.fell", group_id=str(group_id))
             return
-        payload = empty_payload("cancelled") if task.cancelled() else task.result()
-        self._payloads[group_id] = payload
+        payload = self._payloads.setdefault(group_id, empty_payload("cancelled"))
         self._step(Ended(group_id, payload.complete, payload.num_bytes))
 
-    async def _run(self, stage: Stage, begin: Begin) -> Payload:
+    async def _run(self, stage: Stage, begin: Begin) -> None:
+        # Not the task's result: that of one that a deadline has cut waits for the collector, since
+        # the TaskGroup in it is in a cycle with the cancellation that it has caught.
+        self._payloads[begin.group_id] = await self._payload(stage, begin)
+
+    async def _payload(self, stage: Stage, begin: Begin) -> Payload:
         try:
             return await run_group(stage, self._slots, begin, decode_ask(begin.body))
         except WireError as error:

@@ -1,0 +1,333 @@
+"""Of a rollout that was delivered and acked nothing is reachable in its worker, however it ended.
+
+A whole worker in one process: its sockets, its edge, its sampler before an engine, groups of every
+ending, a sink that acks. Then every object of the process is looked at, without the collector.
+"""
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import load_config
+from rollmesh.core.errors import AgentFailed, InfraError
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.process import listen
+from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, SamplingPolicy, Score, Task
+from rollmesh.engine.leg import LegRequest
+from rollmesh.envs.calls import Calls
+from rollmesh.envs.chat import ChatClient, Message
+from rollmesh.envs.env import Endpoint, Env, Sibling, Transcript
+from rollmesh.runtime.assembly import new_runtime
+from rollmesh.runtime.blobs import Blob
+from rollmesh.runtime.generation_view import Generation
+from rollmesh.runtime.graph import TokenGraph
+from rollmesh.runtime.history import History
+from rollmesh.runtime.holdings import Holdings
+from rollmesh.runtime.legs import Sampler
+from rollmesh.runtime.loans import Loan
+from rollmesh.runtime.record import SessionRecord
+from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.reply import Reply
+from rollmesh.runtime.scopes import Scope
+from rollmesh.runtime.session import Session
+from rollmesh.runtime.spot import Spot
+from rollmesh.runtime.turns import Turn
+from rollmesh.serve.interception.edge import Edge
+from rollmesh.serve.interception.exchange import Exchange
+from rollmesh.serve.interception.request import Request
+from rollmesh.serve.server.groups import Payload
+from rollmesh.serve.server.outbox import Parcel
+from rollmesh.serve.server.rollouts import Played, Stage
+from rollmesh.serve.server.worker import Worker, WorkerSettings
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.wire.bodies import decode_record, encode_ask
+from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import ROUTER
+from rollmesh.wire.messages import (
+    AnyMessage,
+    CancelRun,
+    GroupAcked,
+    GroupAsk,
+    GroupDelivered,
+    GroupFinished,
+    RouterHello,
+    RunGroup,
+    WorkerHello,
+)
+from rollmesh.wire.sockets import Hub, wait
+from tests.leftovers import holders
+
+PATIENCE_S = 20.0
+HI: Message = {"role": "user", "content": "hi"}
+LOOK: Message = {"role": "user", "content": "a long look, " * 1500}
+"""Long enough for a blob."""
+
+
+class Tool:
+    """What an environment makes for one rollout."""
+
+
+OF_A_ROLLOUT = (
+    *(Scope, Loan, Session, Holdings, History, TokenGraph, Spot, Reply, Generation, Turn),
+    *(Exchange, Request, Blob, LegRequest, SessionRecord, RolloutRecord, GroupRecord),
+    *(Played, Payload, Parcel, Transcript, Sibling, Endpoint, Tool),
+)
+
+
+PASSING = (Generation, Request)
+
+
+class Endings(Env):
+    """Each task names how its rollouts end."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.client = ChatClient()
+        self._engine = engine
+        self._together = asyncio.Barrier(2)
+        """Of the siblings, before the engine is held."""
+        self.begun = asyncio.Event()
+        self.runtime: Runtime | None = None
+        self._http: aiohttp.ClientSession | None = None
+        self._streams: list[aiohttp.ClientResponse] = []
+
+    def tasks(self, split: str, seed: int) -> Iterator[Task]:
+        raise NotImplementedError
+
+    async def run(self, task: Task, agent: Endpoint) -> Transcript:
+        tool, messages = Tool(), [HI]
+        for words in (LOOK, HI):
+            reply = await self.client.complete(agent, messages, max_tokens=4)
+            messages += [reply.message, words]
+        await self._end(task.id, agent)
+        del tool
+        return Transcript(data={"messages": messages[:-1]}, truncated=task.id == "truncated")
+
+    async def _end(self, how: str, agent: Endpoint) -> None:
+        match how:
+            case "agent error":
+                raise AgentFailed("gave up")
+            case "crash":
+                raise KeyError("bug")
+            case "infra error":
+                raise InfraError("engine gone")
+            case "cancelled" | "deadline" | "overtime":
+                await self._together.wait()
+                await self._streaming(agent)
+                self.begun.set()
+                await asyncio.get_running_loop().create_future()
+            case "sealed in an answer":
+                await self._together.wait()
+                await self._streaming(agent)
+            case "client vanished":
+                await self._together.wait()
+                (await self._streaming(agent)).close()
+                await self._engine.release()
+                await self.client.complete(agent, [HI, LOOK], max_tokens=4)
+            case "over a limit":
+                assert self.runtime is not None
+                self.runtime.find(agent.api_key).end_early("too large")
+                await self.client.complete(agent, [LOOK], max_tokens=4)
+
+    def score(self, task: Task, transcript: Transcript) -> Score:
+        if task.id == "no score":
+            raise KeyError("bug")
+        return Score(1.0)
+
+    async def score_siblings(self, task: Task, siblings: list[Sibling]) -> list[Score]:
+        match task.id:
+            case "children":
+                for sibling in siblings:
+                    said = [*sibling.transcript.data["messages"], LOOK]
+                    await self.client.complete(sibling.line, said, max_tokens=4)
+                    await self.client.complete(sibling.model, [LOOK], max_tokens=4)
+            case "a child that stays":
+                await self._streaming(siblings[0].line)
+            case "leaked loans":
+                assert self.runtime is not None
+                for sibling in siblings:
+                    rollout_id = RolloutId(GROUPS["leaked loans"], sibling.index)
+                    self.runtime.lend(rollout_id, "forgetful", appends=sibling.index == 0)
+        return [sibling.score for sibling in siblings]
+
+    async def close(self) -> None:
+        await self.client.close()
+        if self._http:
+            await self._http.close()
+
+    async def hang_up(self) -> None:
+        """What clients still read is theirs, and holds connections of ours."""
+        for response in self._streams:
+            response.close()
+        self._streams.clear()
+        await self._engine.release()
+
+    async def _streaming(self, agent: Endpoint) -> aiohttp.ClientResponse:
+        """An answer that has begun to come, and will not end: the engine is held."""
+        self._engine.hold()
+        ask = {"messages": [HI, LOOK], "stream": True, "max_tokens": 10_000}
+        self._http = self._http or aiohttp.ClientSession()
+        call = self._http.post(
+            f"{agent.base_url}/chat/completions",
+            data=orjson.dumps(ask),
+            headers={"x-api-key": agent.api_key},
+        )
+        begun = asyncio.ensure_future(call)
+        while not begun.done():  # a sibling may take what was meant for us
+            await self._engine.allow(1)
+            await asyncio.wait((begun,), timeout=0.01)
+        response = begun.result()
+        self._streams.append(response)
+        assert await response.content.readuntil(b"\n\n")
+        return response
+
+
+ENDINGS: dict[str, list[Outcome]] = {
+    "completed": [Outcome.COMPLETED] * 2,
+    "truncated": [Outcome.TRUNCATED] * 2,
+    "agent error": [Outcome.AGENT_ERROR] * 2,
+    "crash": [Outcome.AGENT_ERROR] * 2,
+    "infra error": [Outcome.INFRA_ERROR, Outcome.CANCELLED],
+    "no score": [Outcome.INFRA_ERROR, Outcome.CANCELLED],
+    "cancelled": [],
+    "deadline": [Outcome.CANCELLED] * 2,
+    "overtime": [Outcome.TRUNCATED] * 2,
+    "sealed in an answer": [Outcome.COMPLETED] * 2,
+    "client vanished": [Outcome.COMPLETED] * 2,
+    "over a limit": [Outcome.TRUNCATED] * 2,
+    "children": [Outcome.COMPLETED] * 2,
+    "a child that stays": [Outcome.COMPLETED] * 2,
+    "leaked loans": [Outcome.COMPLETED] * 2,
+}
+GROUPS = {ending: GroupId("r", seq) for seq, ending in enumerate(ENDINGS)}
+
+
+class Peer:
+    """The test's end of a worker's connection: its router, or its sink."""
+
+    def __init__(self) -> None:
+        self.hub = Hub("tcp://127.0.0.1:0")
+        self._route = b""
+        self._heard: list[Packet] = []
+
+    async def next(self, kind: type[AnyMessage]) -> Packet:
+        """The next message of a kind; those before it are dropped."""
+        while True:
+            while self._heard:
+                packet = self._heard.pop(0)
+                if isinstance(packet.message, kind):
+                    return packet
+            await asyncio.to_thread(wait, [self.hub], None, 0.1)
+            for self._route, packet in self.hub.receive():  # noqa: B020 - there is one peer
+                self._heard.append(packet)
+
+    def say(self, message: AnyMessage, body: bytes = b"") -> None:
+        assert self.hub.send(self._route, Packet(message, "router", body))
+
+
+class Mesh:
+    """A worker, with the test as its router and its sink."""
+
+    def __init__(self, env: Endings, runtime: Runtime, sampler: Sampler, router: Peer) -> None:
+        self.env, self.runtime, self.sampler = env, runtime, sampler
+        self.router, self.sink = router, Peer()
+
+    async def play(self, ending: str) -> GroupRecord | None:
+        """Have a group run, delivered and acked; what the sink got."""
+        self.env.begun.clear()
+        group_id = GROUPS[ending]
+        ask = encode_ask(GroupAsk(task=Task(id=ending), sampling=SamplingPolicy(), seed=5))
+        deadline_s = 0.5 if ending == "deadline" else 0.0
+        self.router.say(RunGroup(group_id, 1, 2, self.sink.hub.address, deadline_s), ask)
+        if ending == "cancelled":
+            await self.env.begun.wait()
+            self.router.say(CancelRun(group_id, "nobody wants it"))
+            while self.runtime.entries()["scopes"]:  # noqa: ASYNC110 - it has nothing to tell
+                await asyncio.sleep(0.01)
+            await self.env.hang_up()
+            return None
+        finished = await self.sink.next(GroupFinished)
+        record = decode_record(finished.body)
+        self.sink.say(GroupAcked(group_id, 1, False))
+        await self.router.next(GroupDelivered)
+        await self.env.hang_up()
+        return record
+
+
+@asynccontextmanager
+async def meshed(folder: Path, *settings: str) -> AsyncIterator[Mesh]:
+    model = write_model_folder(folder / "model")
+    words = [f"model.path={model}", f"run.folder={folder}", "worker.num_infra_retries=1"]
+    config = load_config(None, [*words, "model.max_context_tokens=200000", *settings])
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(ScriptedEngine(next_token))
+        router = Peer()
+        worker = Worker(WorkerSettings("w0", router.hub.address, config, None))
+        runtime, sampler = new_runtime(config, worker.view, worker.report)
+        stack.push_async_callback(sampler.close)
+        edge = Edge(runtime, config.interception, "policy")
+        address = await edge.start(listen("127.0.0.1:0"))
+        stack.push_async_callback(edge.stop)
+        env = Endings(engine)
+        env.runtime = runtime
+        stack.push_async_callback(env.close)
+        mesh = Mesh(env, runtime, sampler, router)
+        calls = Calls(grace_s=0.1)
+        stage = Stage(env, runtime, f"{address}/v1", "policy", config.worker, SystemClock(), calls)
+        worker.begin(stage)
+        stop = asyncio.Event()
+        serving = asyncio.create_task(worker.serve(stop))
+        await router.next(WorkerHello)
+        router.say(RouterHello(1.0))
+        row = EngineRow(engine.url, "i0", EnginePhase.READY, 0)
+        worker.hear(ROUTER, Packet(FleetChanged(1, (row,)), "router"))
+        try:
+            yield mesh
+        finally:
+            stop.set()
+            await serving
+            for peer in (mesh.router, mesh.sink):
+                peer.hub.close()
+
+
+def next_token(policy_version: int, context: Sequence[int]) -> int:
+    """Never ends a turn, and is told at once."""
+    return 1 + len(context) % 200
+
+
+def left_of_rollouts() -> list[Any]:
+    """Without the collector: what waits for it is not gone."""
+    return [each for each in gc.get_objects() if isinstance(each, OF_A_ROLLOUT)]
+
+
+@pytest.mark.usefixtures("young_heap")
+@pytest.mark.parametrize("ending", ENDINGS)
+async def test_nothing_of_a_rollout_is_reachable_once_it_was_delivered(
+    tmp_path: Path, ending: str
+) -> None:
+    settings = ["worker.run_timeout_s=1"] if ending == "overtime" else []
+    async with asyncio.timeout(PATIENCE_S), meshed(tmp_path, *settings) as mesh:
+        gc.disable()
+        try:
+            record = await mesh.play(ending)
+            outcomes = [rollout.outcome for rollout in record.rollouts] if record else []
+            assert outcomes == ENDINGS[ending], record and [r.error for r in record.rollouts]
+            del record
+            # Aborts are repeated for a moment, and lost clients noticed by the server alone.
+            while any(isinstance(each, PASSING) for each in left_of_rollouts()):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            left = left_of_rollouts()
+            told = [f"{holders(each)}" for each in left[:12]]
+            assert left == [], "\n".join([str(Counter(type(x).__name__ for x in left)), *told])
+        finally:
+            gc.enable()
