@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._soak_figures import slope
+from benchmarks._soak_figures import left_over, slope
+from benchmarks._soak_run import Seen
+from benchmarks._soak_watch import Held
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rss_soak.py"
 SEED = 17
@@ -47,14 +49,30 @@ def test_a_minute_of_browsing_leaves_nothing_at_rest(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_soak_without_eviction_is_found_out(tmp_path: Path) -> None:
-    figures = soaked(tmp_path, "--rollouts", "4", "--keep", "3", "--ablate", "evict")
-    assert figures["on.gauges_left"] == 0
-    assert figures["less evict.gauges_left"] > 0
-    # Four rollouts of 45 screenshots of 0.5 MB.
-    assert figures["less evict.resting_mb"] - figures["on.resting_mb"] > 60
+def test_whatever_is_still_held_is_left_over_but_for_counts_and_caches() -> None:
+    cold = {'rollmesh_entries{table="blobs"}': 0.0, 'rollmesh_entries{table="engines"}': 1.0}
+    after = {
+        'rollmesh_entries{table="blobs"}': 2.0,
+        'rollmesh_entries{table="engines"}': 1.0,
+        'rollmesh_held_bytes{what="graph"}': 7.0,
+        'rollmesh_cache_entries{cache="sinks"}': 1.0,
+        "rollmesh_calls_total": 45.0,
+    }
+    seen = Seen(
+        name="on",
+        judged=["worker"],
+        ports={},
+        series={},
+        peaks={},
+        idle={},
+        resting={},
+        cold={"worker": Held(1, 1, cold)},
+        after={"worker": Held(1, 1, after)},
+    )
+    assert left_over(seen) == {
+        'worker rollmesh_entries{table="blobs"}': 2.0,
+        'worker rollmesh_held_bytes{what="graph"}': 7.0,
+    }
 
 
 def test_a_slope_has_the_bound_of_a_textbook() -> None:
