@@ -31,11 +31,11 @@ log = get_logger()
 class TrimPlan:
     """When to trim; told what was freed since the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, freed_bytes: int = 0) -> None:
         self._trimmed_s = float("-inf")
-        self._trimmed_bytes = 0
-        """Freed before the last trim."""
-        self._seen_bytes = 0
+        self._trimmed_bytes = freed_bytes
+        """Freed before the last trim, or before this began."""
+        self._seen_bytes = freed_bytes
         self._moved_s = 0.0
         """When something was freed last."""
 
@@ -64,7 +64,7 @@ class Keeper:
         self.total_trim_s = 0.0
         self._clock = clock
         self._heap = own_heap or Heap()
-        self._plan = TrimPlan()
+        self._plan = TrimPlan(_freed_bytes())
         self._last_fault = ""
         """Said once, since it may come with each turn."""
         self._closing = threading.Event()
@@ -85,7 +85,7 @@ class Keeper:
     def turn(self) -> None:
         """Spill what is over, trim if it is due; the thread does this each LOOK_S."""
         blobs.spill_over()
-        now_s, freed = self._clock.now_s(), heap.freed_bytes() + blobs.freed_bytes()
+        now_s, freed = self._clock.now_s(), _freed_bytes()
         if not self._heap.can_trim or not self._plan.is_due(freed, now_s):
             return
         took_s = self._heap.trim() or 0.0
@@ -102,8 +102,7 @@ class Keeper:
         yield Figure("trim_seconds_total", self.total_trim_s, "All trims together.")
         yield Figure("trim_last_seconds", self.last_trim_s, "The last trim.")
         yield Figure("trim_worst_seconds", self.worst_trim_s, "The longest trim.")
-        freed = heap.freed_bytes() + blobs.freed_bytes()
-        yield Figure("freed_bytes_total", freed, "Of bodies, sessions, results and blobs.")
+        yield Figure("freed_bytes_total", _freed_bytes(), "Of bodies, sessions, results and blobs.")
         yield Figure("spilled_bytes", blobs.spilled_bytes(), "Of blobs that are on disk.")
 
     def _run(self) -> None:
@@ -114,3 +113,7 @@ class Keeper:
                 if str(error) != self._last_fault:
                     self._last_fault = str(error)
                     log.exception("keeper.failed")
+
+
+def _freed_bytes() -> int:
+    return heap.freed_bytes() + blobs.freed_bytes()
