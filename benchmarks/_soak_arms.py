@@ -65,6 +65,7 @@ def run(options: argparse.Namespace, scratch: Path) -> Soaked:
 
 def _arms(options: argparse.Namespace) -> tuple[list[Arm], list[str]]:
     names, notes = options.ablate, []
+    settings = {"interception.max_blob_bytes": options.blob_mb * 2**20} if options.blob_mb else {}
 
     def arm(name: str, *ablated: str, environ: dict[str, str] | None = None) -> Arm:
         return Arm(
@@ -73,6 +74,7 @@ def _arms(options: argparse.Namespace) -> tuple[list[Arm], list[str]]:
             num_workers=options.workers,
             ablated=ablated,
             environ=environ or {},
+            settings=settings,
         )
 
     arms = [arm("on")]

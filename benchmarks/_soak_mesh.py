@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import urllib.request
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +44,8 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     ablated: tuple[str, ...] = ()
     environ: dict[str, str] = {}
     """Of the measured processes, beside their own."""
+    settings: dict[str, int] = {}
+    """Theirs, too."""
 
 
 class Wave(msgspec.Struct):
@@ -96,6 +99,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.folder / f"{name}.lag"
 
 
+def sets(settings: Mapping[str, Any]) -> list[str]:
+    """As words of a command line."""
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+
+
 def start_agents(places: Places, shape: Shape, stack: ExitStack) -> Child:
     """The agents' process, until the stack ends."""
     places.socket.unlink(missing_ok=True)
@@ -128,13 +136,13 @@ class SoakMesh:
             model = write_folder(folder / "model")
             engine = start_engine(model, stack)
             agents = start_agents(places, arm.shape, stack)
-            sets = self._settings(model, folder)
+            words = self._settings(model, folder)
             cores = os.sched_getaffinity(0)
             argv = [sys.executable, "-m", ROOMS, "router", "--engine", engine.ready.address]
-            self._router = Child([*argv, *sets], cores)
+            self._router = Child([*argv, *words], cores)
             stack.callback(self._router.end)
             workers = {f"worker-{n}": None for n in range(arm.num_workers)}
-            children = {name: self._worker(name, sets, stack) for name in workers}
+            children = {name: self._worker(name, words, stack) for name in workers}
             self.judged = list(children)
             self.pids = {name: child.ready.pid for name, child in children.items()}
             self.ports = {n: c.ready.address.rpartition(":")[2] for n, c in children.items()}
@@ -165,13 +173,13 @@ class SoakMesh:
             "env": ENV,
             "env_settings.socket": self._places.socket,
         }
-        return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        return sets(settings | self.arm.settings)
 
-    def _worker(self, name: str, sets: list[str], stack: ExitStack) -> Child:
+    def _worker(self, name: str, words: list[str], stack: ExitStack) -> Child:
         arm = self.arm
         argv = [sys.executable, "-m", "benchmarks._soak_worker", "--lag"]
         argv += [str(self._places.lag(name)), "--ablate", ",".join(arm.ablated), "worker"]
-        argv += ["--router", self._router.ready.address, "--worker-id", name, *sets]
+        argv += ["--router", self._router.ready.address, "--worker-id", name, *words]
         child = Child(argv, os.sched_getaffinity(0), env=arm.environ)
         stack.callback(child.end)
         return child

@@ -6,7 +6,7 @@ line it was made. Driven by rss_soak.py.
 
 import platform
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -42,7 +42,7 @@ def table(soaked: Soaked) -> str:
         lines.append(f"| {seen.name} | {told} |")
     if any(seen.name == "off" for seen in soaked.arms):
         lines += [f"| {who} | | {peak} | {rest} |" + " |" * 5 for who, peak, rest in SEED]
-    lines += ["", *(_copies(seen) for seen in soaked.arms)]
+    lines += ["", *_shares(soaked), *(_copies(seen) for seen in soaked.arms)]
     lines += [f"- {note}" for note in soaked.notes]
     for seen in soaked.arms:
         lines += [f"- {seen.name}, left at rest: {n} {v:g}" for n, v in left_over(seen).items()]
@@ -98,6 +98,18 @@ def _by_second(seen: Seen, name: str, begin_s: float) -> list[tuple[float, float
         second = int((at_s - begin_s) / LAG_BIN_S)
         worst[second] = max(worst.get(second, 0.0), lag_s)
     return [(second * LAG_BIN_S, round(1e3 * lag_s, 3)) for second, lag_s in worst.items()]
+
+
+def _shares(soaked: Soaked) -> Iterator[str]:
+    """What each measure saves, beside all others."""
+    for seen in soaked.arms:
+        _, is_less, measure = seen.name.partition("less ")
+        if is_less:
+            peak, resting = (
+                soaked.figures[f"{seen.name}.{what}"] - soaked.figures[f"on.{what}"]
+                for what in ("peak_mb", "resting_mb")
+            )
+            yield f"- {measure} alone saves {peak:.0f} MB at the peak and {resting:.0f} at rest"
 
 
 def _copies(seen: Seen) -> str:

@@ -22,7 +22,7 @@ import msgspec
 from benchmarks._arms import Child
 from benchmarks._soak_agents import Ended, Seat
 from benchmarks._soak_engine import write_folder
-from benchmarks._soak_mesh import Arm, Places, Wave, start_agents, start_engine
+from benchmarks._soak_mesh import Arm, Places, Wave, sets, start_agents, start_engine
 from benchmarks._soak_watch import Held, Metrics, held_by
 
 BARE = "bare"
@@ -73,6 +73,7 @@ class SoakRelay:
         argv += [str(self._places.lag(self.arm.name)), "--ablate", ",".join(self.arm.ablated)]
         argv += ["gateway", "--engine", self._url, "--capture", "relay", "--port", "0"]
         argv += ["--host", "127.0.0.1", "--admin-token-file", str(token_file)]
+        argv += sets(self.arm.settings)
         return Child(argv, os.sched_getaffinity(0), env=self.arm.environ)
 
     def wave(self, num_groups: int, num_turns: int, stop: threading.Event) -> Wave:

@@ -53,6 +53,7 @@ def _options() -> argparse.Namespace:
     add("--rollouts", type=int, help="of each arm in one wave, instead of minutes")
     add("--workers", type=int, default=1, help="workers, or for relay so many times 4 agents (1)")
     add("--keep", type=int, default=0, help="the last K screenshots stay in a history (0: all)")
+    add("--blob-mb", type=int, default=0, help="interception.max_blob_bytes in MB (as it is set)")
     add("--mode", choices=("tokens", "relay"), default="tokens")
     add("--shape", choices=("seed",), help="24 rollouts, one worker, with all measures and without")
     add("--ablate", default="", help=f"of {','.join(_soak_arms.MEASURES)}: an arm without each")
