@@ -155,11 +155,6 @@ class Runtime:
         """Sampled tokens since the start."""
         return self._totals.num_tokens
 
-    @property
-    def held_bytes(self) -> int:
-        """Of all sessions: tokens, log-probs, messages and images."""
-        return sum(self.held().values())
-
     def _scope(self, rollout_id: RolloutId) -> Scope:
         scope = self._scopes.get(rollout_id)
         if scope is None:

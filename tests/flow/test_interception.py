@@ -168,7 +168,7 @@ async def test_a_crowd_of_sessions_stays_apart(front: Front) -> None:
         assert_proves_itself(record)
     assert front.edge.num_exchanges == {("/chat/completions", ExchangeState.DELIVERED): 96}
     front.runtime.cleanup_group(GROUP)
-    assert front.runtime.held_bytes == 0
+    assert sum(front.runtime.held().values()) == 0
     assert [engine.num_live for engine in front.engines] == [0, 0]
 
 
