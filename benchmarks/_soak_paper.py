@@ -37,7 +37,12 @@ def table(soaked: Soaked) -> str:
     lines = ["| arm | " + " | ".join(title for _, title in COLUMNS) + " |"]
     lines.append("|---" * (len(COLUMNS) + 1) + "|")
     for seen in soaked.arms:
-        cells = (soaked.figures.get(f"{seen.name}.{name}") for name, _ in COLUMNS)
+        # One that was stopped had nothing to hold any more when it held most.
+        void = ("load_at_peak_mb", "peak_factor") if seen.is_stopped else ()
+        cells = (
+            None if name in void else soaked.figures.get(f"{seen.name}.{name}")
+            for name, _ in COLUMNS
+        )
         told = " | ".join("" if cell is None else _number(cell) for cell in cells)
         lines.append(f"| {seen.name} | {told} |")
     if any(seen.name == "off" for seen in soaked.arms):

@@ -1,9 +1,9 @@
 """One arm of the soak from its start to its end, and what was seen of it.
 
-    idle, cold -> a small wave that warms up -> counts -> waves, each with a rest -> 10 s -> counts
+    idle, cold -> a few groups that warm up -> counts -> waves, each with a rest -> 10 s -> counts
 
 Invariants: idle memory and gauges are read before the first rollout of all, so that whatever is
-loaded late counts against us; files and threads are compared with those after the small wave, since
+loaded late counts against us; files and threads are compared with those after the first few, since
 pools have their threads by then; a resting figure is the median of the last RESTING_S. Driven by
 rss_soak.py.
 """
@@ -30,8 +30,9 @@ BETWEEN_S = 6.0
 """Kept connections to engines are closed by then."""
 RESTING_S = 2.0
 """A resting figure is the median of so many last seconds."""
-WARM_TURNS, WARM_GROUPS = 6, 3
-"""The groups are for each that runs at a time."""
+WARM_TURNS, WARM_GROUPS = 6, 2
+"""Groups for each that runs at a time; then one of all turns, since zmq gets a thread and a context
+of its own with the first long result that is sent."""
 LEAD_S = 1.0
 """What was to be held up to so long before a figure may still be in it."""
 MAX_RSS_BYTES = 8 * 2**30
@@ -117,6 +118,7 @@ def _soak(arm: Arm, plan: Plan, soaked: Soaked, watch: Watch) -> Seen:
     num_at_once = arm.num_workers * arm.shape.slots // arm.shape.group_size
     seen.cold = soaked.held()
     soaked.wave(WARM_GROUPS * num_at_once, WARM_TURNS, watch.is_over)
+    soaked.wave(num_at_once, arm.shape.num_turns, watch.is_over)
     time.sleep(BETWEEN_S)
     seen.before, seen.began_s = soaked.held(), time.monotonic()
     for num_groups in _waves(arm, plan, seen):
