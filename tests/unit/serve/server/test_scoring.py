@@ -62,7 +62,7 @@ async def run(
     async with served(stage) as (stage, edge):
         payload = await run_group(stage, Slots(2), begin, ASK)
         assert stage.runtime.entries() == NONE
-        assert len(edge.intercepts) == stage.sum(runtime.held().values()) == 0
+        assert len(edge.intercepts) == sum(stage.runtime.held().values()) == 0
     return payload, decode_record(payload.body)
 
 
