@@ -7,7 +7,7 @@ gateway, which register and clean up, and by the HTTP edge, which finds sessions
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from rollmesh.core.clock import Clock, SystemClock
@@ -54,6 +54,8 @@ class Runtime:
             max_session_bytes=max_session_bytes,
         )
         self._doors: Doors[Session] = Doors()
+        self.on_sealed = self._kit.on_sealed
+        """Who is told of each session that is sealed, by its rollout."""
         self._scopes: dict[RolloutId, Scope] = {}
         self._groups: dict[GroupId, list[Scope]] = {}
         """Those that end together."""
@@ -139,11 +141,6 @@ class Runtime:
             for session in scope.sessions():
                 held.update(session.held())
         return held
-
-    @property
-    def on_sealed(self) -> list[Callable[[RolloutId], None]]:
-        """Who is told of each session that is sealed, by its rollout."""
-        return self._kit.on_sealed
 
     @property
     def num_calls(self) -> int:

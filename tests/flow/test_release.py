@@ -253,7 +253,7 @@ class Mesh:
             await self.env.begun.wait()
             self.router.say(CancelRun(group_id, "nobody wants it"))
             while self.runtime.entries()["scopes"]:  # noqa: ASYNC110 - it has nothing to tell
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
             await self.env.hang_up()
             return None
         finished = await self.sink.next(GroupFinished)
@@ -324,8 +324,8 @@ async def test_nothing_of_a_rollout_is_reachable_once_it_was_delivered(
             assert outcomes == ENDINGS[ending], record and [r.error for r in record.rollouts]
             del record
             # Aborts are repeated for a moment, and lost clients noticed by the server alone.
-            while any(isinstance(each, PASSING) for each in left_of_rollouts()):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            while any(isinstance(x, PASSING) for x in left_of_rollouts()):  # noqa: ASYNC110 - as said
+                await asyncio.sleep(0)
             left = left_of_rollouts()
             told = [f"{holders(each)}" for each in left[:12]]
             assert left == [], "\n".join([str(Counter(type(x).__name__ for x in left)), *told])

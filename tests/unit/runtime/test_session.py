@@ -29,7 +29,6 @@ from tests.unit.runtime.session_world import (
     call,
     open_session,
     said,
-    trained,
     turn,
     with_fields,
 )
@@ -395,34 +394,3 @@ async def test_a_bias_on_a_token_that_the_model_has_not_is_refused(prompts: Prom
     ask = SamplingAsk(logit_bias=((10**9, 1.0),))
     with pytest.raises(SessionError, match="logit_bias: expected token ids"):
         await open_session(ScriptedSampler(), prompts).attach(with_fields(turn(USER), ask=ask))
-
-
-async def test_a_session_that_ends_early_refuses_new_calls_and_finishes_those_under_way(
-    prompts: Prompts, say: Say
-) -> None:
-    sampler = ScriptedSampler()
-    session = open_session(sampler, prompts)
-    (reply,) = await session.attach(turn(USER))
-    reply.join()
-    session.end_early("too large")
-    session.end_early("something else")
-    with pytest.raises(SessionError, match="too large") as caught:
-        await session.attach(turn(MORE))
-    assert (caught.value.status, caught.value.code) == (400, "session_over_limit")
-    assert (await session.attach(turn(USER)))[0] is reply  # the same call
-    sampler.generations[0].end(*say("4"))
-    assert session.finish(reply).content == "4"
-    session.delivered(reply)
-    assert trained(session) == [(0, False, "stop")]
-
-
-async def test_a_session_that_ended_early_is_not_opened_again_for_anybody(
-    prompts: Prompts,
-) -> None:
-    session = open_session(ScriptedSampler(), prompts)
-    session.end_early("too large")
-    session.seal("done")
-    session.end_early("something else")
-    session.reopen()
-    with pytest.raises(SessionError, match="too large"):
-        await session.attach(turn(USER))
