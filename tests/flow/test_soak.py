@@ -323,7 +323,7 @@ async def test_a_session_that_ends_in_mid_call_gives_everything_back(
     tmp_path: Path, staging: Staging
 ) -> None:
     num_before = blobs.num_blobs()
-    async with asyncio.timeout(PATIENCE_S), staging(tmp_path) as stage:
+    async with asyncio.timeout(3 * PATIENCE_S), staging(tmp_path) as stage:
         left: list[tuple[Counter[str], int, dict[str, int]]] = []
         for seed in range(3):
             for ending in ("finish", "delete", "expire"):
