@@ -20,9 +20,9 @@ import orjson
 import psutil
 import pytest
 
-from rollmesh.core.accounts import Accounts
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import load_config
+from rollmesh.core.inventory import Inventory
 from rollmesh.core.process import listen
 from rollmesh.runtime import blobs
 from rollmesh.runtime.generation_view import Generation
@@ -213,7 +213,7 @@ class Stage:
         self.engine = engine
         self.clock = FakeClock()
         self.book = SessionBook(backend.capture, self.clock, RETENTION_S)
-        self.accounts = Accounts()
+        self.inventory = Inventory()
         self.num_begun = 0
         """Calls whose answer has begun to come."""
         self.address = ("", 0)
@@ -225,8 +225,8 @@ class Stage:
 
         face = self.backend.serve(control)
         address = await face.start(listen("127.0.0.1:0"))
-        add_blobs(self.accounts)
-        self.backend.join(self.accounts, self.book)
+        add_blobs(self.inventory)
+        self.backend.join(self.inventory, self.book)
         host, _, port = address.removeprefix("http://").rpartition(":")
         self.address = host, int(port)
         running = asyncio.create_task(self.backend.run())
@@ -334,7 +334,7 @@ async def test_a_session_that_ends_in_mid_call_gives_everything_back(
             await stage.until(lambda: stage.backend.num_open() + stage.backend.num_live() == 0)
             await stage.until(lambda: ours().keys().isdisjoint(PASSING))
             assert blobs.num_blobs() == num_before
-            left.append((ours(), psutil.Process().num_fds(), stage.accounts.held()))
+            left.append((ours(), psutil.Process().num_fds(), stage.inventory.held()))
     # What the first round left are caches.
     assert left[-1][0] - left[0][0] == Counter()
     assert left[-1][1] <= left[0][1]

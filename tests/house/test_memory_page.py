@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.core.accounts import Accounts
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config, ModelConfig, RouterConfig
+from rollmesh.core.inventory import Inventory
 from rollmesh.core.metrics import Figure
 from rollmesh.serve.interception.backends import Backend, RelayBackend, TokenBackend
 from rollmesh.serve.interception.book import SessionBook
@@ -41,11 +41,11 @@ async def nobody(request: Request, path: str) -> bool:
 
 
 def of_gateway(backend: Backend) -> Iterable[Figure]:
-    accounts = Accounts()
-    add_blobs(accounts)
+    inventory = Inventory()
+    add_blobs(inventory)
     backend.serve(nobody)
-    backend.join(accounts, SessionBook(backend.capture, SystemClock(), 1.0))
-    return accounts.figures()
+    backend.join(inventory, SessionBook(backend.capture, SystemClock(), 1.0))
+    return inventory.figures()
 
 
 def of_router() -> Iterable[Figure]:
@@ -68,7 +68,7 @@ async def all_figures(folder: Path) -> dict[str, list[Figure]]:
     # A worker's edge counts as that of a gateway in tokens.
     edge = [each for each in of_gateway(TokenBackend(config, ())) if not_of_the_book(each)]
     return {
-        "worker": [*worker.accounts.figures(), *edge],
+        "worker": [*worker.inventory.figures(), *edge],
         "gateway": gateway,
         "router": list(of_router()),
     }

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollmesh.core.accounts import Accounts
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
+from rollmesh.core.inventory import Inventory
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.keeper import FleetKeeper
 from rollmesh.engine.view import FleetView
@@ -68,7 +68,7 @@ class Backend(Protocol):
     def totals(self) -> tuple[int, int]:
         """(calls, sampled tokens) since the start."""
 
-    def join(self, accounts: Accounts, book: SessionBook) -> None:
+    def join(self, inventory: Inventory, book: SessionBook) -> None:
         """Count there what is held here; after `serve`."""
 
     async def run(self) -> None:
@@ -115,10 +115,10 @@ class TokenBackend:
     def totals(self) -> tuple[int, int]:
         return self._runtime.num_calls, self._runtime.num_tokens
 
-    def join(self, accounts: Accounts, book: SessionBook) -> None:
+    def join(self, inventory: Inventory, book: SessionBook) -> None:
         assert self._edge is not None
-        add_edge(accounts, self._runtime, self._sampler, self._edge)
-        add_book(accounts, book, counts_open=False)
+        add_edge(inventory, self._runtime, self._sampler, self._edge)
+        add_book(inventory, book, counts_open=False)
 
     async def run(self) -> None:
         await self._keeper.run()
@@ -177,13 +177,13 @@ class RelayBackend:
     def totals(self) -> tuple[int, int]:
         return self.capture.totals.num_calls, 0
 
-    def join(self, accounts: Accounts, book: SessionBook) -> None:
+    def join(self, inventory: Inventory, book: SessionBook) -> None:
         server = self._server
         assert server is not None
-        add_relay(accounts, self.capture, self._client)
-        add_book(accounts, book, counts_open=True)
+        add_relay(inventory, self.capture, self._client)
+        add_book(inventory, book, counts_open=True)
         add_bodies(
-            accounts, self._bodies, lambda: self._edge.num_open, lambda: server.num_connections
+            inventory, self._bodies, lambda: self._edge.num_open, lambda: server.num_connections
         )
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""What stands behind an edge or a relay, for the accounts of its process.
+"""What stands behind an edge or a relay, for the inventory of its process.
 
 Invariant: bytes are counted where they lie: a blob once, however many sessions show it, and not at
 all while it is on disk. Driven by the worker's process and by the gateway's backends.
@@ -7,7 +7,7 @@ all while it is on disk. Driven by the worker's process and by the gateway's bac
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from rollmesh.core.accounts import Accounts
+from rollmesh.core.inventory import Inventory
 from rollmesh.engine.http import HttpClient
 from rollmesh.runtime import blobs
 from rollmesh.runtime.images import images
@@ -19,43 +19,43 @@ from rollmesh.serve.interception.edge import Edge
 from rollmesh.serve.interception.relay.capture import RelayCapture
 
 
-def add_blobs(accounts: Accounts) -> None:
+def add_blobs(inventory: Inventory) -> None:
     """The process's blobs, and the images that are some of them."""
-    accounts.add(
+    inventory.add(
         lambda: {"blobs": blobs.held_bytes()},
         lambda: {"blobs": blobs.num_blobs(), "images": len(images)},
     )
 
 
 def add_bodies(
-    accounts: Accounts, bodies: Bodies, num_open: Callable[[], int], num_kept: Callable[[], int]
+    inventory: Inventory, bodies: Bodies, num_open: Callable[[], int], num_kept: Callable[[], int]
 ) -> None:
     """An HTTP face: bodies in flight, exchanges that run, connections that are kept."""
-    accounts.add(
+    inventory.add(
         lambda: {"bodies": bodies.held_bytes},
         lambda: {"bodies": bodies.num_held, "exchanges": num_open()},
         lambda: {"connections": num_kept()},
     )
 
 
-def add_edge(accounts: Accounts, runtime: Runtime, sampler: Sampler, edge: Edge) -> None:
+def add_edge(inventory: Inventory, runtime: Runtime, sampler: Sampler, edge: Edge) -> None:
     """An edge that samples, its sessions and what goes on at engines."""
     none = {"graph": 0, "history": 0}
-    accounts.add(lambda: but_blobs([none, runtime.held()]), runtime.entries, runtime.cache_entries)
-    accounts.add(None, sampler.entries, sampler.cache_entries)
-    add_bodies(accounts, edge.bodies, lambda: edge.num_open, lambda: edge.num_connections)
+    inventory.add(lambda: but_blobs([none, runtime.held()]), runtime.entries, runtime.cache_entries)
+    inventory.add(None, sampler.entries, sampler.cache_entries)
+    add_bodies(inventory, edge.bodies, lambda: edge.num_open, lambda: edge.num_connections)
 
 
-def add_relay(accounts: Accounts, capture: RelayCapture, client: HttpClient) -> None:
+def add_relay(inventory: Inventory, capture: RelayCapture, client: HttpClient) -> None:
     """A relay's doors, and its connections to providers."""
-    accounts.add(
+    inventory.add(
         None,
         lambda: {"doors": capture.num_doors},
         lambda: {"engine_connections": client.num_connections},
     )
 
 
-def add_book(accounts: Accounts, book: SessionBook, *, counts_open: bool) -> None:
+def add_book(inventory: Inventory, book: SessionBook, *, counts_open: bool) -> None:
     """A gateway's book: its accounts, and its open sessions, unless a runtime counts them."""
 
     def held() -> Mapping[str, int]:
@@ -67,7 +67,7 @@ def add_book(accounts: Accounts, book: SessionBook, *, counts_open: bool) -> Non
             counts.update(but_blobs([none, *open_ones]))
         return counts
 
-    accounts.add(held, lambda: {"sessions": len(book)})
+    inventory.add(held, lambda: {"sessions": len(book)})
 
 
 def but_blobs(held: Iterable[Mapping[str, int]]) -> Counter[str]:

@@ -20,10 +20,10 @@ from typing import Any, Literal
 import msgspec
 import uvloop
 
-from rollmesh.core.accounts import Accounts
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.heap import Heap
+from rollmesh.core.inventory import Inventory
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.metrics import Exposition
 from rollmesh.core.process import Ready, announce, listen, stop_event
@@ -84,7 +84,7 @@ async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
         exposition = Exposition("gateway")
         exposition.add(lambda: gateway_figures(book, backend, lag))
         exposition.add(keeper.figures)
-        accounts = Accounts()
+        inventory = Inventory()
         kit = AdminKit(
             book,
             ask.admin_token,
@@ -93,13 +93,13 @@ async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
             lambda: _health(ask.capture, backend),
         )
         face = backend.serve(Admin(kit).handle)
-        add_blobs(accounts)
-        backend.join(accounts, book)
-        exposition.add(accounts.figures)
+        add_blobs(inventory)
+        backend.join(inventory, book)
+        exposition.add(inventory.figures)
         async with asyncio.TaskGroup() as group:
             beside = [
                 group.create_task(backend.run()),
-                group.create_task(_expire(book, accounts, ask)),
+                group.create_task(_expire(book, inventory, ask)),
             ]
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
@@ -122,10 +122,10 @@ def _new_backend(ask: GatewayAsk) -> Backend:
     return TokenBackend(ask.config, ask.engines)
 
 
-async def _expire(book: SessionBook, accounts: Accounts, ask: GatewayAsk) -> None:
+async def _expire(book: SessionBook, inventory: Inventory, ask: GatewayAsk) -> None:
     while True:
         book.expire()
-        book.weigh(accounts.held_bytes())
+        book.weigh(inventory.held_bytes())
         await asyncio.sleep(min(MAX_EXPIRY_S, ask.config.interception.retention_s / 4))
 
 

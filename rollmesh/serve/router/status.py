@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from rollmesh.core.accounts import counted
+from rollmesh.core.inventory import counted
 from rollmesh.core.metrics import Figure
 from rollmesh.serve.router.counts import cache_entries, entries, held
 from rollmesh.serve.router.ledger import Ledger

@@ -13,12 +13,12 @@ import socket
 
 import msgspec
 
-from rollmesh.core.accounts import Accounts
 from rollmesh.core.config import Config
 from rollmesh.core.descriptors import share_in_use
 from rollmesh.core.errors import WireError
 from rollmesh.core.heap import note_freed
 from rollmesh.core.ids import GroupId
+from rollmesh.core.inventory import Inventory
 from rollmesh.core.logs import get_logger
 from rollmesh.core.metrics import rss_bytes
 from rollmesh.core.process import pid_space
@@ -101,9 +101,9 @@ class Worker:
         self._left = asyncio.Event()
         self._stage: Stage | None = None
         self._group: asyncio.TaskGroup | None = None
-        self.accounts = Accounts()
+        self.inventory = Inventory()
         """What this process holds; its budget is of that."""
-        self.accounts.add(self._held, self._tables, self._caches)
+        self.inventory.add(self._held, self._tables, self._caches)
 
     def vitals(self) -> Vitals:
         """For the beats; from any thread."""
@@ -162,7 +162,7 @@ class Worker:
         assert stage is not None
         while True:
             self._step(Ticked())
-            self._duties.weigh(self.accounts.held_bytes())
+            self._duties.weigh(self.inventory.held_bytes())
             self._look_for_wear()
             stage.runtime.look_for_leaks()
             self._post.look_for_silence()

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from rollmesh.core.accounts import Accounts
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
+from rollmesh.core.inventory import Inventory
 from rollmesh.core.types import Outcome
 from rollmesh.serve.interception.backends import RelayBackend
 from rollmesh.serve.interception.book import SessionBook
@@ -49,20 +49,20 @@ async def test_sessions_are_counted_by_state_and_forks_by_cause() -> None:
 
 async def test_a_gateway_counts_what_its_book_holds() -> None:
     backend = RelayBackend(Config(), ("http://127.0.0.1:9",), "")
-    book, accounts = SessionBook(backend.capture, SystemClock(), 100.0), Accounts()
+    book, inventory = SessionBook(backend.capture, SystemClock(), 100.0), Inventory()
     backend.serve(nobody)
-    backend.join(accounts, book)
-    at_rest = [(figure.name, *figure.labels.values()) for figure in accounts.figures()]
+    backend.join(inventory, book)
+    at_rest = [(figure.name, *figure.labels.values()) for figure in inventory.figures()]
     assert ("entries", "sessions") in at_rest
-    assert not any(accounts.held().values())
+    assert not any(inventory.held().values())
     open_one, finished = (book.open(SessionWish(), b"{}").captured for _ in range(2))
     book.finish(book.find(finished.session_id), Outcome.COMPLETED)
-    assert accounts.held()["accounts"] == book.find(finished.session_id).held_bytes > 0
-    told = {(figure.name, *figure.labels.values()): figure.value for figure in accounts.figures()}
+    assert inventory.held()["accounts"] == book.find(finished.session_id).held_bytes > 0
+    told = {(figure.name, *figure.labels.values()): figure.value for figure in inventory.figures()}
     assert (told["entries", "sessions"], told["entries", "doors"]) == (2, 4)
     for captured in (open_one, finished):
         book.delete(book.find(captured.session_id))
-    assert not any(figure.value for figure in accounts.figures())
+    assert not any(figure.value for figure in inventory.figures())
     await backend.close()
 
 

@@ -15,7 +15,7 @@ Counts = Callable[[], Mapping[str, int]]
 """Reads them, by name."""
 
 
-class Accounts:
+class Inventory:
     """See the module."""
 
     def __init__(self) -> None:
