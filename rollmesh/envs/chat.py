@@ -77,8 +77,8 @@ class ChatClient:
         """The model's answer to `messages`; `fields` go into the body as they are.
 
         Raises AgentFailed where the endpoint refuses the request (ContextFull where it is longer
-        than the model's context, or its session over a limit), InfraError where it does not answer within the bounded number
-        of attempts.
+        than the model's context, or its session over a limit), InfraError where it does not answer
+        within the bounded number of attempts.
         """
         body = orjson.dumps({"model": endpoint.model, "messages": messages, **fields})
         url = _chat_url(endpoint.base_url)
