@@ -3,11 +3,11 @@
     OPEN --a limit of ours ends it--> SPENT
     OPEN, SPENT --seal--> SEALED --lent to a child: reopen--> what it was before
 
-Owns the rollout's holdings (tokens, messages, forks) and its reply table. Each call is matched
-against the history, extends the graph by its new tokens and gets one reply per choice: new
-generations, or those that the same request already has (reply_table.py; one that is shown back as
-far as it was finished is that turn still, echoes.py). SPENT, it begins no new call, and those under
-way come to their end; SEALED, every call and every waiting reader gets a SessionError 410.
+Owns the rollout's holdings (tokens, messages, forks), its answers and its reply table. Each call
+is matched against the history, extends the graph by its new tokens and gets one reply per choice:
+new generations, or those that the same request already has (reply_table.py; one that is shown back
+as far as it was finished is that turn still, echoes.py). SPENT, it begins no new call, and those
+under way come to their end; SEALED, every call and every waiting reader gets a SessionError 410.
 Invariant: a reply is in the graph before its last byte leaves; what was not delivered when the
 session is sealed is void. Driven by the HTTP edge and the worker.
 """
@@ -18,6 +18,7 @@ import enum
 from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.core.heap import note_freed
 from rollmesh.core.types import SamplingParams, VersionRun
+from rollmesh.runtime.answers import Answers
 from rollmesh.runtime.deltas import Answer, DeltaReader
 from rollmesh.runtime.echoes import find_shown
 from rollmesh.runtime.forks import ForkReport
@@ -81,8 +82,7 @@ class Session:
         self._held: Holdings | None = None
         """Made by the first call: most sessions of a large run wait for theirs."""
         self._replies = ReplyTable()
-        self._answers: list[int] = []
-        """The node of each call's answer, NO_NODE where it has none, by the call's number."""
+        self._answers = Answers(ask.session_id, kit.prompts)
         self._sealed_because = ""
         self._min_policy_version = -1
 
@@ -100,7 +100,8 @@ class Session:
             return self._start(turn, self._holdings.begin(opening))
         prompt = await self._build(turn)
         # Other calls may have gone on meanwhile; what they changed decides.
-        known = self._known(turn) or find_shown(turn, prompt, self._replies.all(), self._parse)
+        shown = self._replies.all(), self._answers.read
+        known = self._known(turn) or find_shown(turn, prompt, *shown)
         return known or self._start(turn, prompt)
 
     async def count(self, turn: Turn) -> int:
@@ -120,7 +121,7 @@ class Session:
         if reply.state is ReplyState.VOID:
             raise reply.failure.again() if reply.failure else self._gone()
         if reply.answer is None:
-            reply.answer = self._parse(reply)
+            reply.answer = self._answers.read(reply)
         return reply.answer
 
     def delivered(self, reply: Reply) -> None:
@@ -132,9 +133,7 @@ class Session:
 
     def reader(self, reply: Reply) -> DeltaReader:
         """Cuts the reply's tokens into deltas."""
-        if reply.source.is_raw:
-            return self._kit.prompts.raw_reader(reply.head.params.stop)
-        return self._kit.prompts.reader(reply.reading())
+        return self._answers.reader(reply)
 
     def node_of(self, name: int | str) -> int:
         """The node of the answer with this ReplyHead.id, or with this very number.
@@ -146,13 +145,10 @@ class Session:
             if 0 <= name < len(nodes) and nodes[name].sampled:
                 return name
             raise _no_such(name)
-        session_id, _, number = name.rpartition("-")
-        is_ours = session_id == self.session_id and len(number) <= len(str(self.num_calls))
-        if is_ours and number.isdecimal() and int(number) < self.num_calls:
-            node = self._answers[int(number)]
-            if node != NO_NODE:
-                return node
-        raise _no_such(name)
+        node = self._answers.node_of(name)
+        if node == NO_NODE:
+            raise _no_such(name)
+        return node
 
     def seal(self, reason: str) -> None:
         """End the session; whoever still waits is woken and gets an error. Idempotent."""
@@ -190,7 +186,7 @@ class Session:
         assert self.state is SessionState.SEALED
         replies = [reply for replies in self._replies.all() for reply in replies]
         delivered = [reply for reply in replies if reply.state is ReplyState.DELIVERED]
-        return record_of(self._holdings, delivered, self.num_calls, self._parse)
+        return record_of(self._holdings, delivered, self.num_calls, self._answers.read)
 
     def forget(self) -> None:
         """Let go of everything, at once and without the garbage collector; after the record."""
@@ -200,7 +196,7 @@ class Session:
             self._held.history.forget()
         self._held = None
         self._replies = ReplyTable()
-        self._answers.clear()
+        self._answers.forget()
 
     def held(self) -> dict[str, int]:
         """Bytes by what they are: `graph`, `history` and `blobs`, which others may hold, too."""
@@ -286,7 +282,7 @@ class Session:
         self, turn: Turn, source: ReplySource, params: SamplingParams, choice: int
     ) -> Reply:
         held, kit = self._holdings, self._kit
-        name = f"{self.session_id}-{self.num_calls}"
+        name = self._answers.next_name()
         generation = kit.sampler.start(
             GenerationRequest(
                 generation_id=name,
@@ -302,7 +298,7 @@ class Session:
         )
         self.num_calls += 1
         kit.totals.num_calls += 1
-        self._answers.append(NO_NODE)
+        self._answers.expect()
         head = ReplyHead(
             id=name,
             created_s=int(kit.clock.unix_s()),
@@ -333,7 +329,7 @@ class Session:
         if generation.state is not GenerationState.COMMITTED:
             self._void(reply)
             return
-        reply.answer = self._parse(reply)
+        reply.answer = self._answers.read(reply)
         finish = generation.finish_reason
         if reply.answer.tool_calls and finish == "stop":  # one cut short is no call to carry out
             finish = "tool_calls"
@@ -358,7 +354,7 @@ class Session:
         if len(generation.token_ids):
             self._enter(reply, generation, VOID_FINISH)
             if self.state is not SessionState.SEALED:
-                self._hold_answer(reply, self._parse(reply))
+                self._hold_answer(reply, self._answers.read(reply))
         else:
             self.sampling.remove(reply)
             reply.settle(NO_NODE)
@@ -379,16 +375,7 @@ class Session:
         is_void = reply.state is ReplyState.VOID
         self._holdings.hold_answer(reply.source, answer, reply.node, is_void)
         if not is_void:
-            self._answers[int(reply.head.id.rpartition("-")[2])] = reply.node
-
-    def _parse(self, reply: Reply) -> Answer:
-        token_ids = reply.token_ids()
-        if not reply.source.is_raw:
-            return self._kit.prompts.answer(reply.reading(), token_ids)
-        reader = self.reader(reply)
-        reader.feed(token_ids)
-        reader.end(len(token_ids))
-        return reader.answer()
+            self._answers.put(reply)
 
     def _gone(self) -> SessionError:
         why = f"this rollout's session is over: {self._sealed_because}"
