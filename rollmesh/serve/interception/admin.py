@@ -8,12 +8,11 @@
     DELETE /admin/sessions/ID
     GET    /healthz  (no token)    GET /metrics
 
-Invariants: all but /healthz need the admin token as a Bearer, compared in constant time; a wrong
-body is refused in one line that names the key, and changes nothing. Driven by the edge, which asks
-here before it takes a request for an agent's.
+Invariants: all but /healthz need the admin token as a Bearer; a wrong body is refused in one line
+that names the key, and changes nothing. Driven by the edge, which asks here before it takes a
+request for an agent's.
 """
 
-import hmac
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ import msgspec
 from rollmesh.core.errors import SessionError
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition
 from rollmesh.core.types import Outcome, SamplingPolicy
+from rollmesh.serve.interception.auth import bears
 from rollmesh.serve.interception.book import Entry, SessionBook
 from rollmesh.serve.interception.capture import SessionWish
 from rollmesh.serve.interception.ending import refuse
@@ -110,9 +110,7 @@ class Admin:
         return True
 
     def _check_token(self, request: Request) -> None:
-        scheme, _, said = request.headers.get(b"authorization", b"").partition(b" ")
-        known = hmac.compare_digest(said.strip(), self._token)
-        if scheme.lower() != b"bearer" or not known:
+        if not bears(self._token, request.headers):
             why = "send the token of --admin-token-file as `Authorization: Bearer TOKEN`"
             raise SessionError(401, "invalid_admin_token", why)
 

@@ -1,10 +1,12 @@
-"""Where a request carries its session's secret.
+"""Where a request carries its session's secret, and whether it carries the admin's token.
 
-Three places, tried in this order: the path (`/s/<secret>/v1/...`, for clients that cannot set a
-key), `Authorization: Bearer`, `x-api-key`. Invariant: a secret goes to the caller alone; nothing
-here logs. Driven by exchange.py.
+A secret has three places, tried in this order: the path (`/s/<secret>/v1/...`, for clients that
+cannot set a key), `Authorization: Bearer`, `x-api-key`; the token is a Bearer and nothing else.
+Invariants: a secret goes to the caller alone, and nothing here logs; the token is compared in
+constant time. Driven by exchange.py, the relay's edge, and who answers admins.
 """
 
+import hmac
 from collections.abc import Mapping
 
 
@@ -17,3 +19,10 @@ def find_secret(path: str, headers: Mapping[bytes, bytes]) -> str:
     if scheme.lower() != b"bearer" or not token:
         token = headers.get(b"x-api-key", b"")
     return token.strip().decode("utf-8", "surrogateescape")
+
+
+def bears(token: bytes, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a request carries this token; an empty one is carried by none."""
+    scheme, _, said = headers.get(b"authorization", b"").partition(b" ")
+    is_known = hmac.compare_digest(said.strip(), token)
+    return is_known and bool(token) and scheme.lower() == b"bearer"

@@ -1,10 +1,9 @@
 """What a worker's edge answers beside agents: GET /metrics.
 
-Invariants: who asks has the admin token of the environment, as a Bearer, compared in constant time;
+Invariant: who asks has the admin token of the environment, as the gateway's admins have theirs;
 where there is none, only an edge on loopback answers. Driven by the edge, which asks here first.
 """
 
-import hmac
 import socket
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ from rollmesh.core.errors import SessionError
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 from rollmesh.runtime.registry import Runtime
+from rollmesh.serve.interception.auth import bears
 from rollmesh.serve.interception.ending import refuse
 from rollmesh.serve.interception.gauges import LoopLag
 from rollmesh.serve.interception.request import Request
@@ -32,7 +32,7 @@ class Face:
         """Answer a request that is ours; False for any other."""
         if path != ROUTE or request.method != "GET":
             return False
-        if self._may_see(request):
+        if self._is_open or bears(self._token, request.headers):
             lines = request.dated(CONTENT_TYPE.encode())
             request.answer(200, lines, self._exposition.render())
         else:
@@ -40,13 +40,6 @@ class Face:
             error = SessionError(401, "invalid_admin_token", why)
             refuse(request, why.encode() + b"\n", error)
         return True
-
-    def _may_see(self, request: Request) -> bool:
-        if self._is_open:
-            return True
-        scheme, _, said = request.headers.get(b"authorization", b"").partition(b" ")
-        is_known = hmac.compare_digest(said.strip(), self._token)
-        return bool(self._token) and scheme.lower() == b"bearer" and is_known
 
 
 def worker_figures(runtime: Runtime, lag: LoopLag) -> Iterator[Figure]:

@@ -1,0 +1,61 @@
+"""A worker's figures over a real socket: who may see them."""
+
+import socket
+
+import pytest
+
+from rollmesh.core.metrics import Exposition
+from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
+from rollmesh.serve.interception.request import Request
+from rollmesh.serve.server.face import ROUTE, Face
+from tests.unit.serve.interception.http_client import serving, status_of
+
+OPEN, ELSEWHERE = "127.0.0.1", "0.0.0.0"
+NOT_OURS = 299
+
+
+async def asked(face: Face, line: bytes, *headers: bytes) -> bytes:
+    async def handle(request: Request) -> None:
+        if not await face.handle(request, request.path):
+            request.answer(NOT_OURS, b"", b"")
+
+    head = [b"%b HTTP/1.1" % line, b"Connection: close", *headers, b"", b""]
+    async with serving(handle) as place:
+        return await place.ask(b"\r\n".join(head))
+
+
+def face_of(host: str) -> Face:
+    """Of an edge at `host`, where nothing listens."""
+    with socket.socket() as bound:
+        bound.bind((host, 0))
+        return Face(Exposition("worker"), bound)
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "said", "status"),
+    [
+        (OPEN, "", b"", 200),
+        (OPEN, "sesame", b"", 401),
+        (OPEN, "sesame", b"Bearer sesame", 200),
+        (OPEN, "sesame", b"Bearer open", 401),
+        (OPEN, "sesame", b"Basic sesame", 401),
+        (ELSEWHERE, "", b"", 401),
+        (ELSEWHERE, "", b"Bearer ", 401),
+        (ELSEWHERE, "sesame", b"bearer sesame", 200),
+    ],
+)
+async def test_figures_are_for_who_has_the_token_and_for_loopback_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, host: str, token: str, said: bytes, status: int
+) -> None:
+    monkeypatch.setenv(ADMIN_TOKEN_VARIABLE, token)
+    answer = await asked(face_of(host), b"GET %b" % ROUTE.encode(), b"Authorization: %b" % said)
+    assert status_of(answer) == status
+    assert (b"rollmesh_" in answer) == (status == 200)
+
+
+@pytest.mark.parametrize("line", [b"POST /metrics", b"GET /", b"GET /v1/metrics"])
+async def test_whatever_else_is_asked_is_the_edges(
+    monkeypatch: pytest.MonkeyPatch, line: bytes
+) -> None:
+    monkeypatch.setenv(ADMIN_TOKEN_VARIABLE, "")
+    assert status_of(await asked(face_of(OPEN), line)) == NOT_OURS
