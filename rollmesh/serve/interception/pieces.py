@@ -33,11 +33,6 @@ def held(text: bytes) -> Piece:
     return hold(text) if len(text) >= MIN_BLOB_BYTES else text
 
 
-def size_of(piece: Piece) -> int:
-    """In bytes."""
-    return len(piece) if isinstance(piece, bytes) else piece.num_bytes
-
-
 def part_of(piece: Piece, start: int, stop: int) -> bytes | memoryview:
     """`piece[start:stop]`, without a copy unless it must come from disk."""
     return memoryview(piece)[start:stop] if isinstance(piece, bytes) else piece.part(start, stop)

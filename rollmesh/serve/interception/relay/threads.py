@@ -17,16 +17,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from rollmesh.engine.pieces import size_of
 from rollmesh.runtime.blobs import Blob
-from rollmesh.serve.interception.pieces import (
-    MIN_BLOB_BYTES,
-    Piece,
-    cut,
-    held,
-    joined,
-    says,
-    size_of,
-)
+from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES, Piece, cut, held, joined, says
 from rollmesh.serve.interception.relay.tips import Following, Tip
 
 MAX_TIPS = 4

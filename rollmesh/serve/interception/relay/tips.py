@@ -12,7 +12,9 @@ from bisect import bisect, bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rollmesh.serve.interception.pieces import Piece, joined, part_of, size_of
+from rollmesh.core.errors import ContentLost
+from rollmesh.engine.pieces import size_of
+from rollmesh.serve.interception.pieces import Piece, joined, part_of
 
 if TYPE_CHECKING:
     from rollmesh.serve.interception.relay.threads import Spot
@@ -72,12 +74,17 @@ class Tip:
         return tip
 
     def agrees(self, at: int, data: bytes) -> bool:
-        """Whether `data` is what stands here from byte `at` on, as far as both go."""
+        """Whether `data` is what stands here from byte `at` on, as far as both go; not where that
+        cannot be read."""
         n, done = bisect(self._starts, at) - 1, 0
         while done < len(data) and at + done < self.num_bytes:
             start = at + done - self._starts[n]
             stop = min(size_of(self._pieces[n]), start + len(data) - done)
-            if not data.startswith(part_of(self._pieces[n], start, stop), done):
+            try:
+                is_same = data.startswith(part_of(self._pieces[n], start, stop), done)
+            except ContentLost:  # whoever reads a connection cannot be told; who asks for it is
+                is_same = False
+            if not is_same:
                 return False
             done += stop - start
             n += 1
