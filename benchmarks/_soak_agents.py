@@ -52,7 +52,7 @@ class Ended(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class Held(msgspec.Struct):
+class Load(msgspec.Struct):
     """What one server must hold now."""
 
     live_bytes: int = 0
@@ -64,7 +64,7 @@ class Told(msgspec.Struct, frozen=True):
 
     at_s: float
     """time.monotonic, which all processes share."""
-    held: dict[str, Held]
+    held: dict[str, Load]
     """By the server's port."""
     counts: dict[str, int]
     """turns, rollouts, done, crashed, broken, vanished: since the start."""
@@ -85,7 +85,7 @@ class Agents:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, Load] = {}
         self.counts: Counter[str] = Counter()
         self.turns_s: list[float] = []
         self._shots = Shots(shape)
@@ -96,7 +96,7 @@ class Agents:
         port = seat.base_url.partition("//")[2].partition("/")[0].rpartition(":")[2]
         key = (port, seat.task)
         group = self._groups.setdefault(key, Group())
-        held = self.held.setdefault(port, Held())
+        held = self.held.setdefault(port, Load())
         browser = Browser(self.shape, self._shots, seat.task, group.num_begun)
         group.num_begun += 1
         agent = _Agent(self, held, group, browser, Line(int(port), seat.api_key))
@@ -120,7 +120,7 @@ class _Agent:
     """One rollout's way."""
 
     def __init__(
-        self, agents: Agents, held: Held, group: Group, browser: Browser, line: Line
+        self, agents: Agents, held: Load, group: Group, browser: Browser, line: Line
     ) -> None:
         self.line = line
         self._agents = agents

@@ -24,7 +24,7 @@ from benchmarks._soak_mesh import Arm
 from benchmarks._soak_relay import BARE
 from benchmarks._soak_run import Plan, Seen, run_arm
 
-__all__ = ["MEASURES", "Soaked", "run"]
+__all__ = ["MEASURES", "Findings", "run"]
 
 WAVE_S = 75.0
 MIN_WAVES = 4
@@ -33,7 +33,7 @@ LAG_KEEP = 3
 """The loop's lag is judged for histories that are kept so short."""
 
 
-class Soaked(msgspec.Struct):
+class Findings(msgspec.Struct):
     """All arms, and what they come to."""
 
     arms: list[Seen]
@@ -43,7 +43,7 @@ class Soaked(msgspec.Struct):
     notes: list[str]
 
 
-def run(options: argparse.Namespace, scratch: Path) -> Soaked:
+def run(options: argparse.Namespace, scratch: Path) -> Findings:
     """One arm after the other, each with processes of its own."""
     plan = Plan(
         num_rollouts=options.rollouts or 0,
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, scratch: Path) -> Soaked:
     goals = [goal for each in seen for goal in _own_goals(each, figures, options.keep)]
     goals += _compared(found, figures, options.keep)
     notes += [f"{each.name} was stopped at 8 GiB" for each in seen if each.is_stopped]
-    return Soaked(seen, figures, goals, notes)
+    return Findings(seen, figures, goals, notes)
 
 
 def _arms(options: argparse.Namespace) -> tuple[list[Arm], list[str]]:

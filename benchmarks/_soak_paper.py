@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._soak_arms import Soaked
+from benchmarks._soak_arms import Findings
 from benchmarks._soak_figures import left_over, named_at_peak, peak_of
 from benchmarks._soak_run import Seen
 from benchmarks._soak_watch import MB
@@ -32,7 +32,7 @@ LAG_BIN_S = 1.0
 POINTS = 2000
 
 
-def table(soaked: Soaked) -> str:
+def table(soaked: Findings) -> str:
     """Markdown: a line an arm, MB where nothing else is said."""
     lines = ["| arm | " + " | ".join(title for _, title in COLUMNS) + " |"]
     lines.append("|---" * (len(COLUMNS) + 1) + "|")
@@ -54,7 +54,7 @@ def table(soaked: Soaked) -> str:
     return "\n".join(lines)
 
 
-def write(soaked: Soaked, folder: Path, words: Sequence[str]) -> None:
+def write(soaked: Findings, folder: Path, words: Sequence[str]) -> None:
     """All three, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "benchmarks/rss_soak.py", *words])
@@ -105,7 +105,7 @@ def _by_second(seen: Seen, name: str, begin_s: float) -> list[tuple[float, float
     return [(second * LAG_BIN_S, round(1e3 * lag_s, 3)) for second, lag_s in worst.items()]
 
 
-def _shares(soaked: Soaked) -> Iterator[str]:
+def _shares(soaked: Findings) -> Iterator[str]:
     """What each measure saves, beside all others."""
     for seen in soaked.arms:
         _, is_less, measure = seen.name.partition("less ")
@@ -133,7 +133,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 20 else f"{value:.2f}"
 
 
-def _draw(soaked: Soaked, path: Path, command: str) -> None:
+def _draw(soaked: Findings, path: Path, command: str) -> None:
     import matplotlib  # noqa: PLC0415 - not of the base install
 
     matplotlib.use("Agg")

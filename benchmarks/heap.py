@@ -3,15 +3,16 @@
     python -m benchmarks.heap            every layout, each in a process of its own
     python -m benchmarks.heap --preload /usr/lib/x86_64-linux-gnu/libjemalloc.so.2
 
-Four rollouts of 45 turns, side by side in threads. At each turn a new screenshot of 0.5 MB is kept,
-and a body with all of them comes in reads of 256 KiB, is joined, looked at without a copy, and let
-go; 200 small objects stay. Told are peak and resting memory over the start's, CPU time, and the
-longest trim. Invariant: pure Python and malloc, nothing of a worker's. Owned by docs/memory.md.
+Four rollouts of 45 turns (15 for --quick), side by side in threads. At each turn a new screenshot
+of 0.5 MB is kept, and a body with all of them comes in reads of 256 KiB, is joined, looked at
+without a copy, and let go; 200 small objects stay. Told are peak and resting memory over the
+start's, CPU time, and the longest trim. Invariant: pure Python and malloc, nothing of a worker's.
+Owned by docs/memory.md.
 """
 
-import argparse
 import ctypes
 import hashlib
+import json
 import os
 import random
 import subprocess
@@ -20,15 +21,17 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from benchmarks._report import parser, report
 from rollmesh.core.heap import Heap
 from rollmesh.core.metrics import rss_bytes
 
-NUM_LANES, NUM_TURNS = 4, 45
+NUM_LANES, NUM_TURNS, QUICK_TURNS = 4, 45, 15
 SHOT_BYTES, READ_BYTES = 500_000, 256 * 1024
 TRIM_TURNS = 5
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+AS_IT_IS = "as it is"
 LAYOUTS = {
-    "as it is": {},
+    AS_IT_IS: {},
     "trim": {},
     "one arena, trim": {M_ARENA_MAX: 1},
     "threshold 128 KiB": {M_MMAP_THRESHOLD: 128 * 1024},
@@ -71,8 +74,8 @@ def turn(rng: random.Random, shots: list[bytes], small: list[bytes]) -> None:
     small.extend(bytes(rng.randrange(20, 400)) for _ in range(200))
 
 
-def load(layout: str) -> str:
-    """The load under one layout, in this process; a line of the table."""
+def load(layout: str, num_turns: int) -> dict[str, float]:
+    """The load under one layout, in this process; its figures."""
     mallopt = ctypes.CDLL(None).mallopt
     for name, value in LAYOUTS[layout].items():
         assert mallopt(name, value) == 1
@@ -82,7 +85,7 @@ def load(layout: str) -> str:
     shots: list[list[bytes]] = [[] for _ in rngs]
     small: list[list[bytes]] = [[] for _ in rngs]
     with ThreadPoolExecutor(NUM_LANES) as pool:
-        for number in range(NUM_TURNS):
+        for number in range(num_turns):
             list(pool.map(turn, rngs, shots, small))
             if "trim" in layout and number % TRIM_TURNS == TRIM_TURNS - 1:
                 trims_s.append(heap.trim() or 0.0)
@@ -92,29 +95,34 @@ def load(layout: str) -> str:
             trims_s.append(heap.trim() or 0.0)
     resting_bytes = rss_bytes()
     peak.close()
-    figures = (peak.num_bytes - start_bytes, resting_bytes - start_bytes)
-    megabytes = " | ".join(f"{each / 1e6:.0f}" for each in figures)
     assert left
-    return f"{megabytes} | {time.process_time():.1f} | {max(trims_s) * 1e3:.1f}"
+    return {
+        "peak_mb": (peak.num_bytes - start_bytes) / 1e6,
+        "resting_mb": (resting_bytes - start_bytes) / 1e6,
+        "cpu_s": time.process_time(),
+        "longest_trim_ms": 1e3 * max(trims_s),
+    }
 
 
 def main() -> None:
-    """Print the table."""
-    arguments = argparse.ArgumentParser(prog="python -m benchmarks.heap")
-    arguments.add_argument("--layout", choices=LAYOUTS)
-    arguments.add_argument("--preload", default="")
+    """Print the figures."""
+    arguments = parser("heap")
+    arguments.add_argument("--layout", choices=LAYOUTS, help="this one, in this process")
+    arguments.add_argument("--preload", default="", help="a library that has malloc")
     options = arguments.parse_args()
     if options.layout:
-        print(load(options.layout))
+        print(json.dumps(load(options.layout, QUICK_TURNS if options.quick else NUM_TURNS)))
         return
-    print("| layout | peak MB | resting MB | CPU s | longest trim ms |")
-    print("|---|---|---|---|---|")
+    figures: dict[str, float] = {}
     preloaded = {"LD_PRELOAD": options.preload} if options.preload else {}
-    for layout in ["as it is"] if options.preload else LAYOUTS:
+    for layout in [AS_IT_IS] if options.preload else LAYOUTS:
         argv = [sys.executable, "-m", "benchmarks.heap", "--layout", layout]
+        argv += ["--quick"] if options.quick else []
         environ = {**os.environ, **preloaded}
         told = subprocess.run(argv, env=environ, check=True, capture_output=True, text=True)
-        print(f"| {options.preload or layout} | {told.stdout.strip()} |", flush=True)
+        found = json.loads(told.stdout).items()
+        figures |= {f"{options.preload or layout}: {name}": value for name, value in found}
+    report(options, figures, [])
 
 
 if __name__ == "__main__":
