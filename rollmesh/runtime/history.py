@@ -21,6 +21,7 @@ from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ChatMessage, Rotating, read_held, read_message, read_tools
 from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.openings import Line, Link
+from rollmesh.runtime.readings import Readings
 from rollmesh.runtime.spot import BARE, NO_NODE, Spot
 from rollmesh.runtime.stretches import Stretches, split_array
 from rollmesh.runtime.turns import Turn
@@ -70,8 +71,8 @@ class History:
     """One per session."""
 
     __slots__ = (
-        "_begun", "_late", "_long", "_num_aliases", "_num_short_bytes", "_num_spots", "_stretches",
-        "blob_bytes", "images", "roots", "rotating", "sampled",
+        "_begun", "_late", "_long", "_num_aliases", "_num_short_bytes", "_num_spots", "_readings",
+        "_stretches", "blob_bytes", "images", "roots", "rotating", "sampled",
     )  # fmt: skip
 
     def __init__(self, rotating: Rotating = None) -> None:
@@ -91,6 +92,8 @@ class History:
         self._late: list[_LateAnswer] = []
         """Answers that nothing has asked for yet."""
         self._stretches = Stretches()
+        self._readings: Readings | None = None
+        """Made for the first unit that shows an image."""
         self._num_aliases = 0
         self._num_spots = 0
 
@@ -102,7 +105,7 @@ class History:
         self.catch_up()
         tools_key = tools_key_of(turn.tools)
         root = start or self.roots.get(tools_key) or Spot(None, b"")
-        walk = Walk(root, turn.read or read_chat, self.rotating)
+        walk = Walk(root, turn.read or read_chat, self.rotating, self._readings)
         walk.go(turn.messages)
         if turn.messages_raw:
             walk = self._walk_array(walk, turn.messages_raw)
@@ -111,7 +114,7 @@ class History:
     def from_root(self, match: Match, turn: Turn) -> Match:
         """The same request on no held history at all."""
         root = self.roots.get(match.tools_key) or Spot(None, b"")
-        walk = Walk(root, turn.read or read_chat, self.rotating)
+        walk = Walk(root, turn.read or read_chat, self.rotating, self._readings)
         walk.is_stopped = True
         walk.go(turn.messages)
         if turn.messages_raw:
@@ -135,10 +138,14 @@ class History:
         at = 0
         for unit_key, end in match.ends:
             start = spot
+            spots: list[Spot] = []
             for n in range(at, end):
                 spot = self._hold_message(spot, match.new[n], match.raws[n])
+                spots.append(spot)
             if spot is not start.child(unit_key):
                 self._add_alias(start, unit_key, spot)
+            if self.images and match.walk.array:
+                self._remember_reading(match, unit_key, match.new[at:end], spots)
             at = end
         self._remember(match, spot)
         if spot.sampled:
@@ -223,6 +230,7 @@ class History:
         self.roots.clear()
         self.sampled.clear()
         self._stretches = Stretches()
+        self._readings = None
         self._late.clear()
         self._begun = None
 
@@ -247,6 +255,12 @@ class History:
         if start is None or (start.parent is None and start is not self.roots.get(match.tools_key)):
             return
         self._stretches.add(walk.stretch, start, walk.array, end, walk.num_units)
+
+    def _remember_reading(
+        self, match: Match, unit_key: int, messages: list[ChatMessage], spots: list[Spot]
+    ) -> None:
+        self._readings = self._readings or Readings(self.images)
+        self._readings.keep(match.walk.read, unit_key, messages, [spot.said for spot in spots])
 
     def _link(self, line: Line, end: Spot) -> None:
         spots = [self.roots.setdefault(line.tools_key, Spot(None, b""))]

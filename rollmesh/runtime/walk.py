@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from rollmesh.runtime.chat import ChatMessage, Rotating
+from rollmesh.runtime.readings import Readings
 from rollmesh.runtime.spot import Spot
 from rollmesh.runtime.stretches import Stretch
 from rollmesh.runtime.turns import ReadUnit
@@ -30,10 +31,12 @@ class Walk:
 
     __slots__ = (
         "aliases", "anchor", "array", "array_start", "is_stopped", "num_leapt", "pending",
-        "read", "rotating", "spot", "stretch", "units",
+        "read", "readings", "rotating", "spot", "stretch", "units",
     )  # fmt: skip
 
-    def __init__(self, start: Spot, read: ReadUnit, rotating: Rotating) -> None:
+    def __init__(
+        self, start: Spot, read: ReadUnit, rotating: Rotating, readings: Readings | None
+    ) -> None:
         self.spot = start
         self.anchor: Spot | None = start if start.sampled or start.parent is None else None
         """The last sampled message on the way; None while none is known."""
@@ -51,6 +54,7 @@ class Walk:
         self.array_start: Spot | None = None
         self.stretch: Stretch | None = None
         self.read = read
+        self.readings = readings
         self.rotating = rotating
 
     @property
@@ -67,7 +71,7 @@ class Walk:
 
     def leap(self, stretch: Stretch, array: bytes) -> "Walk | None":
         """The same walk over a known stretch; None where what lies in it has to be read."""
-        walk = Walk(stretch.end, self.read, self.rotating)
+        walk = Walk(stretch.end, self.read, self.rotating, self.readings)
         walk.aliases = list(self.aliases)
         walk.num_leapt, walk.stretch = stretch.num_units, stretch
         walk.go(stretch.rest(array))
@@ -78,7 +82,12 @@ class Walk:
     def messages_of(self, place: int) -> list[ChatMessage]:
         """The messages of the unit at `place`."""
         found = self.pending.get(place)
-        return self.read(self.units[place], self.num_leapt + place) if found is None else found
+        return self._read(place) if found is None else found
+
+    def _read(self, place: int) -> list[ChatMessage]:
+        unit = self.units[place]
+        found = self.readings.find(self.read, unit) if self.readings else None
+        return self.read(unit, self.num_leapt + place) if found is None else found
 
     def _step(self, unit: bytes) -> None:
         if not self.spot.children:
@@ -87,7 +96,7 @@ class Walk:
         if child := self.spot.child(hash(unit)):
             return self._arrive(child)
         place = len(self.units) - 1
-        messages = self.pending[place] = self.read(unit, self.num_leapt + place)
+        messages = self.pending[place] = self._read(place)
         start = self.spot
         for message in messages:
             found = self.spot.find(message.meanings(self.rotating))
