@@ -34,6 +34,7 @@ from rollmesh.serve.interception.models import model_list, one_model
 from rollmesh.serve.interception.openapi import openapi_document
 from rollmesh.serve.interception.request import JSON, Request
 from rollmesh.serve.interception.server import HttpServer
+from rollmesh.serve.interception.turnstile import Turnstile
 from rollmesh.serve.interception.view import EdgeView
 
 SHUTDOWN_S = 1.0
@@ -76,6 +77,7 @@ class Edge:
             config.max_body_bytes,
             config.keepalive_s,
             self.intercepts,
+            Turnstile(),
         )
         self._server = HttpServer(self._handle, drain_s, bodies=self.bodies)
 

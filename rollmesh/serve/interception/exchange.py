@@ -29,6 +29,7 @@ from rollmesh.serve.interception.ending import ExchangeState, guard
 from rollmesh.serve.interception.intercepts import Intercepts
 from rollmesh.serve.interception.request import JSON, Request
 from rollmesh.serve.interception.retries import read_retry_mark
+from rollmesh.serve.interception.turnstile import LONG_BYTES, Turnstile
 from rollmesh.serve.interception.view import EdgeView, ReplyView
 
 SAMPLING_HEADER = b"x-rollmesh-sampling"
@@ -45,6 +46,7 @@ class ExchangeKit(msgspec.Struct, frozen=True):
     max_body_bytes: int
     keepalive_s: float
     intercepts: Intercepts
+    turnstile: Turnstile
 
 
 class Exchange:
@@ -146,6 +148,7 @@ class Exchange:
     async def _match(self) -> Call:
         body = await self.request.read(self._kit.max_body_bytes, self._kit.keepalive_s)
         self.num_bytes = len(body)
+        await self._take_turn()
         mark = read_retry_mark(self.request.headers)
         salt = hash((self._dialect, mark.key))
         call = self._dialect.decode(Asked(body, salt, mark.is_resent))
@@ -156,6 +159,7 @@ class Exchange:
         """Join the replies to all turns; the call's history is let go of."""
         turns, call.turns = call.turns, ()
         views: list[ReplyView] = []
+        await self._take_turn()
         for turn in turns:
             told = turn.without_history()
             for reply in await session.attach(turn):
@@ -165,6 +169,11 @@ class Exchange:
         self.num_bytes = 0
         self.request.let_go()
         return views
+
+    async def _take_turn(self) -> None:
+        """What follows holds the loop for long, if the body is long."""
+        if self.num_bytes >= LONG_BYTES:
+            await self._kit.turnstile.pass_through()
 
     async def _send_events(
         self, session: Session, replies: Sequence[Reply], stream: Stream

@@ -1,0 +1,62 @@
+"""Long pieces of work that come together are done one in each turn of the loop, in their order."""
+
+import asyncio
+
+from rollmesh.serve.interception.turnstile import Turnstile
+
+
+async def test_between_two_long_pieces_the_loop_serves_everything_else() -> None:
+    turnstile, done = Turnstile(), list[str]()
+
+    async def long(name: str) -> None:
+        await turnstile.pass_through()
+        done.append(name)
+
+    async def other() -> None:
+        while len(tasks) and not all(task.done() for task in tasks):
+            done.append("-")
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(long(name)) for name in "abcd"]
+    await asyncio.gather(other(), *tasks)
+    assert [each for each in done if each != "-"] == list("abcd")
+    told = "".join(done)
+    assert all(f"{one}{two}" not in told for one in "abcd" for two in "abcd"), told
+    assert len(turnstile) == 0
+
+
+async def test_alone_nobody_waits() -> None:
+    turnstile = Turnstile()
+    for _ in range(2):
+        passing = turnstile.pass_through()
+        try:
+            passing.send(None)
+        except StopIteration:
+            pass
+        else:
+            raise AssertionError("it waited")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+async def test_who_is_cancelled_in_the_line_holds_up_nobody() -> None:
+    turnstile = Turnstile()
+    tasks = [asyncio.create_task(turnstile.pass_through()) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert len(turnstile) == 2
+    tasks[1].cancel()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert [task.cancelled() for task in tasks] == [False, True, False]
+    assert len(turnstile) == 0
+
+
+async def test_who_is_cancelled_once_let_through_holds_up_nobody() -> None:
+    turnstile = Turnstile()
+    _, first, second = (asyncio.create_task(turnstile.pass_through()) for _ in range(3))
+    await asyncio.sleep(0)
+    while len(turnstile) != 1:  # noqa: ASYNC110 - the line tells nobody
+        await asyncio.sleep(0)
+    first.cancel()
+    async with asyncio.timeout(10):
+        await second
