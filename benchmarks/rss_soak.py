@@ -14,6 +14,7 @@ by users.
 """
 
 import argparse
+import importlib.util
 import sys
 import tempfile
 from pathlib import Path
@@ -64,6 +65,8 @@ def _options() -> argparse.Namespace:
     names = [name for name in options.ablate.split(",") if name]
     if unknown := set(names) - set(_soak_arms.MEASURES):
         arguments.error(f"--ablate: no {', '.join(unknown)}; {', '.join(_soak_arms.MEASURES)}")
+    if options.out is not None and importlib.util.find_spec("matplotlib") is None:
+        arguments.error("--out draws with matplotlib: pip install '.[train]'")
     if options.shape == "seed":
         names, options.workers = names or list(_soak_arms.MEASURES), 1
     options.ablate = names

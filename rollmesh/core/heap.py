@@ -1,10 +1,11 @@
 """The C library's heap under this process: how it is laid out, and how what is free in it is given
 back to the system.
 
-Invariants: symbols are looked up once; where one is missing (no glibc, musl, macOS) its measure is
-off, says so, and everything else goes on; nothing here runs on an event loop but `settle`, at the
-start. Who frees much says so by `note_freed`. Figures behind the layout stand in docs/memory.md.
-Driven by the processes' main functions and, for trims, by runtime/keeper.py.
+Invariants: symbols are looked up once; where one is missing (no glibc, musl, macOS), or another
+allocator was preloaded (jemalloc, mimalloc) and glibc's heap is empty, the measure is off, says so,
+and everything else goes on; nothing here runs on an event loop but `settle`, at the start. Who
+frees much says so by `note_freed`. Figures behind the layout stand in docs/memory.md. Driven by the
+processes' main functions and, for trims, by runtime/keeper.py.
 """
 
 import ctypes
@@ -23,9 +24,35 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 """Of malloc.h."""
 
 
+class _Place(ctypes.Structure):
+    """Dl_info of dlfcn.h: where a function stands."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
 def this_process() -> Any:
     """The libraries that are loaded here; OSError where the system cannot say."""
-    return ctypes.CDLL(None)
+    return its_own(ctypes.CDLL(None))
+
+
+def its_own(libraries: Any) -> Any:
+    """The same, where `malloc` is of the library whose heap can be trimmed; OSError elsewhere."""
+    if _base_of(libraries, "malloc") != _base_of(libraries, "malloc_trim"):
+        raise OSError("malloc is another library's")
+    return libraries
+
+
+def _base_of(libraries: Any, name: str) -> int | None:
+    place = _Place()
+    function = ctypes.cast(getattr(libraries, name), ctypes.c_void_p)
+    libraries.dladdr(function, ctypes.byref(place))
+    base: int | None = place.base
+    return base
 
 
 class Heap:

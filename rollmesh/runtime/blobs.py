@@ -24,6 +24,7 @@ from operator import itemgetter
 from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
+from rollmesh.core.errors import ConfigError
 from rollmesh.core.logs import get_logger
 from rollmesh.runtime.spill import Extent, SpillFile
 
@@ -110,8 +111,15 @@ class BlobStore:
         self._has_warned = False
 
     def settle(self, max_memory_bytes: int, folder: Path | None) -> None:
-        """Set the budget, and where the spill file is made once it is needed."""
+        """Set the budget, and where the spill file is made once it is needed; ConfigError where
+        the folder takes none."""
         self._max_memory_bytes, self._folder = max_memory_bytes, folder
+        if folder is not None:
+            try:
+                SpillFile(folder).close()
+            except OSError as error:
+                why = f"interception.spill_folder = {folder}: {error.strerror}"
+                raise ConfigError(f"{why}; name a folder where files can be made") from None
 
     def hold(self, content: bytes) -> Blob:
         """The blob of this content."""
@@ -144,8 +152,11 @@ class BlobStore:
             blob = each()  # it may have ended meanwhile
             if blob is not None:
                 if not self._move(blob):
-                    break
+                    return num_moved
                 num_moved += blob.num_bytes
+        # All found room: it is said again when next something does not. A disk that stays full
+        # takes one now and then, as others go.
+        self._has_warned = self._has_warned and num_moved < excess
         return num_moved
 
     def held_bytes(self) -> int:
@@ -192,7 +203,6 @@ class BlobStore:
                 log.warning("blobs.not_spilled", error=str(error), remedy="they stay in memory")
             self._has_warned = True
             return False
-        self._has_warned = False
         with self._lock:
             self._held_bytes -= blob.num_bytes
             self._spilled_bytes += blob.num_bytes

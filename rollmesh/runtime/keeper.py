@@ -73,7 +73,7 @@ class Keeper:
     def start(self) -> None:
         """Keep memory from now on."""
         if not self._heap.can_trim:
-            log.info("trim.off", why="the C library has no malloc_trim")
+            log.info("trim.off", why="malloc is not glibc's")
         self._thread.start()
 
     def close(self) -> None:

@@ -49,6 +49,20 @@ def test_a_minute_of_browsing_leaves_nothing_at_rest(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+def test_a_soak_that_could_not_draw_says_so_before_it_begins(tmp_path: Path) -> None:
+    words = [str(SCRIPT), "--out", str(tmp_path / "out")]
+    without = f"""
+import runpy, sys
+sys.modules["matplotlib"] = None
+sys.argv = {words!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    argv = [sys.executable, "-c", without]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith("--out draws with matplotlib: pip install '.[train]'\n")
+
+
 def test_whatever_is_still_held_is_left_over_but_for_counts_and_caches() -> None:
     cold = {'rollmesh_entries{table="blobs"}': 0.0, 'rollmesh_entries{table="engines"}': 1.0}
     after = {

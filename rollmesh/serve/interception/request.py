@@ -26,6 +26,9 @@ from rollmesh.serve.interception.bodies import COUNTED_BYTES, STEP_BYTES, Bodies
 JSON = b"application/json"
 SLOWEST_BYTES_PER_S = 500
 """A body that comes slower than this for longer than its sender may be silent stops coming."""
+HURRIED_BYTES_PER_S = 32 * 1024
+"""The same while others wait for its place in memory, or a few that drip would keep all out for
+hours; even so 20 MB may take ten minutes."""
 LOOK_S = 1.0
 """How often a writer whose client takes nothing looks whether it has still something to say."""
 WRITE_BYTES = 64 * 1024
@@ -192,7 +195,9 @@ class Request:
                 await reservation.reach(self.num_bytes + STEP_BYTES)
                 begun_s += now_s() - waits_s
                 continue
-            earned_s = self.num_bytes / SLOWEST_BYTES_PER_S
+            is_waited_for = self._wire.bodies.num_waiting > 0
+            pace = HURRIED_BYTES_PER_S if is_waited_for else SLOWEST_BYTES_PER_S
+            earned_s = self.num_bytes / pace
             try:
                 async with asyncio.timeout_at(min(now_s(), begun_s + earned_s) + silence_s):
                     await self._wire.want()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.core.heap import Heap, freed_bytes, note_freed, this_process
+from rollmesh.core.heap import Heap, freed_bytes, its_own, note_freed, this_process
 
 HAS_GLIBC = hasattr(ctypes.CDLL(None), "malloc_trim")
 
@@ -33,6 +33,20 @@ def test_heap_without_the_symbols_is_off_and_says_so(load: Any) -> None:
     assert not heap.can_trim
     assert not heap.settle()
     assert heap.trim() is None
+
+
+@pytest.mark.skipif(not HAS_GLIBC, reason="the C library has no malloc_trim")
+def test_heap_is_off_where_another_allocator_was_preloaded() -> None:
+    libraries = ctypes.CDLL(None)
+
+    class Preloaded:
+        malloc = ctypes.CDLL("libm.so.6").cos
+        malloc_trim, mallopt, dladdr = libraries.malloc_trim, libraries.mallopt, libraries.dladdr
+
+    assert Heap(lambda: its_own(libraries)).can_trim
+    heap = Heap(lambda: its_own(Preloaded))
+    assert not heap.can_trim
+    assert not heap.settle()
 
 
 def test_layout_that_the_library_refuses_is_told() -> None:

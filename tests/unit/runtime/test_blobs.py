@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import structlog
 
+from rollmesh.core.errors import ConfigError
 from rollmesh.runtime.blobs import Blob, BlobStore
 from tests.disks import full_disk
 
@@ -127,6 +128,32 @@ def test_a_full_disk_is_said_once_and_nothing_is_lost(store: BlobStore) -> None:
     assert [blob.read() for blob in blobs] == [content(number) for number in range(5)]
     store.spill_over()
     assert store.held_bytes() <= 20_000
+
+
+def test_a_disk_that_stays_full_is_said_once_though_blobs_come_and_go(store: BlobStore) -> None:
+    blobs = [store.hold(content(number)) for number in range(8)]
+    with structlog.testing.capture_logs() as logs:
+        with full_disk(7000):
+            for number in range(8, 16):
+                assert store.spill_over() == 6000
+                blobs = [each for each in blobs if not each.is_spilled]
+                blobs.append(store.hold(content(number)))
+        assert [log["event"] for log in logs] == ["blobs.not_spilled"]
+        assert store.spill_over() > 20_000
+        blobs += [store.hold(content(number)) for number in range(16, 20)]
+        with full_disk(0):
+            store.spill_over()
+    assert [log["event"] for log in logs] == ["blobs.not_spilled"] * 2
+
+
+def test_a_folder_that_takes_no_file_is_told_at_once_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in tmp_path / "missing", tmp_path / "file":
+        told = (
+            rf"^interception.spill_folder = {folder}: \w.*; name a folder where files can be made$"
+        )
+        with pytest.raises(ConfigError, match=told):
+            BlobStore().settle(1000, folder)
 
 
 def test_threads_that_hold_read_and_drop_while_another_spills(store: BlobStore) -> None:

@@ -14,6 +14,7 @@ MIB = 2**20
 LIMIT = 4 * MIB
 MAX_BODY = 3 * MIB
 SILENCE_S = 0.2
+DRIP_S = 0.02
 MAX_AHEAD_BYTES = 400_000
 """What two reads bring before a connection is paused."""
 
@@ -153,6 +154,29 @@ def test_a_silent_sender_gives_its_place_back(runner: asyncio.Runner) -> None:
         assert await late.answer() == (200, b"%d" % (2 * MIB))
         for client in silent:
             assert await client.answer() == (408, b"body_timeout")
+
+    on_ground(runner, main, SILENCE_S)
+
+
+def test_who_only_drips_gives_its_place_to_those_who_wait(runner: asyncio.Runner) -> None:
+    async def main(ground: Ground) -> None:
+        ground.handler.go.set()
+        head = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (3 * MIB)
+        dripping = await ground.sender(head)
+
+        async def drip(num_times: int) -> None:
+            for _ in range(num_times):
+                dripping.send(b"x" * 100)
+                await asyncio.sleep(DRIP_S)
+
+        await drip(round(3 * SILENCE_S / DRIP_S))
+        assert ground.bodies.num_held == 1, "nobody waits, and it is merely slow"
+        late = await ground.sender(sized(b"y" * 2 * MIB))
+        await ground.until(num_waiting=1)
+        goes_on = asyncio.create_task(drip(1000))
+        assert await late.answer() == (200, b"%d" % (2 * MIB))
+        assert await dripping.answer() == (408, b"body_timeout")
+        goes_on.cancel()
 
     on_ground(runner, main, SILENCE_S)
 
