@@ -91,16 +91,6 @@ async def test_the_record_holds_each_token_once_with_its_logprob(
     assert [message["content"] for message in shown] == ["guess", "4", "higher", "5"]
 
 
-async def test_the_same_body_attaches_while_it_is_undelivered(prompts: Prompts, say: Say) -> None:
-    sampler = ScriptedSampler()
-    session = open_session(sampler, prompts)
-    (one,), (two,) = await session.attach(turn(USER)), await session.attach(turn(USER))
-    assert one is two
-    sampler.generations[0].end(*say("4"))
-    assert session.finish(one) == session.finish(two)
-    assert session.num_calls == 1
-
-
 async def test_a_reader_that_left_finds_its_generation_parked_and_resumes_it(
     prompts: Prompts, say: Say
 ) -> None:
@@ -140,42 +130,6 @@ async def test_a_generation_that_nobody_comes_back_for_is_void(prompts: Prompts,
     session.seal("done")
     rows = [(n.finish_reason, n.num_tokens) for n in session.record().nodes if n.sampled]
     assert rows == [("void", 1), ("stop", len(say("5")))]
-
-
-async def test_a_marked_retry_after_delivery_is_answered_again(prompts: Prompts, say: Say) -> None:
-    session = open_session(ScriptedSampler([say("4")]), prompts)
-    first, answer = await call(session, turn(USER))
-    again, same = await call(session, turn(USER, is_retry=True))
-    assert again is first
-    assert same == answer
-    assert session.num_calls == 1
-
-
-async def test_the_same_body_after_delivery_is_a_sibling_that_supersedes(
-    prompts: Prompts, say: Say
-) -> None:
-    sampler = ScriptedSampler([say("4"), say("5")])
-    session = open_session(sampler, prompts)
-    await call(session, turn(USER))
-    _, answer = await call(session, turn(USER))
-    assert answer.content == "5"
-    session.seal("done")
-    rows = [(n.parent, n.superseded) for n in session.record().nodes if n.sampled]
-    assert rows == [(0, True), (0, False)]
-    assert sampler.requests[0].params.seed != sampler.requests[1].params.seed
-
-
-async def test_a_request_that_is_asked_again_is_sampled_after_the_same_tokens(
-    prompts: Prompts, say: Say
-) -> None:
-    sampler = ScriptedSampler([say("4"), say("5"), say("4"), say("6")])
-    session = open_session(sampler, prompts)
-    for asked in (turn(USER), turn(USER, said("4"), MORE)) * 2:
-        await call(session, asked)
-    before, again = sampler.requests[1], sampler.requests[3]
-    assert list(before.prompt_ids) == list(again.prompt_ids)
-    session.seal("done")
-    assert len([node for node in session.record().nodes if not node.sampled]) == 2
 
 
 async def test_sealing_wakes_every_waiter_with_410(prompts: Prompts) -> None:
@@ -394,3 +348,34 @@ async def test_a_bias_on_a_token_that_the_model_has_not_is_refused(prompts: Prom
     ask = SamplingAsk(logit_bias=((10**9, 1.0),))
     with pytest.raises(SessionError, match="logit_bias: expected token ids"):
         await open_session(ScriptedSampler(), prompts).attach(with_fields(turn(USER), ask=ask))
+
+
+async def test_a_session_that_ends_early_refuses_new_calls_and_finishes_those_under_way(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler()
+    session = open_session(sampler, prompts)
+    (reply,) = await session.attach(turn(USER))
+    reply.join()
+    session.end_early("too large")
+    session.end_early("something else")
+    with pytest.raises(SessionError, match="too large") as caught:
+        await session.attach(turn(MORE))
+    assert (caught.value.status, caught.value.code) == (400, "session_over_limit")
+    assert (await session.attach(turn(USER)))[0] is reply  # the same call
+    sampler.generations[0].end(*say("4"))
+    assert session.finish(reply).content == "4"
+    session.delivered(reply)
+    assert trained(session) == [(0, False, "stop")]
+
+
+async def test_a_session_that_ended_early_is_not_opened_again_for_anybody(
+    prompts: Prompts,
+) -> None:
+    session = open_session(ScriptedSampler(), prompts)
+    session.end_early("too large")
+    session.seal("done")
+    session.end_early("something else")
+    session.reopen()
+    with pytest.raises(SessionError, match="too large"):
+        await session.attach(turn(USER))
