@@ -29,6 +29,7 @@ from tests.unit.runtime.session_world import (
     call,
     open_session,
     said,
+    trained,
     turn,
     with_fields,
 )
