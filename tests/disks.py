@@ -1,10 +1,10 @@
-"""Disks that are full, for tests of what is written to them."""
+"""Disks that are full, or lose what they have, for tests of what lies there."""
 
 import errno
 import os
 import resource
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -35,3 +35,13 @@ def small_disk(monkeypatch: pytest.MonkeyPatch, folder: Path, size: int) -> Iter
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", takes_what_fits)
         yield
+
+
+def lose_files(folder: Path, process: int | str = "self") -> None:
+    """The disk loses all bytes of the files in `folder` that a process has open, though they have
+    no name."""
+    descriptors = Path(f"/proc/{process}/fd")
+    for name in os.listdir(descriptors):
+        with suppress(FileNotFoundError):  # the listing's own
+            if str((descriptors / name).readlink()).startswith(str(folder)):
+                os.truncate(descriptors / name, 0)

@@ -11,8 +11,10 @@
         EngineUnavailable  no engine is READY, or it did not answer
           EngineOverloaded its queue is full
           EngineBroke      it took the request and failed at it
+          RequestLost      the request cannot be read to be sent; no engine is at fault
         EngineRefused      the engine answered that this request is wrong
       SessionError         what the HTTP edge turns into a reply in the caller's dialect
+        ContentLost        an image or long text was on disk, which does not give it back
       TrajectoryEnded      a rollout is asked for whose scope has ended, or was never opened
       JournalError         a journal that cannot be written or is of another format
       Overloaded           a bounded queue is full; `retry_after_s` says when to come back
@@ -80,6 +82,10 @@ class EngineBroke(EngineUnavailable):
     """The engine took the request and failed before its first token; perhaps the request is why."""
 
 
+class RequestLost(EngineUnavailable):
+    """Not all of the request could be read to be sent, so no engine has it, or is to be blamed."""
+
+
 class EngineRefused(EngineError):
     """The engine says that the request itself is wrong; a retry would fail alike."""
 
@@ -98,6 +104,14 @@ class SessionError(RollmeshError):
     def again(self) -> "SessionError":
         """The same to raise: one that is kept and raised keeps all its callers' frames alive."""
         return SessionError(self.status, self.code, str(self), self.retry_after_s)
+
+
+class ContentLost(SessionError):
+    """What was spilled to disk cannot be read back: a fault of the machine, never the agent's."""
+
+    def __init__(self, num_bytes: int, why: str) -> None:
+        what = f"an image or a long text of {num_bytes} bytes was on disk and cannot be read back"
+        super().__init__(503, "content_lost", f"{what}: {why}")
 
 
 class TrajectoryEnded(RollmeshError):

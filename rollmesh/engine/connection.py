@@ -15,7 +15,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from rollmesh.core.errors import EngineUnavailable
+from rollmesh.core.errors import ContentLost, EngineUnavailable, RequestLost
 from rollmesh.engine.parser import AnswerParser, Headers
 from rollmesh.engine.pieces import Piece, Ready, parts, ready_head, size_of
 
@@ -159,7 +159,8 @@ class Connection(asyncio.Protocol):
         """The peer does not take what was written."""
         self._unsent: Iterator[Ready] | None = None
         """Of the request's body."""
-        self._lost_because = ""
+        self._unread = ""
+        """Why not all of the request could be sent."""
         self._has_told_head = False
 
     def begin(self, call: Call) -> None:
@@ -238,11 +239,13 @@ class Connection(asyncio.Protocol):
             return
         if self._has_told_head and error is None and self._answer.ends_with_connection:
             call.over().on_end()
+        elif self._unread:
+            call.over().on_error(RequestLost(self._unread))
         elif self._was_stale() and not call.is_resent:
             call.is_resent = True
             self._pool.connect(call)
         else:
-            told = self._lost_because or (one_line(error) if error else _CLOSED)
+            told = one_line(error) if error else _CLOSED
             call.over().on_error(EngineUnavailable(f"{self.origin}: {told}"))
 
     # sending
@@ -254,9 +257,9 @@ class Connection(asyncio.Protocol):
                 return
             try:
                 part = next(self._unsent, None)
-            except OSError as error:
+            except ContentLost as error:
                 # The peer has a part of it, and the rest is not to be had.
-                self._lost_because = f"the request could not be read: {one_line(error)}"
+                self._unread = str(error)
                 self.hang_up()
                 return
             if part is None:

@@ -20,7 +20,7 @@ class Unread(Protocol):
         """All of them."""
 
     def part(self, start: int, stop: int) -> "Ready":
-        """A part of them; OSError if they are lost."""
+        """A part of them; ContentLost if they cannot be read."""
 
 
 Ready = bytes | memoryview
@@ -44,7 +44,7 @@ def size_of(piece: Piece) -> int:
 
 
 def parts(body: Sequence[Piece]) -> Iterator[Ready]:
-    """The body as it is written, part by part; OSError where a piece cannot be read."""
+    """The body as it is written, part by part; ContentLost where a piece cannot be read."""
     for piece in body:
         if isinstance(piece, (bytes, memoryview)):
             yield piece

@@ -7,7 +7,8 @@ contents are one blob, which lives as long as somebody refers to it, and no long
 the same wherever it lies, and none is lost where the disk is full; the lock is never held during
 I/O. A spilled blob stays spilled: its bytes are in memory only while a reader has them. Contents
 are found by Python's own hash and then compared, byte by byte or, where the other is on disk, by
-SHA-256. Anybody may hold and read, in any thread; `spill_over` is the memory keeper's.
+SHA-256. One that the disk has lost is held anew where its content comes again. Anybody may hold and
+read, in any thread; `spill_over` is the memory keeper's.
 
 Measured for 0.5 MB: 8 us to read one back from the page cache, 0.7 ms from a cold disk, and 77 us
 to ask a thread for it; so the event loop reads, a part at a time.
@@ -24,12 +25,13 @@ from operator import itemgetter
 from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
-from rollmesh.core.errors import ConfigError
+from rollmesh.core.errors import ConfigError, ContentLost
 from rollmesh.core.logs import get_logger
 from rollmesh.runtime.spill import Extent, SpillFile
 
 log = get_logger()
 
+Place = tuple[SpillFile, Extent]
 _ticks = itertools.count()
 """The order of uses."""
 
@@ -37,40 +39,41 @@ _ticks = itertools.count()
 class Blob:
     """See the module. Made by a store's `hold`."""
 
-    __slots__ = ("__weakref__", "_content", "_digest", "_extent", "_store", "last_use", "num_bytes")
+    __slots__ = (
+        "__weakref__", "_content", "_digest", "_place", "_store", "is_lost", "last_use",
+        "num_bytes",
+    )  # fmt: skip
 
     def __init__(self, content: bytes, store: "BlobStore") -> None:
         self.num_bytes = len(content)
         self.last_use = next(_ticks)
+        self.is_lost = False
+        """It could not be read back."""
         self._content: bytes | None = content
-        self._extent: Extent | None = None
+        self._place: Place | None = None
         self._digest = ""
         self._store = store
 
     def read(self) -> bytes:
-        """The content; OSError where it is spilled and the disk has lost it."""
+        """The content; ContentLost where it is spilled and the disk does not give it back."""
         self.last_use = next(_ticks)
         content = self._content
-        if content is None:
-            return self._store.read_spilled(self._extent, 0, self.num_bytes)
-        return content
+        return self._from_disk(0, self.num_bytes) if content is None else content
 
     def part(self, start: int, stop: int) -> bytes | memoryview:
-        """A part of it, not copied where it is in memory; OSError as `read`."""
+        """A part of it, not copied where it is in memory; ContentLost as `read`."""
         self.last_use = next(_ticks)
         content = self._content
-        if content is None:
-            return self._store.read_spilled(self._extent, start, stop)
-        return memoryview(content)[start:stop]
+        return self._from_disk(start, stop) if content is None else memoryview(content)[start:stop]
 
     def is_of(self, content: bytes) -> bool:
-        """Whether its content is this."""
+        """Whether its content is this, and to be had."""
         self.last_use = next(_ticks)
         own = self._content
         if own is not None:
             return own == content
-        is_as_long = self.num_bytes == len(content)
-        return is_as_long and self._digest == hashlib.sha256(content).hexdigest()
+        may_be = self.num_bytes == len(content) and not self.is_lost
+        return may_be and self._digest == hashlib.sha256(content).hexdigest()
 
     @property
     def is_spilled(self) -> bool:
@@ -82,20 +85,29 @@ class Blob:
         content = self._content
         assert content is not None
         self._digest = hashlib.sha256(content).hexdigest()
-        self._extent = file.write(content)
+        self._place = file, file.write(content)
         # In this order, for readers in other threads.
         self._content = None
 
+    def _from_disk(self, start: int, stop: int) -> bytes:
+        assert self._place is not None
+        file, extent = self._place
+        try:
+            return file.read(extent, start, stop)
+        except OSError as error:
+            self.is_lost = True
+            raise ContentLost(self.num_bytes, str(error)) from None
+
     def __del__(self) -> None:
         # Any thread may be here, also one that has the lock: what ended is only written down.
-        self._store.ended.append((self.num_bytes, self._extent))
+        self._store.ended.append((self.num_bytes, self._place))
 
 
 class BlobStore:
     """See the module; one per process."""
 
     def __init__(self) -> None:
-        self.ended: deque[tuple[int, Extent | None]] = deque()
+        self.ended: deque[tuple[int, Place | None]] = deque()
         """Blobs that are gone and still counted."""
         self._blobs: WeakValueDictionary[int, Blob] = WeakValueDictionary()
         """By the hash of their content."""
@@ -131,9 +143,12 @@ class BlobStore:
                 return blob
         if blob.is_of(content):
             return blob
-        # Another content of the same hash: it is not shared, nor ever spilled, and that is all.
         with self._lock:
-            return self._counted(Blob(content, self))
+            other = self._counted(Blob(content, self))
+            if blob.is_lost:
+                self._blobs[key] = other
+            # Another content of the same hash is not shared, nor ever spilled, and that is all.
+            return other
 
     def spill_over(self) -> int:
         """Bring memory within its budget; returns bytes moved to disk. One thread at a time."""
@@ -186,12 +201,7 @@ class BlobStore:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def read_spilled(self, extent: Extent | None, start: int, stop: int) -> bytes:
-        """For blobs."""
-        assert self._file is not None
-        assert extent is not None
-        return self._file.read(extent, start, stop)
+            self._free.clear()
 
     def _move(self, blob: Blob) -> bool:
         """Spill one; False where the disk takes no more."""
@@ -215,13 +225,15 @@ class BlobStore:
 
     def _settle_ended(self) -> None:
         while self.ended:
-            num_bytes, extent = self.ended.popleft()
-            if extent is None:
+            num_bytes, place = self.ended.popleft()
+            if place is None:
                 self._held_bytes -= num_bytes
                 self._freed_bytes += num_bytes
             else:
                 self._spilled_bytes -= num_bytes
-                self._free.append(extent)
+                file, extent = place
+                if file is self._file:
+                    self._free.append(extent)
 
 
 def _coldest_first(refs: Sequence[ref[Blob]]) -> list[ref[Blob]]:

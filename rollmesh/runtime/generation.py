@@ -14,7 +14,7 @@ which engines were not being updated. Pure; driven by legs.py and by the simulat
 import enum
 from collections.abc import Callable
 
-from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
+from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable, RequestLost
 from rollmesh.runtime.generation_events import (
     AbortLeg,
     AvoidEngine,
@@ -40,6 +40,8 @@ from rollmesh.runtime.patience import GenerationSettings, Patience
 from rollmesh.runtime.sampled import SampledTokens
 from rollmesh.wire.machine import Ticked
 
+_FINAL: dict[str, type[EngineError]] = {"refused": EngineRefused, "lost": RequestLost}
+"""Failures that another try would meet again."""
 _CANNOT_RESUME = "its engine was cut off; a turn with penalties or a grammar cannot be resumed"
 
 
@@ -241,8 +243,8 @@ class GenerationMachine:
         if leg is None or failed.leg != leg.number:
             return []
         self._leg = None
-        if failed.kind == "refused":
-            return [] if self._is_ended else self._void(EngineRefused(failed.detail))
+        if final := _FINAL.get(failed.kind):
+            return [] if self._is_ended else self._void(final(failed.detail))
         if failed.kind == "overloaded":
             end = self._patience.on_full_queue(failed.detail)
             return [AvoidEngine(leg.url), *self._on_cut(False, end)]

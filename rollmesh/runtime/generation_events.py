@@ -10,7 +10,13 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from rollmesh.core.errors import EngineBroke, EngineError, EngineOverloaded, EngineRefused
+from rollmesh.core.errors import (
+    EngineBroke,
+    EngineError,
+    EngineOverloaded,
+    EngineRefused,
+    RequestLost,
+)
 from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.engine.answers import Finish, TopLogprobs
 from rollmesh.engine.leg import Image
@@ -112,14 +118,16 @@ class LegSampled(msgspec.Struct, frozen=True):
     """One per token where they were asked for."""
 
 
-LegFailure = Literal["fault", "broke", "refused", "overloaded"]
-"""`refused`: the engine says that the request is wrong, and another try would fail alike;
+LegFailure = Literal["fault", "broke", "refused", "lost", "overloaded"]
+"""`refused`: the engine says that the request is wrong, and another try would fail alike, as it
+would of one that is `lost`, by no engine's fault;
 `overloaded`: its queue is full, which is no fault of its; `broke`: it failed at the request before
 the first token."""
 KIND_OF_ERROR: dict[type[EngineError], LegFailure] = {
     EngineBroke: "broke",
     EngineOverloaded: "overloaded",
     EngineRefused: "refused",
+    RequestLost: "lost",
 }
 
 

@@ -42,7 +42,7 @@ class ImageRef(msgspec.Struct, frozen=True, weakref=True, omit_defaults=True):
         return len(self.url) if self.data is None else self.data.num_bytes
 
     def text(self) -> str:
-        """The address; OSError where it is spilled and the disk has lost it."""
+        """The address; ContentLost as Blob.read."""
         return self.url if self.data is None else self.data.read().decode()
 
 
@@ -67,7 +67,7 @@ class ImageTable:
             return known
         digest = hashlib.sha256(_read_data(address)).hexdigest()
         image = self._by_digest.get(digest)
-        if image is None:
+        if image is None or (image.data and image.data.is_lost):
             image = ImageRef(digest, data=self._store.hold(content))
             self._by_digest[digest] = self._by_address[key] = image
         return image

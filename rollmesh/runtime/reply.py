@@ -16,7 +16,13 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.core.errors import EngineError, EngineOverloaded, EngineRefused, SessionError
+from rollmesh.core.errors import (
+    EngineError,
+    EngineOverloaded,
+    EngineRefused,
+    RequestLost,
+    SessionError,
+)
 from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.engine.answers import TopLogprobs
 from rollmesh.runtime.deltas import Answer, Reading
@@ -227,4 +233,6 @@ def failure_of(error: EngineError | None) -> SessionError:
     why = str(error or "the generation ended without a result")
     if isinstance(error, EngineOverloaded):
         return SessionError(429, "overloaded", why, RETRY_AFTER_S)
+    if isinstance(error, RequestLost):
+        return SessionError(503, "content_lost", why)
     return SessionError(503, "engine_unavailable", why, RETRY_AFTER_S)

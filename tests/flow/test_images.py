@@ -22,6 +22,7 @@ from rollmesh.testing.faults import Fault
 from rollmesh.testing.model_folder import write_large_folder, write_model_folder
 from rollmesh.testing.provider import ScriptedProvider, Told
 from tests.clients.exactness import calls_of, faults
+from tests.disks import lose_files
 from tests.flow.gateway_process import PATIENCE_S, Gateway, finish, serving
 
 Json = dict[str, Any]
@@ -242,6 +243,36 @@ async def test_screenshots_that_were_spilled_reach_the_engine_and_the_account_wh
     asked = [request.body for request in engine.seen if request.path == "/generate"]
     assert asked[-1]["image_data"] == [*[shot(1)] * 4, shot(2), shot(3), shot(4)]
     assert sorted(account["images"].values()) == sorted(map(shot, range(1, 5)))
+
+
+async def test_a_screenshot_that_the_disk_has_lost_is_the_machines_fault_and_no_engines(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    agent, model = Chat(), ScriptedAgent(tokenizer, SCRIPT)
+    (spill_folder := tmp_path / "spill").mkdir()
+    settings = ("interception.max_blob_bytes=1", f"interception.spill_folder={spill_folder}")
+    words = [word for setting in settings for word in ("--set", setting)]
+    async with (
+        ScriptedEngine(model.next_token) as engine,
+        before(engine, folder, tmp_path, *words) as gateway,
+    ):
+        opened, fresh = await gateway.open(), await gateway.open()
+        agent.ask(agent.text("look"), agent.image(shot(1)))
+        status, raw = await send(gateway, opened, agent)
+        assert status == 200
+        await _until_spilled(gateway, len(shot(1)))
+        lose_files(spill_folder, gateway.process.pid)
+        (call,) = agent.hear(orjson.loads(raw))
+        first = agent.shown[:1]
+        agent.answer(call, agent.text("nothing"))
+        status, raw = await send(gateway, opened, agent)
+        assert (status, orjson.loads(raw)["error"]["code"]) == (503, "content_lost")
+        assert (await gateway.admin("GET", "/healthz"))[1]["engines"][0]["phase"] == "ready"
+        # Who shows it again is answered, though the lost one is held by another yet.
+        agent.shown = first
+        assert (await send(gateway, fresh, agent))[0] == 200
+        _, row = await gateway.admin("GET", f"/admin/sessions/{opened['session_id']}")
+        assert "cannot be read back" in row["fault"]
 
 
 async def _until_spilled(gateway: Gateway, num_bytes: int) -> None:

@@ -202,6 +202,12 @@ async def half_sent(gateway: Gateway, opened: Mapping[str, str]) -> asyncio.Stre
     return writer
 
 
+async def trims(gateway: Gateway) -> float:
+    """So often its keeper has given memory back."""
+    told = (await gateway.admin("GET", "/metrics"))[1]
+    return float(told.partition("\nrollmesh_trims_total ")[2].split()[0])
+
+
 async def counted(gateway: Gateway) -> dict[str, float]:
     told = counts((await gateway.admin("GET", "/metrics"))[1])
     return {name: value for (kind, name), value in told.items() if kind == "held_bytes"}
@@ -222,19 +228,21 @@ async def test_a_gateway_counts_what_it_holds_within_a_quarter_of_what_is_reside
         await gateway.admin("DELETE", f"/admin/sessions/{warm['session_id']}")
         await asyncio.to_thread(look_until, lambda: resident().rss < 100 * MIB)
         idle_bytes = resident().rss
-        sessions = [await gateway.open() for _ in range(NUM_SESSIONS)]
-        for opened in sessions:
+        *sessions, last = [await gateway.open() for _ in range(NUM_SESSIONS + 1)]
+        for opened in (*sessions, last):
             assert await post(gateway, opened, shown(rng)) == 200
             provider.seen.clear()
         writer = await half_sent(gateway, sessions[0])
+        num_trims = await trims(gateway)
+        await gateway.admin("DELETE", f"/admin/sessions/{last['session_id']}")
+        async with asyncio.timeout(PATIENCE_S):
+            while await trims(gateway) == num_trims:
+                pass
         held = await counted(gateway)
+        grown_bytes = resident().rss - idle_bytes
         assert held["bodies"] >= BODY_BYTES
         assert sum(held.values()) >= 200 * MIB
-
-        def is_settled() -> bool:
-            return 0.8 < sum(held.values()) / (resident().rss - idle_bytes) < 1.25
-
-        await asyncio.to_thread(look_until, is_settled)
+        assert 0.8 < sum(held.values()) / grown_bytes < 1.25
         writer.transport.abort()
         for opened in sessions:
             await gateway.admin("DELETE", f"/admin/sessions/{opened['session_id']}")

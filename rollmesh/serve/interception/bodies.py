@@ -3,8 +3,9 @@
     READING --more is to come--> reach: goes on, or WAITING --its turn--> READING
     READING --the last byte--> settled --decoded, or its call has ended--> let go;   any --> let go
 
-A body reserves what its head says; one that comes in chunks reserves as it grows. While it waits
-its connection is not read. The rule, by which nobody waits for ever:
+A body reserves what its head says; one that comes in chunks reserves as it grows, and one that is
+compressed what it may become. While it waits its connection is not read. The rule, by which nobody
+waits for ever:
 
     - who is the oldest of those still reading goes on as soon as all others together hold no more
       than the limit, though it may pass the limit itself;

@@ -19,7 +19,7 @@ from functools import partial
 
 import msgspec
 
-from rollmesh.core.errors import SessionError
+from rollmesh.core.errors import ContentLost, SessionError
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.reply import Reply, ReplyHead
 from rollmesh.runtime.session import Session, SessionState
@@ -100,6 +100,9 @@ class Exchange:
         request_id = self._kit.intercepts.register(session, self)
         try:
             await work(session)
+        except ContentLost as error:
+            session.engine_fault = str(error)
+            raise
         except asyncio.CancelledError:
             if self._is_woken and task.cancelling() == 1:
                 raise _ended() from None

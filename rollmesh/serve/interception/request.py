@@ -29,6 +29,8 @@ SLOWEST_BYTES_PER_S = 500
 HURRIED_BYTES_PER_S = 32 * 1024
 """The same while others wait for its place in memory, or a few that drip would keep all out for
 hours; even so 20 MB may take ten minutes."""
+INFLATES_BY = 1032
+"""At most (zlib.net/zlib_tech.html)."""
 LOOK_S = 1.0
 """How often a writer whose client takes nothing looks whether it has still something to say."""
 WRITE_BYTES = 64 * 1024
@@ -137,22 +139,17 @@ class Request:
             self._check_length(max_bytes)
             pieces, self._body = self._body, []
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            self._count_whole()
+            if not self._is_encoded:
+                self._count_whole()
         else:
             growing = _Growing()
             await self._read_on(growing, max_bytes, silence_s)
             body = growing.getvalue()
-        coding = self.headers.get(b"content-encoding")
-        if coding is None:
-            return body
-        body = _inflated(body, coding, max_bytes)
-        self._reservation = self._reservation or self._wire.bodies.hold(len(body))
-        self._reservation.settle(len(body))
-        return body
+        return await self._inflated(body, max_bytes) if self._is_encoded else body
 
     async def read_into(self, taker: Taker, max_bytes: int, silence_s: float) -> None:
         """The body, once, piece by piece as it comes; errors as of `read`."""
-        if b"content-encoding" in self.headers:
+        if self._is_encoded:
             taker.append(await self.read(max_bytes, silence_s))
         elif self.is_whole:
             self._check_length(max_bytes)
@@ -181,7 +178,21 @@ class Request:
         finally:
             self._taker = self._body
         self._check_length(max_bytes)
-        self._held().settle(self.num_bytes)
+        if not self._is_encoded:
+            self._held().settle(self.num_bytes)
+
+    async def _inflated(self, body: bytes, max_bytes: int) -> bytes:
+        """What was encoded. How much that is nobody knows before: it has a place for all that it
+        may be, as a body of which more is to come."""
+        reservation = self._reservation = self._reservation or self._wire.bodies.begin()
+        await reservation.reach(min(max_bytes, INFLATES_BY * len(body)))
+        body = _inflated(body, self.headers[b"content-encoding"], max_bytes)
+        reservation.settle(len(body))
+        return body
+
+    @property
+    def _is_encoded(self) -> bool:
+        return b"content-encoding" in self.headers
 
     async def _gather(self, max_bytes: int, silence_s: float) -> None:
         now_s = asyncio.get_running_loop().time

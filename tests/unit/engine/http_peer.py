@@ -10,7 +10,7 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from rollmesh.core.errors import EngineUnavailable
+from rollmesh.core.errors import ContentLost, EngineUnavailable
 from rollmesh.engine.http import HttpClient, Response, target
 from rollmesh.engine.parser import Headers
 
@@ -119,7 +119,7 @@ class Unread:
 
     def part(self, start: int, stop: int) -> bytes | memoryview:
         if self._is_lost and start:
-            raise OSError("the disk is gone")
+            raise ContentLost(self.num_bytes, "the disk is gone")
         part = self._content[start:stop]
         self.num_read += len(part)
         return part

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import uvloop
 
-from rollmesh.core.errors import EngineUnavailable
+from rollmesh.core.errors import RequestLost
 from rollmesh.engine.connection import Call
 from rollmesh.engine.http import HttpClient, target
 from rollmesh.engine.pieces import PART_BYTES, Piece
@@ -134,16 +134,21 @@ async def test_a_request_that_is_sent_again_is_read_again(client: HttpClient) ->
     assert [body[-7:] for body in bodies] == [b"<image>"] * 3
 
 
-async def test_bytes_that_are_lost_end_their_call_alone(client: HttpClient) -> None:
+async def test_bytes_that_are_lost_end_their_call_alone_and_are_not_tried_again(
+    client: HttpClient,
+) -> None:
     async def script(wire: Wire) -> None:
-        await wire.read()
-        await wire.answer(OK)
+        for _ in range(2):
+            await wire.read()
+            await wire.answer(OK)
 
     async with serving(script) as server:
         to = target("POST", server.url)
+        assert (await client.fetch(to, [b"x"], timeout_s=PATIENCE_S)).body == b"ok"
         lost = Unread(CONTENT, is_lost=True)
-        with pytest.raises(EngineUnavailable, match="could not be read: OSError: the disk is gone"):
+        with pytest.raises(RequestLost, match="cannot be read back: the disk is gone"):
             await client.fetch(to, [lost], timeout_s=PATIENCE_S)
+        assert lost.num_read == PART_BYTES
         assert (await client.fetch(to, [b"x"], timeout_s=PATIENCE_S)).body == b"ok"
 
 

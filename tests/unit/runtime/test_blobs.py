@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import structlog
 
-from rollmesh.core.errors import ConfigError
+from rollmesh.core.errors import ConfigError, ContentLost
 from rollmesh.runtime.blobs import Blob, BlobStore
-from tests.disks import full_disk
+from tests.disks import full_disk, lose_files
 
 
 @pytest.fixture
@@ -154,6 +154,40 @@ def test_a_folder_that_takes_no_file_is_told_at_once_in_a_line(tmp_path: Path) -
         )
         with pytest.raises(ConfigError, match=told):
             BlobStore().settle(1000, folder)
+
+
+def test_what_the_disk_has_lost_is_an_error_and_is_held_anew_where_it_comes_again(
+    store: BlobStore, tmp_path: Path
+) -> None:
+    store.settle(0, tmp_path)
+    lost = store.hold(content(1))
+    store.spill_over()
+    lose_files(tmp_path)
+    with pytest.raises(ContentLost, match="of 6000 bytes was on disk and cannot be read back: "):
+        lost.part(0, 10)
+    again = store.hold(content(1))
+    assert again is not lost
+    assert again.read() == content(1)
+    assert store.hold(content(1)) is again
+    with pytest.raises(ContentLost):
+        lost.read()
+    assert (store.held_bytes(), store.spilled_bytes()) == (6000, 6000)
+
+
+def test_blobs_of_a_file_that_was_closed_free_nothing_in_the_next(
+    store: BlobStore, tmp_path: Path
+) -> None:
+    store.settle(0, tmp_path)
+    old = store.hold(content(1))
+    store.spill_over()
+    store.close()
+    blobs = [store.hold(content(2))]
+    store.spill_over()
+    del old
+    blobs += [store.hold(content(3))]
+    for _ in range(2):
+        store.spill_over()
+    assert [blob.read() for blob in blobs] == [content(2), content(3)]
 
 
 def test_threads_that_hold_read_and_drop_while_another_spills(store: BlobStore) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.core.errors import ContentLost
 from rollmesh.runtime.blobs import BlobStore
 from rollmesh.runtime.images import ImageTable, hold_image, images
+from tests.disks import lose_files
 
 
 def shot(number: int, num_bytes: int = 3000) -> str:
@@ -62,6 +64,23 @@ def test_no_image_passes_for_another_though_their_hashes_collide(
     again = table.hold(Colliding(shot(1)))
     assert (one.text(), two.text()) == (shot(1), shot(2))
     assert again is one
+    store.close()
+
+
+def test_an_image_that_the_disk_has_lost_is_held_anew_where_it_is_shown_again(
+    tmp_path: Path,
+) -> None:
+    store = BlobStore()
+    store.settle(0, tmp_path)
+    table = ImageTable(store)
+    lost = table.hold(shot(1))
+    store.spill_over()
+    lose_files(tmp_path)
+    with pytest.raises(ContentLost):
+        lost.text()
+    again = table.hold(shot(1))
+    assert (again.text(), again.digest) == (shot(1), lost.digest)
+    assert table.hold(shot(1)) is again
     store.close()
 
 

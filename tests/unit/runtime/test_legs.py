@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rollmesh.core.errors import EngineOverloaded, EngineRefused, EngineUnavailable
+from rollmesh.core.errors import EngineOverloaded, EngineRefused, EngineUnavailable, RequestLost
 from rollmesh.core.types import Grammar, VersionRun
+from rollmesh.engine.pieces import PART_BYTES
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_view import Generation
 from rollmesh.runtime.patience import GenerationSettings
@@ -17,6 +18,7 @@ from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.testing.faults import Fault
 from rollmesh.wire.fleet import EnginePhase, FleetChanged
+from tests.unit.engine.http_peer import Unread
 from tests.unit.runtime.legs_bench import TO_THE_END, Bench, expected, until
 
 
@@ -155,6 +157,19 @@ async def test_refusal_reaches_the_reader_as_an_error(engine: ScriptedEngine, be
     await generation.wait(TO_THE_END)
     assert generation.state is GenerationState.VOID
     assert isinstance(generation.error, EngineRefused)
+
+
+async def test_a_request_whose_image_is_lost_fails_once_and_no_engine_is_blamed(
+    bench: Bench,
+) -> None:
+    lost = Unread(b"data:image/png;base64," + b"A" * 2 * PART_BYTES, is_lost=True)
+    generation = bench.start(images=(lost,))
+    await generation.wait(TO_THE_END)
+    assert isinstance(generation.error, RequestLost)
+    assert lost.num_read == PART_BYTES
+    assert bench.faults == []
+    assert bench.sampler.cache_entries()["engines_avoided"] == 0
+    await until(lambda: bench.num_running() == 0)
 
 
 async def test_seal_wakes_every_waiter_and_aborts_the_leg(

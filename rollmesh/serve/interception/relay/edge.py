@@ -83,7 +83,7 @@ class _Exchange:
             body = session.follow()
             with session.reading():
                 await request.read_into(body, *limits)
-            call = session.call(route, parcel, body, read_retry_mark(headers))
+                call = session.call(route, parcel, body, read_retry_mark(headers))
             # What is left of it is the session's now, and counted there.
             del body
             request.let_go()

@@ -15,7 +15,7 @@ import msgspec
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.config import InterceptionConfig
-from rollmesh.core.errors import SessionError
+from rollmesh.core.errors import ContentLost, SessionError
 from rollmesh.runtime.session import OVER_LIMIT
 from rollmesh.serve.interception.account import Account
 from rollmesh.serve.interception.capture import NO_COUNTS
@@ -84,7 +84,8 @@ class RelaySession:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Around the reading of a body: SessionError 410 if the session is sealed meanwhile."""
+        """Around the reading of a body, and what is made of it: SessionError 410 if the session is
+        sealed meanwhile."""
         task = asyncio.current_task()
         assert task is not None
         self._coming.add(task)
@@ -94,6 +95,9 @@ class RelaySession:
             if self._sealed_because and task.uncancel() == 0:
                 raise self._gone() from None
             raise  # the client hung up
+        except ContentLost as error:
+            self.fault = str(error)
+            raise
         finally:
             self._coming.discard(task)
 

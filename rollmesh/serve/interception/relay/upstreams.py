@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from rollmesh.core.clock import Clock
-from rollmesh.core.errors import EngineUnavailable
+from rollmesh.core.errors import EngineUnavailable, RequestLost
 from rollmesh.engine.connection import Call, Target
 from rollmesh.engine.http import HttpClient, target
 from rollmesh.engine.pieces import Piece
@@ -115,6 +115,8 @@ class _Carrier:
 
     def fail(self, error: EngineUnavailable, retries: bool) -> bool:
         self._drop()
+        if isinstance(error, RequestLost):
+            return False
         self._upstreams.fail(self._tried[-1], error)
         upstream = self._upstreams.choose(None, self._tried) if retries else None
         if upstream is None or self._parcel is None:

@@ -1,6 +1,7 @@
 """Bodies in flight are limited by their bytes: who waits is not read, and nobody waits for ever."""
 
 import asyncio
+import gzip
 import random
 
 import pytest
@@ -121,6 +122,19 @@ def test_bodies_in_chunks_that_hold_half_the_limit_each_do_not_block_each_other(
             client.send(chunk(b"x" * MIB) + b"0\r\n\r\n")
         for client in senders:
             assert await client.answer() == (200, b"%d" % (2 * MIB))
+
+    on_ground(runner, main)
+
+
+def test_compressed_bodies_have_a_place_for_what_they_become(runner: asyncio.Runner) -> None:
+    async def main(ground: Ground) -> None:
+        small = gzip.compress(b"x" * (3 * MIB - 1000))
+        senders = [await ground.sender(sized(small, b"Content-Encoding: gzip")) for _ in range(6)]
+        await ground.until(num_read=2, num_waiting=4)
+        assert ground.handler.peak_bytes <= LIMIT + MAX_BODY
+        ground.handler.go.set()
+        for client in senders:
+            assert await client.answer() == (200, b"%d" % (3 * MIB - 1000))
 
     on_ground(runner, main)
 

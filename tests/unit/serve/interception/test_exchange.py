@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import sys
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -9,9 +11,12 @@ import msgspec
 import pytest
 
 from rollmesh.core.config import InterceptionConfig
+from rollmesh.runtime import blobs
 from rollmesh.runtime.generation import GenerationState
+from rollmesh.runtime.history import LONG_BYTES
 from rollmesh.serve.interception import request
 from rollmesh.serve.interception.ending import ExchangeState
+from tests.disks import lose_files
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
 
 USER = {"role": "user", "content": "guess"}
@@ -201,6 +206,26 @@ async def test_an_engine_that_fails_gives_503_with_retry_after(make_desk: MakeDe
         assert response.status == 503
         assert response.headers["Retry-After"] == "1"
         response.release()
+
+
+async def test_a_history_that_the_disk_has_lost_gives_503_and_is_no_fault_of_the_agents(
+    make_desk: MakeDesk, tmp_path: Path
+) -> None:
+    desk = await make_desk("4", "5", max_context_tokens=2 * LONG_BYTES)
+    blobs.store.close()  # an earlier test's
+    blobs.settle(0, tmp_path)
+    try:
+        long = {"role": "user", "content": "x" * LONG_BYTES}
+        assert (await desk.answer({"messages": [long]}))[0] == 200
+        assert blobs.spill_over() > LONG_BYTES
+        lose_files(tmp_path)
+        edited = {"messages": [{**long, "content": "y"}, {"role": "user", "content": "hm"}]}
+        status, answer = await desk.answer(edited)
+    finally:
+        blobs.settle(sys.maxsize, None)
+        blobs.store.close()
+    assert (status, answer["error"]["code"]) == (503, "content_lost")
+    assert "cannot be read back" in desk.opened.session.engine_fault
 
 
 async def test_a_context_overflow_is_a_400_that_agents_understand(make_desk: MakeDesk) -> None:
