@@ -79,8 +79,11 @@ class Scope:
         self._on_end: list[Callable[[], None]] = []
 
     def begin(self, sampling: SamplingPolicy, seed: int) -> OpenSession:
-        """A run of the rollout, in a fresh session."""
+        """A run of the rollout, in a fresh session; what was lent of the run before is back."""
         self.close()
+        if self._loans:
+            self._loans.find_dropped()
+            self._loans.call_in("the rollout is run again")
         if self.session is not None:
             self.session.forget()
         self.state = ScopeState.OPEN

@@ -222,6 +222,26 @@ async def test_a_rollout_that_is_run_again_waits_for_no_borrower_of_the_run_befo
     assert again.session.state is SessionState.OPEN
 
 
+@pytest.mark.parametrize("appends", [True, False])
+async def test_a_run_that_is_begun_again_takes_back_what_was_lent_of_the_run_before(
+    world: World, logs: list[Any], appends: bool
+) -> None:
+    runtime, before = world.runtime, world.opened.session
+    loan = runtime.lend(ROLLOUT, "judge", appends=appends)
+    lent = runtime.find(loan.api_key)
+    await call(lent, turn(MORE))
+    again = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 7)
+    assert [(log["borrower"], log["why"]) for log in logs] == [
+        ("judge", "the rollout is run again")
+    ]
+    assert over(runtime, loan.api_key) == 410
+    assert before.held_bytes == lent.held_bytes == sum(runtime.held().values()) == 0
+    loan.release()
+    assert runtime.find(again.api_key) is runtime.resolve_trajectory(ROLLOUT) is again.session
+    runtime.cleanup_group(GROUP)
+    assert runtime.entries() == EMPTY
+
+
 async def test_nothing_of_a_lent_scope_waits_for_the_collector(world: World) -> None:
     runtime = world.runtime
     world.sampler.keeps = False
