@@ -8,6 +8,7 @@ tests of what must not be held.
 import gc
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -41,10 +42,18 @@ SOON_S = 3.0
 def leftovers(*more: type) -> list[Any]:
     """The results, their parts and their bodies; and objects of the types `more`."""
     gc.collect()
-    kinds, found, seen = (*CONSUMED, *more), [], set[int]()
+    kinds = (*CONSUMED, *more)
+    return lying_about(
+        lambda each: isinstance(each, kinds) or (type(each) is bytes and MARK in each)
+    )
+
+
+def lying_about(is_wanted: Callable[[Any], bool]) -> list[Any]:
+    """All objects that are; also garbage that the collector has not found yet."""
+    found, seen = [], set[int]()
     waiting = gc.get_objects()
     for each in waiting:
-        if isinstance(each, kinds) or (type(each) is bytes and MARK in each):
+        if is_wanted(each):
             found.append(each)
         others = [other for other in held_by(each) if not gc.is_tracked(other)]
         waiting += [other for other in others if id(other) not in seen]
