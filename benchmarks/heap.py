@@ -28,7 +28,7 @@ from rollmesh.core.metrics import rss_bytes
 NUM_LANES, NUM_TURNS, QUICK_TURNS = 4, 45, 15
 SHOT_BYTES, READ_BYTES = 500_000, 256 * 1024
 TRIM_TURNS = 5
-M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 AS_IT_IS = "as it is"
 LAYOUTS = {
     AS_IT_IS: {},
@@ -39,6 +39,11 @@ LAYOUTS = {
     "threshold 384 KiB, one arena, trim": {M_MMAP_THRESHOLD: 384 * 1024, M_ARENA_MAX: 1},
     "threshold 1 MiB, one arena, trim": {M_MMAP_THRESHOLD: 2**20, M_ARENA_MAX: 1},
     "threshold 1 MiB, trim": {M_MMAP_THRESHOLD: 2**20},
+    "threshold 4 MiB, kept end, one arena, trim": {
+        M_MMAP_THRESHOLD: 2**22,
+        M_TRIM_THRESHOLD: 2**30,
+        M_ARENA_MAX: 1,
+    },
 }
 
 

@@ -13,15 +13,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MMAP_THRESHOLD_BYTES = 384 * 1024
-"""What is larger has pages of its own, which go back when it is freed: a screenshot, not a read
-from a socket (256 KiB). glibc would raise this by itself up to 32 MiB, and images would then lie
-between small things for ever."""
+MMAP_THRESHOLD_BYTES = 4 * 2**20
+"""What is larger has pages of its own, which go back when it is freed. Fresh pages cost 1 ms a MB
+and more in a virtual machine, so screenshots and their copies (0.5 MB) use warm ones again. glibc
+would raise this by itself up to 32 MiB, and long bodies would lie between small things for ever."""
+TRIM_THRESHOLD_BYTES = 2**30
+"""A shorter free end of the heap is not given back by whoever frees: the keeper does that."""
 NUM_ARENAS = 1
 """malloc_trim(3) does not give back what is free at the end of any but the first."""
 
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Of malloc.h."""
+_GLIBCS_TRIM_BYTES = 128 * 1024
+"""Where nobody trims, glibc goes on to do so."""
 
 
 class _Place(ctypes.Structure):
@@ -71,8 +75,12 @@ class Heap:
         """Lay the heap out as above; before there are threads. False where that is not possible."""
         if self._mallopt is None:
             return False
-        is_pinned = self._mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) == 1
-        return is_pinned and bool(self._mallopt(_M_ARENA_MAX, NUM_ARENAS) == 1)
+        layout = (
+            (_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES),
+            (_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES if self.can_trim else _GLIBCS_TRIM_BYTES),
+            (_M_ARENA_MAX, NUM_ARENAS),
+        )
+        return all(self._mallopt(name, value) == 1 for name, value in layout)
 
     def trim(self) -> float | None:
         """Give free memory back to the system; the seconds that it took, None where it is off.
