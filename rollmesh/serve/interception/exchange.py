@@ -53,13 +53,13 @@ class Exchange:
     """See the module."""
 
     __slots__ = (
-        "_dialect", "_is_woken", "_kit", "_stream", "_task", "num_bytes", "request", "state",
+        "_dialect", "_is_woken", "_kit", "_num_bytes", "_stream", "_task", "request", "state",
     )  # fmt: skip
 
     def __init__(self, request: Request, dialect: Dialect, kit: ExchangeKit) -> None:
         self.state = ExchangeState.RECEIVED
         self.request = request
-        self.num_bytes = 0
+        self._num_bytes = 0
         """Of the body, until the session has matched it."""
         self._dialect = dialect
         self._kit = kit
@@ -150,7 +150,7 @@ class Exchange:
 
     async def _match(self) -> Call:
         body = await self.request.read(self._kit.max_body_bytes, self._kit.keepalive_s)
-        self.num_bytes = len(body)
+        self._num_bytes = len(body)
         await self._take_turn()
         mark = read_retry_mark(self.request.headers)
         salt = hash((self._dialect, mark.key))
@@ -169,13 +169,13 @@ class Exchange:
                 reply.join()
                 replies.append(reply)
                 views.append(ReplyView(session, reply, told, self._kit.view))
-        self.num_bytes = 0
+        self._num_bytes = 0
         self.request.let_go()
         return views
 
     async def _take_turn(self) -> None:
         """What follows holds the loop for long, if the body is long."""
-        if self.num_bytes >= LONG_BYTES:
+        if self._num_bytes >= LONG_BYTES:
             await self._kit.turnstile.pass_through()
 
     async def _send_events(

@@ -17,9 +17,6 @@ from rollmesh.runtime.session import Session, SessionState
 class Intercepted(Protocol):
     """An exchange, as the table sees it."""
 
-    num_bytes: int
-    """Of its body, until the session holds what is new of it."""
-
     def wake(self) -> None:
         """Its session is over: end now."""
 
@@ -35,11 +32,6 @@ class Intercepts:
     def __len__(self) -> int:
         """How many are in flight."""
         return len(self._in_flight)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the bodies that are held."""
-        return sum([exchange.num_bytes for _, exchange in self._in_flight.values()])
 
     def register(self, session: Session, exchange: Intercepted) -> int:
         """One more is in flight; the id to discard it by."""

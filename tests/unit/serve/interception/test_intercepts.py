@@ -200,7 +200,7 @@ async def test_no_body_is_held_while_the_engine_is_slow(make_desk: MakeDesk, pat
         calls = [group.create_task(asked(number).__aenter__()) for number in range(8)]
         await desk.sampler.until(lambda: len(made) == 8 and made[-1].machine.num_readers > 0)
         assert len(desk.edge.intercepts) == 8
-        assert desk.edge.intercepts.num_bytes == 0
+        assert desk.edge.bodies.held_bytes == 0
         del ask["messages"]
         text = ""
         assert large(b"never seen never") == []
