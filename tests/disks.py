@@ -3,11 +3,14 @@
 import errno
 import os
 import resource
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+from rollmesh.runtime import blobs
 
 
 @contextmanager
@@ -45,3 +48,15 @@ def lose_files(folder: Path, process: int | str = "self") -> None:
         with suppress(FileNotFoundError):  # the listing's own
             if str((descriptors / name).readlink()).startswith(str(folder)):
                 os.truncate(descriptors / name, 0)
+
+
+@contextmanager
+def no_room_in_memory(folder: Path) -> Iterator[None]:
+    """The blobs of this process go to `folder`, once they are asked to spill over."""
+    blobs.store.close()  # an earlier test's file
+    blobs.settle(0, folder)
+    try:
+        yield
+    finally:
+        blobs.settle(sys.maxsize, None)
+        blobs.store.close()

@@ -1,7 +1,6 @@
 """Which part of a request is held."""
 
 import gc
-import sys
 import tracemalloc
 import weakref
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ChatMessage, read_message
 from rollmesh.runtime.history import ALIASES_PER_SPOT, LONG_BYTES, SPOT_BYTES
 from rollmesh.runtime.turns import Turn
+from tests.disks import no_room_in_memory
 from tests.unit.runtime.history_world import (
     MORE,
     SAID,
@@ -43,10 +43,8 @@ def held() -> Held:
 @pytest.fixture
 def spilling(tmp_path: Path) -> Iterator[None]:
     """No blob has room in memory."""
-    blobs.settle(0, tmp_path)
-    yield
-    blobs.settle(sys.maxsize, None)
-    blobs.store.close()
+    with no_room_in_memory(tmp_path):
+        yield
 
 
 def test_the_first_request_is_new() -> None:

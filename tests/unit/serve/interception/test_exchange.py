@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.history import LONG_BYTES
 from rollmesh.serve.interception import request
 from rollmesh.serve.interception.ending import ExchangeState
-from tests.disks import lose_files
+from tests.disks import lose_files, no_room_in_memory
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
 
 USER = {"role": "user", "content": "guess"}
@@ -212,18 +211,13 @@ async def test_a_history_that_the_disk_has_lost_gives_503_and_is_no_fault_of_the
     make_desk: MakeDesk, tmp_path: Path
 ) -> None:
     desk = await make_desk("4", "5", max_context_tokens=2 * LONG_BYTES)
-    blobs.store.close()  # an earlier test's
-    blobs.settle(0, tmp_path)
-    try:
+    with no_room_in_memory(tmp_path):
         long = {"role": "user", "content": "x" * LONG_BYTES}
         assert (await desk.answer({"messages": [long]}))[0] == 200
         assert blobs.spill_over() > LONG_BYTES
         lose_files(tmp_path)
         edited = {"messages": [{**long, "content": "y"}, {"role": "user", "content": "hm"}]}
         status, answer = await desk.answer(edited)
-    finally:
-        blobs.settle(sys.maxsize, None)
-        blobs.store.close()
     assert (status, answer["error"]["code"]) == (503, "content_lost")
     assert "cannot be read back" in desk.opened.session.engine_fault
 

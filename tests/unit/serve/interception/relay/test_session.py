@@ -1,15 +1,20 @@
 """One relayed session: its retries, its limit, and its end."""
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from rollmesh.core.config import InterceptionConfig
+from rollmesh.runtime import blobs
 from rollmesh.serve.interception import request
 from rollmesh.testing.provider import ScriptedProvider, Told, events
+from tests.disks import lose_files, no_room_in_memory
 from tests.unit.serve.interception.relay.conftest import MakeRelay
 from tests.unit.serve.interception.relay.test_edge import ANSWER, ASK
+
+USER = {"role": "user", "content": "guess"}
 
 
 @pytest.mark.parametrize("status", [409, 429, 503])
@@ -108,3 +113,22 @@ async def test_a_session_that_holds_more_than_it_may_has_no_more_calls(
     assert len(provider.seen) == 1
     assert relay.session.spent_because
     assert relay.account()["num_calls"] == 1
+
+
+async def test_what_the_disk_has_lost_gives_503_and_no_upstream_is_blamed(
+    make_relay: MakeRelay, tmp_path: Path
+) -> None:
+    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+        relay = await make_relay(provider)
+        long = {"role": "user", "content": "x" * 500_000}
+        with no_room_in_memory(tmp_path):
+            assert (await relay.read({"model": "m", "messages": [long]}))[0] == 200
+            assert blobs.spill_over() >= 500_000
+            lose_files(tmp_path)
+            # One goes on from what is lost, one shows it elsewhere in its history.
+            for messages in ([long, USER], [USER, long]):
+                status, raw = await relay.read({"model": "m", "messages": messages})
+                told = msgspec.json.decode(raw)["error"]
+                assert (status, told["code"]) == (503, "content_lost")
+                assert relay.session.fault == told["message"]
+        assert relay.upstreams.all[0].fault == ""
