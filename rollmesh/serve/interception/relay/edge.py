@@ -26,6 +26,7 @@ from rollmesh.serve.interception.relay.heard import ROUTES
 from rollmesh.serve.interception.relay.upstreams import Parcel, Upstreams
 from rollmesh.serve.interception.request import Request
 from rollmesh.serve.interception.retries import read_retry_mark
+from rollmesh.serve.interception.turnstile import LONG_BYTES, Turnstile
 
 PASSED = {"POST": ("/messages/count_tokens",), "GET": ("/models",)}
 
@@ -36,6 +37,7 @@ class RelayKit(msgspec.Struct, frozen=True):
     capture: RelayCapture
     upstreams: Upstreams
     config: InterceptionConfig
+    turnstile: Turnstile = msgspec.field(default_factory=Turnstile)
 
 
 class RelayEdge:
@@ -83,6 +85,8 @@ class _Exchange:
             body = session.follow()
             with session.reading():
                 await request.read_into(body, *limits)
+                if request.num_bytes >= LONG_BYTES:
+                    await self._kit.turnstile.pass_through()
                 call = session.call(route, parcel, body, read_retry_mark(headers))
             # What is left of it is the session's now, and counted there.
             del body
