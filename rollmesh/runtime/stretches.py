@@ -58,10 +58,12 @@ class Stretch(msgspec.Struct, frozen=True):
 class Stretches:
     """The newest of one session."""
 
-    __slots__ = ("_newest_last",)
+    __slots__ = ("_newest_last", "_num_strangers")
 
     def __init__(self) -> None:
         self._newest_last: tuple[Stretch, ...] = ()
+        self._num_strangers = 0
+        """Arrays in a row that began like none before."""
 
     @property
     def newest(self) -> Stretch | None:
@@ -81,7 +83,14 @@ class Stretches:
         return None
 
     def add(self, known: Stretch | None, start: Spot, array: bytes, end: Spot, num: int) -> None:
-        """Remember all of `array`, `num` units; it begins with `known` and takes its place."""
+        """Remember all of `array`, `num` units; it begins with `known` and takes its place.
+
+        Of an agent that edits its history at each turn only some arrays are: to hash them all would
+        be in vain.
+        """
+        self._num_strangers = 0 if known else self._num_strangers + 1
+        if self._num_strangers > 2 * MAX_STRETCHES and self._num_strangers % MAX_STRETCHES:
+            return
         stop = len(array) - 1
         segments = known.segments if known else ()
         if known and known.num_bytes == stop:

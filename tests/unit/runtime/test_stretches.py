@@ -52,3 +52,28 @@ def test_space_before_the_bracket_is_no_known_beginning() -> None:
     stretches.add(None, START, b'[{"a":1} ]', END, 1)
     assert stretches.find(START, b'[{"a":1} ]') is None
     assert list(split_array(b'[{"a":1} ]')) == [b'{"a":1}']
+
+
+def test_of_a_history_that_is_edited_at_each_turn_only_some_arrays_are_kept() -> None:
+    stretches = Stretches()
+    num_turns = 8 * MAX_STRETCHES
+    known = []
+    for n in range(num_turns):
+        array = b'[{"n":%d}]' % n
+        stretches.add(None, START, array, END, 1)
+        known.append(stretches.find(START, array) is not None)
+    assert all(known[: 2 * MAX_STRETCHES])
+    assert sum(known[2 * MAX_STRETCHES :]) == (num_turns - 2 * MAX_STRETCHES) // MAX_STRETCHES
+
+
+def test_a_history_that_is_edited_no_more_is_soon_known_again() -> None:
+    stretches = Stretches()
+    for n in range(3 * MAX_STRETCHES + 1):
+        stretches.add(None, START, b'[{"n":%d}]' % n, END, 1)
+    array, num_strange = b'[{"m":0}]', 0
+    for m in range(1, 50):
+        found = stretches.find(START, array)
+        num_strange += found is None
+        stretches.add(found, START, array, END, m)
+        array = array[:-1] + b',{"m":%d}]' % m
+    assert num_strange <= MAX_STRETCHES
