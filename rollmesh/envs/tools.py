@@ -8,8 +8,8 @@
 
 Invariants: whatever a model writes into a call, and whatever a tool does, becomes text for the
 model: it may try again; only InfraError goes on to the worker. The schema is made from the type
-hints (msgspec) and the docstring, once per function. Driven by tool_env.py; users write the
-functions.
+hints (msgspec) and the docstring, once for a function's code; nothing that a closure encloses is
+held by that. Driven by tool_env.py; users write the functions.
 """
 
 import functools
@@ -112,9 +112,47 @@ class _Shape(msgspec.Struct, frozen=True):
     spec: dict[str, Json]
 
 
-@functools.lru_cache(maxsize=4096)
+class _Asked:
+    """A function, known by all that its shape follows from: users make closures for each rollout,
+    and even for each turn, of one piece of code."""
+
+    def __init__(self, function: Function) -> None:
+        inner = inspect.unwrap(function)
+        defaults = [getattr(inner, name, None) for name in ("__defaults__", "__kwdefaults__")]
+        self.function: Function | None = function
+        self.key: tuple[object, ...] = (
+            getattr(function, "__name__", ""),
+            function.__doc__,
+            tuple(getattr(function, "__annotations__", {}).items()),
+            inner.__code__ if inspect.isfunction(inner) else [],  # has no hash
+            repr(defaults),
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and self.key == other.key
+
+
 def _shape(function: Function) -> _Shape:
     """What a function looks like from outside."""
+    asked = _Asked(function)
+    try:
+        return _kept_shape(asked)
+    except TypeError:  # what has no hash
+        return _made_shape(function)
+    finally:
+        asked.function = None  # what it encloses is a rollout's
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_shape(asked: _Asked) -> _Shape:
+    assert asked.function is not None
+    return _made_shape(asked.function)
+
+
+def _made_shape(function: Function) -> _Shape:
     name = getattr(function, "__name__", "")
     if not name.isidentifier():
         raise EnvError(f"a tool must be a function with a name, and not {function!r}")

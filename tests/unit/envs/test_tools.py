@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -111,6 +112,52 @@ def test_function_without_a_schema_is_refused_in_one_line(
     with pytest.raises(EnvError, match=why) as caught:
         Tool(function)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_a_tool_encloses_goes_with_it_and_its_schema_is_made_once() -> None:
+    class Browser:
+        """A rollout's."""
+
+    def tools_of(browser: Browser) -> Toolbox:
+        def click(at: int, times: list[int] = []) -> str:  # noqa: B006 - users write such
+            """Click."""
+            return f"{browser} {at} {times}"
+
+        return Toolbox([click])
+
+    first, browser = tools_of(Browser()), Browser()
+    seen = weakref.ref(browser)
+    again = tools_of(browser)
+    assert again.specs[0] is first.specs[0]
+    del browser, again
+    assert seen() is None
+
+
+def test_a_hint_without_a_hash_is_as_good() -> None:
+    def jump(far: Annotated[int, msgspec.Meta(examples=[1, 2])]) -> str:
+        return str(far)
+
+    spec: Any = Tool(jump).spec
+    assert spec["function"]["parameters"]["properties"]["far"]["examples"] == [1, 2]
+
+
+def test_functions_of_one_decorator_are_not_taken_for_each_other() -> None:
+    def logged(function: Callable[..., str]) -> Callable[..., str]:
+        @functools.wraps(function)
+        def logs(*args: Any, **kwargs: Any) -> str:
+            return function(*args, **kwargs)
+
+        return logs
+
+    def of_default(limit: int) -> Callable[..., str]:
+        def find(word: str, most: int = limit) -> str:
+            return word * most
+
+        return logged(find)
+
+    specs = [Tool(of_default(limit)).spec for limit in (1, 2)]
+    parameters: list[Any] = [spec["function"]["parameters"] for spec in specs]
+    assert [each["properties"]["most"]["default"] for each in parameters] == [1, 2]
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
