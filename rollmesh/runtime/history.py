@@ -10,12 +10,12 @@ blob; further spellings are remembered by hash alone, at most ALIASES_PER_SPOT o
 """
 
 import bisect
-import functools
 from typing import NamedTuple
 
 import msgspec
 
 from rollmesh.core.errors import SessionError
+from rollmesh.core.memo import Memo
 from rollmesh.runtime import blobs
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ChatMessage, Rotating, read_held, read_message, read_tools
@@ -71,8 +71,9 @@ class History:
     """One per session."""
 
     __slots__ = (
-        "_begun", "_late", "_long", "_num_aliases", "_num_short_bytes", "_num_spots", "_readings",
-        "_stretches", "blob_bytes", "images", "roots", "rotating", "sampled",
+        "_begun", "_late", "_long", "_num_aliases", "_num_late_bytes", "_num_short_bytes",
+        "_num_spots", "_readings", "_stretches", "blob_bytes", "images", "roots", "rotating",
+        "sampled",
     )  # fmt: skip
 
     def __init__(self, rotating: Rotating = None) -> None:
@@ -91,6 +92,7 @@ class History:
         """The opening and its end, while nothing has asked for more than that."""
         self._late: list[_LateAnswer] = []
         """Answers that nothing has asked for yet."""
+        self._num_late_bytes = 0
         self._stretches = Stretches()
         self._readings: Readings | None = None
         """Made for the first unit that shows an image."""
@@ -161,6 +163,7 @@ class History:
         Void, it is no answer, and never stands for one that says the same.
         """
         self._late.append(_LateAnswer(context, message, node, is_void))
+        self._num_late_bytes += len(message.text())
 
     def answer_at(self, node: int) -> Spot | None:
         """The answer that was sampled as `node`; None if it is no message of a chat."""
@@ -178,9 +181,9 @@ class History:
     @property
     def num_bytes(self) -> int:
         """Of the messages held, but for blobs."""
-        late = sum([len(answer.message.text()) for answer in self._late])
-        num_bytes = self._num_short_bytes + SPOT_BYTES * self._num_spots + late
-        return num_bytes + (self._begun[0].num_bytes if self._begun else 0)
+        begun = self._begun[0].num_bytes if self._begun else 0
+        texts = self._num_short_bytes + self._num_late_bytes
+        return texts + begun + SPOT_BYTES * self._num_spots
 
     def begin(self, line: Line, node: int) -> Spot:
         """Hold a whole line, before anything else; `node` ends with the last of its messages."""
@@ -197,7 +200,7 @@ class History:
             self._link(*self._begun)
             self._begun = None
         if self._late:
-            late, self._late = self._late, []
+            late, self._late, self._num_late_bytes = self._late, [], 0
             for answer in late:
                 self._add_answer(answer)
 
@@ -232,6 +235,7 @@ class History:
         self._stretches = Stretches()
         self._readings = None
         self._late.clear()
+        self._num_late_bytes = 0
         self._begun = None
 
     def read(self, spot: Spot) -> ChatMessage:
@@ -339,7 +343,7 @@ class History:
             start.adopt(spot, [key])
 
 
-@functools.lru_cache(maxsize=256)
+@Memo
 def tools_key_of(raw: bytes) -> int:
     """The meaning of tools; 0 for none."""
     return hash(msgspec.json.encode(read_tools(raw), order="deterministic")) if raw else 0

@@ -1,6 +1,8 @@
 """Which part of a request is held."""
 
 import gc
+import operator
+import sys
 import tracemalloc
 import weakref
 from collections.abc import Iterator
@@ -281,6 +283,24 @@ def test_spellings_that_are_remembered_are_bounded(held: Held) -> None:
     spots = {id(spot): spot for spot in _all_spots(held)}
     num_keys = sum(len(spot.children or {}) for spot in spots.values())
     assert num_keys <= (ALIASES_PER_SPOT + 3) * len(spots)
+
+
+def test_counting_what_is_held_takes_the_same_however_many_answers_wait(held: Held) -> None:
+    """It is counted at each call: a request that is asked again and again has one answer more."""
+    said = read_message(msgspec.json.encode(SAID), 0)
+    _, context = held.ask(turn(SYSTEM, USER))
+    num_events: list[int] = []
+    before = held.history.num_bytes
+    for node in range(10, 60):
+        held.history.add_sampled(context, said, node)
+        num_events.append(0)
+        sys.setprofile(lambda *_: operator.setitem(num_events, -1, num_events[-1] + 1))
+        num_bytes = held.history.num_bytes
+        sys.setprofile(None)
+        assert num_bytes == before + (node - 9) * len(said.text())
+    assert len(set(num_events)) == 1
+    held.history.catch_up()
+    assert held.history.num_bytes > num_bytes
 
 
 def _all_spots(held: Held) -> list:  # type: ignore[type-arg] # of spots
