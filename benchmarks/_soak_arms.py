@@ -38,7 +38,7 @@ class Findings(msgspec.Struct):
 
     arms: list[Seen]
     figures: dict[str, float]
-    """By `arm.name`; without the arm's name where there is one arm."""
+    """By `arm.name`."""
     goals: list[Goal]
     notes: list[str]
 

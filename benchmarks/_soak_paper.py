@@ -19,11 +19,11 @@ from benchmarks._soak_watch import MB
 SEED = (("the seed, unmended", 1053, 990), ("the seed, mended", 275, 155))
 """Peak and resting MB of 45-turn browser rollouts, 4 at a time: where this began."""
 COLUMNS = (
-    ("idle_mb", "idle"),
-    ("peak_mb", "peak"),
-    ("resting_mb", "resting"),
-    ("load_at_peak_mb", "live + bodies"),
-    ("peak_factor", "(peak - idle) / that"),
+    ("idle_mb", "idle, MB"),
+    ("peak_mb", "peak, MB"),
+    ("resting_mb", "resting, MB"),
+    ("load_at_peak_mb", "live set + bodies, MB"),
+    ("peak_factor", "(peak - idle) / these"),
     ("lag_p99_ms", "lag p99, ms"),
     ("turns_per_s", "turns/s"),
     ("rollouts", "rollouts"),
@@ -33,7 +33,7 @@ POINTS = 2000
 
 
 def table(soaked: Findings) -> str:
-    """Markdown: a line an arm, MB where nothing else is said."""
+    """Markdown: a line an arm, and what it tells beside."""
     lines = ["| arm | " + " | ".join(title for _, title in COLUMNS) + " |"]
     lines.append("|---" * (len(COLUMNS) + 1) + "|")
     for seen in soaked.arms:
@@ -121,12 +121,15 @@ def _copies(seen: Seen) -> str:
     """What stands behind the peak of an arm's heaviest process, as it says itself."""
     name = max(seen.judged, key=lambda each: peak_of(seen, each).rss_bytes)
     peak, named = peak_of(seen, name), named_at_peak(seen, name)
-    parts = [
-        f"{what.partition('{')[2].rstrip('}')} {held / MB:.0f}" for what, held in named.items()
-    ]
+    parts = [f"{_what(gauge)} {held / MB:.0f}" for gauge, held in named.items() if held >= MB / 2]
     unnamed = peak.rss_bytes - peak.idle_bytes - sum(named.values())
     told = ", ".join([f"idle {peak.idle_bytes / MB:.0f}", *parts, f"the rest {unnamed / MB:.0f}"])
     return f"- {seen.name}: {peak.rss_bytes / MB:.0f} MB at the peak of {name} were {told}"
+
+
+def _what(gauge: str) -> str:
+    """The value of its one label."""
+    return gauge.partition('"')[2].partition('"')[0]
 
 
 def _number(value: float) -> str:

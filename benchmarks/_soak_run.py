@@ -21,7 +21,7 @@ import msgspec
 from benchmarks._soak_agents import Told
 from benchmarks._soak_mesh import Arm, Soaked, SoakMesh
 from benchmarks._soak_relay import SoakRelay
-from benchmarks._soak_watch import Held, Scrape, Series, Watch, peak_bytes
+from benchmarks._soak_watch import MB, Held, Scrape, Series, Watch, peak_bytes
 from benchmarks._soak_worker import read_beats, read_lags
 
 IDLE_S = 3.0
@@ -136,6 +136,8 @@ def _soak(arm: Arm, plan: Plan, soaked: Soaked, watch: Watch) -> Seen:
         time.sleep(BETWEEN_S)
         num_rollouts = seen.num_groups * arm.shape.group_size
         seen.rests.append(Rest(num_rollouts, _resting(soaked, watch)))
+        resting = max(seen.rests[-1].rss_bytes.values()) / MB
+        print(f"soak: {arm.name}: {num_rollouts} rollouts, rests at {resting:.0f} MB", flush=True)
     time.sleep(max(0.0, seen.ended_s + REST_S - time.monotonic()))
     seen.resting = _resting(soaked, watch)
     seen.after, seen.num_missed = soaked.held(), soaked.num_lost() + _num_missed(soaked)
