@@ -11,7 +11,6 @@ marked.py, which cuts the blocks out.
 """
 
 import enum
-import functools
 import json
 import re
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import orjson
 
+from rollmesh.core.memo import Memo
 from rollmesh.runtime.stops import begun
 
 StringParameters = dict[str, frozenset[str]]
@@ -238,7 +238,7 @@ def call_opening(style: CallStyle, name: str) -> str:
     return f'{{"name": {_quoted(name)}, "arguments":' if name else '{"name":'
 
 
-@functools.lru_cache(maxsize=64)
+@Memo
 def string_parameters(tools: bytes) -> StringParameters:
     """Which parameters of `tools`, a JSON array in chat shape, are plain strings.
 

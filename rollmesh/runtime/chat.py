@@ -6,7 +6,6 @@ for part lists and strings, for moved cache markers, extra keys and outer white 
 system texts that differ in rotating lines alone. Driven by the dialects, history.py and prompts.py.
 """
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import msgspec
 import orjson
 
 from rollmesh.core.errors import ConfigError, SessionError
+from rollmesh.core.memo import Memo
 from rollmesh.runtime.images import ImageRef, hold_image
 
 ROLES = {
@@ -219,7 +219,7 @@ def _beginning_with(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(?m)^[ \t]*(?:{pattern}).*$")
 
 
-@functools.lru_cache(maxsize=64)
+@Memo
 def settled(text: str, rotating: re.Pattern[str]) -> str:
     """A system text, or a part of it, less its rotating lines; a group's sessions share it."""
     return rotating.sub("", text)

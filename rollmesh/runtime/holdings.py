@@ -8,11 +8,11 @@ other calls go on; `hold` enters a prompt's new tokens once, however often they 
 Driven by session.py.
 """
 
-import functools
 from collections.abc import Sequence
 
 import msgspec
 
+from rollmesh.core.memo import Memo
 from rollmesh.core.types import ForkRow
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.branches import RootKind
@@ -297,7 +297,7 @@ class Holdings:
         )
 
 
-@functools.lru_cache(maxsize=256)
+@Memo
 def shared_tools(raw: bytes) -> bytes:
     """One copy of the tools that many sessions offer."""
     return raw

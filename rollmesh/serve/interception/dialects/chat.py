@@ -6,13 +6,13 @@ everywhere, and messages stay unopened: the session reads those that it does not
 exchange.py through dialect.py; chat_answers.py writes the answers.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import msgspec
 import orjson
 
 from rollmesh.core.errors import SessionError
+from rollmesh.core.memo import Memo
 from rollmesh.runtime.chat import Call as ToolCall
 from rollmesh.runtime.chat import ChatMessage, Function, read_message
 from rollmesh.runtime.turns import ToolChoice, Turn
@@ -93,7 +93,7 @@ def _tools(body: ChatBody) -> tuple[bytes, ToolChoice, bool]:
     return tools, choice, is_legacy
 
 
-@lru_cache(maxsize=64)
+@Memo
 def _from_functions(functions: bytes) -> bytes:
     try:
         each = msgspec.json.decode(functions, type=list[dict[str, Any]])

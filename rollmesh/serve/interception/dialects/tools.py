@@ -4,11 +4,11 @@ Invariant: a choice that nothing on offer can meet is refused in one line, rathe
 engine to stumble over. Driven by the dialects.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import msgspec
 
+from rollmesh.core.memo import Memo
 from rollmesh.runtime.chat import read_tools
 from rollmesh.runtime.turns import ToolChoice
 from rollmesh.serve.interception.dialects.frames import refusal
@@ -50,7 +50,7 @@ def check_named(choice: ToolChoice, tools: bytes) -> None:
         raise refusal("invalid_tool_choice", why)
 
 
-@lru_cache(maxsize=64)
+@Memo
 def tools_of_messages(raw: bytes) -> bytes:
     """Tools in chat shape; those that only Anthropic's servers can run are left out.
 
@@ -61,7 +61,7 @@ def tools_of_messages(raw: bytes) -> bytes:
     return _in_chat_shape([(tool, tool["input_schema"]) for tool in tools])
 
 
-@lru_cache(maxsize=64)
+@Memo
 def tools_of_responses(raw: bytes) -> bytes:
     """Tools in chat shape; namespaces, web search and the like are left out: nobody here has them.
 
@@ -93,7 +93,7 @@ def _in_chat_shape(tools: list[tuple[dict[str, Any], Any]]) -> bytes:
     return msgspec.json.encode(named) if named else b""
 
 
-@lru_cache(maxsize=64)
+@Memo
 def _names(tools: bytes) -> frozenset[str]:
     functions = [tool.get("function", tool) for tool in read_tools(tools)]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
