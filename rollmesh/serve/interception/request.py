@@ -137,8 +137,8 @@ class Request:
         it breaks off."""
         if self.is_whole:
             self._check_length(max_bytes)
-            pieces, self._body = self._body, []
-            body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            self._body.clear()
             if not self._is_encoded:
                 self._count_whole()
         else:

@@ -160,14 +160,14 @@ async def test_a_vanished_client_leaves_nothing_to_the_garbage_collector(
         gc.enable()
 
 
-def large(mark: bytes) -> list[bytes | str]:
-    """All texts of a megabyte and more that hold this, wherever they are."""
+def large(mark: bytes, least: int = MB) -> list[bytes | str]:
+    """All texts of so many bytes and more that hold this, wherever they are."""
     found: dict[int, bytes | str] = {}
     for owner in gc.get_objects():
         for each in gc.get_referents(owner):
-            if isinstance(each, bytes | bytearray) and len(each) >= MB and mark in each:
+            if isinstance(each, bytes | bytearray) and len(each) >= least and mark in each:
                 found[id(each)] = bytes(each[:40])
-            elif isinstance(each, str) and len(each) >= MB and mark.decode() in each:
+            elif isinstance(each, str) and len(each) >= least and mark.decode() in each:
                 found[id(each)] = each[:40]
     return list(found.values())
 
@@ -209,3 +209,17 @@ async def test_no_body_is_held_while_the_engine_is_slow(make_desk: MakeDesk, pat
             generation.end(*desk.ids("4<|im_end|>"))
     for call in calls:
         call.result().release()
+
+
+@pytest.mark.usefixtures("young_heap")
+async def test_a_body_that_came_at_once_is_not_held_either(make_desk: MakeDesk) -> None:
+    desk = await make_desk()
+    body = msgspec.json.encode({**ASK, "pad": "never seen " * 2000})
+    client = await connected(desk, head(desk, len(body)) + body)
+    num_bytes = len(body)
+    del body
+    await desk.sampler.until(lambda: len(desk.sampler.generations) == 1)
+    assert len(desk.edge.intercepts) == 1
+    assert large(b"never seen never", num_bytes // 2) == []
+    client.close()
+    await until_empty(desk)
