@@ -32,9 +32,10 @@ async def score_together(
 ) -> str:
     """Let the environment score those that have a score; why that failed, or ''."""
     env = type(stage.env)
+    has_children = env.score_siblings is not Env.score_siblings
     scored = [each for each in played if each.score is not None]
     try:
-        if env.score_siblings is not Env.score_siblings:
+        if has_children:
             found = await _with_children(stage, group_id, task, scored)
         elif env.score_group is not Env.score_group:
             scores = [each.score for each in scored if each.score is not None]
@@ -47,8 +48,9 @@ async def score_together(
         for each, score in zip(scored, [check_score(each) for each in found], strict=True):
             give_score(each.record, score)
     except Exception as error:  # door: env code may raise anything
-        log.exception("score_group.failed", task_id=task.id)
-        return f"infra_error: score_group: {one_line(error)}"
+        method = "score_siblings" if has_children else "score_group"
+        log.exception(f"{method}.failed", task_id=task.id)
+        return f"infra_error: {method}: {one_line(error)}"
     return ""
 
 
