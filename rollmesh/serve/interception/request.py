@@ -155,6 +155,7 @@ class Request:
             self._check_length(max_bytes)
             self._count_whole()
             self._hand_over(taker)
+            self._taker = self._body  # else we would hold what is held there, until the answer
         else:
             await self._read_on(taker, max_bytes, silence_s)
 

@@ -1,11 +1,14 @@
 """Answers as they stand on the wire: framing, connections, headers."""
 
 import asyncio
+import weakref
 
 import msgspec
 import pytest
 
+from rollmesh.serve.interception.request import JSON, Request
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
+from tests.unit.serve.interception.http_client import MAX_BYTES, PATIENCE_S, serving, sized
 
 ASK = {"messages": [{"role": "user", "content": "guess"}]}
 
@@ -70,3 +73,29 @@ async def test_a_connection_is_kept_and_pipelined_requests_are_answered_in_order
     writer.write(request(True))
     assert b"third" in await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
     writer.close()
+
+
+class Pieces(list[bytes]):
+    """Lists cannot be referred to weakly."""
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_request_does_not_hold_whom_it_gave_its_body(at_once: bool) -> None:
+    async def handle(request: Request) -> None:
+        assert request.is_whole is at_once
+        pieces = Pieces()
+        taking = asyncio.ensure_future(request.read_into(pieces, MAX_BYTES, PATIENCE_S))
+        if not at_once:
+            client.send(body[-1:])
+        await taking
+        assert b"".join(pieces) == body
+        held = weakref.ref(pieces)
+        del pieces, taking
+        request.answer(200, request.dated(JSON), b"gone" if held() is None else b"held")
+
+    body = b"x" * 1000
+    async with serving(handle) as place:
+        client = await place.client()
+        sent = sized(body)
+        client.send(sent if at_once else sent[:-1])
+        assert await client.answer() == (200, b"gone")
