@@ -13,7 +13,7 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.scopes import LOAN_PATIENCE_S, OpenSession
+from rollmesh.runtime.scopes import LOAN_PATIENCE_S, OpenSession, Scope
 from rollmesh.runtime.session import SessionState
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedSampler
@@ -193,6 +193,26 @@ async def test_a_borrower_that_does_not_let_go_is_named_and_waited_for_no_longer
     assert over(runtime, loan.api_key) == 401
     loan.release()  # too late, and no matter
     assert runtime.entries() == EMPTY
+
+
+async def test_a_loan_that_is_kept_for_ever_keeps_no_scope(world: World, young_heap: None) -> None:
+    del young_heap
+    runtime = world.runtime
+    runtime.cleanup_group(GROUP)
+    runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 7)
+    loan = runtime.lend(ROLLOUT, "judge", appends=False)
+    runtime.cleanup_group(GROUP)
+    assert len(scopes()) == 1
+    loan.release()
+    gc.disable()
+    try:
+        assert scopes() == []
+    finally:
+        gc.enable()
+
+
+def scopes() -> list[Scope]:
+    return [each for each in gc.get_objects() if isinstance(each, Scope)]
 
 
 async def test_a_transcript_that_is_to_be_recorded_is_called_in(
