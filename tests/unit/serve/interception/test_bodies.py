@@ -178,19 +178,23 @@ def test_who_only_drips_gives_its_place_to_those_who_wait(runner: asyncio.Runner
         head = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (3 * MIB)
         dripping = await ground.sender(head)
 
-        async def drip(num_times: int) -> None:
-            for _ in range(num_times):
-                dripping.send(b"x" * 100)
-                await asyncio.sleep(DRIP_S)
+        loop, long_since = asyncio.get_running_loop(), asyncio.Event()
+        timers: list[asyncio.TimerHandle] = []
 
-        await drip(round(3 * SILENCE_S / DRIP_S))
+        def drip(num_left: int) -> None:
+            dripping.send(b"x" * 100)
+            if num_left == 0:
+                long_since.set()
+            timers[:] = [loop.call_later(DRIP_S, drip, num_left - 1)]
+
+        drip(round(3 * SILENCE_S / DRIP_S))
+        await long_since.wait()
         assert ground.bodies.num_held == 1, "nobody waits, and it is merely slow"
         late = await ground.sender(sized(b"y" * 2 * MIB))
         await ground.until(num_waiting=1)
-        goes_on = asyncio.create_task(drip(1000))
         assert await late.answer() == (200, b"%d" % (2 * MIB))
         assert await dripping.answer() == (408, b"body_timeout")
-        goes_on.cancel()
+        timers[0].cancel()
 
     on_ground(runner, main, SILENCE_S)
 

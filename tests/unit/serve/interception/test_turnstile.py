@@ -60,3 +60,4 @@ async def test_who_is_cancelled_once_let_through_holds_up_nobody() -> None:
     first.cancel()
     async with asyncio.timeout(10):
         await second
+    assert (first.cancelled(), len(turnstile)) == (True, 0)
