@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from rollmesh.serve.interception.turnstile import Turnstile
 
 
@@ -29,14 +31,11 @@ async def test_alone_nobody_waits() -> None:
     turnstile = Turnstile()
     for _ in range(2):
         passing = turnstile.pass_through()
-        try:
+        with pytest.raises(StopIteration):  # it is over and has not waited
             passing.send(None)
-        except StopIteration:
-            pass
-        else:
-            raise AssertionError("it waited")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
+        assert len(turnstile) == 0
 
 
 async def test_who_is_cancelled_in_the_line_holds_up_nobody() -> None:
