@@ -142,6 +142,23 @@ async def test_nothing_of_an_ended_group_waits_for_the_collector(prompts: Prompt
         gc.enable()
 
 
+async def test_a_session_that_is_kept_holds_nothing_once_it_has_forgotten(prompts: Prompts) -> None:
+    """As a gateway's book keeps them."""
+    sampler = ScriptedSampler(lambda _: [1, 2])
+    sampler.keeps = False
+    runtime = Runtime(sampler, prompts, 4096)
+    session = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 0).session
+    gc.disable()
+    try:
+        reply, _ = await call(session, turn(USER))
+        left = weakref.ref(reply.source.context)
+        del reply
+        runtime.cleanup_group(GROUP)
+        assert left() is None
+    finally:
+        gc.enable()
+
+
 async def test_ten_thousand_sessions_are_cheap(prompts: Prompts) -> None:
     """60 MB before their first call, 120 MB after one of 1 KB each; a tenth of them here."""
     num_sessions, runtime = 1000, new_runtime(prompts)

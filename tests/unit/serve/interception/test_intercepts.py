@@ -141,6 +141,16 @@ async def test_a_request_whose_client_vanished_is_gone(make_desk: MakeDesk) -> N
     desk.edge.intercepts.unregister_rollout(ROLLOUT)
 
 
+async def test_no_table_knows_a_rollout_that_has_ended(make_desk: MakeDesk) -> None:
+    desk = await make_desk("4")
+    rollout_id = RolloutId(GroupId("r", 1), 0)
+    opened = desk.runtime.register_trajectory(rollout_id, SamplingPolicy(), seed=7)
+    assert (await desk.answer(ASK, Authorization=f"Bearer {opened.api_key}"))[0] == 200
+    del opened
+    desk.runtime.cleanup_group(rollout_id.group_id)
+    assert [each for each in gc.get_referrers(rollout_id) if isinstance(each, dict)] == []
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_vanished_client_leaves_nothing_to_the_garbage_collector(
     make_desk: MakeDesk, young_heap: None, is_stream: bool
