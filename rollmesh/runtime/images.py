@@ -67,7 +67,7 @@ class ImageTable:
             return known
         digest = hashlib.sha256(_read_data(address)).hexdigest()
         image = self._by_digest.get(digest)
-        if image is None or (image.data and image.data.is_lost):
+        if image is None or image.data is None or image.data.is_lost:
             image = ImageRef(digest, data=self._store.hold(content))
             self._by_digest[digest] = self._by_address[key] = image
         return image
@@ -80,7 +80,10 @@ class ImageTable:
         if not address.startswith(("http://", "https://")):
             raise ValueError("expected a data: or http(s) address")
         digest = hashlib.sha256(address.encode()).hexdigest()
-        return self._by_digest.setdefault(digest, ImageRef(digest, address))
+        image = self._by_digest.get(digest)
+        if image is None or image.url != address:  # an image whose very bytes are this address
+            image = self._by_digest[digest] = ImageRef(digest, address)
+        return image
 
 
 def _read_data(address: str) -> bytes:

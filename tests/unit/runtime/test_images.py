@@ -84,6 +84,15 @@ def test_an_image_that_the_disk_has_lost_is_held_anew_where_it_is_shown_again(
     store.close()
 
 
+def test_an_image_whose_bytes_are_an_address_does_not_pass_for_what_is_there() -> None:
+    address = "https://example.com/b.png"
+    bytes_alike = f"data:image/png;base64,{base64.b64encode(address.encode()).decode()}"
+    one, two = hold_image(bytes_alike), hold_image(address)
+    three = hold_image(bytes_alike)
+    assert [each.text() for each in (one, two, three)] == [bytes_alike, address, bytes_alike]
+    assert hold_image(address).text() == address
+
+
 def test_an_image_elsewhere_is_held_as_its_address() -> None:
     image = hold_image("https://example.com/a.png")
     assert (image.address, image.text()) == ("https://example.com/a.png",) * 2
