@@ -78,3 +78,17 @@ def test_a_bare_word_is_a_string_and_the_rest_is_toml() -> None:
     assert config.model.path == "/m/x"
     assert config.dashboard.enabled is False
     assert config.run.name == "one"
+
+
+def test_defaults_have_room_for_a_worker_full_of_browsers() -> None:
+    """Of 45 screenshots of 0.5 MB each; what has no room in memory goes to disk."""
+    interception, worker = Config().interception, Config().worker
+    in_memory = (
+        interception.max_blob_bytes
+        + interception.max_inflight_bytes
+        + interception.max_body_bytes
+        + worker.max_unacked_bytes
+    )
+    assert in_memory + worker.max_rollouts * 8 * 2**20 <= worker.max_held_bytes
+    assert 45 * 500_000 < interception.max_body_bytes / 2
+    assert 45 * 500_000 < interception.max_session_bytes / 10
