@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 PART_BYTES = 2**18
-"""So much of an unread piece is read at once, on the loop: runtime/blobs.py has the figures. Larger
-buffers would be mapped and unmapped each time, see core/heap.py."""
+"""So much of an unread piece is read at once, on the loop; runtime/blobs.py has the figures."""
 
 
 class Unread(Protocol):
