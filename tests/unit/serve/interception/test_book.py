@@ -32,6 +32,9 @@ class Session:
         self.sealed: list[str] = []
         self.is_forgotten = False
 
+    def held(self) -> dict[str, int]:
+        return {"history": self.held_bytes}
+
     def node_of(self, name: int | str) -> int:
         nodes: dict[int | str, int] = {1: 1, 3: 3, "r3": 3}
         return nodes[name]
