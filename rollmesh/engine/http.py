@@ -197,15 +197,21 @@ class HttpClient:
         target = call.target
         if target.is_tls and self._tls is None:
             self._tls = ssl.create_default_context()
+        connection = Connection(self, target.origin)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(self, target.origin),
+                await asyncio.get_running_loop().create_connection(
+                    lambda: connection,
                     target.host,
                     target.port,
                     ssl=self._tls if target.is_tls else None,
                 )
+        except asyncio.CancelledError:
+            # It may have been made just now, and uvloop closes it without a word to it.
+            self.lost(connection)
+            raise
         except (OSError, TimeoutError) as error:
+            self.lost(connection)
             told = f"{target.origin}: cannot connect: {one_line(error)}"
             call.over().on_error(EngineUnavailable(told))
             return

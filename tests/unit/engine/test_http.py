@@ -292,3 +292,22 @@ def test_it_runs_on_the_loop_of_our_processes_too() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(fetch()) == b"ok"
+
+
+def test_calls_that_end_at_any_moment_of_their_connecting_leave_no_connection() -> None:
+    """uvloop says nothing to a connection that was just made when its maker is cancelled."""
+
+    async def main() -> None:
+        async with serving(lambda wire: wire.gone()) as server, asyncio.timeout(PATIENCE_S):
+            client = HttpClient()
+            for num_turns in range(30):
+                call = client.send(target("GET", server.url), (), Ear())
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                call.close()
+            await client.close()
+            assert client.num_connections == 0
+
+    for new_loop in (asyncio.new_event_loop, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(main())
