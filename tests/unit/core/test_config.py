@@ -90,5 +90,5 @@ def test_defaults_have_room_for_a_worker_full_of_browsers() -> None:
         + worker.max_unacked_bytes
     )
     assert in_memory + worker.max_rollouts * 8 * 2**20 <= worker.max_held_bytes
-    assert 45 * 500_000 < interception.max_body_bytes / 2
-    assert 45 * 500_000 < interception.max_session_bytes / 10
+    assert interception.max_body_bytes / 2 > 45 * 500_000
+    assert interception.max_session_bytes / 10 > 45 * 500_000
