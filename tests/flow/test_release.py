@@ -6,12 +6,11 @@ kind, and whether an agent said it.
 """
 
 import asyncio
-import contextlib
 import gc
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import pytest
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import load_config
 from rollmesh.core.errors import AgentFailed, InfraError
+from rollmesh.core.heap import freed_bytes
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.process import listen
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, SamplingPolicy, Score, Task
@@ -86,8 +86,7 @@ OF_A_ROLLOUT = (
     *(Exchange, Request, Blob, LegRequest, SessionRecord, RolloutRecord, GroupRecord),
     *(Played, Payload, Parcel, Transcript, Sibling, Endpoint, Tool),
 )
-NEVER_SEEN = {SessionRecord, GroupRecord, LegRequest}
-"""Made and read without a pause, so that nobody can look."""
+NEVER_SEEN = {SessionRecord, GroupRecord, LegRequest}  # made and read without a pause
 PASSING = (Generation, Request)
 
 
@@ -107,7 +106,7 @@ class Endings(Env):
         self.begun = asyncio.Event()
         self.runtime: Runtime | None = None
         self._http: aiohttp.ClientSession | None = None
-        self._streams: list[aiohttp.ClientResponse] = []
+        self._kept = ExitStack()
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
         raise NotImplementedError
@@ -140,7 +139,7 @@ class Endings(Env):
                 self.on_look()
             case "left behind":
                 while not self.late.is_set():
-                    with contextlib.suppress(asyncio.CancelledError):
+                    with suppress(asyncio.CancelledError):
                         await self.late.wait()
             case "client vanished":
                 await self._together.wait()
@@ -172,8 +171,10 @@ class Endings(Env):
             case "leaked loans":
                 assert self.runtime is not None
                 for sibling in siblings:
-                    rollout_id = RolloutId(GROUPS["leaked loans"], sibling.index)
-                    self.runtime.lend(rollout_id, "forgetful", appends=sibling.index == 0)
+                    rollout_id, is_kept = RolloutId(GROUPS[task.id], sibling.index), sibling.index
+                    loan = self.runtime.lend(rollout_id, "forgetful", appends=not is_kept)
+                    if is_kept:  # until the group was delivered, and dropped then
+                        self._kept.callback(id, loan)
         return [sibling.score for sibling in siblings]
 
     async def close(self) -> None:
@@ -184,13 +185,10 @@ class Endings(Env):
     async def hang_up(self) -> None:
         """What clients still read is theirs, and holds connections of ours; so does late code."""
         self.late.set()
-        for response in self._streams:
-            response.close()
-        self._streams.clear()
+        self._kept.close()
         await self._engine.release()
 
-    def _look(self) -> Message:
-        """Long enough for a blob."""
+    def _look(self) -> Message:  # long enough for a blob
         return {"role": "user", "content": f"a long look {self.mark}, " * 1500}
 
     async def _streaming(self, agent: Endpoint) -> aiohttp.ClientResponse:
@@ -208,7 +206,7 @@ class Endings(Env):
             await self._engine.allow(1)
             await asyncio.wait((begun,), timeout=0.01)
         response = begun.result()
-        self._streams.append(response)
+        self._kept.callback(response.close)
         assert await response.content.readuntil(b"\n\n")
         return response
 
@@ -296,8 +294,10 @@ class Mesh:
             case "never acked":
                 await self.router.next(GroupLost)
             case _:
+                num_before = freed_bytes()
                 self.sink.say(GroupAcked(group_id, 1, False))
                 await self.router.next(GroupDelivered)
+                assert freed_bytes() - num_before >= len(finished.body)
         await self.env.hang_up()
         return record
 
@@ -377,7 +377,7 @@ async def test_nothing_of_a_rollout_is_reachable_once_it_was_delivered(
             del record
             # Aborts are repeated for a moment, lost clients noticed by the server alone, and what
             # was sent is let go of by a thread of zmq's.
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 async with asyncio.timeout(SOON_S):
                     while in_use(mesh):  # noqa: ASYNC110 - as said
                         await asyncio.sleep(0)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError, TrajectoryEnded
+from rollmesh.core.heap import freed_bytes
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.prompts import Prompts
@@ -54,7 +55,9 @@ async def test_the_end_of_a_group_leaves_nothing(prompts: Prompts) -> None:
     first.session.finish(reply)
     assert (runtime.num_calls, runtime.num_tokens) == (1, 2)
     assert all(runtime.held()[what] > 0 for what in ("graph", "history"))
+    num_held, num_freed = first.session.held_bytes, freed_bytes()
     runtime.cleanup_group(GROUP)
+    assert freed_bytes() - num_freed >= num_held  # so that a trim gives it back
     runtime.cleanup_group(GROUP)
     assert sum(runtime.held().values()) == 0
     assert first.session.state is SessionState.SEALED
