@@ -18,6 +18,7 @@ async def test_the_same_body_attaches_while_it_is_undelivered(prompts: Prompts, 
 async def test_a_marked_retry_after_delivery_is_answered_again(prompts: Prompts, say: Say) -> None:
     session = open_session(ScriptedSampler([say("4")]), prompts)
     first, answer = await call(session, turn(USER))
+    assert first.answer is None  # it is parsed again from its tokens
     again, same = await call(session, turn(USER, is_retry=True))
     assert again is first
     assert same == answer
