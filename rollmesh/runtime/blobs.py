@@ -210,7 +210,8 @@ class BlobStore:
             blob.spill(self._file)
         except OSError as error:
             if not self._has_warned:
-                log.warning("blobs.not_spilled", error=str(error), remedy="they stay in memory")
+                remedy = "they stay in memory; make room in interception.spill_folder"
+                log.warning("blobs.not_spilled", error=str(error), remedy=remedy)
             self._has_warned = True
             return False
         with self._lock:
