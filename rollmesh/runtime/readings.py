@@ -16,6 +16,8 @@ from rollmesh.runtime.turns import ReadUnit
 
 MIN_UNIT_BYTES = 4096
 """Shorter ones are read sooner than they are looked up."""
+MAX_UNITS = 1024
+"""The newest: agents that move a cache marker spell a unit anew at each turn."""
 
 _Key = tuple[ReadUnit, int]
 """Who reads, and the hash of the unit."""
@@ -56,3 +58,5 @@ class Readings:
         # An assistant's message may be held as one that says less or more: see meanings().
         if shows and all(each.role != "assistant" for each in messages):
             self._said[read, unit_key] = said
+            if len(self._said) > MAX_UNITS:
+                del self._said[next(iter(self._said))]

@@ -7,7 +7,7 @@ import pytest
 
 from rollmesh.runtime.chat import ChatMessage, read_message
 from rollmesh.runtime.history import read_chat
-from rollmesh.runtime.readings import MIN_UNIT_BYTES
+from rollmesh.runtime.readings import MAX_UNITS, MIN_UNIT_BYTES, Readings
 from rollmesh.runtime.turns import Turn
 from tests.unit.runtime.history_world import Held
 from tests.unit.runtime.session_world import SYSTEM, USER, Message, said
@@ -77,3 +77,15 @@ def test_another_reader_reads_for_himself() -> None:
     ask(held, one, SYSTEM, USER, said("4"), shot(1))
     ask(held, other, SYSTEM, OLD, said("4"), shot(1))
     assert (one.num_long, other.num_long) == (1, 1)
+
+
+def test_the_newest_units_are_known() -> None:
+    (message,) = read_chat(msgspec.json.encode(shot(1)), 0)
+    images = {image.digest: image for image in message.images()}
+    readings = Readings(images)
+    units = [b"%d" % n + b"x" * MIN_UNIT_BYTES for n in range(MAX_UNITS + 1)]
+    for unit in units:
+        readings.keep(read_chat, hash(unit), [message], [message.as_json()])
+    assert len(readings) == MAX_UNITS
+    assert readings.find(read_chat, units[0]) is None
+    assert readings.find(read_chat, units[-1]) == [message]
