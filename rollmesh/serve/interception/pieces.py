@@ -6,7 +6,7 @@ the process's one table of blobs; driven by the relay and by account.py.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rollmesh.runtime.blobs import Blob, hold
 
@@ -38,8 +38,10 @@ def part_of(piece: Piece, start: int, stop: int) -> bytes | memoryview:
     return memoryview(piece)[start:stop] if isinstance(piece, bytes) else piece.part(start, stop)
 
 
-def joined(pieces: Iterable[Piece]) -> bytes:
-    """All in one."""
+def joined(pieces: Sequence[Piece]) -> bytes:
+    """All in one; of one that is short, no copy."""
+    if len(pieces) == 1 and isinstance(pieces[0], bytes):
+        return pieces[0]
     return b"".join([p if isinstance(p, bytes) else p.read() for p in pieces])
 
 

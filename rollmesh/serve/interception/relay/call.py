@@ -134,7 +134,8 @@ class RelayCall:
         """It stopped; the last one hangs up what still runs."""
         self._num_readers -= 1
         if not self._num_readers:
-            self.cut(SessionError(499, "abandoned", "the client hung up"))
+            if self.is_running:
+                self.cut(SessionError(499, "abandoned", "the client hung up"))
             self._pieces = [] if self.state is CallState.CUT else [held(self.body)]
 
     async def wait(self, num_pieces: int) -> None:

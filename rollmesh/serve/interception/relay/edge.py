@@ -82,7 +82,7 @@ class _Exchange:
         limits = config.max_body_bytes, config.keepalive_s
         parcel = self._parcel(secret)
         if is_kept:
-            body = session.follow()
+            body = session.follow(request.num_bytes if request.is_whole else sys.maxsize)
             with session.reading():
                 await request.read_into(body, *limits)
                 if request.num_bytes >= LONG_BYTES:

@@ -8,8 +8,8 @@ it at its end. Driven by edge.py and, through capture.py, by the gateway's book.
 """
 
 import asyncio
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from types import TracebackType
 
 import msgspec
 
@@ -72,34 +72,35 @@ class RelaySession:
         """Of answers that are long."""
         self._sealed_because = ""
 
-    def follow(self) -> Following:
-        """Of the body of the next call; SessionError 410 if the session is sealed, 400 if it holds
-        more than it may."""
+    def follow(self, num_bytes: int) -> Following:
+        """Of the body of the next call, which may have so many bytes; SessionError 410 if the
+        session is sealed, 400 if it holds more than it may."""
         if self._sealed_because:
             raise self._gone()
         if self.spent_because:
             raise self._spent()
         self._threads = self._threads or Threads()
-        return self._threads.follow()
+        return self._threads.follow(num_bytes)
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Around the reading of a body, and what is made of it: SessionError 410 if the session is
-        sealed meanwhile."""
+    def reading(self) -> "Reading":
+        """Around the reading of a body, and what is made of it."""
+        return Reading(self)
+
+    def begin_reading(self) -> asyncio.Task[object]:
+        """This task reads a body from now on."""
         task = asyncio.current_task()
         assert task is not None
         self._coming.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
+        return task
+
+    def end_reading(self, task: asyncio.Task[object], error: BaseException | None) -> None:
+        """It reads no more, for this reason; SessionError 410 if the session was sealed."""
+        self._coming.discard(task)
+        if isinstance(error, asyncio.CancelledError):
             if self._sealed_because and task.uncancel() == 0:
                 raise self._gone() from None
-            raise  # the client hung up
-        except ContentLost as error:
+        elif isinstance(error, ContentLost):
             self.fault = str(error)
-            raise
-        finally:
-            self._coming.discard(task)
 
     def call(self, route: str, parcel: Parcel, body: Following, mark: RetryMark) -> RelayCall:
         """The call that answers this request: a new one, or the one that a retry repeats.
@@ -154,16 +155,16 @@ class RelaySession:
 
     @property
     def held_bytes(self) -> int:
-        return sum(self.held().values())
+        threads = self._threads
+        num_bytes = self._answer_bytes() + self._num_blob_bytes
+        return num_bytes + threads.num_bytes + threads.num_blob_bytes if threads else num_bytes
 
     def held(self) -> dict[str, int]:
         """Bytes by what: answers beside their overhead, histories, and blobs, which other sessions
         may hold, too."""
         threads = self._threads
         return {
-            "answers": self._num_answer_bytes
-            + CALL_BYTES * len(self._calls)
-            + sum([call.num_bytes for call in self._live]),
+            "answers": self._answer_bytes(),
             "history": threads.num_bytes if threads else 0,
             "blobs": self._num_blob_bytes + (threads.num_blob_bytes if threads else 0),
         }
@@ -212,8 +213,32 @@ class RelaySession:
     def _spent(self) -> SessionError:
         return SessionError(400, OVER_LIMIT, f"this session has ended: {self.spent_because}")
 
+    def _answer_bytes(self) -> int:
+        num_bytes = self._num_answer_bytes + CALL_BYTES * len(self._calls)
+        return num_bytes + sum([call.num_bytes for call in self._live]) if self._live else num_bytes
+
     def _gone(self) -> SessionError:
         return SessionError(410, "session_sealed", f"this session is over: {self._sealed_because}")
+
+
+class Reading:
+    """See RelaySession.reading; no generator, since each call has one."""
+
+    __slots__ = ("_session", "_task")
+
+    def __init__(self, session: RelaySession) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        self._task = self._session.begin_reading()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._session.end_reading(self._task, error)
 
 
 def _repeats(known: RelayCall, route: str, request: Request, key: str) -> bool:

@@ -11,6 +11,7 @@ linear in distinct messages, and every request can be told again. Driven by sess
 import codecs
 import re
 import secrets
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from rollmesh.serve.interception.relay.tips import Following, Tip
 
 MAX_TIPS = 4
 """Histories that are known by their bytes: the main line, a sub-agent or two, a title."""
+TIPPED_BYTES = 4096
+"""A shorter body is sooner read than compared."""
 MAX_JOINED_BYTES = 64 * 1024
 """A body up to this is forwarded in one piece, which is cheaper than many short ones."""
 SPOT_BYTES = 600
@@ -120,7 +123,8 @@ class _Read(NamedTuple):
 class Threads:
     """One per session."""
 
-    def __init__(self) -> None:
+    def __init__(self, tipped_bytes: int = TIPPED_BYTES) -> None:
+        """Shorter bodies than `tipped_bytes` are read whole."""
         self.num_blob_bytes = 0
         """Of the blobs held, which other sessions may hold, too."""
         self._root = Spot(None, ())
@@ -131,6 +135,7 @@ class Threads:
         """Settings, tools and system texts."""
         self._blobs: set[Blob] = set()
         self._num_text_bytes = 0
+        self._tipped_bytes = tipped_bytes
         self._is_first = True
 
     @property
@@ -138,9 +143,9 @@ class Threads:
         """Held beside the blobs."""
         return self._num_text_bytes + sum([tip.num_text_bytes for tip in self._tips])
 
-    def follow(self) -> Following:
-        """Of the next body."""
-        return Following(self._tips)
+    def follow(self, num_bytes: int = sys.maxsize) -> Following:
+        """Of the next body, of which so many bytes are all there is."""
+        return Following(self._tips if num_bytes >= self._tipped_bytes else ())
 
     def hold(self, body: Following) -> Taken:
         """Keep what is new in a body that has come in."""
@@ -206,10 +211,11 @@ class Threads:
         if bytes(memoryview(history)[:1]) != b"[":
             joint, spot = self._go(self._root, [_alone(history)])
             return _Read(fields, joint, spot, None, raw)
-        opened = re.search(rb'"%b"\s*:\s*\[' % key.encode(), raw)
-        at = opened.end() - 1 if opened else 0
         elements = _elements.decode(history)
-        if not opened or not elements or not raw.startswith(history, at):
+        is_long = len(raw) >= self._tipped_bytes and elements
+        opened = re.search(rb'"%b"\s*:\s*\[' % key.encode(), raw) if is_long else None
+        at = opened.end() - 1 if opened else 0
+        if not opened or not raw.startswith(history, at):
             joint, spot = self._go(self._root, map(_alone, elements))
             return _Read(fields, joint, spot, None, raw)
         tip = Tip(raw[:at], key)

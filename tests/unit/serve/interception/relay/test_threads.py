@@ -10,7 +10,12 @@ import pytest
 
 from rollmesh.runtime import blobs
 from rollmesh.serve.interception.pieces import joined
-from rollmesh.serve.interception.relay.threads import SPOT_BYTES, Request, Threads
+from rollmesh.serve.interception.relay.threads import (
+    SPOT_BYTES,
+    TIPPED_BYTES,
+    Request,
+    Threads,
+)
 
 IMAGE_BYTES = 100_000
 READ_BYTES = 20_000
@@ -46,7 +51,7 @@ def said(text: str, role: str = "user") -> dict[str, str]:
 
 
 def test_a_growing_history_is_kept_once_and_told_again() -> None:
-    threads = Threads()
+    threads = Threads(tipped_bytes=0)
     messages: list[Any] = [said("rules " * 50, "system")]
     told = []
     for turn in range(40):
@@ -64,7 +69,7 @@ def test_a_growing_history_is_kept_once_and_told_again() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_histories_is_told_again(seed: int) -> None:
     chance = random.Random(seed)
-    threads = Threads()
+    threads = Threads(tipped_bytes=0)
     line: list[Any] = []
     for _ in range(60):
         match chance.randrange(5):
@@ -84,7 +89,7 @@ def test_any_order_of_histories_is_told_again(seed: int) -> None:
 
 
 def test_the_same_request_is_known_whatever_its_white_space() -> None:
-    threads = Threads()
+    threads = Threads(tipped_bytes=0)
     one = hold(threads, body(said("a"), temperature=0))
     spaced = hold(threads, msgspec.json.format(body(said("a"), temperature=0)))
     warmer = hold(threads, body(said("a"), temperature=1))
@@ -106,7 +111,7 @@ def test_an_image_is_kept_once_though_its_message_changes() -> None:
         part = {"type": "image_url", "image_url": {"url": image}}
         return {"role": "user", "content": [{**part, "cache_control": {}} if marker else part]}
 
-    threads = Threads()
+    threads = Threads(tipped_bytes=0)
     first = hold(threads, body(shown(True)))
     again = hold(threads, body(shown(False), said("ok", "assistant"), shown(True)))
     assert first
@@ -118,7 +123,7 @@ def test_an_image_is_kept_once_though_its_message_changes() -> None:
 
 
 def test_of_a_long_history_only_what_is_new_is_kept_while_it_comes_in() -> None:
-    threads = Threads()
+    threads = Threads(tipped_bytes=0)
     shown: list[Any] = []
     for number in range(6):
         shown.append(screenshot(number))
@@ -136,7 +141,7 @@ def test_of_a_long_history_only_what_is_new_is_kept_while_it_comes_in() -> None:
 
 
 def test_an_agent_that_shows_the_last_images_alone_has_each_kept_once() -> None:
-    threads = Threads()
+    threads = Threads(tipped_bytes=0)
     messages: list[Any] = []
     for number in range(8):
         messages.append(screenshot(number))
@@ -149,7 +154,7 @@ def test_an_agent_that_shows_the_last_images_alone_has_each_kept_once() -> None:
 
 
 def test_sessions_that_show_the_same_share_its_bytes() -> None:
-    one, other = Threads(), Threads()
+    one, other = Threads(tipped_bytes=0), Threads(tipped_bytes=0)
     text = said("a long text " * 3000)
     first, second = hold(one, body(screenshot(1), text)), hold(other, body(text, screenshot(1)))
     assert first
@@ -161,7 +166,7 @@ def test_sessions_that_show_the_same_share_its_bytes() -> None:
 
 
 def test_what_was_spilled_is_known_and_forwarded_all_the_same(tmp_path: Path) -> None:
-    threads = Threads()
+    threads = Threads(tipped_bytes=0)
     first = body(screenshot(1))
     assert hold(threads, first)
     blobs.settle(0, tmp_path)
@@ -192,7 +197,7 @@ def test_what_was_spilled_is_known_and_forwarded_all_the_same(tmp_path: Path) ->
 def test_a_body_that_begins_as_another_is_read_as_if_nothing_were_held(
     one: bytes, other: bytes, messages: list[bytes] | None
 ) -> None:
-    threads = Threads()
+    threads = Threads(tipped_bytes=0)
     assert hold(threads, one)
     request = hold(threads, other)
     assert (messages_of(request) if request else None) == messages
@@ -208,18 +213,18 @@ def test_a_body_that_begins_as_another_is_read_as_if_nothing_were_held(
     ],
 )
 def test_other_dialects_have_their_histories_elsewhere(raw: bytes, messages: list[bytes]) -> None:
-    request = hold(Threads(), raw)
+    request = hold(Threads(tipped_bytes=0), raw)
     assert request is not None
     assert messages_of(request) == messages
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"messages":[}', b"\xff", b"[" * 5000])
 def test_what_is_no_request_is_none(raw: bytes) -> None:
-    assert hold(Threads(), raw) is None
+    assert hold(Threads(tipped_bytes=0), raw) is None
 
 
 def test_forks_are_told_with_their_cause() -> None:
-    threads = Threads()
+    threads = Threads(tipped_bytes=0)
     a, b, c = said("a"), said("b", "assistant"), said("c")
     tools = [{"type": "function"}]
 
@@ -240,3 +245,22 @@ def test_forks_are_told_with_their_cause() -> None:
     assert fork(a, b, c, tools=tools) == "tools_changed"
     assert fork(a, b, c, tools=tools) == ""
     assert fork(a, b, c, tools=tools, system="s") == "system_changed"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_short_bodies_are_kept_as_others_are(seed: int) -> None:
+    chance = random.Random(seed)
+    short, tipped = Threads(), Threads(tipped_bytes=0)
+    messages: list[dict[str, str]] = []
+    for turn in range(30):
+        if chance.random() < 0.3:
+            del messages[chance.randrange(len(messages) + 1) :]
+        messages += [said(f"result {turn} " * 8), said("ok", "assistant")][: chance.randint(1, 2)]
+        raw = body(*messages, temperature=chance.choice((0, 1)))
+        one, other = hold(short, raw), hold(tipped, raw)
+        assert one
+        assert other
+        assert messages_of(one) == messages_of(other)
+        assert (one.settings, one.fork) == (other.settings, other.fork)
+        assert len(raw) < TIPPED_BYTES
+    assert short.num_bytes < tipped.num_bytes
