@@ -285,15 +285,14 @@ def _chat(answer: Answer, with_logprobs: bool) -> bytes:
     })  # fmt: skip
 
 
-async def _serve(folder: Path, ready_fd: int | None) -> None:
-    engine = Engine(read_canned(folder))
+async def serve(engine: Engine, name: str, ready_fd: int | None) -> None:
+    """Answer until killed."""
     listening = listen("127.0.0.1:0")
     loop = asyncio.get_running_loop()
     server = await loop.create_server(partial(Framed, engine), sock=listening, backlog=1024)
     gc.freeze()
-    gc.disable()
     host, port = listening.getsockname()
-    announce(ready_fd, Ready("canned", os.getpid(), f"http://{host}:{port}"))
+    announce(ready_fd, Ready(name, os.getpid(), f"http://{host}:{port}"))
     await server.serve_forever()
 
 
@@ -304,7 +303,8 @@ def main() -> None:
     arguments.add_argument("--ready-fd", type=int)
     options = arguments.parse_args()
     die_with_parent()
-    uvloop.run(_serve(options.folder, options.ready_fd))
+    gc.disable()
+    uvloop.run(serve(Engine(read_canned(options.folder)), "canned", options.ready_fd))
 
 
 if __name__ == "__main__":

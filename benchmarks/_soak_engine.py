@@ -8,20 +8,17 @@ of body cost this side next to nothing. Driven by _soak_mesh.py.
 """
 
 import argparse
-import asyncio
-import gc
 import os
 import random
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 
 import msgspec
 import uvloop
 
-from benchmarks._canned import DONE, STREAM_HEAD, Engine, Framed, Pace, Stream, chunk
+from benchmarks._canned import DONE, STREAM_HEAD, Engine, Framed, Pace, Stream, chunk, serve
 from benchmarks._corpus import Answer, Canned, read_canned
-from rollmesh.core.process import Ready, announce, die_with_parent, listen
+from rollmesh.core.process import die_with_parent
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.testing.model_folder import write_large_folder
 
@@ -118,17 +115,6 @@ def _call_id(answer: Answer) -> str:
     return f"call_{abs(hash(tuple(answer.token_ids))):x}"
 
 
-async def _serve(folder: Path, ready_fd: int | None) -> None:
-    engine = SoakEngine(read_canned(folder))
-    listening = listen("127.0.0.1:0")
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(partial(Framed, engine), sock=listening, backlog=1024)
-    gc.freeze()
-    host, port = listening.getsockname()
-    announce(ready_fd, Ready("engine", os.getpid(), f"http://{host}:{port}"))
-    await server.serve_forever()
-
-
 def main() -> None:
     """Serve until killed."""
     arguments = argparse.ArgumentParser(prog="python -m benchmarks._soak_engine")
@@ -137,7 +123,7 @@ def main() -> None:
     options = arguments.parse_args()
     die_with_parent()
     os.nice(GIVE_WAY)
-    uvloop.run(_serve(options.folder, options.ready_fd))
+    uvloop.run(serve(SoakEngine(read_canned(options.folder)), "engine", options.ready_fd))
 
 
 if __name__ == "__main__":
