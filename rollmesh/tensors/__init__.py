@@ -1,0 +1,1 @@
+"""RTensor: handles travel, bytes move once to who needs them, and are gone when the step ends."""
