@@ -6,6 +6,7 @@
         EnvError           an environment that cannot be imported or does not keep to the interface
         ModelError         a model folder that is not one, or of a type we do not run
         AddressError       an address in use, not reachable, or not allowed
+        DispatchError      a call whose rows do not divide, or whose answers do not add up
       WireError            a frame that does not parse; counted and answered, never fatal
       EngineError          an engine refused, failed or vanished
         EngineUnavailable  no engine is READY, or it did not answer
@@ -26,6 +27,14 @@
         AttemptsExhausted  worker after worker died that had it
         Quarantined        workers died that had it, as if it were why; it will not run again
         GroupIncomplete    it ran, but not all of its rollouts came to an outcome
+      TensorError          a tensor of the data plane cannot be had, or cannot be kept
+        ShardMissing       its owner answers, and does not hold it
+        OwnerGone          its owner does not answer, or hung up in mid-fetch
+        StoreFull          the byte budget of a store leaves no room for it
+        FetchMismatch      a backend gave other shards, or other sizes, than were asked for
+      RankError            the ranks of a trainer did not do what they were called for
+        RankGone           one ended, or is silent, and all stop with it
+        CallFailed         a call's arguments could not be had, or it raised
       InfraError           a rollout failed for reasons that are not the agent's
       AgentFailed          a rollout failed and the agent itself is at fault
         ContextFull        the conversation is longer than the model's context, or than may be held
@@ -34,8 +43,19 @@ Invariant: a message names the key, address or file and says what to do. `assert
 mistakes. Driven by everyone.
 """
 
+from typing import Literal
+
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord
+
+MissReason = Literal["cleared", "expired", "owner_restarted", "never_seen"]
+
+_MISSES: dict[MissReason, str] = {
+    "cleared": "it was cleared, or the step that took it has ended",
+    "expired": "its lease ran out before a batch took it, or anybody renewed it",
+    "owner_restarted": "its owner was started anew, and what it held before is gone",
+    "never_seen": "its owner never gave out this id",
+}
 
 
 class RollmeshError(Exception):
@@ -60,6 +80,10 @@ class ModelError(UserError):
 
 class AddressError(UserError):
     """An address is in use, does not answer, or is not allowed without keys."""
+
+
+class DispatchError(UserError):
+    """The rows of a call do not divide by the heads, or what these answer cannot become one."""
 
 
 class WireError(RollmeshError):
@@ -172,6 +196,68 @@ class Quarantined(GroupError):
 
 class GroupIncomplete(GroupError):
     """Rollouts of the group failed for reasons that are not the agent's; see `record`."""
+
+
+class RankError(RollmeshError):
+    """The ranks of a trainer did not do what they were called for."""
+
+
+class RankGone(RankError):
+    """A rank ended or is silent; its collectives cannot go on, so all ranks end with it."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(f"rank {rank} is gone: {cause}; start a new controller")
+        self.rank = rank
+        self.cause = cause
+
+
+class CallFailed(RankError):
+    """A call failed at a rank: its arguments could not be had, so that none ran, or it raised."""
+
+    def __init__(self, call: str, rank: int, error: str) -> None:
+        super().__init__(f"{call} failed at rank {rank}: {error}")
+        self.call = call
+        self.rank = rank
+        self.error = error
+
+
+class TensorError(RollmeshError):
+    """A tensor of the data plane cannot be had, or cannot be kept."""
+
+
+class ShardMissing(TensorError):
+    """Its owner answers, and does not hold the shard; another try would miss it too."""
+
+    def __init__(self, shard_id: int, owner: str, reason: MissReason) -> None:
+        whose = f" of {owner}" if owner else ""
+        super().__init__(f"shard {shard_id:#x}{whose} is not there ({reason}): {_MISSES[reason]}")
+        self.shard_id = shard_id
+        self.owner = owner
+        self.reason: MissReason = reason
+
+
+class OwnerGone(TensorError):
+    """The owner does not answer, or hung up in mid-fetch; what it held may be gone with it."""
+
+    def __init__(self, owner: str, why: str) -> None:
+        super().__init__(f"{owner} is gone: {why}; is its process alive, and reachable from here?")
+        self.owner = owner
+
+
+class StoreFull(TensorError):
+    """The byte budget of a store, or the memory under it, leaves no room."""
+
+    def __init__(self, wanted_bytes: int, held_bytes: int, max_bytes: int, why: str = "") -> None:
+        room = f"{wanted_bytes} bytes do not fit: {held_bytes} of {max_bytes} are held"
+        remedy = "end steps or clear batches sooner, or raise the budget"
+        super().__init__(f"{room}{why and f', {why}'}; {remedy}")
+        self.wanted_bytes = wanted_bytes
+        self.held_bytes = held_bytes
+        self.max_bytes = max_bytes
+
+
+class FetchMismatch(TensorError):
+    """A backend gave another number of shards, or another size, than asked; none of it is kept."""
 
 
 class InfraError(RollmeshError):

@@ -1,0 +1,134 @@
+"""RTensor, the handle of a tensor that lies elsewhere; Content, its bytes; and packs of handles.
+
+A handle says all that a controller needs to route a batch: where the bytes are, of which step, and
+how many. A pack holds handles by column, with each owner and each kind (dtype, shape, size) written
+once: some 14 bytes a handle. Invariants: a shard's id is unique in a mesh, since its upper half is
+drawn anew whenever an owner starts; whatever arrives, `unpack` gives handles or raises WireError.
+Driven by every process that sends a batch or receives one.
+"""
+
+import secrets
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import msgspec
+import numpy as np
+
+from rollmesh.core.errors import WireError
+from rollmesh.wire.frames import UNREADABLE
+
+if TYPE_CHECKING:
+    from rollmesh.tensors.torch_bridge import ReadOnlyTensor
+
+UNTAGGED = -1
+"""The step of what no batch has taken."""
+PACK_LAYOUT = 1
+NUMBER_BITS = 32
+INCARNATION_BITS = 31
+"""So that an id fits into 63 bits: languages and databases without unsigned ones can hold it."""
+
+_Value = TypeVar("_Value", bound=Hashable)
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Step = Annotated[int, msgspec.Meta(ge=UNTAGGED)]
+
+
+class RTensor(msgspec.Struct, frozen=True, gc=False):
+    """Where one tensor lies, and what it is.
+
+    >>> RTensor(7 << 32 | 1, "tcp://10.0.0.4:7000", 3, "bfloat16", (8, 1024), 16384).incarnation
+    7
+    """
+
+    shard_id: int
+    """64 bits: the owner's incarnation, then the number it gave."""
+    owner: str
+    """tcp://host:port of the process that holds the bytes; '' while that serves nobody."""
+    step: int
+    """The train step that took it, or UNTAGGED."""
+    dtype: str
+    """torch's name for it: bfloat16, float8_e4m3fn, int32, bool."""
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @property
+    def incarnation(self) -> int:
+        """Which life of its owner stored it."""
+        return self.shard_id >> NUMBER_BITS
+
+    def tagged(self, step: int) -> "RTensor":
+        """The same shard, taken by `step`; the owner is told by its store's `take`."""
+        return RTensor(self.shard_id, self.owner, step, self.dtype, self.shape, self.num_bytes)
+
+    def to_local(self) -> "ReadOnlyTensor":
+        """The tensor, read-only, by way of this process's plane; TensorError where it is not to
+        be had."""
+        # The plane knows handles; that a handle knows the way to the plane is a convenience.
+        from rollmesh.tensors.plane import current  # noqa: PLC0415 - would import in a circle
+
+        local: ReadOnlyTensor = current().localize(self)
+        return local
+
+
+class Content(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The bytes of one shard in this process, whoever owns it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+    """uint8 [num_bytes], contiguous. While this very array lives, its memory stays: what is made
+    from it refers to it, and never to an array further down."""
+
+
+class _Pack(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    layout: int
+    owners: list[str]
+    kinds: list[tuple[str, tuple[_Count, ...], _Count]]
+    """(dtype, shape, num_bytes)"""
+    shard_ids: list[_Count]
+    steps: list[_Step]
+    owner_of: list[_Count]
+    kind_of: list[_Count]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Pack)
+
+
+def new_incarnation() -> int:
+    """A fresh number for an owner that starts; never 0."""
+    return secrets.randbelow((1 << INCARNATION_BITS) - 1) + 1
+
+
+def pack(handles: Sequence[RTensor]) -> bytes:
+    """The handles as one message, in their order."""
+    owners, owner_of = _numbered([each.owner for each in handles])
+    kinds, kind_of = _numbered([(each.dtype, each.shape, each.num_bytes) for each in handles])
+    shard_ids = [each.shard_id for each in handles]
+    steps = [each.step for each in handles]
+    return _encoder.encode(_Pack(PACK_LAYOUT, owners, kinds, shard_ids, steps, owner_of, kind_of))
+
+
+def unpack(buffer: bytes | bytearray | memoryview) -> list[RTensor]:
+    """The inverse of `pack`; WireError in one line on anything else."""
+    try:
+        packed = _decoder.decode(buffer)
+    except UNREADABLE as error:
+        raise WireError(f"not a pack of handles: {error}") from None
+    if packed.layout != PACK_LAYOUT:
+        raise WireError(f"handles are packed in layout {packed.layout}, we read {PACK_LAYOUT}")
+    owners, kinds = packed.owners, packed.kinds
+    columns = (packed.shard_ids, packed.owner_of, packed.steps, packed.kind_of)
+    try:
+        return [
+            RTensor(shard_id, owners[owner], step, *kinds[kind])
+            for shard_id, owner, step, kind in zip(*columns, strict=True)
+        ]
+    except (ValueError, IndexError):
+        raise WireError("a pack of handles whose columns do not fit each other") from None
+
+
+def _numbered(values: Iterable[_Value]) -> tuple[list[_Value], list[int]]:
+    """The distinct values in order of appearance, and for each value the place of its like."""
+    places: dict[_Value, int] = {}
+    numbers = [places.setdefault(value, len(places)) for value in values]
+    return list(places), numbers

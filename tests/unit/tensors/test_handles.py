@@ -1,0 +1,134 @@
+"""Handles travel as columns, and whatever is no pack of them is said to be none."""
+
+import random
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.core.errors import WireError
+from rollmesh.tensors.handles import UNTAGGED, RTensor, new_incarnation, pack, unpack
+
+DTYPES = ["bfloat16", "float8_e4m3fn", "int32", "bool", "complex128"]
+HANDLES = st.builds(
+    RTensor,
+    shard_id=st.integers(0, 2**64 - 1),
+    owner=st.sampled_from(["tcp://10.0.0.1:7000", "tcp://[::1]:7001", ""]),
+    step=st.integers(UNTAGGED, 2**40),
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(0, 2**40), max_size=5).map(tuple),
+    num_bytes=st.integers(0, 2**50),
+)
+
+
+def batch(num_rollouts: int = 256, num_keys: int = 8) -> list[RTensor]:
+    """The handles of a train step: each rollout of a length of its own."""
+    rng = random.Random(0)
+    handles = []
+    for number in range(num_rollouts * num_keys):
+        if number % num_keys == 0:
+            length = rng.randrange(100, 8192)
+        owner = f"tcp://10.0.0.{number % 4}:7000"
+        dtype = ("int32", "float32")[number % 2]
+        handles.append(RTensor(9 << 32 | number, owner, 3, dtype, (length,), 4 * length))
+    return handles
+
+
+def test_incarnation_is_the_upper_half_of_the_id() -> None:
+    handle = RTensor(0x7FFFFFFF << 32 | 5, "tcp://h:1", UNTAGGED, "int32", (), 4)
+    assert handle.incarnation == 0x7FFFFFFF
+
+
+def test_incarnations_are_31_random_bits_and_never_zero() -> None:
+    drawn = {new_incarnation() for _ in range(1000)}
+    assert len(drawn) > 990
+    assert all(0 < each < 2**31 for each in drawn)
+
+
+def test_a_tagged_handle_differs_in_its_step_alone() -> None:
+    handle = batch(1)[0]
+    assert handle.tagged(17) == msgspec.structs.replace(handle, step=17)
+
+
+@given(st.lists(HANDLES, max_size=30))
+def test_what_is_packed_is_unpacked_in_order(handles: list[RTensor]) -> None:
+    assert unpack(pack(handles)) == handles
+
+
+def test_a_pack_can_be_read_from_any_buffer() -> None:
+    packed = pack(batch(3))
+    assert unpack(memoryview(b"__" + packed)[2:]) == unpack(bytearray(packed)) == batch(3)
+
+
+def test_a_batch_of_handles_is_small_on_the_wire() -> None:
+    assert len(pack(batch())) < 20 * 2048
+    same_kind = [RTensor(9 << 32 | n, "tcp://h:1", 3, "int32", (64,), 256) for n in range(2048)]
+    assert len(pack(same_kind)) < 15 * 2048
+
+
+def test_2048_handles_are_packed_and_unpacked_in_a_millisecond_each() -> None:
+    handles = batch()
+    packed = pack(handles)
+    # The best of many: what the machine does besides is not what is asked. Twice the goal, since
+    # CI machines differ; benchmarks/tensors.py holds the goal itself.
+    assert min(cpu_s(lambda: pack(handles)) for _ in range(20)) < 0.002
+    assert min(cpu_s(lambda: unpack(packed)) for _ in range(20)) < 0.002
+
+
+def cpu_s(act: Callable[[], object]) -> float:
+    start = time.thread_time()
+    act()
+    return time.thread_time() - start
+
+
+def test_what_was_cut_or_bent_is_no_pack() -> None:
+    packed = pack(batch(4))
+    rng = random.Random(1)
+    for stop in range(len(packed)):
+        with pytest.raises(WireError):
+            unpack(packed[:stop])
+    for _ in range(2000):
+        bent = bytearray(packed)
+        bent[rng.randrange(len(bent))] = rng.randrange(256)
+        assert isinstance(unpacked_or_error(bent), list | WireError)
+
+
+def unpacked_or_error(buffer: bytearray) -> list[RTensor] | WireError:
+    try:
+        return unpack(buffer)
+    except WireError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "noise", [b"", b"\xc0", b"\x90", b"\x91" * 5000, b"\xdd\xff\xff\xff\xff", b"\xa5Hello", b"{}"]
+)
+def test_noise_is_no_pack(noise: bytes) -> None:
+    with pytest.raises(WireError):
+        unpack(noise)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {0: 2},
+        {3: [1]},
+        {3: [-1, 2]},
+        {4: [3, -2]},
+        {5: [0, 1]},
+        {5: [0, -1]},
+        {6: [0, 7]},
+        {2: [["int32", [-4], 16]]},
+        {2: [["int32", [4], -16]]},
+    ],
+    ids=str,
+)
+def test_columns_that_do_not_fit_are_no_pack(fields: dict[int, object]) -> None:
+    true: list[object] = [1, ["tcp://h:1"], [["int32", [4], 16]], [1, 2], [3, 3], [0, 0], [0, 0]]
+    assert len(unpack(msgspec.msgpack.encode(true))) == 2
+    bent = [fields.get(place, field) for place, field in enumerate(true)]
+    with pytest.raises(WireError):
+        unpack(msgspec.msgpack.encode(bent))
