@@ -1,0 +1,193 @@
+"""Threads that ask, wait, fail and clear in every order, against a buffer written naively.
+
+Owns the naive buffer: what is kept in the order of use, and who fetches what. Invariant: the next
+step is taken when the last has had its effect, which is seen from outside: a thread that waits for
+others also asks for a shard of its own, so that its fetch says how far it has come. Driven by
+test_buffer.py.
+"""
+
+import time
+from functools import partial
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from rollmesh.core.errors import OwnerGone
+from rollmesh.tensors.buffer import BufferStats, FetchBuffer
+from rollmesh.tensors.handles import UNTAGGED, RTensor
+from tests.unit.tensors.fetches import (
+    OWNER,
+    WAIT_S,
+    Asking,
+    HeldFetch,
+    Owners,
+    assert_are,
+    handle,
+    ids,
+)
+
+MAX_BYTES = 12
+LARGE = 7
+"""This shard is larger than the budget; the others have as many bytes as their number."""
+FIRST_OWN = 100
+"""From here on, shards that one thread alone asks for."""
+
+numbers = st.lists(st.integers(0, LARGE), max_size=5)
+places = st.integers(0, 9)
+
+
+class Call:
+    """One thread in `get_many`."""
+
+    def __init__(self, wanted: list[RTensor], own: list[RTensor], awaited: list["Call"]) -> None:
+        self.wanted = wanted
+        self.own = {each.shard_id: each for each in own}
+        self.awaited = awaited
+        self.has_failed = False
+        self.fetch = HeldFetch(Owners())
+
+    def start(self, buffer: FetchBuffer) -> None:
+        self.asking = Asking(partial(buffer.get_many, self.wanted, self.fetch))
+
+    def check_end(self) -> None:
+        """It ends with what it asked for, or with the error of who fetched some of it."""
+        is_failure = self.has_failed or any(each.has_failed for each in self.awaited)
+        try:
+            contents = self.asking.ended()
+        except OwnerGone:
+            assert is_failure
+        else:
+            assert not is_failure
+            assert_are(contents, self.wanted)
+
+
+class BufferSchedule(RuleBasedStateMachine):
+    """See the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = FetchBuffer(MAX_BYTES)
+        self.kept: dict[int, RTensor] = {}
+        self.coming: dict[int, Call] = {}
+        self.fetching: list[Call] = []
+        self.waiting: list[Call] = []
+        self.ended_step = UNTAGGED
+        self.num_hits = 0
+        self.num_fetched = 0
+        self.num_calls = 0
+
+    @rule(numbers=numbers, step=st.integers(UNTAGGED, 4))
+    def ask(self, numbers: list[int], step: int) -> None:
+        wanted = [handle(each, step, 20 if each == LARGE else each) for each in numbers]
+        own: list[RTensor] = []
+        awaited: list[Call] = []
+        for each in dict.fromkeys(wanted):
+            if each.shard_id in self.kept:
+                self.kept[each.shard_id] = self.kept.pop(each.shard_id)
+                self.num_hits += 1
+            elif each.shard_id in self.coming:
+                awaited.append(self.coming[each.shard_id])
+            else:
+                own.append(each)
+        if awaited and not own:
+            own.append(handle(FIRST_OWN + self.num_calls, step, 1))
+            wanted.extend(own)
+        self.num_calls += 1
+        call = Call(wanted, own, awaited)
+        self.coming.update(dict.fromkeys(call.own, call))
+        call.start(self.buffer)
+        if own:
+            call.fetch.wait_begun()
+            self.fetching.append(call)
+        else:
+            call.check_end()
+
+    @precondition(lambda self: self.fetching)
+    @rule(place=places)
+    def land(self, place: int) -> None:
+        call = self.fetching.pop(place % len(self.fetching))
+        for each in self._withdrawn(call):
+            is_ended = UNTAGGED < each.step <= self.ended_step
+            if not is_ended and each.num_bytes <= MAX_BYTES:
+                self.kept[each.shard_id] = each
+        while sum(each.num_bytes for each in self.kept.values()) > MAX_BYTES:
+            del self.kept[next(iter(self.kept))]
+        self.num_fetched += len(call.own)
+        self.waiting.append(call)
+        call.fetch.land()
+
+    @precondition(lambda self: self.fetching)
+    @rule(place=places)
+    def fail(self, place: int) -> None:
+        call = self.fetching.pop(place % len(self.fetching))
+        self._withdrawn(call)
+        call.has_failed = True
+        call.fetch.fail(OwnerGone(OWNER, "it hung up"))
+        call.check_end()
+
+    @rule(numbers=st.none() | numbers)
+    def clear(self, numbers: list[int] | None) -> None:
+        shard_ids = None if numbers is None else ids(*numbers)
+        cleared = {*self.kept, *self.coming} if shard_ids is None else {*shard_ids}
+        assert self.buffer.clear(shard_ids) == self._drop(cleared)
+
+    @rule(step=st.integers(UNTAGGED, 4))
+    def end_step(self, step: int) -> None:
+        ended: set[int] = set()
+        if step > self.ended_step:
+            self.ended_step = step
+            coming = [call.own[each] for each, call in self.coming.items()]
+            ended = {each.shard_id for each in [*self.kept.values(), *coming] if each.step <= step}
+        assert self.buffer.end_step(step) == self._drop(ended)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        total_bytes = sum(each.num_bytes for each in self.kept.values())
+        counted = BufferStats(len(self.kept), total_bytes, self.num_hits, self.num_fetched)
+        give_up_s = time.monotonic() + WAIT_S
+        # What was let land lands in its own time.
+        while self.buffer.stats() != counted and time.monotonic() < give_up_s:
+            time.sleep(0)
+        assert self.buffer.stats() == counted
+
+    @invariant()
+    def who_waits_for_nobody_ends(self) -> None:
+        for call in [*self.waiting]:
+            if not any(each in self.fetching for each in call.awaited):
+                self.waiting.remove(call)
+                call.check_end()
+
+    def teardown(self) -> None:
+        while self.fetching:
+            self.land(0)
+        self.who_waits_for_nobody_ends()
+        assert not self.waiting
+        self.buffer.clear(None)
+        stats = self.buffer.stats()
+        assert (stats.num_tensors, stats.total_bytes) == (0, 0)
+
+    def _withdrawn(self, call: Call) -> list[RTensor]:
+        """Its own shards that it was still to bring, which it is not any more."""
+        mine = [each for each in call.own if self.coming.get(each) is call]
+        for each in mine:
+            del self.coming[each]
+        return [call.own[each] for each in mine]
+
+    def _drop(self, shard_ids: set[int]) -> int:
+        self.coming = {each: call for each, call in self.coming.items() if each not in shard_ids}
+        return len([self.kept.pop(each) for each in shard_ids & self.kept.keys()])
+
+
+def check_schedules(num_schedules: int, num_steps: int) -> None:
+    """So many of them, each of so many steps; AssertionError where the two buffers differ."""
+    run_state_machine_as_test(
+        BufferSchedule,
+        settings=settings(max_examples=num_schedules, stateful_step_count=num_steps, deadline=None),
+    )

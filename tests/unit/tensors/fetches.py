@@ -1,0 +1,128 @@
+"""Fetches under a test's control: what is asked of owners is written down, and waits to be let go.
+
+Owns how a test's shards look. Invariant: a shard's bytes follow from its id, so that whoever has
+the wrong ones is found out. Driven by the tests beside it.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
+
+OWNER = "tcp://127.0.0.1:7"
+SHARD_BYTES = 100
+WAIT_S = 10.0
+
+T = TypeVar("T")
+
+
+def handle(number: int, step: int = UNTAGGED, num_bytes: int = SHARD_BYTES) -> RTensor:
+    """Of a shard of one dimension."""
+    return RTensor(1 << 32 | number, OWNER, step, "uint8", (num_bytes,), num_bytes)
+
+
+def handles(*numbers: int, step: int = UNTAGGED) -> list[RTensor]:
+    return [handle(number, step) for number in numbers]
+
+
+def ids(*numbers: int) -> list[int]:
+    return [handle(number).shard_id for number in numbers]
+
+
+def bytes_of(shard: RTensor) -> bytes:
+    """What a shard of this id holds."""
+    return np.random.default_rng(shard.shard_id).bytes(shard.num_bytes)
+
+
+def content(shard: RTensor) -> Content:
+    """Its content, in memory of its own."""
+    data = np.frombuffer(bytes_of(shard), np.uint8).copy()
+    data.flags.writeable = False
+    return Content(shard.dtype, shard.shape, data)
+
+
+def in_one_block(shards: Sequence[RTensor]) -> list[Content]:
+    """Their contents, one after the other in the same memory."""
+    block = np.frombuffer(b"".join(map(bytes_of, shards)), np.uint8).copy()
+    block.flags.writeable = False
+    ends = np.cumsum([each.num_bytes for each in shards]).tolist()
+    places = zip(shards, [0, *ends[:-1]], ends, strict=True)
+    return [Content(each.dtype, each.shape, block[start:end]) for each, start, end in places]
+
+
+def assert_are(contents: Sequence[Content], shards: Sequence[RTensor]) -> None:
+    """These are the contents of those."""
+    assert [each.data.tobytes() for each in contents] == [bytes_of(each) for each in shards]
+
+
+class Owners:
+    """All shards there are; a fetch that answers at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        """Numbers of the shards of each fetch."""
+
+    def __call__(self, shards: list[RTensor]) -> list[Content]:
+        self.asked.append([each.shard_id & 0xFFFFFFFF for each in shards])
+        return [content(each) for each in shards]
+
+
+class HeldFetch:
+    """A fetch that answers when the test says so, or fails as it says."""
+
+    def __init__(self, owners: Owners) -> None:
+        self._owners = owners
+        self._began = threading.Semaphore(0)
+        self._may_end = threading.Semaphore(0)
+        self._error: BaseException | None = None
+
+    def __call__(self, shards: list[RTensor]) -> list[Content]:
+        answer = self._owners(shards)
+        self._began.release()
+        assert self._may_end.acquire(timeout=WAIT_S)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return answer
+
+    def wait_begun(self) -> None:
+        """Until it was called once more."""
+        assert self._began.acquire(timeout=WAIT_S)
+
+    def land(self) -> None:
+        """Let the one call go that waits."""
+        self._may_end.release()
+
+    def fail(self, error: BaseException) -> None:
+        """Let it end so."""
+        self._error = error
+        self._may_end.release()
+
+
+class Asking(threading.Thread, Generic[T]):
+    """A call in a thread of its own; started when made."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        super().__init__(daemon=True)
+        self._call = call
+        self._given: list[T] = []
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._given.append(self._call())
+        # door: what a thread of a test raises is for the test
+        except BaseException as error:  # noqa: BLE001 - see above
+            self._error = error
+
+    def ended(self) -> T:
+        """What it gave, or raised, once it is over."""
+        self.join(WAIT_S)
+        assert not self.is_alive()
+        if self._error is not None:
+            raise self._error
+        return self._given[0]

@@ -1,0 +1,398 @@
+"""What is fetched is fetched once, kept within its budget, and does not come back once cleared."""
+
+import gc
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from rollmesh.core.errors import FetchMismatch, OwnerGone, ShardMissing
+from rollmesh.tensors.buffer import STRETCH, BufferStats, Fetch, FetchBuffer
+from rollmesh.tensors.handles import Content, RTensor
+from tests.unit.tensors.buffer_schedule import check_schedules
+from tests.unit.tensors.fetches import (
+    OWNER,
+    SHARD_BYTES,
+    WAIT_S,
+    Asking,
+    HeldFetch,
+    Owners,
+    assert_are,
+    content,
+    handle,
+    handles,
+    ids,
+    in_one_block,
+)
+
+BUDGET = 10 * SHARD_BYTES
+WHOLE_BUDGET = handle(99, num_bytes=BUDGET)
+
+
+class World:
+    """A buffer, and the owners that it asks."""
+
+    def __init__(self, max_bytes: int = BUDGET) -> None:
+        self.buffer = FetchBuffer(max_bytes)
+        self.owners = Owners()
+
+    def ask(self, *shards: RTensor, fetch: Fetch | None = None) -> list[Content]:
+        contents = self.buffer.get_many(shards, fetch or self.owners)
+        assert_are(contents, shards)
+        return contents
+
+    def kept(self) -> tuple[int, int]:
+        stats = self.buffer.stats()
+        return stats.num_tensors, stats.total_bytes
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_shard_that_occurs_often_is_asked_for_once(world: World) -> None:
+    contents = world.ask(*handles(1, 2, 1, 3, 2, 1))
+    assert contents[0] is contents[2] is contents[5]
+    assert world.owners.asked == [[1, 2, 3]]
+
+
+def test_only_what_is_missing_is_asked_for(world: World) -> None:
+    world.ask(*handles(1, 3))
+    world.ask(*handles(4, 3, 2, 1))
+    world.ask(*handles(2, 1))
+    world.ask()
+    assert world.owners.asked == [[1, 3], [4, 2]]
+    assert world.buffer.stats() == BufferStats(4, 4 * SHARD_BYTES, num_hits=4, num_fetched=4)
+
+
+def test_more_shards_than_one_stretch_come_whole() -> None:
+    world = World(10**6)
+    wanted = handles(*range(2 * STRETCH + 1))
+    world.ask(*wanted)
+    world.ask(*wanted)
+    assert len(world.owners.asked) == 1
+    assert world.buffer.clear(None) == len(wanted)
+
+
+def test_what_was_not_used_for_longest_goes_first(world: World) -> None:
+    for number in range(10):
+        world.ask(handle(number))
+    world.ask(*handles(0, 2))
+    world.ask(*handles(10, 11))
+    assert world.kept() == (10, BUDGET)
+    world.owners.asked.clear()
+    world.ask(*handles(0, 2, 4, 5, 6, 7, 8, 9, 10, 11, 1, 3))
+    assert world.owners.asked == [[1, 3]]
+
+
+def test_what_is_larger_than_the_budget_is_returned_and_moves_nobody_out(world: World) -> None:
+    world.ask(*handles(1, 2))
+    world.ask(handle(3, num_bytes=BUDGET + 1))
+    assert world.kept() == (2, 2 * SHARD_BYTES)
+    world.ask(WHOLE_BUDGET)
+    assert world.kept() == (1, BUDGET)
+
+
+def test_without_a_budget_nothing_is_kept_that_has_bytes() -> None:
+    world = World(0)
+    world.ask(handle(1), handle(2, num_bytes=0))
+    assert world.kept() == (1, 0)
+
+
+def test_views_outlive_what_is_evicted_and_are_not_counted(world: World) -> None:
+    (first,) = world.ask(handle(1))
+    world.ask(WHOLE_BUDGET)
+    assert world.kept() == (1, BUDGET)
+    assert_are([first], [handle(1)])
+    (again,) = world.ask(handle(1))
+    assert again is not first
+    assert world.kept() == (1, SHARD_BYTES)
+
+
+def test_shards_that_came_in_one_block_are_evicted_together(world: World) -> None:
+    world.ask(*handles(1, 2, 3, 4), fetch=in_one_block)
+    world.ask(*handles(5, 6, 7, 8), fetch=in_one_block)
+    world.ask(handle(2))
+    world.ask(*handles(9, 10, 11), fetch=in_one_block)
+    assert world.kept() == (7, 7 * SHARD_BYTES)
+    world.ask(*handles(1, 2, 3, 4, 9, 10, 11))
+    assert world.owners.asked == []
+
+
+Leave = Callable[[World], object]
+LEAVES: dict[str, Leave] = {
+    "evict": lambda world: world.ask(WHOLE_BUDGET),
+    "clear": lambda world: world.buffer.clear(ids(1)),
+    "flush": lambda world: world.buffer.clear(None),
+    "end_step": lambda world: world.buffer.end_step(0),
+}
+
+
+@pytest.mark.parametrize("leave", LEAVES.values(), ids=LEAVES)
+def test_what_leaves_is_freed_at_once(world: World, leave: Leave) -> None:
+    gc.disable()
+    try:
+        data = weakref.ref(world.ask(handle(1))[0].data)
+        assert data() is not None
+        leave(world)
+        assert data() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("leave", LEAVES.values(), ids=LEAVES)
+def test_nothing_is_freed_while_the_lock_is_held(world: World, leave: Leave) -> None:
+    seen: list[tuple[int, int]] = []
+    weakref.finalize(world.ask(handle(1))[0].data, lambda: seen.append(world.kept()))
+    Asking(partial(leave, world)).ended()
+    assert len(seen) == 1
+
+
+def test_the_end_of_a_step_drops_its_shards_and_the_untagged(world: World) -> None:
+    for number, step in enumerate([0, 3, 4, 5, -1]):
+        world.ask(handle(number, step))
+    assert world.buffer.end_step(4) == 4
+    assert world.kept() == (1, SHARD_BYTES)
+    world.ask(handle(3, 5))
+    assert len(world.owners.asked) == 5
+
+
+def test_a_step_that_has_ended_drops_nothing_when_said_again(world: World) -> None:
+    world.buffer.end_step(4)
+    world.ask(handle(1))
+    assert (world.buffer.end_step(4), world.buffer.end_step(3)) == (0, 0)
+    assert world.kept() == (1, SHARD_BYTES)
+    assert world.buffer.end_step(5) == 1
+
+
+def test_a_late_ask_for_an_ended_step_keeps_nothing(world: World) -> None:
+    world.buffer.end_step(4)
+    world.ask(handle(1, 4), handle(2, 0))
+    assert world.kept() == (0, 0)
+
+
+def test_clearing_none_flushes_and_clearing_nothing_removes_nothing(world: World) -> None:
+    world.ask(*handles(1, 2, 3, 4))
+    assert world.buffer.clear([]) == 0
+    assert world.buffer.clear(ids(2, 9, 2)) == 1
+    assert world.kept() == (3, 3 * SHARD_BYTES)
+    assert world.buffer.clear(None) == 3
+    assert world.kept() == (0, 0)
+
+
+# While a fetch is under way.
+
+MEANWHILE: dict[str, tuple[RTensor, Callable[[FetchBuffer], int], int]] = {
+    "clear": (handle(1), lambda buffer: buffer.clear(ids(1)), 0),
+    "flush": (handle(1), lambda buffer: buffer.clear(None), 0),
+    "clear_another": (handle(1), lambda buffer: buffer.clear(ids(2)), 1),
+    "clear_nothing": (handle(1), lambda buffer: buffer.clear([]), 1),
+    "end_of_step_untagged": (handle(1), lambda buffer: buffer.end_step(4), 0),
+    "end_of_its_step": (handle(1, 4), lambda buffer: buffer.end_step(4), 0),
+    "end_of_earlier_step": (handle(1, 5), lambda buffer: buffer.end_step(4), 1),
+}
+
+
+@pytest.mark.parametrize("case", MEANWHILE)
+def test_what_was_cleared_while_it_came_is_returned_and_not_kept(world: World, case: str) -> None:
+    shard, leave, num_kept = MEANWHILE[case]
+
+    def fetch(wanted: list[RTensor]) -> list[Content]:
+        assert leave(world.buffer) == 0
+        return world.owners(wanted)
+
+    world.ask(shard, fetch=fetch)
+    assert world.buffer.stats().num_tensors == num_kept
+
+
+def test_who_asks_after_the_clear_asks_the_owner(world: World) -> None:
+    def fetch(wanted: list[RTensor]) -> list[Content]:
+        world.buffer.clear(ids(1))
+        world.ask(handle(1))
+        return world.owners(wanted)
+
+    world.ask(handle(1), fetch=fetch)
+    assert world.owners.asked == [[1], [1]]
+    assert world.kept() == (1, SHARD_BYTES)  # that of who asked after it
+
+
+WRONG: dict[str, Fetch] = {
+    "fewer": lambda wanted: [content(each) for each in wanted[1:]],
+    "more": lambda wanted: [content(each) for each in [*wanted, wanted[0]]],
+    "none": lambda wanted: [],
+    "shorter": lambda wanted: [content(handle(each.shard_id, num_bytes=99)) for each in wanted],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_mismatch_keeps_nothing(world: World, wrong: str) -> None:
+    world.ask(handle(1))
+    with pytest.raises(FetchMismatch, match=OWNER):
+        world.buffer.get_many(handles(1, 2, 3), WRONG[wrong])
+    assert world.kept() == (1, SHARD_BYTES)
+    world.ask(*handles(1, 2, 3))
+
+
+def test_an_error_leaves_no_content_behind_it(world: World) -> None:
+    def fail(wanted: list[RTensor]) -> list[Content]:
+        raise OwnerGone(OWNER, "it hung up")
+
+    gc.disable()
+    try:
+        data = weakref.ref(world.ask(handle(1))[0].data)
+        with pytest.raises(OwnerGone) as caught:
+            world.buffer.get_many(handles(1, 2), fail)
+        world.buffer.clear(None)
+        del caught
+        assert data() is None
+    finally:
+        gc.enable()
+
+
+def test_threads_that_ask_at_once_share_one_fetch(world: World) -> None:
+    start = threading.Barrier(8)
+
+    def ask(shift: int) -> None:
+        start.wait(WAIT_S)
+        world.ask(*handles(*[(number + shift) % 8 for number in range(8)]))
+
+    for thread in [Asking(partial(ask, shift)) for shift in range(8)]:
+        thread.ended()
+    assert sorted(chain.from_iterable(world.owners.asked)) == list(range(8))
+    assert world.kept() == (8, 8 * SHARD_BYTES)
+
+
+class Pair:
+    """Two threads: the first fetches shard 1; the second fetches 2, and waits for 1."""
+
+    def __init__(self, world: World) -> None:
+        self.fetches = HeldFetch(world.owners), HeldFetch(world.owners)
+        self.first = Asking(partial(world.ask, handle(1), fetch=self.fetches[0]))
+        self.fetches[0].wait_begun()
+        self.second = Asking(partial(world.ask, *handles(1, 2), fetch=self.fetches[1]))
+        # It asks for its own after it has seen that the other is on its way.
+        self.fetches[1].wait_begun()
+
+
+def test_what_another_fetches_is_waited_for(world: World) -> None:
+    pair = Pair(world)
+    pair.fetches[1].land()
+    pair.fetches[0].land()
+    assert pair.first.ended()[0] is pair.second.ended()[0]
+    assert world.owners.asked == [[1], [2]]
+
+
+def test_who_waits_gets_what_was_cleared_meanwhile(world: World) -> None:
+    pair = Pair(world)
+    world.buffer.clear(None)
+    for fetch in pair.fetches:
+        fetch.land()
+    assert pair.first.ended()[0] is pair.second.ended()[0]
+    assert world.owners.asked == [[1], [2]]
+    assert world.kept() == (0, 0)
+
+
+ERRORS = [
+    OwnerGone(OWNER, "it hung up"),
+    ShardMissing(1 << 32 | 1, OWNER, "cleared"),
+    FetchMismatch("too few"),
+    ConnectionResetError(104, "reset"),
+    RuntimeError("a fault of ours"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_reaches_all_who_wait_and_nothing_is_kept(world: World, error: Exception) -> None:
+    pair = Pair(world)
+    pair.fetches[0].fail(error)
+    with pytest.raises(type(error)) as first:
+        pair.first.ended()
+    assert first.value is error
+    assert world.kept() == (0, 0)
+    pair.fetches[1].land()
+    with pytest.raises(type(error)) as second:
+        pair.second.ended()
+    assert second.value is not error
+    assert (str(second.value), vars(second.value)) == (str(error), vars(error))
+    assert world.kept() == (1, SHARD_BYTES)  # shard 2, which came
+    world.ask(handle(1))
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_who_waits_for_an_interrupted_thread_fetches_itself(
+    world: World, interruption: type[BaseException]
+) -> None:
+    pair = Pair(world)
+    pair.fetches[0].fail(interruption())
+    with pytest.raises(interruption):
+        pair.first.ended()
+    pair.fetches[1].land()
+    pair.fetches[1].wait_begun()
+    pair.fetches[1].land()
+    pair.second.ended()
+    assert world.owners.asked == [[1], [2], [1]]
+
+
+def test_control_c_in_a_fetch_wakes_who_waits(world: World) -> None:
+    held = HeldFetch(world.owners)
+    waiting: list[Asking[list[Content]]] = []
+
+    def interrupted(wanted: list[RTensor]) -> list[Content]:
+        waiting.append(Asking(partial(world.ask, *handles(1, 2), fetch=held)))
+        held.wait_begun()
+        signal.raise_signal(signal.SIGINT)
+        return world.owners(wanted)
+
+    with pytest.raises(KeyboardInterrupt):
+        world.buffer.get_many(handles(1), interrupted)
+    held.land()
+    held.wait_begun()
+    held.land()
+    waiting[0].ended()
+
+
+def test_two_that_wait_for_an_interrupted_thread_fetch_once(world: World) -> None:
+    pair = Pair(world)
+    third_fetch = HeldFetch(world.owners)
+    third = Asking(partial(world.ask, *handles(1, 3), fetch=third_fetch))
+    third_fetch.wait_begun()
+    pair.fetches[0].fail(KeyboardInterrupt())
+    # Whichever of them is first asks again, and that may end at once.
+    for fetch in (pair.fetches[1], third_fetch):
+        fetch.land()
+        fetch.land()
+    for thread in (pair.second, third):
+        thread.ended()
+    assert sorted(world.owners.asked) == [[1], [1], [2], [3]]
+
+
+def test_many_threads_leave_the_counts_in_order(world: World) -> None:
+    start = threading.Barrier(6)
+
+    def hammer(seed: int) -> None:
+        chance = np.random.default_rng(seed)
+        start.wait(WAIT_S)
+        for step in range(150):
+            numbers = chance.integers(0, 16, size=6).tolist()
+            world.ask(*handles(*numbers, step=step))
+            if step % 5 == seed % 5:
+                world.buffer.clear(ids(*numbers[:2]))
+            if step % 7 == seed % 7:
+                world.buffer.end_step(step - 3)
+
+    for thread in [Asking(partial(hammer, seed)) for seed in range(6)]:
+        thread.ended()
+    num_tensors, total_bytes = world.kept()
+    assert total_bytes == num_tensors * SHARD_BYTES <= BUDGET
+    world.buffer.clear(None)
+    assert world.kept() == (0, 0)
+
+
+def test_every_schedule_of_threads_goes_as_in_a_naive_buffer() -> None:
+    check_schedules(num_schedules=60, num_steps=25)
