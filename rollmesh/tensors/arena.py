@@ -1,0 +1,265 @@
+"""Memory for shards, used again and again: one segment, its slots, and the pages under them.
+
+    page   BARE --a slot is laid there--> BACKED --freed, and the budget wants it elsewhere--> BARE
+
+Owns the segment, the map of what is free in it, and which of its pages have memory. Invariants: no
+more than `max_bytes` of memory is taken, whatever is held, freed or still looked at; what fits into
+the budget finds room, however scattered freed space is: the segment is SPREAD times as long as the
+budget, and memory under free runs goes back to the system when a new one wants it; all pages of a
+slot are backed before anybody writes there. Otherwise memory stays under what is freed: a fresh
+page costs microseconds, so a step of 300 MiB a quarter of a second, and the next step is laid over
+the last one instead. Locks are held for the map alone; who needs new pages waits for who is getting
+some. Any thread; driven by store.py.
+
+Where no file can be made (no /dev/shm) all is the same in private memory, and `path` is None.
+"""
+
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice
+from operator import attrgetter
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.core.errors import StoreFull, TensorError
+from rollmesh.core.logs import get_logger
+from rollmesh.tensors.freespace import FreeSpace, Run
+from rollmesh.tensors.segment import SHARED_MEMORY, Segment
+
+log = get_logger()
+
+PAGE_BYTES = mmap.PAGESIZE
+ALIGN_BYTES = 64
+"""A cache line, with which every dtype and every vector unit is content."""
+SPREAD = 4
+"""Addresses for each byte of the budget."""
+AHEAD_PAGES = 2**21 // PAGE_BYTES
+"""Pages are got up to a multiple of this, so that small slots do not each ask the system."""
+STRIDE_PAGES = 2**22 // PAGE_BYTES
+"""In one call to the system that holds the interpreter's lock."""
+LONG_COPY_BYTES = 2**18
+"""A copy that lets go of the interpreter's lock may wait 5 ms to have it back; a short one keeps
+it, for some 50 us."""
+STRETCH = 256
+"""Runs that are freed while others wait."""
+
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux 5.14: all pages at once."""
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+class Slot(msgspec.Struct, frozen=True, gc=False):
+    """Bytes of the segment that are somebody's."""
+
+    offset: int
+    num_bytes: int
+
+
+class Arena:
+    """See the module."""
+
+    def __init__(self, max_bytes: int, folder: Path = SHARED_MEMORY) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        """Of all slots, in whole cache lines."""
+        self._max_pages = max(-(-max_bytes // PAGE_BYTES), 1)
+        self._space = FreeSpace(SPREAD * self._max_pages * PAGE_BYTES)
+        self._segment = _segment(folder, self._space.num_bytes, max_bytes)
+        self._map = self._segment.memory if self._segment else _private(self._space.num_bytes)
+        self._memory = memoryview(self._map)
+        self._readable = self._memory.toreadonly()
+        self._lock = threading.Lock()
+        """Of the map."""
+        self._backed = bytearray()
+        """1 for each page that has memory; none behind has. It is changed under `_paging`, and for
+        a page of a slot by who got that slot alone, so he may look without."""
+        self._num_backed = 0
+        self._paging = threading.Lock()
+        self._owner_pid = os.getpid()
+
+    @property
+    def path(self) -> Path | None:
+        """Of the segment, for who attaches to it."""
+        return self._segment.path if self._segment else None
+
+    @property
+    def backed_bytes(self) -> int:
+        """Memory that it has of the system."""
+        return self._num_backed * PAGE_BYTES
+
+    def allocate(self, sizes: Sequence[int]) -> list[Slot]:
+        """A slot of each size, side by side where they can be; StoreFull, and none, where they do
+        not all fit."""
+        if os.getpid() != self._owner_pid:
+            raise TensorError("a store that was made before a fork is the parent's: make another")
+        marks = list(accumulate(map(_in_lines, sizes)))
+        wanted = marks[-1] if marks else 0
+        with self._lock:
+            fits = self.held_bytes + wanted <= self.max_bytes
+            pieces = self._space.take(marks) if fits else None
+            if pieces is not None:
+                self.held_bytes += wanted
+        if pieces is None:
+            raise StoreFull(wanted, self.held_bytes, self.max_bytes)
+        slots = list(_slots(pieces, sizes))
+        try:
+            for start, stop in _runs(slots):
+                self._back(start // PAGE_BYTES, -(-stop // PAGE_BYTES))
+        except StoreFull:
+            self.free(slots)
+            raise
+        return slots
+
+    def free(self, slots: Iterable[Slot]) -> None:
+        """They are nobody's."""
+        runs = _runs(sorted(slots, key=attrgetter("offset")))
+        while stretch := list(islice(runs, STRETCH)):
+            with self._lock:
+                for start, stop in stretch:
+                    self._space.give(start, stop)
+                    self.held_bytes -= stop - start
+
+    def write(self, slot: Slot, data: NDArray[np.uint8]) -> None:
+        """Copy uint8 [slot.num_bytes] there."""
+        if slot.num_bytes < LONG_COPY_BYTES:
+            self._memory[slot.offset : slot.offset + slot.num_bytes] = data.data
+        else:
+            np.copyto(self.view(slot), data)
+
+    def view(self, slot: Slot) -> NDArray[np.uint8]:
+        """uint8 [slot.num_bytes], to be written to."""
+        return np.frombuffer(self._memory, np.uint8, slot.num_bytes, slot.offset)
+
+    def read_only(self, slot: Slot) -> NDArray[np.uint8]:
+        """The same for who may only look; nothing made from it can be written to."""
+        return np.frombuffer(self._readable, np.uint8, slot.num_bytes, slot.offset)
+
+    def close(self) -> None:
+        """Nobody attaches to it any more; its memory goes with the last who looks at it."""
+        if self._segment is not None:
+            self._segment.close()
+
+    def _back(self, first: int, last: int) -> None:
+        """See that all of these pages have memory."""
+        if last <= len(self._backed) and self._backed.find(0, first, last) < 0:
+            return
+        with self._paging:
+            wanted = last - first - self._backed.count(1, first, last)
+            self._make_room(wanted)
+            room = self._max_pages - self._num_backed - wanted
+            if room < 0:
+                why = "which leaves too few whole pages"
+                raise StoreFull(wanted * PAGE_BYTES, self.held_bytes, self.max_bytes, why)
+            end = self._space.num_bytes // PAGE_BYTES
+            last += min(-last % AHEAD_PAGES, room, end - last)
+            self._backed.extend(bytes(max(last - len(self._backed), 0)))
+            for bare in self._stretches(0, first, last):
+                self._get_pages(*bare)
+
+    def _make_room(self, num_pages: int) -> None:
+        """Give memory back until so many pages may be had, or there is none to give: first what
+        lies behind all slots, then what lies under the longest runs."""
+        seized: list[Run] = []
+        run: Run | None = (0, 0)
+        while run and (lacking := num_pages - (self._max_pages - self._num_backed)) > 0:
+            behind = (self._backed.rfind(1) + 1) * PAGE_BYTES
+            with self._lock:
+                run = self._space.take_to(behind) or self._space.take_longest()
+            if run:
+                seized.append(run)
+                self._give_pages(*run, lacking)
+        with self._lock:
+            for run in seized:
+                self._space.give(*run)
+
+    def _get_pages(self, first: int, last: int) -> None:
+        if self._segment:
+            try:
+                self._segment.back(first * PAGE_BYTES, (last - first) * PAGE_BYTES)
+            except OSError as error:
+                why = f"and {self._segment.path.parent} has {str(error.strerror).lower()}"
+                wanted = (last - first) * PAGE_BYTES
+                raise StoreFull(wanted, self.held_bytes, self.max_bytes, why) from None
+        try:
+            self._advise(_POPULATE_WRITE, first, last)
+        except OSError:  # an older kernel: who writes there first gets them, one by one
+            pass
+        self._backed[first:last] = b"\1" * (last - first)
+        self._num_backed += last - first
+
+    def _give_pages(self, start: int, stop: int, at_most: int) -> None:
+        """Of bytes that are nobody's, whole pages."""
+        for first, last in self._stretches(1, -(-start // PAGE_BYTES), stop // PAGE_BYTES):
+            num_pages = min(last - first, at_most)
+            self._advise(
+                mmap.MADV_REMOVE if self._segment else mmap.MADV_DONTNEED, first, first + num_pages
+            )
+            self._backed[first : first + num_pages] = bytes(num_pages)
+            self._num_backed -= num_pages
+            at_most -= num_pages
+            if not at_most:
+                return
+
+    def _advise(self, advice: int, first: int, last: int) -> None:
+        for page in range(first, last, STRIDE_PAGES):
+            num_pages = min(STRIDE_PAGES, last - page)
+            self._map.madvise(advice, page * PAGE_BYTES, num_pages * PAGE_BYTES)
+
+    def _stretches(self, state: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """The runs of pages from `first` to `last` that are in `state`."""
+        last = min(last, len(self._backed))
+        while (begin := self._backed.find(state, first, last)) >= 0:
+            end = self._backed.find(1 - state, begin, last)
+            first = last if end < 0 else end
+            yield begin, first
+
+
+def _in_lines(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _slots(pieces: Iterable[tuple[int, int]], sizes: Iterable[int]) -> Iterator[Slot]:
+    remaining = iter(sizes)
+    for start, number in pieces:
+        for num_bytes in islice(remaining, number):
+            yield Slot(start, num_bytes)
+            start += _in_lines(num_bytes)
+
+
+def _runs(slots: Iterable[Slot]) -> Iterator[Run]:
+    """What they cover; those that follow on each other as one."""
+    start = stop = 0
+    for slot in slots:
+        if slot.offset != stop:
+            if start != stop:
+                yield start, stop
+            start = stop = slot.offset
+        stop += _in_lines(slot.num_bytes)
+    if start != stop:
+        yield start, stop
+
+
+def _private(num_bytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+
+
+def _segment(folder: Path, num_bytes: int, max_bytes: int) -> Segment | None:
+    """None where the folder takes none."""
+    try:
+        segment = Segment(folder, num_bytes)
+        folder_bytes = os.statvfs(folder).f_blocks * os.statvfs(folder).f_frsize
+    except OSError as error:
+        why = f"{folder}: {str(error.strerror).lower()}"
+        log.info("arena.private", why=why, effect="consumers on this host receive over TCP")
+        return None
+    if 0 < folder_bytes < max_bytes:  # 0 is no bound
+        remedy = "enlarge it (in a container by --shm-size), or lower the budget"
+        about = {"folder": str(folder), "folder_bytes": folder_bytes, "max_bytes": max_bytes}
+        log.warning("arena.beyond_folder", **about, remedy=remedy)
+    return segment

@@ -1,0 +1,102 @@
+"""Memory that all processes of a host can look at: a file in /dev/shm that dies with its owner.
+
+    made --locked--> OWNED --close--> gone
+                     OWNED --its owner was killed--> ORPHANED --the next sweep--> gone
+
+Owns the file's life. Invariants: its owner holds a flock on it, which the kernel drops however that
+one ends, so that a sweep takes the files of the dead and none of the living; what is gone has no
+name any more, and its memory lasts as long as somebody looks at it; a file is as long as it will
+ever be, and takes memory only where `back` was called, so that a full /dev/shm is an error there
+and never a SIGBUS later. Only our own user can open it. A process that was forked from the owner
+neither removes it nor frees anything; the lock lasts as long as one of them lives. Driven by
+arena.py, and by connection.py on the consumer's side.
+"""
+
+import fcntl
+import mmap
+import os
+import secrets
+import weakref
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux keeps files in memory."""
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class Segment:
+    """See the module. OSError where `folder` takes no such file."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        sweep(folder)
+        self.path, self._fd = _make(folder)
+        self._unlink = weakref.finalize(self, _unlink, self.path, self._fd, os.getpid())
+        os.ftruncate(self._fd, num_bytes)
+        self.memory = mmap.mmap(self._fd, num_bytes)
+
+    def back(self, start: int, num_bytes: int) -> None:
+        """Put memory under these bytes; OSError where there is not enough of it."""
+        os.posix_fallocate(self._fd, start, num_bytes)
+
+    def close(self) -> None:
+        """Take its name away; who looks at it goes on."""
+        self._unlink()
+
+
+class Attached:
+    """Another process's segment, as one who may only look; OSError where it cannot be seen."""
+
+    def __init__(self, path: str | Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+        try:
+            self._memory = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+        finally:
+            os.close(descriptor)
+
+    def view(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        """uint8 [num_bytes], read-only, over its memory; ValueError where it is not that long."""
+        return np.frombuffer(self._memory, np.uint8, num_bytes, offset)
+
+
+def sweep(folder: Path) -> int:
+    """Remove what owners left that were killed; how many files."""
+    return sum(_is_swept(path) for path in folder.glob(f"{_prefix()}*"))
+
+
+def _is_swept(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+    except OSError:  # another process has just swept it
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    except OSError:  # its owner lives
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _make(folder: Path) -> tuple[Path, int]:
+    """A new file, locked."""
+    while True:
+        path = folder / f"{_prefix()}{secrets.token_hex(8)}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return path, descriptor
+        os.close(descriptor)  # swept before it was locked
+
+
+def _prefix() -> str:
+    return f"rollmesh-{os.getuid()}-"
+
+
+def _unlink(path: Path, descriptor: int, owner_pid: int) -> None:
+    os.close(descriptor)
+    if os.getpid() == owner_pid:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,63 @@
+"""An owner of tensors that does what a test says, one line at a time.
+
+Owns one store, in the folder that is its argument. Invariant: each line it reads is answered by one
+line. Driven by test_tensor_memory.py.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.errors import TensorError
+from rollmesh.tensors.arena import Arena
+from rollmesh.tensors.handles import Content
+from rollmesh.tensors.store import OwnerStore, Place, StoreSettings
+
+MAX_BYTES = 2**22
+
+
+def put(store: OwnerStore) -> str:
+    """Where 100,000 bytes of 7 lie."""
+    data = np.full(100_000, 7, np.uint8)
+    (handle,) = store.put([Content("uint8", (100_000,), data)])
+    (place,) = store.places([handle.shard_id], "test")
+    return msgspec.json.encode(place).decode()
+
+
+def fork(store: OwnerStore) -> str:
+    """What a child says that puts, closes the store and ends as any program does."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            put(store)
+        except TensorError as error:
+            os.write(writing, str(error).encode())
+        store.close()
+        sys.exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with open(reading) as told:
+        return told.read()
+
+
+def main() -> None:
+    """Until there are no more lines."""
+    settings = StoreSettings(max_bytes=MAX_BYTES)
+    store = OwnerStore(settings, SystemClock(), Arena(MAX_BYTES, Path(sys.argv[1])))
+    for line in sys.stdin:
+        sys.stdout.write({"put": put, "fork": fork}[line.strip()](store) + "\n")
+        sys.stdout.flush()
+
+
+def place_of(line: str) -> Place:
+    """What `put` said."""
+    return msgspec.json.decode(line, type=Place)
+
+
+if __name__ == "__main__":
+    main()

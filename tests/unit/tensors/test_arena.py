@@ -1,0 +1,237 @@
+"""Slots are nobody else's, the budget holds, and what fits into it finds room."""
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import structlog
+
+from rollmesh.core.errors import StoreFull
+from rollmesh.tensors.arena import ALIGN_BYTES, LONG_COPY_BYTES, PAGE_BYTES, Arena, Slot
+from rollmesh.tensors.segment import SHARED_MEMORY, Attached
+
+MIB = 2**20
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    """Of 64 pages."""
+    arena = Arena(64 * PAGE_BYTES)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture(params=["shared", "private"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
+    """The same, also where no file can be made."""
+    is_shared = request.param == "shared"
+    arena = Arena(64 * PAGE_BYTES, SHARED_MEMORY if is_shared else tmp_path / "absent")
+    assert (arena.path is not None) == is_shared
+    yield arena
+    arena.close()
+
+
+def filled(arena: Arena, number: int, num_bytes: int) -> Slot:
+    """A slot full of `number`."""
+    (slot,) = arena.allocate([num_bytes])
+    arena.write(slot, np.full(num_bytes, number % 256, np.uint8))
+    return slot
+
+
+def holds(arena: Arena, slot: Slot, number: int) -> bool:
+    return bool((arena.read_only(slot) == number % 256).all())
+
+
+def test_slots_of_one_call_lie_side_by_side_in_whole_cache_lines(either: Arena) -> None:
+    slots = either.allocate([100, 0, 64, 1])
+    assert [slot.num_bytes for slot in slots] == [100, 0, 64, 1]
+    assert [slot.offset - slots[0].offset for slot in slots] == [0, 128, 128, 192]
+    assert slots[0].offset % ALIGN_BYTES == 0
+    assert either.held_bytes == 256
+    either.free(slots)
+    assert either.held_bytes == 0
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, LONG_COPY_BYTES - 1, LONG_COPY_BYTES + 1])
+def test_what_is_written_is_read_and_the_reader_cannot_write(num_bytes: int) -> None:
+    arena = Arena(MIB)
+    data = np.random.default_rng(3).integers(0, 256, num_bytes, np.uint8)
+    before, slot, behind = arena.allocate([7, num_bytes, 7])
+    for each in (before, behind):
+        arena.write(each, np.full(7, 9, np.uint8))
+    arena.write(slot, data)
+    seen = arena.read_only(slot)
+    assert (seen == data).all()
+    assert holds(arena, before, 9)
+    assert holds(arena, behind, 9)
+    with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
+        seen.flags.writeable = True
+
+
+def test_memory_under_what_is_freed_is_used_again(either: Arena) -> None:
+    slots = either.allocate([PAGE_BYTES] * 10)
+    backed = either.backed_bytes
+    either.free(slots)
+    assert either.allocate([5 * PAGE_BYTES, 5 * PAGE_BYTES])[0].offset == slots[0].offset
+    assert either.backed_bytes == backed
+
+
+def test_what_does_not_fit_says_what_was_wanted_and_takes_nothing(either: Arena) -> None:
+    either.allocate([60 * PAGE_BYTES])
+    with pytest.raises(StoreFull, match="raise the budget") as raised:
+        either.allocate([3 * PAGE_BYTES, 3 * PAGE_BYTES])
+    full = raised.value
+    assert full.wanted_bytes == 6 * PAGE_BYTES
+    assert (full.held_bytes, full.max_bytes) == (60 * PAGE_BYTES, 64 * PAGE_BYTES)
+    either.allocate([4 * PAGE_BYTES])
+
+
+def test_however_scattered_freed_space_is_it_makes_room_for_one_that_is_large(
+    either: Arena,
+) -> None:
+    slots = [filled(either, number, PAGE_BYTES) for number in range(64)]
+    either.free(slots[::2])
+    large = filled(either, 200, 32 * PAGE_BYTES)
+    assert either.backed_bytes == either.held_bytes == 64 * PAGE_BYTES
+    assert holds(either, large, 200)
+    assert all(holds(either, slots[number], number) for number in range(1, 64, 2))
+    either.free([large])
+    again = [filled(either, number, PAGE_BYTES) for number in range(32)]
+    assert all(holds(either, slot, number) for number, slot in enumerate(again))
+
+
+def test_pages_that_were_got_ahead_are_given_back_where_others_want_them() -> None:
+    arena = Arena(600 * PAGE_BYTES)
+    first, last = arena.allocate([200 * PAGE_BYTES, PAGE_BYTES])
+    assert arena.backed_bytes > arena.held_bytes
+    arena.free([first])
+    large = filled(arena, 1, 599 * PAGE_BYTES)
+    assert holds(arena, large, 1)
+    assert arena.backed_bytes == 600 * PAGE_BYTES
+    arena.free([large, last])
+    assert arena.held_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_slot_touches_another_and_the_budget_holds(either: Arena, seed: int) -> None:
+    chance, held = random.Random(seed), dict[int, list[Slot]]()
+    sizes_of = [1, 60, 64, 500, PAGE_BYTES, 3 * PAGE_BYTES, 12 * PAGE_BYTES]
+    wanted_too_much: list[bool] = []
+    for number in range(800):
+        if chance.random() < 0.55:
+            sizes = chance.choices(sizes_of, k=chance.randrange(1, 5))
+            try:
+                slots = either.allocate(sizes)
+            except StoreFull as full:
+                # Pages that small slots hold by a corner are what the budget has beside slots.
+                corners = 2 * PAGE_BYTES * (1 + sum(map(len, held.values())))
+                wanted_too_much.append(full.held_bytes + sum(sizes) + corners > either.max_bytes)
+                continue
+            for slot in slots:
+                arena_bytes = np.full(slot.num_bytes, number % 256, np.uint8)
+                either.write(slot, arena_bytes)
+            held[number] = slots
+        elif held:
+            gone = chance.choice([*held])
+            assert all(holds(either, slot, gone) for slot in held[gone])
+            either.free(held.pop(gone))
+        assert either.backed_bytes <= either.max_bytes
+        lines = [-(-slot.num_bytes // 64) for slots in held.values() for slot in slots]
+        assert either.held_bytes == 64 * sum(lines)
+    assert len(wanted_too_much) > 20
+    assert all(wanted_too_much)
+    for number, slots in held.items():
+        assert all(holds(either, slot, number) for slot in slots)
+
+
+def test_steps_of_shifting_sizes_lie_in_little_more_memory_than_they_need() -> None:
+    chance, arena = random.Random(5), Arena(64 * MIB)
+    steps: list[list[Slot]] = []
+    most_held = 0
+    for step in range(500):
+        size = chance.randrange(50_000, 110_000)
+        # Not all of a step comes at once, nor is it freed in the order in which it came.
+        batch = arena.allocate([size + chance.randrange(9000) for _ in range(16)])
+        batch += [slot for _ in range(16) for slot in arena.allocate([size])]
+        steps.append(batch)
+        most_held = max(most_held, arena.held_bytes)
+        if step % 7 == 0:
+            arena.free(steps[0][::3])
+            del steps[0][::3]
+        if len(steps) == 3:
+            arena.free(steps.pop(0))
+    assert arena.backed_bytes < 1.2 * most_held
+
+
+def test_who_attaches_sees_a_slot_also_where_memory_was_given_back_before(arena: Arena) -> None:
+    assert arena.path is not None
+    attached = Attached(arena.path)
+    slots = [filled(arena, number, PAGE_BYTES) for number in range(64)]
+    assert (attached.view(slots[9].offset, PAGE_BYTES) == 9).all()
+    arena.free(slots[::2])
+    large = filled(arena, 100, 32 * PAGE_BYTES)
+    assert (attached.view(large.offset, large.num_bytes) == 100).all()
+    arena.free([large])
+    slot = filled(arena, 7, 20 * PAGE_BYTES)
+    assert (attached.view(slot.offset, slot.num_bytes) == 7).all()
+
+
+def test_a_full_folder_is_an_error_that_names_it_and_takes_nothing() -> None:
+    all_bytes = os.statvfs(SHARED_MEMORY).f_blocks * os.statvfs(SHARED_MEMORY).f_frsize
+    with structlog.testing.capture_logs() as logs:
+        arena = Arena(2 * all_bytes)
+    assert [each["event"] for each in logs] == ["arena.beyond_folder"]
+    with pytest.raises(StoreFull, match="/dev/shm has no space left"):
+        arena.allocate([all_bytes + PAGE_BYTES])
+    assert (arena.held_bytes, arena.backed_bytes) == (0, 0)
+    assert holds(arena, filled(arena, 1, 100), 1)
+    arena.close()
+
+
+def test_without_a_folder_it_says_what_that_costs(tmp_path: Path) -> None:
+    with structlog.testing.capture_logs() as logs:
+        Arena(MIB, tmp_path / "absent")
+    (said,) = logs
+    assert said["event"] == "arena.private"
+    assert "absent: no such file" in said["why"]
+
+
+def test_when_it_is_closed_its_file_is_gone_and_views_stay() -> None:
+    arena = Arena(MIB)
+    assert arena.path is not None
+    seen = arena.read_only(filled(arena, 3, 100))
+    arena.close()
+    assert not arena.path.exists()
+    del arena
+    assert (seen == 3).all()
+
+
+def test_threads_that_crowd_one_arena_never_meet_in_a_slot(either: Arena) -> None:
+    faults: list[str] = []
+
+    def live(number: int) -> None:
+        chance = random.Random(number)
+        for _ in range(200):
+            sizes = [chance.randrange(1, 6 * PAGE_BYTES) for _ in range(3)]
+            try:
+                slots = either.allocate(sizes)
+            except StoreFull:
+                continue
+            for slot in slots:
+                either.write(slot, np.full(slot.num_bytes, number, np.uint8))
+            if not all(holds(either, slot, number) for slot in slots):
+                faults.append(f"thread {number}")
+            either.free(slots)
+
+    threads = [threading.Thread(target=live, args=(number,)) for number in range(1, 6)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert faults == []
+    assert either.held_bytes == 0
+    assert either.backed_bytes <= either.max_bytes
