@@ -1,0 +1,63 @@
+"""An owner or a consumer of tensors as a process of its own, to be stopped and killed.
+
+    tensor_process.py owner shared|private NUM_BYTES    serves one shard of 0, 1, 2...
+    tensor_process.py consumer                          fetches the handle on its stdin, and looks
+
+An owner tells its handle as hex and the path of its memory, a consumer the sum of what it sees;
+then both wait for the end of their stdin. Driven by test_tensors.py.
+"""
+
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.tensors.arena import Arena
+from rollmesh.tensors.handles import Content, pack, unpack
+from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.segment import SHARED_MEMORY
+from rollmesh.tensors.server import TensorServer
+from rollmesh.tensors.store import OwnerStore, StoreSettings
+
+MAX_BYTES = 2**28
+
+
+def own(kind: str, num_bytes: int) -> None:
+    """Serve until told to end."""
+    folder = SHARED_MEMORY if kind == "shared" else Path("/nowhere")
+    arena = Arena(MAX_BYTES, folder)
+    store = OwnerStore(StoreSettings(max_bytes=MAX_BYTES), SystemClock(), arena)
+    server = TensorServer(store, "tcp://127.0.0.1:0")
+    server.start()
+    data = np.arange(num_bytes).astype(np.uint8)
+    handles = store.put([Content("uint8", (num_bytes,), data)])
+    tell(pack(handles).hex())
+    tell(str(arena.path))
+    sys.stdin.read()
+    server.stop()
+    store.close()
+
+
+def consume() -> None:
+    """Look at a shard until told to end."""
+    (handle,) = unpack(bytes.fromhex(sys.stdin.readline()))
+    with closing(Peers()) as peers:
+        (content,) = peers.fetch(handle.owner, [handle])
+        tell(str(int(content.data.sum())))
+        sys.stdin.read()
+        tell(str(int(content.data.sum())))
+
+
+def tell(line: str) -> None:
+    """To who started us."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "owner":
+        own(sys.argv[2], int(sys.argv[3]))
+    else:
+        consume()

@@ -1,0 +1,193 @@
+"""Owners and consumers of tensors are killed: typed errors at once, and nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.errors import OwnerGone
+from rollmesh.tensors.handles import Content, RTensor, pack, unpack
+from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.server import TensorServer
+from rollmesh.tensors.store import OwnerStore, StoreSettings
+
+PROGRAM = Path(__file__).with_name("tensor_process.py")
+NUM_BYTES = 2**20
+PROMPT_S = 5.0
+"""Far less than a line's patience."""
+ROOT = Path(__file__).parents[2]
+
+
+class Child:
+    """A process of tensor_process.py."""
+
+    def __init__(self, *argv: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), *argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+    def line(self) -> str:
+        """What it tells next."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def say(self, line: str) -> None:
+        """To it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """As the kernel does where memory is short."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """It does not go on; returns when it does not."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def end(self) -> str:
+        """It is told to end, and has; what it still told."""
+        told, _ = self.process.communicate()
+        return told.strip()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    """Starts children; those that the test leaves are killed."""
+    children: list[Child] = []
+
+    def start(*argv: str) -> Child:
+        children.append(Child(*argv))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        for pipe in (child.process.stdin, child.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+@pytest.fixture
+def store() -> Iterator[OwnerStore]:
+    """Our own, served."""
+    store = OwnerStore(StoreSettings(max_bytes=2**24), SystemClock())
+    server = TensorServer(store, "tcp://127.0.0.1:0")
+    server.start()
+    yield store
+    server.stop()
+    store.close()
+
+
+def put(store: OwnerStore) -> RTensor:
+    (handle,) = store.put([Content("uint8", (NUM_BYTES,), np.ones(NUM_BYTES, np.uint8))])
+    return handle
+
+
+def started_owner(start: Callable[..., Child], kind: str) -> tuple[Child, RTensor]:
+    owner = start("owner", kind, str(NUM_BYTES))
+    (handle,) = unpack(bytes.fromhex(owner.line()))
+    return owner, handle
+
+
+def soon(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PROMPT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, "it never was"
+        threading.Event().wait(0.005)
+
+
+@pytest.mark.parametrize("kind", ["shared", "private"])
+def test_a_fetch_from_an_owner_that_is_killed_meanwhile_fails_at_once(
+    start: Callable[..., Child], kind: str
+) -> None:
+    owner, handle = started_owner(start, kind)
+    errors: list[Exception] = []
+    with closing(Peers()) as peers:
+        peers.fetch(handle.owner, [handle])
+
+        def fetch() -> None:
+            try:
+                peers.fetch(handle.owner, [handle])
+            except OwnerGone as error:
+                errors.append(error)
+
+        owner.stop()
+        fetching = threading.Thread(target=fetch)
+        fetching.start()
+        owner.kill()
+        fetching.join(PROMPT_S)
+        assert not fetching.is_alive()
+    assert len(errors) == 1
+
+
+def test_what_an_owner_lent_is_there_after_it_was_killed(start: Callable[..., Child]) -> None:
+    owner, handle = started_owner(start, "shared")
+    path = Path(owner.line())
+    expected = np.arange(NUM_BYTES).astype(np.uint8)
+    with closing(Peers()) as peers:
+        (content,) = peers.fetch(handle.owner, [handle])
+        owner.kill()
+        with pytest.raises(OwnerGone):
+            peers.fetch(handle.owner, [handle])
+    assert path.exists()
+    OwnerStore(StoreSettings(max_bytes=2**20), SystemClock()).close()  # which sweeps
+    assert not path.exists()
+    assert np.array_equal(content.data, expected)
+
+
+def test_what_a_consumer_held_is_free_once_it_was_killed(
+    start: Callable[..., Child], store: OwnerStore
+) -> None:
+    handle = put(store)
+    consumer = start("consumer")
+    consumer.say(pack([handle]).hex())
+    assert consumer.line() == str(NUM_BYTES)
+    assert store.clear([handle.shard_id]) == 1
+    assert store.stats().retained_bytes == NUM_BYTES
+    consumer.kill()
+    soon(lambda: store.stats().retained_bytes == 0)
+
+
+def test_what_a_stopped_consumer_holds_stays_as_it_is(
+    start: Callable[..., Child], store: OwnerStore
+) -> None:
+    handle = put(store)
+    consumer = start("consumer")
+    consumer.say(pack([handle]).hex())
+    assert consumer.line() == str(NUM_BYTES)
+    consumer.stop()
+    store.clear([handle.shard_id])
+    for _ in range(12):
+        other = Content("uint8", (NUM_BYTES,), np.zeros(NUM_BYTES, np.uint8))
+        store.put([other])
+    consumer.process.send_signal(signal.SIGCONT)
+    assert consumer.end() == str(NUM_BYTES)
+    soon(lambda: store.stats().retained_bytes == 0)
+
+
+def test_all_consumers_of_a_host_look_at_one_copy(
+    start: Callable[..., Child], store: OwnerStore
+) -> None:
+    handle = put(store)
+    consumers = [start("consumer") for _ in range(3)]
+    for consumer in consumers:
+        consumer.say(pack([handle]).hex())
+    assert [consumer.line() for consumer in consumers] == [str(NUM_BYTES)] * 3
+    assert store.stats().total_bytes == NUM_BYTES
+    assert [consumer.end() for consumer in consumers] == [str(NUM_BYTES)] * 3

@@ -1,0 +1,128 @@
+"""Owners for the tests of the transport: a whole one, and one that says what the test tells it to.
+
+Owns the whole owner, a store and its server, and the scripted one, a listening socket whose other
+end follows a function. Driven by test_connection.py, test_guest.py, test_peer.py, test_server.py.
+"""
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.tensors.arena import Arena
+from rollmesh.tensors.frames import Admitted
+from rollmesh.tensors.handles import Content, RTensor
+from rollmesh.tensors.handshake import admit
+from rollmesh.tensors.line import Line
+from rollmesh.tensors.segment import SHARED_MEMORY
+from rollmesh.tensors.server import TensorServer
+from rollmesh.tensors.store import OwnerStore, StoreSettings
+from rollmesh.wire.keys import Keys
+
+PATIENCE_S = 5.0
+
+
+def content_of(seed: int, num_bytes: int) -> Content:
+    """Bytes that only this seed gives."""
+    data = np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
+    return Content("uint8", (num_bytes,), data)
+
+
+def handles_of(owner: str, sizes: Sequence[int]) -> list[RTensor]:
+    """Handles of shards that nobody holds."""
+    return [
+        RTensor(7 << 32 | number, owner, 1, "uint8", (num_bytes,), num_bytes)
+        for number, num_bytes in enumerate(sizes)
+    ]
+
+
+@contextlib.contextmanager
+def scripted(script: Callable[[Line], None], admitted: Admitted | None = None) -> Iterator[str]:
+    """The address of an owner that admits one consumer after the other and follows `script` with
+    each, and hangs up. An error of the script fails the test."""
+    errors: list[BaseException] = []
+    admitted = admitted or Admitted("", "")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            while True:
+                try:
+                    line = Line(listening.accept()[0], PATIENCE_S)
+                except OSError:
+                    return
+                try:
+                    admit(line, None, admitted)
+                    script(line)
+                except (OSError, AssertionError) as error:
+                    errors.append(error)
+                finally:
+                    line.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert errors == []
+
+
+class Owned:
+    """A store that is served."""
+
+    def __init__(self, store: OwnerStore, server: TensorServer) -> None:
+        self.store = store
+        self.server = server
+        self.address = server.start()
+
+    def put(self, sizes: Sequence[int]) -> list[RTensor]:
+        """Store content_of(0), content_of(1)... of these sizes."""
+        return self.store.put([content_of(seed, size) for seed, size in enumerate(sizes)])
+
+    def num_guests(self) -> int:
+        """How many consumers its threads serve."""
+        prefix = f"{self.address} guest"
+        return sum(thread.name.startswith(prefix) for thread in threading.enumerate())
+
+
+@contextlib.contextmanager
+def owned(
+    bind: str = "tcp://127.0.0.1:0",
+    keys: Keys | None = None,
+    *,
+    is_shared: bool = True,
+    max_bytes: int = 2**26,
+) -> Iterator[Owned]:
+    """A store and its server; one whose memory is private has nothing to lend."""
+    folder = SHARED_MEMORY if is_shared else Path("/nowhere")
+    settings = StoreSettings(max_bytes=max_bytes)
+    store = OwnerStore(settings, SystemClock(), Arena(max_bytes, folder))
+    owner = Owned(store, TensorServer(store, bind, keys))
+    try:
+        yield owner
+    finally:
+        owner.server.stop()
+        store.close()
+
+
+def opened() -> tuple[int, int]:
+    """How many descriptors and threads this process has."""
+    gc.collect()  # mappings go with the arrays that look at them
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def soon(is_so: Callable[[], bool]) -> None:
+    """Assert that it is so before long."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, "it never was"
+        threading.Event().wait(0.005)

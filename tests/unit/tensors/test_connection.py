@@ -1,0 +1,322 @@
+"""A connection: what is sent or lent arrives in place; what no owner can have meant is typed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollmesh.core.errors import (
+    AddressError,
+    FetchMismatch,
+    MissReason,
+    ShardMissing,
+    TensorError,
+    WireError,
+)
+from rollmesh.tensors.connection import Connection, ConnectionState, connect
+from rollmesh.tensors.frames import (
+    Admitted,
+    Answer,
+    Clear,
+    Cleared,
+    Fetch,
+    Lent,
+    Missing,
+    Refused,
+    Returned,
+    Sent,
+    column,
+    decode_ask,
+    frame,
+    numbers_of,
+)
+from rollmesh.tensors.handshake import memory_at
+from rollmesh.tensors.line import Line
+from tests.unit.tensors.owners import content_of, handles_of, opened, scripted
+
+SIZES = [64, 0, 1000]
+SEGMENT = bytes(range(256)) * 8
+
+
+def ignore() -> None:
+    """Nobody waits for the ends of loans."""
+
+
+def heard(line: Line) -> Fetch | Clear | Returned:
+    ask = decode_ask(line.receive())
+    assert isinstance(ask, Fetch | Clear | Returned)
+    return ask
+
+
+@contextmanager
+def connected(
+    script: Callable[[Line], None], admitted: Admitted | None = None
+) -> Iterator[tuple[str, Connection]]:
+    """A connection to a scripted owner, closed after it."""
+    with scripted(script, admitted) as owner:
+        connection = connect(owner, None, ignore)
+        try:
+            yield owner, connection
+        finally:
+            connection.retire()
+
+
+def sender(*sizes: int) -> Callable[[Line], None]:
+    """Answers a fetch by content_of(0), content_of(1)... of `sizes`."""
+
+    def script(line: Line) -> None:
+        ask = heard(line)
+        assert isinstance(ask, Fetch)
+        assert not ask.is_by_memory
+        arrays = [content_of(seed, size).data for seed, size in enumerate(sizes)]
+        line.send(frame(Sent(column(sizes))), [array.data for array in arrays])
+
+    return script
+
+
+class Lender:
+    """An owner's memory in `folder`: one segment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "segment"
+        self.path.write_bytes(SEGMENT)
+        self.admitted = Admitted(memory_at(str(folder)), str(folder))
+        self.told: list[int] = []
+
+    def lend(self, line: Line, offsets: list[int], sizes: list[int]) -> None:
+        """Answer one fetch."""
+        ask = heard(line)
+        assert isinstance(ask, Fetch)
+        self.told += numbers_of(ask.returned)
+        segments = column([0] * len(sizes))
+        line.send(frame(Lent([str(self.path)], segments, column(offsets), column(sizes))))
+
+
+@pytest.fixture
+def lender(tmp_path: Path) -> Lender:
+    return Lender(tmp_path)
+
+
+def test_what_is_sent_lies_in_arrays_of_its_own_that_nobody_writes_to() -> None:
+    with connected(sender(*SIZES)) as (owner, connection):
+        contents = connection.fetch(handles_of(owner, SIZES))
+        assert connection.state is ConnectionState.READY
+    for seed, (content, size) in enumerate(zip(contents, SIZES, strict=True)):
+        assert (content.dtype, content.shape) == ("uint8", (size,))
+        assert bytes(content.data) == bytes(content_of(seed, size).data)
+        assert content.data.base is None  # a kept one keeps no others
+        assert not content.data.flags.writeable
+
+
+def test_what_is_lent_is_looked_at_where_it_lies(lender: Lender) -> None:
+    def script(line: Line) -> None:
+        lender.lend(line, [0, 64, 100], SIZES)
+
+    with connected(script, lender.admitted) as (owner, connection):
+        contents = connection.fetch(handles_of(owner, SIZES))
+        assert [bytes(each.data) for each in contents] == [
+            SEGMENT[offset : offset + size]
+            for offset, size in zip([0, 64, 100], SIZES, strict=True)
+        ]
+        assert not any(each.data.flags.writeable for each in contents)
+        with lender.path.open("r+b") as file:
+            file.write(b"new")
+        assert bytes(contents[0].data[:3]) == b"new"
+
+
+def test_loans_that_ended_are_told_with_the_next_call(lender: Lender) -> None:
+    def script(line: Line) -> None:
+        for _ in range(3):
+            lender.lend(line, [0, 0], [8, 8])
+        returned = heard(line)
+        assert isinstance(returned, Returned)
+        lender.told += numbers_of(returned.ids)
+        cleared = heard(line)
+        assert isinstance(cleared, Clear)
+        lender.told += numbers_of(cleared.returned)
+        line.send(frame(Cleared(2)))
+
+    with connected(script, lender.admitted) as (owner, connection):
+        one, other = handles_of(owner, [8, 8])
+        first = connection.fetch([one, other])
+        second = connection.fetch([one, one])
+        assert lender.told == []
+        del first
+        third = connection.fetch([one, other])
+        assert sorted(lender.told) == [one.shard_id, other.shard_id]
+        del second
+        connection.tell_ended()
+        connection.tell_ended()
+        del third
+        assert connection.clear([one.shard_id, other.shard_id]) == 2
+    told = [one.shard_id] * 4 + [other.shard_id] * 2
+    assert sorted(lender.told) == told
+
+
+def test_what_was_lent_outlives_the_last_call_and_keeps_the_connection_open(
+    lender: Lender,
+) -> None:
+    events: list[str] = []
+
+    def script(line: Line) -> None:
+        lender.lend(line, [0, 8], [8, 8])
+        assert not line.goes_on()
+        events.append("the connection ended")
+
+    with connected(script, lender.admitted) as (owner, connection):
+        one, other = connection.fetch(handles_of(owner, [8, 8]))
+        view = other.data[2:4]
+        connection.retire()
+        del connection, one, other
+        assert bytes(view) == SEGMENT[10:12]
+        events.append("the last view went")
+        del view
+    assert events == ["the last view went", "the connection ended"]
+
+
+def test_memory_that_cannot_be_seen_after_all_is_sent_instead(lender: Lender) -> None:
+    def script(line: Line) -> None:
+        lender.lend(line, [0], [8])
+        sent = heard(line)
+        assert isinstance(sent, Fetch)
+        assert not sent.is_by_memory
+        lender.told += numbers_of(sent.returned)
+        line.send(frame(Sent(column([8]))), [memoryview(b"streamed")])
+        sender(8)(line)
+
+    lender.path.unlink()
+    with connected(script, lender.admitted) as (owner, connection):
+        handles = handles_of(owner, [8])
+        assert bytes(connection.fetch(handles)[0].data) == b"streamed"
+        assert lender.told == [handles[0].shard_id]
+        assert len(connection.fetch(handles)) == 1  # it is not tried again
+
+
+def test_another_memory_is_not_looked_for(tmp_path: Path) -> None:
+    with connected(sender(8), Admitted("elsewhere", str(tmp_path))) as (owner, connection):
+        assert len(connection.fetch(handles_of(owner, [8]))) == 1
+
+
+@pytest.mark.parametrize("reason", ["cleared", "expired", "owner_restarted", "never_seen"])
+def test_a_missing_shard_is_named_and_the_connection_stays(reason: MissReason) -> None:
+    def script(line: Line) -> None:
+        heard(line)
+        line.send(frame(Missing(5, reason)))
+        sender(8)(line)
+
+    with connected(script) as (owner, connection):
+        with pytest.raises(ShardMissing) as caught:
+            connection.fetch(handles_of(owner, [8]))
+        missing = caught.value
+        assert (missing.shard_id, missing.owner, missing.reason) == (5, owner, reason)
+        assert connection.state is ConnectionState.READY
+        assert len(connection.fetch(handles_of(owner, [8]))) == 1
+
+
+def test_a_refusal_is_told_and_the_connection_stays() -> None:
+    def script(line: Line) -> None:
+        heard(line)
+        line.send(frame(Refused("not today")))
+
+    with connected(script) as (owner, connection):
+        with pytest.raises(TensorError, match=f"{owner} refused: not today"):
+            connection.clear([1])
+        assert connection.state is ConnectionState.READY
+
+
+@pytest.mark.parametrize("sizes", [[8, 8], [], [9]])
+def test_other_sizes_than_were_asked_for_are_a_mismatch_and_end_the_connection(
+    lender: Lender, sizes: list[int]
+) -> None:
+    scripts: list[tuple[Callable[[Line], None], Admitted | None]] = [
+        (sender(*sizes), None),
+        (lambda line: lender.lend(line, [0] * len(sizes), sizes), lender.admitted),
+    ]
+    for script, admitted in scripts:
+        with connected(script, admitted) as (owner, connection):
+            with pytest.raises(FetchMismatch):
+                connection.fetch(handles_of(owner, [8]))
+            assert connection.state is ConnectionState.ASKING
+
+
+def test_an_owner_that_claims_more_than_there_is_memory_is_not_believed() -> None:
+    with connected(sender(8)) as (owner, connection), pytest.raises(FetchMismatch, match="8 bytes"):
+        connection.fetch(handles_of(owner, [2**62]))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Sent(column([8])),
+        Cleared(1),
+        Admitted("", ""),
+        Lent([], column([0]), column([0]), column([8])),
+        Lent(["/etc/passwd"], column([0]), column([0]), column([8])),
+        Lent(["{folder}/../segment"], column([0]), column([0]), column([8])),
+        Lent(["{folder}/segment"], column([1]), column([0]), column([8])),
+        Lent(["{folder}/segment"], column([0]), column([len(SEGMENT) - 7]), column([8])),
+        Lent(["{folder}/segment"], column([0]), column([2**64 - 1]), column([8])),
+        Lent(["{folder}/segment"], b"odd", column([0]), column([8])),
+        Lent(["{folder}/segment"], column([0]), column([0, 0]), column([8])),
+    ],
+)
+def test_what_nobody_can_have_lent_is_a_wire_error(lender: Lender, answer: Answer) -> None:
+    if isinstance(answer, Lent):
+        paths = [path.format(folder=lender.path.parent) for path in answer.paths]
+        answer = Lent(paths, answer.segments, answer.offsets, answer.sizes)
+
+    def script(line: Line) -> None:
+        heard(line)
+        line.send(frame(answer))
+
+    with connected(script, lender.admitted) as (owner, connection):
+        with pytest.raises(WireError):
+            connection.fetch(handles_of(owner, [8]))
+        assert connection.state is ConnectionState.ASKING
+
+
+def test_an_owner_that_hangs_up_in_the_midst_of_the_bytes_has_hung_up() -> None:
+    def script(line: Line) -> None:
+        heard(line)
+        line.send(frame(Sent(column([2**20]))), [memoryview(bytes(2**19))])
+
+    with connected(script) as (owner, connection):
+        with pytest.raises(ConnectionResetError):
+            connection.fetch(handles_of(owner, [2**20]))
+        assert connection.state is ConnectionState.ASKING
+
+
+def test_many_small_shards_arrive_in_order() -> None:
+    sizes = [16 + each % 3 for each in range(3000)]
+    with connected(sender(*sizes)) as (owner, connection):
+        contents = connection.fetch(handles_of(owner, sizes))
+    expected = [content_of(seed, size).data for seed, size in enumerate(sizes)]
+    assert all(
+        np.array_equal(content.data, data) for content, data in zip(contents, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "tcp://", "tcp://127.0.0.1", "127.0.0.1:80", "tcp://127.0.0.1:x", "ipc:///tmp/x"],
+)
+def test_what_is_no_address_is_named(address: str) -> None:
+    with pytest.raises(AddressError, match="tcp://host:port"):
+        connect(address, None, ignore)
+
+
+def test_another_machine_is_not_dialled_without_keys() -> None:
+    with pytest.raises(AddressError, match="without keys"):
+        connect("tcp://10.0.0.1:5", None, ignore)
+
+
+def test_who_is_no_owner_is_told_from_one_and_costs_no_descriptor() -> None:
+    def script(line: Line) -> None:
+        assert not line.goes_on()
+
+    before = opened()
+    with scripted(script, Admitted("x" * 2000, "")) as owner, pytest.raises(WireError):
+        connect(owner, None, ignore)
+    assert opened() == before

@@ -1,0 +1,198 @@
+"""A guest: answered while it speaks sense; what it was lent stays until it has hung up."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from rollmesh.tensors.frames import (
+    Admitted,
+    Answer,
+    Ask,
+    Clear,
+    Cleared,
+    Fetch,
+    Hello,
+    Lent,
+    Missing,
+    Proof,
+    Refused,
+    Returned,
+    Sent,
+    column,
+    decode_answer,
+    frame,
+    numbers_of,
+)
+from rollmesh.tensors.guest import Guest
+from rollmesh.tensors.handles import RTensor
+from rollmesh.tensors.handshake import introduce
+from rollmesh.tensors.line import Line
+from rollmesh.tensors.segment import Attached
+from tests.unit.tensors.owners import PATIENCE_S, Owned, content_of, owned, soon
+
+SIZES = [64, 0, 5000]
+
+
+@pytest.fixture
+def owner() -> Iterator[Owned]:
+    with owned() as owner:
+        yield owner
+
+
+class Consumer:
+    """The other end of a guest, which says what the test wants."""
+
+    def __init__(self, line: Line, thread: threading.Thread) -> None:
+        self.line = line
+        self._thread = thread
+
+    def ask(self, ask: Ask) -> Answer:
+        """What it is answered."""
+        self.line.send(frame(ask))
+        return decode_answer(self.line.receive())
+
+    def is_left(self) -> bool:
+        """Whether its thread ends."""
+        self._thread.join(PATIENCE_S)
+        return not self._thread.is_alive()
+
+    def is_served(self) -> bool:
+        """Whether it still has a thread."""
+        return self._thread.is_alive()
+
+
+@contextmanager
+def seated(owner: Owned, patience_s: float = PATIENCE_S) -> Iterator[Consumer]:
+    """A guest of `owner` in a thread; at the end the consumer hangs up, and the guest leaves."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = Line(socket.create_connection(listening.getsockname()), PATIENCE_S)
+        far = Line(listening.accept()[0], patience_s)
+    guest = Guest(f"guest {far}", far, owner.store)
+    admitted = Admitted("memory", owner.store.folder)
+    thread = threading.Thread(target=guest.serve, args=(None, admitted, ""))
+    thread.start()
+    assert introduce(near, "owner", None) == admitted
+    consumer = Consumer(near, thread)
+    try:
+        yield consumer
+    finally:
+        near.close()
+        assert consumer.is_left()
+
+
+def ids_of(handles: list[RTensor]) -> list[int]:
+    return [each.shard_id for each in handles]
+
+
+def lent(owner: Owned, consumer: Consumer, sizes: list[int]) -> tuple[list[int], Lent]:
+    """Shards that the consumer has borrowed, and which have then been cleared."""
+    ids = ids_of(owner.put(sizes))
+    answer = consumer.ask(Fetch(column(ids), True))
+    assert isinstance(answer, Lent)
+    assert owner.store.clear(ids) == len(ids)
+    return ids, answer
+
+
+def test_a_place_is_where_the_bytes_lie(owner: Owned) -> None:
+    with seated(owner) as consumer:
+        _, answer = lent(owner, consumer, SIZES)
+        assert len(answer.paths) == 1
+        attached = Attached(answer.paths[0])
+        places = zip(numbers_of(answer.offsets), numbers_of(answer.sizes), strict=True)
+        for seed, (offset, size) in enumerate(places):
+            assert size == SIZES[seed]
+            assert bytes(attached.view(offset, size)) == bytes(content_of(seed, size).data)
+    assert owner.store.stats().retained_bytes == 0
+
+
+def test_each_loan_is_returned_by_itself(owner: Owned) -> None:
+    with seated(owner) as consumer:
+        ids, _ = lent(owner, consumer, [100, 200])
+        assert owner.store.stats().retained_bytes == 300
+        assert consumer.ask(Clear(column([]), column([ids[0]]))) == Cleared(0)
+        assert owner.store.stats().retained_bytes == 200
+        consumer.line.send(frame(Returned(column([ids[1]]))))
+        soon(lambda: owner.store.stats().retained_bytes == 0)
+
+
+def test_who_hangs_up_holds_nothing_any_more(owner: Owned) -> None:
+    with seated(owner) as consumer:
+        lent(owner, consumer, SIZES)
+        assert owner.store.stats().retained_bytes == sum(SIZES)
+    assert owner.store.stats().retained_bytes == 0
+
+
+@pytest.mark.parametrize("said", [b"\xff" * 8, frame(Proof(b"")), frame(Hello(1, bytes(32)))])
+def test_who_talks_nonsense_is_heard_no_more_and_keeps_what_it_looks_at(
+    owner: Owned, said: bytes
+) -> None:
+    with seated(owner) as consumer:
+        lent(owner, consumer, SIZES)
+        consumer.line.send(said)
+        assert not consumer.line.goes_on()
+        assert owner.store.stats().retained_bytes == sum(SIZES)
+        assert consumer.is_served()
+    assert owner.store.stats().retained_bytes == 0
+
+
+@pytest.mark.parametrize("said", [b"\xff" * 8, frame(Proof(b"")), frame(Fetch(b"odd", False))])
+def test_who_talks_nonsense_and_holds_nothing_is_hung_up_on(owner: Owned, said: bytes) -> None:
+    with seated(owner) as consumer:
+        consumer.line.send(said)
+        assert consumer.is_left()
+        assert not consumer.line.goes_on()
+
+
+def test_who_does_not_read_is_hung_up_on(owner: Owned) -> None:
+    with seated(owner, patience_s=0.05) as consumer:
+        ids = ids_of(owner.put([2**24]))
+        consumer.line.send(frame(Fetch(column(ids * 4), False)))
+        assert consumer.is_left()
+        owner.store.clear(ids)
+        assert owner.store.stats().retained_bytes == 0
+
+
+def test_what_is_sent_may_be_cleared_meanwhile(owner: Owned) -> None:
+    with seated(owner) as consumer:
+        ids = ids_of(owner.put([2**24]))
+        answer = consumer.ask(Fetch(column(ids), False))
+        assert answer == Sent(column([2**24]))
+        owner.store.clear(ids)
+        owner.put([2**24, 2**24])
+        came = bytearray(2**24)
+        consumer.line.fill([memoryview(came)])
+        assert came == bytes(content_of(0, 2**24).data)
+        assert consumer.ask(Clear(column(ids))) == Cleared(0)
+        assert owner.store.stats().retained_bytes == 0
+
+
+@pytest.mark.parametrize("is_by_memory", [True, False])
+def test_a_missing_shard_is_named_and_none_is_held(owner: Owned, is_by_memory: bool) -> None:
+    with seated(owner) as consumer:
+        ids = ids_of(owner.put(SIZES))
+        owner.store.clear(ids[1:2])
+        assert consumer.ask(Fetch(column(ids), is_by_memory)) == Missing(ids[1], "cleared")
+        never = ids[-1] + 1
+        assert consumer.ask(Fetch(column([never]), is_by_memory)) == Missing(never, "never_seen")
+        foreign = consumer.ask(Fetch(column([1]), is_by_memory))
+        assert foreign == Missing(1, "owner_restarted")
+        owner.store.clear(ids)
+        assert owner.store.stats().retained_bytes == 0
+
+
+def test_what_cannot_be_lent_is_refused() -> None:
+    with owned(is_shared=False) as owner, seated(owner) as consumer:
+        ids = ids_of(owner.put([8]))
+        answer = consumer.ask(Fetch(column(ids), True))
+        assert isinstance(answer, Refused)
+        assert isinstance(consumer.ask(Fetch(column(ids), False)), Sent)
+
+
+def test_returning_what_one_never_had_changes_nothing(owner: Owned) -> None:
+    with seated(owner) as consumer, seated(owner) as vandal:
+        ids, _ = lent(owner, consumer, [100])
+        assert vandal.ask(Clear(column([]), column([*ids, 5, 2**64 - 1]))) == Cleared(0)
+        assert owner.store.stats().retained_bytes == 100

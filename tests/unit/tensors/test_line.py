@@ -1,0 +1,156 @@
+"""A line: all of it arrives in place, however the kernel cuts it; who stalls or lies is cut off."""
+
+import random
+import socket
+import threading
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from rollmesh.core.errors import WireError
+from rollmesh.tensors.frames import Refused, decode_answer, frame
+from rollmesh.tensors.line import MAX_BUFFERS, Line
+
+HELLO = frame(Refused("hello"))
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Line, Line]]:
+    """Both ends of a TCP connection on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+    lines = Line(near, patience_s=0.05), Line(far, patience_s=5.0)
+    yield lines
+    for line in lines:
+        line.close()
+
+
+def raw(line: Line) -> socket.socket:
+    return line._socket  # noqa: SLF001 - a vandal's end has no frames
+
+
+def sent_by(line: Line, header: bytes, buffers: list[memoryview]) -> threading.Thread:
+    thread = threading.Thread(target=line.send, args=(header, buffers))
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        [0],
+        [1, 0, 7],
+        [2**24],
+        [16] * (3 * MAX_BUFFERS),
+        [0] * (MAX_BUFFERS + 1) + [5],
+        [2**20 + 1] * 20,
+    ],
+)
+def test_buffers_arrive_in_their_places(ends: tuple[Line, Line], sizes: list[int]) -> None:
+    near, far = ends
+    near.patience_s = 5.0
+    rng = random.Random(1)
+    sent = [rng.randbytes(size) for size in sizes]
+    thread = sent_by(near, HELLO, [memoryview(each) for each in sent])
+    assert decode_answer(far.receive()) == Refused("hello")
+    came = [bytearray(size) for size in sizes]
+    far.fill([memoryview(each) for each in came])
+    thread.join()
+    assert came == sent
+    assert far.num_received == len(HELLO) + sum(sizes)
+
+
+def test_buffers_of_other_sizes_than_they_were_sent_in_are_filled(ends: tuple[Line, Line]) -> None:
+    near, far = ends
+    near.send(b"", [memoryview(bytes(range(100)))])
+    came = [bytearray(size) for size in (1, 0, 33, 66)]
+    far.fill([memoryview(each) for each in came])
+    assert b"".join(came) == bytes(range(100))
+
+
+@pytest.mark.parametrize("length", [2**23 + 1, 2**31, 2**32 - 1])
+def test_no_memory_is_taken_for_a_length_that_is_merely_claimed(
+    ends: tuple[Line, Line], length: int
+) -> None:
+    near, far = ends
+    raw(near).sendall(length.to_bytes(4, "little") + b"x" * 100)
+    tracemalloc.start()
+    with pytest.raises(WireError, match="a header of"):
+        far.receive()
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 2**20
+
+
+@pytest.mark.parametrize("said", [b"", b"\x05", b"\x05\0\0\0", b"\x05\0\0\0half"])
+def test_who_hangs_up_within_a_frame_is_told_from_who_is_done(
+    ends: tuple[Line, Line], said: bytes
+) -> None:
+    near, far = ends
+    raw(near).sendall(said)
+    near.cut()
+    assert far.goes_on() is bool(said)
+    with pytest.raises(ConnectionResetError, match="hung up"):
+        far.receive()
+
+
+@pytest.mark.parametrize("said", [b"", b"\x05", b"\x05\0\0\0half"])
+def test_who_stops_within_a_frame_is_given_up(ends: tuple[Line, Line], said: bytes) -> None:
+    near, far = ends
+    raw(far).sendall(said)
+    with pytest.raises(TimeoutError):
+        near.receive()
+
+
+def test_who_drips_is_given_up_at_the_set_moment(ends: tuple[Line, Line]) -> None:
+    near, far = ends
+    far.allow(0.1)
+    stop = threading.Event()
+
+    def drip() -> None:
+        raw(near).send((1000).to_bytes(4, "little"))
+        while not stop.wait(0.005):
+            raw(near).send(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        far.receive()
+    stop.set()
+    thread.join()
+
+
+def test_who_does_not_read_is_given_up(ends: tuple[Line, Line]) -> None:
+    near, _ = ends
+    with pytest.raises(TimeoutError):
+        near.send(HELLO, [memoryview(bytes(2**20))] * 64)
+
+
+def test_a_cut_wakes_who_waits_at_either_end(ends: tuple[Line, Line]) -> None:
+    near, far = ends
+    heard: list[bool] = []
+    threads = [threading.Thread(target=lambda end=end: heard.append(end.goes_on())) for end in ends]
+    for thread in threads:
+        thread.start()
+    near.cut()
+    for thread in threads:
+        thread.join()
+    assert heard == [False, False]
+    far.cut()
+    near.cut()
+
+
+def test_the_end_is_waited_for_past_what_is_still_said(ends: tuple[Line, Line]) -> None:
+    near, far = ends
+    far.stop_sending()
+    assert near.goes_on() is False
+    ended = threading.Thread(target=far.wait_for_end)
+    ended.start()
+    raw(near).sendall(b"x" * 1000)
+    assert ended.is_alive()
+    near.close()
+    ended.join(5.0)
+    assert not ended.is_alive()

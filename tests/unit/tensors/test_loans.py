@@ -1,0 +1,106 @@
+"""Loans: each ends with the last view of its array, and is told once."""
+
+import gc
+import random
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.tensors.loans import Loans
+
+MEMORY = np.arange(1024, dtype=np.uint8).tobytes()
+"""What an owner's segment would be: no array, so that views are of the lent array."""
+
+
+def array(offset: int = 0, num_bytes: int = 64) -> NDArray[np.uint8]:
+    return np.frombuffer(MEMORY, np.uint8, num_bytes, offset)
+
+
+class Bell:
+    """Counts how often it is rung."""
+
+    def __init__(self) -> None:
+        self.num_rings = 0
+
+    def ring(self) -> None:
+        self.num_rings += 1
+
+
+def test_a_loan_ends_with_the_last_view_of_its_array() -> None:
+    bell = Bell()
+    loans = Loans(bell.ring)
+    lent = array()
+    loans.lend(7, lent)
+    views = [lent[3:9], lent.view(np.int32)[2:], lent.data[8:]]
+    del lent
+    while views:
+        assert len(loans) == 1
+        assert loans.take_ended(9) == []
+        assert bell.num_rings == 0
+        views.pop()
+    assert len(loans) == 0
+    assert bell.num_rings == 1
+    assert loans.take_ended(9) == [7]
+    assert loans.take_ended(9) == []
+
+
+def test_a_shard_that_was_lent_twice_is_told_twice() -> None:
+    loans = Loans(Bell().ring)
+    first, second = array(), array()
+    loans.lend(7, first)
+    loans.lend(7, second)
+    del first
+    assert loans.take_ended(9) == [7]
+    del second
+    assert loans.take_ended(9) == [7]
+
+
+def test_no_more_is_told_at_a_time_than_a_message_holds() -> None:
+    loans = Loans(Bell().ring)
+    loans.give_back(range(10))
+    assert [loans.take_ended(4) for _ in range(4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], []]
+
+
+def test_loans_that_end_in_many_threads_are_all_told_once() -> None:
+    loans = Loans(Bell().ring)
+    rng = random.Random(3)
+    shards: list[list[NDArray[np.uint8]]] = [[] for _ in range(8)]
+    for shard_id in range(4000):
+        lent = array(rng.randrange(900))
+        loans.lend(shard_id, lent)
+        rng.choice(shards).append(lent)
+    del lent
+    together = threading.Barrier(len(shards))
+    told: list[int] = []
+
+    def forget(some: list[NDArray[np.uint8]]) -> None:
+        together.wait()
+        while some:
+            some.pop()
+            told.extend(loans.take_ended(3))
+
+    threads = [threading.Thread(target=forget, args=(some,)) for some in shards]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told += loans.take_ended(4000)
+    assert sorted(told) == list(range(4000))
+    assert len(loans) == 0
+
+
+def test_views_alone_keep_nothing_of_ours_alive() -> None:
+    loans = Loans(Bell().ring)
+    lent = array()
+    loans.lend(7, lent)
+    gc.collect()
+    gc.disable()
+    try:
+        counted = np.frombuffer(MEMORY, np.uint8, 1)
+        loans.lend(8, counted)
+        del counted
+        assert loans.take_ended(9) == [8]  # by reference counts, without the collector
+    finally:
+        gc.enable()
+    assert len(loans) == 1

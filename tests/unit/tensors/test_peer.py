@@ -1,0 +1,299 @@
+"""Peers: shards of other owners, over one connection each, and typed errors for those that went."""
+
+import gc
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from rollmesh.core.errors import AddressError, OwnerGone, ShardMissing, TensorError
+from rollmesh.tensors.frames import Fetch, Sent, column, decode_ask, frame
+from rollmesh.tensors.handles import Content
+from rollmesh.tensors.line import Line
+from rollmesh.tensors.peer import Peers
+from tests.unit.tensors.owners import (
+    PATIENCE_S,
+    Owned,
+    content_of,
+    handles_of,
+    opened,
+    owned,
+    scripted,
+    soon,
+)
+
+SIZES = [64, 0, 100_000, 3]
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    with closing(Peers()) as peers:
+        yield peers
+
+
+@pytest.fixture(params=["memory", "stream"])
+def owner(request: pytest.FixtureRequest) -> Iterator[Owned]:
+    """One that lends, and one that has nothing to lend."""
+    with owned(is_shared=request.param == "memory") as owner:
+        yield owner
+
+
+def data_of(contents: list[Content]) -> list[bytes]:
+    return [bytes(each.data) for each in contents]
+
+
+def expected(sizes: list[int]) -> list[bytes]:
+    return [bytes(content_of(seed, size).data) for seed, size in enumerate(sizes)]
+
+
+def test_shards_come_as_they_were_put(owner: Owned, peers: Peers) -> None:
+    handles = owner.put(SIZES)
+    contents = peers.fetch(owner.address, handles)
+    assert data_of(contents) == expected(SIZES)
+    assert [each.shape for each in contents] == [(size,) for size in SIZES]
+    assert not any(each.data.flags.writeable for each in contents)
+    backwards = peers.fetch(owner.address, handles[::-1])
+    assert data_of(backwards) == expected(SIZES)[::-1]
+
+
+def test_nothing_is_fetched_for_nothing(peers: Peers) -> None:
+    assert peers.fetch("tcp://127.0.0.1:1", []) == []
+    assert peers.clear("tcp://127.0.0.1:1", []) == 0
+
+
+def test_more_than_a_message_holds_is_asked_for_in_several(
+    owner: Owned, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmesh.tensors.peer.MAX_IDS", 2)
+    handles = owner.put(SIZES)
+    assert data_of(peers.fetch(owner.address, handles)) == expected(SIZES)
+    assert peers.clear(owner.address, [each.shard_id for each in handles]) == len(SIZES)
+
+
+def test_a_cleared_shard_is_missing_and_the_others_are_there(owner: Owned, peers: Peers) -> None:
+    handles = owner.put(SIZES)
+    gone = handles[2]
+    assert peers.clear(owner.address, [gone.shard_id]) == 1
+    assert peers.clear(owner.address, [gone.shard_id]) == 0
+    with pytest.raises(ShardMissing) as caught:
+        peers.fetch(owner.address, handles)
+    missing = caught.value
+    assert (missing.shard_id, missing.owner, missing.reason) == (
+        gone.shard_id,
+        owner.address,
+        "cleared",
+    )
+    assert data_of(peers.fetch(owner.address, handles[:2])) == expected(SIZES)[:2]
+
+
+def test_what_is_looked_at_stays_when_its_owner_clears_it(peers: Peers) -> None:
+    with owned() as owner:
+        handles = owner.put([100_000])
+        (content,) = peers.fetch(owner.address, handles)
+        view = content.data[10:20]
+        del content
+        assert owner.store.clear([handles[0].shard_id]) == 1
+        owner.put([100_000] * 9)
+        assert bytes(view) == expected([100_000])[0][10:20]
+        assert owner.store.stats().retained_bytes >= 100_000
+        del view
+        soon(lambda: owner.store.stats().retained_bytes == 0)
+
+
+def test_the_ends_of_loans_are_told_without_a_further_call(peers: Peers) -> None:
+    with owned() as owner:
+        contents = peers.fetch(owner.address, handles := owner.put([64] * 100))
+        owner.store.clear([each.shard_id for each in handles])
+        assert owner.store.stats().retained_bytes > 0
+        del contents
+        soon(lambda: owner.store.stats().retained_bytes == 0)
+
+
+def test_views_outlive_the_peers(owner: Owned) -> None:
+    with closing(Peers()) as peers:
+        handles = owner.put(SIZES)
+        contents = peers.fetch(owner.address, handles)
+    owner.store.clear([each.shard_id for each in handles])
+    owner.put(SIZES[::-1])
+    gc.collect()
+    assert data_of(contents) == expected(SIZES)
+    del contents
+    soon(lambda: owner.store.stats().retained_bytes == 0)
+
+
+def test_one_connection_serves_all_calls_and_threads(owner: Owned, peers: Peers) -> None:
+    handles = owner.put(SIZES)
+    results: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+
+    def fetch_often() -> None:
+        for _ in range(20):
+            results.put(data_of(peers.fetch(owner.address, handles)))
+
+    threads = [threading.Thread(target=fetch_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results.get_nowait() for _ in range(80)] == [expected(SIZES)] * 80
+    assert owner.num_guests() == 1
+
+
+def test_an_owner_that_is_started_anew_is_found_and_has_lost_what_it_held(peers: Peers) -> None:
+    with owned() as first:
+        handles = first.put(SIZES)
+        peers.fetch(first.address, handles)
+        bind = first.address
+    with owned(bind=bind) as second:
+        with pytest.raises(ShardMissing) as caught:
+            peers.fetch(bind, handles)
+        assert caught.value.reason == "owner_restarted"
+        assert data_of(peers.fetch(bind, second.put(SIZES))) == expected(SIZES)
+
+
+def test_an_owner_that_went_is_gone(owner: Owned, peers: Peers) -> None:
+    handles = owner.put(SIZES)
+    peers.fetch(owner.address, handles)
+    owner.server.stop()
+    for ask in (
+        lambda: peers.fetch(owner.address, handles),
+        lambda: peers.clear(owner.address, [1]),
+    ):
+        with pytest.raises(OwnerGone, match="connection refused") as caught:
+            ask()
+        assert caught.value.owner == owner.address
+
+
+def vanish(line: Line) -> None:
+    """In the midst of an answer."""
+    line.receive()
+    line.send(frame(Sent(column([8])))[:-1])
+
+
+def mumble(line: Line) -> None:
+    line.receive()
+    line.send(b"\xff" * 100)
+
+
+def hold_back(line: Line) -> None:
+    """Most of the bytes."""
+    ask = decode_ask(line.receive())
+    assert isinstance(ask, Fetch)
+    line.send(frame(Sent(column([2**20]))), [memoryview(bytes(100))])
+
+
+@pytest.mark.parametrize(
+    ("script", "said"), [(vanish, "hung up"), (mumble, "a header of"), (hold_back, "hung up")]
+)
+def test_an_owner_that_fails_in_mid_fetch_is_gone_and_found_again(
+    peers: Peers, script: Callable[[Line], None], said: str
+) -> None:
+    num_dialled = 0
+
+    def fail_then_answer(line: Line) -> None:
+        nonlocal num_dialled
+        num_dialled += 1
+        if num_dialled == 1:
+            script(line)
+        else:
+            line.receive()
+            line.send(frame(Sent(column([2**20]))), [memoryview(bytes(2**20))])
+
+    with scripted(fail_then_answer) as address:
+        handles = handles_of(address, [2**20])
+        with pytest.raises(OwnerGone, match=said):
+            peers.fetch(address, handles)
+        assert data_of(peers.fetch(address, handles)) == [bytes(2**20)]
+    assert num_dialled == 2
+
+
+def test_a_connection_that_ended_while_idle_is_made_anew_unseen(peers: Peers) -> None:
+    num_dialled = 0
+
+    def answer_one(line: Line) -> None:
+        nonlocal num_dialled
+        num_dialled += 1
+        line.receive()
+        line.send(frame(Sent(column([1]))), [memoryview(b"x")])
+
+    with scripted(answer_one) as address:
+        for _ in range(3):
+            assert data_of(peers.fetch(address, handles_of(address, [1]))) == [b"x"]
+    assert num_dialled == 3
+
+
+def test_an_interrupted_call_leaves_nothing_to_the_next(peers: Peers) -> None:
+    """As by Ctrl-C, in the midst of an answer."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def stall(line: Line) -> None:
+        line.receive()
+        line.send(frame(Sent(column([4]))), [memoryview(b"ol")])
+        started.set()
+        go_on.wait(PATIENCE_S)
+        if line.goes_on():
+            line.receive()
+            line.send(frame(Sent(column([4]))), [memoryview(b"new!")])
+
+    with scripted(stall) as address:
+        failed: list[str] = []
+
+        def fetch() -> None:
+            try:
+                peers.fetch(address, handles_of(address, [4]))
+            except TensorError as error:
+                failed.append(str(error))
+
+        thread = threading.Thread(target=fetch)
+        thread.start()
+        started.wait(PATIENCE_S)
+        peers.close()
+        thread.join()
+        go_on.set()
+    assert len(failed) == 1
+    with pytest.raises(TensorError, match="closing"):
+        peers.fetch(address, handles_of(address, [4]))
+
+
+def test_loans_of_one_that_is_busy_are_told_when_it_is_not(peers: Peers) -> None:
+    """And the loans of others meanwhile."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def stall(line: Line) -> None:
+        line.receive()
+        started.set()
+        go_on.wait(PATIENCE_S)
+        line.send(frame(Sent(column([0]))))
+        assert not line.goes_on()
+
+    with scripted(stall) as busy, owned() as owner:
+        thread = threading.Thread(target=peers.fetch, args=(busy, handles_of(busy, [0])))
+        thread.start()
+        started.wait(PATIENCE_S)
+        contents = peers.fetch(owner.address, handles := owner.put([64]))
+        owner.store.clear([handles[0].shard_id])
+        del contents
+        soon(lambda: owner.store.stats().retained_bytes == 0)
+        assert thread.is_alive()
+        go_on.set()
+        thread.join()
+        peers.close()
+
+
+def test_an_address_that_cannot_be_an_owner_is_named(peers: Peers) -> None:
+    with pytest.raises(AddressError, match="tcp://host:port"):
+        peers.fetch("nowhere", handles_of("nowhere", [1]))
+    with pytest.raises(AddressError, match="without keys"):
+        peers.fetch("tcp://10.1.2.3:4", handles_of("tcp://10.1.2.3:4", [1]))
+
+
+def test_nothing_is_left_open() -> None:
+    before = opened()
+    with owned() as owner:
+        for _ in range(3):
+            with closing(Peers()) as peers:
+                handles = owner.put(SIZES)
+                assert data_of(peers.fetch(owner.address, handles)) == expected(SIZES)
+    del owner, peers
+    assert opened() == before
