@@ -107,12 +107,24 @@ class Watch:
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """Resident and proportional bytes of a process; proc_pid_smaps(5)."""
+    """Resident and proportional bytes of a process."""
+    figures = _rollup(pid)
+    return figures["Rss"], figures["Pss"]
+
+
+def private_bytes(pid: int) -> int:
+    """Of its resident bytes, those that no other process has mapped."""
+    figures = _rollup(pid)
+    return figures["Private_Clean"] + figures["Private_Dirty"]
+
+
+def _rollup(pid: int) -> dict[str, int]:
+    """In bytes; proc_pid_smaps(5)."""
     figures = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, _, rest = line.partition(":")
         figures[name] = int(rest.split()[0]) * 1024
-    return figures["Rss"], figures["Pss"]
+    return figures
 
 
 def is_alive(pid: int) -> bool:

@@ -1,0 +1,154 @@
+"""The tensor benchmark's cases between an owner and a consumer: big, small, tiny, fanout, handles.
+
+    big        294 MiB in 32 arrays: publish beside memcpy, fetch beside a bare socket
+    small      33 MiB in 2,048 arrays
+    tiny       1 KiB, one fetch for each
+    fanout     one owner, eight consumers on one host, who fetch `big` at once
+    handles    2,048 of them, packed and unpacked
+
+Invariant: a ratio is between laps that follow each other, a figure the median over the rounds; what
+goes through the loopback device is the least of the rounds, since others may use it. Driven by
+tensors.py.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from benchmarks._load import percentile
+from benchmarks._soak_watch import private_bytes
+from benchmarks._tensors_mesh import Bench, Lap, Party, check, fetch_of, settle
+from benchmarks._tensors_talk import EndStep, Fetched, Held, Publish, Published
+from rollmesh.tensors.handles import UNTAGGED, RTensor, pack, unpack
+
+NUM_CONSUMERS = 8
+NUM_HANDLES = 2_048
+
+
+def big(bench: Bench) -> None:
+    """294 MiB; also what it takes of the consumer's memory, and to read it."""
+    for name, laps in _compare(bench, "big").items():
+        bench.note(f"big.{name}", {
+            "first_read_ms": 1e3 * laps[0].fetched.read_s,
+            "read_ms": 1e3 * median(lap.fetched.read_s for lap in laps[1:]),
+            "peak_vs_payload": max(lap.peak_bytes / lap.num_bytes for lap in laps),
+        })  # fmt: skip
+
+
+def small(bench: Bench) -> None:
+    """2,048 shards."""
+    _compare(bench, "small")
+
+
+def tiny(bench: Bench) -> None:
+    """The latency of one fetch."""
+    for name, (_, *laps) in bench.rounds("tiny", one_by_one=True).items():
+        took_s = [each for lap in laps for each in lap.fetched.took_s]
+        bench.note(f"tiny.{name}", {
+            "p50_ms": 1e3 * median(took_s),
+            "p99_ms": 1e3 * percentile(took_s, 99),
+            "cpu_us": 1e6 * min(lap.cpu_s / len(lap.fetched.took_s) for lap in laps),
+        })  # fmt: skip
+
+
+def _compare(bench: Bench, case: str) -> dict[str, list[Lap]]:
+    """A batch by every arm, beside the floors; all laps, the first that warms up among them."""
+    all_laps = bench.rounds(case)
+    laps = {name: mine[1:] for name, mine in all_laps.items()}
+    for name, mine in laps.items():
+        bench.note(f"{case}.{name}", {
+            "fetch_ms": 1e3 * median(lap.fetch_s for lap in mine),
+            "cpu_ms": 1e3 * min(lap.cpu_s for lap in mine),
+        })  # fmt: skip
+    raw, shm, tcp = laps["raw"], laps["shm"], laps["tcp"]
+    bench.note(case, {
+        "memcpy_ms": 1e3 * median(lap.publish_s for lap in raw),
+        "publish_ms": 1e3 * median(lap.publish_s for lap in shm),
+        "publish_vs_memcpy": _ratio(raw, shm, lambda lap: lap.publish_s),
+        "tcp_vs_raw": _ratio(raw, tcp, _fetch_s),
+        "tcp_vs_raw_warm": _ratio(laps["raw_warm"], tcp, _fetch_s),
+        "tcp_vs_pioneer": _ratio(laps["pioneer"], tcp, _fetch_s),
+        "shm_vs_pioneer": _ratio(laps["pioneer"], shm, _fetch_s),
+    })  # fmt: skip
+    return all_laps
+
+
+def _fetch_s(lap: Lap) -> float:
+    return lap.fetch_s
+
+
+def _ratio(slow: Sequence[Lap], fast: Sequence[Lap], of: Callable[[Lap], float]) -> float:
+    """How many times as fast, by neighbours; the pioneer has fewer laps."""
+    return median(of(a) / of(b) for a, b in zip(slow, fast, strict=False))
+
+
+def fanout(bench: Bench) -> None:
+    """Eight that want the same: what goes over sockets, and what memory they take for it."""
+    owner = bench.party("owner", "shm")
+    consumers = [bench.party("consumer", "shm") for _ in range(NUM_CONSUMERS)]
+    rounds = [_fan_out(bench, owner, consumers) for _ in range(1 + (3 if bench.is_quick else 7))]
+    socket, private, fetch_s = zip(*rounds[1:], strict=True)
+    bench.note("fanout", {
+        "fetch_ms": 1e3 * median(fetch_s),
+        "over_sockets_vs_payload": min(socket),
+        "private_memory_vs_payload": median(private),
+    })  # fmt: skip
+
+
+def _fan_out(bench: Bench, owner: Party, consumers: list[Party]) -> tuple[float, float, float]:
+    step = next(bench.steps)
+    published = owner.ask(Publish("big", step, step), Published)
+    private, received = _private_bytes(consumers), _received_bytes()
+    for each in consumers:
+        each.send(fetch_of(published))
+    fetched = [each.receive(Fetched) for each in consumers]
+    received = _received_bytes() - received
+    private = _private_bytes(consumers) - private
+    for each, got in zip(consumers, fetched, strict=True):
+        check(got, published, each)
+        each.ask(EndStep(step), Held)
+    owner.ask(EndStep(step), Held)
+    settle(owner)
+    slowest_s = max(sum(each.took_s) for each in fetched)
+    return received / published.num_bytes, private / published.num_bytes, slowest_s
+
+
+def _private_bytes(parties: Sequence[Party]) -> int:
+    """Memory that each has for itself, all together."""
+    return sum(private_bytes(each.pid) for each in parties)
+
+
+def _received_bytes() -> int:
+    """By the loopback device, so far; proc_pid_net(5)."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    [line] = [each for each in lines if each.lstrip().startswith("lo:")]
+    return int(line.partition(":")[2].split()[0])
+
+
+def handles(bench: Bench) -> None:
+    """A batch's handles as one message, the best of many rounds."""
+    incarnation, owner = 7, "tcp://127.0.0.1:41234"
+    made = [
+        RTensor(
+            incarnation << 32 | number, owner, UNTAGGED, "int32", (4_000 + number % 300,), 16_000
+        )
+        for number in range(NUM_HANDLES)
+    ]
+    packed = pack(made)
+    assert unpack(packed) == made
+    bench.note("handles", {
+        "pack_ms": 1e3 * _best_s(lambda: pack(made)),
+        "unpack_ms": 1e3 * _best_s(lambda: unpack(packed)),
+        "bytes_each": len(packed) / NUM_HANDLES,
+    })  # fmt: skip
+
+
+def _best_s(run: Callable[[], object]) -> float:
+    """CPU of a call, to which other work on the machine can only add."""
+    best_s = float("inf")
+    for _ in range(200):
+        began_s = time.thread_time()
+        run()
+        best_s = min(best_s, time.thread_time() - began_s)
+    return best_s

@@ -1,0 +1,145 @@
+"""The floors: memcpy into memory that is warm, and a bare socket that carries the bytes.
+
+As one writes them without a purpose: a publish is a copy of each array into one block that is there
+already; a fetch is eight bytes that name a run of arrays, and their bytes back, received into place
+with recv_into. Invariant: nothing is framed, counted, matched or freed. `raw` receives into new
+memory, as whoever wants to keep what came must; `raw_warm` into the same block again and again.
+Driven by _tensors_party.py.
+"""
+
+import itertools
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks._tensors_batches import Bytes, Piece, sum_of
+from benchmarks._tensors_talk import Held, Stored
+
+RUN = struct.Struct("<II")
+"""The first array, and how many."""
+
+
+class Item(NamedTuple):
+    """One array."""
+
+    number: int
+    num_bytes: int
+
+
+class RawOwner:
+    """A block and a socket."""
+
+    def __init__(self) -> None:
+        self._pieces: Sequence[Piece] = ()
+        self._block = np.empty(0, np.uint8)
+        self._ends: list[int] = [0]
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._accept, name="floor", daemon=True).start()
+
+    def prepare(self, pieces: Sequence[Piece]) -> None:
+        """The block is large enough, and warm."""
+        self._pieces = pieces
+        self._ends = [0, *itertools.accumulate(each.data.nbytes for each in pieces)]
+        if self._block.nbytes < self._ends[-1]:
+            self._block = np.zeros(self._ends[-1], np.uint8)
+            self._block[:] = 1
+
+    def publish(self) -> None:
+        """The memcpy."""
+        block = self._block
+        for piece, start, end in zip(self._pieces, self._ends, self._ends[1:], strict=False):
+            np.copyto(block[start:end], piece.data)
+
+    def take(self, step: int) -> Stored:
+        """The sizes are the handles."""
+        del step
+        sizes = msgspec.json.encode([each.data.nbytes for each in self._pieces])
+        return Stored(str(self._listening.getsockname()[1]), sizes)
+
+    def end_step(self, step: int) -> None:
+        """Nothing is freed."""
+
+    def held(self) -> Held:
+        """Nothing is counted."""
+        return Held()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while True:
+            peer, _ = self._listening.accept()
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=self._serve, args=[peer], daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        with peer:
+            while len(run := peer.recv(RUN.size, socket.MSG_WAITALL)) == RUN.size:
+                first, num = RUN.unpack(run)
+                peer.sendall(self._block[self._ends[first] : self._ends[first + num]].data)
+
+
+class RawConsumer:
+    """A socket, and new memory for each call."""
+
+    def __init__(self) -> None:
+        self._peer: socket.socket | None = None
+
+    def prepare(self, stored: Stored) -> list[Item]:
+        """Dial once."""
+        if self._peer is None:
+            self._peer = socket.create_connection(("127.0.0.1", int(stored.address)))
+            self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sizes = msgspec.json.decode(stored.handles, type=list[int])
+        return [Item(number, size) for number, size in enumerate(sizes)]
+
+    def fetch(self, items: list[Item]) -> list[Bytes]:
+        """A run of arrays."""
+        assert self._peer is not None
+        ends = [0, *itertools.accumulate(each.num_bytes for each in items)]
+        block = self._room(ends[-1])
+        self._peer.sendall(RUN.pack(items[0].number, len(items)))
+        room = block.data
+        while room.nbytes:
+            got = self._peer.recv_into(room)
+            assert got, "the floor's owner hung up"
+            room = room[got:]
+        return [block[start:end] for start, end in itertools.pairwise(ends)]
+
+    def sum_of(self, array: Bytes) -> int:
+        """Of its 64-bit words."""
+        return sum_of(array)
+
+    def end_step(self, step: int) -> None:
+        """Nothing is kept."""
+
+    def held(self) -> Held:
+        """Nothing is counted."""
+        return Held()
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._peer is not None:
+            self._peer.close()
+
+    def _room(self, num_bytes: int) -> Bytes:
+        return np.empty(num_bytes, np.uint8)
+
+
+class RawWarmConsumer(RawConsumer):
+    """The same memory for each call; what came before is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._block = np.empty(0, np.uint8)
+
+    def _room(self, num_bytes: int) -> Bytes:
+        if self._block.nbytes < num_bytes:
+            self._block = np.empty(num_bytes, np.uint8)
+        return self._block[:num_bytes]

@@ -1,0 +1,216 @@
+"""The tensor benchmark's processes as seen from here: asked one thing at a time, weighed by Linux.
+
+Owns the parties of a run and its figures. Invariants: every lap is a step: published, taken,
+fetched, checked, ended, and the next begins when nothing is left of it at the owner; memory is the
+kernel's count (VmHWM of proc(5), reset before a fetch), seen from outside. Driven by
+_tensors_cases.py and _tensors_steps.py.
+"""
+
+import itertools
+import socket
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from benchmarks._soak_watch import memory_of, peak_bytes
+from benchmarks._tensors_talk import (
+    ARMS,
+    Ask,
+    EndStep,
+    Fetch,
+    Fetched,
+    Held,
+    Look,
+    Publish,
+    Published,
+)
+
+T = TypeVar("T")
+SETTLE_S = 10.0
+"""The longest that an owner may hold what everybody has let go."""
+POLL_S = 0.002
+
+
+class PartyError(Exception):
+    """What came is not what was sent, or did not come; the run is worth nothing."""
+
+
+class Party:
+    """A process that is half an arm."""
+
+    def __init__(self, role: str, arm: str) -> None:
+        self.name = f"{arm} {role}"
+        mine, theirs = socket.socketpair()
+        with theirs:
+            argv = [sys.executable, "-m", "benchmarks._tensors_party", role, arm, "--fd"]
+            argv.append(str(theirs.fileno()))
+            self._process = subprocess.Popen(
+                argv,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        with mine:
+            self._stream = mine.makefile("rwb")
+        self.pid = self._process.pid
+
+    def send(self, ask: Ask) -> None:
+        """Ask, and do not wait."""
+        self._stream.write(msgspec.json.encode(ask) + b"\n")
+        self._stream.flush()
+
+    def receive(self, kind: type[T]) -> T:
+        """What it answers to the oldest ask."""
+        line = self._stream.readline()
+        if not line:
+            raise PartyError(f"the {self.name} ended with code {self._process.wait()}")
+        return msgspec.json.decode(line, type=kind)
+
+    def ask(self, ask: Ask, kind: type[T]) -> T:
+        """Both."""
+        self.send(ask)
+        return self.receive(kind)
+
+    def look(self) -> Held:
+        """What it has."""
+        return self.ask(Look(), Held)
+
+    def reset_peak(self) -> None:
+        """The peak is what is resident now."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def peak_bytes(self) -> int:
+        """The most that was resident since then."""
+        return peak_bytes(self.pid)
+
+    def segments(self) -> set[Path]:
+        """Shared memory of ours that it has mapped."""
+        maps = Path(f"/proc/{self.pid}/maps").read_text().splitlines()
+        files = {line.split(maxsplit=5)[-1] for line in maps if "/rollmesh-" in line}
+        return {Path(file) for file in files if not file.endswith("(deleted)")}
+
+    def end(self) -> None:
+        """Let it end by itself, as it does when nobody asks any more."""
+        self._stream.close()
+        try:
+            self._process.wait(SETTLE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Lap(NamedTuple):
+    """One step of one arm."""
+
+    num_bytes: int
+    publish_s: float
+    fetched: Fetched
+    cpu_s: float
+    """Of owner and consumer, for the fetch."""
+    peak_bytes: int
+    """Of the consumer, over what it had before it fetched anything."""
+
+    @property
+    def fetch_s(self) -> float:
+        return sum(self.fetched.took_s)
+
+
+class Arm:
+    """An owner, and one consumer of its."""
+
+    def __init__(self, owner: Party, consumer: Party, steps: "itertools.count[int]") -> None:
+        self.owner = owner
+        self._consumer = consumer
+        self._steps = steps
+        consumer.look()  # when it answers, it has loaded what it needs
+        self._idle_bytes = memory_of(consumer.pid)[0]
+
+    def lap(self, batch: str, *, one_by_one: bool = False) -> Lap:
+        """Bring a batch over, and be rid of it; PartyError where something else arrives."""
+        step = next(self._steps)
+        published = self.owner.ask(Publish(batch, step, step), Published)
+        self._consumer.reset_peak()
+        before = self.owner.look()
+        fetched = self._consumer.ask(fetch_of(published, one_by_one=one_by_one), Fetched)
+        after, most_bytes = self.owner.look(), self._consumer.peak_bytes()
+        check(fetched, published, self._consumer)
+        self._consumer.ask(EndStep(step), Held)
+        self.owner.ask(EndStep(step), Held)
+        settle(self.owner)
+        return Lap(
+            num_bytes=published.num_bytes,
+            publish_s=published.took_s,
+            fetched=fetched,
+            cpu_s=fetched.cpu_s + after.cpu_s - before.cpu_s,
+            peak_bytes=most_bytes - self._idle_bytes,
+        )
+
+
+def fetch_of(published: Published, *, one_by_one: bool = False) -> Fetch:
+    """The ask for it."""
+    return Fetch(published.address, published.handles, one_by_one)
+
+
+def check(fetched: Fetched, published: Published, consumer: Party) -> None:
+    """PartyError unless every word arrived, in order."""
+    if fetched.digest != published.digest:
+        raise PartyError(f"the {consumer.name} has other bytes than were published")
+
+
+def settle(owner: Party) -> None:
+    """Wait until nothing is left at an owner; PartyError if something stays."""
+    late_s = time.monotonic() + SETTLE_S
+    while not (held := owner.look()).is_empty:
+        if time.monotonic() > late_s:
+            raise PartyError(f"the {owner.name} still has {held}")
+        time.sleep(POLL_S)
+
+
+class Bench:
+    """What the cases share, and the figures so far."""
+
+    def __init__(self, options: Namespace, stack: ExitStack) -> None:
+        self.is_quick: bool = options.quick
+        self.num_steps: int = options.steps
+        self.figures: dict[str, float] = {}
+        self.steps = itertools.count(1)
+        self._stack = stack
+        self._arms: dict[str, Arm] = {}
+
+    def party(self, role: str, arm: str) -> Party:
+        """One that ends with the run."""
+        party = Party(role, arm)
+        self._stack.callback(party.end)
+        return party
+
+    @property
+    def arms(self) -> Mapping[str, Arm]:
+        """All of them, each with its own consumer."""
+        if not self._arms:
+            for name in ARMS:
+                is_warm = name == "raw_warm"
+                owner = self._arms["raw"].owner if is_warm else self.party("owner", name)
+                self._arms[name] = Arm(owner, self.party("consumer", name), self.steps)
+        return self._arms
+
+    def rounds(self, batch: str, *, one_by_one: bool = False) -> dict[str, list[Lap]]:
+        """Each arm's laps, one arm after the other. The first warms up and is not to count."""
+        num_rounds = 3 if self.is_quick else 7
+        laps: dict[str, list[Lap]] = {name: [] for name in self.arms}
+        for number in range(1 + num_rounds):
+            for name, arm in self.arms.items():
+                # Seconds a lap, and in no ratio that a neighbour would make truer.
+                if name != "pioneer" or number <= num_rounds // 3:
+                    laps[name].append(arm.lap(batch, one_by_one=one_by_one))
+        return laps
+
+    def note(self, what: str, figures: Mapping[str, float]) -> None:
+        """Put down figures below a name."""
+        self.figures |= {f"{what}.{name}": value for name, value in figures.items()}

@@ -1,0 +1,116 @@
+"""Our own arms of the tensor benchmark: a plane that owns, and planes that fetch.
+
+The owner of `shm` has its memory where all of this host see it. That of `tcp` has none there, so
+that its consumer receives, as one on another host would. Invariant: all goes through the plane, as
+a program's own calls do. Driven by _tensors_party.py.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks._tensors_batches import MIB, Piece
+from benchmarks._tensors_talk import Held, Stored
+from rollmesh.core.clock import SystemClock
+from rollmesh.tensors.arena import Arena
+from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.handles import RTensor, pack, unpack
+from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.plane import Plane
+from rollmesh.tensors.segment import SHARED_MEMORY
+from rollmesh.tensors.server import TensorServer
+from rollmesh.tensors.store import OwnerStore, StoreSettings
+
+MAX_BYTES = 1024 * MIB
+NOWHERE = Path("/dev/shm/there-is-no-such-folder")
+
+
+class ShmOwner:
+    """A store that is served on loopback."""
+
+    folder = SHARED_MEMORY
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        settings = StoreSettings(max_bytes=MAX_BYTES)
+        self._store = OwnerStore(settings, SystemClock(), Arena(MAX_BYTES, self.folder))
+        self._server = TensorServer(self._store, "tcp://127.0.0.1:0")
+        self._server.start()
+        self._plane = Plane(store=self._store)
+        self._tensors: list[torch.Tensor] = []
+        self._handles: list[RTensor] = []
+
+    def prepare(self, pieces: Sequence[Piece]) -> None:
+        """Tensors on the CPU."""
+        self._tensors = [
+            torch.from_numpy(each.data).view(getattr(torch, each.dtype)).view(each.shape)
+            for each in pieces
+        ]
+
+    def publish(self) -> None:
+        """One copy, into the arena."""
+        self._handles = self._plane.remotize(self._tensors)
+
+    def take(self, step: int) -> Stored:
+        """As a controller does."""
+        self._store.take([each.shard_id for each in self._handles], step)
+        return Stored(self._store.owner, pack([each.tagged(step) for each in self._handles]))
+
+    def end_step(self, step: int) -> None:
+        """What is tagged up to it goes."""
+        self._plane.end_step(step)
+
+    def held(self) -> Held:
+        """By the store's own count."""
+        stats = self._store.stats()
+        return Held(stats.num_tensors, stats.total_bytes, stats.retained_bytes)
+
+    def close(self) -> None:
+        """The segment goes with the store."""
+        self._server.stop()
+        self._store.close()
+
+
+class TcpOwner(ShmOwner):
+    """One whose memory nobody else sees."""
+
+    folder = NOWHERE
+
+
+class ShmConsumer:
+    """A buffer, and a connection to each owner."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._peers, self._buffer = Peers(), FetchBuffer(MAX_BYTES)
+        self._plane = Plane(buffer=self._buffer, backend=self._peers)
+
+    def prepare(self, stored: Stored) -> list[RTensor]:
+        """Handles."""
+        return unpack(stored.handles)
+
+    def fetch(self, items: list[RTensor]) -> list[torch.Tensor]:
+        """Tensors in hand."""
+        tensors: list[torch.Tensor] = self._plane.localize(items)
+        return tensors
+
+    def sum_of(self, array: torch.Tensor) -> int:
+        """Of its 64-bit words."""
+        return int(array.reshape(-1).view(torch.int64).sum())
+
+    def end_step(self, step: int) -> None:
+        """What the buffer has of it goes."""
+        self._plane.end_step(step)
+
+    def held(self) -> Held:
+        """By the buffer's own count."""
+        stats = self._buffer.stats()
+        return Held(stats.num_tensors, stats.total_bytes)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._peers.close()
+
+
+TcpConsumer = ShmConsumer

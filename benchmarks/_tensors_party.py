@@ -1,0 +1,135 @@
+"""One process of the tensor benchmark: half an arm, and who answers for it.
+
+    python -m benchmarks._tensors_party owner|consumer ARM --fd N
+
+A line of JSON comes for each ask, and one goes back (_tensors_talk.py). Invariants: a clock runs
+around what an arm does and around nothing else: arrays are made, handles unpacked and contents
+checked outside of it; what a consumer fetched it holds until the step ends, as a train step would.
+Driven by _tensors_mesh.py, which has the other end of the socket.
+"""
+
+import argparse
+import gc
+import importlib
+import socket
+import time
+from contextlib import closing
+from typing import Any
+
+import msgspec
+
+from benchmarks._tensors_batches import digest, digest_of, make
+from benchmarks._tensors_talk import (
+    ARMS,
+    Ask,
+    Consumer,
+    EndStep,
+    Fetch,
+    Fetched,
+    Held,
+    Owner,
+    Publish,
+    Published,
+    Stored,
+)
+from rollmesh.core.process import die_with_parent
+
+
+class OwnerParty:
+    """Answers for an owner."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+
+    def answer(self, ask: Ask) -> msgspec.Struct:
+        """Do it, and tell."""
+        match ask:
+            case Publish():
+                return self._publish(ask)
+            case EndStep(step):
+                self._owner.end_step(step)
+        return told(self._owner.held())
+
+    def _publish(self, ask: Publish) -> Published:
+        pieces = make(ask.batch, ask.seed)
+        self._owner.prepare(pieces)
+        began_s = time.perf_counter()
+        self._owner.publish()
+        took_s = time.perf_counter() - began_s
+        stored = self._owner.take(ask.step)
+        num_bytes = sum(each.data.nbytes for each in pieces)
+        return Published(*stored, num_bytes, digest_of(pieces), took_s)
+
+
+class ConsumerParty:
+    """Answers for a consumer."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+        self._arrays: list[Any] = []
+
+    def answer(self, ask: Ask) -> msgspec.Struct:
+        """Do it, and tell."""
+        match ask:
+            case Fetch():
+                return self._fetch(ask)
+            case EndStep(step):
+                self._arrays = []
+                self._consumer.end_step(step)
+        return told(self._consumer.held())
+
+    def _fetch(self, ask: Fetch) -> Fetched:
+        items = self._consumer.prepare(Stored(ask.address, ask.handles))
+        calls = [[item] for item in items] if ask.one_by_one else [items]
+        took_s: list[float] = []
+        cpu_s = time.process_time()
+        for call in calls:
+            began_s = time.perf_counter()
+            arrays = self._consumer.fetch(call)
+            took_s.append(time.perf_counter() - began_s)
+            self._arrays += arrays
+        cpu_s = time.process_time() - cpu_s
+        found, read_s = self._read()
+        return Fetched(took_s, cpu_s, found, read_s)
+
+    def _read(self) -> tuple[int, float]:
+        began_s = time.perf_counter()
+        found = digest(map(self._consumer.sum_of, self._arrays))
+        return found, time.perf_counter() - began_s
+
+
+def told(held: Held) -> Held:
+    """With the CPU time of this moment."""
+    return msgspec.structs.replace(held, cpu_s=time.process_time())
+
+
+def half(role: str, arm: str) -> Any:
+    """`consumer` and `raw_warm` give a RawWarmConsumer; only its own module is imported."""
+    module, _, name = ARMS[arm].partition(":")
+    return getattr(importlib.import_module(f"benchmarks.{module}"), name + role.capitalize())()
+
+
+def main() -> None:
+    """Answer until nobody asks."""
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks._tensors_party")
+    arguments.add_argument("role", choices=["owner", "consumer"])
+    arguments.add_argument("arm", choices=ARMS)
+    arguments.add_argument("--fd", type=int, required=True)
+    options = arguments.parse_args()
+    die_with_parent()
+    mine = half(options.role, options.arm)
+    # As our processes do, since passes over what torch loads would be a tail of their own.
+    gc.collect()
+    gc.freeze()
+    is_owner = options.role == "owner"
+    party: OwnerParty | ConsumerParty = OwnerParty(mine) if is_owner else ConsumerParty(mine)
+    end = socket.socket(fileno=options.fd)
+    with closing(mine), end, end.makefile("rwb") as stream:
+        for line in stream:
+            told_back = party.answer(msgspec.json.decode(line, type=Ask))
+            stream.write(msgspec.json.encode(told_back) + b"\n")
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""How the system that pioneered RTensor carries tensors: HTTP, and base64 in JSON.
+
+Written anew in its format: the owner answers `POST /data/batch {shard_ids}` with
+`{type, data, shape, dtype}` for each; the consumer opens a session for each call, asks for 32
+shards at a time, one request after the other, and copies what it decoded. Without what costs more
+on top there: its owner is Flask, its records are pydantic's, and bf16 becomes float32 on the wire.
+Invariant: as fast as these few lines allow, so that what it loses it loses by its format. Driven by
+_tensors_party.py.
+"""
+
+import asyncio
+import base64
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+from aiohttp import web
+
+from benchmarks._tensors_batches import Bytes, Piece, sum_of
+from benchmarks._tensors_talk import Held, Stored
+from rollmesh.core.process import http_address, listen
+
+MAX_SHARDS = 32
+"""Of one request."""
+
+
+class PioneerOwner:
+    """A dictionary, and an HTTP server in a thread."""
+
+    def __init__(self) -> None:
+        self._pieces: Sequence[Piece] = ()
+        self._shards: dict[str, Piece] = {}
+        self._listening = listen("127.0.0.1:0")
+        threading.Thread(target=self._serve, name="pioneer", daemon=True).start()
+
+    def prepare(self, pieces: Sequence[Piece]) -> None:
+        """They are as they are."""
+        self._pieces = pieces
+
+    def publish(self) -> None:
+        """No copy: a tensor of the CPU is stored as it is."""
+        self._shards = {str(number): piece for number, piece in enumerate(self._pieces)}
+
+    def take(self, step: int) -> Stored:
+        """The ids."""
+        del step
+        return Stored(http_address(self._listening), orjson.dumps(list(self._shards)))
+
+    def end_step(self, step: int) -> None:
+        """Forget all."""
+        del step
+        self._shards, self._pieces = {}, ()
+
+    def held(self) -> Held:
+        """What is stored."""
+        return Held(len(self._shards), sum(each.data.nbytes for each in self._shards.values()))
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listening.close()
+
+    def _serve(self) -> None:
+        asyncio.run(self._serve_http())
+
+    async def _serve_http(self) -> None:
+        app = web.Application()
+        app.router.add_post("/data/batch", self._answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.SockSite(runner, self._listening).start()
+        await asyncio.Event().wait()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        asked = orjson.loads(await request.read())
+        told = [
+            {
+                "type": "tensor",
+                "data": base64.b64encode(piece.data.tobytes()).decode(),
+                "shape": piece.shape,
+                "dtype": piece.dtype,
+            }
+            for piece in (self._shards[each] for each in asked["shard_ids"])
+        ]
+        return web.Response(body=orjson.dumps(told), content_type="application/octet-stream")
+
+
+class PioneerConsumer:
+    """An event loop and a session for each call."""
+
+    def __init__(self) -> None:
+        self._address = ""
+
+    def prepare(self, stored: Stored) -> list[str]:
+        """The ids."""
+        self._address = stored.address
+        ids: list[str] = orjson.loads(stored.handles)
+        return ids
+
+    def fetch(self, items: list[str]) -> list[Bytes]:
+        """32 by 32."""
+        return asyncio.run(self._fetch(items))
+
+    async def _fetch(self, items: list[str]) -> list[Bytes]:
+        arrays: list[Bytes] = []
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            for start in range(0, len(items), MAX_SHARDS):
+                body = orjson.dumps({"shard_ids": items[start : start + MAX_SHARDS]})
+                async with session.post(f"{self._address}/data/batch", data=body) as answer:
+                    answer.raise_for_status()
+                    arrays += map(_decode, orjson.loads(await answer.read()))
+        return arrays
+
+    def sum_of(self, array: Bytes) -> int:
+        """Of its 64-bit words."""
+        return sum_of(array)
+
+    def end_step(self, step: int) -> None:
+        """Nothing is kept."""
+
+    def held(self) -> Held:
+        """Nothing is counted."""
+        return Held()
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+
+def _decode(told: dict[str, Any]) -> Bytes:
+    return np.frombuffer(base64.b64decode(told["data"]), np.uint8).copy()

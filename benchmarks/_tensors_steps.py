@@ -1,0 +1,112 @@
+"""Step after step: 300 MiB of other shapes each time, and what stays of it.
+
+Two owners, one for shared memory and one for TCP, each with a consumer: all four store, fetch and
+read at the same time, and the step ends everywhere. Invariants: after each step everybody says what
+it holds, and the resident memory of all four is read from outside; a slope is the upper end of its
+two-sided 95 % interval (_soak_figures.py), over all steps but the first tenth. Driven by
+tensors.py.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from benchmarks._soak_figures import Slope, slope
+from benchmarks._soak_watch import MB, memory_of
+from benchmarks._tensors_mesh import Bench, Party, check, fetch_of, settle
+from benchmarks._tensors_talk import EndStep, Fetched, Held, Publish, Published
+
+MIN_STEPS = 5
+"""For a line at all."""
+JUDGED_STEPS = 100
+"""Over fewer its slope says nothing."""
+GIB = 2**30
+
+
+class Rest(NamedTuple):
+    """One step, when it is over."""
+
+    num_bytes: int
+    """That each owner stored."""
+    left_bytes: int
+    """That somebody says it still holds, of the worst."""
+    left_tensors: int
+    rss_bytes: dict[str, int]
+
+
+class Pair:
+    """An owner and a consumer that live through all of the steps."""
+
+    def __init__(self, bench: Bench, arm: str) -> None:
+        self.owner, self.consumer = bench.party("owner", arm), bench.party("consumer", arm)
+
+
+class Steps:
+    """Both pairs."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._pairs = {arm: Pair(bench, arm) for arm in ("shm", "tcp")}
+
+    @property
+    def parties(self) -> Mapping[str, Party]:
+        """By arm and role."""
+        pairs = self._pairs.items()
+        owners = {f"{arm}_owner": pair.owner for arm, pair in pairs}
+        return owners | {f"{arm}_consumer": pair.consumer for arm, pair in pairs}
+
+    def run(self, step: int) -> Rest:
+        """One of them; PartyError where other bytes arrive, or something is not let go."""
+        pairs = self._pairs.values()
+        for pair in pairs:
+            pair.owner.send(Publish("shifting", step, step))
+        published = [pair.owner.receive(Published) for pair in pairs]
+        for pair, each in zip(pairs, published, strict=True):
+            pair.consumer.send(fetch_of(each))
+        for pair, each in zip(pairs, published, strict=True):
+            check(pair.consumer.receive(Fetched), each, pair.consumer)
+        # The consumers first, who look at what the owners free.
+        ending = [pair.consumer for pair in pairs] + [pair.owner for pair in pairs]
+        held = [party.ask(EndStep(step), Held) for party in ending]
+        for pair in pairs:
+            settle(pair.owner)
+        return Rest(
+            num_bytes=published[0].num_bytes,
+            left_bytes=max(each.total_bytes for each in held),
+            left_tensors=max(each.num_tensors for each in held),
+            rss_bytes={name: memory_of(each.pid)[0] for name, each in self.parties.items()},
+        )
+
+
+def steps(bench: Bench) -> None:
+    """All of them, and what is left of shared memory when the owners are gone."""
+    mesh, began_s = Steps(bench), time.monotonic()
+    rests = [mesh.run(step) for step in range(1, bench.num_steps + 1)]
+    wall_s = time.monotonic() - began_s
+    segments = {path for party in mesh.parties.values() for path in party.segments()}
+    for party in mesh.parties.values():
+        party.end()
+    bench.note("steps", {
+        "number": len(rests),
+        "stored_gib": sum(each.num_bytes for each in rests) / GIB,
+        "step_ms": 1e3 * wall_s / len(rests),
+        "left_bytes": max(each.left_bytes for each in rests),
+        "left_tensors": max(each.left_tensors for each in rests),
+        "segments": len(segments),
+        "segments_left": sum(each.exists() for each in segments),
+    })  # fmt: skip
+    slopes = {name: _slope_of(name, rests) for name in mesh.parties}
+    for name, fit in slopes.items():
+        bench.note(f"steps.{name}", {
+            "rss_mb": rests[-1].rss_bytes[name] / MB,
+            "slope_mb_per_100": fit.at,
+            "slope_upper_mb_per_100": fit.high,
+        })  # fmt: skip
+    if len(rests) >= JUDGED_STEPS:
+        worst = max(each.high for each in slopes.values())
+        bench.note("steps", {"worst_slope_mb_per_100": worst})
+
+
+def _slope_of(name: str, rests: Sequence[Rest]) -> Slope:
+    first = len(rests) // 10
+    hundreds = [number / 100 for number in range(first, len(rests))]
+    return slope(hundreds, [each.rss_bytes[name] / MB for each in rests[first:]])

@@ -1,0 +1,78 @@
+"""What the tensor data plane costs, beside memcpy, a bare socket, and the system before it.
+
+    python -m benchmarks.tensors [--only CASE,...] [--steps N] [--quick] [--json] [--check]
+
+Owner and consumer are processes of their own, as are the floors' and the pioneer's; every arm's lap
+is followed by the next arm's, and `tcp_vs_raw` and its like are ratios of speed between them.
+`fetch_ms` ends with tensors in hand; `read_ms` is a first reading of all of them. The batches are
+in _tensors_batches.py, the cases in _tensors_cases.py and _tensors_steps.py. Invariant: no goal is
+easier or absent under --quick, but a slope is judged only over 100 steps; `--only` judges the goals
+of the cases that it names. Driven by `make bench`.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from benchmarks import _tensors_cases, _tensors_steps
+from benchmarks._report import Goal, parser, report
+from benchmarks._tensors_mesh import Bench
+
+NUM_STEPS, QUICK_STEPS = 500, 20
+CASES: dict[str, Callable[[Bench], None]] = {
+    "handles": _tensors_cases.handles,
+    "big": _tensors_cases.big,
+    "small": _tensors_cases.small,
+    "tiny": _tensors_cases.tiny,
+    "fanout": _tensors_cases.fanout,
+    "steps": _tensors_steps.steps,
+}
+
+GOALS = [
+    Goal("handles.pack_ms", "<=", 1.0),
+    Goal("handles.unpack_ms", "<=", 1.0),
+    Goal("big.publish_vs_memcpy", ">=", 0.5),
+    Goal("big.shm.fetch_ms", "<=", 2.0),
+    Goal("big.tcp_vs_raw", ">=", 0.75),
+    Goal("big.shm.peak_vs_payload", "<=", 1.1),
+    Goal("big.tcp.peak_vs_payload", "<=", 1.1),
+    Goal("small.shm.fetch_ms", "<=", 15.0),
+    Goal("small.tcp.fetch_ms", "<=", 60.0),
+    Goal("tiny.shm.p50_ms", "<=", 0.3),
+    Goal("tiny.tcp.p50_ms", "<=", 0.3),
+    Goal("fanout.over_sockets_vs_payload", "<=", 0.01),
+    Goal("fanout.private_memory_vs_payload", "<=", 0.05),
+    Goal("steps.left_bytes", "<=", 0.0),
+    Goal("steps.left_tensors", "<=", 0.0),
+    Goal("steps.segments_left", "<=", 0.0),
+    Goal("steps.worst_slope_mb_per_100", "<=", 1.0),
+]
+"""Those of the issue that asked for it; the slope is its `flat`: at 500 steps 5 MB of 150 GB."""
+
+
+def judged(cases: Sequence[str], figures: dict[str, float]) -> list[Goal]:
+    """The goals of these cases; that of the slope only where there are steps enough for one."""
+    goals = [goal for goal in GOALS if goal.figure.partition(".")[0] in cases]
+    return [goal for goal in goals if "slope" not in goal.figure or goal.figure in figures]
+
+
+def main() -> None:
+    """Measure and report."""
+    arguments = parser("tensors")
+    arguments.add_argument("--only", help=f"cases, separated by commas ({','.join(CASES)})")
+    arguments.add_argument("--steps", type=int, help="so many, and without --only no other case")
+    options = arguments.parse_args()
+    cases = (options.only or (",".join(CASES) if options.steps is None else "steps")).split(",")
+    if unknown := set(cases) - CASES.keys():
+        arguments.error(f"--only: no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    options.steps = options.steps or (QUICK_STEPS if options.quick else NUM_STEPS)
+    if options.steps < _tensors_steps.MIN_STEPS:
+        arguments.error(f"--steps: at least {_tensors_steps.MIN_STEPS}")
+    with ExitStack() as stack:
+        bench = Bench(options, stack)
+        for name in cases:
+            CASES[name](bench)
+        report(options, bench.figures, judged(cases, bench.figures))
+
+
+if __name__ == "__main__":
+    main()
