@@ -1,0 +1,200 @@
+"""What all heads answered, as one answer: rows in their order, numbers reduced.
+
+    list              of a call with rows: one entry per row of the head, put where the row came
+                      from (padding is left out at the rank, so that nobody stores its tensors);
+                      of any other call: walked, as a tuple is
+    dict, tuple       walked; they have the same shape at all heads
+    number            reduced over all heads by what the caller states for it
+    text, None        the same at all heads
+
+`mean` is weighed: by the number that `Reduce.by` names in each head's own answer (tokens, say), or
+by the head's rows, padding left out. A head that weighs nothing does not count, and where none
+does, the mean is not a number. A number for which nothing is stated has to be the same everywhere.
+
+Invariants: no head is left out, and none is believed for all: what differs and has no rule is a
+DispatchError that names it. Pure; driven by controller.py.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from rollmesh.core.errors import DispatchError
+from rollmesh.tensors.handles import RTensor
+from rollmesh.trainer.controller.shares import Share
+
+_Value = TypeVar("_Value")
+
+Reduction = Literal["same", "sum", "mean", "max", "min"]
+
+
+class Reduce(msgspec.Struct, frozen=True, kw_only=True):
+    """How the numbers of an answer are reduced."""
+
+    rules: Mapping[str, Reduction] = {}
+    """By where a number stands: `loss`, `stats.num_tokens`, '' for an answer that is one."""
+    default: Reduction = "same"
+    """Of all others."""
+    by: str = ""
+    """Where each answer says what it weighs in a mean; empty: by its rows."""
+
+
+def join(answers: Sequence[Any], shares: Sequence[Share] | None, reduce: Reduce) -> Any:
+    """One answer of all heads'; `shares` are those of the call, None where it had no rows."""
+    joint = _Join(shares, reduce, _weights(answers, shares, reduce.by))
+    whole = joint.of(answers, "")
+    unmet = reduce.rules.keys() - joint.met
+    if unmet:
+        raise DispatchError(f"no number stands at {', '.join(sorted(unmet))} in the answers")
+    return whole
+
+
+def without_padding(answer: Any, num_rows: int, num_real: int, path: str = "") -> Any:
+    """What a head answers of `num_rows` rows, of which those after `num_real` are padding.
+
+    DispatchError for a list that has not one entry for each.
+    """
+    match answer:
+        case list():
+            if len(answer) != num_rows:
+                raise DispatchError(_uneven(_named(path), answer, num_rows))
+            return answer[:num_real]
+        case tuple():
+            inner = (
+                without_padding(e, num_rows, num_real, _below(path, at))
+                for at, e in enumerate(answer)
+            )
+            return tuple(inner)
+        case dict():
+            return {
+                k: without_padding(e, num_rows, num_real, _below(path, k))
+                for k, e in answer.items()
+            }
+    return answer
+
+
+class _Join:
+    def __init__(
+        self, shares: Sequence[Share] | None, reduce: Reduce, weights: Sequence[float]
+    ) -> None:
+        self._shares = shares
+        self._reduce = reduce
+        self._weights = weights
+        self.met: set[str] = set()
+        """Rules that were of use."""
+
+    def of(self, values: Sequence[Any], path: str) -> Any:
+        """One value of one at each head."""
+        kind = type(values[0])
+        if any(type(value) is not kind for value in values) and not all(map(_is_number, values)):
+            kinds = ", ".join(type(value).__name__ for value in values)
+            raise DispatchError(f"{_named(path)} is of another type at each head: {kinds}")
+        match values[0]:
+            case dict():
+                return self._dict(values, path)
+            case list() if self._shares is not None:
+                return self._rows(values, self._shares, path)
+            case list():
+                return self._sequence(values, path)
+            case tuple():
+                return tuple(self._sequence(values, path))
+            case bool() | int() | float():
+                return self._number(values, path)
+            case None | str() | bytes():
+                return _same(values, path)
+            case RTensor():
+                raise DispatchError(
+                    f"{_named(path)} is a tensor of no row; answer with a list, one per row"
+                )
+        raise DispatchError(f"{_named(path)} is a {kind.__name__}, which is nothing to reduce")
+
+    def _dict(self, values: Sequence[Any], path: str) -> dict[Any, Any]:
+        if any(value.keys() != values[0].keys() for value in values):
+            raise DispatchError(f"{_named(path)} has other keys at each head")
+        return {k: self.of([value[k] for value in values], _below(path, k)) for k in values[0]}
+
+    def _sequence(self, values: Sequence[Any], path: str) -> list[Any]:
+        if any(len(value) != len(values[0]) for value in values):
+            raise DispatchError(f"{_named(path)} has another length at each head")
+        return [
+            self.of(each, _below(path, at)) for at, each in enumerate(zip(*values, strict=True))
+        ]
+
+    def _rows(self, values: Sequence[Any], shares: Sequence[Share], path: str) -> list[Any]:
+        whole: dict[int, Any] = {}
+        for head, (value, share) in enumerate(zip(values, shares, strict=True)):
+            if len(value) != share.num_real:
+                raise DispatchError(
+                    _uneven(f"{_named(path)} at head {head}", value, share.num_real)
+                )
+            whole.update(zip(share.rows, value, strict=False))
+        return [whole[row] for row in range(len(whole))]
+
+    def _number(self, values: Sequence[float], path: str) -> float:
+        rule = self._reduce.rules.get(path)
+        if rule:
+            self.met.add(path)
+        match rule or self._reduce.default:
+            case "sum":
+                return sum(values)
+            case "mean":
+                return _mean(values, self._weights)
+            case "max":
+                return math.nan if any(map(math.isnan, values)) else max(values)
+            case "min":
+                return math.nan if any(map(math.isnan, values)) else min(values)
+            case "same":
+                return _same(values, path)
+
+
+def _weights(answers: Sequence[Any], shares: Sequence[Share] | None, by: str) -> Sequence[float]:
+    if not by:
+        return [share.num_real for share in shares] if shares else [1] * len(answers)
+    weights = []
+    for head, answer in enumerate(answers):
+        found = answer
+        for name in by.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if not _is_number(found) or not found >= 0:
+            raise DispatchError(f"by = {by!r}: head {head} has no such number, or one below 0")
+        weights.append(found)
+    return weights
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    total = sum(weights)
+    if not total:
+        return math.nan
+    # Whoever weighs nothing may well answer that his mean is not a number.
+    return (
+        sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / total
+    )
+
+
+def _same(values: Sequence[_Value], path: str) -> _Value:
+    first = values[0]
+    if any(value != first and not (value != value and first != first) for value in values):
+        said = ", ".join(map(repr, values))
+        raise DispatchError(
+            f"{_named(path)} differs from head to head: {said}; state how it is reduced"
+        )
+    return first
+
+
+def _uneven(name: str, value: list[Any], num_rows: int) -> str:
+    what = f"{name} has {len(value)} entries for {num_rows} rows"
+    return f"{what}; a list has one for each row, anything else is a tuple"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float)
+
+
+def _below(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _named(path: str) -> str:
+    return f"the answer at {path!r}" if path else "the answer"

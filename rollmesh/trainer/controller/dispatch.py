@@ -1,0 +1,129 @@
+"""A call's arguments for each data-parallel head: lists of handles are cut, all else is copied.
+
+    list that holds an RTensor    its items are the call's rows, dealt by shares.py
+    dict, tuple, struct           walked, for such lists
+    anything else                 goes to every head as it is, a tensor that stands alone too
+
+All lists of rows of one call are as long as each other, and are cut alike: they are columns. How
+long a row is, its handles say (by its token ids, masks and the like), so no tensor is opened here.
+
+Invariants: those of shares.py; what is not cut is the same object at every head. Which heads do
+what is decided by nothing but the arguments and the rule. Pure; driven by controller.py.
+"""
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.errors import DispatchError
+from rollmesh.tensors.handles import RTensor
+from rollmesh.tensors.nested import collect, transform
+from rollmesh.trainer.controller.shares import Share, Uneven, deal
+
+ROW_WEIGHTS = "row_weights"
+"""The keyword by which a padded call tells each head what its rows weigh."""
+
+Column = list[Any]
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """How rows are dealt."""
+
+    group_size: int = 1
+    """So many rows, one after the other, stay at one head: 2 for pairs."""
+    groups: Sequence[Hashable] | None = None
+    """Or: whose each row is."""
+    lengths: Sequence[int] | None = None
+    """How long each row is, where its handles do not say it well."""
+    uneven: Uneven = "refuse"
+    """`pad`: each head is told `row_weights`, of which padding's are 0."""
+
+
+class Arguments(msgspec.Struct, frozen=True):
+    """Of a call."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+
+
+class Dispatch(msgspec.Struct, frozen=True):
+    """A call, cut."""
+
+    parts: tuple[Arguments, ...]
+    """One for each head."""
+    shares: tuple[Share, ...] | None
+    """None where the call has no rows."""
+
+
+def cut(arguments: Arguments, num_heads: int, rule: Rule) -> Dispatch:
+    """What each head gets; DispatchError where the rows cannot be dealt."""
+    columns = list(_columns(arguments))
+    if not columns:
+        return Dispatch((arguments,) * num_heads, None)
+    rows = _rows(columns)
+    lengths = [length_of(row) for row in rows] if rule.lengths is None else rule.lengths
+    _check_number("lengths", lengths, len(rows))
+    shares = deal(lengths, _groups(rule, len(rows)), num_heads, rule.uneven)
+    parts = tuple([_part(arguments, share) for share in shares])
+    if rule.uneven == "pad":
+        if ROW_WEIGHTS in arguments.kwargs:
+            raise DispatchError(f"{ROW_WEIGHTS} is what a padded call adds: name yours otherwise")
+        for part, share in zip(parts, shares, strict=True):
+            part.kwargs[ROW_WEIGHTS] = share.row_weights()
+    return Dispatch(parts, shares)
+
+
+def length_of(row: Any) -> int:
+    """The longest of a row's one-dimensional tensors; the elements of its largest, if none is."""
+    shapes = [each.shape for each in collect(row, RTensor)]
+    flat = [shape[0] for shape in shapes if len(shape) == 1]
+    return max(flat) if flat else max(map(math.prod, shapes), default=0)
+
+
+def _columns(arguments: Arguments) -> Iterator[tuple[str, Column]]:
+    """The outermost lists that hold handles, each with the name of its argument."""
+    named = [(f"argument {at}", value) for at, value in enumerate(arguments.args)]
+    for name, value in [*named, *arguments.kwargs.items()]:
+        for found in collect(value, list):
+            if _is_column(found):
+                yield name, found
+
+
+def _is_column(value: Column) -> bool:
+    return bool(collect(value, RTensor))
+
+
+def _part(arguments: Arguments, share: Share) -> Arguments:
+    """What a head gets of them."""
+
+    def chosen(lists: list[Column]) -> list[Column]:
+        return [[each[row] for row in share.rows] if _is_column(each) else each for each in lists]
+
+    args, kwargs = transform((arguments.args, arguments.kwargs), list, chosen)
+    return Arguments(args, {**kwargs})
+
+
+def _rows(columns: list[tuple[str, Column]]) -> list[tuple[Any, ...]]:
+    if len({len(column) for _, column in columns}) > 1:
+        said = ", ".join(f"{len(column)} in {name}" for name, column in columns)
+        raise DispatchError(
+            f"the call's lists of tensors differ in length: {said}; a list has one entry per row, "
+            "what has not is put into a tuple"
+        )
+    return list(zip(*[column for _, column in columns], strict=True))
+
+
+def _groups(rule: Rule, num_rows: int) -> Sequence[Hashable]:
+    if rule.groups is not None:
+        _check_number("groups", rule.groups, num_rows)
+        return rule.groups
+    if num_rows % rule.group_size:
+        raise DispatchError(f"{num_rows} rows do not divide into groups of {rule.group_size}")
+    return [row // rule.group_size for row in range(num_rows)]
+
+
+def _check_number(name: str, given: Sequence[Any], num_rows: int) -> None:
+    if len(given) != num_rows:
+        raise DispatchError(f"{name}: {len(given)} are given for {num_rows} rows")

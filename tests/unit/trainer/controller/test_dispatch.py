@@ -1,0 +1,160 @@
+"""Dispatch: rows are cut and nothing is lost, doubled or opened; all else goes to every head."""
+
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.core.errors import DispatchError
+from rollmesh.tensors.handles import RTensor
+from rollmesh.trainer.controller.dispatch import Arguments, Dispatch, Rule, cut, length_of
+from tests.unit.trainer.controller.handles import handle
+
+
+class Pair(NamedTuple):
+    chosen: list[RTensor]
+    scale: float
+
+
+class Batch(msgspec.Struct):
+    rows: list[dict[str, RTensor]]
+    name: str = "b"
+
+
+def rows_of(*lengths: int) -> list[dict[str, RTensor]]:
+    return [{"token_ids": handle(length), "values": handle(length, 8)} for length in lengths]
+
+
+def at_heads(dispatch: Dispatch, name: str) -> list[Any]:
+    return [part.kwargs[name] for part in dispatch.parts]
+
+
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=30), st.integers(1, 5))
+def test_rows_are_partitioned_without_duplication(lengths: list[int], num_heads: int) -> None:
+    rows = rows_of(*lengths)
+    dispatch = cut(Arguments((rows,)), num_heads, Rule(uneven="pad"))
+    assert dispatch.shares is not None
+    told = [
+        each
+        for part, share in zip(dispatch.parts, dispatch.shares, strict=True)
+        for each in part.args[0][: share.num_real]
+    ]
+    assert sorted(each["token_ids"].shard_id for each in told) == [
+        row["token_ids"].shard_id for row in rows
+    ]
+
+
+def test_what_is_no_row_goes_to_every_head_as_it_is() -> None:
+    settings, alone, plain = {"rate": 0.1}, handle(3), [0.9, 0.95]
+    arguments = Arguments((rows_of(4, 4),), {"settings": settings, "mean": alone, "betas": plain})
+    dispatch = cut(arguments, 2, Rule())
+    assert all(each is settings for each in at_heads(dispatch, "settings"))
+    assert all(each is alone for each in at_heads(dispatch, "mean"))
+    assert all(each is plain for each in at_heads(dispatch, "betas"))
+
+
+def test_a_call_without_rows_is_the_same_at_every_head() -> None:
+    arguments = Arguments((1, "x"), {"mean": handle(3)})
+    assert cut(arguments, 3, Rule()) == Dispatch((arguments,) * 3, None)
+
+
+def test_columns_are_cut_alike_wherever_they_stand() -> None:
+    ids, values, scores = ([handle(n) for n in (9, 1, 8, 2)] for _ in range(3))
+    arguments = Arguments(({"ids": ids, "deep": (Pair(values, 0.5),)},), {"scores": scores})
+    dispatch = cut(arguments, 2, Rule())
+    assert dispatch.shares is not None
+    for part, share in zip(dispatch.parts, dispatch.shares, strict=True):
+        pair = part.args[0]["deep"][0]
+        assert part.args[0]["ids"] == [ids[row] for row in share.rows]
+        assert pair == Pair([values[row] for row in share.rows], 0.5)
+        assert part.kwargs["scores"] == [scores[row] for row in share.rows]
+    assert [sorted(share.rows) for share in dispatch.shares] == [[0, 1], [2, 3]]
+
+
+def test_rows_within_a_struct_are_cut_and_the_struct_is_left_alone() -> None:
+    batch = Batch(rows_of(5, 4))
+    dispatch = cut(Arguments((batch,)), 2, Rule())
+    assert [part.args[0] for part in dispatch.parts] == [
+        Batch([batch.rows[0]]),
+        Batch([batch.rows[1]]),
+    ]
+    assert len(batch.rows) == 2
+
+
+def test_rows_of_pairs_stay_pairs() -> None:
+    rows = rows_of(1, 2, 30, 40, 5, 6, 7, 8)
+    dispatch = cut(Arguments((rows,)), 2, Rule(group_size=2))
+    assert dispatch.shares is not None
+    for share in dispatch.shares:
+        pairs = list(zip(share.rows[::2], share.rows[1::2], strict=True))
+        assert all(second == first + 1 and not first % 2 for first, second in pairs)
+
+
+def test_rows_that_do_not_divide_into_pairs_are_refused() -> None:
+    with pytest.raises(DispatchError, match="3 rows do not divide into groups of 2"):
+        cut(Arguments((rows_of(1, 2, 3),)), 1, Rule(group_size=2))
+
+
+def test_siblings_stay_at_one_head_whatever_their_number() -> None:
+    groups = ["a", "b", "a", "c", "a", "d"]
+    dispatch = cut(Arguments((rows_of(3, 9, 3, 8, 3, 1),)), 2, Rule(groups=groups))
+    assert dispatch.shares is not None
+    told = [{groups[row] for row in share.rows} for share in dispatch.shares]
+    assert told[0].isdisjoint(told[1])
+    assert told[0] | told[1] == set(groups)
+
+
+def test_an_uneven_number_is_refused_unless_padding_is_chosen() -> None:
+    with pytest.raises(DispatchError, match="3 rows do not divide by 2 heads"):
+        cut(Arguments((rows_of(1, 2, 3),)), 2, Rule())
+
+
+def test_padding_is_told_to_the_heads_as_rows_that_weigh_nothing() -> None:
+    dispatch = cut(Arguments((rows_of(3, 2, 1),)), 2, Rule(uneven="pad"))
+    assert at_heads(dispatch, "row_weights") == [[1.0, 0.0], [1.0, 1.0]]
+    assert [len(part.args[0]) for part in dispatch.parts] == [2, 2]
+
+
+def test_fewer_rows_than_heads_leave_the_others_padding_alone() -> None:
+    dispatch = cut(Arguments((rows_of(7),)), 3, Rule(uneven="pad"))
+    assert at_heads(dispatch, "row_weights") == [[1.0], [0.0], [0.0]]
+
+
+def test_row_weights_of_the_callers_own_are_not_overwritten() -> None:
+    with pytest.raises(DispatchError, match="row_weights"):
+        cut(Arguments((rows_of(7),), {"row_weights": [1.0]}), 1, Rule(uneven="pad"))
+
+
+def test_columns_of_other_lengths_are_named() -> None:
+    columns = {"ids": [handle(1), handle(1)], "images": [handle(1)]}
+    with pytest.raises(DispatchError, match="2 in argument 0, 1 in argument 0"):
+        cut(Arguments((columns,)), 1, Rule())
+
+
+def test_a_row_may_lack_a_tensor() -> None:
+    images = [None, handle(3, 4)]
+    dispatch = cut(Arguments((rows_of(2, 2),), {"images": images}), 2, Rule())
+    assert at_heads(dispatch, "images") == [[None], [images[1]]]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("lengths", Rule(lengths=[1])), ("groups", Rule(groups="ab"))]
+)
+def test_what_is_said_of_rows_is_said_of_each(name: str, rule: Rule) -> None:
+    with pytest.raises(DispatchError, match=f"{name}: . are given for 3 rows"):
+        cut(Arguments((rows_of(1, 2, 3),)), 1, rule)
+
+
+def test_lengths_that_are_given_are_the_ones_that_count() -> None:
+    dispatch = cut(Arguments((rows_of(1, 1, 1, 1),)), 2, Rule(lengths=[9, 1, 1, 8]))
+    assert dispatch.shares is not None
+    assert [sorted(share.rows) for share in dispatch.shares] == [[0, 2], [1, 3]]
+
+
+def test_a_row_is_as_long_as_its_longest_sequence_whatever_its_pictures() -> None:
+    assert length_of({"token_ids": handle(7), "mask": handle(7), "pixels": handle(500, 8)}) == 7
+    assert length_of([handle(3, 4), handle(2, 2)]) == 12
+    assert length_of(handle()) == 1
+    assert length_of({"none": None}) == 0
