@@ -13,7 +13,8 @@ in tests/golden. Headers stay small: tasks and results travel in the body, array
     sink -> worker     GroupAcked
     cli <-> router <- launch   AskDrain DrainAnswered, WorkerExited
 
-What is said of engines stands in fleet.py, several news at once in GroupNews (news.py).
+What is said of engines stands in fleet.py, of a trainer's ranks in ranks.py, several news at once
+in GroupNews (news.py).
 
 A GroupFailed's reason begins with a code: attempts_exhausted, env_failed, bad_ask, overloaded,
 quarantined, deadline, client_left, cancelled or infra_error, then a colon. Driven by the shells in
@@ -28,6 +29,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.wire.fleet import EngineFaulted, FleetAnswered, FleetAsk, FleetChanged
 from rollmesh.wire.header import Message
+from rollmesh.wire.ranks import RankMessage
 
 # what stands in messages
 
@@ -322,4 +324,5 @@ AnyMessage = (
     | AskDrain
     | DrainAnswered
     | GroupNews
+    | RankMessage
 )

@@ -14,11 +14,13 @@ from pathlib import Path
 from rollmesh.core.ids import GroupId
 from rollmesh.wire import fleet as f
 from rollmesh.wire import messages as m
+from rollmesh.wire import ranks as r
 from rollmesh.wire.frames import Packet, encode
 
 FILE = Path(__file__).with_name("wire.txt")
 GROUP = GroupId("r7f3a9c1", 300)
 ENGINE = f.EngineRow("http://e:1", "i1", f.EnginePhase.READY, 12, 3, 4, "busy")
+HELD = r.HeldTensors(4, 4096, 512, ((-1, 1024), (18, 3072)))
 
 SAMPLES: tuple[m.AnyMessage, ...] = (
     m.ClientHello("c1", 3, True),
@@ -85,6 +87,20 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.AskDrain(3, "worker-0", "update"),
     m.DrainAnswered(3, False, "no worker-0"),
     m.GroupNews((m.GroupStarted(GROUP, 2), m.GroupDelivered(GROUP, 2))),
+    r.RankHello(3, 4711, "127.0.0.1:5000"),
+    r.RankReady(3, "tcp://h:1"),
+    r.RankBeat(3, 17, 40),
+    r.RankLeft(3, "sigterm"),
+    r.FormGroup(17, "127.0.0.1:5000"),
+    r.ControllerBeat(17, 40),
+    r.EndRank(17, "done"),
+    r.StageCall(17, 5, "actor", "train", 18),
+    r.RunCall(17, 5),
+    r.DropCall(17, 5),
+    r.CallStaged(3, 5, "shard 1 is cleared"),
+    r.CallEnded(3, 5, "ValueError: no"),
+    r.ReadTensors(17, 6),
+    r.TensorsTold(3, 6, 17, 2, HELD, HELD, "owner gone"),
 )
 
 
