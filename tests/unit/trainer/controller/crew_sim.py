@@ -1,0 +1,181 @@
+"""Ranks, and the way to them, on a clock of its own: for tests of what a crew does when both fail.
+
+A rank does what it is told in order, says that it did, and beats; it may crash, freeze, fail a call
+or stay in one; a message may be lost either way. `Sim.run` carries on until nothing is open.
+"""
+
+import random
+from collections import Counter, deque
+
+from rollmesh.trainer.controller.calls import Answered, CallMade, Failed
+from rollmesh.trainer.controller.crew import (
+    Action,
+    Broken,
+    Crew,
+    CrewSettings,
+    Event,
+    RankExited,
+    Tell,
+    TensorsAsked,
+    Told,
+)
+from rollmesh.wire.machine import Received, Ticked
+from rollmesh.wire.ranks import (
+    CallEnded,
+    CallStaged,
+    ControllerBeat,
+    FormGroup,
+    HeldTensors,
+    RankBeat,
+    RankHello,
+    RankLeft,
+    RankMessage,
+    RankReady,
+    ReadTensors,
+    RunCall,
+    StageCall,
+    TensorsTold,
+)
+
+BEAT_S = 1.0
+SETTINGS = CrewSettings(start_s=60.0, beat_s=BEAT_S, silence_s=10.0, settle_s=5.0, told_s=5.0)
+GIVE_UP_S = 300.0
+
+
+class SimRank:
+    """One rank, as its process would behave."""
+
+    def __init__(self, number: int, chance: random.Random, trouble: float) -> None:
+        self.number = number
+        self.inbox: deque[RankMessage] = deque()
+        self.outbox: deque[RankMessage] = deque([RankHello(number, 100 + number)])
+        self.is_frozen = False
+        self.is_ended = False
+        self.ended_step = -1
+        self.staged: set[int] = set()
+        self.ran: list[int] = []
+        self._chance = chance
+        self._trouble = trouble
+        self._num_heard = 0
+        self._num_said = 0
+
+    def turn(self) -> None:
+        """Do one thing that it was told."""
+        if self.is_frozen or self.is_ended or not self.inbox:
+            return
+        message = self.inbox.popleft()
+        self.ended_step = max(self.ended_step, getattr(message, "ended_step", -1))
+        if isinstance(message, ControllerBeat) and message.num_said != self._num_heard:
+            self._leave("messages were lost")
+        self._num_heard += 1
+        self._do(message)
+
+    def beat(self) -> None:
+        """Say that it lives."""
+        if not self.is_frozen and not self.is_ended:
+            self.say(RankBeat(self.number, self.ended_step, self._num_said))
+
+    def say(self, message: RankMessage) -> None:
+        """It counts, whether it arrives or not."""
+        self.outbox.append(message)
+
+    def take_said(self) -> RankMessage:
+        """The next to be carried, its number of predecessors being counted only now."""
+        message = self.outbox.popleft()
+        if isinstance(message, RankBeat):
+            message = RankBeat(self.number, message.ended_step, self._num_said)
+        self._num_said += 1
+        return message
+
+    def _do(self, message: RankMessage) -> None:
+        fails = self._chance.random() < self._trouble
+        match message:
+            case FormGroup():
+                self.say(RankReady(self.number, f"tcp://rank:{self.number}"))
+            case StageCall(call_id=call_id):
+                self.staged.add(call_id)
+                self.say(CallStaged(self.number, call_id, "no such shard" if fails else ""))
+            case RunCall(call_id=call_id):
+                assert call_id in self.staged, "it runs what it was given"
+                self.ran.append(call_id)
+                if fails and self._chance.random() < 0.3:
+                    self.is_frozen = self._chance.random() < 0.5  # else it raises where others wait
+                if not self.is_frozen:
+                    self.say(CallEnded(self.number, call_id, "ValueError" if fails else ""))
+            case ReadTensors(ended_step=step, ask_id=ask_id):
+                nothing = HeldTensors()
+                self.say(TensorsTold(self.number, ask_id, step, 0, nothing, nothing))
+
+    def _leave(self, why: str) -> None:
+        self.say(RankLeft(self.number, why))
+        self.is_ended = True
+
+
+class Sim:
+    """A crew, its ranks, and a network that loses `loss` of what is said."""
+
+    def __init__(self, seed: int, num_ranks: int, trouble: float, loss: float) -> None:
+        self.now_s = 0.0
+        self.crew = Crew(num_ranks, SETTINGS, 0.0)
+        self.ends: Counter[int] = Counter()
+        """How often each call or ask has ended."""
+        self.broken: list[Broken] = []
+        self.num_lost = 0
+        self._chance = random.Random(seed)
+        self._trouble, self._loss = trouble, loss
+        self.ranks = [SimRank(n, self._chance, trouble) for n in range(num_ranks)]
+
+    def run(self, num_calls: int) -> None:
+        """Make calls and asks here and there, until all have ended or nothing ever will."""
+        waiting: list[Event] = [
+            CallMade(n, "a", "b", n, (b"x",) * len(self.ranks)) for n in range(num_calls)
+        ]
+        waiting += [TensorsAsked(num_calls + n, n) for n in range(num_calls)]
+        self._chance.shuffle(waiting)
+        while self.now_s < GIVE_UP_S and (waiting or self.ends.total() < 2 * num_calls):
+            if waiting and self._chance.random() < 0.1:
+                self._step(waiting.pop())
+            self._trouble_somebody()
+            self._carry()
+            self.now_s += 0.05
+            self._step(Ticked())
+
+    def _carry(self) -> None:
+        for rank in self._chance.sample(self.ranks, len(self.ranks)):
+            rank.turn()
+            if self._chance.random() < 0.05 / BEAT_S:
+                rank.beat()
+            while rank.outbox and self._chance.random() < 0.7:
+                message = rank.take_said()
+                if not self._is_lost():
+                    self._step(Received(b"%d" % rank.number, message))
+
+    def _trouble_somebody(self) -> None:
+        if self._chance.random() < self._trouble * 0.01:
+            rank = self._chance.choice(self.ranks)
+            if self._chance.random() < 0.5:
+                rank.is_frozen = True
+            elif not rank.is_ended:
+                rank.is_ended = True
+                self._step(RankExited(rank.number, "killed by signal 9"))
+
+    def _step(self, event: Event) -> None:
+        for action in self.crew.step(event, self.now_s):
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Tell(route, message):
+                if not self._is_lost():
+                    self.ranks[int(route)].inbox.append(message)
+            case Answered(call_id) | Failed(call_id):
+                self.ends[call_id] += 1
+            case Told(ask_id):
+                self.ends[ask_id] += 1
+            case Broken():
+                self.broken.append(action)
+
+    def _is_lost(self) -> bool:
+        lost = self._chance.random() < self._loss
+        self.num_lost += lost
+        return lost
