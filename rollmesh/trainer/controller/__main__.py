@@ -1,0 +1,28 @@
+"""`python -m rollmesh.trainer.controller --spec JSON`: one rank of a train controller.
+
+Invariant: nothing but the call; spec.py says what the argument holds. Started by processes.py.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rollmesh.core.logs import setup
+from rollmesh.core.process import die_with_parent
+from rollmesh.trainer.controller.rank import RankProcess
+from rollmesh.trainer.controller.spec import from_argument
+from rollmesh.wire.keys import read_keys
+
+
+def main() -> int:
+    """Run the rank; its exit code."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="rollmesh.trainer.controller")
+    parser.add_argument("--spec", required=True)
+    spec = from_argument(parser.parse_args().spec)
+    setup(f"rank-{spec.rank}", Path(spec.folder) if spec.folder else None)
+    return RankProcess(spec, read_keys()).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""TrainController: one process calls methods of roles that live in N rank processes.
+
+    with TrainController(plan, home) as controller:
+        batch = controller.take(batch, step)
+        scores = controller.call(Call("reference.score", step=step), batch)
+        report = controller.call(Call("actor.train", reduce=REPORT), batch, scores)
+        controller.end_step(step)
+
+Arguments are handles and plain values; lists of handles are dealt over the data-parallel heads
+(dispatch.py), all else goes to every head, and ranks beside a head get what it got (meeting.py).
+Answers become one (answers.py). Invariants: those of crew.py; no tensor passes through here, only
+handles; what a step ended is freed at every rank, heads or not, and here, by one broadcast; what is
+left is told by rank, tag and bytes, and never raised. Driven by a train loop, from any thread.
+"""
+
+import concurrent.futures
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from rollmesh.core.errors import TensorError
+from rollmesh.core.logs import get_logger
+from rollmesh.tensors.handles import UNTAGGED, RTensor
+from rollmesh.tensors.nested import collect, transform
+from rollmesh.trainer.controller.answers import Reduce, join
+from rollmesh.trainer.controller.clearing import clear_everywhere
+from rollmesh.trainer.controller.crew import NO_STEP, CrewSettings
+from rollmesh.trainer.controller.dispatch import Arguments, Rule, cut
+from rollmesh.trainer.controller.household import Household, held
+from rollmesh.trainer.controller.hub import Bodies, CrewHub
+from rollmesh.trainer.controller.leaks import Leak, RankTensors, leaks
+from rollmesh.trainer.controller.parcels import decode, encode
+from rollmesh.trainer.controller.shares import Share
+from rollmesh.trainer.controller.spec import PlaneSpec, RankSpec, RoleSpec
+from rollmesh.trainer.controller.topology import Topology
+from rollmesh.wire.keys import Keys
+
+log = get_logger()
+
+CONTROLLER = -1
+"""Its rank in reports."""
+
+
+class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Which ranks there are, and what each is."""
+
+    topology: Topology
+    roles: Mapping[str, RoleSpec]
+    device: str = "cpu"
+    num_threads: int = 1
+    """torch threads of each."""
+    plane: PlaneSpec = PlaneSpec()
+    """Of each."""
+    settings: CrewSettings = CrewSettings()
+    bind: str = "tcp://127.0.0.1:0"
+    """Where they dial."""
+    folder: str = ""
+    """The run's, for logs."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Which method, and how its rows are dealt and its answers become one."""
+
+    method: str
+    """`role.method`"""
+    step: int = UNTAGGED
+    """Whose the tensors in the answer are, so that they are freed with it."""
+    rule: Rule = Rule()
+    reduce: Reduce = Reduce()
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What all processes hold of tensors."""
+
+    processes: tuple[RankTensors, ...]
+    """The controller's own first, then those of the ranks that said it."""
+    missing: tuple[int, ...]
+    """Ranks that did not."""
+    leaks: tuple[Leak, ...]
+    num_cleared: int = 0
+    """Shards that were freed at their owners, by id."""
+
+
+class TrainController:
+    """See the module."""
+
+    def __init__(self, plan: RankPlan, home: Household, keys: Keys | None = None) -> None:
+        """`home` is this process's own; AddressError where `plan.bind` is taken or needs keys."""
+        self._plan = plan
+        self._home = home
+        self._plane = home.plane
+        self._heads = plan.topology.heads()
+        self._hub = CrewHub(plan.bind, keys, plan.settings, self._specs)
+        self._ended_step = NO_STEP
+
+    def start(self) -> None:
+        """Start the ranks, and wait until all are ready; RankGone where one cannot be."""
+        self._hub.start()
+        try:
+            self._hub.formed.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._hub.close("the controller is closed")
+
+    def take(self, batch: Any, step: int) -> Any:
+        """`batch` is `step`'s from now on, and freed when that ends; handles that say so.
+
+        What ranks answered is tagged by the call that asked for it, so TensorError for shards of
+        another owner; and for a step that has ended.
+        """
+        handles = collect(batch, RTensor)
+        store = self._plane.store
+        incarnation = store.incarnation if store is not None else None
+        own = [each.shard_id for each in handles if each.incarnation == incarnation]
+        others = [h for h in handles if h.incarnation != incarnation and h.step != step]
+        if others:
+            raise TensorError(
+                f"shard {others[0].shard_id:#x} is {others[0].owner}'s, which tags it by the step "
+                "of the call that made it"
+            )
+        if store is not None:
+            store.take(own, step)
+        return transform(batch, RTensor, lambda found: [each.tagged(step) for each in found])
+
+    def call(self, what: Call | str, *args: Any, **kwargs: Any) -> Any:
+        """Call a role's method at all ranks, and wait for what they answer together.
+
+        Tensors in the answer are handles, owned by the ranks. DispatchError where rows or answers
+        do not fit; CallFailed where it cannot be run, or raised, at a rank; RankGone where one is
+        gone.
+        """
+        return self.begin(what, *args, **kwargs).result()
+
+    def begin(self, what: Call | str, *args: Any, **kwargs: Any) -> "Begun":
+        """The same without the wait: arguments are fetched while an earlier call runs."""
+        call = Call(what) if isinstance(what, str) else what
+        dispatch = cut(Arguments(args, kwargs), len(self._heads), call.rule)
+        bodies = [b""] * self._plan.topology.num_ranks
+        for at, (head, part) in enumerate(zip(self._heads, dispatch.parts, strict=True)):
+            share = dispatch.shares[at] if dispatch.shares else None
+            rows = (len(share.rows), share.num_real) if share else None
+            bodies[head] = encode((part.args, part.kwargs, rows))
+        role, _, method = call.method.partition(".")
+        answers = self._hub.call(role, method, call.step, tuple(bodies))
+        return Begun(answers, self._heads, dispatch.shares, call.reduce)
+
+    def end_step(self, step: int) -> Held:
+        """Free all of `step` and of those before it, everywhere, and look at what is left.
+
+        A leak is a warning that names rank, tag and bytes; nothing is raised.
+        """
+        self._ended_step = max(self._ended_step, step)
+        self._plane.end_step(step)
+        return self._look()
+
+    def clear_batches(self, *targets: Any) -> Held:
+        """Free the shards of `targets` everywhere, and look at what is left; without targets, only
+        look."""
+        num_cleared = clear_everywhere(self._plane, self._hub, targets)
+        return msgspec.structs.replace(self._look(), num_cleared=num_cleared)
+
+    def pids(self) -> list[int]:
+        """Of the ranks' processes."""
+        return self._hub.pids()
+
+    def _look(self) -> Held:
+        """What all processes hold, and what of it should not be there."""
+        self._home.settle()
+        # By the first answers ranks have told each other what they look at no longer, so that the
+        # owners among them count right from then on.
+        self._hub.ask(self._ended_step, b"").result()
+        told = self._hub.ask(self._ended_step, b"").result()
+        own = RankTensors(CONTROLLER, *held(self._plane))
+        others = [RankTensors(each.rank, each.stored, each.buffered) for each in told.told]
+        now = Held(
+            (own, *others),
+            told.missing,
+            tuple(leaks((own, *others), self._ended_step, self._hub.num_open)),
+        )
+        for leak in now.leaks:
+            log.warning("tensors.leaked", rank=leak.rank, tag=leak.tag, bytes=leak.num_bytes)
+        for rank in now.missing:
+            log.warning("tensors.untold", rank=rank)
+        if not now.leaks and not now.missing:
+            log.debug("tensors.clean", ended_step=self._ended_step)
+        return now
+
+    def _specs(self, address: str) -> Sequence[RankSpec]:
+        plan = self._plan
+        return [
+            RankSpec(
+                controller=address,
+                rank=rank,
+                topology=plan.topology,
+                roles=dict(plan.roles),
+                device=plan.device,
+                num_threads=plan.num_threads,
+                plane=plan.plane,
+                beat_s=plan.settings.beat_s,
+                silence_s=plan.settings.silence_s,
+                folder=plan.folder,
+            )
+            for rank in range(plan.topology.num_ranks)
+        ]
+
+
+class Begun:
+    """A call that is under way."""
+
+    def __init__(
+        self,
+        bodies: "concurrent.futures.Future[Bodies]",
+        heads: Sequence[int],
+        shares: Sequence[Share] | None,
+        reduce: Reduce,
+    ) -> None:
+        self._bodies = bodies
+        self._heads = heads
+        self._shares = shares
+        self._reduce = reduce
+
+    def result(self) -> Any:
+        """What all heads answered, as one; raises as `call` does."""
+        bodies = self._bodies.result()
+        answers = [decode(bodies[head]) for head in self._heads]
+        return join(answers, self._shares, self._reduce)

@@ -1,0 +1,176 @@
+"""The controller's thread: it owns the socket, the clock and the processes, and steps the crew.
+
+Invariants: whatever is asked gets its end, as a result or a RankError, also where the crew breaks
+or the thread itself fails; what this thread does takes no time, so beats go out. Driven by
+controller.py, from any thread.
+"""
+
+import concurrent.futures
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollmesh.core.errors import RankError
+from rollmesh.core.logs import get_logger
+from rollmesh.trainer.controller.calls import Answered, CallMade, Failed
+from rollmesh.trainer.controller.crew import (
+    Action,
+    Broken,
+    Crew,
+    CrewSettings,
+    EndAsked,
+    Event,
+    Formed,
+    RankExited,
+    Tell,
+    TensorsAsked,
+    Told,
+)
+from rollmesh.trainer.controller.processes import RankProcesses
+from rollmesh.trainer.controller.spec import RankSpec
+from rollmesh.wire.frames import Buffer, Packet
+from rollmesh.wire.keys import Keys
+from rollmesh.wire.machine import Received, Ticked
+from rollmesh.wire.sockets import Doorbell, Hub, wait
+
+log = get_logger()
+
+TICK_S = 0.1
+END_S = 10.0
+"""What ranks have to end by themselves."""
+
+Bodies = tuple[Buffer, ...]
+SpecOf = Callable[[str], Sequence[RankSpec]]
+"""The ranks' specs, once the address is known that they dial."""
+
+
+class CrewHub:
+    """See the module."""
+
+    def __init__(self, bind: str, keys: Keys | None, settings: CrewSettings, specs: SpecOf) -> None:
+        """AddressError where `bind` is taken, or needs keys."""
+        self._hub = Hub(bind, keys)
+        self._specs = specs(self._hub.address)
+        self._crew = Crew(len(self._specs), settings, time.monotonic())
+        self._events: deque[Event] = deque()
+        self._bell = Doorbell()
+        self._calls: dict[int, concurrent.futures.Future[Bodies]] = {}
+        self._asks: dict[int, concurrent.futures.Future[Told]] = {}
+        self._numbers = itertools.count(1)
+        self._processes = RankProcesses(self._on_exit)
+        self.formed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Done when all ranks are ready, or will never be."""
+        self._failure: RankError | None = None
+        """Of the thread itself."""
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+
+    def start(self) -> None:
+        """Start the ranks."""
+        self._thread.start()
+
+    def call(
+        self, role: str, method: str, step: int, bodies: tuple[bytes, ...]
+    ) -> "concurrent.futures.Future[Bodies]":
+        """Make a call; `bodies` are those of the ranks."""
+        call_id = next(self._numbers)
+        future = self._calls[call_id] = concurrent.futures.Future()
+        self._tell(CallMade(call_id, role, method, step, bodies))
+        return future
+
+    def ask(self, ended_step: int, shard_ids: bytes) -> "concurrent.futures.Future[Told]":
+        """Ask of tensors."""
+        ask_id = next(self._numbers)
+        future = self._asks[ask_id] = concurrent.futures.Future()
+        self._tell(TensorsAsked(ask_id, ended_step, shard_ids))
+        return future
+
+    def pids(self) -> list[int]:
+        """The ranks' processes."""
+        return self._processes.pids()
+
+    def owners(self) -> set[str]:
+        """Where the ranks' tensors are fetched from."""
+        return self._crew.owners()
+
+    @property
+    def num_open(self) -> int:
+        """Calls that have not ended."""
+        return len(self._calls)
+
+    def close(self, reason: str) -> None:
+        """End the ranks, in order, or by force where they do not end."""
+        self._tell(EndAsked(reason))
+        if not self._processes.wait(END_S):
+            log.warning("ranks.killed", why=f"they did not end in {END_S:.0f} s")
+            self._processes.kill()
+            self._processes.wait(END_S)
+        self._is_closing.set()
+        self._bell.ring()
+        self._thread.join()
+        self._hub.close()
+        self._bell.close()
+
+    def _tell(self, event: Event) -> None:
+        self._events.append(event)
+        self._bell.ring()
+        if self._failure:
+            self._fail_all(self._failure)
+
+    def _on_exit(self, rank: int, cause: str) -> None:
+        self._tell(RankExited(rank, cause))
+
+    def _run(self) -> None:
+        # A child is told by the system that the thread is gone that started it: so it is this one.
+        try:
+            self._processes.start(self._specs)
+            while not self._is_closing.is_set():
+                wait([self._hub], self._bell, TICK_S)
+                self._turn()
+        except Exception as error:
+            log.exception("controller.failed")
+            self._processes.kill()
+            self._failure = RankError(f"the controller's own thread failed: {error}")
+            self._fail_all(self._failure)
+
+    def _turn(self) -> None:
+        for route, packet in self._hub.receive():
+            self._step(Received(route, packet.message, packet.body))
+        while self._events:
+            self._step(self._events.popleft())
+        self._step(Ticked())
+
+    def _step(self, event: Event) -> None:
+        for action in self._crew.step(event, time.monotonic()):
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Tell(route, message, body):
+                # One that is not taken is missed by the rank at the next beat.
+                self._hub.send(route, Packet(message, body=body))
+            case Answered(call_id, bodies):
+                self._calls.pop(call_id).set_result(bodies)
+            case Failed(call_id, error):
+                self._calls.pop(call_id).set_exception(error)
+            case Told(ask_id):
+                self._asks.pop(ask_id).set_result(action)
+            case Formed():
+                self.formed.set_result(None)
+            case Broken(error):
+                log.error("crew.broken", rank=error.rank, cause=error.cause)
+                self._processes.kill()
+                if not self.formed.done():
+                    self.formed.set_exception(error)
+
+    def _fail_all(self, error: RankError) -> None:
+        futures: list[concurrent.futures.Future[Any]] = [
+            *self._calls.values(),
+            *self._asks.values(),
+        ]
+        for future in [*futures, self.formed]:
+            if not future.done():
+                future.set_exception(error)

@@ -1,0 +1,135 @@
+"""Where the ranks meet: their store, their process group, and the mesh that a role is handed.
+
+    rank 0 listens --its port, by way of the controller--> all join        data, tensor = mesh axes
+
+A head's arguments reach the ranks beside it here, in two kinds of broadcast: the call's body, which
+holds handles, and then each tensor that a handle stands for, byte by byte. Those ranks need no way
+to the owners, and a role never sees a call without data, whatever its rank.
+
+Invariants: the collectives of a call are the same at all ranks of a group, in the same order: the
+body says how many follow. The store listens on the interface that was named and on no other.
+Collectives have no keys: beyond loopback their network has to be the ranks' own. Driven by rank.py,
+on the step thread.
+"""
+
+import datetime
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, and does not say so
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rollmesh.core.process import listen
+from rollmesh.tensors.handles import RTensor
+from rollmesh.trainer.controller.parcels import decode, fill, handles_of
+from rollmesh.trainer.controller.spec import RankSpec
+
+JOIN_S = 120.0
+COLLECTIVE_S = 24 * 3600.0
+"""A rank may compute for long; who is stuck, or gone, the controller says."""
+LOOPBACK = "lo"
+"""Gloo's name of the interface; else it takes the one that the host's name resolves to."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What a role knows of where it runs."""
+
+    rank: int
+    num_ranks: int
+    mesh: DeviceMesh
+    """Axes `data` (as many as heads) and `tensor` (ranks of one head)."""
+    device: str
+
+    @property
+    def is_head(self) -> bool:
+        return self.mesh.get_local_rank("tensor") == 0
+
+
+class Meeting:
+    """One rank's part in it."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        """Rank 0 listens from now on."""
+        self._spec = spec
+        self._store: TCPStore | None = None
+        self.address = ""
+        """host:port of the store; rank 0's."""
+        if spec.rank == 0:
+            self._open()
+
+    def join(self, address: str) -> Place:
+        """Meet the others in the store at `address`; returns when all are there."""
+        topology, device = self._spec.topology, torch.device(self._spec.device).type
+        if self._spec.meet_at.startswith("127."):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        dist.init_process_group(
+            "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
+            store=self._store or self._dial(address),
+            rank=self._spec.rank,
+            world_size=topology.num_ranks,
+            timeout=datetime.timedelta(seconds=COLLECTIVE_S),
+        )
+        shape = (len(topology.heads()), topology.tensor_parallel)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "tensor"))
+        return Place(self._spec.rank, topology.num_ranks, mesh, self._spec.device)
+
+    def leave(self) -> None:
+        """The others do the same."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None
+
+    def _open(self) -> None:
+        listening = listen(f"{self._spec.meet_at}:0")
+        host, port = listening.getsockname()[:2]
+        self.address = f"{host}:{port}"
+        self._store = TCPStore(
+            host,
+            port,
+            self._spec.topology.num_ranks,
+            is_master=True,
+            timeout=datetime.timedelta(seconds=JOIN_S),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+
+    def _dial(self, address: str) -> TCPStore:
+        host, _, port = address.rpartition(":")
+        timeout = datetime.timedelta(seconds=JOIN_S)
+        return TCPStore(host, int(port), self._spec.topology.num_ranks, timeout=timeout)
+
+
+def give(body: bytes, tensors: Sequence[Tensor], place: Place) -> None:
+    """A head's part: `tensors` are those of the body's handles, in the order of `handles_of`."""
+    _broadcast(torch.tensor([len(body)]), place)
+    _broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), place)
+    for tensor in tensors:
+        if tensor.numel():
+            _broadcast(tensor.reshape(-1).view(torch.uint8), place)
+
+
+def take(place: Place) -> Any:
+    """The part of a rank beside it: the arguments, with tensors of its own."""
+    length = torch.zeros(1, dtype=torch.int64)
+    _broadcast(length, place)
+    body = torch.empty(int(length), dtype=torch.uint8)
+    _broadcast(body, place)
+    values = decode(bytes(body.numpy()))
+    return fill(values, [_receive(each, place) for each in handles_of(values)])
+
+
+def _receive(handle: RTensor, place: Place) -> Tensor:
+    data = torch.empty(handle.num_bytes, dtype=torch.uint8)
+    if handle.num_bytes:
+        _broadcast(data, place)
+    return data.view(getattr(torch, handle.dtype)).reshape(handle.shape)
+
+
+def _broadcast(data: Tensor, place: Place) -> None:
+    group = place.mesh.get_group("tensor")
+    dist.broadcast(data, src=dist.get_process_group_ranks(group)[0], group=group)

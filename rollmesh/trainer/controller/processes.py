@@ -1,0 +1,78 @@
+"""The processes of the ranks: started, watched, ended.
+
+Invariants: each leads a session of its own, so that the terminal's Ctrl-C reaches the controller
+alone, and dies with the thread that started it, which is the controller's own; its end is told
+once, with its cause, by a thread that does nothing but wait for it. Driven by hub.py.
+"""
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from rollmesh.trainer.controller.spec import RankSpec, to_argument
+
+MODULE = "rollmesh.trainer.controller"
+
+OnExit = Callable[[int, str], None]
+"""Rank, and what became of it."""
+
+
+class RankProcesses:
+    """See the module."""
+
+    def __init__(self, on_exit: OnExit) -> None:
+        """`on_exit` is called on a thread of the rank that ended."""
+        self._on_exit = on_exit
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._threads: list[threading.Thread] = []
+
+    def start(self, specs: Sequence[RankSpec]) -> None:
+        """Start one for each; OSError where the system has no more."""
+        for spec in specs:
+            argv = [sys.executable, "-m", MODULE, "--spec", to_argument(spec)]
+            with _output(spec) as output:
+                child = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            self._children.append(child)
+            watch = threading.Thread(target=self._watch, args=(spec.rank, child), daemon=True)
+            self._threads.append(watch)
+            watch.start()
+
+    def kill(self) -> None:
+        """End all that still run, at once."""
+        for child in self._children:
+            child.kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until all have ended, and that was told; whether they have."""
+        until_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def pids(self) -> list[int]:
+        """By rank."""
+        return [child.pid for child in self._children]
+
+    def _watch(self, rank: int, child: "subprocess.Popen[bytes]") -> None:
+        code = child.wait()
+        self._on_exit(rank, f"killed by signal {-code}" if code < 0 else f"exit code {code}")
+
+
+def _output(spec: RankSpec) -> contextlib.AbstractContextManager[IO[bytes] | None]:
+    """Where what it prints goes: to where we print, if there is no run's folder."""
+    if not spec.folder:
+        return contextlib.nullcontext()
+    path = Path(spec.folder) / "logs" / f"rank-{spec.rank}.out"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab")

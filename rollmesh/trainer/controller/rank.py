@@ -1,0 +1,274 @@
+"""A rank process: its roles' methods run on the main thread, whatever they need is there before.
+
+    main thread    meets the others, makes the roles, runs one call after the other
+    fetch thread   has the arguments of the calls that come next brought here, in their order
+    post thread    hears and answers the controller (post.py), frees what has ended
+
+    a call here: staged by the fetch thread > run by the main thread > forgotten
+                                            > dropped
+
+Invariants: what fails in a role, in a fetch or in a message fails that call and names why; a rank
+runs what it is told to run, in that order, and nothing that its own command line does not name; of
+a call that has ended nothing is held. It dies with its controller. Driven by `python -m
+rollmesh.trainer.controller`.
+"""
+
+import gc
+import importlib
+import inspect
+import os
+import queue
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from rollmesh.core.errors import ConfigError, RollmeshError
+from rollmesh.core.logs import get_logger
+from rollmesh.core.process import FAILED, OK
+from rollmesh.tensors.plane import use
+from rollmesh.trainer.controller.answers import without_padding
+from rollmesh.trainer.controller.dispatch import Arguments
+from rollmesh.trainer.controller.household import Household, held
+from rollmesh.trainer.controller.meeting import Meeting, Place, give, take
+from rollmesh.trainer.controller.parcels import decode, encode, fill, handles_of
+from rollmesh.trainer.controller.post import Post
+from rollmesh.trainer.controller.spec import RankSpec, RoleSpec
+from rollmesh.wire.frames import Buffer
+from rollmesh.wire.keys import Keys
+from rollmesh.wire.messages import AnyMessage
+from rollmesh.wire.ranks import (
+    CallEnded,
+    CallStaged,
+    ControllerBeat,
+    DropCall,
+    EndRank,
+    FormGroup,
+    RankHello,
+    RankLeft,
+    RankReady,
+    ReadTensors,
+    RunCall,
+    StageCall,
+    TensorsTold,
+)
+
+log = get_logger()
+
+EXPIRE_BEATS = 20
+"""Beats of the controller between two looks at leases."""
+ID_BYTES = 8
+
+
+class _Staged(msgspec.Struct):
+    """A call whose arguments are here, or will come from this group's head."""
+
+    message: StageCall
+    method: Callable[..., Any]
+    body: bytes = b""
+    tensors: Sequence[torch.Tensor] = ()
+    arguments: Arguments | None = None
+    rows: tuple[int, int] | None = None
+    """How many there are, and how many of them are no padding."""
+
+
+class RankProcess:
+    """See the module; `hear`, `end_step` and `lose` are the post's."""
+
+    def __init__(self, spec: RankSpec, keys: Keys | None) -> None:
+        self._spec = spec
+        self._household = Household(spec.plane, keys)
+        self._plane = self._household.plane
+        use(self._plane)
+        self._meeting = Meeting(spec)
+        self._place: Place | None = None
+        self._roles: dict[str, object] = {}
+        self._staged: dict[int, _Staged] = {}
+        self._to_stage: queue.SimpleQueue[tuple[StageCall, bytes]] = queue.SimpleQueue()
+        self._to_run: queue.SimpleQueue[FormGroup | RunCall | EndRank] = queue.SimpleQueue()
+        self._num_beats = 0
+        self._post = Post(spec, keys, self)
+        threading.Thread(target=self._fetch, name="fetch", daemon=True).start()
+
+    def run(self) -> int:
+        """Serve until told to end; the exit code."""
+        self._post.say(RankHello(self._spec.rank, os.getpid(), self._meeting.address))
+        self._post.start()
+        code = OK
+        while not isinstance(message := self._to_run.get(), EndRank):
+            if isinstance(message, RunCall):
+                self._run(message.call_id)
+            elif not self._form(message):
+                code = FAILED
+                break
+        self._staged.clear()
+        self._meeting.leave()
+        if code == OK:
+            self._post.say(RankLeft(self._spec.rank, "told to end"))
+        self._post.close()
+        self._household.close()
+        return code
+
+    # heard, on the post's thread
+
+    def hear(self, message: AnyMessage, body: Buffer) -> None:
+        """Pass it to the thread that it is for."""
+        match message:
+            case StageCall():
+                self._to_stage.put((message, bytes(body)))
+            case FormGroup() | RunCall() | EndRank():
+                self._to_run.put(message)
+            case DropCall(call_id=call_id):
+                self._staged.pop(call_id, None)
+            case ReadTensors():
+                self._read(message, body)
+            case ControllerBeat():
+                self._renew()
+
+    def end_step(self, step: int) -> None:
+        """Free what is tagged up to `step`."""
+        self._plane.end_step(step)
+
+    def lose(self, why: str) -> None:
+        """End at once: the main thread may be in a collective that never ends."""
+        log.error("rank.ended", rank=self._spec.rank, why=why)
+        self._household.abandon()
+        os._exit(FAILED)
+
+    def _read(self, message: ReadTensors, body: Buffer) -> None:
+        shard_ids, error = array("Q"), ""
+        if len(body) % ID_BYTES:
+            error = f"{len(body)} bytes are no list of ids"
+        else:
+            shard_ids.frombytes(body)
+        num_cleared = self._plane.clear(shard_ids.tolist()) if shard_ids else 0
+        self._household.settle()
+        stored, buffered = held(self._plane)
+        self._post.say(
+            TensorsTold(
+                self._spec.rank,
+                message.ask_id,
+                message.ended_step,
+                num_cleared,
+                stored,
+                buffered,
+                error,
+            )
+        )
+
+    def _renew(self) -> None:
+        """Our controller lives, so what we own is needed."""
+        store = self._plane.store
+        assert store is not None
+        store.renew()
+        self._num_beats += 1
+        if not self._num_beats % EXPIRE_BEATS:
+            store.expire()
+
+    # staged, on the fetch thread
+
+    def _fetch(self) -> None:
+        while True:
+            message, body = self._to_stage.get()
+            error = ""
+            try:
+                self._staged[message.call_id] = self._stage(message, body)
+            except Exception as failure:  # noqa: BLE001 - door: a call that cannot be staged
+                error = _said(failure)
+            self._post.say(CallStaged(self._spec.rank, message.call_id, error))
+
+    def _stage(self, message: StageCall, body: bytes) -> _Staged:
+        method = _method(self._roles, message)
+        if not body:
+            return _Staged(message, method)
+        values = decode(body)
+        tensors = self._plane.localize(handles_of(values))
+        args, kwargs, rows = fill(values, tensors)
+        _check(message, method, args, kwargs)
+        return _Staged(message, method, body, tensors, Arguments(args, kwargs), rows)
+
+    # run, on the main thread
+
+    def _form(self, message: FormGroup) -> bool:
+        """Whether the roles stand."""
+        try:
+            place = self._place = self._meeting.join(message.store)
+            torch.set_num_threads(self._spec.num_threads)
+            self._roles = {name: _make(role, place) for name, role in self._spec.roles.items()}
+        except Exception as failure:
+            log.exception("rank.not_ready", rank=self._spec.rank)
+            self._post.say(RankLeft(self._spec.rank, _said(failure)))
+            return False
+        gc.freeze()  # torch alone is 400,000 objects, which no collection need look at
+        self._post.say(RankReady(self._spec.rank, self._household.address))
+        return True
+
+    def _run(self, call_id: int) -> None:
+        staged = self._staged.pop(call_id)
+        body, error = b"", ""
+        try:
+            body = self._answer(staged)
+        except Exception as failure:
+            error = _said(failure)
+            log.exception("call.failed", rank=self._spec.rank, method=staged.message.method)
+        # Before the controller knows: it may look at once at what is still held.
+        del staged
+        self._post.say(CallEnded(self._spec.rank, call_id, error), body)
+
+    def _answer(self, staged: _Staged) -> bytes:
+        assert self._place is not None
+        given = staged.arguments
+        if self._spec.topology.tensor_parallel > 1:
+            if given is None:
+                args, kwargs, _ = take(self._place)
+                given = Arguments(args, kwargs)
+            else:
+                give(staged.body, staged.tensors, self._place)
+        assert given is not None
+        result = staged.method(*given.args, **given.kwargs)
+        if not self._place.is_head:
+            return b""
+        if staged.rows is not None:
+            result = without_padding(result, *staged.rows)
+        return encode(self._plane.remotize(result, staged.message.step))
+
+
+def _make(role: RoleSpec, place: Place) -> object:
+    module_name, _, name = role.make.partition(":")
+    make = getattr(importlib.import_module(module_name), name, None)
+    if not callable(make):
+        raise ConfigError(f"{role.make!r} is nothing to make a role with")
+    return make(place, **role.settings)
+
+
+def _method(roles: dict[str, object], message: StageCall) -> Callable[..., Any]:
+    role = roles.get(message.role)
+    found = None if message.method.startswith("_") else getattr(role, message.method, None)
+    if role is None or not callable(found):
+        raise ConfigError(
+            f"no {message.role}.{message.method} here: {', '.join(roles) or 'no roles'}"
+        )
+    method: Callable[..., Any] = found
+    return method
+
+
+def _check(
+    message: StageCall, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    try:
+        inspect.signature(method).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{message.role}.{message.method}: {error}") from None
+
+
+def _said(failure: Exception) -> str:
+    """One line of it."""
+    first = next(iter(str(failure).splitlines()), "")
+    return (
+        first
+        if isinstance(failure, RollmeshError) and first
+        else f"{type(failure).__name__}: {first}"
+    )

@@ -1,0 +1,69 @@
+"""What a rank process is started with: where its controller is, who it is, and what roles it has.
+
+Invariant: all that a rank makes, and all code that it imports, is named here, on its command line;
+what arrives over a socket names neither a module nor a file. Driven by processes.py, which starts
+ranks, and by rank.py.
+"""
+
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.errors import ConfigError
+from rollmesh.trainer.controller.topology import Topology
+
+
+class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """An object whose methods are called: an actor, a critic, a reference."""
+
+    make: str
+    """`package.module:callable`; called with the rank's Place and `settings`."""
+    settings: dict[str, Any] = {}
+
+
+class PlaneSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the data plane of each rank."""
+
+    bind: str = "tcp://127.0.0.1:0"
+    """Where its tensors are fetched from."""
+    store_bytes: int = 2**30
+    """Of what it answered with."""
+    buffer_bytes: int = 2**30
+    """Of what it fetched."""
+    lease_s: float = 600.0
+    """What a dead controller leaves behind is freed after this time."""
+
+
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one rank."""
+
+    controller: str
+    """tcp:// address of its hub."""
+    rank: int
+    topology: Topology
+    roles: dict[str, RoleSpec]
+    device: str = "cpu"
+    num_threads: int = 1
+    """torch threads."""
+    meet_at: str = "127.0.0.1"
+    """Interface on which ranks reach each other; collectives have no keys, so a network that is
+    the ranks' own."""
+    plane: PlaneSpec = PlaneSpec()
+    beat_s: float = 0.5
+    silence_s: float = 30.0
+    """A controller that is not heard for so long is gone, and so is the rank then."""
+    folder: str = ""
+    """The run's, for logs; empty: stderr."""
+
+
+def to_argument(spec: RankSpec) -> str:
+    """As it stands on the command line."""
+    return msgspec.json.encode(spec).decode()
+
+
+def from_argument(text: str) -> RankSpec:
+    """The inverse; ConfigError on anything else."""
+    try:
+        return msgspec.json.decode(text, type=RankSpec)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--spec is no rank's: {error}") from None

@@ -1,0 +1,53 @@
+"""A train controller with ranks of tests/flow/rank_roles.py, for tests and as a program.
+
+python -m tests.flow.rank_crew     starts two ranks, prints their pids, and waits to be killed
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+
+from rollmesh.tensors.plane import use
+from rollmesh.trainer.controller.controller import RankPlan, TrainController
+from rollmesh.trainer.controller.crew import CrewSettings
+from rollmesh.trainer.controller.household import Household
+from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec
+from rollmesh.trainer.controller.topology import Topology
+
+SMALL = PlaneSpec(store_bytes=2**24, buffer_bytes=2**24)
+ROLE = "tests.flow.rank_roles:Arithmetic"
+
+
+def plan(num_ranks: int, width: int = 1, make: str = ROLE) -> RankPlan:
+    """Ranks that have one role, `sums`, made with one setting."""
+    return RankPlan(
+        topology=Topology(num_ranks, width),
+        roles={"sums": RoleSpec(make=make, settings={"colour": "blue"} if make == ROLE else {})},
+        plane=SMALL,
+        settings=CrewSettings(start_s=60.0, beat_s=0.1, silence_s=20.0, settle_s=1.0),
+    )
+
+
+@contextlib.contextmanager
+def household() -> Iterator[Household]:
+    """This process's own plane, served to others."""
+    home = Household(SMALL, None)
+    before = use(home.plane)
+    try:
+        yield home
+    finally:
+        use(before)
+        home.close()
+
+
+def main() -> None:
+    """See the module."""
+    with household() as home, TrainController(plan(2), home) as controller:
+        sys.stdout.write(" ".join(map(str, controller.pids())) + "\n")
+        sys.stdout.flush()
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Roles for tests of the train controller; made in rank processes."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollmesh.trainer.controller.meeting import Place
+
+
+class Arithmetic:
+    """Small sums, and what goes wrong."""
+
+    def __init__(self, place: Place, **settings: Any) -> None:
+        self._place = place
+        self._settings = settings
+        self._kept: list[Any] = []
+
+    def double(self, rows: Sequence[dict[str, Tensor]], row_weights: Sequence[float] = ()) -> Any:
+        """Each row's numbers twice; what they add up to here, without padding."""
+        weights = list(row_weights) or [1.0] * len(rows)
+        total = sum(float(row["x"].sum()) * w for row, w in zip(rows, weights, strict=True))
+        return {"twice": [row["x"] * 2 for row in rows], "total": total, "num_rows": sum(weights)}
+
+    def all_of(self, value: float) -> dict[str, float]:
+        """A collective of all ranks."""
+        total = torch.tensor([value + self._place.rank])
+        dist.all_reduce(total)
+        return {"total": float(total)}
+
+    def digest(self, rows: Sequence[Tensor], scale: float) -> tuple[float, ...]:
+        """What each rank of this head's group computes of its rows, at every head alike."""
+        mine = torch.tensor([float(sum(float(row.double().sum()) for row in rows)) * scale])
+        width = self._place.mesh.size(1)
+        gathered = [torch.zeros_like(mine) for _ in range(width)]
+        dist.all_gather(gathered, mine, group=self._place.mesh.get_group("tensor"))
+        return tuple(float(each) for each in gathered)
+
+    def fail_at(self, rank: int) -> None:
+        """One rank raises; no other waits for it."""
+        if self._place.rank == rank:
+            raise ValueError(f"rank {rank} was to fail\nand said more")
+
+    def leave_alone(self, absent: int, flag: str) -> None:
+        """`absent` stays out of a collective that the others are in, until it is killed."""
+        if self._place.rank == absent:
+            Path(flag).write_bytes(b"here")
+            threading.Event().wait()
+        dist.all_reduce(torch.zeros(1))
+
+    def fail_and_leave_alone(self, absent: int) -> None:
+        """`absent` raises, and the others are in a collective."""
+        if self._place.rank == absent:
+            raise ValueError("it did not come to the collective")
+        dist.all_reduce(torch.zeros(1))
+
+    def keep(self, rows: Sequence[Tensor]) -> None:
+        """Go on looking at rows after the call: a leak."""
+        self._kept.append(rows)
+
+    def forget(self) -> None:
+        """No longer."""
+        self._kept.clear()
+
+    def setting(self, name: str) -> Any:
+        """What this role was made with."""
+        return self._settings[name]
+
+    def _private(self) -> None:
+        """Nobody's business."""
+
+
+class Broken:
+    """A role that cannot be made."""
+
+    def __init__(self, place: Place) -> None:
+        raise RuntimeError(f"rank {place.rank} has no such model")

@@ -1,0 +1,215 @@
+"""The train controller with real ranks: rows there and back, typed errors, nothing left over."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from rollmesh.core.errors import CallFailed, RankGone
+from rollmesh.tensors.handles import RTensor
+from rollmesh.tensors.plane import Plane
+from rollmesh.trainer.controller.answers import Reduce
+from rollmesh.trainer.controller.controller import Call, Held, TrainController
+from rollmesh.trainer.controller.dispatch import Rule
+from rollmesh.trainer.controller.household import Household
+from tests.flow.rank_crew import household, plan
+
+GONE_S = 20.0
+DOUBLE = Call(
+    "sums.double",
+    rule=Rule(uneven="pad"),
+    reduce=Reduce(rules={"total": "sum", "num_rows": "sum"}),
+)
+
+
+def of_step(step: int) -> Call:
+    """The same, its answer the step's."""
+    return msgspec.structs.replace(DOUBLE, step=step)
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Household]:
+    with household() as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def plane(home: Household) -> Plane:
+    return home.plane
+
+
+@pytest.fixture(scope="module")
+def controller(home: Household) -> Iterator[TrainController]:
+    """Two heads."""
+    with TrainController(plan(2), home) as started:
+        yield started
+
+
+def rows(plane: Plane, *lengths: int, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+    """Row n holds `lengths[n]` times the number n, as handles."""
+    tensors = [{"x": torch.full((length,), n, dtype=dtype)} for n, length in enumerate(lengths)]
+    stored: list[dict[str, Any]] = plane.remotize(tensors)
+    return stored
+
+
+def total_bytes(held: Held) -> dict[int, int]:
+    """By process: all that is stored, retained or buffered."""
+    return {
+        each.rank: each.stored.total_bytes + each.stored.retained_bytes + each.buffered.total_bytes
+        for each in held.processes
+    }
+
+
+def test_rows_come_back_in_order_and_every_heads_numbers_count(
+    plane: Plane, controller: TrainController
+) -> None:
+    batch = controller.take(rows(plane, 5, 1, 4, 2, 3, dtype=torch.bfloat16), step=1)
+    answer = controller.call(of_step(1), batch)
+    assert (answer["total"], answer["num_rows"]) == (0 + 1 + 8 + 6 + 12, 5)
+    assert all(isinstance(each, RTensor) and each.step == 1 for each in answer["twice"])
+    assert len({each.owner for each in answer["twice"]}) == 2
+    expected = [torch.full((num,), 2.0 * n).bfloat16() for n, num in enumerate((5, 1, 4, 2, 3))]
+    assert all(map(torch.equal, plane.localize(answer["twice"]), expected))
+    controller.end_step(1)
+
+
+def test_when_a_step_ends_nothing_of_it_is_left_anywhere(
+    plane: Plane, controller: TrainController
+) -> None:
+    batch = controller.take(rows(plane, 3, 3), step=2)
+    answer = controller.call(of_step(2), batch)
+    before = total_bytes(controller.clear_batches())
+    assert all(before.values()), "each process holds something, as owner or consumer"
+    held = controller.end_step(2)
+    assert total_bytes(held) == {-1: 0, 0: 0, 1: 0}
+    assert (held.leaks, held.missing) == ((), ())
+    assert answer["num_rows"] == 2
+
+
+def test_what_a_role_goes_on_looking_at_is_told_as_a_leak_of_its_rank(
+    plane: Plane, controller: TrainController
+) -> None:
+    batch = [row["x"] for row in rows(plane, 8, 8)]
+    twice = controller.call(of_step(3), [{"x": each} for each in batch])["twice"]
+    controller.call("sums.keep", twice)
+    held = controller.end_step(3)
+    # Of its own store's rows a rank keeps what it answered with itself.
+    assert {(leak.rank, leak.tag) for leak in held.leaks} <= {(0, "retained"), (1, "retained")}
+    assert held.leaks
+    controller.call("sums.forget")
+    held = controller.clear_batches(batch)
+    assert held.num_cleared == 2
+    assert held.leaks == ()
+    assert total_bytes(held) == {-1: 0, 0: 0, 1: 0}
+
+
+def test_a_shard_that_is_gone_fails_its_call_before_any_rank_has_run_it(
+    plane: Plane, controller: TrainController
+) -> None:
+    batch = rows(plane, 4, 4)
+    controller.clear_batches(batch[1])
+    with pytest.raises(CallFailed, match=r"sums.double failed at rank \d: .*cleared"):
+        controller.call(DOUBLE, batch)
+    assert controller.call("sums.all_of", 1.0) == {"total": 3.0}
+    controller.clear_batches(batch)
+
+
+def test_a_method_that_raises_at_one_rank_is_a_typed_error_and_no_end(
+    controller: TrainController,
+) -> None:
+    with pytest.raises(CallFailed) as caught:
+        controller.call("sums.fail_at", 1)
+    assert str(caught.value) == "sums.fail_at failed at rank 1: ValueError: rank 1 was to fail"
+    assert controller.call("sums.all_of", 2.0) == {"total": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "said"),
+    [
+        ("sums.nothing", (), "no sums.nothing here: sums"),
+        ("critic.train", (), "no critic.train here: sums"),
+        ("sums._private", (), "no sums._private here"),
+        ("sums.all_of", (1, 2, 3), "sums.all_of: too many positional arguments"),
+    ],
+)
+def test_what_cannot_be_called_is_named_and_run_by_nobody(
+    controller: TrainController, method: str, args: tuple[Any, ...], said: str
+) -> None:
+    with pytest.raises(CallFailed, match=said):
+        controller.call(method, *args)
+
+
+def test_calls_that_are_begun_together_run_in_their_order(
+    plane: Plane, controller: TrainController
+) -> None:
+    batch = rows(plane, 2, 2)
+    begun = [controller.begin(DOUBLE, batch), controller.begin("sums.all_of", 1.0)]
+    assert [each.result()["total"] for each in begun] == [2.0, 3.0]
+    controller.clear_batches(batch, begun[0].result())
+
+
+def test_a_role_has_the_settings_it_was_named_with(controller: TrainController) -> None:
+    assert controller.call("sums.setting", "colour") == "blue"
+
+
+def test_ranks_beside_a_head_compute_on_what_it_was_given(home: Household, plane: Plane) -> None:
+    tensors = [torch.arange(5, dtype=torch.bfloat16), torch.ones(0), torch.tensor(3.5)]
+    handles = plane.remotize(tensors)
+    with TrainController(plan(2, width=2), home) as controller:
+        assert controller.call("sums.digest", handles, scale=2.0) == (27.0, 27.0)
+        held = controller.clear_batches(handles)
+    assert total_bytes(held) == {-1: 0, 0: 0, 1: 0}
+
+
+def test_a_rank_that_is_killed_in_a_call_ends_it_and_all_ranks(
+    home: Household, tmp_path: Path
+) -> None:
+    with TrainController(plan(2), home) as controller:
+        processes = [psutil.Process(pid) for pid in controller.pids()]
+        flag = tmp_path / "flag"
+        os.mkfifo(flag)
+        begun = controller.begin("sums.leave_alone", 1, str(flag))
+        assert flag.read_bytes() == b"here"
+        processes[1].kill()
+        with pytest.raises(RankGone, match="rank 1 is gone: killed by signal 9"):
+            begun.result()
+        _, alive = psutil.wait_procs(processes, timeout=GONE_S)
+        assert not alive
+        with pytest.raises(RankGone):
+            controller.call("sums.all_of", 1.0)
+        assert controller.clear_batches().missing == (0, 1)
+
+
+def test_a_rank_that_stays_in_a_collective_is_not_waited_for(home: Household) -> None:
+    with (
+        TrainController(plan(2), home) as controller,
+        pytest.raises(
+            RankGone, match=r"rank 0 is gone: it did not come out of sums.fail_and_leave"
+        ),
+    ):
+        controller.call("sums.fail_and_leave_alone", 1)
+
+
+def test_a_role_that_cannot_be_made_ends_the_start_with_its_reason(home: Household) -> None:
+    broken = TrainController(plan(1, make="tests.flow.rank_roles:Broken"), home)
+    with pytest.raises(RankGone, match="RuntimeError: rank 0 has no such model"):
+        broken.start()
+
+
+def test_ranks_end_when_their_controller_is_killed() -> None:
+    argv = [sys.executable, "-m", "tests.flow.rank_crew"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        ranks = [psutil.Process(int(pid)) for pid in program.stdout.readline().split()]
+        assert len(ranks) == 2
+        os.kill(program.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(ranks, timeout=GONE_S)
+    assert not alive

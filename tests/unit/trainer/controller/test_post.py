@@ -1,0 +1,131 @@
+"""The post: it frees before it passes on, beats while nobody looks, and notices what is lost."""
+
+import queue
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+from rollmesh.trainer.controller.post import Post
+from rollmesh.trainer.controller.spec import RankSpec
+from rollmesh.trainer.controller.topology import Topology
+from rollmesh.wire.frames import Buffer, Packet
+from rollmesh.wire.messages import AnyMessage
+from rollmesh.wire.ranks import (
+    ControllerBeat,
+    DropCall,
+    RankBeat,
+    RankHello,
+    RankMessage,
+    StageCall,
+)
+from rollmesh.wire.sockets import Hub, wait
+
+WAIT_S = 20.0
+ROUTE = b"rank-0"
+
+
+class Ear:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+
+    def hear(self, message: AnyMessage, body: Buffer) -> None:
+        self.heard.put(("hear", (message, bytes(body))))
+
+    def end_step(self, step: int) -> None:
+        self.heard.put(("end_step", step))
+
+    def lose(self, why: str) -> None:
+        self.heard.put(("lose", why))
+
+    def next(self) -> tuple[str, Any]:
+        return self.heard.get(timeout=WAIT_S)
+
+
+@contextmanager
+def posted(silence_s: float = 60.0) -> Iterator[tuple[Hub, Post, Ear]]:
+    """A post that has said hello, and its controller's hub, which has heard that."""
+    ear = Ear()
+    with closing(Hub("tcp://127.0.0.1:0")) as hub:
+        spec = RankSpec(
+            controller=hub.address,
+            rank=0,
+            topology=Topology(1),
+            roles={},
+            beat_s=0.02,
+            silence_s=silence_s,
+        )
+        with closing(Post(spec, None, ear)) as post:
+            post.say(RankHello(0, 100))
+            post.start()
+            assert next(heard(hub)) == RankHello(0, 100)
+            yield hub, post, ear
+
+
+def heard(hub: Hub) -> Iterator[AnyMessage]:
+    """What the rank says, as it comes."""
+    while True:
+        wait([hub], None, WAIT_S)
+        for _, packet in hub.receive():
+            yield packet.message
+
+
+def tell(hub: Hub, message: RankMessage, body: bytes = b"") -> None:
+    assert hub.send(ROUTE, Packet(message, body=body))
+
+
+def test_whatever_is_heard_frees_what_has_ended_before_it_is_passed_on() -> None:
+    with posted() as (hub, _, ear):
+        call = StageCall(4, 1, "actor", "train", 5)
+        tell(hub, call, b"arguments")
+        assert ear.next() == ("end_step", 4)
+        assert ear.next() == ("hear", (call, b"arguments"))
+
+
+def test_a_step_ends_once_and_an_older_one_never_again() -> None:
+    with posted() as (hub, _, ear):
+        for step in (4, 4, 3, 5):
+            tell(hub, DropCall(step, 9))
+        told = [ear.next() for _ in range(6)]
+        assert [step for what, step in told if what == "end_step"] == [4, 5]
+
+
+def test_beats_say_how_much_came_before_them() -> None:
+    with posted() as (hub, post, _):
+        post.say(RankHello(0, 101))
+        num_before = 1
+        for message in heard(hub):
+            if isinstance(message, RankBeat):
+                assert message.num_said == num_before
+                if num_before > 4:
+                    break
+            num_before += 1
+
+
+def test_a_message_that_was_lost_is_noticed() -> None:
+    with posted() as (hub, _, ear):
+        tell(hub, ControllerBeat(-1, 0))
+        assert ear.next()[0] == "hear"
+        tell(hub, ControllerBeat(-1, 3))
+        assert ear.next() == ("lose", "2 of the controller's messages were lost")
+
+
+def test_a_controller_that_is_silent_is_lost() -> None:
+    with posted(silence_s=0.2) as (_, _, ear):
+        what, why = ear.next()
+        assert what == "lose"
+        assert why.startswith("the controller is silent for ")
+
+
+def test_what_was_said_last_is_heard_before_the_end() -> None:
+    with posted() as (hub, post, _):
+        for pid in range(1000, 1100):
+            post.say(RankHello(0, pid))
+        post.close()
+        pids: list[int] = []
+        for message in heard(hub):
+            pids += [message.pid] if isinstance(message, RankHello) else []
+            if len(pids) == 100:
+                break
+        assert pids == list(range(1000, 1100))
