@@ -130,7 +130,7 @@ class CrewHub:
             while not self._is_closing.is_set():
                 wait([self._hub], self._bell, TICK_S)
                 self._turn()
-        except Exception as error:
+        except Exception as error:  # door: whoever waits for us is told
             log.exception("controller.failed")
             self._processes.kill()
             self._failure = RankError(f"the controller's own thread failed: {error}")

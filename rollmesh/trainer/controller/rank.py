@@ -198,7 +198,7 @@ class RankProcess:
             place = self._place = self._meeting.join(message.store)
             torch.set_num_threads(self._spec.num_threads)
             self._roles = {name: _make(role, place) for name, role in self._spec.roles.items()}
-        except Exception as failure:
+        except Exception as failure:  # door: a role's maker may raise anything
             log.exception("rank.not_ready", rank=self._spec.rank)
             self._post.say(RankLeft(self._spec.rank, _said(failure)))
             return False
@@ -211,7 +211,7 @@ class RankProcess:
         body, error = b"", ""
         try:
             body = self._answer(staged)
-        except Exception as failure:
+        except Exception as failure:  # door: a role's method may raise anything
             error = _said(failure)
             log.exception("call.failed", rank=self._spec.rank, method=staged.message.method)
         # Before the controller knows: it may look at once at what is still held.
