@@ -3,7 +3,7 @@
 As one writes them without a purpose: a publish is a copy of each array into one block that is there
 already; a fetch is eight bytes that name a run of arrays, and their bytes back, received into place
 with recv_into. Invariant: nothing is framed, counted, matched or freed. `raw` receives into new
-memory, as whoever wants to keep what came must; `raw_warm` into the same block again and again.
+memory, as whoever wants to keep what came must; `raw_warm` into the same block in each step.
 Driven by _tensors_party.py.
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks._tensors_batches import Bytes, Piece, sum_of
+from benchmarks._tensors_batches import BLOCK_BYTES, Bytes, Piece, sum_of
 from benchmarks._tensors_talk import Held, Stored
 
 RUN = struct.Struct("<II")
@@ -133,13 +133,17 @@ class RawConsumer:
 
 
 class RawWarmConsumer(RawConsumer):
-    """The same memory for each call; what came before is lost."""
+    """The same memory in each step; what came in the one before is lost."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._block = np.empty(0, np.uint8)
+        self._block = np.empty(BLOCK_BYTES, np.uint8)
+        self._used = 0
+
+    def end_step(self, step: int) -> None:
+        """From the beginning again."""
+        self._used = 0
 
     def _room(self, num_bytes: int) -> Bytes:
-        if self._block.nbytes < num_bytes:
-            self._block = np.empty(num_bytes, np.uint8)
-        return self._block[:num_bytes]
+        start, self._used = self._used, self._used + num_bytes
+        return self._block[start : self._used]
