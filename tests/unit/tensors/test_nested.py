@@ -89,7 +89,7 @@ def test_a_leaf_alone_is_found_and_nothing_where_none_is(nested: object) -> None
         (Record(Leaf("a")), Record("a")),
         (OrderedDict(k=Leaf("a")), OrderedDict(k="a")),
         (UserDict(k=Leaf("a")), UserDict(k="a")),
-        (defaultdict(list, k=Leaf("a")), defaultdict(list, k="a")),
+        (defaultdict(None, k=Leaf("a")), defaultdict(None, k="a")),
         (Tagged([Leaf("a")]), Tagged(["a"])),
         (Leaf("a"), "a"),
     ],
@@ -103,7 +103,7 @@ def test_a_container_keeps_its_type(nested: object, wanted: object) -> None:
 
 
 def test_what_a_container_has_besides_its_parts_stays() -> None:
-    nested = defaultdict(list, k=Leaf("a"))
+    nested: defaultdict[str, Any] = defaultdict(list, k=Leaf("a"))
     assert transform(nested, Leaf, named)["other"] == []
     tagged = Tagged([Leaf("a")])
     tagged.tag = "kept"

@@ -1,0 +1,176 @@
+"""The data plane as one process sees it: what it owns, what it fetched, and the way to the rest.
+
+    remotize   tensors --own store--> handles, which travel
+    localize   handles --own store | buffer < backend--> read-only tensors
+
+Owns no bytes, only the order in which they are looked for. Invariants: what this process owns it
+reads in its own store, never over a socket and never into its buffer; a call fetches a shard once,
+and gives one tensor wherever it stands; what a step or a clear ends, ends in the store and in the
+buffer. A process without a store keeps its tensors, and one that never set up a plane (a plain
+torchrun) has an empty one, so that the same code runs there. Driven by the ranks of a trainer, and
+by whoever else has a batch in hand; any thread may.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.errors import TensorError
+from rollmesh.tensors.backend import Backend, check_fetched
+from rollmesh.tensors.buffer import BufferStats, FetchBuffer
+from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
+from rollmesh.tensors.nested import transform
+from rollmesh.tensors.store import OwnerStore, StorageStats
+from rollmesh.tensors.torch_bridge import ReadOnlyTensor, Tensor, to_content, to_tensor
+
+MAX_OWNERS_AT_ONCE = 8
+"""Owners that one call fetches from side by side."""
+
+
+class PlaneStats(msgspec.Struct, frozen=True):
+    """What a process has of the plane; None for a part that it does without."""
+
+    storage: StorageStats | None
+    buffer: BufferStats | None
+
+
+class Plane:
+    """See the module; of its parts, those that the process needs."""
+
+    def __init__(
+        self,
+        store: OwnerStore | None = None,
+        buffer: FetchBuffer | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        self.store = store
+        self.buffer = buffer
+        self.backend = backend
+
+    def remotize(self, nested: Any, step: int = UNTAGGED) -> Any:
+        """`nested` with a handle for each tensor, stored here and taken by `step`.
+
+        What is stored is what the handle says: any dtype, bit by bit, detached, on the host, a
+        slice without the rest of its memory. A padded tensor stays padded: cutting it is for who
+        knows the mask. One tensor at two places is stored once. StoreFull where the budget is used
+        up; then none is stored.
+        """
+        store = self.store
+        if store is None:
+            return nested
+
+        def stored(tensors: list[Tensor]) -> list[RTensor]:
+            return store.put([to_content(each) for each in tensors], step)
+
+        return transform(nested, Tensor, stored)
+
+    def localize(self, nested: Any) -> Any:
+        """`nested` with a read-only tensor for each handle; tensors pass.
+
+        ShardMissing for the first that its owner does not hold, OwnerGone where that does not
+        answer.
+        """
+        return transform(nested, RTensor, self._tensors)
+
+    def end_step(self, step: int) -> None:
+        """Free what is tagged up to `step`, here: each process is told."""
+        if self.store is not None:
+            self.store.end_step(step)
+        if self.buffer is not None:
+            self.buffer.end_step(step)
+
+    def clear(self, shard_ids: Sequence[int]) -> int:
+        """Free what is here of these, copies first; how many were held, not counting copies."""
+        self.evict(shard_ids)
+        return self.store.clear(shard_ids) if self.store is not None else 0
+
+    def clear_at(self, owner: str, shard_ids: Sequence[int]) -> int:
+        """Free these shards of `owner`, and the copies here first, so that a fetch on its way finds
+        them gone; how many it held. OwnerGone where nobody knows."""
+        if self.store is not None and owner == self.store.owner:
+            return self.clear(shard_ids)
+        self.evict(shard_ids)
+        return self._way_to(owner).clear(owner, list(shard_ids))
+
+    def evict(self, shard_ids: Sequence[int] | None) -> int:
+        """Drop copies of these shards of others, or with None all; how many there were."""
+        return self.buffer.clear(shard_ids) if self.buffer is not None else 0
+
+    def stats(self) -> PlaneStats:
+        """As of now."""
+        return PlaneStats(
+            self.store.stats() if self.store is not None else None,
+            self.buffer.stats() if self.buffer is not None else None,
+        )
+
+    def _tensors(self, handles: list[RTensor]) -> list[ReadOnlyTensor]:
+        distinct = {each.shard_id: each for each in handles}.values()
+        own = [each for each in distinct if self._owns(each)]
+        others = [each for each in distinct if not self._owns(each)]
+        contents = [*self._read(own), *self._fetched(others)]
+        tensors = {
+            handle.shard_id: to_tensor(content)
+            for handle, content in zip([*own, *others], contents, strict=True)
+        }
+        return [tensors[each.shard_id] for each in handles]
+
+    def _owns(self, handle: RTensor) -> bool:
+        """Whether it is ours, or was in an earlier life of this process: then our store says so."""
+        store = self.store
+        if store is None:
+            return False
+        return handle.incarnation == store.incarnation or handle.owner == store.owner
+
+    def _read(self, handles: list[RTensor]) -> list[Content]:
+        if self.store is None:
+            return []
+        return [self.store.read(each.shard_id) for each in handles]
+
+    def _fetched(self, handles: list[RTensor]) -> list[Content]:
+        if not handles:
+            return []
+        if self.buffer is not None:
+            return self.buffer.get_many(handles, self._fetch)
+        contents = self._fetch(handles)
+        check_fetched(handles, contents)
+        return contents
+
+    def _fetch(self, handles: list[RTensor]) -> list[Content]:
+        """From their owners, side by side where there are several."""
+        of_owner: dict[str, list[RTensor]] = {}
+        for handle in handles:
+            of_owner.setdefault(handle.owner, []).append(handle)
+        if len(of_owner) == 1:
+            return self._fetch_from(handles[0].owner, handles)
+        with ThreadPoolExecutor(min(len(of_owner), MAX_OWNERS_AT_ONCE), "fetch") as pool:
+            fetched = list(pool.map(self._fetch_from, of_owner, of_owner.values()))
+        found: dict[int, Content] = {}
+        for asked, contents in zip(of_owner.values(), fetched, strict=True):
+            check_fetched(asked, contents)
+            found.update((each.shard_id, got) for each, got in zip(asked, contents, strict=True))
+        return [found[each.shard_id] for each in handles]
+
+    def _fetch_from(self, owner: str, handles: list[RTensor]) -> list[Content]:
+        return self._way_to(owner).fetch(owner, handles)
+
+    def _way_to(self, owner: str) -> Backend:
+        if self.backend is None:
+            raise TensorError(f"this process has no way to {owner}: give its plane a backend")
+        return self.backend
+
+
+class _Process:
+    plane = Plane()
+
+
+def use(plane: Plane) -> Plane:
+    """Make `plane` the process's own; the one before is returned."""
+    before, _Process.plane = _Process.plane, plane
+    return before
+
+
+def current() -> Plane:
+    """The process's own plane."""
+    return _Process.plane

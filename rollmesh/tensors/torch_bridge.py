@@ -1,0 +1,214 @@
+"""torch at the edge of the plane: a tensor's bytes, and a tensor of bytes that nobody may change.
+
+Owns the names of dtypes and ReadOnlyTensor. Invariants: bytes go through unread, whatever the
+dtype; nothing is copied here that lies in memory in one piece; what a consumer gets cannot be
+written to by way of torch's functions, since others of its process see the same memory. This is
+the only module of the room that imports torch; driven by plane.py.
+
+What torch does in C++ without asking is out of reach: a collective that writes into its argument
+(`all_reduce`), `parameter.data = x`, DLPack, a data pointer. Give these a `clone()`.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollmesh.core.errors import TensorError
+from rollmesh.tensors.handles import Content
+
+_INPLACE_OPERATORS = frozenset(
+    f"__i{operator}__"
+    for operator in (
+        "add", "and", "div", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift",
+        "sub", "truediv", "xor",
+    )
+) | {"__setitem__"}  # fmt: skip
+_SETS_A_FLAG = frozenset({"requires_grad_"})
+
+Tensor = torch.Tensor
+"""What is stored: any tensor of torch."""
+
+_dtypes: dict[str, torch.dtype] = {}
+_names: dict[torch.dtype, str] = {}
+
+with warnings.catch_warnings():
+    # torch warns once in a process that it knows no read-only memory, which is what the class
+    # below is for. This is that once.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+class ReadOnlyTensor(torch.Tensor):
+    """A tensor of memory that others read, too.
+
+    It is a tensor like any other, but that an operation in place, or an `out=` that names it, is a
+    TensorError. What shares its memory (`x[0]`, `x.view(...)`, `x.detach()`, `x.numpy()`) is
+    read-only as well; what is computed from it is a plain tensor, and so is a `clone()`, a
+    pickled copy, or what `to(device)` made.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Every function of torch that gets one of us comes by here."""
+        if not all(issubclass(cls, each) for each in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if _writes(func, args, kwargs):
+            raise _refusal(_name(func))
+        result = _plainly(func, *args, **kwargs)
+        return _guarded(result, (*args, *kwargs.values()))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # These are a copy into the memory, of which torch does not ask the class.
+        if name in ("real", "imag"):
+            raise _refusal(f"setting .{name}")
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        own = _plain(self).detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = own
+        return own
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Only what is seen of the memory travels, and who gets it owns it.
+        return _plain(self).detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # is torch's
+
+
+def to_content(tensor: torch.Tensor) -> Content:
+    """The tensor's bytes: its own memory where it lies in one piece on the host, else a copy.
+
+    TensorError where it has no bytes of its own: a sparse, quantized, meta or distributed one.
+    """
+    tensor = _plain(tensor)
+    if not _is_dense(tensor):
+        what = f"a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, {tensor.device.type})"
+        raise TensorError(f"{what} cannot be stored: make it a dense tensor of one device first")
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = dense.reshape(-1).view(torch.uint8).numpy()
+    data.flags.writeable = False
+    return Content(_dtype_name(tensor.dtype), tuple(tensor.shape), data)
+
+
+def to_tensor(content: Content) -> ReadOnlyTensor:
+    """The tensor of these bytes, on the same memory, which it keeps alive; TensorError where dtype,
+    shape and bytes do not fit each other."""
+    dtype = _dtype(content.dtype)
+    num_bytes = math.prod(content.shape) * dtype.itemsize
+    if num_bytes != content.data.nbytes:
+        what = f"{content.dtype} {list(content.shape)}"
+        raise TensorError(f"{content.data.nbytes} bytes are not a tensor of {what}")
+    if num_bytes == 0:
+        return torch.empty(content.shape, dtype=dtype).as_subclass(ReadOnlyTensor)
+    # It refers to this very array, which a view by numpy would not.
+    tensor = torch.frombuffer(content.data, dtype=dtype)
+    if len(content.shape) != 1:
+        tensor = tensor.view(content.shape)
+    return tensor.as_subclass(ReadOnlyTensor)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    # Wrappers of other tensors (DTensor, jagged ones) answer each operation themselves.
+    is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    is_strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_strided and not tensor.is_meta and not is_wrapper
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _dtypes:
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise TensorError(f"this torch ({torch.__version__}) knows no dtype {name!r}")
+        _dtypes[name] = dtype
+    return _dtypes[name]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    if dtype not in _names:
+        _names[dtype] = str(dtype).removeprefix("torch.")
+    return _names[dtype]
+
+
+def _plainly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch as if ours were plain tensors."""
+    return torch.Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]  # is torch's
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, ReadOnlyTensor):
+        tensor = _plainly(torch.Tensor.as_subclass, tensor, torch.Tensor)
+    return tensor
+
+
+def _refusal(what: str) -> TensorError:
+    line = f"{what} would write to a read-only tensor, which others of this process may be reading"
+    return TensorError(f"{line}: clone() it first")
+
+
+def _name(func: Callable[..., Any]) -> str:
+    # An overload of torch.ops.aten is called add_.Tensor.
+    return getattr(func, "__name__", "").partition(".")[0]
+
+
+def _writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the call would write to one of us."""
+    if kwargs and _any_of_ours(kwargs.get("out")):
+        return True
+    if _is_in_place(func) or (kwargs and kwargs.get("inplace")):
+        return _any_of_ours(next(iter((*args, *kwargs.values()))))
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    """By torch's rule for names; what is written to is then the first argument."""
+    name = _name(func)
+    ends_so = name.endswith("_") and not name.endswith("__")
+    return (ends_so and name not in _SETS_A_FLAG) or name in _INPLACE_OPERATORS
+
+
+def _any_of_ours(value: Any) -> bool:
+    return any(True for _ in _ours([value]))
+
+
+def _ours(values: Iterable[Any]) -> Iterator[ReadOnlyTensor]:
+    for value in values:
+        if isinstance(value, ReadOnlyTensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (each for each in value if isinstance(each, ReadOnlyTensor))
+
+
+def _guarded(result: Any, values: tuple[Any, ...]) -> Any:
+    """What a function gave: read-only where it shares the memory of one of us."""
+    if isinstance(result, np.ndarray):
+        result.flags.writeable = False
+        return result
+    if isinstance(result, list | tuple):
+        if not any(isinstance(each, torch.Tensor) for each in result):
+            return result
+        return type(result)([_guarded(each, values) for each in result])
+    if type(result) is torch.Tensor and _shares_memory(result, values):
+        return result.as_subclass(ReadOnlyTensor)
+    return result
+
+
+def _shares_memory(result: torch.Tensor, values: tuple[Any, ...]) -> bool:
+    if result.device.type != "cpu" or result.layout is not torch.strided:
+        return False
+    try:
+        memory = result.untyped_storage().data_ptr()
+    except NotImplementedError:
+        return False  # what torch.func passes around has no memory that one can ask for
+    storages = (_plainly(torch.Tensor.untyped_storage, each) for each in _ours(values))
+    return any(each.data_ptr() == memory for each in storages)

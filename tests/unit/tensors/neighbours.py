@@ -1,0 +1,83 @@
+"""A mesh of owners in one process: real stores, and the shortest way between them.
+
+Owns a way to other owners' stores without a socket. Invariant: it keeps to the door of backend.py,
+and writes down what it was asked. Driven by the tests beside it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollmesh.core.errors import OwnerGone
+from rollmesh.tensors.arena import Arena
+from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.handles import Content, RTensor
+from rollmesh.tensors.plane import Plane, use
+from rollmesh.tensors.store import OwnerStore, StoreSettings
+from rollmesh.testing.clock import FakeClock
+
+MAX_BYTES = 2**20
+
+
+class Neighbours:
+    """The stores of a mesh by their addresses; a Backend."""
+
+    def __init__(self) -> None:
+        self.stores: dict[str, OwnerStore] = {}
+        self.fetches: list[tuple[str, int]] = []
+        """Each fetch: of whom, how many shards."""
+        self.cleared: list[str] = []
+
+    def fetch(self, owner: str, handles: list[RTensor]) -> list[Content]:
+        self.fetches.append((owner, len(handles)))
+        return [self._store(owner).read(each.shard_id) for each in handles]
+
+    def clear(self, owner: str, shard_ids: list[int]) -> int:
+        self.cleared.append(owner)
+        return self._store(owner).clear(shard_ids)
+
+    def close(self) -> None:
+        self.stores.clear()
+
+    def _store(self, owner: str) -> OwnerStore:
+        if owner not in self.stores:
+            raise OwnerGone(owner, "nobody listens there")
+        return self.stores[owner]
+
+
+class Mesh:
+    """Processes, each with a plane of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.neighbours = Neighbours()
+        self._folder = folder
+        self._arenas: list[Arena] = []
+
+    def process(self, port: int, *, buffer: bool = True) -> Plane:
+        """One that owns shards at this port, and fetches those of others."""
+        arena = Arena(MAX_BYTES, self._folder)
+        self._arenas.append(arena)
+        store = OwnerStore(StoreSettings(max_bytes=MAX_BYTES, lease_s=600), FakeClock(), arena)
+        store.owner = f"tcp://127.0.0.1:{port}"
+        self.neighbours.stores[store.owner] = store
+        return Plane(store, FetchBuffer(MAX_BYTES) if buffer else None, self.neighbours)
+
+    def consumer(self) -> Plane:
+        """One that owns nothing."""
+        return Plane(None, FetchBuffer(MAX_BYTES), self.neighbours)
+
+    def close(self) -> None:
+        """Every owner ends."""
+        self.neighbours.close()
+        for arena in self._arenas:
+            arena.close()
+
+
+@contextmanager
+def process_of(plane: Plane) -> Iterator[None]:
+    """The plane is the process's own, meanwhile."""
+    before = use(plane)
+    try:
+        yield
+    finally:
+        use(before)
