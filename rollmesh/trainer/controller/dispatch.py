@@ -12,7 +12,7 @@ what is decided by nothing but the arguments and the rule. Pure; driven by contr
 """
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import msgspec
@@ -59,14 +59,15 @@ class Dispatch(msgspec.Struct, frozen=True):
 
 def cut(arguments: Arguments, num_heads: int, rule: Rule) -> Dispatch:
     """What each head gets; DispatchError where the rows cannot be dealt."""
-    columns = list(_columns(arguments))
+    columns = _columns(arguments)
     if not columns:
         return Dispatch((arguments,) * num_heads, None)
     rows = _rows(columns)
     lengths = [length_of(row) for row in rows] if rule.lengths is None else rule.lengths
     _check_number("lengths", lengths, len(rows))
     shares = deal(lengths, _groups(rule, len(rows)), num_heads, rule.uneven)
-    parts = tuple([_part(arguments, share) for share in shares])
+    places = {id(column) for _, column in columns}
+    parts = tuple([_part(arguments, share, places) for share in shares])
     if rule.uneven == "pad":
         if ROW_WEIGHTS in arguments.kwargs:
             raise DispatchError(f"{ROW_WEIGHTS} is what a padded call adds: name yours otherwise")
@@ -82,24 +83,22 @@ def length_of(row: Any) -> int:
     return max(flat) if flat else max(map(math.prod, shapes), default=0)
 
 
-def _columns(arguments: Arguments) -> Iterator[tuple[str, Column]]:
+def _columns(arguments: Arguments) -> list[tuple[str, Column]]:
     """The outermost lists that hold handles, each with the name of its argument."""
     named = [(f"argument {at}", value) for at, value in enumerate(arguments.args)]
-    for name, value in [*named, *arguments.kwargs.items()]:
-        for found in collect(value, list):
-            if _is_column(found):
-                yield name, found
+    return [
+        (name, found)
+        for name, value in [*named, *arguments.kwargs.items()]
+        for found in collect(value, list)
+        if collect(found, RTensor)
+    ]
 
 
-def _is_column(value: Column) -> bool:
-    return bool(collect(value, RTensor))
-
-
-def _part(arguments: Arguments, share: Share) -> Arguments:
-    """What a head gets of them."""
+def _part(arguments: Arguments, share: Share, places: set[int]) -> Arguments:
+    """What a head gets of them; `places` are the columns', by id()."""
 
     def chosen(lists: list[Column]) -> list[Column]:
-        return [[each[row] for row in share.rows] if _is_column(each) else each for each in lists]
+        return [[each[row] for row in share.rows] if id(each) in places else each for each in lists]
 
     args, kwargs = transform((arguments.args, arguments.kwargs), list, chosen)
     return Arguments(args, {**kwargs})
