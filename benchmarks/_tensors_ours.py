@@ -83,7 +83,7 @@ class ShmConsumer:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._peers, self._buffer = Peers(), FetchBuffer(MAX_BYTES)
+        self._peers, self._buffer = Peers(None, MAX_BYTES), FetchBuffer(MAX_BYTES)
         self._plane = Plane(buffer=self._buffer, backend=self._peers)
 
     def prepare(self, stored: Stored) -> list[RTensor]:

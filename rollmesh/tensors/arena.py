@@ -64,7 +64,8 @@ class Slot(msgspec.Struct, frozen=True, gc=False):
 class Arena:
     """See the module."""
 
-    def __init__(self, max_bytes: int, folder: Path = SHARED_MEMORY) -> None:
+    def __init__(self, max_bytes: int, folder: Path | None = SHARED_MEMORY) -> None:
+        """Without `folder` it is nobody else's to see."""
         self.max_bytes = max_bytes
         self.held_bytes = 0
         """Of all slots, in whole cache lines."""
@@ -139,6 +140,14 @@ class Arena:
     def read_only(self, slot: Slot) -> NDArray[np.uint8]:
         """The same for who may only look; nothing made from it can be written to."""
         return np.frombuffer(self._readable, np.uint8, slot.num_bytes, slot.offset)
+
+    def writable(self, slots: Iterable[Slot]) -> list[memoryview]:
+        """Their bytes in order, in as few views as they lie side by side."""
+        return [self._memory[start:stop] for start, stop in _joined(slots)]
+
+    def readable(self, slots: Iterable[Slot]) -> list[memoryview]:
+        """The same for who may only look."""
+        return [self._readable[start:stop] for start, stop in _joined(slots)]
 
     def close(self) -> None:
         """Nobody attaches to it any more; its memory goes with the last who looks at it."""
@@ -245,12 +254,27 @@ def _runs(slots: Iterable[Slot]) -> Iterator[Run]:
         yield start, stop
 
 
+def _joined(slots: Iterable[Slot]) -> Iterator[Run]:
+    """Their very bytes; those that follow on each other without a gap as one."""
+    start = stop = 0
+    for slot in slots:
+        if slot.offset != stop:
+            if start != stop:
+                yield start, stop
+            start = slot.offset
+        stop = slot.offset + slot.num_bytes
+    if start != stop:
+        yield start, stop
+
+
 def _private(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
 
 
-def _segment(folder: Path, num_bytes: int, max_bytes: int) -> Segment | None:
+def _segment(folder: Path | None, num_bytes: int, max_bytes: int) -> Segment | None:
     """None where the folder takes none."""
+    if folder is None:
+        return None
     try:
         segment = Segment(folder, num_bytes)
         folder_bytes = os.statvfs(folder).f_blocks * os.statvfs(folder).f_frsize

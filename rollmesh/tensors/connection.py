@@ -5,8 +5,8 @@
     READY | ASKING --retire--> RETIRED --the last loan has ended--> closed
 
 Owns the line and the loans. An owner on this machine lends: the answer says where in its memory the
-shards lie, and that is looked at in place. Any other sends, and the bytes are received straight
-into an array for each shard, so that each is freed by itself. Invariants: an answer belongs to the
+shards lie, and that is looked at in place. Any other sends, and the bytes are received into the
+landing. Invariants: an answer belongs to the
 call, since there is never more than one on the way; what was lent stays as it is while it is looked
 at, also beyond the connection's last call. Driven by peer.py, under its lock.
 """
@@ -16,8 +16,6 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 from urllib.parse import urlsplit
-
-import numpy as np
 
 from rollmesh.core.errors import (
     AddressError,
@@ -44,6 +42,7 @@ from rollmesh.tensors.frames import (
 )
 from rollmesh.tensors.handles import Content, RTensor
 from rollmesh.tensors.handshake import introduce, memory_at
+from rollmesh.tensors.landing import Landing
 from rollmesh.tensors.line import Line
 from rollmesh.tensors.loans import Loans
 from rollmesh.tensors.segment import Attached
@@ -70,17 +69,23 @@ class Connection:
     """See the module; made by `connect`."""
 
     def __init__(
-        self, owner: str, line: Line, admitted: Admitted, on_loan_end: Callable[[], None]
+        self,
+        owner: str,
+        line: Line,
+        admitted: Admitted,
+        landing: Landing,
+        on_loan_end: Callable[[], None],
     ) -> None:
         """`on_loan_end`: there is something to tell by `tell_ended`; as Loans has it."""
         self.state = ConnectionState.READY
         self._owner = owner
+        self._landing = landing
         self._line = line
         self._folder = admitted.folder
         self._sees_memory = bool(admitted.memory) and admitted.memory == memory_at(admitted.folder)
         self._segments: dict[str, Attached] = {}
         self._on_loan_end = on_loan_end
-        self._loans = Loans(self._loan_ended)
+        self._loans: Loans[int] = Loans(self._loan_ended)
         if self._sees_memory:
             line.share_machine()
 
@@ -152,11 +157,9 @@ class Connection:
     def _receive(self, ids: bytes, handles: Sequence[RTensor]) -> list[Content]:
         sent = self._ask(Fetch(ids, False, self._ended()), Sent)
         self._check_sizes(handles, numbers_of(sent.sizes))
-        arrays = [np.empty(handle.num_bytes, np.uint8) for handle in handles]
-        self._line.fill([array.data for array in arrays])
+        sizes = [handle.num_bytes for handle in handles]
+        arrays = self._landing.receive(sizes, self._line.fill)
         self.state = ConnectionState.READY
-        for array in arrays:
-            array.flags.writeable = False
         return [
             Content(handle.dtype, handle.shape, array)
             for handle, array in zip(handles, arrays, strict=True)
@@ -211,14 +214,17 @@ class Connection:
             _lingering.discard(self)
 
 
-def connect(owner: str, keys: Keys | None, on_loan_end: Callable[[], None]) -> Connection:
+def connect(
+    owner: str, keys: Keys | None, landing: Landing, on_loan_end: Callable[[], None]
+) -> Connection:
     """Dial `owner`, tcp://host:port. AddressError where that is no address, needs keys, or has
     others; OSError and WireError where nobody answers there who is an owner."""
     host_port = _parsed(owner)
     check_dial(owner, keys)
     line = Line(socket.create_connection(host_port, CONNECT_S))
     try:
-        return Connection(owner, line, introduce(line, owner, keys), on_loan_end)
+        admitted = introduce(line, owner, keys)
+        return Connection(owner, line, admitted, landing, on_loan_end)
     except BaseException:
         line.close()
         raise

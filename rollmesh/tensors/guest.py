@@ -104,9 +104,11 @@ class Guest:
         self._line.send(frame(Lent([*paths], segments, offsets, sizes)))
 
     def _send(self, ids: list[int]) -> None:
-        arrays = [self._store.read(each).data for each in ids]
-        sizes = column([array.nbytes for array in arrays])
-        self._line.send(frame(Sent(sizes)), [array.data for array in arrays])
+        sizes, windows = self._store.windows(ids, self.name)
+        try:
+            self._line.send(frame(Sent(column(sizes))), windows)
+        finally:
+            self._store.unpin(ids, self.name)
 
     def _take_back(self, returned: bytes) -> None:
         ids = numbers_of(returned)

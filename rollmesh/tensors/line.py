@@ -12,7 +12,9 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final
 
 from rollmesh.core.errors import WireError
@@ -22,6 +24,8 @@ from rollmesh.wire.sockets import DEAD_S, IDLE_S, PROBE_S
 PATIENCE_S: Final = 30.0
 MAX_BUFFERS: Final = 1024
 """In one system call: IOV_MAX of Linux."""
+WINDOW_BYTES: Final = 2**20
+"""About so many bytes, or else one buffer, are offered to the kernel at once."""
 HUNG_UP: Final = "hung up"
 
 
@@ -45,12 +49,7 @@ class Line:
 
     def send(self, frame: bytes, buffers: Sequence[memoryview] = ()) -> None:
         """The frame, and the buffers behind it."""
-        waiting = [memoryview(frame), *(each for each in buffers if each.nbytes)]
-        first = 0
-        while first < len(waiting):
-            self._socket.settimeout(self._wait_s())
-            sent = self._socket.sendmsg(waiting[first : first + MAX_BUFFERS])
-            first = _skip(waiting, first, sent)
+        self._move([memoryview(frame), *buffers], self._socket.sendmsg)
 
     def goes_on(self) -> bool:
         """Wait, however long, until a frame begins; False where the other has hung up instead."""
@@ -82,12 +81,7 @@ class Line:
 
     def fill(self, buffers: Sequence[memoryview]) -> None:
         """Receive as much as they hold, the first first."""
-        waiting = [each for each in buffers if each.nbytes]
-        first = 0
-        while first < len(waiting):
-            self._socket.settimeout(self._wait_s())
-            got = self._socket.recvmsg_into(waiting[first : first + MAX_BUFFERS])[0]
-            first = _skip(waiting, first, self._counted(got))
+        self._move(buffers, lambda window: self._counted(self._socket.recvmsg_into(window)[0]))
 
     def share_machine(self) -> None:
         """The other end is on this machine, whose kernel tells of its death at once: from now on
@@ -115,6 +109,19 @@ class Line:
     def close(self) -> None:
         """Give the descriptor back."""
         self._socket.close()
+
+    def _move(self, buffers: Sequence[memoryview], move: Callable[[list[memoryview]], int]) -> None:
+        """Let the kernel have a window of them after the other: it looks at each buffer of a window
+        anew, however few of the bytes it then takes."""
+        ends = [*accumulate(buffer.nbytes for buffer in buffers)]
+        done, total = 0, sum(buffer.nbytes for buffer in buffers)
+        while done < total:
+            first = bisect_right(ends, done)
+            last = bisect_left(ends, done + WINDOW_BYTES, first) + 1
+            window = [*buffers[first : min(last, first + MAX_BUFFERS)]]
+            window[0] = window[0][window[0].nbytes - (ends[first] - done) :]
+            self._socket.settimeout(self._wait_s())
+            done += move(window)
 
     def _shut(self, how: int) -> None:
         try:
@@ -150,18 +157,6 @@ def why_lost(error: OSError | Exception) -> str:
     if isinstance(error, TimeoutError):
         return "does not answer"
     return str(getattr(error, "strerror", None) or error).lower()
-
-
-def _skip(waiting: list[memoryview], first: int, num_bytes: int) -> int:
-    """Where to go on after `num_bytes`; a buffer that is half done is cut there."""
-    while num_bytes:
-        here = waiting[first]
-        if num_bytes < here.nbytes:
-            waiting[first] = here[num_bytes:]
-            break
-        num_bytes -= here.nbytes
-        first += 1
-    return first
 
 
 def _notice_death(connected: socket.socket, dead_s: int) -> None:

@@ -1,53 +1,55 @@
-"""Arrays that lie in an owner's memory: each is lent, and given back once nobody looks at it.
+"""Arrays that lie in memory of others: each is lent, and given back once nobody looks at it.
 
-    LENT --its array has gone, with all that was made of it--> ENDED --told to the owner--> over
+    LENT --its array has gone, with all that was made of it--> ENDED --told to the lender--> over
 
-Owns what one connection was lent. Invariants: a loan ends when the last view of its array has gone,
-by itself and never before; each is told back once, so that a shard that was lent twice is told
-twice. An array may go in any thread, also in one that holds a lock of ours, so its end is merely
-written down. Driven by connection.py.
+Owns what one lender lent. Invariants: a loan ends when the last view of its array has gone, by
+itself and never before; each is told once, so that a shard that was lent twice is told twice. An
+array may go in any thread, also in one that holds a lock of ours, so its end is merely written
+down. One thread at a time lends and takes; driven by connection.py, whose lender is an owner, and
+by landing.py, which lends its own.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 from weakref import KeyedRef
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.uint8]
-_Loan = KeyedRef[int, Array]
-"""The key is the shard's id."""
+Key = TypeVar("Key")
+"""By what the lender knows it: a shard's id, or a slot."""
 
 
-class Loans:
+class Loans(Generic[Key]):
     """See the module."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         """`on_end` is called after each end, in whatever thread; it must not wait for a lock."""
         self._on_end = on_end
-        self._lent: dict[int, _Loan] = {}
-        self._ended: deque[int] = deque()
+        self._lent: dict[int, KeyedRef[Key, Array]] = {}
+        self._ended: deque[Key] = deque()
 
     def __len__(self) -> int:
         """How many are lent."""
         return len(self._lent)
 
-    def lend(self, shard_id: int, array: Array) -> None:
-        """`array` lies in the owner's memory; the loan lasts as long as it does."""
-        loan = KeyedRef(array, self._end, shard_id)
+    def lend(self, key: Key, array: Array) -> None:
+        """`array` lies in the lender's memory; the loan lasts as long as it does."""
+        loan = KeyedRef(array, self._end, key)
         self._lent[id(loan)] = loan
 
-    def give_back(self, shard_ids: Iterable[int]) -> None:
+    def give_back(self, keys: Iterable[Key]) -> None:
         """These were lent, and no array was made of them."""
-        self._ended.extend(shard_ids)
+        self._ended.extend(keys)
 
-    def take_ended(self, limit: int) -> list[int]:
+    def take_ended(self, limit: int) -> list[Key]:
         """At most `limit` of those that have ended and are not told yet; they are told now."""
         ended = self._ended
         return [ended.popleft() for _ in range(min(limit, len(ended)))]
 
-    def _end(self, loan: _Loan) -> None:
+    def _end(self, loan: KeyedRef[Key, Array]) -> None:
         del self._lent[id(loan)]
         self._ended.append(loan.key)
         self._on_end()

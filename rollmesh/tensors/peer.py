@@ -21,6 +21,7 @@ from rollmesh.core.errors import OwnerGone, TensorError, WireError
 from rollmesh.tensors.connection import Connection, ConnectionState, connect
 from rollmesh.tensors.frames import MAX_IDS
 from rollmesh.tensors.handles import Content, RTensor
+from rollmesh.tensors.landing import Landing
 from rollmesh.tensors.line import why_lost
 from rollmesh.wire.keys import Keys
 
@@ -39,10 +40,11 @@ class _EndedUnseen(Exception):
 class Peer:
     """One owner, as seen from here."""
 
-    def __init__(self, owner: str, keys: Keys | None, bell: _Bell) -> None:
+    def __init__(self, owner: str, keys: Keys | None, landing: Landing, bell: _Bell) -> None:
         """It puts itself on `bell` where it wants `tell_ended` called."""
         self._owner = owner
         self._keys = keys
+        self._landing = landing
         self._bell = bell
         self._has_rung = False
         self._is_closed = False
@@ -107,7 +109,7 @@ class Peer:
         if self._is_closed:
             raise TensorError(f"{self._owner} is not asked any more: this process is closing")
         try:
-            self._connection = connect(self._owner, self._keys, self._ring)
+            self._connection = connect(self._owner, self._keys, self._landing, self._ring)
         except (OSError, WireError) as error:
             raise OwnerGone(self._owner, why_lost(error)) from None
         return self._connection
@@ -126,9 +128,11 @@ class Peer:
 class Peers:
     """See the module."""
 
-    def __init__(self, keys: Keys | None = None) -> None:
-        """Owners beyond loopback are dialled with `keys` alone, and have to prove the same."""
+    def __init__(self, keys: Keys | None = None, landing_bytes: int = 0) -> None:
+        """Owners beyond loopback are dialled with `keys` alone, and have to prove the same. What
+        is sent is received into up to `landing_bytes` of memory that is kept and used again."""
         self._keys = keys
+        self._landing = Landing(landing_bytes)
         self._peers: dict[str, Peer] = {}
         """None ever leaves: there are as many as owners, and starts of them, in our life."""
         self._lock = threading.Lock()
@@ -171,7 +175,7 @@ class Peers:
             if self._is_closing.is_set():
                 raise TensorError(f"{owner} is not asked any more: this process is closing")
             if owner not in self._peers:
-                self._peers[owner] = Peer(owner, self._keys, self._bell)
+                self._peers[owner] = Peer(owner, self._keys, self._landing, self._bell)
             return self._peers[owner]
 
     def _tell(self) -> None:

@@ -151,16 +151,13 @@ class OwnerStore:
         if self._arena.path is None:
             raise TensorError("what lies in private memory cannot be lent")
         path = str(self._arena.path)
-        places: list[Place] = []
-        try:
-            for some in _stretches(shard_ids):
-                with self._lock:
-                    for shard_id in some:
-                        places.append(self._lend(shard_id, peer, path))  # noqa: PERF401 - in case one fails
-        except ShardMissing:
-            self.unpin(shard_ids[: len(places)], peer)
-            raise
-        return places
+        return [Place(path, each.offset, each.num_bytes) for each in self._pin(shard_ids, peer)]
+
+    def windows(self, shard_ids: Sequence[int], peer: str) -> tuple[list[int], list[memoryview]]:
+        """Their sizes, and their bytes in order in as few views as they lie side by side; pinned,
+        and missing, as by `places`."""
+        slots = self._pin(shard_ids, peer)
+        return [each.num_bytes for each in slots], self._arena.readable(slots)
 
     def unpin(self, shard_ids: Sequence[int], peer: str) -> None:
         """`peer` looks at these no longer; what it has not pinned is passed over."""
@@ -238,12 +235,24 @@ class OwnerStore:
     def _missing(self, shard_id: int) -> ShardMissing:
         return ShardMissing(shard_id, self.owner, self._ledger.look(shard_id) or "cleared")
 
-    def _lend(self, shard_id: int, peer: str, path: str) -> Place:
+    def _pin(self, shard_ids: Sequence[int], peer: str) -> list[Slot]:
+        slots: list[Slot] = []
+        try:
+            for some in _stretches(shard_ids):
+                with self._lock:
+                    for shard_id in some:
+                        slots.append(self._pinned(shard_id, peer))  # noqa: PERF401 - in case one fails
+        except ShardMissing:
+            self.unpin(shard_ids[: len(slots)], peer)
+            raise
+        return slots
+
+    def _pinned(self, shard_id: int, peer: str) -> Slot:
         held = self._find(shard_id)
         held.num_pins += 1
         pins = self._pins.setdefault(peer, {})
         pins[shard_id] = pins.get(shard_id, 0) + 1
-        return Place(path, held.slot.offset, held.slot.num_bytes)
+        return held.slot
 
     def _unpinned(self, shard_id: int, number: int) -> Slot | None:
         """Its slot, where nobody needs that any more."""

@@ -23,7 +23,7 @@ class Household:
         settings = StoreSettings(max_bytes=spec.store_bytes, lease_s=spec.lease_s)
         self._store = OwnerStore(settings, SystemClock())
         self._server = TensorServer(self._store, spec.bind, keys)
-        self._peers = Peers(keys)
+        self._peers = Peers(keys, spec.buffer_bytes)
         self.plane = Plane(self._store, FetchBuffer(spec.buffer_bytes), self._peers)
         try:
             self.address = self._server.start()

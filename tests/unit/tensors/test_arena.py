@@ -56,6 +56,22 @@ def test_slots_of_one_call_lie_side_by_side_in_whole_cache_lines(either: Arena) 
     assert either.held_bytes == 0
 
 
+def test_slots_without_a_gap_between_them_are_one_view(either: Arena) -> None:
+    sizes = [128, 0, 64, 1, 0, 64, 128]
+    slots = either.allocate(sizes)
+    views = either.writable(slots)
+    assert [view.nbytes for view in views] == [193, 192]
+    number = iter(range(sum(sizes)))
+    for view in views:
+        view[:] = bytes(next(number) % 256 for _ in range(view.nbytes))
+    told = b"".join(bytes(either.read_only(slot)) for slot in slots)
+    assert told == bytes(each % 256 for each in range(sum(sizes)))
+    readable = either.readable(reversed(slots))
+    assert b"".join(readable) == b"".join(bytes(either.read_only(each)) for each in slots[::-1])
+    assert all(view.readonly for view in readable)
+    assert either.writable([]) == []
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, LONG_COPY_BYTES - 1, LONG_COPY_BYTES + 1])
 def test_what_is_written_is_read_and_the_reader_cannot_write(num_bytes: int) -> None:
     arena = Arena(MIB)

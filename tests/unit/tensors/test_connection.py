@@ -33,6 +33,7 @@ from rollmesh.tensors.frames import (
     numbers_of,
 )
 from rollmesh.tensors.handshake import memory_at
+from rollmesh.tensors.landing import Landing
 from rollmesh.tensors.line import Line
 from tests.unit.tensors.owners import content_of, handles_of, opened, scripted
 
@@ -56,7 +57,7 @@ def connected(
 ) -> Iterator[tuple[str, Connection]]:
     """A connection to a scripted owner, closed after it."""
     with scripted(script, admitted) as owner:
-        connection = connect(owner, None, ignore)
+        connection = connect(owner, None, Landing(), ignore)
         try:
             yield owner, connection
         finally:
@@ -304,12 +305,12 @@ def test_many_small_shards_arrive_in_order() -> None:
 )
 def test_what_is_no_address_is_named(address: str) -> None:
     with pytest.raises(AddressError, match="tcp://host:port"):
-        connect(address, None, ignore)
+        connect(address, None, Landing(), ignore)
 
 
 def test_another_machine_is_not_dialled_without_keys() -> None:
     with pytest.raises(AddressError, match="without keys"):
-        connect("tcp://10.0.0.1:5", None, ignore)
+        connect("tcp://10.0.0.1:5", None, Landing(), ignore)
 
 
 def test_who_is_no_owner_is_told_from_one_and_costs_no_descriptor() -> None:
@@ -318,5 +319,5 @@ def test_who_is_no_owner_is_told_from_one_and_costs_no_descriptor() -> None:
 
     before = opened()
     with scripted(script, Admitted("x" * 2000, "")) as owner, pytest.raises(WireError):
-        connect(owner, None, ignore)
+        connect(owner, None, Landing(), ignore)
     assert opened() == before

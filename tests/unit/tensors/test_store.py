@@ -179,6 +179,22 @@ def test_a_peer_sees_what_was_put_and_pins_it(store: OwnerStore) -> None:
     assert store.stats().retained_bytes == 0
 
 
+def test_windows_hold_the_bytes_in_order_and_are_pinned(store: OwnerStore) -> None:
+    ids = [put(store, number, num_bytes) for number, num_bytes in enumerate([64, 64, 10, 64])]
+    order = [ids[0], ids[1], ids[3], ids[2], ids[0]]
+    sizes, windows = store.windows(order, "peer")
+    assert sizes == [64, 64, 64, 10, 64]
+    assert b"".join(windows) == b"".join(bytes(store.read(each).data) for each in order)
+    assert windows[0].nbytes == 128
+    assert windows[0].readonly
+    store.clear(ids)
+    assert store.stats().retained_bytes == 202
+    store.unpin(order, "peer")
+    assert store.stats().retained_bytes == 0
+    with pytest.raises(ShardMissing):
+        store.windows(ids, "peer")
+
+
 def test_each_pin_is_taken_back_by_itself(store: OwnerStore) -> None:
     shard_id = put(store, 1)
     store.places([shard_id, shard_id], "one")

@@ -1,0 +1,64 @@
+"""Where bytes that were sent come to lie: in memory that was used before, as long as there is some.
+
+    free --a fetch--> IN USE --its array has gone--> over --the next fetch--> free
+
+Owns the memory, which is at most `max_bytes`; what does not fit lies in memory of its own, as all
+does where that is 0. A fresh page costs 3 us here, half as much as what it holds costs to receive,
+so batch after batch is received into the same ones. Invariants: bytes go from the socket to their
+place, shards that were received together side by side, and each is free by itself; nobody writes
+there while anybody looks. Any thread; driven by connection.py.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rollmesh.core.errors import StoreFull
+from rollmesh.tensors.arena import Arena, Slot
+from rollmesh.tensors.loans import Array, Loans
+
+Fill = Callable[[Sequence[memoryview]], None]
+"""Writes to these, one after the other, as many bytes as they hold."""
+
+
+class Landing:
+    """See the module."""
+
+    def __init__(self, max_bytes: int = 0) -> None:
+        self._arena = Arena(max_bytes, None) if max_bytes else None
+        self._used: Loans[Slot] = Loans(lambda: None)
+        self._lock = threading.Lock()
+
+    def receive(self, sizes: Sequence[int], fill: Fill) -> list[Array]:
+        """Arrays of these sizes, read-only, filled by `fill`; what that raises."""
+        arena = self._arena
+        if arena is None or (slots := self._take(arena, sizes)) is None:
+            return _afresh(sizes, fill)
+        try:
+            fill(arena.writable(slots))
+        except BaseException:
+            arena.free(slots)
+            raise
+        arrays = [arena.read_only(slot) for slot in slots]
+        for slot, array in zip(slots, arrays, strict=True):
+            self._used.lend(slot, array)
+        return arrays
+
+    def _take(self, arena: Arena, sizes: Sequence[int]) -> list[Slot] | None:
+        with self._lock:
+            over = self._used.take_ended(sys.maxsize)
+        arena.free(over)
+        try:
+            return arena.allocate(sizes)
+        except StoreFull:
+            return None
+
+
+def _afresh(sizes: Sequence[int], fill: Fill) -> list[Array]:
+    arrays = [np.empty(num_bytes, np.uint8) for num_bytes in sizes]
+    fill([array.data for array in arrays])
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays

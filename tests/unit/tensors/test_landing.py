@@ -1,0 +1,113 @@
+"""A landing: bytes arrive in memory that was used before, where nobody looks at it any more."""
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from rollmesh.tensors.landing import Landing
+
+SIZES = [64, 0, 100, 4096]
+MAX_BYTES = 2**16
+
+
+def filling(number: int) -> Callable[[Sequence[memoryview]], None]:
+    """Fills with a number."""
+
+    def fill(views: Sequence[memoryview]) -> None:
+        for view in views:
+            view[:] = bytes([number]) * view.nbytes
+
+    return fill
+
+
+def places(arrays: Sequence[np.ndarray]) -> list[int]:
+    return [array.ctypes.data for array in arrays if array.nbytes]
+
+
+@pytest.mark.parametrize("max_bytes", [0, 100, MAX_BYTES])
+def test_arrays_have_their_sizes_and_bytes_and_nobody_writes_there(max_bytes: int) -> None:
+    arrays = Landing(max_bytes).receive(SIZES, filling(7))
+    assert [array.nbytes for array in arrays] == SIZES
+    assert all((array == 7).all() for array in arrays)
+    assert not any(array.flags.writeable for array in arrays)
+
+
+def test_bytes_are_received_in_order() -> None:
+    landing = Landing(MAX_BYTES)
+    told = np.random.default_rng(0).integers(0, 256, sum(SIZES), np.uint8)
+
+    def fill(views: Sequence[memoryview]) -> None:
+        at = 0
+        for view in views:
+            view[:] = told[at : at + view.nbytes].data
+            at += view.nbytes
+        assert at == sum(SIZES)
+
+    assert np.array_equal(np.concatenate(landing.receive(SIZES, fill)), told)
+
+
+def test_memory_is_used_again_once_nobody_looks() -> None:
+    landing = Landing(MAX_BYTES)
+    first = landing.receive(SIZES, filling(1))
+    used = places(first)
+    view = first[3][5:7]
+    del first
+    second = landing.receive(SIZES, filling(2))
+    assert used[:2] == places(second)[:2]
+    assert used[2] not in places(second)
+    assert bytes(view) == b"\1\1"
+    del view, second
+    assert places(landing.receive(SIZES, filling(3))) == used
+
+
+def test_shards_that_lie_side_by_side_are_received_as_one() -> None:
+    seen: list[int] = []
+    landing = Landing(MAX_BYTES)
+    landing.receive([64, 128, 0, 192], lambda views: seen.append(len(views)))
+    assert seen == [1]
+
+
+def test_what_does_not_fit_lies_elsewhere() -> None:
+    landing = Landing(MAX_BYTES)
+    kept = [landing.receive([MAX_BYTES // 4], filling(number))[0] for number in range(8)]
+    assert [int(array[0]) for array in kept] == list(range(8))
+    assert len(set(places(kept))) == 8
+    del kept
+    landing.receive([MAX_BYTES], filling(9))
+
+
+def test_a_failed_fetch_takes_no_room() -> None:
+    landing = Landing(MAX_BYTES)
+    used = places(landing.receive([MAX_BYTES], filling(1)))
+    for _ in range(3):
+        with pytest.raises(ConnectionResetError):
+            landing.receive([MAX_BYTES], hang_up)
+    assert places(landing.receive([MAX_BYTES], filling(2))) == used
+
+
+def hang_up(_: Sequence[memoryview]) -> None:
+    raise ConnectionResetError("hung up")
+
+
+def test_threads_that_receive_side_by_side_see_their_own_bytes_only() -> None:
+    landing = Landing(MAX_BYTES)
+    wrong: list[int] = []
+
+    def receive(number: int) -> None:
+        rng = random.Random(number)
+        kept = []
+        for _ in range(200):
+            kept += landing.receive([rng.randrange(4000) for _ in range(3)], filling(number))
+            wrong.extend(number for array in kept if not (array == number).all())
+            rng.shuffle(kept)
+            del kept[rng.randrange(10) :]
+
+    threads = [threading.Thread(target=receive, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
