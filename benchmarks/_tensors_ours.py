@@ -15,9 +15,10 @@ from benchmarks._tensors_talk import Held, Stored
 from rollmesh.core.clock import SystemClock
 from rollmesh.tensors.arena import Arena
 from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.compat import fetch_buffer_stats, flatten_shard_ids, storage_stats
 from rollmesh.tensors.handles import RTensor, pack, unpack
 from rollmesh.tensors.peer import Peers
-from rollmesh.tensors.plane import Plane
+from rollmesh.tensors.plane import Plane, use
 from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
@@ -38,6 +39,7 @@ class ShmOwner:
         self._server = TensorServer(self._store, "tcp://127.0.0.1:0")
         self._server.start()
         self._plane = Plane(store=self._store)
+        use(self._plane)
         self._tensors: list[torch.Tensor] = []
         self._handles: list[RTensor] = []
 
@@ -54,7 +56,7 @@ class ShmOwner:
 
     def take(self, step: int) -> Stored:
         """As a controller does."""
-        self._store.take([each.shard_id for each in self._handles], step)
+        self._store.take(flatten_shard_ids(self._handles), step)
         return Stored(self._store.owner, pack([each.tagged(step) for each in self._handles]))
 
     def end_step(self, step: int) -> None:
@@ -63,8 +65,8 @@ class ShmOwner:
 
     def held(self) -> Held:
         """By the store's own count."""
-        stats = self._store.stats()
-        return Held(stats.num_tensors, stats.total_bytes, stats.retained_bytes)
+        retained_bytes = self._store.stats().retained_bytes
+        return Held(retained_bytes=retained_bytes, **storage_stats())
 
     def close(self) -> None:
         """The segment goes with the store."""
@@ -83,8 +85,9 @@ class ShmConsumer:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._peers, self._buffer = Peers(None, MAX_BYTES), FetchBuffer(MAX_BYTES)
-        self._plane = Plane(buffer=self._buffer, backend=self._peers)
+        self._peers = Peers(None, MAX_BYTES)
+        self._plane = Plane(buffer=FetchBuffer(MAX_BYTES), backend=self._peers)
+        use(self._plane)
 
     def prepare(self, stored: Stored) -> list[RTensor]:
         """Handles."""
@@ -92,6 +95,8 @@ class ShmConsumer:
 
     def fetch(self, items: list[RTensor]) -> list[torch.Tensor]:
         """Tensors in hand."""
+        if len(items) == 1:
+            return [items[0].to_local()]
         tensors: list[torch.Tensor] = self._plane.localize(items)
         return tensors
 
@@ -105,8 +110,7 @@ class ShmConsumer:
 
     def held(self) -> Held:
         """By the buffer's own count."""
-        stats = self._buffer.stats()
-        return Held(stats.num_tensors, stats.total_bytes)
+        return Held(**fetch_buffer_stats())
 
     def close(self) -> None:
         """Hang up."""
