@@ -6,13 +6,14 @@
     fanout     one owner, eight consumers on one host, who fetch `big` at once
     handles    2,048 of them, packed and unpacked
 
-Invariant: a ratio is between laps that follow each other, a figure the median over the rounds; what
-goes through the loopback device is the least of the rounds, since others may use it. Driven by
-tensors.py.
+Invariant: a ratio is between laps that follow each other, a figure the median over the rounds, CPU
+the least of them (`by_cpu` is the ratio that other work on the machine disturbs less); of what goes
+through the loopback device the least counts, since others may use it. Driven by tensors.py.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
@@ -65,17 +66,15 @@ def _compare(bench: Bench, case: str) -> dict[str, list[Lap]]:
     bench.note(case, {
         "memcpy_ms": 1e3 * median(lap.publish_s for lap in raw),
         "publish_ms": 1e3 * median(lap.publish_s for lap in shm),
-        "publish_vs_memcpy": _ratio(raw, shm, lambda lap: lap.publish_s),
-        "tcp_vs_raw": _ratio(raw, tcp, _fetch_s),
-        "tcp_vs_raw_warm": _ratio(laps["raw_warm"], tcp, _fetch_s),
-        "tcp_vs_pioneer": _ratio(laps["pioneer"], tcp, _fetch_s),
-        "shm_vs_pioneer": _ratio(laps["pioneer"], shm, _fetch_s),
+        "publish_vs_memcpy": _ratio(raw, shm, attrgetter("publish_s")),
+        "publish_vs_memcpy.by_cpu": _ratio(raw, shm, attrgetter("publish_cpu_s")),
+        "tcp_vs_raw": _ratio(raw, tcp, attrgetter("fetch_s")),
+        "tcp_vs_raw.by_cpu": _ratio(raw, tcp, attrgetter("cpu_s")),
+        "tcp_vs_raw_warm": _ratio(laps["raw_warm"], tcp, attrgetter("fetch_s")),
+        "tcp_vs_pioneer": _ratio(laps["pioneer"], tcp, attrgetter("fetch_s")),
+        "shm_vs_pioneer": _ratio(laps["pioneer"], shm, attrgetter("fetch_s")),
     })  # fmt: skip
     return all_laps
-
-
-def _fetch_s(lap: Lap) -> float:
-    return lap.fetch_s
 
 
 def _ratio(slow: Sequence[Lap], fast: Sequence[Lap], of: Callable[[Lap], float]) -> float:

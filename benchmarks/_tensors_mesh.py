@@ -111,6 +111,7 @@ class Lap(NamedTuple):
 
     num_bytes: int
     publish_s: float
+    publish_cpu_s: float
     fetched: Fetched
     cpu_s: float
     """Of owner and consumer, for the fetch."""
@@ -147,6 +148,7 @@ class Arm:
         return Lap(
             num_bytes=published.num_bytes,
             publish_s=published.took_s,
+            publish_cpu_s=published.cpu_s,
             fetched=fetched,
             cpu_s=fetched.cpu_s + after.cpu_s - before.cpu_s,
             peak_bytes=most_bytes - self._idle_bytes,

@@ -40,6 +40,7 @@ class Published(msgspec.Struct):
     num_bytes: int
     digest: int
     took_s: float
+    cpu_s: float
 
 
 class Fetch(msgspec.Struct, tag=True):
