@@ -24,13 +24,12 @@ from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 
 MAX_BYTES = 1024 * MIB
-NOWHERE = Path("/dev/shm/there-is-no-such-folder")
 
 
 class ShmOwner:
     """A store that is served on loopback."""
 
-    folder = SHARED_MEMORY
+    folder: Path | None = SHARED_MEMORY
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -77,7 +76,7 @@ class ShmOwner:
 class TcpOwner(ShmOwner):
     """One whose memory nobody else sees."""
 
-    folder = NOWHERE
+    folder = None
 
 
 class ShmConsumer:
@@ -85,7 +84,7 @@ class ShmConsumer:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._peers = Peers(None, MAX_BYTES)
+        self._peers = Peers(landing_bytes=MAX_BYTES)
         self._plane = Plane(buffer=FetchBuffer(MAX_BYTES), backend=self._peers)
         use(self._plane)
 

@@ -32,7 +32,7 @@ GOALS = [
     Goal("handles.unpack_ms", "<=", 1.0),
     Goal("big.publish_vs_memcpy", ">=", 0.5),
     Goal("big.shm.fetch_ms", "<=", 2.0),
-    Goal("big.tcp_vs_raw", ">=", 0.75),
+    Goal("big.tcp_vs_raw_warm", ">=", 0.75),
     Goal("big.shm.peak_vs_payload", "<=", 1.1),
     Goal("big.tcp.peak_vs_payload", "<=", 1.1),
     Goal("small.shm.fetch_ms", "<=", 15.0),
@@ -46,7 +46,8 @@ GOALS = [
     Goal("steps.segments_left", "<=", 0.0),
     Goal("steps.worst_slope_mb_per_100", "<=", 1.0),
 ]
-"""Those of the issue that asked for it; the slope is its `flat`: at 500 steps 5 MB of 150 GB."""
+"""Beside `raw_warm`, since ours receives into memory that was used before, too. A slope of 1 MB is,
+over 500 steps, 5 MB of the 150 GB that went through."""
 
 
 def judged(cases: Sequence[str], figures: dict[str, float]) -> list[Goal]:
