@@ -109,12 +109,11 @@ class Arena:
         if pieces is None:
             raise StoreFull(wanted, self.held_bytes, self.max_bytes)
         slots = list(_slots(pieces, sizes))
-        try:
-            for start, stop in _runs(slots):
-                self._back(start // PAGE_BYTES, -(-stop // PAGE_BYTES))
-        except StoreFull:
-            self.free(slots)
-            raise
+        for start, stop in _runs(slots):
+            why = self._back(start // PAGE_BYTES, -(-stop // PAGE_BYTES))
+            if why:
+                self.free(slots)
+                raise StoreFull(wanted, self.held_bytes, self.max_bytes, why)
         return slots
 
     def free(self, slots: Iterable[Slot]) -> None:
@@ -154,66 +153,69 @@ class Arena:
         if self._segment is not None:
             self._segment.close()
 
-    def _back(self, first: int, last: int) -> None:
-        """See that all of these pages have memory."""
+    def _back(self, first: int, last: int) -> str:
+        """See that all of these pages have memory; or say why not."""
         if last <= len(self._backed) and self._backed.find(0, first, last) < 0:
-            return
+            return ""
         with self._paging:
             wanted = last - first - self._backed.count(1, first, last)
-            self._make_room(wanted)
+            self._give_back(wanted - (self._max_pages - self._num_backed))
             room = self._max_pages - self._num_backed - wanted
             if room < 0:
-                why = "which leaves too few whole pages"
-                raise StoreFull(wanted * PAGE_BYTES, self.held_bytes, self.max_bytes, why)
+                return "which leaves too few whole pages"
             end = self._space.num_bytes // PAGE_BYTES
-            last += min(-last % AHEAD_PAGES, room, end - last)
-            self._backed.extend(bytes(max(last - len(self._backed), 0)))
-            for bare in self._stretches(0, first, last):
-                self._get_pages(*bare)
+            if not self._get_pages(first, last + min(-last % AHEAD_PAGES, room, end - last)):
+                return ""
+            # The folder is smaller than the budget, or others fill it.
+            self._give_back(wanted)
+            return self._get_pages(first, last)
 
-    def _make_room(self, num_pages: int) -> None:
-        """Give memory back until so many pages may be had, or there is none to give: first what
-        lies behind all slots, then what lies under the longest runs."""
+    def _get_pages(self, first: int, last: int) -> str:
+        """Put memory under those that have none; or say why not."""
+        self._backed.extend(bytes(max(last - len(self._backed), 0)))
+        for start, stop in list(self._stretches(0, first, last)):
+            if self._segment:
+                try:
+                    self._segment.back(start * PAGE_BYTES, (stop - start) * PAGE_BYTES)
+                except OSError as error:
+                    return f"and {self._segment.path.parent} has {str(error.strerror).lower()}"
+            try:
+                self._advise(_POPULATE_WRITE, start, stop)
+            except OSError:  # an older kernel: who writes there first gets them, one by one
+                pass
+            self._backed[start:stop] = b"\1" * (stop - start)
+            self._num_backed += stop - start
+        return ""
+
+    def _give_back(self, num_pages: int) -> None:
+        """To the system, or as many as there are: first what lies behind all slots, then what lies
+        under the longest runs."""
         seized: list[Run] = []
-        run: Run | None = (0, 0)
-        while run and (lacking := num_pages - (self._max_pages - self._num_backed)) > 0:
+        while num_pages > 0:
             behind = (self._backed.rfind(1) + 1) * PAGE_BYTES
             with self._lock:
                 run = self._space.take_to(behind) or self._space.take_longest()
-            if run:
-                seized.append(run)
-                self._give_pages(*run, lacking)
+            if not run:
+                break
+            seized.append(run)
+            num_pages -= self._give_pages(*run, num_pages)
         with self._lock:
             for run in seized:
                 self._space.give(*run)
 
-    def _get_pages(self, first: int, last: int) -> None:
-        if self._segment:
-            try:
-                self._segment.back(first * PAGE_BYTES, (last - first) * PAGE_BYTES)
-            except OSError as error:
-                why = f"and {self._segment.path.parent} has {str(error.strerror).lower()}"
-                wanted = (last - first) * PAGE_BYTES
-                raise StoreFull(wanted, self.held_bytes, self.max_bytes, why) from None
-        try:
-            self._advise(_POPULATE_WRITE, first, last)
-        except OSError:  # an older kernel: who writes there first gets them, one by one
-            pass
-        self._backed[first:last] = b"\1" * (last - first)
-        self._num_backed += last - first
-
-    def _give_pages(self, start: int, stop: int, at_most: int) -> None:
-        """Of bytes that are nobody's, whole pages."""
+    def _give_pages(self, start: int, stop: int, at_most: int) -> int:
+        """Of bytes that are nobody's, whole pages; how many."""
+        advice = mmap.MADV_REMOVE if self._segment else mmap.MADV_DONTNEED
+        number = 0
         for first, last in self._stretches(1, -(-start // PAGE_BYTES), stop // PAGE_BYTES):
-            num_pages = min(last - first, at_most)
-            self._advise(
-                mmap.MADV_REMOVE if self._segment else mmap.MADV_DONTNEED, first, first + num_pages
-            )
-            self._backed[first : first + num_pages] = bytes(num_pages)
-            self._num_backed -= num_pages
-            at_most -= num_pages
-            if not at_most:
-                return
+            last = min(last, first + at_most - number)
+            self._advise(advice, first, last)
+            self._backed[first:last] = bytes(last - first)
+            self._num_backed -= last - first
+            number += last - first
+            if number == at_most:
+                break
+        return number
 
     def _advise(self, advice: int, first: int, last: int) -> None:
         for page in range(first, last, STRIDE_PAGES):

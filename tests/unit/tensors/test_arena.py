@@ -1,5 +1,6 @@
 """Slots are nobody else's, the budget holds, and what fits into it finds room."""
 
+import errno
 import os
 import random
 import threading
@@ -33,6 +34,21 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
     assert (arena.path is not None) == is_shared
     yield arena
     arena.close()
+
+
+class SmallFolder:
+    """What `os.posix_fallocate` does where the file may take so many pages and no more."""
+
+    def __init__(self, arena: Arena, num_pages: int) -> None:
+        self._arena, self._num_pages = arena, num_pages
+        self._posix_fallocate = os.posix_fallocate
+
+    def back(self, descriptor: int, start: int, num_bytes: int) -> None:
+        assert self._arena.path is not None
+        blocks_of_512 = self._arena.path.stat().st_blocks
+        if blocks_of_512 * 512 + num_bytes > self._num_pages * PAGE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._posix_fallocate(descriptor, start, num_bytes)
 
 
 def filled(arena: Arena, number: int, num_bytes: int) -> Slot:
@@ -201,11 +217,27 @@ def test_a_full_folder_is_an_error_that_names_it_and_takes_nothing() -> None:
     with structlog.testing.capture_logs() as logs:
         arena = Arena(2 * all_bytes)
     assert [each["event"] for each in logs] == ["arena.beyond_folder"]
-    with pytest.raises(StoreFull, match="/dev/shm has no space left"):
+    with pytest.raises(StoreFull, match="/dev/shm has no space left") as raised:
         arena.allocate([all_bytes + PAGE_BYTES])
+    assert (raised.value.wanted_bytes, raised.value.held_bytes) == (all_bytes + PAGE_BYTES, 0)
     assert (arena.held_bytes, arena.backed_bytes) == (0, 0)
     assert holds(arena, filled(arena, 1, 100), 1)
     arena.close()
+
+
+def test_where_the_folder_ends_before_the_budget_scattered_space_is_found_too(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = SmallFolder(arena, 32)
+    monkeypatch.setattr(os, "posix_fallocate", room.back)
+    slots = [filled(arena, number, PAGE_BYTES) for number in range(32)]
+    with pytest.raises(StoreFull, match="/dev/shm has no space left"):
+        arena.allocate([PAGE_BYTES])
+    arena.free(slots[::2])
+    large = filled(arena, 100, 16 * PAGE_BYTES)
+    assert holds(arena, large, 100)
+    assert all(holds(arena, slots[number], number) for number in range(1, 32, 2))
+    assert arena.backed_bytes == 32 * PAGE_BYTES
 
 
 def test_without_a_folder_it_says_what_that_costs(tmp_path: Path) -> None:
