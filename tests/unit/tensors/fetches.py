@@ -6,14 +6,18 @@ the wrong ones is found out. Driven by the tests beside it.
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
 
+from rollmesh.tensors.buffer import Fetch, FetchBuffer
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 
 OWNER = "tcp://127.0.0.1:7"
 SHARD_BYTES = 100
+BUDGET = 10 * SHARD_BYTES
+"""Of a World."""
 WAIT_S = 10.0
 
 T = TypeVar("T")
@@ -126,3 +130,32 @@ class Asking(threading.Thread, Generic[T]):
         if self._error is not None:
             raise self._error
         return self._given[0]
+
+
+class World:
+    """A buffer, and the owners that it asks."""
+
+    def __init__(self, max_bytes: int = BUDGET) -> None:
+        self.buffer = FetchBuffer(max_bytes)
+        self.owners = Owners()
+
+    def ask(self, *shards: RTensor, fetch: Fetch | None = None) -> list[Content]:
+        contents = self.buffer.get_many(shards, fetch or self.owners)
+        assert_are(contents, shards)
+        return contents
+
+    def kept(self) -> tuple[int, int]:
+        stats = self.buffer.stats()
+        return stats.num_tensors, stats.total_bytes
+
+
+class Pair:
+    """Two threads: the first fetches shard 1; the second fetches 2, and waits for 1."""
+
+    def __init__(self, world: World) -> None:
+        self.fetches = HeldFetch(world.owners), HeldFetch(world.owners)
+        self.first = Asking(partial(world.ask, handle(1), fetch=self.fetches[0]))
+        self.fetches[0].wait_begun()
+        self.second = Asking(partial(world.ask, *handles(1, 2), fetch=self.fetches[1]))
+        # It asks for its own after it has seen that the other is on its way.
+        self.fetches[1].wait_begun()

@@ -16,12 +16,14 @@ from rollmesh.tensors.buffer import STRETCH, BufferStats, Fetch, FetchBuffer
 from rollmesh.tensors.handles import Content, RTensor
 from tests.unit.tensors.buffer_schedule import check_schedules
 from tests.unit.tensors.fetches import (
+    BUDGET,
     OWNER,
     SHARD_BYTES,
     WAIT_S,
     Asking,
     HeldFetch,
-    Owners,
+    Pair,
+    World,
     assert_are,
     content,
     handle,
@@ -30,25 +32,7 @@ from tests.unit.tensors.fetches import (
     in_one_block,
 )
 
-BUDGET = 10 * SHARD_BYTES
 WHOLE_BUDGET = handle(99, num_bytes=BUDGET)
-
-
-class World:
-    """A buffer, and the owners that it asks."""
-
-    def __init__(self, max_bytes: int = BUDGET) -> None:
-        self.buffer = FetchBuffer(max_bytes)
-        self.owners = Owners()
-
-    def ask(self, *shards: RTensor, fetch: Fetch | None = None) -> list[Content]:
-        contents = self.buffer.get_many(shards, fetch or self.owners)
-        assert_are(contents, shards)
-        return contents
-
-    def kept(self) -> tuple[int, int]:
-        stats = self.buffer.stats()
-        return stats.num_tensors, stats.total_bytes
 
 
 @pytest.fixture
@@ -128,7 +112,7 @@ def test_shards_that_came_in_one_block_are_evicted_together(world: World) -> Non
 Leave = Callable[[World], object]
 LEAVES: dict[str, Leave] = {
     "evict": lambda world: world.ask(WHOLE_BUDGET),
-    "clear": lambda world: world.buffer.clear(ids(1)),
+    "clear": lambda world: world.buffer.clear(ids(1, 2)),
     "flush": lambda world: world.buffer.clear(None),
     "end_step": lambda world: world.buffer.end_step(0),
 }
@@ -138,10 +122,10 @@ LEAVES: dict[str, Leave] = {
 def test_what_leaves_is_freed_at_once(world: World, leave: Leave) -> None:
     gc.disable()
     try:
-        data = weakref.ref(world.ask(handle(1))[0].data)
-        assert data() is not None
+        data = [weakref.ref(each.data) for each in world.ask(*handles(1, 2))]
+        assert sum(each() is not None for each in data) == 2
         leave(world)
-        assert data() is None
+        assert sum(each() is not None for each in data) == 0
     finally:
         gc.enable()
 
@@ -149,9 +133,11 @@ def test_what_leaves_is_freed_at_once(world: World, leave: Leave) -> None:
 @pytest.mark.parametrize("leave", LEAVES.values(), ids=LEAVES)
 def test_nothing_is_freed_while_the_lock_is_held(world: World, leave: Leave) -> None:
     seen: list[tuple[int, int]] = []
-    weakref.finalize(world.ask(handle(1))[0].data, lambda: seen.append(world.kept()))
+    for each in world.ask(*handles(1, 2)):
+        weakref.finalize(each.data, lambda: seen.append(world.kept()))
+    del each
     Asking(partial(leave, world)).ended()
-    assert len(seen) == 1
+    assert len(seen) == 2
 
 
 def test_the_end_of_a_step_drops_its_shards_and_the_untagged(world: World) -> None:
@@ -268,18 +254,6 @@ def test_threads_that_ask_at_once_share_one_fetch(world: World) -> None:
     assert world.kept() == (8, 8 * SHARD_BYTES)
 
 
-class Pair:
-    """Two threads: the first fetches shard 1; the second fetches 2, and waits for 1."""
-
-    def __init__(self, world: World) -> None:
-        self.fetches = HeldFetch(world.owners), HeldFetch(world.owners)
-        self.first = Asking(partial(world.ask, handle(1), fetch=self.fetches[0]))
-        self.fetches[0].wait_begun()
-        self.second = Asking(partial(world.ask, *handles(1, 2), fetch=self.fetches[1]))
-        # It asks for its own after it has seen that the other is on its way.
-        self.fetches[1].wait_begun()
-
-
 def test_what_another_fetches_is_waited_for(world: World) -> None:
     pair = Pair(world)
     pair.fetches[1].land()
@@ -322,6 +296,22 @@ def test_an_error_reaches_all_who_wait_and_nothing_is_kept(world: World, error: 
     assert (str(second.value), vars(second.value)) == (str(error), vars(error))
     assert world.kept() == (1, SHARD_BYTES)  # shard 2, which came
     world.ask(handle(1))
+
+
+def test_each_who_waits_gets_an_error_of_its_own(world: World) -> None:
+    pair = Pair(world)
+    third_fetch = HeldFetch(world.owners)
+    third = Asking(partial(world.ask, *handles(1, 3), fetch=third_fetch))
+    third_fetch.wait_begun()
+    pair.fetches[0].fail(OwnerGone(OWNER, "it hung up"))
+    pair.fetches[1].land()
+    third_fetch.land()
+    caught: set[int] = set()
+    for thread in (pair.first, pair.second, third):
+        with pytest.raises(OwnerGone) as error:
+            thread.ended()
+        caught.add(id(error.value))
+    assert len(caught) == 3
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
