@@ -12,6 +12,7 @@ was told to go may still be looking. Driven by server.py.
 from rollmesh.core.errors import ShardMissing, TensorError, WireError
 from rollmesh.core.logs import get_logger
 from rollmesh.tensors.frames import (
+    MAX_IDS,
     Admitted,
     Ask,
     Clear,
@@ -72,10 +73,10 @@ class Guest:
         match ask:
             case Fetch(ids, is_by_memory, returned):
                 self._take_back(returned)
-                self._give(numbers_of(ids), is_by_memory)
+                self._give(_ids(ids), is_by_memory)
             case Clear(ids, returned):
                 self._take_back(returned)
-                self._line.send(frame(Cleared(self._store.clear(numbers_of(ids)))))
+                self._line.send(frame(Cleared(self._store.clear(_ids(ids)))))
             case Returned(ids):
                 self._take_back(ids)
             case _:
@@ -111,7 +112,7 @@ class Guest:
             self._store.unpin(ids, self.name)
 
     def _take_back(self, returned: bytes) -> None:
-        ids = numbers_of(returned)
+        ids = _ids(returned)
         if ids:
             self._num_lent -= len(ids)
             self._store.unpin(ids, self.name)
@@ -122,3 +123,10 @@ class Guest:
             self._line.wait_for_end()
         self._store.drop_peer(self.name)
         self._line.close()
+
+
+def _ids(column: bytes) -> list[int]:
+    ids = numbers_of(column)
+    if len(ids) > MAX_IDS:
+        raise WireError(f"{len(ids)} ids in a message; at most {MAX_IDS}")
+    return ids

@@ -8,6 +8,7 @@ use. Driven by one thread at a time: guest.py's, or whoever calls an owner; `cut
 """
 
 import math
+import os
 import select
 import socket
 import sys
@@ -16,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final
+from weakref import WeakSet
 
 from rollmesh.core.errors import WireError
 from rollmesh.tensors.frames import LENGTH_BYTES, MAX_HEADER_BYTES, length_of
@@ -40,6 +42,7 @@ class Line:
         self._until_s = math.inf
         self._prefix = b""
         """A length that was looked at."""
+        close_in_children(connected)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_death(connected, DEAD_S)
 
@@ -148,6 +151,23 @@ class Line:
         if left_s <= 0:
             raise TimeoutError("timed out")
         return left_s
+
+
+_kept_from_children: WeakSet[socket.socket] = WeakSet()
+
+
+def close_in_children(open_socket: socket.socket) -> None:
+    """A process that is forked from us (a data loader's worker) has no part in it: it would keep it
+    open when we are killed, and whoever waits at the other end would wait on."""
+    _kept_from_children.add(open_socket)
+
+
+def _close_all() -> None:
+    for each in _kept_from_children:
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 def why_lost(error: OSError | Exception) -> str:

@@ -11,6 +11,7 @@ waits for none of them. Driven by the plane, from any thread; it is our Backend.
 """
 
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -137,6 +138,7 @@ class Peers:
         """None ever leaves: there are as many as owners, and starts of them, in our life."""
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
+        self._pid = os.getpid()
         self._bell: _Bell = queue.SimpleQueue()
         self._teller = threading.Thread(target=self._tell, name="tensor-loans", daemon=True)
         self._teller.start()
@@ -162,6 +164,8 @@ class Peers:
 
     def close(self) -> None:
         """As Backend has it; calls that are under way fail."""
+        if os.getpid() != self._pid:
+            return
         self._is_closing.set()
         self._bell.put(None)
         with self._lock:
@@ -174,6 +178,8 @@ class Peers:
         with self._lock:
             if self._is_closing.is_set():
                 raise TensorError(f"{owner} is not asked any more: this process is closing")
+            if os.getpid() != self._pid:
+                raise TensorError("connections that were made before a fork are the parent's")
             if owner not in self._peers:
                 self._peers[owner] = Peer(owner, self._keys, self._landing, self._bell)
             return self._peers[owner]

@@ -10,6 +10,7 @@ spare, whoever dials waits. Driven by the owner's process.
 """
 
 import itertools
+import os
 import socket
 import threading
 from typing import Final
@@ -20,7 +21,7 @@ from rollmesh.core.secret_file import admin_token
 from rollmesh.tensors.frames import Admitted
 from rollmesh.tensors.guest import Guest
 from rollmesh.tensors.handshake import memory_at
-from rollmesh.tensors.line import Line, why_lost
+from rollmesh.tensors.line import Line, close_in_children, why_lost
 from rollmesh.tensors.store import OwnerStore
 from rollmesh.wire.keys import Keys, check_bind, check_told
 
@@ -49,6 +50,7 @@ class TensorServer:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._is_stopping = threading.Event()
+        self._pid = os.getpid()
         self._listening: socket.socket | None = None
         self._porter: threading.Thread | None = None
 
@@ -56,6 +58,7 @@ class TensorServer:
         """Serve from now on; the address, which the store's handles then name. AddressError if it
         is taken."""
         self._listening = listening = listen(self._bind.removeprefix("tcp://"))
+        close_in_children(listening)
         host, port = listening.getsockname()[:2]
         address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         self._store.owner = address
@@ -66,7 +69,7 @@ class TensorServer:
 
     def stop(self) -> None:
         """Hang up on everybody; returns when the last thread has ended."""
-        if self._listening is None or self._porter is None:
+        if self._listening is None or self._porter is None or os.getpid() != self._pid:
             return
         self._is_stopping.set()
         self._listening.shutdown(socket.SHUT_RDWR)  # which wakes the porter

@@ -1,12 +1,14 @@
 """An owner or a consumer of tensors as a process of its own, to be stopped and killed.
 
-    tensor_process.py owner shared|private NUM_BYTES    serves one shard of 0, 1, 2...
-    tensor_process.py consumer                          fetches the handle on its stdin, and looks
+    tensor_process.py owner shared|private|forking NUM_BYTES    serves one shard of 0, 1, 2...
+    tensor_process.py consumer                                  fetches what its stdin names
 
 An owner tells its handle as hex and the path of its memory, a consumer the sum of what it sees;
-then both wait for the end of their stdin. Driven by test_tensors.py.
+then both wait for the end of their stdin, as does the child that a forking owner has. Driven by
+test_tensors.py.
 """
 
+import os
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -33,6 +35,9 @@ def own(kind: str, num_bytes: int) -> None:
     server.start()
     data = np.arange(num_bytes).astype(np.uint8)
     handles = store.put([Content("uint8", (num_bytes,), data)])
+    if kind == "forking" and os.fork() == 0:
+        sys.stdin.read()
+        os._exit(0)
     tell(pack(handles).hex())
     tell(str(arena.path))
     sys.stdin.read()

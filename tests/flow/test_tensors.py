@@ -112,7 +112,7 @@ def soon(is_so: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
-@pytest.mark.parametrize("kind", ["shared", "private"])
+@pytest.mark.parametrize("kind", ["shared", "private", "forking"])
 def test_a_fetch_from_an_owner_that_is_killed_meanwhile_fails_at_once(
     start: Callable[..., Child], kind: str
 ) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from rollmesh.tensors.frames import (
+    MAX_IDS,
     Admitted,
     Answer,
     Ask,
@@ -138,7 +139,20 @@ def test_who_talks_nonsense_is_heard_no_more_and_keeps_what_it_looks_at(
     assert owner.store.stats().retained_bytes == 0
 
 
-@pytest.mark.parametrize("said", [b"\xff" * 8, frame(Proof(b"")), frame(Fetch(b"odd", False))])
+TOO_MANY = column([1]) * (MAX_IDS + 1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xff" * 8,
+        frame(Proof(b"")),
+        frame(Fetch(b"odd", False)),
+        frame(Fetch(TOO_MANY, True)),
+        frame(Clear(TOO_MANY)),
+        frame(Returned(TOO_MANY)),
+    ],
+)
 def test_who_talks_nonsense_and_holds_nothing_is_hung_up_on(owner: Owned, said: bytes) -> None:
     with seated(owner) as consumer:
         consumer.line.send(said)

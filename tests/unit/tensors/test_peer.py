@@ -1,16 +1,23 @@
 """Peers: shards of other owners, over one connection each, and typed errors for those that went."""
 
 import gc
+import os
 import queue
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from typing import NoReturn
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollmesh.core.errors import AddressError, OwnerGone, ShardMissing, TensorError
+from rollmesh.tensors import peer
 from rollmesh.tensors.frames import Fetch, Sent, column, decode_ask, frame
-from rollmesh.tensors.handles import Content
+from rollmesh.tensors.handles import Content, RTensor
 from rollmesh.tensors.line import Line
 from rollmesh.tensors.peer import Peers
 from tests.unit.tensors.owners import (
@@ -66,7 +73,7 @@ def test_nothing_is_fetched_for_nothing(peers: Peers) -> None:
 def test_more_than_a_message_holds_is_asked_for_in_several(
     owner: Owned, peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollmesh.tensors.peer.MAX_IDS", 2)
+    monkeypatch.setattr(peer, "MAX_IDS", 2)
     handles = owner.put(SIZES)
     assert data_of(peers.fetch(owner.address, handles)) == expected(SIZES)
     assert peers.clear(owner.address, [each.shard_id for each in handles]) == len(SIZES)
@@ -297,3 +304,75 @@ def test_nothing_is_left_open() -> None:
                 assert data_of(peers.fetch(owner.address, handles)) == expected(SIZES)
     del owner, peers
     assert opened() == before
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(seeds=st.lists(st.integers(0, 2**32), min_size=3, max_size=3, unique=True))
+def test_consumers_that_crowd_an_owner_see_whole_shards_and_leave_nothing(
+    is_shared: bool, seeds: list[int]
+) -> None:
+    """While what they look at is cleared, and its memory wanted for more."""
+    shelf: list[tuple[int, RTensor]] = []
+    wrong: list[object] = []
+    with owned(is_shared=is_shared, max_bytes=2**22) as owner:
+
+        def consume(seed: int) -> None:
+            rng = random.Random(seed)
+            kept: list[tuple[int, Content]] = []
+            with closing(Peers(None, rng.choice([0, 2**20]))) as peers:
+                for _ in range(60):
+                    number = rng.randrange(2**16)
+                    size = rng.choice([0, 1, 100, 5000, 100_000])
+                    (handle,) = owner.store.put([content_of(number, size)])
+                    shelf.append((number, handle))
+                    some = rng.sample(shelf, min(len(shelf), rng.randrange(1, 9)))
+                    try:
+                        contents = peers.fetch(owner.address, [handle for _, handle in some])
+                        kept += zip([number for number, _ in some], contents, strict=True)
+                    except ShardMissing as error:
+                        wrong.extend({error.reason} - {"cleared"})
+                    rng.shuffle(kept)
+                    del kept[rng.randrange(6) :]
+                    for number, content in kept:
+                        expected = content_of(number, content.data.nbytes).data
+                        if not np.array_equal(content.data, expected):
+                            wrong.append((seed, number))
+                    _, handle = rng.choice(shelf)
+                    peers.clear(owner.address, [handle.shard_id])
+                kept.clear()
+
+        threads = [threading.Thread(target=consume, args=(seed,)) for seed in seeds]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        owner.store.clear([handle.shard_id for _, handle in shelf])
+        soon(lambda: owner.store.stats().retained_bytes == 0)
+        assert owner.store.stats().total_bytes == 0
+    assert wrong == []
+
+
+def test_a_forked_child_has_no_part_in_a_connection(peers: Peers) -> None:
+    with owned() as owner:
+        handles = owner.put(SIZES)
+        peers.fetch(owner.address, handles)
+        child = os.fork()
+        if child == 0:
+            _leave(owner, peers, handles)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert data_of(peers.fetch(owner.address, handles)) == expected(SIZES)
+        assert owner.num_guests() == 1
+
+
+def _leave(owner: Owned, peers: Peers, handles: list[RTensor]) -> NoReturn:
+    """With code 0 where a fetch is refused, and what is ended is ended here alone."""
+    code = 1
+    try:
+        peers.fetch(owner.address, handles)
+    except TensorError as error:
+        peers.close()
+        owner.server.stop()
+        code = 0 if "fork" in str(error) else 2
+    finally:
+        os._exit(code)
