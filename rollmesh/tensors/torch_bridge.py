@@ -6,7 +6,8 @@ written to by way of torch's functions, since others of its process see the same
 the only module of the room that imports torch; driven by plane.py.
 
 What torch does in C++ without asking is out of reach: a collective that writes into its argument
-(`all_reduce`), `parameter.data = x`, DLPack, a data pointer. Give these a `clone()`.
+(`all_reduce`), `parameter.data = x`, a function compiled by torch, DLPack, a data pointer. What
+writes there should get a `clone()`.
 """
 
 import functools
@@ -64,6 +65,8 @@ class ReadOnlyTensor(torch.Tensor):
         if not all(issubclass(cls, each) for each in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return _plainly(func, *args, **kwargs)  # a trace holds no memory to ask about
         if _writes(func, args, kwargs):
             raise _refusal(_name(func))
         result = _plainly(func, *args, **kwargs)
@@ -141,7 +144,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _plainly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of torch as if ours were plain tensors."""
-    return torch.Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]  # is torch's
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no public name
+        return func(*args, **kwargs)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,17 @@ import gc
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from rollmesh.core.errors import TensorError
@@ -305,6 +309,44 @@ def test_function_transforms_take_it() -> None:
     assert torch.vmap(torch.sum)(x).tolist() == [4, 4, 4]
     gradient = torch.func.grad(lambda w: (w * x).sum())(torch.ones(3, 4))
     assert torch.equal(gradient, torch.ones(3, 4))
+
+
+def test_a_compiled_function_takes_it() -> None:
+    x = local(torch.ones(3, 4))
+    total = torch.compile(lambda a, w: (a * w).sum() + a[0].sum(), backend="eager", fullgraph=True)
+    result = total(x, torch.ones(3, 4))
+    assert type(result) is torch.Tensor
+    assert result.item() == 16.0
+
+
+@pytest.fixture
+def lone_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    meeting = f"file://{tmp_path}/meeting"
+    distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_collectives_take_it() -> None:
+    x = local(torch.ones(3, 4))
+    gathered = [torch.empty(3, 4)]
+    distributed.all_gather(gathered, x)
+    assert torch.equal(gathered[0], x)
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_sharded_models_take_it_and_their_tensors_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    layer = nn.Linear(4, 1)
+    fully_shard(layer, mesh=mesh)
+    torch.autograd.backward(layer(local(torch.ones(3, 4))).sum())
+    gradient = layer.weight.grad
+    assert isinstance(gradient, DTensor)
+    with pytest.raises(TensorError, match=r"DTensor .* cannot be stored"):
+        to_content(gradient)
+    assert local(gradient.full_tensor()).tolist() == [[3, 3, 3, 3]]
 
 
 def test_a_data_loader_collates_it() -> None:
