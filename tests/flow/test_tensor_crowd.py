@@ -1,0 +1,158 @@
+"""Processes crowd one store while it frees and fills itself: all that is seen is whole, and all of
+it is free in the end."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.errors import StoreFull
+from rollmesh.tensors.arena import Arena
+from rollmesh.tensors.handles import Content, RTensor, pack
+from rollmesh.tensors.segment import SHARED_MEMORY
+from rollmesh.tensors.server import TensorServer
+from rollmesh.tensors.store import OwnerStore, StoreSettings
+from tests.flow.tensor_guest import filling_of
+
+NUM_GUESTS = 3
+MAX_BYTES = 2**20
+SOON_S = 5.0
+
+Turn = tuple[list[int], str]
+"""Sizes that are put, and what is done while the guests fetch."""
+SCHEDULES = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 90_000), max_size=8),
+        st.sampled_from(["keep", "clear some", "clear all", "take", "end step", "overwrite"]),
+    ),
+    min_size=4,
+    max_size=14,
+)
+
+
+class Crowd:
+    """A store, its server, and processes of tensor_guest.py."""
+
+    def __init__(self, folder: Path | None, guests: list["subprocess.Popen[str]"]) -> None:
+        self._arena = Arena(MAX_BYTES, folder)
+        self.store = OwnerStore(StoreSettings(max_bytes=MAX_BYTES), SystemClock(), self._arena)
+        self._server = TensorServer(self.store, "tcp://127.0.0.1:0")
+        self._server.start()
+        self._guests = guests
+        self._handles: list[RTensor] = []
+        self._step = 1
+
+    def live(self, turn: Turn) -> list[str]:
+        """What the guests say of one turn."""
+        sizes, deed = turn
+        self._put(sizes)
+        self._tell(self._handles)
+        self._do(deed)
+        return [self._answer(each) for each in self._guests]
+
+    def part(self) -> bool:
+        """All is freed and nobody looks any more: whether nothing is left, soon."""
+        self.store.clear([each.shard_id for each in self._handles])
+        self._handles.clear()
+        self.store.end_step(self._step)
+        self._tell([])
+        told = [self._answer(each) for each in self._guests]
+        deadline_s = time.monotonic() + SOON_S
+        while self.store.stats().retained_bytes and time.monotonic() < deadline_s:
+            threading.Event().wait(0.005)
+        stats = self.store.stats()
+        is_empty = (stats.num_tensors, stats.total_bytes, stats.retained_bytes) == (0, 0, 0)
+        return is_empty and self._arena.held_bytes == 0 and told == ["0"] * NUM_GUESTS
+
+    def close(self) -> None:
+        """The guests stay for another."""
+        self._server.stop()
+        self.store.close()
+
+    def _put(self, sizes: list[int]) -> None:
+        contents = [
+            Content("uint8", (size,), np.full(size, filling_of(size), np.uint8)) for size in sizes
+        ]
+        try:
+            self._handles += self.store.put(contents)
+        except StoreFull:
+            self._handles = self._handles[: len(self._handles) // 2]
+
+    def _do(self, deed: str) -> None:
+        ids = [each.shard_id for each in self._handles]
+        match deed:
+            case "clear some":
+                self.store.clear(ids[::2])
+                del self._handles[::2]
+            case "clear all" | "overwrite":
+                self.store.clear(ids)
+                self._handles.clear()
+            case "take":
+                self.store.take(ids[::3], self._step)
+                del self._handles[::3]
+            case "end step":
+                self.store.end_step(self._step)
+                self._step += 1
+        if deed == "overwrite":
+            self._put([80_000] * 8)
+
+    def _tell(self, handles: list[RTensor]) -> None:
+        for guest in self._guests:
+            assert guest.stdin is not None
+            guest.stdin.write(f"{pack(handles).hex()}\n")
+            guest.stdin.flush()
+
+    def _answer(self, guest: "subprocess.Popen[str]") -> str:
+        assert guest.stdout is not None
+        return guest.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def guests() -> Iterator[list["subprocess.Popen[str]"]]:
+    """Several; they end with their stdin."""
+    pipe = subprocess.PIPE
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.flow.tensor_guest", str(seed)],
+                    stdin=pipe,
+                    stdout=pipe,
+                    text=True,
+                )
+            )
+            for seed in range(NUM_GUESTS)
+        ]
+
+
+@pytest.mark.parametrize("folder", [SHARED_MEMORY, None], ids=["shared", "sent"])
+def test_whatever_is_freed_while_others_fetch_all_they_see_is_whole(
+    folder: Path | None, guests: list["subprocess.Popen[str]"]
+) -> None:
+    num_seen = 0
+
+    @hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
+    @hypothesis.given(schedule=SCHEDULES)
+    def check(schedule: list[Turn]) -> None:
+        nonlocal num_seen
+        crowd = Crowd(folder, guests)
+        try:
+            for turn in schedule:
+                told = crowd.live(turn)
+                assert "broken" not in told
+                num_seen += sum(map(int, told))
+            assert crowd.part()
+        finally:
+            crowd.close()
+
+    check()
+    assert num_seen > 100
