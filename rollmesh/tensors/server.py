@@ -87,6 +87,8 @@ class TensorServer:
         while not self._is_stopping.is_set():
             try:
                 connected, _ = listening.accept()
+            except ConnectionError:  # it has gone again
+                continue
             except OSError as error:
                 if not self._is_stopping.wait(NO_ROOM_S):
                     log.warning("server.full", address=self._store.owner, why=why_lost(error))

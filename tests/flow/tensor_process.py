@@ -2,13 +2,16 @@
 
     tensor_process.py owner shared|private|forking NUM_BYTES    serves one shard of 0, 1, 2...
     tensor_process.py consumer                                  fetches what its stdin names
+    tensor_process.py crowd SEED                                the same, line after line
 
 An owner tells its handle as hex and the path of its memory, a consumer the sum of what it sees;
-then both wait for the end of their stdin, as does the child that a forking owner has. Driven by
-test_tensors.py.
+then both wait for the end of their stdin, as does the child that a forking owner has. One of a
+crowd tells of each line how many it fetched, keeps some of them, looks at those again and again,
+and tells at the end how often it saw what it should not. Driven by test_tensors.py.
 """
 
 import os
+import random
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from rollmesh.core.clock import SystemClock
+from rollmesh.core.errors import ShardMissing
 from rollmesh.tensors.arena import Arena
 from rollmesh.tensors.handles import Content, pack, unpack
 from rollmesh.tensors.peer import Peers
@@ -55,6 +59,26 @@ def consume() -> None:
         tell(str(int(content.data.sum())))
 
 
+def crowd(seed: int) -> None:
+    """Each shard is full of the last byte of its id."""
+    rng = random.Random(seed)
+    kept: list[tuple[int, Content]] = []
+    num_wrong = 0
+    with closing(Peers(landing_bytes=2**20)) as peers:
+        for line in sys.stdin:
+            handles = unpack(bytes.fromhex(line))
+            try:
+                contents = peers.fetch(handles[0].owner, handles)
+            except ShardMissing:
+                contents = []
+            tell(str(len(contents)))
+            kept += zip([each.shard_id & 0xFF for each in handles], contents, strict=False)
+            rng.shuffle(kept)
+            del kept[rng.randrange(20) :]
+            num_wrong += sum(not (content.data == byte).all() for byte, content in kept)
+    tell(str(num_wrong))
+
+
 def tell(line: str) -> None:
     """To who started us."""
     sys.stdout.write(f"{line}\n")
@@ -64,5 +88,7 @@ def tell(line: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "owner":
         own(sys.argv[2], int(sys.argv[3]))
+    elif sys.argv[1] == "crowd":
+        crowd(int(sys.argv[2]))
     else:
         consume()

@@ -1,6 +1,7 @@
 """Owners and consumers of tensors are killed: typed errors at once, and nothing is left behind."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def start() -> Iterator[Callable[..., Child]]:
 @pytest.fixture
 def store() -> Iterator[OwnerStore]:
     """Our own, served."""
-    store = OwnerStore(StoreSettings(max_bytes=2**24), SystemClock())
+    store = OwnerStore(StoreSettings(max_bytes=2**27), SystemClock())
     server = TensorServer(store, "tcp://127.0.0.1:0")
     server.start()
     yield store
@@ -191,3 +192,40 @@ def test_all_consumers_of_a_host_look_at_one_copy(
     assert [consumer.line() for consumer in consumers] == [str(NUM_BYTES)] * 3
     assert store.stats().total_bytes == NUM_BYTES
     assert [consumer.end() for consumer in consumers] == [str(NUM_BYTES)] * 3
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_crowd_of_processes_sees_whole_shards_and_one_that_is_killed_leaves_nothing(
+    start: Callable[..., Child], store: OwnerStore, seed: int
+) -> None:
+    rng = random.Random(seed)
+    crowd = [start("crowd", str(number)) for number in range(3)]
+    known: list[RTensor] = []
+    num_fetched = 0
+    for turn in range(40):
+        known += put_bytes(store, [rng.choice([0, 1, 4096, 100_000]) for _ in range(4)])
+        for child in crowd:
+            child.say(pack(rng.sample(known, min(len(known), 6))).hex())
+        if turn == 20:
+            crowd.pop().kill()
+        rng.shuffle(known)
+        store.clear([handle.shard_id for handle in known[20:]])  # while they fetch it
+        del known[20:]
+        num_fetched += sum(int(child.line()) for child in crowd)
+    assert num_fetched > 100
+    assert [child.end() for child in crowd] == ["0", "0"]
+    store.clear([handle.shard_id for handle in known])
+    soon(lambda: store.stats().retained_bytes == 0)
+    assert store.stats().total_bytes == 0
+
+
+def put_bytes(store: OwnerStore, sizes: list[int]) -> list[RTensor]:
+    """Shards that are full of the last byte of their ids, which are given one after the other."""
+    before = put(store).shard_id
+    store.clear([before])
+    return store.put(
+        [
+            Content("uint8", (size,), np.full(size, (before + 1 + place) % 256, np.uint8))
+            for place, size in enumerate(sizes)
+        ]
+    )
