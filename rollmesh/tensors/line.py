@@ -8,7 +8,6 @@ use. Driven by one thread at a time: guest.py's, or whoever calls an owner; `cut
 """
 
 import math
-import os
 import select
 import socket
 import sys
@@ -17,9 +16,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final
-from weakref import WeakSet
 
 from rollmesh.core.errors import WireError
+from rollmesh.core.forks import close_in_children
 from rollmesh.tensors.frames import LENGTH_BYTES, MAX_HEADER_BYTES, length_of
 from rollmesh.wire.sockets import DEAD_S, IDLE_S, PROBE_S
 
@@ -117,8 +116,8 @@ class Line:
         """Let the kernel have a window of them after the other: it looks at each buffer of a window
         anew, however few of the bytes it then takes."""
         ends = [*accumulate(buffer.nbytes for buffer in buffers)]
-        done, total = 0, sum(buffer.nbytes for buffer in buffers)
-        while done < total:
+        done = 0
+        while ends and done < ends[-1]:
             first = bisect_right(ends, done)
             last = bisect_left(ends, done + WINDOW_BYTES, first) + 1
             window = [*buffers[first : min(last, first + MAX_BUFFERS)]]
@@ -153,24 +152,7 @@ class Line:
         return left_s
 
 
-_kept_from_children: WeakSet[socket.socket] = WeakSet()
-
-
-def close_in_children(open_socket: socket.socket) -> None:
-    """A process that is forked from us (a data loader's worker) has no part in it: it would keep it
-    open when we are killed, and whoever waits at the other end would wait on."""
-    _kept_from_children.add(open_socket)
-
-
-def _close_all() -> None:
-    for each in _kept_from_children:
-        each.close()
-
-
-os.register_at_fork(after_in_child=_close_all)
-
-
-def why_lost(error: OSError | Exception) -> str:
+def why_lost(error: Exception) -> str:
     """What a failed line died of, in a few words."""
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return HUNG_UP

@@ -8,8 +8,8 @@ one ends, so that a sweep takes the files of the dead and none of the living; wh
 name any more, and its memory lasts as long as somebody looks at it; a file is as long as it will
 ever be, and takes memory only where `back` was called, so that a full /dev/shm is an error there
 and never a SIGBUS later. Only our own user can open it. A process that was forked from the owner
-neither removes it nor frees anything; the lock lasts as long as one of them lives. Driven by
-arena.py, and by connection.py on the consumer's side.
+has no part in it: it neither locks nor removes it. Driven by arena.py, and by connection.py on the
+consumer's side.
 """
 
 import fcntl
@@ -17,10 +17,13 @@ import mmap
 import os
 import secrets
 import weakref
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rollmesh.core.forks import close_in_children
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where Linux keeps files in memory."""
@@ -32,14 +35,16 @@ class Segment:
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         sweep(folder)
-        self.path, self._fd = _make(folder)
-        self._unlink = weakref.finalize(self, _unlink, self.path, self._fd, os.getpid())
-        os.ftruncate(self._fd, num_bytes)
-        self.memory = mmap.mmap(self._fd, num_bytes)
+        self.path, self._locked = _make(folder)
+        self._unlink = weakref.finalize(self, _unlink, self.path, self._locked, os.getpid())
+        os.ftruncate(self._locked.fileno(), num_bytes)
+        # Opened once more: a mapping keeps its file open in forked children too, lock and all.
+        with open(self.path, "r+b", buffering=0) as file:
+            self.memory = mmap.mmap(file.fileno(), num_bytes)
 
     def back(self, start: int, num_bytes: int) -> None:
         """Put memory under these bytes; OSError where there is not enough of it."""
-        os.posix_fallocate(self._fd, start, num_bytes)
+        os.posix_fallocate(self._locked.fileno(), start, num_bytes)
 
     def close(self) -> None:
         """Take its name away; who looks at it goes on."""
@@ -81,22 +86,23 @@ def _is_swept(path: Path) -> bool:
     return True
 
 
-def _make(folder: Path) -> tuple[Path, int]:
+def _make(folder: Path) -> tuple[Path, FileIO]:
     """A new file, locked."""
     while True:
         path = folder / f"{_prefix()}{secrets.token_hex(8)}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return path, descriptor
-        os.close(descriptor)  # swept before it was locked
+        file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600), "r+")
+        close_in_children(file)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return path, file
+        file.close()  # swept before it was locked
 
 
 def _prefix() -> str:
     return f"rollmesh-{os.getuid()}-"
 
 
-def _unlink(path: Path, descriptor: int, owner_pid: int) -> None:
-    os.close(descriptor)
+def _unlink(path: Path, locked: FileIO, owner_pid: int) -> None:
+    locked.close()
     if os.getpid() == owner_pid:
         path.unlink(missing_ok=True)

@@ -15,13 +15,14 @@ import socket
 import threading
 from typing import Final
 
+from rollmesh.core.forks import close_in_children
 from rollmesh.core.logs import get_logger
 from rollmesh.core.process import listen
 from rollmesh.core.secret_file import admin_token
 from rollmesh.tensors.frames import Admitted
 from rollmesh.tensors.guest import Guest
 from rollmesh.tensors.handshake import memory_at
-from rollmesh.tensors.line import Line, close_in_children, why_lost
+from rollmesh.tensors.line import Line, why_lost
 from rollmesh.tensors.store import OwnerStore
 from rollmesh.wire.keys import Keys, check_bind, check_told
 

@@ -45,12 +45,21 @@ def fork(store: OwnerStore) -> str:
         return told.read()
 
 
+def linger(_: OwnerStore) -> str:
+    """A child of ours stays until there are no more lines, whatever becomes of us."""
+    if not os.fork():
+        sys.stdin.read()
+        os._exit(0)
+    return "it lingers"
+
+
 def main() -> None:
     """Until there are no more lines."""
     settings = StoreSettings(max_bytes=MAX_BYTES)
     store = OwnerStore(settings, SystemClock(), Arena(MAX_BYTES, Path(sys.argv[1])))
+    deeds = {"put": put, "fork": fork, "linger": linger}
     for line in sys.stdin:
-        sys.stdout.write({"put": put, "fork": fork}[line.strip()](store) + "\n")
+        sys.stdout.write(deeds[line.strip()](store) + "\n")
         sys.stdout.flush()
 
 

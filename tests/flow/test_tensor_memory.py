@@ -87,3 +87,13 @@ def test_a_forked_child_neither_uses_nor_removes_what_is_its_parents(folder: Pat
         assert "is the parent's" in owner.says("fork")
         assert len([*folder.iterdir()]) == 1
         assert (owner.seen() == seen).all()
+
+
+def test_a_killed_owners_memory_is_swept_also_where_a_child_of_its_lingers(folder: Path) -> None:
+    with Owner(folder) as owner:
+        seen = owner.seen()
+        assert owner.says("linger") == "it lingers"
+        assert sweep(folder) == 0
+        owner.kill()
+        assert sweep(folder) == 1
+        assert (seen == 7).all()
