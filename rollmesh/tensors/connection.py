@@ -6,9 +6,9 @@
 
 Owns the line and the loans. An owner on this machine lends: the answer says where in its memory the
 shards lie, and that is looked at in place. Any other sends, and the bytes are received into the
-landing. Invariants: an answer belongs to the
-call, since there is never more than one on the way; what was lent stays as it is while it is looked
-at, also beyond the connection's last call. Driven by peer.py, under its lock.
+landing. Invariants: an answer belongs to the call, since there is never more than one on the way;
+what was lent stays as it is while it is looked at, also beyond the connection's last call, since
+the owner takes nothing back before our end of the line is closed. Driven by peer.py, in its lock.
 """
 
 import enum
