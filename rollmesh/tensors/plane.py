@@ -11,7 +11,7 @@ torchrun) has an empty one, so that the same code runs there. Driven by the rank
 by whoever else has a batch in hand; any thread may.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -106,27 +106,28 @@ class Plane:
         )
 
     def _tensors(self, handles: list[RTensor]) -> list[ReadOnlyTensor]:
-        distinct = {each.shard_id: each for each in handles}.values()
-        own = [each for each in distinct if self._owns(each)]
-        others = [each for each in distinct if not self._owns(each)]
-        contents = [*self._read(own), *self._fetched(others)]
-        tensors = {
-            handle.shard_id: to_tensor(content)
-            for handle, content in zip([*own, *others], contents, strict=True)
-        }
+        distinct = {each.shard_id: each for each in handles}
+        contents = {each: self._read(each) for each in self._own(distinct.values())}
+        others = [handle for each, handle in distinct.items() if each not in contents]
+        fetched = self._fetched(others)
+        contents.update((each.shard_id, got) for each, got in zip(others, fetched, strict=True))
+        tensors = {each: to_tensor(content) for each, content in contents.items()}
         return [tensors[each.shard_id] for each in handles]
 
-    def _owns(self, handle: RTensor) -> bool:
-        """Whether it is ours, or was in an earlier life of this process: then our store says so."""
-        store = self.store
-        if store is None:
-            return False
-        return handle.incarnation == store.incarnation or handle.owner == store.owner
-
-    def _read(self, handles: list[RTensor]) -> list[Content]:
+    def _own(self, handles: Iterable[RTensor]) -> list[int]:
+        """Ids of those that are ours, or were in an earlier life of ours: then our store says so."""
         if self.store is None:
             return []
-        return [self.store.read(each.shard_id) for each in handles]
+        owner, incarnation = self.store.owner, self.store.incarnation
+        return [
+            each.shard_id
+            for each in handles
+            if each.owner == owner or each.incarnation == incarnation
+        ]
+
+    def _read(self, shard_id: int) -> Content:
+        assert self.store is not None
+        return self.store.read(shard_id)
 
     def _fetched(self, handles: list[RTensor]) -> list[Content]:
         if not handles:

@@ -48,6 +48,13 @@ def test_slim_room_never_loads_torch(room: str) -> None:
     assert heavy_imports(names) == {}
 
 
+def test_who_owns_tensors_and_makes_none_never_loads_torch() -> None:
+    heavier = ("torch_bridge", "plane", "compat", "ray_backend")
+    names = [name for name in modules_of("tensors") if name.rpartition(".")[2] not in heavier]
+    assert "rollmesh.tensors.store" in names
+    assert heavy_imports(names, ["torch", "transformers", "ray"]) == {}
+
+
 def test_router_never_loads_rich() -> None:
     names = modules_of("core", "wire", "serve/router")
     assert names
