@@ -37,12 +37,15 @@ def main(argv: list[str]) -> int:
     """Train while the user watches; the exit code."""
     arguments = parser("demo", "Train a tiny agent by reinforcement learning on this machine.")
     arguments.add_argument("--seed", type=int, help="of weights, tasks and sampling (0)")
+    arguments.add_argument("--ranks", type=int, help="processes that train together (1)")
     arguments.set_defaults(config=None)
     add_set(arguments)
     add_view(arguments)
     options = arguments.parse_args(argv)
     if options.seed is not None:
         options.overrides.append(f"run.seed={options.seed}")
+    if options.ranks is not None:
+        options.overrides.append(f"trainer.num_ranks={options.ranks}")
     config = with_model(config_of(options, SETTINGS))
     make_model = ("make-model", config.model.path, "--seed", str(config.run.seed))
     is_live = options.is_live

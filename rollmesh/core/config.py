@@ -194,6 +194,8 @@ class TrainerConfig(Section, frozen=True):
     host's or an interface's (tcp://eth0:5556). Empty: a free port that faces the router."""
     num_steps: NonNegative = 200
     """Train steps of the run."""
+    num_ranks: Positive = 1
+    """Processes that train together, each with a shard of the model and rows of its own."""
     groups_per_step: Positive = 16
     """Groups that one step takes."""
     samples_per_group: Positive = 16
@@ -229,8 +231,7 @@ class TrainerConfig(Section, frozen=True):
     eval_rollouts: NonNegative = 0
     """Rollouts that measure the policy before the first step."""
     max_logprob_gap: Annotated[float, msgspec.Meta(gt=0)] = 0.05
-    """Samples of the current weights whose recorded and recomputed log-probs differ by more are
-    masked, and say so."""
+    """Samples of the current weights whose log-probs are recomputed farther off are masked."""
     checkpoint_steps: Positive = 100
     """A checkpoint is written this often, and at the end."""
     train_branches: tuple[Branch, ...] = ("main", "subagent")

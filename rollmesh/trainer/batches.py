@@ -62,6 +62,16 @@ def pack(
         yield batch.tensors(advantages, num_rollouts, device)
 
 
+def nothing(device: str) -> TokenBatch:
+    """A batch of one token that trains none: for a rank that has less to do than another."""
+    one = torch.zeros(1, dtype=torch.int64)
+    none, floats = one[:0], torch.zeros(0)
+    batch = TokenBatch(
+        one[None], one, none, none, none, floats, floats, floats, floats, none.int(), none
+    )
+    return TokenBatch(*[each.to(device) for each in batch])
+
+
 def _cut(
     rows: list[list[int]], samples: Sequence[Sample], max_tokens: int
 ) -> Iterator[list[list[int]]]:

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -42,14 +43,17 @@ def load_model(folder: Path) -> PreTrainedModel:
     return model
 
 
-def save_model(model: PreTrainedModel, source: Path, folder: Path) -> None:
-    """Write `model` with the companions of `source` as `folder`, taking an older one's place."""
+def save_model(
+    model: PreTrainedModel, source: Path, folder: Path, state: dict[str, Tensor] | None = None
+) -> None:
+    """Write `model` with the companions of `source` as `folder`, taking an older one's place;
+    `state` are its weights, where it does not hold all of them."""
     part = folder.with_name(f"{folder.name}.part")
     older = folder.with_name(f"{folder.name}.old")
     for leftover in (part, older):
         shutil.rmtree(leftover, ignore_errors=True)
     part.mkdir(parents=True)
-    model.save_pretrained(part)
+    model.save_pretrained(part, state_dict=state)
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, part / name)

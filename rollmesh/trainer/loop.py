@@ -23,6 +23,7 @@ from rollmesh.core.logs import get_logger
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.trainer.pacer import Batch, Pacer, spans_versions, successes_of
 from rollmesh.trainer.policy import Policy, StepReport
+from rollmesh.trainer.ranked import RankedPolicy
 from rollmesh.trainer.records import RunRecords, Tally, mean, share
 from rollmesh.trainer.weights import Bring, Weights
 
@@ -39,7 +40,7 @@ class Parts(msgspec.Struct):
 
     client: RolloutClient
     pacer: Pacer
-    policy: Policy
+    policy: Policy | RankedPolicy
     weights: Weights
     bring: Bring
     records: RunRecords

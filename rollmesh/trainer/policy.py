@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,10 +24,11 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.logs import get_logger
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.advantages import sample_advantages
-from rollmesh.trainer.batches import TokenBatch, pack
+from rollmesh.trainer.batches import TokenBatch, nothing, pack
 from rollmesh.trainer.checkpoint import load_model, save_model
 from rollmesh.trainer.loss import Loss, TokenTerms, policy_loss, token_logprobs
 from rollmesh.trainer.publisher import Probe
+from rollmesh.trainer.team import Alone, Ranks, whole
 
 log = get_logger()
 
@@ -63,11 +66,14 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 class Policy:
     """A model folder's weights, an optimiser, and which policy version the weights are."""
 
-    def __init__(self, path: str, settings: TrainerConfig) -> None:
+    def __init__(self, path: str, settings: TrainerConfig, ranks: Ranks | None = None) -> None:
+        """Trained with `ranks`, each of which has one; default: alone."""
         torch.set_num_threads(settings.num_threads)
+        self._ranks = ranks or Alone()
         self._source = Path(path)
         self._settings = settings
         self._model = load_model(self._source).to(settings.device)
+        self._ranks.share(self._model)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=settings.learning_rate,
@@ -77,7 +83,10 @@ class Policy:
         self._policy_version: int | None = 0
 
     def step(self, samples: Sequence[Sample], step: int) -> StepReport:
-        """Train once on `samples`, all of one batch; `step` counts from 0."""
+        """Train once on `samples`, all of one batch, or this rank's whole groups of it.
+
+        `step` counts from 0. The report is of all ranks.
+        """
         rate = self._rate(step)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -88,8 +97,8 @@ class Policy:
         for at, batches in enumerate(plan):
             self._minibatch(batches, proximals[at] if proximals else None, meter)
         self._policy_version = None
-        report = meter.report(rate)
-        if report.num_masked:
+        report = meter.report(rate, self._ranks)
+        if report.num_masked and self._ranks.is_first:
             log.warning("samples.masked", num=report.num_masked, gap=report.logprob_gap_max)
         return report
 
@@ -98,7 +107,9 @@ class Policy:
 
         `policy_version` is the name under which these weights will sample, if they will.
         """
-        save_model(self._model, self._source, folder)
+        state = self._ranks.state(self._model)
+        if self._ranks.is_first:
+            save_model(self._model, self._source, folder, state)
         if policy_version is not None:
             self._policy_version = policy_version
 
@@ -118,14 +129,24 @@ class Policy:
         return self._settings.learning_rate * rise
 
     def _plan(self, samples: Sequence[Sample]) -> list[list[TokenBatch]]:
-        """The batches of each minibatch."""
+        """The batches of each minibatch; at all ranks as many."""
         advantages = sample_advantages(samples, self._settings.advantage)
-        plan = []
-        for rows in _minibatches(samples, self._settings.num_minibatches):
-            chosen = [samples[row] for row in rows]
-            packed = pack(chosen, advantages[rows], MAX_BATCH_TOKENS, self._settings.device)
-            plan.append(list(packed))
-        return plan
+        minibatches = _minibatches(samples, self._settings.num_minibatches)
+        num_missing = int(self._ranks.most(len(minibatches))) - len(minibatches)
+        return [
+            self._batches([samples[row] for row in rows], advantages[rows])
+            for rows in minibatches + [[]] * num_missing
+        ]
+
+    def _batches(
+        self, samples: Sequence[Sample], advantages: npt.NDArray[np.float32]
+    ) -> list[TokenBatch]:
+        num_rollouts = len({sample.rollout_id for sample in samples})
+        share = num_rollouts / self._ranks.total([num_rollouts])[0]
+        packed = list(pack(samples, advantages, MAX_BATCH_TOKENS, self._settings.device))
+        num_missing = int(self._ranks.most(len(packed))) - len(packed)
+        weighed = [each._replace(weights_N=each.weights_N * share) for each in packed]
+        return weighed + [nothing(self._settings.device)] * num_missing
 
     @torch.no_grad()
     def _proximals(self, plan: list[list[TokenBatch]]) -> list[list[Tensor]]:
@@ -152,7 +173,7 @@ class Policy:
         norm = torch.nn.utils.clip_grad_norm_(
             self._model.parameters(), self._settings.max_grad_norm
         )
-        meter.grad_norms.append(float(norm))
+        meter.grad_norms.append(float(whole(norm)))
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -172,7 +193,7 @@ class Policy:
 
         Such a sample was not made by the model that its recording names, so its ratio is noise.
         """
-        if self._policy_version is None:
+        if self._policy_version is None or not len(batch.targets_N):
             return terms
         own_N = batch.policy_versions_N == self._policy_version
         gaps_N = (terms.proximal_N - terms.recorded_N).abs() * own_N
@@ -214,19 +235,24 @@ class _Meter:
         self._gap += float(gaps_N.sum())
         self._gap_max = max(self._gap_max, float(gaps_N.max()))
 
-    def report(self, learning_rate: float) -> StepReport:
-        num = max(1, self._num_tokens)
+    def report(self, learning_rate: float, ranks: Ranks) -> StepReport:
+        """Of all ranks."""
+        counts = [self._num_tokens, self._num_clipped, self._num_own, self.num_masked]
+        num_tokens, num_clipped, num_own, num_masked = map(int, ranks.total(counts))
+        loss, entropy, kl, gap = ranks.total([self._loss, self._entropy, self._kl, self._gap])
+        gap_max = ranks.most(self._gap_max)
+        num = max(1, num_tokens)
         return StepReport(
-            loss=self._loss / max(1, len(self.grad_norms)),
-            entropy=self._entropy / num,
-            kl=self._kl / num,
-            clip_fraction=self._num_clipped / num,
+            loss=loss / max(1, len(self.grad_norms)),
+            entropy=entropy / num,
+            kl=kl / num,
+            clip_fraction=num_clipped / num,
             grad_norm=sum(self.grad_norms) / max(1, len(self.grad_norms)),
             learning_rate=learning_rate,
-            logprob_gap_mean=self._gap / self._num_own if self._num_own else None,
-            logprob_gap_max=self._gap_max if self._num_own else None,
-            num_tokens=self._num_tokens,
-            num_masked=self.num_masked,
+            logprob_gap_mean=gap / num_own if num_own else None,
+            logprob_gap_max=gap_max if num_own else None,
+            num_tokens=num_tokens,
+            num_masked=num_masked,
         )
 
 

@@ -21,6 +21,7 @@ from rollmesh.trainer.pacer import Asking, Pacer
 from rollmesh.trainer.picture import draw_learning
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
+from rollmesh.trainer.ranked import RankedPolicy
 from rollmesh.trainer.records import RunRecords, Tally, write_summary
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from rollmesh.trainer.tasks import endless_tasks
@@ -39,7 +40,7 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
     setup("trainer", folder, on_console=ready_fd is None)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
-    policy = Policy(config.model.path, config.trainer)
+    policy = policy_of(config)
     client = RolloutClient(router, config.journal, folder, read_keys(), bind=config.trainer.bind)
     client.start()
     announce(ready_fd, Ready("trainer", os.getpid(), client.address))
@@ -60,6 +61,15 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
         client.close()
         records.close()
         write_books(folder, tally)
+        if isinstance(policy, RankedPolicy):
+            policy.close()
+
+
+def policy_of(config: Config) -> Policy | RankedPolicy:
+    """The policy that the settings ask for, on its own or on several ranks."""
+    if config.trainer.num_ranks == 1:
+        return Policy(config.model.path, config.trainer)
+    return RankedPolicy(config.model.path, config.trainer, config.run_folder(), read_keys())
 
 
 def stop_by_signal() -> threading.Event:

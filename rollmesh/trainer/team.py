@@ -1,0 +1,103 @@
+"""The ranks that hold one policy together: what they add up, and the model that they share.
+
+    Alone    one rank: sums are its own, the model is whole
+    Team     several: sums are over all heads, each holds a shard of the model (FSDP2,
+             torch.distributed.fsdp.fully_shard) and sees rows of its own
+
+Gradients are summed over ranks and never averaged: the loss is divided by the rollouts of all of
+them, so that their number changes nothing but the time that a step takes. Every forward and every
+backward of a shared model is a collective: all ranks do as many, and who has no row left repeats
+one that weighs nothing. Driven by the policy, on the step thread.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+class Ranks(Protocol):
+    """What a policy asks of those that it trains with."""
+
+    is_first: bool
+    """Of all ranks, this one writes files."""
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Each added up over ranks."""
+
+    def most(self, value: float) -> float:
+        """The largest of all ranks'."""
+
+    def share(self, model: PreTrainedModel) -> None:
+        """Keep this rank's part of it; before an optimiser is made."""
+
+    def state(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
+        """Its whole weights on the host; None where it holds them itself."""
+
+
+class Alone:
+    """See the module."""
+
+    is_first = True
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def most(self, value: float) -> float:
+        return value
+
+    def share(self, model: PreTrainedModel) -> None:
+        del model
+
+    def state(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
+        del model
+        return None
+
+
+class Team:
+    """See the module; `mesh` is that of all data-parallel heads."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.is_first = mesh.get_rank() == 0
+        self._mesh = mesh
+        self._group = mesh.get_group()
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def most(self, value: float) -> float:
+        return self._reduced([value], dist.ReduceOp.MAX)[0]
+
+    def share(self, model: PreTrainedModel) -> None:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=self._mesh)
+        fully_shard(model, mesh=self._mesh)
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                # For itself alone, and not for its parts. Gloo adds up, and no more.
+                part.set_force_sum_reduction_for_comms(True)
+                part.set_gradient_divide_factor(1.0)
+
+    def state(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
+        # Weights that are tied are one under two names; a folder has them once.
+        names = dict(model.named_parameters(remove_duplicate=False))
+        second = names.keys() - dict(model.named_parameters()).keys()
+        shards = model.state_dict()
+        return {name: whole(shards[name]).cpu() for name in shards if name not in second}
+
+    def _reduced(self, values: Sequence[float], how: "dist.ReduceOp.RedOpType") -> list[float]:
+        reduced = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(reduced, how, self._group)
+        whole: list[float] = reduced.tolist()
+        return whole
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of it, wherever its parts are; a collective, where they are apart."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,83 @@
+"""The policy on several ranks: the curve of one, the same model on disk, and nothing left over."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from rollmesh.core.config import TrainerConfig
+from rollmesh.envs.guess import GuessEnv
+from rollmesh.serve.client.samples import Sample
+from rollmesh.trainer.policy import Policy, StepReport
+from rollmesh.trainer.ranked import RankedPolicy
+from rollmesh.trainer.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.warmstart import texts_of
+from tests.unit.trainer.samples import new_sample
+
+NUM_STEPS = 20
+SETTINGS = TrainerConfig(learning_rate=1e-3, entropy_coef=0.01, max_logprob_gap=1e9)
+ALIKE = 1e-4
+"""The bound of the promise; measured 1e-6 and less."""
+
+
+def batch(step: int) -> list[Sample]:
+    """Five groups of siblings, of many lengths: no number of ranks but one divides them."""
+    chance = np.random.default_rng(step)
+    samples = []
+    for group in range(5):
+        for sibling in range(int(chance.integers(2, 5))):
+            length = int(chance.integers(4, 40))
+            num_sampled = int(chance.integers(1, length - 2))
+            samples.append(
+                new_sample(
+                    chance.integers(0, 100, length).tolist(),
+                    [0] * (length - num_sampled) + [1] * num_sampled,
+                    seq=group,
+                    index=sibling,
+                    reward=float(chance.random()),
+                    logprobs=np.full(length, -4.0),
+                )
+            )
+    return samples
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranked") / "model"
+    write_tiny_model(folder, texts_of(GuessEnv()), TinyShape(), seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(model_folder: Path) -> tuple[list[StepReport], Policy]:
+    """One rank's reports, and its policy then."""
+    policy = Policy(str(model_folder), SETTINGS)
+    return [policy.step(batch(step), step) for step in range(NUM_STEPS)], policy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_any_number_of_ranks_gives_the_curve_of_one(
+    num_ranks: int,
+    model_folder: Path,
+    alone: tuple[list[StepReport], Policy],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected, one = alone
+    settings = msgspec.structs.replace(SETTINGS, num_ranks=num_ranks)
+    with RankedPolicy(str(model_folder), settings, tmp_path) as policy:
+        reports = [policy.step(batch(step), step) for step in range(NUM_STEPS)]
+        policy.save(tmp_path / "many", 1)
+        probe = policy.probe()
+    for report, other in zip(reports, expected, strict=True):
+        for name, value in msgspec.structs.asdict(other).items():
+            assert getattr(report, name) == pytest.approx(value, abs=ALIKE), name
+    assert probe.logprobs == pytest.approx(one.probe().logprobs, abs=ALIKE)
+    one.save(tmp_path / "one", 1)
+    weights, others = (load_file(tmp_path / n / "model.safetensors") for n in ("many", "one"))
+    assert weights.keys() == others.keys()
+    assert all((weights[name] - others[name]).abs().max() < ALIKE for name in weights)
+    assert [each.message for each in caplog.records if "tensors." in each.message] == []
