@@ -115,7 +115,7 @@ class Plane:
         return [tensors[each.shard_id] for each in handles]
 
     def _own(self, handles: Iterable[RTensor]) -> list[int]:
-        """Ids of those that are ours, or were in an earlier life of ours: then our store says so."""
+        """Ids of those that are ours, or were in an earlier life: then our store says so."""
         if self.store is None:
             return []
         owner, incarnation = self.store.owner, self.store.incarnation

@@ -1,5 +1,8 @@
 """Tensors are stored where they are made, fetched once by who needs them, and gone when told."""
 
+import contextlib
+import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -213,6 +216,16 @@ def test_the_end_of_a_step_frees_owners_and_consumers(mesh: Mesh) -> None:
     consumer.localize([new, kept_on])
 
 
+def test_every_role_that_looked_is_freed_since_tags_and_not_roles_decide(mesh: Mesh) -> None:
+    actor, teacher, evaluation, idle = mesh.process(7001), *(mesh.consumer() for _ in range(3))
+    batch = actor.remotize(rollouts(), step=7)
+    results = teacher.localize(batch), evaluation.localize(batch)
+    del results
+    for plane in (actor, teacher, evaluation, idle):
+        plane.end_step(7)
+    assert stored_bytes(actor) == kept(teacher) == kept(evaluation) == kept(idle) == 0
+
+
 def test_a_clear_drops_the_copy_of_an_owner_that_consumes(mesh: Mesh) -> None:
     first, second = mesh.process(7001), mesh.process(7002)
     own, fetched = second.remotize(torch.ones(2)), first.remotize(torch.ones(2))
@@ -305,3 +318,47 @@ def test_threads_that_localize_the_same_share_one_fetch_each(mesh: Mesh) -> None
         backs = list(pool.map(consumer.localize, [handles] * 32))
     assert all([int(each[0]) for each in back] == [*range(64)] for back in backs)
     assert sum(count for _, count in mesh.neighbours.fetches) == 64
+
+
+def test_a_handle_whose_shard_is_gone_says_why(mesh: Mesh) -> None:
+    owner = mesh.process(7001)
+    handle = owner.remotize(torch.ones(2))
+    owner.clear([handle.shard_id])
+    with process_of(mesh.consumer()), pytest.raises(ShardMissing, match="cleared") as caught:
+        handle.to_local()
+    assert (caught.value.shard_id, caught.value.owner) == (handle.shard_id, handle.owner)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_of_many_processes_store_read_and_free_at_once(mesh: Mesh, seed: int) -> None:
+    """Whatever meets whatever, who gets a tensor gets the right one, and the end leaves nothing."""
+    planes = [mesh.process(7001 + number) for number in range(3)]
+    handles: list[tuple[int, RTensor]] = []
+    begin = threading.Barrier(6)
+
+    def hammer(number: int) -> int:
+        rng = random.Random(f"{seed} {number}")
+        plane, num_read = planes[number % len(planes)], 0
+        begin.wait()
+        for step in range(60):
+            value = rng.randrange(10**6)
+            tensor = torch.full((rng.randrange(1, 50),), value)
+            handles.append((value, plane.remotize(tensor, step)))
+            wanted = rng.sample(handles[-20:], min(8, len(handles)))
+            with contextlib.suppress(ShardMissing):
+                got = plane.localize([handle for _, handle in wanted])
+                assert [int(each[0]) for each in got] == [value for value, _ in wanted]
+                num_read += len(got)
+            if step % 10 == 0:
+                plane.clear([handle.shard_id for _, handle in rng.choices(handles, k=5)])
+        return num_read
+
+    with ThreadPoolExecutor(6) as pool:
+        assert min(pool.map(hammer, range(6))) > 0
+    for plane in planes:
+        plane.end_step(60)
+    for plane in planes:
+        storage = plane.stats().storage
+        assert storage is not None
+        assert (storage.num_tensors, storage.total_bytes, storage.retained_bytes) == (0, 0, 0)
+        assert kept(plane) == 0
