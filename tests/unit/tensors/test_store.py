@@ -1,10 +1,13 @@
 """A store gives back what was put, frees what it should, and waits for whoever still looks."""
 
 import random
+import statistics
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -15,10 +18,11 @@ from rollmesh.core.errors import ShardMissing, StoreFull, TensorError
 from rollmesh.tensors.arena import PAGE_BYTES, Arena
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 from rollmesh.tensors.segment import Attached
-from rollmesh.tensors.store import OwnerStore, StorageStats, StoreSettings
+from rollmesh.tensors.store import STRETCH, OwnerStore, StorageStats, StoreSettings
 from rollmesh.testing.clock import FakeClock
 
 MAX_BYTES = 64 * PAGE_BYTES
+MANY = 20_000
 SETTINGS = StoreSettings(max_bytes=MAX_BYTES, lease_s=100)
 
 
@@ -248,6 +252,34 @@ def test_a_store_makes_its_own_arena_and_ends_it(clock: FakeClock) -> None:
     (place,) = store.places([put(store, 1)], "guest")
     store.close()
     assert not Path(place.path).exists()
+
+
+def test_while_many_are_cleared_others_get_in_between(store: OwnerStore) -> None:
+    seen: list[int] = []
+
+    class Watched(list[int]):
+        """Whoever cuts a stretch off it does not have the lock."""
+
+        def __getitem__(self, part: Any) -> Any:
+            seen.append(store.stats().num_tensors)
+            return super().__getitem__(part)
+
+    ids = Watched(each.shard_id for each in store.put([content(1, 8)] * 1000))
+    assert store.clear(ids) == 1000
+    assert seen == list(range(1000, 0, -STRETCH))
+
+
+def test_a_stretch_of_many_costs_less_than_a_millisecond() -> None:
+    store = OwnerStore(StoreSettings(max_bytes=MANY * 64), FakeClock())
+    ids = [each.shard_id for each in store.put([content(1, 8)] * MANY)]
+    random.Random(1).shuffle(ids)
+    costs_s = []
+    for start in range(0, MANY, STRETCH):
+        begun_s = time.thread_time()
+        store.clear(ids[start : start + STRETCH])
+        costs_s.append(time.thread_time() - begun_s)
+    store.close()
+    assert statistics.median(costs_s) < 0.001
 
 
 class Crowd:
