@@ -209,7 +209,10 @@ class Arena:
         number = 0
         for first, last in self._stretches(1, -(-start // PAGE_BYTES), stop // PAGE_BYTES):
             last = min(last, first + at_most - number)
-            self._advise(advice, first, last)
+            try:
+                self._advise(advice, first, last)
+            except OSError:  # a file system, or a sandbox, that does not know of this
+                break
             self._backed[first:last] = bytes(last - first)
             self._num_backed -= last - first
             number += last - first

@@ -1,6 +1,7 @@
 """Slots are nobody else's, the budget holds, and what fits into it finds room."""
 
 import errno
+import mmap
 import os
 import random
 import threading
@@ -134,6 +135,20 @@ def test_however_scattered_freed_space_is_it_makes_room_for_one_that_is_large(
     either.free([large])
     again = [filled(either, number, PAGE_BYTES) for number in range(32)]
     assert all(holds(either, slot, number) for number, slot in enumerate(again))
+
+
+def test_where_memory_cannot_be_given_back_what_is_too_scattered_is_full(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mmap, "MADV_REMOVE", 9999)
+    slots = [filled(arena, number, PAGE_BYTES) for number in range(64)]
+    arena.free(slots[::2])
+    with pytest.raises(StoreFull, match="too few whole pages"):
+        arena.allocate([32 * PAGE_BYTES])
+    assert all(holds(arena, slots[number], number) for number in range(1, 64, 2))
+    assert arena.held_bytes == 32 * PAGE_BYTES
+    again = [filled(arena, number, PAGE_BYTES) for number in range(32)]
+    assert all(holds(arena, slot, number) for number, slot in enumerate(again))
 
 
 def test_pages_that_were_got_ahead_are_given_back_where_others_want_them() -> None:
