@@ -5,8 +5,8 @@
 Owns what one lender lent. Invariants: a loan ends when the last view of its array has gone, by
 itself and never before; each is told once, so that a shard that was lent twice is told twice. An
 array may go in any thread, also in one that holds a lock of ours, so its end is merely written
-down. One thread at a time lends and takes; driven by connection.py, whose lender is an owner, and
-by landing.py, which lends its own.
+down. A forked child is not asked how long it looks. One thread at a time lends and takes; driven by
+connection.py, whose lender is an owner, and by landing.py, which lends its own.
 """
 
 from collections import deque
