@@ -59,7 +59,7 @@ class RankedPolicy:
     ) -> None:
         """Start the ranks; RankGone where one cannot load the model."""
         actor = RoleSpec(
-            make=f"{__name__}:PolicyRole",
+            make="rollmesh.trainer.ranked:PolicyRole",
             settings={"path": path, "trainer": msgspec.to_builtins(settings)},
         )
         plan = RankPlan(
