@@ -1,0 +1,47 @@
+"""One sample of every message between an owner of tensors and its consumer, and their frozen bytes.
+
+    python -m tests.golden.tensors     writes tensors.txt anew; only with a new PROTOCOL in
+                                       tensors/frames.py, or a new field that has a default
+
+Invariant: samples differ from every default, so that a field that moves, or is lost, shows. Driven
+by test_tensors.py.
+"""
+
+import typing
+from pathlib import Path
+
+from rollmesh.tensors import frames as f
+
+FILE = Path(__file__).with_name("tensors.txt")
+NONCE = bytes(range(f.NONCE_BYTES))
+IDS, RETURNED = f.column([(7 << 32) + 1, 2**63 - 1]), f.column([(7 << 32) + 2])
+
+SAMPLES: tuple[f.Ask | f.Answer, ...] = (
+    f.Hello(f.PROTOCOL, NONCE),
+    f.Proof(NONCE),
+    f.Fetch(IDS, True, RETURNED),
+    f.Clear(IDS, RETURNED),
+    f.Returned(RETURNED),
+    f.Welcome(f.PROTOCOL, NONCE, NONCE),
+    f.Admitted("3f0b/27/1", "/dev/shm"),
+    f.Lent(["/dev/shm/rollmesh-0-ab"], f.column([0, 0]), f.column([0, 64]), f.column([64, 10])),
+    f.Sent(f.column([64, 10])),
+    f.Cleared(2),
+    f.Missing((7 << 32) + 1, "cleared"),
+    f.Refused("why"),
+)
+
+
+def kinds() -> set[type]:
+    """Every type of message between them."""
+    return {*typing.get_args(f.Ask), *typing.get_args(f.Answer)}
+
+
+def main() -> None:
+    """Write the file."""
+    lines = (f"{type(each).__name__} {f.frame(each).hex()}\n" for each in SAMPLES)
+    FILE.write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    main()
