@@ -46,11 +46,15 @@ def fork(store: OwnerStore) -> str:
 
 
 def linger(_: OwnerStore) -> str:
-    """A child of ours stays until there are no more lines, whatever becomes of us."""
+    """What a child of ours says that stays until there are no more lines, whatever becomes of us."""
+    reading, writing = os.pipe()
     if not os.fork():
+        os.write(writing, b"it lingers")
         sys.stdin.read()
         os._exit(0)
-    return "it lingers"
+    os.close(writing)
+    with open(reading) as told:
+        return told.read(10)
 
 
 def main() -> None:
