@@ -12,12 +12,13 @@ import msgspec
 import pytest
 import torch
 
-from rollmesh.core.errors import OwnerGone, ShardMissing, StoreFull, TensorError
-from rollmesh.tensors.handles import UNTAGGED, RTensor, pack, unpack
+from rollmesh.core.errors import FetchMismatch, OwnerGone, ShardMissing, StoreFull, TensorError
+from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.handles import UNTAGGED, Content, RTensor, pack, unpack
 from rollmesh.tensors.nested import collect
 from rollmesh.tensors.plane import Plane, current
 from rollmesh.tensors.torch_bridge import ReadOnlyTensor
-from tests.unit.tensors.neighbours import MAX_BYTES, Mesh, process_of
+from tests.unit.tensors.neighbours import MAX_BYTES, Mesh, Neighbours, process_of
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -274,6 +275,27 @@ def test_one_missing_shard_fails_the_call_and_keeps_nothing(mesh: Mesh) -> None:
         consumer.localize(handles)
     assert caught.value.shard_id == handles[1].shard_id
     assert kept(consumer) == 0
+
+
+class Careless(Neighbours):
+    """A backend that loses the last shard of each fetch."""
+
+    def fetch(self, owner: str, handles: list[RTensor]) -> list[Content]:
+        return super().fetch(owner, handles)[:-1]
+
+
+@pytest.mark.parametrize("num_owners", [1, 2])
+@pytest.mark.parametrize("buffer", [FetchBuffer(MAX_BYTES), None], ids=["buffer", "no buffer"])
+def test_a_backend_that_gives_too_little_is_found_out(
+    mesh: Mesh, buffer: FetchBuffer | None, num_owners: int
+) -> None:
+    careless = Careless()
+    careless.stores = mesh.neighbours.stores
+    owners = [mesh.process(7001 + number) for number in range(num_owners)]
+    handles = [each.remotize([torch.ones(2), torch.zeros(2)]) for each in owners]
+    with pytest.raises(FetchMismatch, match=r"2 shards were asked of .*, 1 came"):
+        Plane(None, buffer, careless).localize(handles)
+    assert buffer is None or buffer.stats().num_tensors == 0
 
 
 def test_a_batch_beyond_the_budget_is_stored_not_at_all(mesh: Mesh) -> None:
