@@ -160,6 +160,18 @@ def test_a_role_has_the_settings_it_was_named_with(controller: TrainController) 
     assert controller.call("sums.setting", "colour") == "blue"
 
 
+def test_ranks_listen_on_loopback_alone(controller: TrainController) -> None:
+    controller.call("sums.all_of", 1.0)  # so that whoever listens for a collective does
+    listening = [
+        each.laddr.ip
+        for pid in controller.pids()
+        for each in psutil.Process(pid).net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) >= 3, "two stores of tensors, and the store in which ranks meet"
+    assert set(listening) == {"127.0.0.1"}
+
+
 def test_ranks_beside_a_head_compute_on_what_it_was_given(home: Household, plane: Plane) -> None:
     tensors = [torch.arange(5, dtype=torch.bfloat16), torch.ones(0), torch.tensor(3.5)]
     handles = plane.remotize(tensors)
