@@ -46,7 +46,7 @@ def fork(store: OwnerStore) -> str:
 
 
 def linger(_: OwnerStore) -> str:
-    """What a child of ours says that stays until there are no more lines, whatever becomes of us."""
+    """What a child says that stays until there are no more lines, whatever becomes of us."""
     reading, writing = os.pipe()
     if not os.fork():
         os.write(writing, b"it lingers")
