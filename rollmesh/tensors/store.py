@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.core.clock import Clock
-from rollmesh.core.errors import ShardMissing, TensorError
+from rollmesh.core.errors import ShardMissing, StoreFull, TensorError
 from rollmesh.tensors.arena import Arena, Slot
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor, new_incarnation
 from rollmesh.tensors.ledger import Ledger
@@ -106,8 +106,7 @@ class OwnerStore:
 
         StoreFull, and nothing is stored, where they do not fit; TensorError where `step` has ended.
         """
-        self._settle()
-        slots = self._arena.allocate([each.data.nbytes for each in contents])
+        slots = self._slots([each.data.nbytes for each in contents])
         ids: list[int] = []
         try:
             for slot, content in zip(slots, contents, strict=True):
@@ -216,6 +215,18 @@ class OwnerStore:
     def close(self) -> None:
         """Nobody attaches any more. What is looked at stays."""
         self._arena.close()
+
+    def _slots(self, sizes: list[int]) -> list[Slot]:
+        self._settle()
+        try:
+            return self._arena.allocate(sizes)
+        except StoreFull as full:
+            is_spent = full.held_bytes + full.wanted_bytes > full.max_bytes
+            if not (is_spent and self._retained_bytes):
+                raise
+            why = f"{self._retained_bytes} of them freed and still looked at"
+            spent = (full.wanted_bytes, full.held_bytes, full.max_bytes)
+            raise StoreFull(*spent, why) from None
 
     def _enter(self, slots: list[Slot], contents: Sequence[Content], step: int) -> range:
         held = [

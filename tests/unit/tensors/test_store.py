@@ -151,7 +151,7 @@ def test_what_is_freed_while_it_is_looked_at_stays_until_nobody_looks(
     stats = store.stats()
     assert (stats.num_tensors, stats.total_bytes) == (0, 0)
     assert stats.retained_bytes == 40 * PAGE_BYTES
-    with pytest.raises(StoreFull):
+    with pytest.raises(StoreFull, match=f"{40 * PAGE_BYTES} of them freed and still looked at"):
         put(store, 2, 40 * PAGE_BYTES)
     for number in range(24):
         put(store, 3 + number, PAGE_BYTES)
