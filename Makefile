@@ -9,6 +9,7 @@
 #   make setup                  only the .venv        (PYTHON=python3.12 picks the interpreter)
 #   make sglang                 a real SGLang in .venv-sglang, for tests/contract (3 GB, minutes)
 #   make test-sglang            the engines' contract, ours and a real SGLang, in both stream forms
+#   make test-ray               the backends' contract, ours and Ray; installs the extra `ray` (290 MB)
 #   make test-clients           real agents and SDKs through the gateway; writes docs/clients.md
 #   make clients                only their environments, in .venv-clients (2.5 GB; npm for three)
 #   make clean                  remove the .venv and the caches; runs/ stays
@@ -25,7 +26,7 @@ ARGS   ?=
 BENCH  ?= $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
 SOURCE := rollmesh tests $(wildcard benchmarks examples)
 
-.PHONY: help demo test chaos clients test-clients test-sglang check format lint types arrows house bench \
+.PHONY: help demo test chaos clients test-clients test-sglang test-ray check format lint types arrows house bench \
         bench-peers setup sglang clean
 .DEFAULT_GOAL := help
 
@@ -43,6 +44,9 @@ test-clients: $(STAMP) clients
 
 test-sglang: $(STAMP) sglang
 	@$(BIN)/python -m pytest tests/contract $(ARGS)
+
+test-ray: $(VENV)/.ray
+	@$(BIN)/python -m pytest tests/contract/test_tensor_backends.py $(ARGS)
 
 chaos: $(STAMP)
 	@nice -n 15 $(BIN)/python -m pytest -m chaos -s tests/flow/test_chaos.py
@@ -89,6 +93,11 @@ $(STAMP): $(BIN)/python pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install $$(test -t 1 || echo --quiet) -c constraints.txt pip
 	@$(BIN)/python -m pip install $$(test -t 1 || echo --quiet) -c constraints.txt \
 	    --group dev --editable '.[train]'
+	@touch $@
+
+$(VENV)/.ray: $(STAMP)
+	@echo "rollmesh: installing Ray into $(VENV) (290 MB)"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[train,ray]'
 	@touch $@
 
 $(BIN)/python:

@@ -242,6 +242,7 @@ class OwnerGone(TensorError):
     def __init__(self, owner: str, why: str) -> None:
         super().__init__(f"{owner} is gone: {why}; is its process alive, and reachable from here?")
         self.owner = owner
+        self.why = why
 
 
 class StoreFull(TensorError):

@@ -1,0 +1,73 @@
+"""A batch on a Ray cluster: this process stores it, an actor trains on it, the step's end frees it.
+
+    python -m examples.ray_batch                     a cluster of its own, on this machine
+    python -m examples.ray_batch --cluster HOST:6379
+
+What travels to the actor is a pack of handles; it fetches the tensors itself, through Ray's object
+store, and looks at them in place. Invariant: after each step neither process holds a byte of it.
+Needs `pip install 'rollmesh[train,ray]'`. Driven by people who run their trainer on Ray.
+"""
+
+import argparse
+from contextlib import closing
+
+import ray
+import torch
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.ids import new_id
+from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.handles import RTensor, pack, unpack
+from rollmesh.tensors.plane import Plane
+from rollmesh.tensors.ray_backend import RayPeers, RayServer
+from rollmesh.tensors.store import OwnerStore, StoreSettings
+
+NUM_STEPS = 3
+NUM_SAMPLES = 64
+MAX_BYTES = 2**28
+
+
+class Rank:
+    """Looks at batches, in a process of its own."""
+
+    def __init__(self) -> None:
+        self._plane = Plane(buffer=FetchBuffer(MAX_BYTES), backend=RayPeers())
+
+    def train(self, packed: bytes, step: int) -> tuple[float, int]:
+        """The mean over all samples, and bytes that are left when the step has ended."""
+        tensors = self._plane.localize(unpack(packed))
+        mean = float(torch.cat(tensors).mean())
+        del tensors
+        self._plane.end_step(step)
+        stats = self._plane.stats().buffer
+        assert stats is not None
+        return mean, stats.total_bytes
+
+
+def main(cluster: str | None) -> None:
+    """Three steps."""
+    ray.init(cluster, num_cpus=None if cluster else 1, log_to_driver=False)
+    store = OwnerStore(StoreSettings(max_bytes=MAX_BYTES), SystemClock())
+    server = RayServer(store, f"ray://{new_id('example')}")
+    rank = ray.remote(Rank).remote()
+    with closing(store):
+        print(f"stored at {server.start()}")
+        plane = Plane(store=store)
+        for step in range(NUM_STEPS):
+            lengths = torch.randint(100, 4000, (NUM_SAMPLES,)).tolist()
+            batch: list[RTensor] = plane.remotize([torch.rand(each) for each in lengths], step)
+            packed = pack(batch)
+            mean, num_bytes_there = ray.get(rank.train.remote(packed, step))
+            num_bytes = sum(each.num_bytes for each in batch)
+            plane.end_step(step)
+            size = f"{num_bytes} bytes by {len(packed)} bytes of handles, mean {mean:.3f}"
+            left = f"{store.stats().total_bytes} here, {num_bytes_there} there"
+            print(f"step {step}: {size}; held then: {left}")
+        server.stop()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m examples.ray_batch")
+    parser.add_argument("--cluster", help="HOST:PORT of a cluster that runs")
+    main(parser.parse_args().cluster)

@@ -1,0 +1,171 @@
+"""The backends that the contract of tensors is held against: our own connections, and Ray.
+
+Invariant: an owner is another process, which is gone when its `with` ends; nothing here knows more
+of a backend than its door. Driven by test_tensor_backends.py.
+"""
+
+import importlib.util
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.ids import new_id
+from rollmesh.tensors import peer
+from rollmesh.tensors.backend import Backend
+from rollmesh.tensors.handles import UNTAGGED, RTensor, unpack
+from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.server import TensorServer
+from rollmesh.tensors.store import OwnerStore
+from tests.contract.tensor_owner import Ask, Count, EndStep, Free, Kind, Put
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+STORE_BYTES = 100 * 2**20
+"""Of Ray's object store, which takes no less than 75 MB."""
+
+
+class OwnerProcess:
+    """tests/contract/tensor_owner.py, asked."""
+
+    def __init__(self, child: "subprocess.Popen[bytes]") -> None:
+        self.child = child
+        self.address: str = self._told()
+
+    def put(self, kinds: Sequence[Kind], seed: int = 0, step: int = UNTAGGED) -> list[RTensor]:
+        return unpack(bytes.fromhex(self._ask(Put([*kinds], seed, step))))
+
+    def clear(self, handles: Sequence[RTensor]) -> int:
+        return int(self._ask(Free([each.shard_id for each in handles])))
+
+    def end_step(self, step: int) -> int:
+        return int(self._ask(EndStep(step)))
+
+    def count(self) -> tuple[int, int]:
+        """Tensors and bytes that it holds."""
+        num_tensors, total_bytes = self._ask(Count())
+        return num_tensors, total_bytes
+
+    def kill(self) -> None:
+        """It has no say in it."""
+        self.child.kill()
+        self.child.wait()
+
+    def _ask(self, ask: Ask) -> Any:
+        assert self.child.stdin is not None
+        self.child.stdin.write(msgspec.json.encode(ask) + b"\n")
+        self.child.stdin.flush()
+        return self._told()
+
+    def _told(self) -> Any:
+        assert self.child.stdout is not None
+        return msgspec.json.decode(self.child.stdout.readline())
+
+
+class Mesh:
+    """Where owners of one kind can be reached; ours."""
+
+    def connect(self) -> Backend:
+        """A consumer's."""
+        return Peers()
+
+    @contextmanager
+    def owner(self, address: str = "tcp://127.0.0.1:0") -> Iterator[OwnerProcess]:
+        """One that serves there."""
+        argv = [sys.executable, "-m", "tests.contract.tensor_owner", address, *self._options()]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            try:
+                yield OwnerProcess(child)
+            finally:
+                child.kill()
+
+    @contextmanager
+    def serving(self, store: OwnerStore) -> Iterator[None]:
+        """This process is an owner."""
+        server = TensorServer(store, "tcp://127.0.0.1:0")
+        server.start()
+        yield
+        server.stop()
+
+    def absent(self) -> str:
+        """The address of nobody."""
+        return "tcp://127.0.0.1:9"
+
+    def parts(self) -> tuple[ModuleType, str, int]:
+        """A constant that makes one call of many parts."""
+        return peer, "MAX_IDS", 2
+
+    def is_at_rest(self) -> bool:
+        """Nothing is left of what was fetched and let go."""
+        return True
+
+    def close(self) -> None:
+        """No process of it is left."""
+
+    def _options(self) -> list[str]:
+        return []
+
+
+class RayMesh(Mesh):
+    """Ray's, with this process at its head; what Ray opens to other machines a token guards."""
+
+    def __init__(self) -> None:
+        # Ray reads them when it is loaded; otherwise its token would lie in the user's home.
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        import ray  # noqa: PLC0415 - is not installed everywhere
+
+        ray.init(
+            num_cpus=1,
+            object_store_memory=STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+        )
+        self._cluster = ray.get_runtime_context().gcs_address
+
+    def connect(self) -> Backend:
+        from rollmesh.tensors.ray_backend import RayPeers  # noqa: PLC0415 - as above
+
+        return RayPeers()
+
+    @contextmanager
+    def owner(self, address: str = "") -> Iterator[OwnerProcess]:
+        with super().owner(address or self.absent()) as owner:
+            yield owner
+
+    @contextmanager
+    def serving(self, store: OwnerStore) -> Iterator[None]:
+        from rollmesh.tensors.ray_backend import RayServer  # noqa: PLC0415 - as above
+
+        server = RayServer(store, self.absent())
+        server.start()
+        yield
+        server.stop()
+
+    def absent(self) -> str:
+        return f"ray://{new_id('owner')}"
+
+    def parts(self) -> tuple[ModuleType, str, int]:
+        from rollmesh.tensors import ray_backend  # noqa: PLC0415 - as above
+
+        return ray_backend, "PART_BYTES", 30
+
+    def is_at_rest(self) -> bool:
+        from ray._private.worker import global_worker  # noqa: PLC0415 - as above; it has no door
+
+        return not global_worker.core_worker.get_all_reference_counts()
+
+    def close(self) -> None:
+        import ray  # noqa: PLC0415 - as above
+
+        ray.shutdown()
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+            del os.environ[name]
+
+    def _options(self) -> list[str]:
+        return ["--cluster", self._cluster]
