@@ -206,7 +206,7 @@ class RankGone(RankError):
     """A rank ended or is silent; its collectives cannot go on, so all ranks end with it."""
 
     def __init__(self, rank: int, cause: str) -> None:
-        super().__init__(f"rank {rank} is gone: {cause}; start a new controller")
+        super().__init__(f"rank {rank} is gone: {cause}; all ranks have to start anew")
         self.rank = rank
         self.cause = cause
 

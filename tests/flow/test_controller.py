@@ -60,6 +60,12 @@ def rows(plane: Plane, *lengths: int, dtype: torch.dtype = torch.float32) -> lis
     return stored
 
 
+def shared_memory(process: psutil.Process) -> set[Path]:
+    """The files of its own that it has mapped."""
+    mapped = {Path(each.path) for each in process.memory_maps()}
+    return {path for path in mapped if path.name.startswith("rollmesh-")}
+
+
 def total_bytes(held: Held) -> dict[int, int]:
     """By process: all that is stored, retained or buffered."""
     return {
@@ -186,6 +192,8 @@ def test_a_rank_that_is_killed_in_a_call_ends_it_and_all_ranks(
 ) -> None:
     with TrainController(plan(2), home) as controller:
         processes = [psutil.Process(pid) for pid in controller.pids()]
+        memory = [path for each in processes for path in shared_memory(each)]
+        assert len(memory) == 2
         flag = tmp_path / "flag"
         os.mkfifo(flag)
         begun = controller.begin("sums.leave_alone", 1, str(flag))
@@ -198,6 +206,7 @@ def test_a_rank_that_is_killed_in_a_call_ends_it_and_all_ranks(
         with pytest.raises(RankGone):
             controller.call("sums.all_of", 1.0)
         assert controller.clear_batches().missing == (0, 1)
+    assert not [path for path in memory if path.exists()]
 
 
 def test_a_rank_that_stays_in_a_collective_is_not_waited_for(home: Household) -> None:

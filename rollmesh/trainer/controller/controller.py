@@ -23,6 +23,7 @@ from rollmesh.core.errors import TensorError
 from rollmesh.core.logs import get_logger
 from rollmesh.tensors.handles import UNTAGGED, RTensor
 from rollmesh.tensors.nested import collect, transform
+from rollmesh.tensors.segment import SHARED_MEMORY, sweep
 from rollmesh.trainer.controller.answers import Reduce, join
 from rollmesh.trainer.controller.clearing import clear_everywhere
 from rollmesh.trainer.controller.crew import NO_STEP, CrewSettings
@@ -113,6 +114,8 @@ class TrainController:
     def close(self) -> None:
         """End all ranks."""
         self._hub.close("the controller is closed")
+        if SHARED_MEMORY.is_dir():
+            sweep(SHARED_MEMORY)  # after those that were killed
 
     def take(self, batch: Any, step: int) -> Any:
         """`batch` is `step`'s from now on, and freed when that ends; handles that say so.

@@ -110,7 +110,7 @@ def test_a_rank_that_ends_ends_what_is_open_with_its_name(state: str) -> None:
         said(crew, CallStaged(1, 1))
     failed, broken = crew.step(RankExited(1, "killed by signal 9"), 0.0)
     assert isinstance(failed, Failed)
-    assert str(failed.error) == "rank 1 is gone: killed by signal 9; start a new controller"
+    assert str(failed.error) == "rank 1 is gone: killed by signal 9; all ranks have to start anew"
     assert error_of([broken]) is failed.error
 
 
