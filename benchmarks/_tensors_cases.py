@@ -62,15 +62,15 @@ def _compare(bench: Bench, case: str) -> dict[str, list[Lap]]:
             "fetch_ms": 1e3 * median(lap.fetch_s for lap in mine),
             "cpu_ms": 1e3 * min(lap.cpu_s for lap in mine),
         })  # fmt: skip
-    raw, shm, tcp = laps["raw"], laps["shm"], laps["tcp"]
+    raw, warm, shm, tcp = (laps[name] for name in ("raw", "raw_warm", "shm", "tcp"))
     bench.note(case, {
         "memcpy_ms": 1e3 * median(lap.publish_s for lap in raw),
         "publish_ms": 1e3 * median(lap.publish_s for lap in shm),
         "publish_vs_memcpy": _ratio(raw, shm, attrgetter("publish_s")),
         "publish_vs_memcpy.by_cpu": _ratio(raw, shm, attrgetter("publish_cpu_s")),
         "tcp_vs_raw": _ratio(raw, tcp, attrgetter("fetch_s")),
-        "tcp_vs_raw.by_cpu": _ratio(raw, tcp, attrgetter("cpu_s")),
-        "tcp_vs_raw_warm": _ratio(laps["raw_warm"], tcp, attrgetter("fetch_s")),
+        "tcp_vs_raw_warm": _ratio(warm, tcp, attrgetter("fetch_s")),
+        "tcp_vs_raw_warm.by_cpu": _ratio(warm, tcp, attrgetter("cpu_s")),
         "tcp_vs_pioneer": _ratio(laps["pioneer"], tcp, attrgetter("fetch_s")),
         "shm_vs_pioneer": _ratio(laps["pioneer"], shm, attrgetter("fetch_s")),
     })  # fmt: skip

@@ -16,12 +16,13 @@ from benchmarks._tensors_batches import Piece
 
 ARMS = {
     "raw": "_tensors_floor:Raw",
-    "raw_warm": "_tensors_floor:RawWarm",
     "shm": "_tensors_ours:Shm",
+    "raw_warm": "_tensors_floor:RawWarm",
     "tcp": "_tensors_ours:Tcp",
     "pioneer": "_tensors_pioneer:Pioneer",
 }
-"""Where the `...Owner` and the `...Consumer` of each stand; raw_warm has the owner of raw."""
+"""Where the `...Owner` and `...Consumer` of each stand, in the order of their laps: ratios are of
+neighbours. raw_warm has the owner of raw."""
 
 
 class Publish(msgspec.Struct, tag=True):
