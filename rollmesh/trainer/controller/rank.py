@@ -21,7 +21,7 @@ import queue
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -87,6 +87,7 @@ class RankProcess:
         self._place: Place | None = None
         self._roles: dict[str, object] = {}
         self._staged: dict[int, _Staged] = {}
+        """In the order in which they are to be run."""
         self._to_stage: queue.SimpleQueue[tuple[StageCall, bytes]] = queue.SimpleQueue()
         self._to_run: queue.SimpleQueue[FormGroup | RunCall | EndRank] = queue.SimpleQueue()
         self._num_beats = 0
@@ -132,7 +133,7 @@ class RankProcess:
         """Free what is tagged up to `step`."""
         self._plane.end_step(step)
 
-    def lose(self, why: str) -> None:
+    def lose(self, why: str) -> NoReturn:
         """End at once: the main thread may be in a collective that never ends."""
         log.error("rank.ended", rank=self._spec.rank, why=why)
         self._household.abandon()
@@ -207,6 +208,8 @@ class RankProcess:
         return True
 
     def _run(self, call_id: int) -> None:
+        if next(iter(self._staged), None) != call_id:
+            self.lose("a message was lost: an earlier call is still to be run")
         staged = self._staged.pop(call_id)
         body, error = b"", ""
         try:

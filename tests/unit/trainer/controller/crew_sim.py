@@ -24,6 +24,7 @@ from rollmesh.wire.ranks import (
     CallEnded,
     CallStaged,
     ControllerBeat,
+    DropCall,
     FormGroup,
     HeldTensors,
     RankBeat,
@@ -52,7 +53,8 @@ class SimRank:
         self.is_frozen = False
         self.is_ended = False
         self.ended_step = -1
-        self.staged: set[int] = set()
+        self.staged: list[int] = []
+        """In the order in which they came."""
         self.ran: list[int] = []
         self._chance = chance
         self._trouble = trouble
@@ -93,15 +95,20 @@ class SimRank:
             case FormGroup():
                 self.say(RankReady(self.number, f"tcp://rank:{self.number}"))
             case StageCall(call_id=call_id):
-                self.staged.add(call_id)
+                self.staged.append(call_id)
                 self.say(CallStaged(self.number, call_id, "no such shard" if fails else ""))
             case RunCall(call_id=call_id):
-                assert call_id in self.staged, "it runs what it was given"
+                if not self.staged or self.staged[0] != call_id:
+                    self._leave("a call was lost")
+                    return
+                self.staged.remove(call_id)
                 self.ran.append(call_id)
                 if fails and self._chance.random() < 0.3:
                     self.is_frozen = self._chance.random() < 0.5  # else it raises where others wait
                 if not self.is_frozen:
                     self.say(CallEnded(self.number, call_id, "ValueError" if fails else ""))
+            case DropCall(call_id=call_id):
+                self.staged = [each for each in self.staged if each != call_id]
             case ReadTensors(ended_step=step, ask_id=ask_id):
                 nothing = HeldTensors()
                 self.say(TensorsTold(self.number, ask_id, step, 0, nothing, nothing))
