@@ -1,19 +1,17 @@
 """Shards of other owners: each is fetched once, and kept within a budget of bytes.
 
     unknown --asked for--> FETCHING --it came--> KEPT --end_step, clear, the budget--> unknown
-                           FETCHING --end_step, clear--> unknown, and handed out when it comes
+                           FETCHING --end_step, clear; it came--> unknown, handed out all the same
                            FETCHING --the fetch failed--> unknown, and who waits fails alike
                            FETCHING --its thread was interrupted--> unknown, and who waits asks anew
 
 Owns a process's copies, and the table of what is on its way. Invariants: nobody asks for what is
-here or on its way; what comes is kept only if it still stands in that table, so what was cleared
-meanwhile does not come back; at most `max_bytes` of memory are kept, the longest unused goes first,
-and what leaves while somebody views it is no longer counted. The lock is held for dictionary
-operations, STRETCH shards at a time, and nothing is freed under it. Any thread may call; driven by
-the plane.
+here or on its way; what was cleared, or whose step ended, while it was on its way is not kept, so
+nothing comes back; at most `max_bytes` of memory are kept, the longest unused goes first, and what
+leaves while somebody views it is no longer counted. The lock is held for dictionary operations,
+STRETCH shards at a time, and nothing is freed under it. Any thread may call; driven by the plane.
 """
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -25,9 +23,8 @@ from rollmesh.tensors.shelf import Kept, Shelf, memory_of
 
 Fetch = Callable[[list[RTensor]], list[Content]]
 """Contents of handles, in their order, or an error."""
-STRETCH = 512
-"""Shards that are looked up while others wait."""
-ANY_STEP = sys.maxsize
+STRETCH = 256
+"""Shards that are looked up, kept or dropped while others wait."""
 
 
 class BufferStats(msgspec.Struct, frozen=True):
@@ -48,7 +45,9 @@ class _Flight:
     its thread was INTERRUPTED.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ended_step: int) -> None:
+        self.ended_step = ended_step
+        """The newest that had ended when it began."""
         self.handles: dict[int, RTensor] = {}
         self.contents: dict[int, Content] = {}
         self.error: Exception | None = None
@@ -62,7 +61,7 @@ class FetchBuffer:
         self._max_bytes = max_bytes
         self._shelf = Shelf()
         self._flights: dict[int, _Flight] = {}
-        """By shard; what does not stand here any more is not kept when it comes."""
+        """Who fetches what; a shard that does not stand here any more is not kept."""
         self._lock = threading.Lock()
         self._ended_step = UNTAGGED
         self._num_hits = 0
@@ -76,7 +75,7 @@ class FetchBuffer:
         missing = {handle.shard_id: handle for handle in wanted}
         found: dict[int, Content] = {}
         while missing:
-            flight = _Flight()
+            flight = _Flight(self._ended_step)
             try:
                 awaited = self._sort(missing, found, flight)
                 if flight.handles:
@@ -99,16 +98,19 @@ class FetchBuffer:
             if step <= self._ended_step:
                 return 0
             self._ended_step = step
-            known = [*self._flights, *self._shelf]
-        return self._drop(known, step)
+        num_dropped = 0
+        while num_more := self._drop_ended(step):
+            num_dropped += num_more
+        return num_dropped
 
     def clear(self, shard_ids: Iterable[int] | None) -> int:
         """Drop these, or with None all; how many were kept."""
         if shard_ids is not None:
-            return self._drop([*shard_ids])
+            return sum(self._drop(some) for some in _stretches([*shard_ids]))
         with self._lock:
-            known = [*self._flights, *self._shelf]
-        return self._drop(known)
+            shelf, self._shelf = self._shelf, Shelf()
+            self._flights = {}
+        return len(shelf)
 
     def stats(self) -> BufferStats:
         """As of now."""
@@ -125,8 +127,8 @@ class FetchBuffer:
             with self._lock:
                 for shard_id in some:
                     other = self._flights.get(shard_id)
-                    if (kept := self._shelf.get(shard_id)) is not None:
-                        found[shard_id] = self._shelf.use(kept)
+                    if (content := self._shelf.use(shard_id)) is not None:
+                        found[shard_id] = content
                         self._num_hits += 1
                     elif other is not None and not other.is_over.is_set():
                         awaited[shard_id] = other
@@ -145,10 +147,10 @@ class FetchBuffer:
                 for shard_id in some:
                     if self._flights.get(shard_id) is flight:
                         del self._flights[shard_id]
-                        self._keep(flight.handles[shard_id], flight.contents[shard_id])
+                        self._keep(flight, shard_id)
                 self._num_fetched += len(some)
-        while coldest := self._too_many():
-            self._forget(coldest)
+        while self._is_over():
+            self._evict()
 
     def _end(self, flight: _Flight) -> None:
         """Whatever became of it, nobody waits for it any more."""
@@ -161,31 +163,44 @@ class FetchBuffer:
         finally:
             flight.is_over.set()
 
-    def _keep(self, handle: RTensor, content: Content) -> None:
-        is_ended = UNTAGGED < handle.step <= self._ended_step
+    def _keep(self, flight: _Flight, shard_id: int) -> None:
+        handle, content = flight.handles[shard_id], flight.contents[shard_id]
+        ended_step = self._ended_step
+        if handle.step == UNTAGGED:
+            is_ended = flight.ended_step < ended_step
+        else:
+            is_ended = handle.step <= ended_step
         if not is_ended and memory_of(content).nbytes <= self._max_bytes:
             self._shelf.put(handle, content)
 
-    def _too_many(self) -> list[int]:
-        """Past the budget, some of those that were not used for longest."""
+    def _is_over(self) -> bool:
         with self._lock:
-            is_over = self._shelf.total_bytes > self._max_bytes
-            return self._shelf.coldest(STRETCH) if is_over else []
+            return self._shelf.total_bytes > self._max_bytes
 
-    def _drop(self, shard_ids: Sequence[int], last_step: int = ANY_STEP) -> int:
-        return sum(self._forget(some, last_step) for some in _stretches(shard_ids))
+    def _evict(self) -> None:
+        """Past the budget, drop some of those that were not used for longest."""
+        gone: list[Kept] = []
+        with self._lock:
+            while self._shelf.total_bytes > self._max_bytes and len(gone) < STRETCH:
+                gone.append(self._shelf.take_down_coldest())
 
-    def _forget(self, shard_ids: Sequence[int], last_step: int = ANY_STEP) -> int:
-        """Of these, the ones of steps up to `last_step`, here or on their way; how many were here.
-        What they held is freed at the return, when the lock is open."""
+    def _drop_ended(self, last_step: int) -> int:
+        gone: list[Kept] = []
+        with self._lock:
+            while len(gone) < STRETCH and (kept := self._shelf.take_down_ended(last_step)):
+                gone.append(kept)
+        return len(gone)
+
+    def _drop(self, shard_ids: Sequence[int]) -> int:
+        """Whether here or on their way; how many were here."""
+        # What they held is freed at the return, when the lock is open.
         gone: list[Kept] = []
         with self._lock:
             for shard_id in shard_ids:
-                flight, kept = self._flights.get(shard_id), self._shelf.get(shard_id)
-                if flight is not None and flight.handles[shard_id].step <= last_step:
-                    del self._flights[shard_id]
-                if kept is not None and kept.step <= last_step:
-                    gone.append(self._shelf.take_down(shard_id))
+                self._flights.pop(shard_id, None)
+                kept = self._shelf.take_down(shard_id)
+                if kept is not None:
+                    gone.append(kept)
         return len(gone)
 
 

@@ -1,14 +1,13 @@
 """Contents that are kept for their next use, counted by the memory that they hold.
 
-Shards that were received into one block of memory hold all of it until the last of them goes, so
-the block is what is counted, what is used and what is coldest. Owns the order of use. Invariants:
-`total_bytes` is the memory that would be freed if all went; whoever takes a shard down gets what
-was there, so that it is freed when he wishes. Not for threads; driven by the buffer, in its lock.
+Owns the order of use, which shards each step has, and the count of bytes. Invariant: `total_bytes`
+is the memory that would be freed if all went: a block that several shards were received into counts
+whole, once, until the last of them goes. Each operation costs as much as the shards it names, and
+whoever takes one down gets what was there, so that it is freed when he likes. Not for threads;
+driven by the buffer, in its lock.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from itertools import islice
 
 import msgspec
 import numpy as np
@@ -17,20 +16,11 @@ from numpy.typing import NDArray
 from rollmesh.tensors.handles import Content, RTensor
 
 
-class _Block:
-    """Memory, and the shards in it that are kept."""
-
-    def __init__(self, memory: NDArray[np.generic]) -> None:
-        self.memory = memory
-        self.shard_ids: dict[int, None] = {}
-
-
 class Kept(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One shard that is here."""
 
     content: Content
     step: int
-    block: _Block
 
 
 class Shelf:
@@ -38,50 +28,70 @@ class Shelf:
 
     def __init__(self) -> None:
         self.total_bytes = 0
-        self._kept: dict[int, Kept] = {}
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()
-        """By the id of their memory, the longest unused first."""
+        self._kept: OrderedDict[int, Kept] = OrderedDict()
+        """The longest unused first."""
+        self._steps: dict[int, dict[int, None]] = {}
+        """Their ids, by step."""
+        self._sharers: dict[int, int] = {}
+        """How many shards are kept of a block, by the block's id()."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._kept)
-
-    def get(self, shard_id: int) -> Kept | None:
-        """It, which is no use of it."""
-        return self._kept.get(shard_id)
-
-    def use(self, kept: Kept) -> Content:
-        """Its content; now it is the warmest."""
-        self._blocks.move_to_end(id(kept.block.memory))
+    def use(self, shard_id: int) -> Content | None:
+        """Its content, if it is here; now it is the newest in use."""
+        kept = self._kept.get(shard_id)
+        if kept is None:
+            return None
+        self._kept.move_to_end(shard_id)
         return kept.content
 
     def put(self, handle: RTensor, content: Content) -> None:
         """Keep it; it is not here yet."""
+        self._kept[handle.shard_id] = Kept(content, handle.step)
+        self._steps.setdefault(handle.step, {})[handle.shard_id] = None
         memory = memory_of(content)
-        block = self._blocks.get(id(memory))
-        if block is None:
-            block = self._blocks[id(memory)] = _Block(memory)
-            self.total_bytes += memory.nbytes
-        block.shard_ids[handle.shard_id] = None
-        self._kept[handle.shard_id] = Kept(content, handle.step, block)
+        if memory is not content.data:
+            num_sharers = self._sharers.get(id(memory), 0)
+            self._sharers[id(memory)] = num_sharers + 1
+            if num_sharers:
+                return
+        self.total_bytes += memory.nbytes
 
-    def take_down(self, shard_id: int) -> Kept:
-        """Keep it no longer; it is here."""
-        kept = self._kept.pop(shard_id)
-        block = kept.block
-        del block.shard_ids[shard_id]
-        if not block.shard_ids:
-            del self._blocks[id(block.memory)]
-            self.total_bytes -= block.memory.nbytes
+    def take_down(self, shard_id: int) -> Kept | None:
+        """Keep it no longer, if it is here."""
+        kept = self._kept.pop(shard_id, None)
+        if kept is not None:
+            self._forget(shard_id, kept)
         return kept
 
-    def coldest(self, num: int) -> list[int]:
-        """Up to `num` shards of the block that was not used for longest."""
-        for block in self._blocks.values():
-            return [*islice(block.shard_ids, num)]
-        return []
+    def take_down_coldest(self) -> Kept:
+        """The one that was not used for longest; there is one."""
+        shard_id, kept = self._kept.popitem(last=False)
+        self._forget(shard_id, kept)
+        return kept
+
+    def take_down_ended(self, last_step: int) -> Kept | None:
+        """One of the steps up to `last_step`, untagged ones among them, if one is here."""
+        for step, shard_ids in self._steps.items():
+            if step <= last_step:
+                # The newest: whoever takes the oldest again and again walks over all the gaps.
+                shard_id, _ = shard_ids.popitem()
+                return self.take_down(shard_id)
+        return None
+
+    def _forget(self, shard_id: int, kept: Kept) -> None:
+        of_step = self._steps[kept.step]
+        of_step.pop(shard_id, None)
+        if not of_step:
+            del self._steps[kept.step]
+        memory = memory_of(kept.content)
+        if memory is not kept.content.data:
+            num_sharers = self._sharers.pop(id(memory)) - 1
+            if num_sharers:
+                self._sharers[id(memory)] = num_sharers
+                return
+        self.total_bytes -= memory.nbytes
 
 
 def memory_of(content: Content) -> NDArray[np.generic]:

@@ -46,7 +46,15 @@ places = st.integers(0, 9)
 class Call:
     """One thread in `get_many`."""
 
-    def __init__(self, wanted: list[RTensor], own: list[RTensor], awaited: list["Call"]) -> None:
+    def __init__(
+        self,
+        wanted: list[RTensor],
+        own: list[RTensor],
+        awaited: list["Call"],
+        ended_step: int,
+    ) -> None:
+        self.ended_step = ended_step
+        """When it began."""
         self.wanted = wanted
         self.own = {each.shard_id: each for each in own}
         self.awaited = awaited
@@ -100,7 +108,7 @@ class BufferSchedule(RuleBasedStateMachine):
             own.append(handle(FIRST_OWN + self.num_calls, step, 1))
             wanted.extend(own)
         self.num_calls += 1
-        call = Call(wanted, own, awaited)
+        call = Call(wanted, own, awaited, self.ended_step)
         self.coming.update(dict.fromkeys(call.own, call))
         call.start(self.buffer)
         if own:
@@ -114,7 +122,8 @@ class BufferSchedule(RuleBasedStateMachine):
     def land(self, place: int) -> None:
         call = self.fetching.pop(place % len(self.fetching))
         for each in self._withdrawn(call):
-            is_ended = UNTAGGED < each.step <= self.ended_step
+            is_untagged = each.step == UNTAGGED
+            is_ended = (call.ended_step if is_untagged else each.step - 1) < self.ended_step
             if not is_ended and each.num_bytes <= MAX_BYTES:
                 self.kept[each.shard_id] = each
         while sum(each.num_bytes for each in self.kept.values()) > MAX_BYTES:
@@ -143,9 +152,8 @@ class BufferSchedule(RuleBasedStateMachine):
         ended: set[int] = set()
         if step > self.ended_step:
             self.ended_step = step
-            coming = [call.own[each] for each, call in self.coming.items()]
-            ended = {each.shard_id for each in [*self.kept.values(), *coming] if each.step <= step}
-        assert self.buffer.end_step(step) == self._drop(ended)
+            ended = {each.shard_id for each in self.kept.values() if each.step <= step}
+        assert self.buffer.end_step(step) == len([self.kept.pop(each) for each in ended])
 
     @invariant()
     def counts_agree(self) -> None:

@@ -6,8 +6,8 @@ import weakref
 
 import pytest
 
-from rollmesh.tensors.handles import RTensor
-from rollmesh.tensors.shelf import Shelf
+from rollmesh.tensors.handles import UNTAGGED, RTensor
+from rollmesh.tensors.shelf import Kept, Shelf
 from tests.unit.tensors.fetches import SHARD_BYTES, content, handle, handles, ids, in_one_block
 
 
@@ -16,9 +16,9 @@ def shelf() -> Shelf:
     return Shelf()
 
 
-def put(shelf: Shelf, *numbers: int) -> None:
+def put(shelf: Shelf, *numbers: int, step: int = UNTAGGED) -> None:
     """Each in memory of its own."""
-    for shard in handles(*numbers):
+    for shard in handles(*numbers, step=step):
         shelf.put(shard, content(shard))
 
 
@@ -29,49 +29,46 @@ def put_block(shelf: Shelf, *numbers: int) -> None:
         shelf.put(shard, each)
 
 
-def use(shelf: Shelf, number: int) -> None:
-    kept = shelf.get(handle(number).shard_id)
-    assert kept is not None
-    shelf.use(kept)
-
-
 def test_what_was_put_is_here_until_it_is_taken_down(shelf: Shelf) -> None:
     shard = handle(1, step=3)
     given = content(shard)
     shelf.put(shard, given)
-    kept = shelf.get(shard.shard_id)
+    assert shelf.use(shard.shard_id) is given
+    assert (len(shelf), shelf.total_bytes) == (1, SHARD_BYTES)
+    kept = shelf.take_down(shard.shard_id)
     assert kept is not None
-    assert (kept.step, shelf.use(kept)) == (3, given)
-    assert (len(shelf), [*shelf], shelf.total_bytes) == (1, ids(1), SHARD_BYTES)
-    assert shelf.take_down(shard.shard_id) is kept
-    assert (len(shelf), [*shelf], shelf.total_bytes) == (0, [], 0)
-    assert shelf.get(shard.shard_id) is None
-    assert shelf.coldest(9) == []
+    assert (kept.content, kept.step) == (given, 3)
+    assert (len(shelf), shelf.total_bytes) == (0, 0)
+    assert shelf.take_down(shard.shard_id) is None
+    assert shelf.use(shard.shard_id) is None
 
 
-def test_the_longest_unused_is_coldest(shelf: Shelf) -> None:
+def test_the_longest_unused_goes_first(shelf: Shelf) -> None:
     put(shelf, 1, 2, 3)
-    use(shelf, 1)
-    assert shelf.coldest(9) == ids(2)
-    shelf.take_down(*ids(2))
-    assert shelf.coldest(9) == ids(3)
+    shelf.use(*ids(1))
+    left = []
+    while len(shelf):
+        left.append(shelf.take_down_coldest().content.data.tobytes())
+    assert left == [content(each).data.tobytes() for each in handles(2, 3, 1)]
 
 
-def test_a_block_is_used_as_one(shelf: Shelf) -> None:
-    put_block(shelf, 1, 2, 3)
-    put_block(shelf, 4, 5)
-    use(shelf, 2)
-    assert shelf.coldest(9) == ids(4, 5)
-    use(shelf, 5)
-    assert shelf.coldest(2) == ids(1, 2)
+def test_the_shards_of_a_step_and_those_before_are_found(shelf: Shelf) -> None:
+    put(shelf, 1, 2, step=3)
+    put(shelf, 3, step=5)
+    put(shelf, 4)
+    found = []
+    while kept := shelf.take_down_ended(4):
+        found.append(kept.content.data.tobytes())
+    assert sorted(found) == sorted(content(each).data.tobytes() for each in handles(1, 2, 4))
+    assert (len(shelf), shelf.total_bytes) == (1, SHARD_BYTES)
 
 
 def test_a_block_counts_whole_until_its_last_shard_goes(shelf: Shelf) -> None:
     put_block(shelf, 1, 2, 3)
-    kept = shelf.get(*ids(1))
-    assert kept is not None
-    memory = weakref.ref(kept.content.data.base)
-    del kept
+    used = shelf.use(*ids(1))
+    assert used is not None
+    memory = weakref.ref(used.data.base)
+    del used
     gc.disable()
     try:
         for number in (1, 3):
@@ -86,26 +83,33 @@ def test_a_block_counts_whole_until_its_last_shard_goes(shelf: Shelf) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_it_counts_as_a_list_does(shelf: Shelf, seed: int) -> None:
     chance = random.Random(seed)
-    blocks: list[list[RTensor]] = []
-    sizes: dict[int, int] = {}
+    here: list[RTensor] = []
+    block_of: dict[int, tuple[int, int]] = {}
     for number in range(400):
-        match chance.choice(["put", "use", "take_down"]):
+        match chance.choice(["put", "put", "use", "take_down", "coldest", "ended"]):
             case "put":
-                shards = [handle(9 * number + each, num_bytes=each) for each in range(1, 5)]
+                shards = [handle(9 * number + each, each % 3, each) for each in range(1, 5)]
                 shards = shards[: chance.randrange(1, 5)]
                 for shard, each in zip(shards, in_one_block(shards), strict=True):
                     shelf.put(shard, each)
-                blocks.append(shards)
-                sizes[shards[0].shard_id] = sum(each.num_bytes for each in shards)
-            case "use" if blocks:
-                block = blocks.pop(chance.randrange(len(blocks)))
-                use(shelf, chance.choice(block).shard_id & 0xFFFF)
-                blocks.append(block)
-            case "take_down" if blocks:
-                block = chance.choice(blocks)
-                shelf.take_down(block.pop(1 if len(block) > 1 else 0).shard_id)
-                blocks = [each for each in blocks if each]
-        firsts = [block[0].shard_id for block in blocks]
-        assert shelf.total_bytes == sum(sizes[each] for each in firsts)
-        assert {*shelf} == {each.shard_id for block in blocks for each in block}
-        assert {*shelf.coldest(9)} == {each.shard_id for each in (blocks or [[]])[0]}
+                    block_of[shard.shard_id] = number, sum(each.num_bytes for each in shards)
+                here += shards
+            case "use" if here:
+                here.append(here.pop(chance.randrange(len(here))))
+                assert shelf.use(here[-1].shard_id) is not None
+            case "take_down" if here:
+                shard = here.pop(chance.randrange(len(here)))
+                assert isinstance(shelf.take_down(shard.shard_id), Kept)
+            case "coldest" if here:
+                assert shelf.take_down_coldest().step == here.pop(0).step
+            case "ended" if any(each.step == 0 for each in here):
+                kept = shelf.take_down_ended(0)
+                assert kept is not None
+                assert kept.step == 0
+                here.remove(next(each for each in here if shelf.use(each.shard_id) is None))
+                here = [each for each in here if shelf.use(each.shard_id) is not None]
+        blocks = dict(block_of[each.shard_id] for each in here)
+        assert (len(shelf), shelf.total_bytes) == (len(here), sum(blocks.values()))
+    while here:
+        assert shelf.take_down(here.pop().shard_id) is not None
+    assert shelf.total_bytes == 0
