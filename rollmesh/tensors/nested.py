@@ -44,22 +44,21 @@ def transform(
 class _Walk(Generic[_Leaf]):
     """Down to the leaves, at once; and up again, with others in their places.
 
-    Everything is known by its id(), so it is kept alive; and the parts of a container are asked for
-    once, since a mapping may make them as it is asked.
+    The parts of a container are asked for once, since a mapping may make them as it is asked; they
+    are kept, since everything is known by its id().
     """
 
     def __init__(self, nested: object, kind: type[_Leaf]) -> None:
         self.leaves: dict[int, _Leaf] = {}
         self._kind = kind
-        self._containers: dict[int, tuple[object, _Parts]] = {}
+        self._parts: dict[int, _Parts] = {}
         self._descend(nested)
 
     def _descend(self, value: object) -> None:
         if isinstance(value, self._kind):
             self.leaves[id(value)] = value
-        elif id(value) not in self._containers:
-            parts = _parts(value)
-            self._containers[id(value)] = value, parts
+        elif id(value) not in self._parts:
+            parts = self._parts[id(value)] = _parts(value)
             for part in parts.values() if isinstance(parts, dict) else parts:
                 if type(part) not in _SCALARS:
                     self._descend(part)
@@ -69,7 +68,7 @@ class _Walk(Generic[_Leaf]):
         if type(value) in _SCALARS:
             return value
         if id(value) not in done:
-            parts = self._containers[id(value)][1]
+            parts = self._parts[id(value)]
             done[id(value)] = (
                 self._rebuilt_record(value, parts, done)
                 if isinstance(parts, dict)

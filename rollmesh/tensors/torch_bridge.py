@@ -98,7 +98,9 @@ def to_content(tensor: torch.Tensor) -> Content:
         what = f"a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, {tensor.device.type})"
         raise TensorError(f"{what} cannot be stored: make it a dense tensor of one device first")
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = dense.reshape(-1).view(torch.uint8).numpy()
+    # Of a dimension of one, torch leaves any stride as it is; a view of bytes needs it to be 1.
+    flat = dense.as_strided((dense.numel(),), (1,))
+    data = flat.view(torch.uint8).numpy()
     data.flags.writeable = False
     return Content(_dtype_name(tensor.dtype), tuple(tensor.shape), data)
 
@@ -208,11 +210,9 @@ def _guarded(result: Any, values: tuple[Any, ...]) -> Any:
 
 
 def _shares_memory(result: torch.Tensor, values: tuple[Any, ...]) -> bool:
-    if result.device.type != "cpu" or result.layout is not torch.strided:
-        return False
     try:
         memory = result.untyped_storage().data_ptr()
     except NotImplementedError:
-        return False  # what torch.func passes around has no memory that one can ask for
+        return False  # a sparse one, or what torch.func passes around: all have memory of their own
     storages = (_plainly(torch.Tensor.untyped_storage, each) for each in _ours(values))
     return any(each.data_ptr() == memory for each in storages)

@@ -99,6 +99,13 @@ def test_an_owner_reads_its_own_without_a_fetch(mesh: Mesh) -> None:
     assert kept(owner) == 0
 
 
+def test_an_owner_knows_its_own_under_any_address(mesh: Mesh) -> None:
+    owner = mesh.process(7001)
+    handle = msgspec.structs.replace(owner.remotize(torch.ones(2)), owner="tcp://here:7001")
+    assert owner.localize(handle).tolist() == [1, 1]
+    assert mesh.neighbours.fetches == []
+
+
 def test_one_tensor_at_two_places_is_stored_once_and_comes_back_as_one(mesh: Mesh) -> None:
     owner, consumer = mesh.process(7001), mesh.consumer()
     shared = torch.arange(1000)

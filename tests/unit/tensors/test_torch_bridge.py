@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -83,10 +85,14 @@ def test_every_dtype_and_shape_goes_through_bit_by_bit(
         lambda x: x.flip(0),
         lambda x: x[2:2],
         lambda x: x[3, 4],
+        lambda x: x[0, ::6],
+        lambda x: x[3:, 2::6],
+        lambda x: x[:, 5:],
         lambda x: x.requires_grad_(),
         lambda x: nn.Parameter(x),
         lambda x: torch.complex(x, x).conj(),
         lambda x: torch.complex(x, -x).conj().imag,
+        lambda x: torch.complex(x[0, 1:2], x[0, 1:2]).conj().imag,
     ],
 )
 def test_a_view_is_stored_without_the_rest_of_its_memory(
@@ -98,6 +104,30 @@ def test_a_view_is_stored_without_the_rest_of_its_memory(
     back = to_tensor(content)
     assert torch.equal(back, tensor.detach())
     assert not back.requires_grad
+
+
+@st.composite
+def views(draw: st.DrawFn) -> torch.Tensor:
+    """Of any strides: cut, turned and spread."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    dtype = draw(st.sampled_from([torch.int8, torch.bfloat16, torch.float64, torch.complex64]))
+    tensor = of_random_bits(torch.int8, *shape).to(dtype)
+    for _ in range(draw(st.integers(0, 3))):
+        steps = [draw(st.integers(1, 5)) for _ in tensor.shape]
+        starts = [draw(st.integers(0, 3)) for _ in tensor.shape]
+        tensor = tensor[tuple(slice(a, None, b) for a, b in zip(starts, steps, strict=True))]
+        tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
+        if tensor.dim() < 6 and draw(st.booleans()):
+            tensor = tensor.unsqueeze(draw(st.integers(0, tensor.dim())))
+            tensor = tensor.expand([each if each != 1 else 2 for each in tensor.shape])
+    return tensor.conj().imag if dtype.is_complex and draw(st.booleans()) else tensor
+
+
+@given(views())
+def test_a_tensor_of_any_strides_is_stored_as_it_is_seen(tensor: torch.Tensor) -> None:
+    content = to_content(tensor)
+    assert content.data.nbytes == tensor.numel() * tensor.itemsize
+    assert torch.equal(to_tensor(content), tensor)
 
 
 def test_one_piece_of_memory_is_not_copied() -> None:
@@ -271,6 +301,28 @@ def test_new_memory_is_a_plain_tensor(make: Callable[[Any], Any]) -> None:
     assert type(made) is torch.Tensor
     before = made.clone()
     assert not torch.equal(made.add_(1), before)
+
+
+def test_a_deep_copy_still_wants_its_gradient() -> None:
+    assert copy.deepcopy(local(torch.ones(2)).requires_grad_()).requires_grad
+    assert not copy.deepcopy(local(torch.ones(2))).requires_grad
+
+
+@pytest.mark.parametrize("convert", [lambda x: x.to_sparse(), lambda x: x.to("meta")])
+def test_what_has_no_memory_to_compare_is_a_plain_tensor(convert: Callable[[Any], object]) -> None:
+    assert type(convert(local(torch.eye(3)))) is torch.Tensor
+
+
+class Foreign(torch.Tensor):
+    """Another library's."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        return "theirs"
+
+
+def test_another_class_of_tensors_has_its_say() -> None:
+    assert local(torch.ones(2)) + torch.ones(2).as_subclass(Foreign) == "theirs"
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
