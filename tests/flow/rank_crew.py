@@ -8,6 +8,9 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import torch
+
+from rollmesh.tensors.handles import pack
 from rollmesh.tensors.plane import use
 from rollmesh.trainer.controller.controller import RankPlan, TrainController
 from rollmesh.trainer.controller.crew import CrewSettings
@@ -43,10 +46,19 @@ def household() -> Iterator[Household]:
 
 def main() -> None:
     """See the module."""
-    with household() as home, TrainController(plan(2), home) as controller:
-        sys.stdout.write(" ".join(map(str, controller.pids())) + "\n")
-        sys.stdout.flush()
-        threading.Event().wait()
+    with household() as home:
+        if sys.argv[1:] == ["owner"]:
+            say(pack(home.plane.remotize([torch.ones(3), torch.ones(3)])).hex())
+        else:
+            with TrainController(plan(2), home) as controller:
+                say(" ".join(map(str, controller.pids())))
+
+
+def say(line: str) -> None:
+    """Print it, and wait for the end."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+    threading.Event().wait()
 
 
 if __name__ == "__main__":

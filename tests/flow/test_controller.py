@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollmesh.core.errors import CallFailed, RankGone
-from rollmesh.tensors.handles import RTensor
+from rollmesh.tensors.handles import RTensor, unpack
 from rollmesh.tensors.plane import Plane
 from rollmesh.trainer.controller.answers import Reduce
 from rollmesh.trainer.controller.controller import Call, Held, TrainController
@@ -128,6 +128,26 @@ def test_a_shard_that_is_gone_fails_its_call_before_any_rank_has_run_it(
     controller.clear_batches(batch)
 
 
+def test_an_owner_that_was_killed_fails_its_call_by_name_and_no_other(
+    plane: Plane, controller: TrainController
+) -> None:
+    argv = [sys.executable, "-m", "tests.flow.rank_crew", "owner"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        handles = unpack(bytes.fromhex(owner.stdout.readline().decode()))
+        batch = [{"x": each} for each in handles]
+        assert controller.call(DOUBLE, batch)["num_rows"] == 2
+        controller.end_step(4)  # so that nobody has a copy
+        owner.kill()
+    with pytest.raises(
+        CallFailed, match=f"sums.double failed at rank .: {handles[0].owner} is gone"
+    ):
+        controller.call(DOUBLE, batch)
+    assert controller.call("sums.all_of", 1.0) == {"total": 3.0}
+    held = controller.clear_batches(batch)
+    assert (held.num_cleared, held.leaks) == (0, ())
+
+
 def test_a_method_that_raises_at_one_rank_is_a_typed_error_and_no_end(
     controller: TrainController,
 ) -> None:
@@ -192,8 +212,8 @@ def test_a_rank_that_is_killed_in_a_call_ends_it_and_all_ranks(
 ) -> None:
     with TrainController(plan(2), home) as controller:
         processes = [psutil.Process(pid) for pid in controller.pids()]
+        assert all(map(shared_memory, processes))
         memory = [path for each in processes for path in shared_memory(each)]
-        assert len(memory) == 2
         flag = tmp_path / "flag"
         os.mkfifo(flag)
         begun = controller.begin("sums.leave_alone", 1, str(flag))
