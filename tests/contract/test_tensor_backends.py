@@ -1,5 +1,6 @@
 """Whatever carries tensors: they come as they were stored, or it is said which is not, and why."""
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -253,6 +254,23 @@ def test_a_killed_owner_is_gone_at_once_and_leaves_what_was_fetched(
             assert caught.value.owner == other.address
         assert time.monotonic() - began_s < PROMPT_S
         assert_are(contents, shards(KINDS[:3], 9))
+
+
+def test_an_owner_killed_in_mid_fetch_is_gone(mesh: Mesh, backend: Backend) -> None:
+    with mesh.owner() as other:
+        handles = other.put([("float32", (1000, 1176))] * 4)
+        has_begun = threading.Event()
+
+        def fetch_on() -> None:
+            while True:
+                fetch(backend, handles)
+                has_begun.set()
+
+        fetching = Asking(fetch_on)
+        assert has_begun.wait(PROMPT_S)
+        other.kill()
+        with pytest.raises(OwnerGone):
+            fetching.ended()
 
 
 def test_an_owner_that_came_back_says_that_it_restarted(mesh: Mesh, backend: Backend) -> None:
