@@ -75,6 +75,7 @@ class Arena:
         self._map = self._segment.memory if self._segment else _private(self._space.num_bytes)
         self._memory = memoryview(self._map)
         self._readable = self._memory.toreadonly()
+        self._address = _address(np.frombuffer(self._memory, np.uint8))
         self._lock = threading.Lock()
         """Of the map."""
         self._backed = bytearray()
@@ -147,6 +148,11 @@ class Arena:
     def readable(self, slots: Iterable[Slot]) -> list[memoryview]:
         """The same for who may only look."""
         return [self._readable[start:stop] for start, stop in _joined(slots)]
+
+    def offset_of(self, array: NDArray[np.uint8]) -> int | None:
+        """Where in the segment it begins, if it lies there."""
+        offset = _address(array) - self._address
+        return offset if 0 <= offset < len(self._memory) else None
 
     def close(self) -> None:
         """Nobody attaches to it any more; its memory goes with the last who looks at it."""
@@ -232,6 +238,11 @@ class Arena:
             end = self._backed.find(1 - state, begin, last)
             first = last if end < 0 else end
             yield begin, first
+
+
+def _address(array: NDArray[np.uint8]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _in_lines(num_bytes: int) -> int:

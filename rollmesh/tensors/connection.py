@@ -27,8 +27,10 @@ from rollmesh.core.errors import (
 from rollmesh.tensors.frames import (
     MAX_IDS,
     Admitted,
+    Carry,
     Clear,
     Cleared,
+    Elsewhere,
     Fetch,
     Lent,
     Missing,
@@ -40,16 +42,26 @@ from rollmesh.tensors.frames import (
     frame,
     numbers_of,
 )
-from rollmesh.tensors.handles import Content, RTensor
+from rollmesh.tensors.handles import Content, RTensor, pack
 from rollmesh.tensors.handshake import introduce, memory_at
 from rollmesh.tensors.landing import Landing
 from rollmesh.tensors.line import Line
 from rollmesh.tensors.loans import Loans
-from rollmesh.tensors.segment import Attached
+from rollmesh.tensors.segment import SHARED_MEMORY, Attached
 from rollmesh.wire.keys import Keys, check_dial
 
 CONNECT_S = 5.0
+CARRY_S = 600.0
+"""A neighbour is waited for so long: it may be in the midst of a long transfer."""
 _Kind = TypeVar("_Kind", Lent, Sent, Cleared)
+
+
+class Pointed(Exception):
+    """The owner has the shards, and `address` is where to get them."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.address = address
 
 
 class ConnectionState(enum.StrEnum):
@@ -94,12 +106,26 @@ class Connection:
         """Bytes, so far."""
         return self._line.num_received
 
-    def fetch(self, handles: Sequence[RTensor]) -> list[Content]:
+    def fetch(self, handles: Sequence[RTensor], may_point: bool = False) -> list[Content]:
         """Their contents, in order. ShardMissing; TensorError where the owner refuses;
-        FetchMismatch; OSError and WireError where the line has failed."""
-        ids = column(handle.shard_id for handle in handles)
-        lent = self._borrow(ids, handles) if self._sees_memory else None
-        return self._receive(ids, handles) if lent is None else lent
+        FetchMismatch; OSError and WireError where the line has failed; Pointed, if it may be."""
+        ids = column([handle.shard_id for handle in handles])
+        if self._sees_memory:
+            lent = self._borrow(Fetch(ids, True, self._ended()), handles)
+            if lent is not None:
+                return lent
+        return self._receive(Fetch(ids, False, self._ended(), may_point), handles)
+
+    def fetch_carried(self, handles: Sequence[RTensor]) -> list[Content]:
+        """Of a neighbour, what he fetched from another owner; errors as of `fetch`."""
+        patience_s, self._line.patience_s = self._line.patience_s, CARRY_S
+        try:
+            lent = self._borrow(Carry(pack(handles), self._ended()), handles)
+        finally:
+            self._line.patience_s = patience_s
+        if lent is None:
+            raise TensorError(f"what {self._owner} lent cannot be seen from here")
+        return lent
 
     def clear(self, shard_ids: Sequence[int]) -> int:
         """How many of these were there and are freed; errors as of `fetch`."""
@@ -130,9 +156,9 @@ class Connection:
         _lingering.add(self)
         self._close_if_done()
 
-    def _borrow(self, ids: bytes, handles: Sequence[RTensor]) -> list[Content] | None:
-        """None where the owner's memory cannot be seen after all."""
-        lent = self._ask(Fetch(ids, True, self._ended()), Lent)
+    def _borrow(self, ask: Fetch | Carry, handles: Sequence[RTensor]) -> list[Content] | None:
+        """None where the memory cannot be seen after all."""
+        lent = self._ask(ask, Lent)
         sizes, segments = numbers_of(lent.sizes), numbers_of(lent.segments)
         self._check_sizes(handles, sizes)
         try:
@@ -154,8 +180,8 @@ class Connection:
         self.state = ConnectionState.READY
         return contents
 
-    def _receive(self, ids: bytes, handles: Sequence[RTensor]) -> list[Content]:
-        sent = self._ask(Fetch(ids, False, self._ended()), Sent)
+    def _receive(self, ask: Fetch, handles: Sequence[RTensor]) -> list[Content]:
+        sent = self._ask(ask, Sent)
         self._check_sizes(handles, numbers_of(sent.sizes))
         sizes = [handle.num_bytes for handle in handles]
         arrays = self._landing.receive(sizes, self._line.fill)
@@ -165,7 +191,7 @@ class Connection:
             for handle, array in zip(handles, arrays, strict=True)
         ]
 
-    def _ask(self, ask: Fetch | Clear, kind: type[_Kind]) -> _Kind:
+    def _ask(self, ask: Fetch | Carry | Clear, kind: type[_Kind]) -> _Kind:
         """The answer's header. Whoever has read all of the answer is READY again."""
         self.state = ConnectionState.ASKING
         self._line.send(frame(ask))
@@ -175,6 +201,9 @@ class Connection:
         if isinstance(answer, Missing):
             self.state = ConnectionState.READY
             raise ShardMissing(answer.shard_id, self._owner, answer.reason)
+        if isinstance(answer, Elsewhere):
+            self.state = ConnectionState.READY
+            raise Pointed(answer.address)
         if isinstance(answer, Refused):
             self.state = ConnectionState.READY
             raise TensorError(f"{self._owner} refused: {answer.why}")
@@ -193,8 +222,8 @@ class Connection:
         """The segment at `path`, seen from here; OSError where it cannot be."""
         attached = self._segments.get(path)
         if attached is None:
-            if path.rpartition("/")[0] != self._folder:
-                raise WireError(f"lent from {path}, which is not in {self._folder}")
+            if path.rpartition("/")[0] not in (self._folder, str(SHARED_MEMORY)):
+                raise WireError(f"lent from {path}, where no owner has its memory")
             attached = self._segments[path] = Attached(path)
         return attached
 
@@ -215,7 +244,7 @@ class Connection:
 
 
 def connect(
-    owner: str, keys: Keys | None, landing: Landing, on_loan_end: Callable[[], None]
+    owner: str, keys: Keys | None, landing: Landing, relay: str, on_loan_end: Callable[[], None]
 ) -> Connection:
     """Dial `owner`, tcp://host:port. AddressError where that is no address, needs keys, or has
     others; OSError and WireError where nobody answers there who is an owner."""
@@ -223,7 +252,7 @@ def connect(
     check_dial(owner, keys)
     line = Line(socket.create_connection(host_port, CONNECT_S))
     try:
-        admitted = introduce(line, owner, keys)
+        admitted = introduce(line, owner, keys, relay)
         return Connection(owner, line, admitted, landing, on_loan_end)
     except BaseException:
         line.close()

@@ -9,14 +9,17 @@
                                  <-     Lent: where they lie in memory that both can see
       Fetch(by stream)           ->
                                  <-     Sent: their sizes, and behind it their bytes
+                                          | Elsewhere: a neighbour of the consumer's has them
+      Carry, to that neighbour   ->
+                                 <-     Lent
       Clear                      ->
                                  <-     Cleared
       Returned                   ->     (no answer)
 
-Fetch and Clear may also be answered by Missing or Refused. Lists of numbers travel as columns of
-little-endian uint64: 2,048 ids are 16 KiB and no loop. Tensors are never inside a header, never
-base64, never pickled, and keep their dtype. Invariant: whatever arrives, decoding gives a message
-or raises WireError. Driven by handshake.py, guest.py and connection.py.
+Fetch, Carry and Clear may also be answered by Missing or Refused. Lists of numbers travel as
+columns of little-endian uint64: 2,048 ids are 16 KiB and no loop. Tensors are never inside a
+header, never base64, never pickled, and keep their dtype. Invariant: whatever arrives, decoding
+gives a message or raises WireError. Driven by handshake.py, guest.py and connection.py.
 """
 
 from array import array
@@ -51,6 +54,10 @@ class Proof(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="proof")
     """It has the mesh's keys; b'' where it has none."""
 
     proof: bytes
+    memory: str = ""
+    """The memory in which it could lend what it fetches; '' where there is none."""
+    relay: str = ""
+    """The address at which it does."""
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="fetch"):
@@ -58,6 +65,16 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="fetch")
 
     ids: bytes
     is_by_memory: bool
+    returned: bytes = b""
+    may_point: bool = False
+    """The consumer understands Elsewhere, and asks there."""
+
+
+class Carry(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="carry"):
+    """Fetch these shards of another owner, and lend them."""
+
+    handles: bytes
+    """A pack, of one owner."""
     returned: bytes = b""
 
 
@@ -106,6 +123,12 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="sent"):
     sizes: bytes
 
 
+class Elsewhere(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="elsewhere"):
+    """They are all here, and are brought to the consumer's machine by a neighbour."""
+
+    address: str
+
+
 class Cleared(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="cleared"):
     """So many were there, and are freed."""
 
@@ -125,8 +148,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="refus
     why: str
 
 
-Ask = Hello | Proof | Fetch | Clear | Returned
-Answer = Welcome | Admitted | Lent | Sent | Cleared | Missing | Refused
+Ask = Hello | Proof | Fetch | Carry | Clear | Returned
+Answer = Welcome | Admitted | Lent | Sent | Elsewhere | Cleared | Missing | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _asks: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)

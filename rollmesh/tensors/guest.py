@@ -9,17 +9,26 @@ end of the connection is closed, which its kernel does for the dead; and not bef
 was told to go may still be looking. Driven by server.py.
 """
 
-from rollmesh.core.errors import ShardMissing, TensorError, WireError
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from rollmesh.core.errors import AddressError, ShardMissing, TensorError, WireError
 from rollmesh.core.logs import get_logger
 from rollmesh.tensors.frames import (
     MAX_IDS,
     Admitted,
     Ask,
+    Carry,
     Clear,
     Cleared,
+    Elsewhere,
     Fetch,
     Lent,
     Missing,
+    Proof,
     Refused,
     Returned,
     Sent,
@@ -28,34 +37,59 @@ from rollmesh.tensors.frames import (
     frame,
     numbers_of,
 )
+from rollmesh.tensors.handles import RTensor, unpack
 from rollmesh.tensors.handshake import admit
 from rollmesh.tensors.line import Line, why_lost
+from rollmesh.tensors.neighbours import Neighbours
 from rollmesh.tensors.page import BEGINNING, answer_page
-from rollmesh.tensors.store import OwnerStore
+from rollmesh.tensors.relay import Relay
+from rollmesh.tensors.store import OwnerStore, Place
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.sockets import HANDSHAKE_S
 
 log = get_logger()
 
+_Item = TypeVar("_Item")
+
+
+class Host(msgspec.Struct, frozen=True):
+    """Where a consumer is a guest."""
+
+    store: OwnerStore
+    relay: Relay | None
+    """Lends what the owner itself has fetched."""
+    neighbours: Neighbours
+    keys: Keys | None
+    admitted: Admitted
+    token: str
+    """What pages ask for."""
+
 
 class Guest:
     """See the module."""
 
-    def __init__(self, name: str, line: Line, store: OwnerStore) -> None:
-        """`name` is that under which the store pins what this one is lent."""
+    def __init__(self, name: str, line: Line, host: Host) -> None:
+        """`name` is that under which the host pins what this one is lent."""
         self.name = name
         self._line = line
-        self._store = store
+        self._store = host.store
+        self._relay = host.relay
+        self._neighbours = host.neighbours
+        self._keys = host.keys
+        self._admitted = host.admitted
+        self._token = host.token
+        self._lends = "", ""
+        """In which memory it lends what it fetches, and where."""
         self._num_lent = 0
 
-    def serve(self, keys: Keys | None, admitted: Admitted, token: str) -> None:
-        """Until it has left; `token` is what pages ask for. Raises nothing."""
+    def serve(self) -> None:
+        """Until it has left. Raises nothing."""
         try:
             self._line.allow(HANDSHAKE_S)
             if self._line.look_ahead() == BEGINNING:
-                answer_page(self._line, self._store, token)
+                answer_page(self._line, self._store, self._token)
                 return
-            admit(self._line, keys, admitted)
+            self._let_in(admit(self._line, self._keys, self._admitted))
             while self._line.goes_on():
                 self._answer(decode_ask(self._line.receive()))
         except (OSError, WireError) as error:
@@ -69,11 +103,24 @@ class Guest:
         """It is served no longer; from any thread."""
         self._line.cut()
 
+    def _let_in(self, proof: Proof) -> None:
+        # Who sees our own memory is lent it, and needs no neighbour.
+        if proof.memory and proof.memory != self._admitted.memory:
+            self._lends = proof.memory, proof.relay
+            if proof.relay:
+                self._neighbours.enter(*self._lends)
+
     def _answer(self, ask: Ask) -> None:
         match ask:
-            case Fetch(ids, is_by_memory, returned):
+            case Fetch(ids, True, returned):
                 self._take_back(returned)
-                self._give(_ids(ids), is_by_memory)
+                self._give(partial(self._lend_own, _ids(ids)))
+            case Fetch(ids, False, returned, may_point):
+                self._take_back(returned)
+                self._give(partial(self._send, _ids(ids), may_point))
+            case Carry(handles, returned):
+                self._take_back(returned)
+                self._give(partial(self._lend_carried, _few(unpack(handles))))
             case Clear(ids, returned):
                 self._take_back(returned)
                 self._line.send(frame(Cleared(self._store.clear(_ids(ids)))))
@@ -82,19 +129,23 @@ class Guest:
             case _:
                 raise WireError(f"{type(ask).__name__} after the handshake")
 
-    def _give(self, ids: list[int], is_by_memory: bool) -> None:
+    def _give(self, give: Callable[[], None]) -> None:
         try:
-            if is_by_memory:
-                self._lend(ids)
-            else:
-                self._send(ids)
+            give()
         except ShardMissing as error:
             self._line.send(frame(Missing(error.shard_id, error.reason)))
-        except TensorError as error:
+        except (TensorError, AddressError) as error:
             self._line.send(frame(Refused(str(error))))
 
-    def _lend(self, ids: list[int]) -> None:
-        places = self._store.places(ids, self.name)
+    def _lend_own(self, ids: list[int]) -> None:
+        self._lend(self._store.places(ids, self.name))
+
+    def _lend_carried(self, handles: list[RTensor]) -> None:
+        if self._relay is None:
+            raise TensorError("nothing is fetched for others here")
+        self._lend(self._relay.places(handles, self.name))
+
+    def _lend(self, places: list[Place]) -> None:
         if not self._num_lent:
             self._line.share_machine()
         self._num_lent += len(places)
@@ -104,10 +155,14 @@ class Guest:
         sizes = column([each.num_bytes for each in places])
         self._line.send(frame(Lent([*paths], segments, offsets, sizes)))
 
-    def _send(self, ids: list[int]) -> None:
+    def _send(self, ids: list[int], may_point: bool) -> None:
         sizes, windows = self._store.windows(ids, self.name)
+        neighbour = self._neighbours.nearest(*self._lends) if may_point else ""
         try:
-            self._line.send(frame(Sent(column(sizes))), windows)
+            if neighbour:
+                self._line.send(frame(Elsewhere(neighbour)))
+            else:
+                self._line.send(frame(Sent(column(sizes))), windows)
         finally:
             self._store.unpin(ids, self.name)
 
@@ -116,17 +171,26 @@ class Guest:
         if ids:
             self._num_lent -= len(ids)
             self._store.unpin(ids, self.name)
+            if self._relay is not None:
+                self._relay.unpin(ids, self.name)
 
     def _part(self) -> None:
+        if self._lends[1]:
+            self._neighbours.leave(*self._lends)
         if self._num_lent > 0:
             self._line.stop_sending()
             self._line.wait_for_end()
         self._store.drop_peer(self.name)
+        if self._relay is not None:
+            self._relay.drop_peer(self.name)
         self._line.close()
 
 
 def _ids(column: bytes) -> list[int]:
-    ids = numbers_of(column)
-    if len(ids) > MAX_IDS:
-        raise WireError(f"{len(ids)} ids in a message; at most {MAX_IDS}")
-    return ids
+    return _few(numbers_of(column))
+
+
+def _few(items: list[_Item]) -> list[_Item]:
+    if len(items) > MAX_IDS:
+        raise WireError(f"{len(items)} shards in a message; at most {MAX_IDS}")
+    return items

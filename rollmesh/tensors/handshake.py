@@ -31,6 +31,7 @@ from rollmesh.tensors.frames import (
     frame,
 )
 from rollmesh.tensors.line import Line
+from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.wire.keys import KEYS_VARIABLE, Keys
 from rollmesh.wire.sockets import HANDSHAKE_S
 
@@ -40,9 +41,9 @@ _OWNER, _CONSUMER = b"owner", b"consumer"
 _Greeting = TypeVar("_Greeting", Welcome, Admitted)
 
 
-def admit(line: Line, keys: Keys | None, admitted: Admitted) -> None:
-    """The owner's half; WireError or OSError where the other is to be sent away, who has then been
-    told."""
+def admit(line: Line, keys: Keys | None, admitted: Admitted) -> Proof:
+    """The owner's half; what the consumer said. WireError or OSError where that is to be sent away,
+    and has then been told."""
     line.allow(HANDSHAKE_S)
     hello = decode_ask(line.receive(MAX_GREETING_BYTES))
     if not isinstance(hello, Hello):
@@ -58,11 +59,13 @@ def admit(line: Line, keys: Keys | None, admitted: Admitted) -> None:
         raise _refusal(line, f"it needs the keys of its mesh; set {KEYS_VARIABLE} to their file")
     line.send(frame(admitted))
     line.allow(math.inf)
+    return proof
 
 
-def introduce(line: Line, owner: str, keys: Keys | None) -> Admitted:
-    """The consumer's half; AddressError where the owner is not of our mesh, or does not take us to
-    be; OSError or WireError where it does not answer."""
+def introduce(line: Line, owner: str, keys: Keys | None, relay: str = "") -> Admitted:
+    """The consumer's half, who lends at `relay` what he fetches, if anywhere. AddressError where
+    the owner is not of our mesh, or does not take us to be; OSError or WireError where it does not
+    answer."""
     line.allow(HANDSHAKE_S)
     secret, nonce = _secret(keys), secrets.token_bytes(NONCE_BYTES)
     line.send(frame(Hello(PROTOCOL, nonce)))
@@ -70,7 +73,8 @@ def introduce(line: Line, owner: str, keys: Keys | None) -> Admitted:
     nonces = nonce + welcome.nonce
     if not _is_proven(welcome.proof, secret, _OWNER, nonces):
         raise AddressError(f"{owner}: it does not have the keys that {KEYS_VARIABLE} names here")
-    line.send(frame(Proof(_proof(secret, _CONSUMER, nonces))))
+    memory = memory_at(str(SHARED_MEMORY))
+    line.send(frame(Proof(_proof(secret, _CONSUMER, nonces), memory, relay)))
     admitted = _answer(line, owner, Admitted)
     line.allow(math.inf)
     return admitted

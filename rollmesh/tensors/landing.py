@@ -18,6 +18,8 @@ import numpy as np
 from rollmesh.core.errors import StoreFull
 from rollmesh.tensors.arena import Arena, Slot
 from rollmesh.tensors.loans import Array, Loans
+from rollmesh.tensors.segment import SHARED_MEMORY
+from rollmesh.tensors.store import Place
 
 Fill = Callable[[Sequence[memoryview]], None]
 """Writes to these, one after the other, as many bytes as they hold."""
@@ -26,15 +28,20 @@ Fill = Callable[[Sequence[memoryview]], None]
 class Landing:
     """See the module."""
 
-    def __init__(self, max_bytes: int = 0) -> None:
-        self._arena = Arena(max_bytes, None) if max_bytes else None
+    def __init__(self, max_bytes: int = 0, is_shared: bool = False) -> None:
+        """Other processes of this machine may look at a shared one."""
+        self._max_bytes = max_bytes
+        self._folder = SHARED_MEMORY if is_shared else None
+        self._arena: Arena | None = None
+        """From the first fetch on: who has all his owners beside him needs none."""
         self._used: Loans[Slot] = Loans(lambda: None)
         self._lock = threading.Lock()
 
     def receive(self, sizes: Sequence[int], fill: Fill) -> list[Array]:
         """Arrays of these sizes, read-only, filled by `fill`; what that raises."""
-        arena = self._arena
-        if arena is None or (slots := self._take(arena, sizes)) is None:
+        arena = self._opened()
+        slots = self._take(arena, sizes) if arena is not None else None
+        if arena is None or slots is None:
             return _afresh(sizes, fill)
         try:
             fill(arena.writable(slots))
@@ -45,6 +52,27 @@ class Landing:
         for slot, array in zip(slots, arrays, strict=True):
             self._used.lend(slot, array)
         return arrays
+
+    def place_of(self, array: Array) -> Place | None:
+        """Where others see it; None where they do not."""
+        arena = self._arena
+        if arena is None or arena.path is None or (offset := arena.offset_of(array)) is None:
+            return None
+        return Place(str(arena.path), offset, array.nbytes)
+
+    def close(self) -> None:
+        """Nobody else sees it any more; what is looked at stays."""
+        with self._lock:
+            self._max_bytes = 0
+            arena = self._arena
+        if arena is not None:
+            arena.close()
+
+    def _opened(self) -> Arena | None:
+        with self._lock:
+            if self._arena is None and self._max_bytes:
+                self._arena = Arena(self._max_bytes, self._folder)
+            return self._arena
 
     def _take(self, arena: Arena, sizes: Sequence[int]) -> list[Slot] | None:
         with self._lock:

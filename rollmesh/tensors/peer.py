@@ -7,7 +7,8 @@ fetch buffer asks at once for all that a batch lacks; several calls on the way a
 each of them a second thread and gain nothing. Invariants: a call ends in its answer or in a typed
 error; one that meets a connection which had ended unseen is made once more, over a fresh one; the
 end of a loan is told with the next call, or within a moment by one thread for all owners, which
-waits for none of them. Driven by the plane, from any thread; it is our Backend.
+waits for none of them; an owner elsewhere that points to a neighbour of ours is taken at its word,
+and asked itself where that one fails. Driven by the plane, from any thread; it is our Backend.
 """
 
 import contextlib
@@ -18,13 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
-from rollmesh.core.errors import OwnerGone, TensorError, WireError
-from rollmesh.tensors.connection import Connection, ConnectionState, connect
+from rollmesh.core.errors import AddressError, OwnerGone, TensorError, WireError
+from rollmesh.core.logs import get_logger
+from rollmesh.tensors.connection import Connection, ConnectionState, Pointed, connect
 from rollmesh.tensors.frames import MAX_IDS
 from rollmesh.tensors.handles import Content, RTensor
 from rollmesh.tensors.landing import Landing
 from rollmesh.tensors.line import why_lost
+from rollmesh.tensors.store import Place
 from rollmesh.wire.keys import Keys
+
+log = get_logger()
 
 GATHER_S: Final = 0.05
 """Loans mostly end many at a time: the first waits so long for the others."""
@@ -34,6 +39,10 @@ _Bell = queue.SimpleQueue["Peer | None"]
 """Also the end of a view may put to it, in the midst of whatever a thread does."""
 
 
+_Dial = Callable[[str, Callable[[], None]], Connection]
+"""Of an owner, and what to call when a loan has ended."""
+
+
 class _EndedUnseen(Exception):
     """The connection had ended before the call, so that nobody has heard it."""
 
@@ -41,11 +50,10 @@ class _EndedUnseen(Exception):
 class Peer:
     """One owner, as seen from here."""
 
-    def __init__(self, owner: str, keys: Keys | None, landing: Landing, bell: _Bell) -> None:
+    def __init__(self, owner: str, dial: _Dial, bell: _Bell) -> None:
         """It puts itself on `bell` where it wants `tell_ended` called."""
         self._owner = owner
-        self._keys = keys
-        self._landing = landing
+        self._dial = dial
         self._bell = bell
         self._has_rung = False
         self._is_closed = False
@@ -59,7 +67,7 @@ class Peer:
             if self._connection is not None:
                 with contextlib.suppress(_EndedUnseen):
                     return self._over(self._connection, ask)
-            return self._over(self._dial(), ask, is_fresh=True)
+            return self._over(self._dialled(), ask, is_fresh=True)
 
     def tell_ended(self) -> None:
         """Tell the owner which loans have ended; where a call is under way, later."""
@@ -106,11 +114,11 @@ class Peer:
             if connection.state is not ConnectionState.READY:
                 self._retire()
 
-    def _dial(self) -> Connection:
+    def _dialled(self) -> Connection:
         if self._is_closed:
             raise TensorError(f"{self._owner} is not asked any more: this process is closing")
         try:
-            self._connection = connect(self._owner, self._keys, self._landing, self._ring)
+            self._connection = self._dial(self._owner, self._ring)
         except (OSError, WireError) as error:
             raise OwnerGone(self._owner, why_lost(error)) from None
         return self._connection
@@ -129,11 +137,15 @@ class Peer:
 class Peers:
     """See the module."""
 
-    def __init__(self, keys: Keys | None = None, landing_bytes: int = 0) -> None:
+    def __init__(
+        self, keys: Keys | None = None, landing_bytes: int = 0, is_shared: bool = False
+    ) -> None:
         """Owners beyond loopback are dialled with `keys` alone, and have to prove the same. What
-        is sent is received into up to `landing_bytes` of memory that is kept and used again."""
+        is sent is received into up to `landing_bytes` of memory that is kept and used again;
+        neighbours see it too where it is shared, see `lend_at`."""
         self._keys = keys
-        self._landing = Landing(landing_bytes)
+        self._landing = Landing(landing_bytes, is_shared)
+        self._relay = ""
         self._peers: dict[str, Peer] = {}
         """None ever leaves: there are as many as owners, and starts of them, in our life."""
         self._lock = threading.Lock()
@@ -145,15 +157,26 @@ class Peers:
 
     def fetch(self, owner: str, handles: list[RTensor]) -> list[Content]:
         """As Backend has it."""
-        peer = self._peer(owner)
-        parts = [peer.call(partial(Connection.fetch, handles=each)) for each in _parts(handles)]
-        return [content for part in parts for content in part]
+        return [content for each in _parts(handles) for content in self._fetch(owner, each)]
 
     def clear(self, owner: str, shard_ids: list[int]) -> int:
         """As Backend has it."""
         peer = self._peer(owner)
         asks = (partial(Connection.clear, shard_ids=each) for each in _parts(shard_ids))
         return sum(peer.call(ask) for ask in asks)
+
+    def lend_at(self, address: str) -> None:
+        """From now on owners elsewhere are told that neighbours may have there, from a Relay, what
+        we fetched."""
+        self._relay = address
+
+    def place_of(self, content: Content) -> Place | None:
+        """Where neighbours see what was sent; None where they do not."""
+        return self._landing.place_of(content.data)
+
+    def abandon(self) -> None:
+        """For a process that ends at once: neighbours find nothing here any more."""
+        self._landing.close()
 
     def settle(self) -> None:
         """Owners know which loans have ended, when this returns: what they hold can be counted."""
@@ -173,6 +196,7 @@ class Peers:
         for peer in peers:
             peer.close()
         self._teller.join()
+        self._landing.close()
 
     def _peer(self, owner: str) -> Peer:
         with self._lock:
@@ -181,8 +205,23 @@ class Peers:
             if os.getpid() != self._pid:
                 raise TensorError("connections that were made before a fork are the parent's")
             if owner not in self._peers:
-                self._peers[owner] = Peer(owner, self._keys, self._landing, self._bell)
+                self._peers[owner] = Peer(owner, self._dial, self._bell)
             return self._peers[owner]
+
+    def _dial(self, owner: str, on_loan_end: Callable[[], None]) -> Connection:
+        return connect(owner, self._keys, self._landing, self._relay, on_loan_end)
+
+    def _fetch(self, owner: str, handles: Sequence[RTensor]) -> list[Content]:
+        peer = self._peer(owner)
+        try:
+            return peer.call(partial(Connection.fetch, handles=handles, may_point=True))
+        except Pointed as pointed:
+            neighbour = self._peer(pointed.address)
+        try:
+            return neighbour.call(partial(Connection.fetch_carried, handles=handles))
+        except (TensorError, AddressError) as error:
+            log.info("neighbour.passed_over", owner=owner, why=str(error))
+        return peer.call(partial(Connection.fetch, handles=handles))
 
     def _tell(self) -> None:
         while (first := self._bell.get()) and not self._is_closing.wait(GATHER_S):

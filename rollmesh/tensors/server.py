@@ -20,9 +20,11 @@ from rollmesh.core.logs import get_logger
 from rollmesh.core.process import listen
 from rollmesh.core.secret_file import admin_token
 from rollmesh.tensors.frames import Admitted
-from rollmesh.tensors.guest import Guest
+from rollmesh.tensors.guest import Guest, Host
 from rollmesh.tensors.handshake import memory_at
 from rollmesh.tensors.line import Line, why_lost
+from rollmesh.tensors.neighbours import Neighbours
+from rollmesh.tensors.relay import Relay
 from rollmesh.tensors.store import OwnerStore
 from rollmesh.wire.keys import Keys, check_bind, check_told
 
@@ -37,16 +39,17 @@ NO_ROOM_S: Final = 0.2
 class TensorServer:
     """See the module."""
 
-    def __init__(self, store: OwnerStore, bind: str, keys: Keys | None = None) -> None:
-        """To serve `store` at `bind`, tcp://host:port; port 0 picks one. AddressError if that needs
-        keys, or if consumers who are told it could not dial it."""
+    def __init__(
+        self, store: OwnerStore, bind: str, keys: Keys | None = None, relay: Relay | None = None
+    ) -> None:
+        """To serve `store`, and neighbours by `relay`, at `bind`, tcp://host:port, where port 0
+        picks one. AddressError if it needs keys, or if consumers who are told could not dial it."""
         check_bind(bind, keys)
         check_told(bind)
         self._store = store
         self._bind = bind
-        self._keys = keys
-        self._token = admin_token()
-        self._admitted = Admitted(memory_at(store.folder), store.folder)
+        admitted = Admitted(memory_at(store.folder), store.folder)
+        self._host = Host(store, relay, Neighbours(), keys, admitted, admin_token())
         self._guests: dict[Guest, threading.Thread] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -103,7 +106,7 @@ class TensorServer:
     def _seat(self, line: Line) -> None:
         if len(self._guests) >= MAX_GUESTS:
             raise RuntimeError(f"{MAX_GUESTS} consumers are here")
-        guest = Guest(f"{self._store.owner} guest {next(self._numbers)}", line, self._store)
+        guest = Guest(f"{self._store.owner} guest {next(self._numbers)}", line, self._host)
         thread = threading.Thread(target=self._serve, args=(guest,), name=guest.name, daemon=True)
         with self._lock:
             self._guests[guest] = thread
@@ -116,7 +119,7 @@ class TensorServer:
 
     def _serve(self, guest: Guest) -> None:
         try:
-            guest.serve(self._keys, self._admitted, self._token)
+            guest.serve()
         finally:
             with self._lock:
                 del self._guests[guest]

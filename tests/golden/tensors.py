@@ -18,14 +18,16 @@ IDS, RETURNED = f.column([(7 << 32) + 1, 2**63 - 1]), f.column([(7 << 32) + 2])
 
 SAMPLES: tuple[f.Ask | f.Answer, ...] = (
     f.Hello(f.PROTOCOL, NONCE),
-    f.Proof(NONCE),
-    f.Fetch(IDS, True, RETURNED),
+    f.Proof(NONCE, "3f0b/27/1", "tcp://h:1"),
+    f.Fetch(IDS, True, RETURNED, True),
+    f.Carry(b"pack", RETURNED),
     f.Clear(IDS, RETURNED),
     f.Returned(RETURNED),
     f.Welcome(f.PROTOCOL, NONCE, NONCE),
     f.Admitted("3f0b/27/1", "/dev/shm"),
     f.Lent(["/dev/shm/rollmesh-0-ab"], f.column([0, 0]), f.column([0, 64]), f.column([64, 10])),
     f.Sent(f.column([64, 10])),
+    f.Elsewhere("tcp://h:1"),
     f.Cleared(2),
     f.Missing((7 << 32) + 1, "cleared"),
     f.Refused("why"),

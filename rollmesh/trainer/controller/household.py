@@ -8,6 +8,7 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.tensors.buffer import FetchBuffer
 from rollmesh.tensors.peer import Peers
 from rollmesh.tensors.plane import Plane
+from rollmesh.tensors.relay import Relay
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.trainer.controller.spec import PlaneSpec
@@ -22,11 +23,13 @@ class Household:
         """AddressError where `spec.bind` is taken, or needs keys."""
         settings = StoreSettings(max_bytes=spec.store_bytes, lease_s=spec.lease_s)
         self._store = OwnerStore(settings, SystemClock())
-        self._server = TensorServer(self._store, spec.bind, keys)
-        self._peers = Peers(keys, spec.buffer_bytes)
-        self.plane = Plane(self._store, FetchBuffer(spec.buffer_bytes), self._peers)
+        self._peers = Peers(keys, spec.buffer_bytes, is_shared=True)
+        buffer = FetchBuffer(spec.buffer_bytes)
+        self._server = TensorServer(self._store, spec.bind, keys, Relay(buffer, self._peers))
+        self.plane = Plane(self._store, buffer, self._peers)
         try:
             self.address = self._server.start()
+            self._peers.lend_at(self.address)
         except BaseException:
             self.close()
             raise
@@ -37,6 +40,7 @@ class Household:
 
     def abandon(self) -> None:
         """For a process that ends at once: what others could attach to is gone, and no more."""
+        self._peers.abandon()
         self._store.close()
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ def connected(
 ) -> Iterator[tuple[str, Connection]]:
     """A connection to a scripted owner, closed after it."""
     with scripted(script, admitted) as owner:
-        connection = connect(owner, None, Landing(), ignore)
+        connection = connect(owner, None, Landing(), "", ignore)
         try:
             yield owner, connection
         finally:
@@ -305,12 +305,12 @@ def test_many_small_shards_arrive_in_order() -> None:
 )
 def test_what_is_no_address_is_named(address: str) -> None:
     with pytest.raises(AddressError, match="tcp://host:port"):
-        connect(address, None, Landing(), ignore)
+        connect(address, None, Landing(), "", ignore)
 
 
 def test_another_machine_is_not_dialled_without_keys() -> None:
     with pytest.raises(AddressError, match="without keys"):
-        connect("tcp://10.0.0.1:5", None, Landing(), ignore)
+        connect("tcp://10.0.0.1:5", None, Landing(), "", ignore)
 
 
 def test_who_is_no_owner_is_told_from_one_and_costs_no_descriptor() -> None:
@@ -319,5 +319,5 @@ def test_who_is_no_owner_is_told_from_one_and_costs_no_descriptor() -> None:
 
     before = opened()
     with scripted(script, Admitted("x" * 2000, "")) as owner, pytest.raises(WireError):
-        connect(owner, None, Landing(), ignore)
+        connect(owner, None, Landing(), "", ignore)
     assert opened() == before

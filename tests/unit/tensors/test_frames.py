@@ -14,8 +14,10 @@ from rollmesh.tensors.frames import (
     Admitted,
     Answer,
     Ask,
+    Carry,
     Clear,
     Cleared,
+    Elsewhere,
     Fetch,
     Hello,
     Lent,
@@ -36,7 +38,8 @@ from rollmesh.tensors.frames import (
 ASKS: list[Ask] = [
     Hello(1, b"n" * NONCE_BYTES),
     Proof(b"proof"),
-    Fetch(b"i" * 8, True, b"r" * 8),
+    Fetch(b"i" * 8, True, b"r" * 8, True),
+    Carry(b"pack", b"r" * 8),
     Clear(b"i" * 8),
     Returned(b"r" * 8),
 ]
@@ -45,6 +48,7 @@ ANSWERS: list[Answer] = [
     Admitted("boot/1/2", "/dev/shm"),
     Lent(["/dev/shm/a"], b"s" * 8, b"o" * 8, b"n" * 8),
     Sent(b"n" * 8),
+    Elsewhere("tcp://h:1"),
     Cleared(3),
     Missing(2**64 - 1, "cleared"),
     Refused("why"),

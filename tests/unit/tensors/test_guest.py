@@ -12,6 +12,7 @@ from rollmesh.tensors.frames import (
     Admitted,
     Answer,
     Ask,
+    Carry,
     Clear,
     Cleared,
     Fetch,
@@ -27,10 +28,11 @@ from rollmesh.tensors.frames import (
     frame,
     numbers_of,
 )
-from rollmesh.tensors.guest import Guest
-from rollmesh.tensors.handles import RTensor
+from rollmesh.tensors.guest import Guest, Host
+from rollmesh.tensors.handles import RTensor, pack
 from rollmesh.tensors.handshake import introduce
 from rollmesh.tensors.line import Line
+from rollmesh.tensors.neighbours import Neighbours
 from rollmesh.tensors.segment import Attached
 from tests.unit.tensors.owners import PATIENCE_S, Owned, content_of, owned, soon
 
@@ -71,9 +73,9 @@ def seated(owner: Owned, patience_s: float = PATIENCE_S) -> Iterator[Consumer]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         near = Line(socket.create_connection(listening.getsockname()), PATIENCE_S)
         far = Line(listening.accept()[0], patience_s)
-    guest = Guest(f"guest {far}", far, owner.store)
     admitted = Admitted("memory", owner.store.folder)
-    thread = threading.Thread(target=guest.serve, args=(None, admitted, ""))
+    host = Host(owner.store, None, Neighbours(), None, admitted, "")
+    thread = threading.Thread(target=Guest(f"guest {far}", far, host).serve)
     thread.start()
     assert introduce(near, "owner", None) == admitted
     consumer = Consumer(near, thread)
@@ -150,6 +152,7 @@ TOO_MANY = column([1]) * (MAX_IDS + 1)
         frame(Fetch(b"odd", False)),
         frame(Fetch(TOO_MANY, True)),
         frame(Clear(TOO_MANY)),
+        frame(Carry(b"no pack")),
         frame(Returned(TOO_MANY)),
     ],
 )
@@ -203,6 +206,12 @@ def test_what_cannot_be_lent_is_refused() -> None:
         answer = consumer.ask(Fetch(column(ids), True))
         assert isinstance(answer, Refused)
         assert isinstance(consumer.ask(Fetch(column(ids), False)), Sent)
+
+
+def test_who_fetches_for_nobody_says_so(owner: Owned) -> None:
+    with seated(owner) as consumer:
+        answer = consumer.ask(Carry(pack(owner.put([5]))))
+        assert answer == Refused("nothing is fetched for others here")
 
 
 def test_returning_what_one_never_had_changes_nothing(owner: Owned) -> None:

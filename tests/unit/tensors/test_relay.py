@@ -1,0 +1,208 @@
+"""A relay: of the consumers on one machine, one fetches, and all look at what he fetched."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.errors import OwnerGone, ShardMissing, TensorError
+from rollmesh.tensors.arena import Arena
+from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.handles import Content, RTensor
+from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.relay import Relay
+from rollmesh.tensors.server import TensorServer
+from rollmesh.tensors.store import OwnerStore, StoreSettings
+from tests.unit.tensors.owners import PATIENCE_S, Owned, content_of, opened, owned
+
+SIZES = [64, 0, 100_000, 3]
+LANDING_BYTES = 2**20
+
+
+class Rank:
+    """A process of a trainer: it owns, fetches, and lends what it fetched."""
+
+    def __init__(self, is_shared: bool = True) -> None:
+        settings = StoreSettings(max_bytes=2**20)
+        self.buffer = FetchBuffer(2**22)
+        self.peers = Peers(None, LANDING_BYTES, is_shared)
+        self._store = OwnerStore(settings, SystemClock(), Arena(settings.max_bytes, None))
+        relay = Relay(self.buffer, self.peers)
+        self.server = TensorServer(self._store, "tcp://127.0.0.1:0", relay=relay)
+        self.address = self.server.start()
+        self.peers.lend_at(self.address)
+
+    def fetch(self, handles: list[RTensor]) -> list[Content]:
+        """As a plane does."""
+        owner = handles[0].owner
+        return self.buffer.get_many(handles, lambda some: self.peers.fetch(owner, some))
+
+    def has_received(self, contents: list[Content]) -> bool:
+        """Whether they came over the network to here."""
+        return any(self.peers.place_of(each) for each in contents)
+
+    def close(self) -> None:
+        self.server.stop()
+        self.peers.close()
+        self._store.close()
+
+
+@pytest.fixture
+def owner() -> Iterator[Owned]:
+    """As on another machine: nobody here sees its memory."""
+    with owned(is_shared=False) as owner:
+        yield owner
+
+
+@pytest.fixture
+def ranks(owner: Owned) -> Iterator[list[Rank]]:
+    """All known to the owner; the first fetches for the others."""
+    with ExitStack() as stack:
+        ranks = [Rank() for _ in range(4)]
+        for rank in ranks:
+            stack.callback(rank.close)
+            rank.fetch(owner.put([1]))
+        yield sorted(ranks, key=lambda rank: rank.address)
+
+
+def data_of(contents: list[Content]) -> list[bytes]:
+    return [bytes(each.data) for each in contents]
+
+
+EXPECTED = [bytes(content_of(seed, size).data) for seed, size in enumerate(SIZES)]
+
+
+def test_what_all_want_at_once_comes_to_the_machine_once(owner: Owned, ranks: list[Rank]) -> None:
+    handles = owner.put(SIZES)
+    together = threading.Barrier(len(ranks))
+    fetched: dict[int, list[Content]] = {}
+
+    def fetch(number: int) -> None:
+        together.wait(PATIENCE_S)
+        fetched[number] = ranks[number].fetch(handles)
+
+    threads = [threading.Thread(target=fetch, args=(number,)) for number in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [data_of(fetched[number]) for number in range(len(ranks))] == [EXPECTED] * len(ranks)
+    received = [rank.has_received(fetched[number]) for number, rank in enumerate(ranks)]
+    assert received == [True, False, False, False]
+
+
+def test_what_a_neighbour_looks_at_stays_when_its_carrier_drops_it(
+    owner: Owned, ranks: list[Rank]
+) -> None:
+    carrier, other = ranks[:2]
+    handles = owner.put([LANDING_BYTES // 2])
+    contents = other.fetch(handles)
+    expected = data_of(contents)
+    assert not other.has_received(contents)
+    carrier.buffer.clear(None)
+    for _ in range(3):
+        carrier.fetch(owner.put([LANDING_BYTES // 2]))
+        carrier.buffer.clear(None)
+    assert data_of(contents) == expected
+
+
+def test_memory_is_used_again_when_the_neighbours_have_looked(
+    owner: Owned, ranks: list[Rank]
+) -> None:
+    carrier, other = ranks[:2]
+    for _ in range(5):  # twice as much as lands at a time
+        handles = owner.put([LANDING_BYTES // 2])
+        contents = other.fetch(handles)
+        assert not other.has_received(contents)
+        del contents
+        for rank in (carrier, other):
+            rank.buffer.clear(None)
+        other.peers.settle()
+
+
+def test_a_freed_shard_is_missing_also_where_a_neighbour_has_it(
+    owner: Owned, ranks: list[Rank]
+) -> None:
+    handles = owner.put(SIZES)
+    ranks[0].fetch(handles)
+    owner.store.clear([handles[1].shard_id])
+    with pytest.raises(ShardMissing) as caught:
+        ranks[1].fetch(handles)
+    assert (caught.value.owner, caught.value.reason) == (owner.address, "cleared")
+
+
+def test_without_its_carrier_a_machine_finds_another(owner: Owned, ranks: list[Rank]) -> None:
+    ranks[0].close()
+    contents = [rank.fetch(handles) for handles in [owner.put(SIZES)] for rank in ranks[1:]]
+    assert [data_of(each) for each in contents] == [EXPECTED] * 3
+    received = [rank.has_received(each) for rank, each in zip(ranks[1:], contents, strict=True)]
+    assert received == [True, False, False]
+
+
+def test_a_carrier_that_does_not_answer_is_passed_over(owner: Owned, ranks: list[Rank]) -> None:
+    ranks[0].server.stop()  # and stays connected to the owner
+    contents = ranks[1].fetch(owner.put(SIZES))
+    assert data_of(contents) == EXPECTED
+    assert ranks[1].has_received(contents)
+
+
+def test_what_a_carrier_cannot_lend_comes_from_the_owner(owner: Owned) -> None:
+    with ExitStack() as stack:
+        ranks = [Rank(is_shared=False) for _ in range(2)]
+        for rank in ranks:
+            stack.callback(rank.close)
+            rank.fetch(owner.put([1]))
+        handles = owner.put(SIZES)
+        assert [data_of(rank.fetch(handles)) for rank in ranks] == [EXPECTED] * 2
+
+
+def test_an_owner_that_went_is_gone_for_all(owner: Owned, ranks: list[Rank]) -> None:
+    handles = owner.put(SIZES)
+    owner.server.stop()
+    for rank in ranks:
+        with pytest.raises(OwnerGone) as caught:
+            rank.fetch(handles)
+        assert caught.value.owner == owner.address
+
+
+def test_a_guest_returns_what_it_was_lent_and_no_more(owner: Owned, ranks: list[Rank]) -> None:
+    rank = ranks[0]
+    relay = Relay(rank.buffer, rank.peers)
+    handles = owner.put([LANDING_BYTES // 4, LANDING_BYTES // 4])
+    ids = [each.shard_id for each in handles]
+    places = relay.places(handles, "guest")
+    assert [place.num_bytes for place in places] == [LANDING_BYTES // 4] * 2
+    relay.unpin([*ids, 5], "nobody")
+    relay.unpin([ids[0], ids[0], 5], "guest")
+    rank.buffer.clear(None)
+    (again,) = rank.fetch(owner.put([LANDING_BYTES // 4]))
+    place = rank.peers.place_of(again)
+    assert place is not None
+    assert place.offset < places[1].offset  # where nobody looks any more
+    relay.drop_peer("guest")
+    relay.drop_peer("guest")
+    assert relay.places([], "guest") == []
+
+
+def test_private_memory_is_not_lent(owner: Owned) -> None:
+    rank = Rank(is_shared=False)
+    with pytest.raises(TensorError, match="private memory"):
+        Relay(rank.buffer, rank.peers).places(owner.put(SIZES), "guest")
+    rank.close()
+
+
+def test_nothing_is_left_open(owner: Owned) -> None:
+    rank = Rank()
+    rank.close()
+    del rank
+    before = opened()
+    ranks = [Rank() for _ in range(2)]
+    handles = owner.put(SIZES)
+    for rank in ranks:
+        assert data_of(rank.fetch(handles)) == EXPECTED
+    for rank in ranks:
+        rank.close()
+    del rank, ranks
+    assert opened() == before
