@@ -51,8 +51,9 @@ from rollmesh.tensors.segment import SHARED_MEMORY, Attached
 from rollmesh.wire.keys import Keys, check_dial
 
 CONNECT_S = 5.0
-CARRY_S = 600.0
-"""A neighbour is waited for so long: it may be in the midst of a long transfer."""
+CARRY_S = 120.0
+"""A neighbour is waited for so long: it may be in the midst of a long transfer. Past it the owner
+is asked."""
 _Kind = TypeVar("_Kind", Lent, Sent, Cleared)
 
 

@@ -2,6 +2,7 @@
 
     tensor_process.py owner shared|private|forking NUM_BYTES    serves one shard of 0, 1, 2...
     tensor_process.py consumer                                  fetches what its stdin names
+    tensor_process.py carrier                                   the same, and lends it to neighbours
     tensor_process.py crowd SEED                                the same, line after line
 
 An owner tells its handle as hex and the path of its memory, a consumer the sum of what it sees;
@@ -21,8 +22,10 @@ import numpy as np
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import ShardMissing
 from rollmesh.tensors.arena import Arena
+from rollmesh.tensors.buffer import FetchBuffer
 from rollmesh.tensors.handles import Content, pack, unpack
 from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.relay import Relay
 from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
@@ -59,6 +62,21 @@ def consume() -> None:
         tell(str(int(content.data.sum())))
 
 
+def carry() -> None:
+    """Look at a shard, and let neighbours look, until told to end."""
+    (handle,) = unpack(bytes.fromhex(sys.stdin.readline()))
+    with closing(Peers(landing_bytes=MAX_BYTES, is_shared=True)) as peers:
+        store = OwnerStore(StoreSettings(max_bytes=2**20), SystemClock())
+        relay = Relay(FetchBuffer(MAX_BYTES), peers)
+        server = TensorServer(store, "tcp://127.0.0.1:0", relay=relay)
+        peers.lend_at(server.start())
+        (content,) = peers.fetch(handle.owner, [handle])
+        tell(str(int(content.data.sum())))
+        sys.stdin.read()
+        server.stop()
+        store.close()
+
+
 def crowd(seed: int) -> None:
     """Each shard is full of the last byte of its id."""
     rng = random.Random(seed)
@@ -88,6 +106,8 @@ def tell(line: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "owner":
         own(sys.argv[2], int(sys.argv[3]))
+    elif sys.argv[1] == "carrier":
+        carry()
     elif sys.argv[1] == "crowd":
         crowd(int(sys.argv[2]))
     else:

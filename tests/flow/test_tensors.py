@@ -16,6 +16,7 @@ import pytest
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import OwnerGone
+from rollmesh.tensors.arena import Arena
 from rollmesh.tensors.handles import Content, RTensor, pack, unpack
 from rollmesh.tensors.peer import Peers
 from rollmesh.tensors.server import TensorServer
@@ -192,6 +193,37 @@ def test_all_consumers_of_a_host_look_at_one_copy(
     assert [consumer.line() for consumer in consumers] == [str(NUM_BYTES)] * 3
     assert store.stats().total_bytes == NUM_BYTES
     assert [consumer.end() for consumer in consumers] == [str(NUM_BYTES)] * 3
+
+
+def test_a_neighbour_that_is_killed_while_it_fetches_for_others_is_passed_over(
+    start: Callable[..., Child],
+) -> None:
+    arena = Arena(2**24, None)  # as on another machine: nobody here sees it
+    store = OwnerStore(StoreSettings(max_bytes=2**24), SystemClock(), arena)
+    server = TensorServer(store, "tcp://127.0.0.1:0")
+    server.start()
+    carrier = start("carrier")
+    carrier.say(pack([put(store)]).hex())
+    assert carrier.line() == str(NUM_BYTES)
+    fetched: list[tuple[int, bool]] = []
+    with closing(Peers(landing_bytes=2**22, is_shared=True)) as peers:
+        peers.lend_at("tcp://later")
+
+        def fetch() -> None:
+            handle = put(store)
+            (content,) = peers.fetch(handle.owner, [handle])
+            is_own = peers.place_of(content) is not None
+            fetched.append((int(content.data.sum()), is_own))
+
+        fetch()
+        carrier.stop()
+        fetching = threading.Thread(target=fetch)
+        fetching.start()
+        carrier.kill()
+        fetching.join(PROMPT_S)
+        assert not fetching.is_alive()
+    assert fetched == [(NUM_BYTES, False), (NUM_BYTES, True)]
+    server.stop()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
