@@ -48,8 +48,12 @@ class OwnerProcess:
 
     def count(self) -> tuple[int, int]:
         """Tensors and bytes that it holds."""
-        num_tensors, total_bytes = self._ask(Count())
+        num_tensors, total_bytes, _ = self._ask(Count())
         return num_tensors, total_bytes
+
+    def retained_bytes(self) -> int:
+        """Freed, and still looked at."""
+        return int(self._ask(Count())[2])
 
     def kill(self) -> None:
         """It has no say in it."""

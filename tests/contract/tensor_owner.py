@@ -51,7 +51,7 @@ class EndStep(msgspec.Struct, tag=True):
 
 
 class Count(msgspec.Struct, tag=True):
-    """Answered by tensors and bytes that are held."""
+    """Answered by tensors and bytes that are held, and by bytes that are retained."""
 
 
 Ask = Put | Free | EndStep | Count
@@ -100,7 +100,7 @@ def answer(store: OwnerStore, ask: Ask) -> Any:
             return store.end_step(step)
         case Count():
             stats = store.stats()
-            return stats.num_tensors, stats.total_bytes
+            return stats.num_tensors, stats.total_bytes, stats.retained_bytes
 
 
 def main() -> None:

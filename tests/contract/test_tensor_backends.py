@@ -116,6 +116,10 @@ def test_what_is_let_go_leaves_nothing(mesh: Mesh, backend: Backend, owner: Owne
     assert_are(contents, stored)
     assert mesh.is_at_rest()
     owner.clear(handles)
+    del contents
+    give_up_s = time.monotonic() + PROMPT_S
+    while owner.retained_bytes():  # the owner is told in a moment
+        assert time.monotonic() < give_up_s
 
 
 def test_what_was_fetched_outlives_the_shard_and_the_backend(
