@@ -133,6 +133,7 @@ def test_a_tensor_of_any_strides_is_stored_as_it_is_seen(tensor: torch.Tensor) -
 def test_one_piece_of_memory_is_not_copied() -> None:
     tensor = torch.arange(8)
     assert to_content(tensor).data.ctypes.data == tensor.data_ptr()
+    assert not to_content(tensor).data.flags.writeable
     content = stored(tensor)
     assert to_tensor(content).data_ptr() == content.data.ctypes.data
     assert to_content(to_tensor(content)).data.ctypes.data == content.data.ctypes.data

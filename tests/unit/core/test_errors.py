@@ -1,0 +1,37 @@
+"""What an error says: one line, with what it is about and what to do."""
+
+from typing import get_args
+
+import pytest
+
+from rollmesh.core.errors import MissReason, OwnerGone, ShardMissing, StoreFull
+
+OWNER = "tcp://10.0.0.1:7000"
+
+
+@pytest.mark.parametrize("reason", get_args(MissReason))
+def test_a_missing_shard_says_which_and_why(reason: MissReason) -> None:
+    error = ShardMissing(0x7_0000_0001, OWNER, reason)
+    assert str(error).startswith(f"shard 0x700000001 of {OWNER} is not there ({reason}): ")
+    assert (error.shard_id, error.owner, error.reason) == (0x7_0000_0001, OWNER, reason)
+    assert "\n" not in str(error)
+
+
+def test_reasons_are_told_in_words_of_their_own() -> None:
+    said = {str(ShardMissing(1, "", each)).rpartition(": ")[2] for each in get_args(MissReason)}
+    assert len(said) == 4
+
+
+def test_an_owner_that_is_gone_is_named() -> None:
+    error = OwnerGone(OWNER, "it hung up")
+    assert str(error).startswith(f"{OWNER} is gone: it hung up; ")
+    assert (error.owner, error.why) == (OWNER, "it hung up")
+
+
+def test_a_full_store_says_how_full_and_what_to_do() -> None:
+    error = StoreFull(300, 900, 1000, "/dev/shm has room for 20")
+    assert str(error).startswith(
+        "300 bytes do not fit: 900 of 1000 are held, /dev/shm has room for 20; "
+    )
+    assert "raise the budget" in str(StoreFull(300, 900, 1000))
+    assert (error.wanted_bytes, error.held_bytes, error.max_bytes) == (300, 900, 1000)
