@@ -49,3 +49,13 @@ def test_folder_without_weights_is_refused(tiny_folder: Path, tmp_path: Path) ->
     (tmp_path / "config.json").write_bytes((tiny_folder / "config.json").read_bytes())
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_model(tmp_path)
+
+
+def test_weights_that_are_handed_over_are_the_ones_that_are_written(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    model = load_model(tiny_folder)
+    state = {name: value.detach() * 2 for name, value in model.named_parameters()}
+    save_model(model, tiny_folder, tmp_path / "twice", state)
+    for name, value in load_model(tmp_path / "twice").named_parameters():
+        assert value.equal(state[name])

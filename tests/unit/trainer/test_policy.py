@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,8 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollmesh.core.config import TrainerConfig
+from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.policy import Policy
+from rollmesh.trainer.team import Alone
 from tests.unit.trainer.samples import new_sample
 
 SETTINGS = TrainerConfig(learning_rate=1e-3, max_logprob_gap=0.05)
@@ -154,3 +157,47 @@ def test_report_goes_into_a_metrics_row(tiny_folder: Path) -> None:
     report = Policy(str(tiny_folder), SETTINGS).step(pair(tiny_folder), 0)
     row = msgspec.structs.asdict(report)
     assert msgspec.json.decode(msgspec.json.encode(row)) == pytest.approx(row)
+
+
+class Others(Alone):
+    """Other ranks: one of them has `most` to do, and each sum is larger by what they have."""
+
+    def __init__(self, most: int = 1, sums: float = 0.0) -> None:
+        self._most = most
+        self._sums = sums
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        return [value + self._sums for value in values]
+
+    def most(self, value: float) -> float:
+        return max(value, self._most)
+
+
+def test_a_rank_with_less_to_do_than_others_takes_part_and_adds_nothing(tiny_folder: Path) -> None:
+    settings = msgspec.structs.replace(SETTINGS, num_minibatches=2)
+    alone, beside = (Policy(str(tiny_folder), settings, each) for each in (None, Others(most=2)))
+    other = [
+        msgspec.structs.replace(each, rollout_id=RolloutId(GroupId("r", 1), at))
+        for at, each in enumerate(pair(tiny_folder))
+    ]
+    for step in range(2):
+        samples = pair(tiny_folder) + other
+        report, expected = beside.step(samples, step), alone.step(samples, step)
+        assert report.logprob_gap_max == 2, "the others'"
+        gap_max = expected.logprob_gap_max
+        assert msgspec.structs.replace(report, logprob_gap_max=gap_max) == expected
+    assert beside.probe() == alone.probe()
+
+
+def test_a_rank_without_samples_takes_part_and_adds_nothing(tiny_folder: Path) -> None:
+    policy = Policy(str(tiny_folder), SETTINGS, Others(most=2, sums=4.0))
+    before = policy.probe()
+    report = policy.step([], 0)
+    assert (report.num_tokens, report.grad_norm) == (4, 0.0)
+    assert policy.probe() == before
+
+
+def test_a_ranks_rollouts_weigh_what_they_are_of_all(tiny_folder: Path) -> None:
+    one = Policy(str(tiny_folder), SETTINGS).step(pair(tiny_folder), 0)
+    half = Policy(str(tiny_folder), SETTINGS, Others(sums=2.0)).step(pair(tiny_folder), 0)
+    assert half.grad_norm == pytest.approx(one.grad_norm / 2)
