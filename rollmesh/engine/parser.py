@@ -7,12 +7,11 @@ may close its call or begin another meanwhile. Driven by connection.py.
 """
 
 import httptools
-from httptools.parser.protocol import HTTPProtocol
 
 Headers = list[tuple[bytes, bytes]]
 
 
-class AnswerParser(HTTPProtocol):
+class AnswerParser:
     """See the module."""
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ class AnswerParser(HTTPProtocol):
         names = {name.lower() for name, _ in self.headers}
         return not names & {b"content-length", b"transfer-encoding"}
 
-    # llhttp's callbacks
+    # llhttp's callbacks; it calls none that is not here, and each costs
 
     def on_message_begin(self) -> None:
         if self.is_whole:
@@ -92,15 +91,3 @@ class AnswerParser(HTTPProtocol):
         if self.status and not self.is_whole:
             self.is_whole = True
             self.keeps_alive = self._llhttp.should_keep_alive()
-
-    def on_url(self, url: bytes) -> None:
-        """Requests have one."""
-
-    def on_status(self, status: bytes) -> None:
-        """Its number says it all."""
-
-    def on_chunk_header(self) -> None:
-        """Only the bytes count."""
-
-    def on_chunk_complete(self) -> None:
-        """Only the bytes count."""
