@@ -7,12 +7,16 @@ may close its call or begin another meanwhile. Driven by connection.py.
 """
 
 import httptools
+from httptools.parser.protocol import HTTPProtocol
 
 Headers = list[tuple[bytes, bytes]]
 
 
-class AnswerParser:
+class AnswerParser(HTTPProtocol):
     """See the module."""
+
+    # What is None llhttp does not call: for each chunk of a stream it would be two calls more.
+    on_url = on_status = on_chunk_header = on_chunk_complete = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self._llhttp = httptools.HttpResponseParser(self)
@@ -63,7 +67,7 @@ class AnswerParser:
         names = {name.lower() for name, _ in self.headers}
         return not names & {b"content-length", b"transfer-encoding"}
 
-    # llhttp's callbacks; it calls none that is not here, and each costs
+    # llhttp's callbacks
 
     def on_message_begin(self) -> None:
         if self.is_whole:

@@ -216,12 +216,6 @@ class Holdings:
             "blobs": self.history.blob_bytes,
         }
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all that."""
-        history = self.history
-        return self.graph.num_bytes + self._json.num_bytes + history.num_bytes + history.blob_bytes
-
     def fork_report(self) -> ForkReport:
         """Where the histories did not extend what was sampled, and what was healed instead."""
         return self._forks.report() if self._forks else ForkReport([], {})

@@ -205,7 +205,7 @@ class Session:
     @property
     def held_bytes(self) -> int:
         """Of all that."""
-        return self._held.num_bytes if self._held else 0
+        return sum(self.held().values())
 
     # a call
 
@@ -274,8 +274,8 @@ class Session:
         choices = enumerate(plan.choices)
         replies = tuple([self._sample(turn, source, params, n) for n, params in choices])
         self._replies.put(turn.digest, replies)
-        if held.num_bytes > self._kit.max_session_bytes:
-            self.end_early(self._kit.over_limit(held.num_bytes))
+        if (num_bytes := self.held_bytes) > self._kit.max_session_bytes:
+            self.end_early(self._kit.over_limit(num_bytes))
         return replies
 
     def _sample(

@@ -11,6 +11,7 @@ from collections import deque
 
 import httptools
 import msgspec
+from httptools.parser.protocol import HTTPProtocol
 
 from rollmesh.engine.connection import MAX_MUTE_BYTES
 from rollmesh.engine.parser import Headers
@@ -27,8 +28,11 @@ class Fault(msgspec.Struct, frozen=True):
     why: str
 
 
-class RequestParser:
+class RequestParser(HTTPProtocol):
     """See the module."""
+
+    # What is None llhttp does not call.
+    on_status = on_chunk_header = on_chunk_complete = None  # type: ignore[assignment]
 
     def __init__(self, wire: Wire) -> None:
         self.requests: deque[Request] = deque()
@@ -85,7 +89,7 @@ class RequestParser:
         self._llhttp = httptools.HttpRequestParser(self)
         return b"\r\n".join([*lines, b"", rest])
 
-    # llhttp's callbacks; it calls none that is not here, and each costs
+    # llhttp's callbacks
 
     def on_message_begin(self) -> None:
         self.is_in_head = True
