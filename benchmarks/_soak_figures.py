@@ -75,13 +75,20 @@ def peak_of(seen: Seen, name: str) -> Peak:
     """By the samples; the kernel's own peak has no moment."""
     series = seen.series[name]
     rss_bytes, at_s = max(zip(series.rss_bytes, series.at_s, strict=True))
-    port = seen.ports[name]
     loads = [
-        told.held[port].live_bytes + told.held[port].body_bytes
-        for told in seen.load
-        if at_s - LEAD_S <= told.at_s <= at_s and port in told.held
+        num_bytes for told_s, num_bytes in load_of(seen, name) if at_s - LEAD_S <= told_s <= at_s
     ]
     return Peak(at_s, rss_bytes, max(loads, default=0), seen.idle[name])
+
+
+def load_of(seen: Seen, name: str) -> list[tuple[float, int]]:
+    """What a process had to hold, by the agents: live set and bodies in flight, and when."""
+    port = seen.ports[name]
+    return [
+        (told.at_s, told.held[port].live_bytes + told.held[port].body_bytes)
+        for told in seen.load
+        if port in told.held
+    ]
 
 
 def left_over(seen: Seen) -> dict[str, float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks._soak_arms import Findings
-from benchmarks._soak_figures import left_over, named_at_peak, peak_of
+from benchmarks._soak_figures import left_over, load_of, named_at_peak, peak_of
 from benchmarks._soak_run import Seen
 from benchmarks._soak_watch import MB
 
@@ -90,6 +90,10 @@ def _told(seen: Seen) -> dict[str, object]:
         "peaks": seen.peaks,
         "before": seen.before,
         "after": seen.after,
+        "load": {
+            name: [(round(at_s - begin_s, 2), num) for at_s, num in load_of(seen, name)]
+            for name in seen.judged
+        },
         "lag_by_second": {name: _by_second(seen, name, begin_s) for name in seen.lags},
         "reasons": seen.reasons,
         "named_at_peak": {name: named_at_peak(seen, name) for name in seen.judged},
@@ -154,6 +158,15 @@ def _draw(soaked: Findings, path: Path, command: str) -> None:
             minutes = [(at_s - begin_s) / 60 for at_s in series.at_s[::every]]
             above.plot(
                 minutes, [rss / MB for rss in series.rss_bytes[::every]], lw=0.8, label=label
+            )
+            loads = load_of(seen, name)
+            shown = loads[:: max(1, len(loads) // POINTS)]
+            above.plot(
+                [(at_s - begin_s) / 60 for at_s, _ in shown],
+                [num / MB for _, num in shown],
+                lw=0.4,
+                ls=":",
+                label=f"{label}: had to be held",
             )
             if name in seen.lags:
                 pairs = _by_second(seen, name, begin_s)

@@ -23,6 +23,7 @@ from benchmarks._soak_mesh import Arm, Soaked, SoakMesh
 from benchmarks._soak_relay import SoakRelay
 from benchmarks._soak_watch import MB, Held, Scrape, Series, Watch, peak_bytes
 from benchmarks._soak_worker import read_beats, read_lags
+from rollmesh.runtime.keeper import LOOK_S, MIN_INTERVAL_S
 
 IDLE_S = 3.0
 REST_S = 10.0
@@ -33,8 +34,9 @@ RESTING_S = 2.0
 WARM_TURNS, WARM_GROUPS = 6, 2
 """Groups for each that runs at a time; then one of all turns, since zmq gets a thread and a context
 of its own with the first long result that is sent."""
-LEAD_S = 1.0
-"""What was to be held up to so long before a figure may still be in it."""
+LEAD_S = MIN_INTERVAL_S + LOOK_S
+"""What was to be held up to so long before a figure is still in it: a trim, which gives back what
+was freed, comes no oftener; and a whole rollout of three screenshots takes hardly longer."""
 MAX_RSS_BYTES = 8 * 2**30
 
 _tolds = msgspec.json.Decoder(Told)

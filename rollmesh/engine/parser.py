@@ -15,6 +15,9 @@ Headers = list[tuple[bytes, bytes]]
 class AnswerParser(HTTPProtocol):
     """See the module."""
 
+    # What is None llhttp does not call: for each chunk of a stream it would be two calls more.
+    on_url = on_status = on_chunk_header = on_chunk_complete = None  # type: ignore[assignment]
+
     def __init__(self) -> None:
         self._llhttp = httptools.HttpResponseParser(self)
         self.begin(is_head=False)
@@ -92,15 +95,3 @@ class AnswerParser(HTTPProtocol):
         if self.status and not self.is_whole:
             self.is_whole = True
             self.keeps_alive = self._llhttp.should_keep_alive()
-
-    def on_url(self, url: bytes) -> None:
-        """Requests have one."""
-
-    def on_status(self, status: bytes) -> None:
-        """Its number says it all."""
-
-    def on_chunk_header(self) -> None:
-        """Only the bytes count."""
-
-    def on_chunk_complete(self) -> None:
-        """Only the bytes count."""

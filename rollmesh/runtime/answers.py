@@ -23,13 +23,11 @@ class Answers:
         self._nodes: list[int] = []
         """By the call's number; NO_NODE where it has no answer."""
 
-    def next_name(self) -> str:
-        """Of the call that `expect` is told of next."""
-        return f"{self._session_id}-{len(self._nodes)}"
-
-    def expect(self) -> None:
-        """A call has begun."""
+    def begin(self) -> str:
+        """A call begins; its name."""
+        name = f"{self._session_id}-{len(self._nodes)}"
         self._nodes.append(NO_NODE)
+        return name
 
     def put(self, reply: Reply) -> None:
         """It is in the graph and answers its call."""

@@ -50,9 +50,7 @@ class SessionKit(msgspec.Struct, frozen=True):
     max_session_bytes: int = sys.maxsize
 
     def over_limit(self, held_bytes: int) -> str:
-        """Why a session that holds so much is to end; '' if it is not."""
-        if held_bytes <= self.max_session_bytes:
-            return ""
+        """Why a session that holds so much, which is more than it may, is to end."""
         limit = self.max_session_bytes
         return f"the session holds {held_bytes} bytes, interception.max_session_bytes = {limit}"
 

@@ -266,7 +266,7 @@ class Session:
             context,
             held.lead_to(context.node, plan.lead),
             plan.lead,
-            shared_tools(turn.tools),
+            shared_tools(turn.tools) if turn.tools else b"",
             turn.is_raw,
             turn.prompt_text,
             turn.digest,
@@ -274,15 +274,15 @@ class Session:
         choices = enumerate(plan.choices)
         replies = tuple([self._sample(turn, source, params, n) for n, params in choices])
         self._replies.put(turn.digest, replies)
-        if over := self._kit.over_limit(self.held_bytes):
-            self.end_early(over)
+        if (num_bytes := self.held_bytes) > self._kit.max_session_bytes:
+            self.end_early(self._kit.over_limit(num_bytes))
         return replies
 
     def _sample(
         self, turn: Turn, source: ReplySource, params: SamplingParams, choice: int
     ) -> Reply:
         held, kit = self._holdings, self._kit
-        name = self._answers.next_name()
+        name = self._answers.begin()
         generation = kit.sampler.start(
             GenerationRequest(
                 generation_id=name,
@@ -298,7 +298,6 @@ class Session:
         )
         self.num_calls += 1
         kit.totals.num_calls += 1
-        self._answers.expect()
         head = ReplyHead(
             id=name,
             created_s=int(kit.clock.unix_s()),

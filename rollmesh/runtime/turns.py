@@ -41,6 +41,19 @@ class ToolChoice(msgspec.Struct, frozen=True):
     name: str = ""
 
 
+class Wish(msgspec.Struct, frozen=True):
+    """What is shown with an answer: that alone of a Turn is kept until then."""
+
+    model: str
+    """As the agent names it; given back, otherwise without effect."""
+    include_usage: bool
+    logprobs: bool
+    num_top_logprobs: int
+    return_token_ids: bool
+    prompt_text: str | None
+    """A raw prompt that came as text."""
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One decoded request."""
 
@@ -69,7 +82,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """A raw prompt instead of messages: either as tokens or as text."""
     ask: SamplingAsk = SamplingAsk()
     model: str = ""
-    """As the agent names it; given back, otherwise without effect."""
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
@@ -84,10 +96,15 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it has a raw prompt, and no messages."""
         return self.prompt_ids is not None or self.prompt_text is not None
 
-    def without_history(self) -> "Turn":
-        """What an answer is shown by: its wishes, without the bytes that it is sampled after."""
-        return msgspec.structs.replace(
-            self, messages=[], messages_raw=b"", read=None, tools=b"", prompt_ids=None
+    def wish(self) -> "Wish":
+        """How its answers are to be shown."""
+        return Wish(
+            self.model,
+            self.include_usage,
+            self.logprobs,
+            self.num_top_logprobs,
+            self.return_token_ids,
+            self.prompt_text,
         )
 
     @property

@@ -198,7 +198,7 @@ class ScriptedEngine:
             del self._handling[connection]
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        raw = await request.read()
+        raw = await request.content.read()  # of any length
         body = orjson.loads(raw) if raw else {}
         self.seen.append(SeenRequest(request.path, body))
         await self._notify()

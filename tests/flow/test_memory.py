@@ -8,12 +8,14 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
+from rollmesh.core.ids import GroupId
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
 from rollmesh.core.types import Outcome
 from rollmesh.serve.client.client import Finished
@@ -23,6 +25,7 @@ from tests.flow.worker_mesh import (
     PATIENCE_S,
     Mesh,
     Process,
+    SlowSink,
     ask,
     look_until,
     open_mesh,
@@ -67,6 +70,25 @@ class TheEnv(Plain):
     async def close(self):
         await self.chat.close()
 """
+
+
+NUM_HEAVY_CALLS, NUM_HEAVY_GROUPS = 7, 8
+HEAVY_TOKENS = 10**6
+HEAVY = f"""
+import aiohttp
+
+class TheEnv(Plain):
+    async def run(self, task, agent):
+        async with aiohttp.ClientSession() as client:
+            for call in range({NUM_HEAVY_CALLS}):
+                ask = {{"prompt": [call, *[7] * {HEAVY_TOKENS}], "max_tokens": 1}}
+                auth = {{"Authorization": "Bearer " + agent.api_key}}
+                url = agent.base_url + "/completions"
+                async with client.post(url, json=ask, headers=auth) as answer:
+                    assert answer.status == 200, await answer.text()
+        return Transcript()
+"""
+"""Each call is a prompt of its own, so that a group has some 28 MB of token ids."""
 
 
 @pytest.fixture
@@ -159,6 +181,41 @@ async def test_a_session_over_its_budget_ends_as_truncated_with_its_reason(mesh:
     assert rollout.outcome == Outcome.TRUNCATED
     assert "interception.max_session_bytes = 40000" in rollout.error
     assert rollout.num_calls < 20, "the agent does not stop by itself"
+
+
+async def test_a_worker_counts_finished_groups_within_a_quarter_of_what_is_resident(
+    tmp_path: Path,
+) -> None:
+    async with open_mesh(tmp_path, next_token=lambda *_: 7) as mesh:
+        env = mesh.write_env("heavy", HEAVY)
+        words = mesh.worker_words("worker-0", env, max_unacked_bytes=2**30, max_rollouts=1)
+        room = ["--set", f"model.max_context_tokens={2 * HEAVY_TOKENS}"]
+        with running(mesh.folder, *words, *room) as worker:
+            await outbox_is_counted(mesh, worker, env)
+
+
+async def outbox_is_counted(mesh: Mesh, worker: Process, env: str) -> None:
+    def outbox() -> float:
+        return counts(metrics_of(worker))["held_bytes", "outbox"]
+
+    resident = psutil.Process(worker.popen.pid).memory_info
+    idle_bytes = resident().rss
+    sink = SlowSink(mesh.router.ready.address)
+    for number in range(NUM_HEAVY_GROUPS):
+        group_id = GroupId("r1", number)
+        sink.ask(group_id, env=env)
+        await asyncio.to_thread(sink.until, partial(sink.has, group_id))
+        mesh.engine.seen.clear()
+    held_bytes = outbox()
+    assert held_bytes >= 200 * MIB
+    # What was freed goes back with a trim, some time after the last call.
+    await mesh.until(lambda: resident().rss - idle_bytes < 1.25 * held_bytes)
+    assert resident().rss - idle_bytes > held_bytes / 1.25
+    for arrival in sink.finished:
+        sink.ack(*arrival)
+    await mesh.until(lambda: outbox() == 0)
+    await mesh.until(lambda: resident().rss < 1.4 * idle_bytes)
+    sink.close()
 
 
 # a gateway that holds much

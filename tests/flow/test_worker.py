@@ -12,9 +12,7 @@ from rollmesh.core.types import Branch, Outcome
 from rollmesh.serve.client.client import Dropped, Finished
 from rollmesh.serve.client.samples import cut
 from rollmesh.testing.engine import logprob_of
-from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import (
-    GroupAcked,
     GroupState,
 )
 from tests.flow.worker_mesh import PATIENCE_S, Mesh, SlowSink, ask, byte_token, open_mesh, take
@@ -168,8 +166,7 @@ async def test_result_is_sent_again_until_its_sink_acks(mesh: Mesh) -> None:
     await asyncio.to_thread(sink.until, lambda: len(sink.finished) == 2)
     assert sink.finished[0] == sink.finished[1]
     assert GroupState.DONE not in {moved.state for moved in sink.moved}
-    route, message = sink.finished[0]
-    sink.hub.send(route, Packet(GroupAcked(group_id, message.attempt, duplicate=False)))
+    sink.ack(*sink.finished[0])
     await asyncio.to_thread(sink.until, lambda: sink.moved[-1].state is GroupState.DONE)
     assert len(sink.finished) == 2
     sink.close()

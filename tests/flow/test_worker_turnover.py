@@ -3,11 +3,11 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import msgspec
-import pytest
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.process import RECYCLED
@@ -18,7 +18,7 @@ from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AskDrain
 from rollmesh.wire.sockets import Dialer
 from tests.flow.launched_mesh import LaunchedMesh
-from tests.flow.worker_mesh import ENV_HEAD, byte_token, leaves, open_mesh, take
+from tests.flow.worker_mesh import ENV_HEAD, byte_token, last_reason, leaves, open_mesh, take
 
 ENV = "restless:TheEnv"
 SOURCE = """
@@ -29,6 +29,20 @@ class TheEnv(Plain):
         await asyncio.sleep(0.3)
         return Transcript()
 """
+LEAKY = """
+class TheEnv(Plain):
+    kept = []
+
+    async def run(self, task, agent):
+        with open("ran", "a") as file:
+            file.write(f"{task.id}\\n")
+        self.kept.append(bytes(range(256)) * 2**14)
+        await asyncio.sleep(0.1)
+        return Transcript()
+"""
+"""Each rollout leaves 4 MiB behind."""
+MAX_RSS_BYTES = 320 * 2**20
+"""A worker begins with some 100 MiB, so that it is past this after a dozen groups."""
 NUM_SAMPLES = 4
 ROUND = 20
 """Groups that are asked for at a time."""
@@ -87,16 +101,17 @@ class Watch:
                 self.fewest = min(self.fewest, sum(row["state"] in SERVING for row in workers))
 
 
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[LaunchedMesh]:
-    (tmp_path / "restless.py").write_text(ENV_HEAD + SOURCE)
+@asynccontextmanager
+async def launched(folder: Path, source: str, **worker: object) -> AsyncIterator[LaunchedMesh]:
+    """Two workers of that environment that are started again; `worker` are settings of theirs."""
+    (folder / "restless.py").write_text(ENV_HEAD + source)
     sections = {
         "env": ENV,
-        "worker": {"num_workers": 2, "max_rollouts": 16, "recycle_rollouts": 60},
+        "worker": {"num_workers": 2, "max_rollouts": 16, **worker},
         "launch": {"max_restarts": 100},
     }
     async with ScriptedEngine(byte_token) as engine:
-        mesh = LaunchedMesh(tmp_path, engine.url, **sections)
+        mesh = LaunchedMesh(folder, engine.url, **sections)
         try:
             await asyncio.to_thread(mesh.until_ready, "worker-0", "worker-1")
             yield mesh
@@ -113,9 +128,11 @@ def recycled(mesh: LaunchedMesh) -> set[str]:
     return {each["child"] for each in exits}
 
 
-async def test_workers_that_are_worn_together_recycle_one_after_the_other(
-    mesh: LaunchedMesh,
-) -> None:
+async def until_both_have_left(mesh: LaunchedMesh) -> int:
+    """Ask for groups until each worker has made place for a fresh one; all that ran, ran once.
+
+    How few workers served meanwhile.
+    """
     client = RolloutClient(mesh.router().address, JournalConfig(), mesh.folder / "client")
     client.start()
     num_groups = 0
@@ -125,5 +142,22 @@ async def test_workers_that_are_worn_together_recycle_one_after_the_other(
             num_groups += ROUND
             assert {type(each) for each in await take(client, ROUND)} == {Finished}
     check_ran_once(mesh.folder, num_groups)
-    assert watch.fewest == 1
     client.close()
+    return watch.fewest
+
+
+async def test_workers_that_are_worn_together_recycle_one_after_the_other(tmp_path: Path) -> None:
+    async with launched(tmp_path, SOURCE, recycle_rollouts=60) as mesh:
+        assert await until_both_have_left(mesh) == 1
+
+
+async def test_workers_past_their_memory_are_replaced_by_fresh_ones(tmp_path: Path) -> None:
+    async with launched(tmp_path, LEAKY, max_rss_bytes=MAX_RSS_BYTES) as mesh:
+        first = mesh.pids()
+        await until_both_have_left(mesh)
+        await asyncio.to_thread(mesh.until_ready, "worker-0", "worker-1")
+        for worker_id in ("worker-0", "worker-1"):
+            assert mesh.pids()[worker_id] != first[worker_id]
+            reason = last_reason(mesh.run / "logs" / f"{worker_id}.log")
+            assert reason.startswith("recycled: ")
+            assert reason.endswith(f"bytes of memory, worker.max_rss_bytes = {MAX_RSS_BYTES}")

@@ -21,7 +21,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.process import OK, RECYCLED, Ready
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.client import Arrival, RolloutClient
-from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.engine import NextToken, ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.wire.bodies import encode_ask
 from rollmesh.wire.frames import Packet
@@ -29,6 +29,7 @@ from rollmesh.wire.messages import (
     AskGroup,
     ClientBeat,
     ClientHello,
+    GroupAcked,
     GroupAsk,
     GroupFailed,
     GroupFinished,
@@ -160,9 +161,7 @@ class Mesh:
 
     def last_reason(self, worker_id: str) -> str:
         """Why it left, as it has logged."""
-        lines = (self.folder / "mesh" / "logs" / f"{worker_id}.log").read_bytes().splitlines()
-        events = [msgspec.json.decode(line) for line in lines]
-        return str([each for each in events if each["event"] == "worker.left"][-1]["reason"])
+        return last_reason(self.folder / "mesh" / "logs" / f"{worker_id}.log")
 
     def client(self) -> RolloutClient:
         folder = self.folder / "client"
@@ -170,6 +169,12 @@ class Mesh:
         client.start()
         self._stack.callback(client.close)
         return client
+
+
+def last_reason(log: Path) -> str:
+    """Why a worker left, by its log."""
+    events = [msgspec.json.decode(line) for line in log.read_bytes().splitlines()]
+    return str([each for each in events if each["event"] == "worker.left"][-1]["reason"])
 
 
 def look_until(condition: Callable[[], object]) -> None:
@@ -180,9 +185,11 @@ def look_until(condition: Callable[[], object]) -> None:
 
 
 @asynccontextmanager
-async def open_mesh(folder: Path, **router: object) -> AsyncIterator[Mesh]:
+async def open_mesh(
+    folder: Path, next_token: NextToken = byte_token, **router: object
+) -> AsyncIterator[Mesh]:
     """A router that serves, with its engine; all processes end with the block."""
-    async with ScriptedEngine(byte_token) as engine:
+    async with ScriptedEngine(next_token) as engine:
         with ExitStack() as stack:
             yield await asyncio.to_thread(lambda: Mesh(folder, engine, stack, **router))
             await engine.release()
@@ -224,19 +231,26 @@ class SlowSink:
         self.moved: list[GroupMoved] = []
         self.failed: list[GroupFailed] = []
 
-    def ask(self, group_id: GroupId, deadline_s: float = 0.0) -> None:
+    def ask(self, group_id: GroupId, deadline_s: float = 0.0, env: str = "echo") -> None:
         self.dialer.send(Packet(ClientHello("c1")))
         task = Task(id="echo-1", data={"text_seed": 1})
         body = encode_ask(GroupAsk(task=task, sampling=SamplingPolicy(), seed=7))
         message = AskGroup(
             group_id=group_id,
             client_id="c1",
-            env="echo",
+            env=env,
             num_samples=1,
             sink=self.hub.address,
             deadline_s=deadline_s,
         )
         self.dialer.send(Packet(message, body=body))
+
+    def has(self, group_id: GroupId) -> bool:
+        """Whether it has come, at least once."""
+        return any(message.group_id == group_id for _, message in self.finished)
+
+    def ack(self, route: bytes, message: GroupFinished) -> None:
+        self.hub.send(route, Packet(GroupAcked(message.group_id, message.attempt, duplicate=False)))
 
     def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(int(PATIENCE_S / 0.05)):

@@ -151,7 +151,8 @@ class Exchange:
     async def _match(self) -> Call:
         body = await self.request.read(self._kit.max_body_bytes, self._kit.keepalive_s)
         self._num_bytes = len(body)
-        await self._take_turn()
+        if self._num_bytes >= LONG_BYTES:
+            await self._kit.turnstile.pass_through()
         mark = read_retry_mark(self.request.headers)
         salt = hash((self._dialect, mark.key))
         call = self._dialect.decode(Asked(body, salt, mark.is_resent))
@@ -162,21 +163,17 @@ class Exchange:
         """Join the replies to all turns; the call's history is let go of."""
         turns, call.turns = call.turns, ()
         views: list[ReplyView] = []
-        await self._take_turn()
+        if self._num_bytes >= LONG_BYTES:
+            await self._kit.turnstile.pass_through()
         for turn in turns:
-            told = turn.without_history()
+            wish = turn.wish()
             for reply in await session.attach(turn):
                 reply.join()
                 replies.append(reply)
-                views.append(ReplyView(session, reply, told, self._kit.view))
+                views.append(ReplyView(session, reply, wish, self._kit.view))
         self._num_bytes = 0
         self.request.let_go()
         return views
-
-    async def _take_turn(self) -> None:
-        """What follows holds the loop for long, if the body is long."""
-        if self._num_bytes >= LONG_BYTES:
-            await self._kit.turnstile.pass_through()
 
     async def _send_events(
         self, session: Session, replies: Sequence[Reply], stream: Stream

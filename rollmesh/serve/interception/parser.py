@@ -31,6 +31,9 @@ class Fault(msgspec.Struct, frozen=True):
 class RequestParser(HTTPProtocol):
     """See the module."""
 
+    # What is None llhttp does not call.
+    on_status = on_chunk_header = on_chunk_complete = None  # type: ignore[assignment]
+
     def __init__(self, wire: Wire) -> None:
         self.requests: deque[Request] = deque()
         """That nobody handles yet; the last one's body may not be whole."""
@@ -132,15 +135,6 @@ class RequestParser(HTTPProtocol):
         if self.incoming:
             self.incoming.is_whole = True
             self.incoming = None
-
-    def on_status(self, status: bytes) -> None:
-        """Answers have one."""
-
-    def on_chunk_header(self) -> None:
-        """Only the bytes count."""
-
-    def on_chunk_complete(self) -> None:
-        """Only the bytes count."""
 
 
 def _path_of(target: bytes) -> bytes:

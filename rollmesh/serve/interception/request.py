@@ -136,16 +136,19 @@ class Request:
         """The body, once; SessionError 413 if it is too long, 408 if it stops coming, 400 if
         it breaks off."""
         if self.is_whole:
-            self._check_length(max_bytes)
+            if self.num_bytes > max_bytes:
+                raise _too_large(max_bytes)
             body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body.clear()
-            if not self._is_encoded:
-                self._count_whole()
         else:
             growing = _Growing()
             await self._read_on(growing, max_bytes, silence_s)
             body = growing.getvalue()
-        return await self._inflated(body, max_bytes) if self._is_encoded else body
+        if self._is_encoded:
+            return await self._inflated(body, max_bytes)
+        if self._reservation is None:
+            self._count_whole()
+        return body
 
     async def read_into(self, taker: Taker, max_bytes: int, silence_s: float) -> None:
         """The body, once, piece by piece as it comes; errors as of `read`."""

@@ -22,4 +22,9 @@ def read_retry_mark(headers: Mapping[bytes, bytes]) -> RetryMark:
     """The mark of a request; headers by name in lower case."""
     key = headers.get(b"idempotency-key", b"")
     count = headers.get(b"x-stainless-retry-count", b"0")
+    if not key and count == b"0":
+        return _NONE
     return RetryMark(key, bool(key) or count not in (b"", b"0"))
+
+
+_NONE = RetryMark(b"", is_resent=False)

@@ -9,20 +9,19 @@ from collections.abc import Callable, Sequence
 from rollmesh.runtime.deltas import Answer, Delta, whole_calls
 from rollmesh.runtime.reply import Reply, ReplyHead
 from rollmesh.runtime.session import Session
-from rollmesh.runtime.turns import Turn
+from rollmesh.runtime.turns import Wish
 from rollmesh.serve.interception.dialects.listing import TokenListing
 
 
 class ReplyView:
     """One reply as one exchange shows it."""
 
-    __slots__ = ("_edge", "_reply", "_session", "head", "model", "turn")
+    __slots__ = ("_edge", "_reply", "_session", "head", "model", "wish")
 
-    def __init__(self, session: Session, reply: Reply, turn: Turn, edge: "EdgeView") -> None:
+    def __init__(self, session: Session, reply: Reply, wish: Wish, edge: "EdgeView") -> None:
         self.head: ReplyHead = reply.head
-        self.turn = turn
-        """What was asked, but for its history."""
-        self.model = turn.model or edge.model_name
+        self.wish = wish
+        self.model = wish.model or edge.model_name
         self._session = session
         self._reply = reply
         self._edge = edge
@@ -81,9 +80,9 @@ class ReplyView:
 
     def top_logprobs(self, start: int, stop: int) -> Sequence[Sequence[tuple[float, int]]]:
         """The likeliest alternatives of those tokens; empty where none were asked for."""
-        if not self.turn.num_top_logprobs:
+        if not self.wish.num_top_logprobs:
             return ()
-        num, rows = self.turn.num_top_logprobs, self._reply.top_logprobs()
+        num, rows = self.wish.num_top_logprobs, self._reply.top_logprobs()
         # An engine may have listed none, for all of the reply or for a leg of it.
         return [row[:num] for row in rows[start:stop]] if len(rows) >= stop else ()
 

@@ -36,7 +36,7 @@ class ChatCall:
     def whole(self, views: Sequence[ReplyView]) -> bytes:
         choices = b",".join([self._choice(n, view) for n, view in enumerate(views)])
         first = views[0]
-        ids = _prompt_ids(first) if first.turn.return_token_ids else b""
+        ids = _prompt_ids(first) if first.wish.return_token_ids else b""
         frame = _frame(first, b"chat.completion"), choices, ids, _usage(views)
         return b'{%b,"choices":[%b]%b,"usage":%b}' % frame
 
@@ -49,7 +49,7 @@ class ChatCall:
             index,
             b"null" if answer.tool_calls and not answer.content else orjson.dumps(answer.content),
             self._beside_content(answer),
-            listing(view, 0, num_tokens) if view.turn.logprobs else b"null",
+            listing(view, 0, num_tokens) if view.wish.logprobs else b"null",
             _finish(view, self._is_legacy),
             _token_ids(view, 0, num_tokens),
         )
@@ -89,7 +89,7 @@ class ChatStream:
         return self._chunk(choice, delta, finish)
 
     def close(self) -> bytes:
-        if not self._views[0].turn.include_usage:
+        if not self._views[0].wish.include_usage:
             return DONE
         return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._frame, _usage(self._views), DONE)
 
@@ -106,11 +106,11 @@ class ChatStream:
             fields.append(b'"role":"assistant"')
             if not delta.content:
                 fields.append(b'"content":""')
-            if view.turn.return_token_ids:
+            if view.wish.return_token_ids:
                 prompt_ids = _prompt_ids(view)
         fields += self._fields(delta)
         extra = _token_ids(view, start, delta.num_tokens)
-        if view.turn.logprobs:
+        if view.wish.logprobs:
             extra += b',"logprobs":' + listing(view, start, delta.num_tokens)
         parts = self._heads[choice], b",".join(fields), finish, extra, prompt_ids
         return b'%b%b},"finish_reason":%b%b}]%b}\n\n' % parts
@@ -168,7 +168,7 @@ def _prompt_ids(view: ReplyView) -> bytes:
 
 
 def _token_ids(view: ReplyView, start: int, stop: int) -> bytes:
-    if not view.turn.return_token_ids:
+    if not view.wish.return_token_ids:
         return b""
     return b',"token_ids":' + orjson.dumps(view.token_ids(start, stop))
 

@@ -144,7 +144,7 @@ class CompletionStream:
         return b"%b%b]}\n\n" % (self._head, ended)
 
     def close(self) -> bytes:
-        if not self._views[0].turn.include_usage:
+        if not self._views[0].wish.include_usage:
             return DONE
         return b'%b],"usage":%b}\n\n%b' % (self._head, _usage(self._views), DONE)
 
@@ -158,14 +158,14 @@ class CompletionStream:
         prompt, self._echo[index] = self._echo[index], None
         text = (prompt or "") + delta.content
         fields = [b'{"index":%d,"text":%b,"logprobs":' % (index, orjson.dumps(text))]
-        if view.turn.logprobs:
+        if view.wish.logprobs:
             fields.append(_logprobs(view, start, delta.num_tokens, self._num_chars[index], prompt))
         else:
             fields.append(b"null")
         self._num_chars[index] += len(text)
         reason = b'"%b"' % ended.finish_reason.encode() if ended else b"null"
         fields.append(b',"finish_reason":' + reason)
-        if view.turn.return_token_ids:
+        if view.wish.return_token_ids:
             fields.append(b',"token_ids":' + orjson.dumps(view.token_ids(start, delta.num_tokens)))
             if start == 0:
                 fields.append(b',"prompt_token_ids":' + orjson.dumps(view.prompt_ids()))
@@ -173,7 +173,7 @@ class CompletionStream:
 
 
 def _echo(view: ReplyView) -> str:
-    text = view.turn.prompt_text
+    text = view.wish.prompt_text
     return view.prompt_text() if text is None else text
 
 
@@ -193,7 +193,7 @@ def _logprobs(view: ReplyView, start: int, stop: int, at: int, echo: str | None)
         {
             "tokens": tokens,
             "token_logprobs": [*nothing, *view.logprobs(start, stop)],
-            "top_logprobs": [*nothing, *tops] if view.turn.num_top_logprobs else None,
+            "top_logprobs": [*nothing, *tops] if view.wish.num_top_logprobs else None,
             "text_offset": offsets,
         }
     )
@@ -212,6 +212,6 @@ def _usage(views: Sequence[ReplyView]) -> bytes:
     """Every turn's prompt counts once, however many choices it has."""
     firsts: dict[int, ReplyView] = {}
     for view in views:
-        firsts.setdefault(id(view.turn), view)
+        firsts.setdefault(id(view.wish), view)
     num_prompt = sum([view.head.num_prompt_tokens for view in firsts.values()])
     return usage(views, num_prompt)

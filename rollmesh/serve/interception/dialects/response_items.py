@@ -97,7 +97,7 @@ def text_part(text: str, listed: bytes = b"[]") -> Item:
 
 def list_tokens(view: ReplyView, output: list[Item]) -> None:
     """Put log-probs where they were asked for: those of the whole reply, reasoning and all."""
-    if not view.turn.logprobs:
+    if not view.wish.logprobs:
         return
     listed = view.listed_tokens(0, view.num_tokens)
     for item in output:
