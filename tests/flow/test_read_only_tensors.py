@@ -1,0 +1,98 @@
+"""Read-only tensors go wherever torch takes tensors: autograd, transforms, collectives, loaders."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from rollmesh.core.errors import TensorError
+from rollmesh.tensors.torch_bridge import to_content, to_tensor
+
+
+def local(tensor: torch.Tensor) -> Any:
+    return to_tensor(to_content(tensor))
+
+
+def test_gradients_flow_through_it() -> None:
+    x = local(torch.arange(4, dtype=torch.float32))
+    weight = nn.Parameter(torch.ones(4))
+    torch.autograd.backward((weight * x).sum())
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0, 1, 2, 3]
+    x.requires_grad_()
+    (x * x).sum().backward()
+    assert x.grad.tolist() == [0, 2, 4, 6]
+    assert type(x.grad) is torch.Tensor
+    layer = nn.Linear(4, 2)
+    torch.autograd.backward(layer(local(torch.ones(3, 4))).sum())
+    assert layer.weight.grad is not None
+
+
+def test_function_transforms_take_it() -> None:
+    x = local(torch.ones(3, 4))
+    assert torch.vmap(torch.sum)(x).tolist() == [4, 4, 4]
+    gradient = torch.func.grad(lambda w: (w * x).sum())(torch.ones(3, 4))
+    assert torch.equal(gradient, torch.ones(3, 4))
+
+
+def test_a_compiled_function_takes_it() -> None:
+    x = local(torch.ones(3, 4))
+    total = torch.compile(lambda a, w: (a * w).sum() + a[0].sum(), backend="eager", fullgraph=True)
+    result = total(x, torch.ones(3, 4))
+    assert type(result) is torch.Tensor
+    assert result.item() == 16.0
+
+
+@pytest.fixture
+def lone_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    meeting = f"file://{tmp_path}/meeting"
+    distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_collectives_take_it() -> None:
+    x = local(torch.ones(3, 4))
+    gathered = [torch.empty(3, 4)]
+    distributed.all_gather(gathered, x)
+    assert torch.equal(gathered[0], x)
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_sharded_models_take_it_and_their_tensors_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    layer = nn.Linear(4, 1)
+    fully_shard(layer, mesh=mesh)
+    torch.autograd.backward(layer(local(torch.ones(3, 4))).sum())
+    gradient = layer.weight.grad
+    assert isinstance(gradient, DTensor)
+    with pytest.raises(TensorError, match=r"DTensor .* cannot be stored"):
+        to_content(gradient)
+    assert local(gradient.full_tensor()).tolist() == [[3, 3, 3, 3]]
+
+
+def test_a_data_loader_collates_it() -> None:
+    rows: Any = [local(torch.full((4,), float(n))) for n in range(8)]
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=4)
+    batches = list(loader)
+    assert [type(batch) for batch in batches] == [torch.Tensor] * 2
+    assert torch.equal(torch.cat(batches)[:, 0], torch.arange(8.0))
+
+
+def test_it_is_pinned_like_any_other() -> None:
+    # Where there is no device to pin for, torch says so of a plain tensor as well.
+    try:
+        torch.ones(2).pin_memory()
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=str(error).splitlines()[0][:20]):
+            local(torch.ones(2)).pin_memory()
+    else:
+        assert type(local(torch.ones(2)).pin_memory()) is torch.Tensor
