@@ -9,7 +9,7 @@
                                  <-     Lent: where they lie in memory that both can see
       Fetch(by stream)           ->
                                  <-     Sent: their sizes, and behind it their bytes
-                                          | Elsewhere: a neighbour of the consumer's has them
+                                          | Elsewhere: a neighbour fetches them for it
       Carry, to that neighbour   ->
                                  <-     Lent
       Clear                      ->

@@ -3,10 +3,12 @@
     ARRIVED --admit--> ANSWERED --hangs up, dies, talks nonsense, does not read--> LEFT
                                    LEFT --it holds no loans, or has hung up--> what it held is free
 
-Owns the connection and its thread. Invariants: whatever a consumer says, or leaves unsaid, ends its
-own connection at most; what it was lent stays pinned until it says that it is done with it, or its
-end of the connection is closed, which its kernel does for the dead; and not before, since one that
-was told to go may still be looking. Driven by server.py.
+Owns the connection and its thread. What it asks for is lent out of the store or sent, or it is told
+which neighbour of its has it; a neighbour of ours is lent what we fetched ourselves. Invariants:
+whatever a consumer says, or leaves unsaid, ends its own connection at most; what it was lent stays
+pinned until it says that it is done with it, or its end of the connection is closed, which its
+kernel does for the dead; and not before, since one that was told to go may still be looking. Driven
+by server.py.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,8 @@ Owns the memory, which is at most `max_bytes`; what does not fit lies in memory 
 does where that is 0. A fresh page costs 3 us here, half as much as what it holds costs to receive,
 so batch after batch is received into the same ones. Invariants: bytes go from the socket to their
 place, shards that were received together side by side, and each is free by itself; nobody writes
-there while anybody looks. Any thread; driven by connection.py.
+there while anybody looks. Any thread; driven by connection.py, and asked by relay.py where an array
+lies.
 """
 
 import sys

@@ -55,9 +55,10 @@ class Post:
         self._thread.start()
 
     def say(self, message: RankMessage, body: Buffer = b"") -> None:
-        """Tell the controller, in the order of calls."""
-        self._outbox.append((message, body))
-        self._bell.ring()
+        """Tell the controller, in the order of calls; nobody, once we have closed."""
+        if not self._is_closing.is_set():
+            self._outbox.append((message, body))
+            self._bell.ring()
 
     def close(self) -> None:
         """Say what is still to be said, and fall silent."""

@@ -3,6 +3,7 @@
     main thread    meets the others, makes the roles, runs one call after the other
     fetch thread   has the arguments of the calls that come next brought here, in their order
     post thread    hears and answers the controller (post.py), frees what has ended
+    count thread   clears what it is told to, and says what is held; it may have to wait for owners
 
     a call here: staged by the fetch thread > run by the main thread > forgotten
                                             > dropped
@@ -89,10 +90,12 @@ class RankProcess:
         self._staged: dict[int, _Staged] = {}
         """In the order in which they are to be run."""
         self._to_stage: queue.SimpleQueue[tuple[StageCall, bytes]] = queue.SimpleQueue()
+        self._to_read: queue.SimpleQueue[tuple[ReadTensors, bytes]] = queue.SimpleQueue()
         self._to_run: queue.SimpleQueue[FormGroup | RunCall | EndRank] = queue.SimpleQueue()
         self._num_beats = 0
         self._post = Post(spec, keys, self)
         threading.Thread(target=self._fetch, name="fetch", daemon=True).start()
+        threading.Thread(target=self._count, name="count", daemon=True).start()
 
     def run(self) -> int:
         """Serve until told to end; the exit code."""
@@ -125,7 +128,7 @@ class RankProcess:
             case DropCall(call_id=call_id):
                 self._staged.pop(call_id, None)
             case ReadTensors():
-                self._read(message, body)
+                self._to_read.put((message, bytes(body)))
             case ControllerBeat():
                 self._renew()
 
@@ -138,27 +141,6 @@ class RankProcess:
         log.error("rank.ended", rank=self._spec.rank, why=why)
         self._household.abandon()
         os._exit(FAILED)
-
-    def _read(self, message: ReadTensors, body: Buffer) -> None:
-        shard_ids, error = array("Q"), ""
-        if len(body) % ID_BYTES:
-            error = f"{len(body)} bytes are no list of ids"
-        else:
-            shard_ids.frombytes(body)
-        num_cleared = self._plane.clear(shard_ids.tolist()) if shard_ids else 0
-        self._household.settle()
-        stored, buffered = held(self._plane)
-        self._post.say(
-            TensorsTold(
-                self._spec.rank,
-                message.ask_id,
-                message.ended_step,
-                num_cleared,
-                stored,
-                buffered,
-                error,
-            )
-        )
 
     def _renew(self) -> None:
         """Our controller lives, so what we own is needed."""
@@ -191,6 +173,26 @@ class RankProcess:
         _check(message, method, args, kwargs)
         return _Staged(message, method, body, tensors, Arguments(args, kwargs), rows)
 
+    # counted, on the count thread
+
+    def _count(self) -> None:
+        while True:
+            message, body = self._to_read.get()
+            self._post.say(self._told(message, body))
+
+    def _told(self, message: ReadTensors, body: bytes) -> TensorsTold:
+        shard_ids, error, num_cleared = array("Q"), "", 0
+        if len(body) % ID_BYTES:
+            error = f"{len(body)} bytes are no list of ids"
+        else:
+            shard_ids.frombytes(body)
+            num_cleared = self._plane.clear(shard_ids.tolist()) if shard_ids else 0
+        self._household.settle()
+        rank, (stored, buffered) = self._spec.rank, held(self._plane)
+        return TensorsTold(
+            rank, message.ask_id, message.ended_step, num_cleared, stored, buffered, error
+        )
+
     # run, on the main thread
 
     def _form(self, message: FormGroup) -> bool:
@@ -208,7 +210,7 @@ class RankProcess:
         return True
 
     def _run(self, call_id: int) -> None:
-        if next(iter(self._staged), None) != call_id:
+        if list(self._staged)[:1] != [call_id]:  # at once: other threads add and take away
             self.lose("a message was lost: an earlier call is still to be run")
         staged = self._staged.pop(call_id)
         body, error = b"", ""
