@@ -86,7 +86,7 @@ OF_A_ROLLOUT = (
     *(Exchange, Request, Blob, LegRequest, SessionRecord, RolloutRecord, GroupRecord),
     *(Played, Payload, Parcel, Transcript, Sibling, Endpoint, Tool),
 )
-NEVER_SEEN = {SessionRecord, GroupRecord, LegRequest}  # made and read without a pause
+NEVER_SEEN = {Turn, SessionRecord, GroupRecord, LegRequest}  # made and read without a pause
 PASSING = (Generation, Request)
 
 
