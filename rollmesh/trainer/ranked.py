@@ -70,12 +70,13 @@ class RankedPolicy:
             folder=str(folder),
         )
         self._home = Household(PlaneSpec(), keys)
-        use(self._home.plane)
         self._controller = TrainController(plan, self._home, keys)
+        self._before = use(self._home.plane)
+        """The process's plane before ours."""
         try:
             self._controller.start()
         except BaseException:
-            self._home.close()
+            self._leave()
             raise
 
     def __enter__(self) -> Self:
@@ -107,6 +108,10 @@ class RankedPolicy:
     def close(self) -> None:
         """End the ranks."""
         self._controller.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        use(self._before)
         self._home.close()
 
 

@@ -4,8 +4,10 @@ Owns how a test's shards look. Invariant: a shard's bytes follow from its id, so
 the wrong ones is found out. Driven by the tests beside it.
 """
 
+import contextlib
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -159,3 +161,13 @@ class Pair:
         self.second = Asking(partial(world.ask, *handles(1, 2), fetch=self.fetches[1]))
         # It asks for its own after it has seen that the other is on its way.
         self.fetches[1].wait_begun()
+
+
+@contextlib.contextmanager
+def heeding_control_c() -> Iterator[None]:
+    """Also where the tests run in the background of a shell, which has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

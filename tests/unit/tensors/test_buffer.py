@@ -28,6 +28,7 @@ from tests.unit.tensors.fetches import (
     content,
     handle,
     handles,
+    heeding_control_c,
     ids,
     in_one_block,
 )
@@ -346,7 +347,7 @@ def test_control_c_in_a_fetch_wakes_who_waits(world: World) -> None:
         signal.raise_signal(signal.SIGINT)
         return world.owners(wanted)
 
-    with pytest.raises(KeyboardInterrupt):
+    with heeding_control_c(), pytest.raises(KeyboardInterrupt):
         world.buffer.get_many(handles(1), interrupted)
     held.land()
     held.wait_begun()
