@@ -29,7 +29,7 @@ from rollmesh.serve.interception.ending import ExchangeState, guard
 from rollmesh.serve.interception.intercepts import Intercepts
 from rollmesh.serve.interception.request import JSON, Request
 from rollmesh.serve.interception.retries import read_retry_mark
-from rollmesh.serve.interception.turnstile import LONG_BYTES, Turnstile
+from rollmesh.serve.interception.turnstile import Turnstile
 from rollmesh.serve.interception.view import EdgeView, ReplyView
 
 SAMPLING_HEADER = b"x-rollmesh-sampling"
@@ -151,8 +151,7 @@ class Exchange:
     async def _match(self) -> Call:
         body = await self.request.read(self._kit.max_body_bytes, self._kit.keepalive_s)
         self._num_bytes = len(body)
-        if self._num_bytes >= LONG_BYTES:
-            await self._kit.turnstile.pass_through()
+        await self._kit.turnstile.pass_through(self._num_bytes)
         mark = read_retry_mark(self.request.headers)
         salt = hash((self._dialect, mark.key))
         call = self._dialect.decode(Asked(body, salt, mark.is_resent))
@@ -163,8 +162,7 @@ class Exchange:
         """Join the replies to all turns; the call's history is let go of."""
         turns, call.turns = call.turns, ()
         views: list[ReplyView] = []
-        if self._num_bytes >= LONG_BYTES:
-            await self._kit.turnstile.pass_through()
+        await self._kit.turnstile.pass_through(self._num_bytes)
         for turn in turns:
             wish = turn.wish()
             for reply in await session.attach(turn):

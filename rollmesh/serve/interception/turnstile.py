@@ -1,6 +1,6 @@
 """Long pieces of work on the event loop, one for each of its turns.
 
-    nobody passed in this turn --pass_through--> goes on at once
+    short, or nobody passed in this turn --pass_through--> goes on at once
     somebody did --pass_through--> waits in line --a later turn--> goes on
 
 To read a body of some megabytes holds the loop for milliseconds, and bodies of agents that act
@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 
 LONG_BYTES = 256 * 1024
-"""A shorter body is no long piece of work."""
+"""A shorter piece of work holds up nobody."""
 
 
 class Turnstile:
@@ -28,8 +28,10 @@ class Turnstile:
         """Who waits."""
         return len(self._line)
 
-    async def pass_through(self) -> None:
-        """Wait until it is this one's turn."""
+    async def pass_through(self, num_bytes: int) -> None:
+        """Wait until it is the turn of this one, who has so many bytes to look at."""
+        if num_bytes < LONG_BYTES:
+            return
         loop = asyncio.get_running_loop()
         if not self._is_turning:
             self._is_turning = True

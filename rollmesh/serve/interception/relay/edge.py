@@ -26,7 +26,7 @@ from rollmesh.serve.interception.relay.heard import ROUTES
 from rollmesh.serve.interception.relay.upstreams import Parcel, Upstreams
 from rollmesh.serve.interception.request import Request
 from rollmesh.serve.interception.retries import read_retry_mark
-from rollmesh.serve.interception.turnstile import LONG_BYTES, Turnstile
+from rollmesh.serve.interception.turnstile import Turnstile
 
 PASSED = {"POST": ("/messages/count_tokens",), "GET": ("/models",)}
 
@@ -85,8 +85,7 @@ class _Exchange:
             body = session.follow(request.num_bytes if request.is_whole else sys.maxsize)
             with session.reading():
                 await request.read_into(body, *limits)
-                if request.num_bytes >= LONG_BYTES:
-                    await self._kit.turnstile.pass_through()
+                await self._kit.turnstile.pass_through(request.num_bytes)
                 call = session.call(route, parcel, body, read_retry_mark(headers))
             # What is left of it is the session's now, and counted there.
             del body

@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from rollmesh.serve.interception.turnstile import Turnstile
+from rollmesh.serve.interception.turnstile import LONG_BYTES, Turnstile
 
 
 async def test_between_two_long_pieces_the_loop_serves_everything_else() -> None:
     turnstile, done = Turnstile(), list[str]()
 
     async def long(name: str) -> None:
-        await turnstile.pass_through()
+        await turnstile.pass_through(LONG_BYTES)
         done.append(name)
 
     async def other() -> None:
@@ -30,7 +30,7 @@ async def test_between_two_long_pieces_the_loop_serves_everything_else() -> None
 async def test_alone_nobody_waits() -> None:
     turnstile = Turnstile()
     for _ in range(2):
-        passing = turnstile.pass_through()
+        passing = turnstile.pass_through(LONG_BYTES)
         with pytest.raises(StopIteration):  # it is over and has not waited
             passing.send(None)
         await asyncio.sleep(0)
@@ -38,9 +38,20 @@ async def test_alone_nobody_waits() -> None:
         assert len(turnstile) == 0
 
 
+async def test_a_short_piece_of_work_passes_by_those_in_the_line() -> None:
+    turnstile = Turnstile()
+    tasks = [asyncio.create_task(turnstile.pass_through(LONG_BYTES)) for _ in range(3)]
+    await asyncio.sleep(0)
+    passing = turnstile.pass_through(LONG_BYTES - 1)
+    with pytest.raises(StopIteration):
+        passing.send(None)
+    assert len(turnstile) == 2
+    await asyncio.gather(*tasks)
+
+
 async def test_who_is_cancelled_in_the_line_holds_up_nobody() -> None:
     turnstile = Turnstile()
-    tasks = [asyncio.create_task(turnstile.pass_through()) for _ in range(3)]
+    tasks = [asyncio.create_task(turnstile.pass_through(LONG_BYTES)) for _ in range(3)]
     await asyncio.sleep(0)
     assert len(turnstile) == 2
     tasks[1].cancel()
@@ -52,7 +63,7 @@ async def test_who_is_cancelled_in_the_line_holds_up_nobody() -> None:
 
 async def test_who_is_cancelled_once_let_through_holds_up_nobody() -> None:
     turnstile = Turnstile()
-    _, first, second = (asyncio.create_task(turnstile.pass_through()) for _ in range(3))
+    _, first, second = (asyncio.create_task(turnstile.pass_through(LONG_BYTES)) for _ in range(3))
     await asyncio.sleep(0)
     while len(turnstile) != 1:  # noqa: ASYNC110 - the line tells nobody
         await asyncio.sleep(0)
