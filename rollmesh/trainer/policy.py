@@ -26,14 +26,13 @@ from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.advantages import sample_advantages
 from rollmesh.trainer.batches import TokenBatch, nothing, pack
 from rollmesh.trainer.checkpoint import load_model, save_model
+from rollmesh.trainer.descent import Descent
 from rollmesh.trainer.loss import Loss, TokenTerms, policy_loss, token_logprobs
 from rollmesh.trainer.publisher import Probe
-from rollmesh.trainer.team import Alone, Ranks, whole
+from rollmesh.trainer.team import Alone, Ranks
 
 log = get_logger()
 
-BETAS = (0.9, 0.95)
-"""AdamW's; the short second memory fits a policy whose gradients change scale as it learns."""
 PROBE_TOKENS = 32
 PROBE_STRIDE = 7919
 """A prime, so that the probe's tokens are spread over any vocabulary."""
@@ -74,12 +73,7 @@ class Policy:
         self._settings = settings
         self._model = load_model(self._source).to(settings.device)
         self._ranks.share(self._model)
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
-            lr=settings.learning_rate,
-            betas=BETAS,
-            weight_decay=settings.weight_decay,
-        )
+        self._descent = Descent(self._model, settings)
         self._policy_version: int | None = 0
 
     def step(self, samples: Sequence[Sample], step: int) -> StepReport:
@@ -87,9 +81,7 @@ class Policy:
 
         `step` counts from 0. The report is of all ranks.
         """
-        rate = self._rate(step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        rate = self._descent.warm_up(step)
         meter = _Meter()
         plan = self._plan(samples)
         # Batches of a single minibatch meet the very weights that are proximal to them.
@@ -123,10 +115,6 @@ class Policy:
         logprobs_TV = torch.log_softmax(logits_BTV[0, :-1].float(), -1)
         logprobs_T = logprobs_TV.gather(-1, ids_BT[0, 1:, None])[:, 0]
         return Probe(tuple(token_ids), tuple(logprobs_T.tolist()))
-
-    def _rate(self, step: int) -> float:
-        rise = min(1.0, (step + 1) / max(1, self._settings.warmup_steps))
-        return self._settings.learning_rate * rise
 
     def _plan(self, samples: Sequence[Sample]) -> list[list[TokenBatch]]:
         """The batches of each minibatch; at all ranks as many."""
@@ -170,12 +158,7 @@ class Policy:
             loss = policy_loss(terms, self._settings)
             torch.autograd.backward(loss.value)
             meter.add(terms, loss)
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._model.parameters(), self._settings.max_grad_norm
-        )
-        meter.grad_norms.append(float(whole(norm)))
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        meter.grad_norms.append(self._descent.step())
 
     def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """(log-probs [N], entropies [N]) of the trained tokens under the weights held now."""
