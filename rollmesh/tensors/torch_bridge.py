@@ -14,7 +14,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,14 +34,31 @@ _SETS_A_FLAG = frozenset({"requires_grad_"})
 Tensor = torch.Tensor
 """What is stored: any tensor of torch."""
 
-_dtypes: dict[str, torch.dtype] = {}
-_names: dict[torch.dtype, str] = {}
+_NUMPYS = frozenset({
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "float32", "float64", "complex64", "complex128",
+})  # fmt: skip
+"""Dtypes that torch and numpy both have, under one name."""
+
+
+class _Kind(NamedTuple):
+    """A dtype on both sides."""
+
+    name: str
+    dtype: torch.dtype
+    twin: torch.dtype
+    """As wide, and numpy's too: the dtype itself, or a whole number for what numpy lacks."""
+    numpys: np.dtype[Any]
+    """The twin."""
+
+
+_kinds: dict[str, _Kind] = {}
 
 with warnings.catch_warnings():
     # torch warns once in a process that it knows no read-only memory, which is what the class
     # below is for. This is that once.
     warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)
+    torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
 
 class ReadOnlyTensor(torch.Tensor):
@@ -97,29 +114,35 @@ def to_content(tensor: torch.Tensor) -> Content:
     if not _is_dense(tensor):
         what = f"a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, {tensor.device.type})"
         raise TensorError(f"{what} cannot be stored: make it a dense tensor of one device first")
-    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # Of a dimension of one, torch leaves any stride as it is; a view of bytes needs it to be 1.
-    flat = dense.as_strided((dense.numel(),), (1,))
-    data = flat.view(torch.uint8).numpy()
-    data.flags.writeable = False
-    return Content(_dtype_name(tensor.dtype), tuple(tensor.shape), data)
+    kind = _kind(str(tensor.dtype).removeprefix("torch."))
+    alike = tensor
+    if kind.twin is not kind.dtype:
+        alike = tensor.detach().resolve_conj().view(kind.twin)
+    # By force: detached, on the host, without a conjugation that is still to be done.
+    array = alike.contiguous().numpy(force=True)
+    data = array.reshape(-1).view(np.uint8)
+    data.setflags(write=False)
+    return Content(kind.name, tuple(tensor.shape), data)
 
 
 def to_tensor(content: Content) -> ReadOnlyTensor:
     """The tensor of these bytes, on the same memory, which it keeps alive; TensorError where dtype,
     shape and bytes do not fit each other."""
-    dtype = _dtype(content.dtype)
-    num_bytes = math.prod(content.shape) * dtype.itemsize
-    if num_bytes != content.data.nbytes:
-        what = f"{content.dtype} {list(content.shape)}"
-        raise TensorError(f"{content.data.nbytes} bytes are not a tensor of {what}")
-    if num_bytes == 0:
-        return torch.empty(content.shape, dtype=dtype).as_subclass(ReadOnlyTensor)
-    # It refers to this very array, which a view by numpy would not.
-    tensor = torch.frombuffer(content.data, dtype=dtype)
-    if len(content.shape) != 1:
-        tensor = tensor.view(content.shape)
-    return tensor.as_subclass(ReadOnlyTensor)
+    kind, shape, data = _kind(content.dtype), content.shape, content.data
+    num_bytes = math.prod(shape) * kind.numpys.itemsize
+    if num_bytes != data.nbytes:
+        what = f"{content.dtype} {list(shape)}"
+        raise TensorError(f"{data.nbytes} bytes are not a tensor of {what}")
+    # By way of the buffer: a view by numpy of a view would refer past it, to the whole.
+    tensor = torch.from_numpy(np.frombuffer(data.data, kind.numpys))
+    if kind.twin is not kind.dtype:
+        tensor = tensor.view(kind.dtype)
+    if len(shape) != 1:
+        tensor = tensor.view(shape)
+    # It is ours alone so far; `as_subclass` would make another, for as much as all of the above.
+    tensor.__class__ = ReadOnlyTensor
+    assert isinstance(tensor, ReadOnlyTensor)
+    return tensor
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -129,19 +152,15 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return is_strided and not tensor.is_meta and not is_wrapper
 
 
-def _dtype(name: str) -> torch.dtype:
-    if name not in _dtypes:
+def _kind(name: str) -> _Kind:
+    kind = _kinds.get(name)
+    if kind is None:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise TensorError(f"this torch ({torch.__version__}) knows no dtype {name!r}")
-        _dtypes[name] = dtype
-    return _dtypes[name]
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    if dtype not in _names:
-        _names[dtype] = str(dtype).removeprefix("torch.")
-    return _names[dtype]
+        twin = name if name in _NUMPYS else f"int{8 * dtype.itemsize}"
+        kind = _kinds[name] = _Kind(name, dtype, getattr(torch, twin), np.dtype(twin))
+    return kind
 
 
 def _plainly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
