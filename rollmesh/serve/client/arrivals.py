@@ -10,7 +10,8 @@ import numpy as np
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord
-from rollmesh.serve.client.samples import Float32s, Int32s, check_counts
+from rollmesh.serve.client.sample_memory import Float32s, Int32s
+from rollmesh.serve.client.samples import check_counts
 from rollmesh.wire.bodies import decode_record
 from rollmesh.wire.frames import Buffer
 

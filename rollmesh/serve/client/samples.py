@@ -5,24 +5,30 @@ them. Invariants: each sampled token that trains has mask 1 in exactly one sampl
 token that does not train is counted in `Cut.unused` with its reason; memory is linear in the
 paths. The weights of one rollout's samples add up to 1 and are proportional to their trained
 tokens, so sum(weight * mean over the sample's trained tokens) is the mean over the rollout's
-tokens: the same number however its graph was cut into leaves. Driven by whoever takes arrivals.
+tokens: the same number however its graph was cut into leaves. A token goes once from the buffers
+that arrived to where the taker has it laid. Driven by whoever takes arrivals.
 Shapes: T is the number of tokens of one sample.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import TRAINED_OUTCOMES, Branch, GroupRecord, NodeRow, RolloutRecord
 from rollmesh.runtime.samples import Claim, claims_of, images_on, reasons_of, temperature_of
-
-Int32s = npt.NDArray[np.int32]
-Float32s = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
+from rollmesh.serve.client.sample_memory import (
+    Bools,
+    Float32s,
+    Int32s,
+    Laid,
+    Lay,
+    SampleArrays,
+    lay_plainly,
+)
+from rollmesh.tensors.handles import RTensor
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +53,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """What all its trained tokens were sampled with; their log-probs are of that distribution."""
     images: tuple[str, ...] = ()
     """SHA-256 of each image that the tokens have a placeholder for, in order; see NodeRow."""
+    handle: RTensor | None = None
+    """Of its arrays, where other processes may fetch them; see sample_memory.py."""
 
     @property
     def group_id(self) -> GroupId:
@@ -76,22 +84,32 @@ def cut(
     token_ids: Int32s,
     logprobs: Float32s,
     branches: Collection[Branch],
+    lay: Lay = lay_plainly,
 ) -> Cut:
     """The samples of a group, in the order of its rollouts; `branches` says which of them train.
 
-    `token_ids` and `logprobs` are the group's flat buffers. WireError if the record's counts do
-    not add up to them.
+    `token_ids` and `logprobs` are the group's flat buffers; samples lie where `lay` lays them, all
+    at once, and what it raises is raised. WireError if the record's counts do not add up to them.
     """
     check_counts(record, len(token_ids), len(logprobs))
-    result = Cut([], [])
+    drafts: list[_Draft] = []
+    unused: list[Unused] = []
     token_at = logprob_at = 0
     for rollout in record.rollouts:
         rollout_id = RolloutId(group_id, rollout.index)
         token_end, logprob_end = token_at + rollout.num_tokens, logprob_at + rollout.num_logprobs
         paths = _Paths(rollout, token_ids[token_at:token_end], logprobs[logprob_at:logprob_end])
-        _cut_rollout(rollout_id, rollout, paths, branches, result)
+        reasons = _reasons(rollout, branches)
+        unused += _unused(rollout_id, rollout, reasons)
+        drafts += _drafts(rollout_id, rollout, paths, reasons)
         token_at, logprob_at = token_end, logprob_end
-    return result
+
+    def fill(arrays: Sequence[SampleArrays]) -> None:
+        for draft, each in zip(drafts, arrays, strict=True):
+            draft.paths.write(draft.claim, each)
+
+    laid = lay([draft.num_tokens for draft in drafts], fill) if drafts else []
+    return Cut([draft.sample(each) for draft, each in zip(drafts, laid, strict=True)], unused)
 
 
 def check_counts(record: GroupRecord, num_tokens: int, num_logprobs: int) -> None:
@@ -138,61 +156,72 @@ class _Paths:
             token_at += node.num_tokens
             logprob_at += node.num_tokens if node.sampled else 0
 
-    def sample(self, claim: Claim, rollout_id: RolloutId, shares: tuple[float, float]) -> Sample:
-        """The sample of a claim; `shares` is (reward, weight)."""
-        path = claim.path
-        length = sum(self.nodes[row].num_tokens for row in path)
-        token_ids = np.empty(length, np.int32)
-        logprobs = np.zeros(length, np.float32)
-        loss_mask = np.zeros(length, np.bool_)
-        policy_versions = np.full(length, -1, np.int32)
+    def write(self, claim: Claim, arrays: SampleArrays) -> None:
+        """All that a claim's path says of its tokens."""
+        token_ids, logprobs, policy_versions, loss_mask = arrays
         at = 0
-        for row in path:
+        for row in claim.path:
             node, token_start = self.nodes[row], self.token_starts[row]
             end = at + node.num_tokens
             token_ids[at:end] = self.token_ids[token_start : token_start + node.num_tokens]
+            loss_mask[at:end] = row in claim.trained
             if row in claim.trained:
                 logprob_start = self.logprob_starts[row]
                 logprobs[at:end] = self.logprobs[logprob_start : logprob_start + node.num_tokens]
-                loss_mask[at:end] = True
                 policy_versions[at:end] = _versions(node)
+            else:
+                logprobs[at:end] = 0.0
+                policy_versions[at:end] = -1
             at = end
-        last = self.nodes[path[-1]]
+
+
+class _Draft(msgspec.Struct, frozen=True):
+    """A sample that has no memory yet."""
+
+    rollout_id: RolloutId
+    paths: _Paths
+    claim: Claim
+    num_tokens: int
+    reward: float
+    weight: float
+
+    def sample(self, laid: Laid) -> Sample:
+        """It, with arrays that were written."""
+        nodes, path = self.paths.nodes, self.claim.path
+        last = nodes[path[-1]]
         return Sample(
-            rollout_id=rollout_id,
+            rollout_id=self.rollout_id,
             branch=last.branch,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            loss_mask=loss_mask,
-            policy_versions=policy_versions,
-            reward=shares[0],
-            weight=shares[1],
+            reward=self.reward,
+            weight=self.weight,
             temperature=temperature_of(last),
-            images=images_on(self.nodes, path),
+            images=images_on(nodes, path),
+            handle=laid.handle,
+            **laid.arrays._asdict(),
         )
 
 
-def _cut_rollout(
-    rollout_id: RolloutId,
-    rollout: RolloutRecord,
-    paths: _Paths,
-    branches: Collection[Branch],
-    result: Cut,
-) -> None:
-    reasons = _reasons(rollout, branches)
+def _unused(rollout_id: RolloutId, rollout: RolloutRecord, reasons: Sequence[str]) -> list[Unused]:
     unused: dict[str, int] = {}
     for node, reason in zip(rollout.nodes, reasons, strict=True):
         if node.sampled and reason and node.num_tokens:
             unused[reason] = unused.get(reason, 0) + node.num_tokens
-    result.unused.extend(
-        Unused(rollout_id, num_tokens, reason) for reason, num_tokens in unused.items()
-    )
-    claims = claims_of(rollout.nodes, [not reason for reason in reasons])
-    num_trained = sum(rollout.nodes[row].num_tokens for each in claims for row in each.trained)
-    for claim in claims:
-        share = sum(rollout.nodes[row].num_tokens for row in claim.trained) / num_trained
+    return [Unused(rollout_id, num_tokens, reason) for reason, num_tokens in unused.items()]
+
+
+def _drafts(
+    rollout_id: RolloutId, rollout: RolloutRecord, paths: _Paths, reasons: Sequence[str]
+) -> list[_Draft]:
+    nodes = rollout.nodes
+    claims = claims_of(nodes, [not reason for reason in reasons])
+    trained = [sum(nodes[row].num_tokens for row in claim.trained) for claim in claims]
+    drafts = []
+    for claim, num_trained in zip(claims, trained, strict=True):
         assert rollout.reward is not None
-        result.samples.append(paths.sample(claim, rollout_id, (rollout.reward, share)))
+        num_tokens = sum(nodes[row].num_tokens for row in claim.path)
+        weight = num_trained / sum(trained)
+        drafts.append(_Draft(rollout_id, paths, claim, num_tokens, rollout.reward, weight))
+    return drafts
 
 
 def _reasons(rollout: RolloutRecord, branches: Collection[Branch]) -> list[str]:

@@ -1,11 +1,13 @@
 """Samples: each sampled token trains once, in the sequence that the model saw."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.core.errors import WireError
+from rollmesh.core.errors import StoreFull, WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import (
     Branch,
@@ -17,7 +19,17 @@ from rollmesh.core.types import (
     Task,
     VersionRun,
 )
+from rollmesh.serve.client.sample_memory import (
+    BYTES_PER_TOKEN,
+    Fill,
+    Laid,
+    Lay,
+    SampleArrays,
+    arrays_in,
+    lay_plainly,
+)
 from rollmesh.serve.client.samples import Cut, cut
+from rollmesh.tensors.handles import UNTAGGED, RTensor
 
 GROUP = GroupId("r1", 7)
 MAIN: tuple[Branch, ...] = ("main", "subagent")
@@ -49,7 +61,9 @@ def turn(
     )
 
 
-def cut_rollouts(*tables: list[NodeRow], branches: tuple[Branch, ...] = MAIN) -> Cut:
+def cut_rollouts(
+    *tables: list[NodeRow], branches: tuple[Branch, ...] = MAIN, lay: Lay = lay_plainly
+) -> Cut:
     """Token k of the group is 100 + k, log-prob k is -(k + 1) / 8: every value is told apart."""
     rollouts = [
         RolloutRecord(
@@ -62,15 +76,36 @@ def cut_rollouts(*tables: list[NodeRow], branches: tuple[Branch, ...] = MAIN) ->
         )
         for index, nodes in enumerate(tables)
     ]
-    return cut_record(rollouts, branches)
+    return cut_record(rollouts, branches, lay)
 
 
-def cut_record(rollouts: list[RolloutRecord], branches: tuple[Branch, ...] = MAIN) -> Cut:
+def cut_record(
+    rollouts: list[RolloutRecord], branches: tuple[Branch, ...] = MAIN, lay: Lay = lay_plainly
+) -> Cut:
     record = GroupRecord(task=Task(id="t"), rollouts=rollouts)
     token_ids = np.arange(sum(r.num_tokens for r in rollouts), dtype=np.int32) + 100
     num_logprobs = sum(r.num_logprobs for r in rollouts)
     logprobs = np.arange(-1, -num_logprobs - 1, -1).astype(np.float32) / np.float32(8)
-    return cut(GROUP, record, token_ids, logprobs, branches)
+    return cut(GROUP, record, token_ids, logprobs, branches, lay)
+
+
+class DirtyMemory:
+    """Lays samples in one piece of memory that has been used before, and hands out views."""
+
+    def __init__(self) -> None:
+        self.memory = np.full(2**12, 0xAB, np.uint8)
+        self.asked: list[list[int]] = []
+
+    def lay(self, lengths: Sequence[int], fill: Fill) -> list[Laid]:
+        self.asked.append([*lengths])
+        pieces = np.split(self.memory, BYTES_PER_TOKEN * np.cumsum(lengths))[:-1]
+        fill([arrays_in(piece) for piece in pieces])
+        laid = []
+        for number, piece in enumerate(pieces):
+            piece.flags.writeable = False
+            handle = RTensor(number, "", UNTAGGED, "uint8", piece.shape, piece.nbytes)
+            laid.append(Laid(arrays_in(piece), handle))
+        return laid
 
 
 def test_linear_rollout_is_one_sample_with_its_exact_tokens() -> None:
@@ -84,6 +119,36 @@ def test_linear_rollout_is_one_sample_with_its_exact_tokens() -> None:
     assert sample.weight == 1.0
     assert str(sample.rollout_id) == "r1/7/0"
     assert sample.group_id == GROUP
+
+
+def test_a_group_is_laid_at_once_where_the_taker_wants_it() -> None:
+    tables = [context(-1, 2), turn(0, 3), turn(0, 2)], [context(-1, 1), turn(0, 1)]
+    plain = cut_rollouts(*tables).samples
+    dirty = DirtyMemory()
+    laid = cut_rollouts(*tables, lay=dirty.lay).samples
+    assert dirty.asked == [[5, 4, 2]]
+    for one, other in zip(laid, plain, strict=True):
+        for name in SampleArrays._fields:
+            array = getattr(one, name)
+            assert np.array_equal(array, getattr(other, name)), name
+            assert np.shares_memory(array, dirty.memory)
+            assert not array.flags.writeable
+    assert [sample.handle and sample.handle.shard_id for sample in laid] == [0, 1, 2]
+    assert [sample.handle for sample in plain] == [None] * 3
+
+
+def test_a_group_in_which_nothing_trains_asks_for_no_memory() -> None:
+    dirty = DirtyMemory()
+    assert cut_rollouts([context(-1, 2)], lay=dirty.lay).samples == []
+    assert dirty.asked == []
+
+
+def test_what_memory_refuses_is_told() -> None:
+    def refuse(lengths: Sequence[int], fill: Fill) -> list[Laid]:
+        raise StoreFull(sum(lengths), 0, 0)
+
+    with pytest.raises(StoreFull):
+        cut_rollouts([context(-1, 2), turn(0, 2)], lay=refuse)
 
 
 def test_context_after_the_last_turn_is_not_in_the_sample() -> None:
