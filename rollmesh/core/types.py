@@ -127,9 +127,14 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True):
 
     policy_version: int
     num_tokens: int
+    engine: int = -1
+    """Its place in the rollout's `engines`; -1 where nobody wrote down who sampled."""
 
 
 Branch = Literal["main", "subagent", "side"]
+
+DialectName = Literal["", "chat", "completions", "responses", "messages", "relay"]
+"""By which API an agent had a turn sampled; '' where nobody wrote it down."""
 
 
 class NodeRow(msgspec.Struct, frozen=True, array_like=True):
@@ -154,6 +159,8 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     """A retry of the same request replaced this sampled node."""
     images: tuple[str, ...] = ()
     """Digests (blobs.py) of the images that its tokens have placeholders for, in order."""
+    dialect: DialectName = ""
+    """What a sampled node was asked for in."""
 
 
 class ForkRow(msgspec.Struct, frozen=True):
@@ -191,6 +198,8 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     """Length of this rollout's part of the group's flat int32 token buffer."""
     num_logprobs: int = 0
     """Length of this rollout's part of the group's flat float32 log-prob buffer."""
+    engines: list[str] = []
+    """Addresses of those that sampled its nodes."""
     messages: msgspec.Raw = msgspec.Raw(b"[]")
     """The main branch's messages as a JSON array, for people."""
     num_calls: int = 0

@@ -192,6 +192,7 @@ class GenerationMachine:
             stream=self.request.stream or bool(params.stop),
         )
         self._leg = Leg(start, chosen.incarnation, len(self.sampled), self._clock_s)
+        self.sampled.begin_leg(chosen.url)
         self.num_legs += 1
         return [start]
 

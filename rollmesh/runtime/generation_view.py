@@ -33,6 +33,8 @@ class Generation:
         """One per token where the request asked for them."""
         self.policy_versions: list[VersionRun] = sampled.policy_versions
         """Runs that add up to the tokens."""
+        self.engines: list[str] = sampled.engines
+        """Where they ran; runs name places in it."""
         self._drive = drive
         self._loop = loop
         self._waiters: list[asyncio.Future[None]] = []

@@ -12,12 +12,12 @@ from typing import overload
 
 import msgspec
 
-from rollmesh.core.types import Branch, NodeRow, SamplingParams, VersionRun
+from rollmesh.core.types import Branch, DialectName, NodeRow, SamplingParams, VersionRun
 
 ROOT = -1
-NODE_BYTES = 400
+NODE_BYTES = 410
 """What a row takes, as tracemalloc counts it: every second one sampled, with parameters of its own
-(396 over 4,000 rows)."""
+(410 over 4,000 rows)."""
 
 
 class Node(msgspec.Struct, gc=False):
@@ -43,6 +43,7 @@ class Node(msgspec.Struct, gc=False):
     params: SamplingParams | None = None
     policy_versions: tuple[VersionRun, ...] = ()
     images: tuple[str, ...] = ()
+    dialect: DialectName = ""
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -53,6 +54,9 @@ class Sampled(msgspec.Struct, frozen=True):
     policy_versions: tuple[VersionRun, ...]
     params: SamplingParams
     finish_reason: str
+    engines: Sequence[str] = ()
+    """That its runs name, by their place here."""
+    dialect: DialectName = ""
 
 
 class Path(Sequence[int]):
@@ -81,10 +85,12 @@ class Path(Sequence[int]):
 class TokenGraph:
     """Append only."""
 
-    __slots__ = ("logprobs", "nodes", "token_ids")
+    __slots__ = ("engines", "logprobs", "nodes", "token_ids")
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
+        self.engines: list[str] = []
+        """That sampled its nodes, in the order of their first token; runs name places in it."""
         self.token_ids: array[int] = array("i")
         self.logprobs: array[float] = array("f")
 
@@ -106,7 +112,8 @@ class TokenGraph:
         node.logprob_start = len(self.logprobs)
         node.finish_reason = sampled.finish_reason
         node.params = sampled.params
-        node.policy_versions = sampled.policy_versions
+        node.policy_versions = self._runs(sampled)
+        node.dialect = sampled.dialect
         self.nodes.append(node)
         self.token_ids.extend(sampled.token_ids)
         self.logprobs.extend(sampled.logprobs)
@@ -172,9 +179,30 @@ class TokenGraph:
                 node.finish_reason,
                 node.superseded,
                 node.images,
+                node.dialect,
             )
             for node in self.nodes
         ]
+
+    def _runs(self, sampled: Sampled) -> tuple[VersionRun, ...]:
+        """Its runs, with engines by their places here: mostly there is one, and it is the first."""
+        runs = sampled.policy_versions
+        if list(sampled.engines) == self.engines:
+            return runs
+        return tuple(
+            [
+                VersionRun(run.policy_version, run.num_tokens, self._place_of(sampled, run.engine))
+                for run in runs
+            ]
+        )
+
+    def _place_of(self, sampled: Sampled, engine: int) -> int:
+        if engine < 0:
+            return engine
+        address = sampled.engines[engine]
+        if address not in self.engines:
+            self.engines.append(address)
+        return self.engines.index(address)
 
     def _new_node(self, parent: int, token_ids: Sequence[int]) -> Node:
         start = len(self.token_ids)

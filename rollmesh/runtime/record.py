@@ -24,6 +24,8 @@ class SessionRecord(msgspec.Struct, frozen=True):
     """Bytes of int32: all nodes' tokens in row order."""
     logprobs: memoryview
     """Bytes of float32: the sampled nodes' in row order."""
+    engines: list[str]
+    """That sampled them; see RolloutRecord."""
     messages: msgspec.Raw
     """The main line's messages, a JSON array, for people."""
     num_calls: int
@@ -57,6 +59,7 @@ def record_of(
         nodes=held.graph.rows(branches),
         token_ids=memoryview(held.graph.token_ids).cast("B"),
         logprobs=memoryview(held.graph.logprobs).cast("B"),
+        engines=held.graph.engines,
         messages=msgspec.Raw(b"[" + b",".join(messages) + b"]"),
         num_calls=num_calls,
         forks=report.forks,

@@ -23,7 +23,7 @@ from rollmesh.core.errors import (
     RequestLost,
     SessionError,
 )
-from rollmesh.core.types import SamplingParams, VersionRun
+from rollmesh.core.types import DialectName, SamplingParams, VersionRun
 from rollmesh.engine.answers import TopLogprobs
 from rollmesh.runtime.deltas import Answer, Reading
 from rollmesh.runtime.generation import GenerationState
@@ -50,6 +50,8 @@ class LiveGeneration(Protocol):
     def top_logprobs(self) -> Sequence[TopLogprobs]: ...
     @property
     def policy_versions(self) -> Sequence[VersionRun]: ...
+    @property
+    def engines(self) -> Sequence[str]: ...
     @property
     def finish_reason(self) -> str: ...
     @property
@@ -93,6 +95,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
     """Which choice of its call it is."""
     ask: SamplingAsk = SamplingAsk()
     """What the agent wished of them."""
+    dialect: DialectName = ""
 
     @property
     def forced(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""What one turn has sampled so far: ids, log-probs and the policy versions they came from.
+"""What one turn has sampled so far: ids, log-probs, and the versions and engines they came from.
 
 Invariants: there are as many log-probs as ids, and the version runs add up to as many; neighbouring
-runs have different versions; likeliest tokens are kept for each id or for none. Driven by
-generation.py.
+runs have another version or another engine; likeliest tokens are kept for each id or for none.
+Driven by generation.py.
 """
 
 from array import array
@@ -22,10 +22,21 @@ class SampledTokens:
         self.token_ids = array("i")
         self.logprobs = array("f")
         self.policy_versions: list[VersionRun] = []
+        """Whose engines are places in `engines`."""
+        self.engines: list[str] = []
+        """That a leg ran at, in order."""
         self.top_logprobs: list[TopLogprobs] = []
+        self._engine = -1
+        """Of the leg that runs."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def begin_leg(self, engine: str) -> None:
+        """What comes from now on is sampled there."""
+        if engine not in self.engines:
+            self.engines.append(engine)
+        self._engine = self.engines.index(engine)
 
     def append(
         self,
@@ -41,15 +52,19 @@ class SampledTokens:
             self.logprobs += array("f", logprobs)
             if top_logprobs:
                 self.top_logprobs.extend(top_logprobs)
-            self._add_run(VersionRun(policy_version, len(token_ids)))
+            self._add_run(VersionRun(policy_version, len(token_ids), self._engine))
 
     def restate(self, offset: int, runs: Sequence[VersionRun]) -> None:
-        """Replace the runs of all tokens from `offset` on, if `runs` add up to so many."""
-        if not offset and self.policy_versions == [*runs]:
+        """Replace the versions of this leg's tokens, which are those from `offset` on.
+
+        Only if `runs` add up to so many.
+        """
+        said = [VersionRun(run.policy_version, run.num_tokens, self._engine) for run in runs]
+        if not offset and self.policy_versions == said:
             return
         if sum(run.num_tokens for run in runs) == len(self) - offset:
             self._truncate_runs(offset)
-            for run in runs:
+            for run in said:
                 self._add_run(run)
 
     def truncate(self, num_tokens: int) -> None:
@@ -61,8 +76,8 @@ class SampledTokens:
 
     def _add_run(self, run: VersionRun) -> None:
         runs = self.policy_versions
-        if runs and runs[-1].policy_version == run.policy_version:
-            runs[-1] = VersionRun(run.policy_version, runs[-1].num_tokens + run.num_tokens)
+        if runs and _is_like(runs[-1], run):
+            runs[-1] = _of(runs[-1], runs[-1].num_tokens + run.num_tokens)
         else:
             runs.append(run)
 
@@ -72,5 +87,13 @@ class SampledTokens:
             last = self.policy_versions.pop()
             total -= last.num_tokens
             if total < num_tokens:
-                self.policy_versions.append(VersionRun(last.policy_version, num_tokens - total))
+                self.policy_versions.append(_of(last, num_tokens - total))
                 total = num_tokens
+
+
+def _is_like(run: VersionRun, other: VersionRun) -> bool:
+    return run.policy_version == other.policy_version and run.engine == other.engine
+
+
+def _of(run: VersionRun, num_tokens: int) -> VersionRun:
+    return VersionRun(run.policy_version, num_tokens, run.engine)

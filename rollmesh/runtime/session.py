@@ -17,7 +17,7 @@ import enum
 
 from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.core.heap import note_freed
-from rollmesh.core.types import SamplingParams, VersionRun
+from rollmesh.core.types import SamplingParams
 from rollmesh.runtime.answers import Answers
 from rollmesh.runtime.deltas import Answer, DeltaReader
 from rollmesh.runtime.echoes import find_shown
@@ -306,6 +306,7 @@ class Session:
             params=params,
             index=choice,
             ask=turn.ask,
+            dialect=turn.dialect,
         )
         reply = Reply(head, source, generation, held.graph)
         self.sampling.append(reply)
@@ -360,9 +361,15 @@ class Session:
         self._withdraw(self._replies.pop(reply.source.digest))
 
     def _enter(self, reply: Reply, generation: LiveGeneration, finish_reason: str) -> None:
-        versions: tuple[VersionRun, ...] = tuple(generation.policy_versions)
+        head, versions = reply.head, tuple(generation.policy_versions)
         sampled = Sampled(
-            generation.token_ids, generation.logprobs, versions, reply.head.params, finish_reason
+            generation.token_ids,
+            generation.logprobs,
+            versions,
+            head.params,
+            finish_reason,
+            generation.engines,
+            head.dialect,
         )
         reply.settle(self._holdings.graph.add_sampled(reply.source.node, sampled))
         self.sampling.remove(reply)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from rollmesh.core.types import Grammar
+from rollmesh.core.types import DialectName, Grammar
 from rollmesh.runtime.chat import ChatMessage
 
 ReadUnit = Callable[[bytes, int], list[ChatMessage]]
@@ -90,6 +90,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Identifies the body (and its Idempotency-Key) within this process."""
     is_retry: bool = False
     """The client says that it sent this before."""
+    dialect: DialectName = ""
+    """What it was decoded from."""
 
     @property
     def is_raw(self) -> bool:

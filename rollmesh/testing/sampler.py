@@ -82,7 +82,8 @@ class ScriptedGeneration(Generation):
     def _carry_out(self, action: Action) -> None:
         match action:
             case ChooseEngine():
-                self.drive(EngineChosen("http://scripted", "i0", self._sampler.policy_version))
+                sampler = self._sampler
+                self.drive(EngineChosen(sampler.engine, "i0", sampler.policy_version))
             case StartLeg():
                 self.leg = action
             case AbortLeg():
@@ -115,6 +116,8 @@ class ScriptedSampler:
         self.requests: list[GenerationRequest] = []
         self.generations: list[ScriptedGeneration] = []
         self.policy_version = 1
+        self.engine = "http://scripted"
+        """Where the next leg runs."""
         self.clock = clock or FakeClock()
         self.moved = asyncio.Event()
         """Set after every event of every generation."""

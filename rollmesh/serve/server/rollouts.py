@@ -114,6 +114,7 @@ def give_score(record: RolloutRecord, score: Score | None) -> None:
 def fill(record: RolloutRecord, session: SessionRecord) -> None:
     """Put what the session has recorded on the record."""
     record.nodes = session.nodes
+    record.engines = session.engines
     record.num_tokens = session.token_ids.nbytes // 4
     record.num_logprobs = session.logprobs.nbytes // 4
     record.messages = session.messages

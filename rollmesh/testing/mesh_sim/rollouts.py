@@ -127,6 +127,7 @@ class SimRollout:
                 tuple(sampled.token_ids),
                 tuple(sampled.policy_versions),
                 machine.finish_reason,
+                tuple(sampled.engines),
             )
             self.turns.append(turn)
         elif self._num_begun >= MAX_RESTARTS:

@@ -17,9 +17,15 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...]
     policy_versions: tuple[VersionRun, ...]
     finish: str
+    engines: tuple[str, ...]
 
     def is_exact(self) -> bool:
-        """Whether every token is what its version's weights sample after what stands before."""
+        """Whether every token is what its version's weights sample after what stands before.
+
+        And was sampled somewhere.
+        """
+        if not all(0 <= run.engine < len(self.engines) for run in self.policy_versions):
+            return False
         versions = [
             run.policy_version for run in self.policy_versions for _ in range(run.num_tokens)
         ]

@@ -60,7 +60,24 @@ def test_abort_that_nobody_asked_for_is_resumed_from_the_exact_tokens() -> None:
     assert bench.machine.context() == [*PROMPT, 1, 2, 3]
     bench.sample(1, 4, finish=Finish("stop"), policy_version=1)
     assert bench.machine.finish_reason == "stop"
-    assert bench.machine.sampled.policy_versions == [VersionRun(0, 3), VersionRun(1, 1)]
+    sampled = bench.machine.sampled
+    assert sampled.policy_versions == [VersionRun(0, 3, 0), VersionRun(1, 1, 1)]
+    assert sampled.engines == ["http://a", "http://b"]
+
+
+def test_turn_over_two_engines_of_one_version_has_two_runs() -> None:
+    bench = running()
+    for leg, engine in enumerate([ENGINE, EngineChosen("http://b", "i1", 0), ENGINE]):
+        if leg:
+            bench.step(engine)
+        bench.sample(leg, leg + 1, finish=ABORT)
+    sampled = bench.machine.sampled
+    assert sampled.policy_versions == [
+        VersionRun(0, 1, 0),
+        VersionRun(0, 1, 1),
+        VersionRun(0, 1, 0),
+    ]
+    assert sampled.engines == [ENGINE.url, "http://b"]
 
 
 def test_finish_is_length_only_when_all_tokens_are_there() -> None:
@@ -251,7 +268,7 @@ def test_engines_account_of_versions_is_taken_for_the_whole_leg() -> None:
     bench.sample(1, 2, 3, policy_version=1)
     runs = (VersionRun(0, 1), VersionRun(1, 2))
     bench.step(LegSampled(1, [4], [-4.0], 1, Finish("stop", 4), runs))
-    assert bench.machine.sampled.policy_versions == [VersionRun(0, 2), VersionRun(1, 2)]
+    assert bench.machine.sampled.policy_versions == [VersionRun(0, 2, 0), VersionRun(1, 2, 0)]
 
 
 def test_plain_turn_with_penalties_is_sampled_anew_since_it_cannot_resume() -> None:

@@ -54,6 +54,31 @@ def test_rows_come_in_order_with_their_roots_branch() -> None:
     assert [node.root for node in graph.nodes] == [0, 0, 0, 0, 0, other]
 
 
+def test_engines_are_named_once_for_all_nodes() -> None:
+    graph = TokenGraph()
+
+    def add(engines: list[str], *runs: VersionRun) -> None:
+        num = sum(run.num_tokens for run in runs)
+        turn = Sampled([1] * num, [0.0] * num, runs, PARAMS, "stop", engines, "messages")
+        graph.add_sampled(graph.add_context(ROOT, [1]), turn)
+
+    add(["http://a"], VersionRun(3, 2, 0))
+    add(["http://b", "http://a"], VersionRun(3, 1, 0), VersionRun(4, 1, 1))
+    add(["http://a", "http://b"], VersionRun(4, 2, 1))
+    add(["http://c", "http://a"], VersionRun(4, 2, 1))  # nothing of what c said was kept
+    add([], VersionRun(5, 1))
+    assert graph.engines == ["http://a", "http://b"]
+    rows = [row for row in graph.rows(dict.fromkeys(range(0, 10, 2), "main")) if row.sampled]
+    assert [[run.engine for run in row.policy_versions] for row in rows] == [
+        [0],
+        [1, 0],
+        [1],
+        [0],
+        [-1],
+    ]
+    assert [row.dialect for row in rows] == ["messages"] * 5
+
+
 def test_its_bytes_are_what_it_takes() -> None:
     chance = random.Random(0)
     tracemalloc.start()
@@ -62,9 +87,10 @@ def test_its_bytes_are_what_it_takes() -> None:
         params = SamplingParams(max_tokens=10_000 + n, seed=2**40 + n)
         ids = [chance.randrange(2**17) for _ in range(40)]
         node = graph.add_context(node, array("i", ids))
-        turn = Sampled(array("i", ids), array("f", ids), (VersionRun(3, 40),), params, "stop")
+        runs = (VersionRun(3, 40, 0),)
+        turn = Sampled(array("i", ids), array("f", ids), runs, params, "stop", ["http://a"], "chat")
         node = graph.add_sampled(node, turn)
-    del params, ids, turn
+    del params, ids, runs, turn
     gc.collect()
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

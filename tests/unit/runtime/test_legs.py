@@ -41,7 +41,8 @@ async def test_plain_generation_is_one_call(engine: ScriptedEngine, bench: Bench
     assert generation.state is GenerationState.COMMITTED
     assert generation.finish_reason == "length"
     assert list(generation.token_ids) == expected(6)
-    assert generation.policy_versions == [VersionRun(0, 6)]
+    assert generation.policy_versions == [VersionRun(0, 6, 0)]
+    assert generation.engines == [engine.url]
     assert [request.body.get("stream") for request in engine.seen] == [None]
 
 
@@ -75,7 +76,7 @@ async def test_update_in_mid_turn_resumes_from_the_exact_tokens(
     await engine.release()
     await generation.wait(TO_THE_END)
     assert list(generation.token_ids) == expected(6, 0, 0, 1, 1, 1, 1)
-    assert generation.policy_versions == [VersionRun(0, 2), VersionRun(1, 4)]
+    assert generation.policy_versions == [VersionRun(0, 2, 0), VersionRun(1, 4, 0)]
     assert generation.finish_reason == "length"
     assert [r.body["extra_key"] for r in engine.seen if r.path == "/generate"][-1] == "1"
 

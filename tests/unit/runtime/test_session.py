@@ -92,6 +92,22 @@ async def test_the_record_holds_each_token_once_with_its_logprob(
     assert [message["content"] for message in shown] == ["guess", "4", "higher", "5"]
 
 
+async def test_the_record_says_where_and_by_which_api_each_turn_was_sampled(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler([say("4"), say("5")])
+    session = open_session(sampler, prompts)
+    await call(session, with_fields(turn(USER), dialect="messages"))
+    sampler.engine = "http://other"
+    await call(session, with_fields(turn(USER, said("4"), MORE), dialect="responses"))
+    session.seal("done")
+    record = session.record()
+    turns = [node for node in record.nodes if node.sampled]
+    assert record.engines == ["http://scripted", "http://other"]
+    assert [[run.engine for run in node.policy_versions] for node in turns] == [[0], [1]]
+    assert [node.dialect for node in record.nodes] == ["", "messages", "", "responses"]
+
+
 async def test_a_reader_that_left_finds_its_generation_parked_and_resumes_it(
     prompts: Prompts, say: Say
 ) -> None:

@@ -69,6 +69,7 @@ class ChatDialect:
             return_token_ids=bool(body.return_token_ids),
             digest=asked.digest,
             is_retry=asked.is_retry,
+            dialect="chat",
         )
         return ChatCall(turn, is_legacy)
 

@@ -101,6 +101,7 @@ def _turn(body: CompletionBody, asked: Asked, number: int, prompt: Prompt) -> Tu
         return_token_ids=bool(body.return_token_ids),
         digest=asked.digest if number == 0 else hash((asked.digest, number)),
         is_retry=asked.is_retry,
+        dialect="completions",
     )
 
 

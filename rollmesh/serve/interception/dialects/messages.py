@@ -86,6 +86,7 @@ class MessagesDialect:
             stream=bool(body.stream),
             digest=asked.digest,
             is_retry=asked.is_retry,
+            dialect="messages",
         )
         return MessageCall(turn)
 

@@ -103,6 +103,7 @@ class ResponsesDialect:
             logprobs=lists,
             digest=_digest(body, asked),
             is_retry=asked.is_retry,
+            dialect="responses",
         )
         return ResponseCall(turn, _echo(body, raw_tools, include))
 

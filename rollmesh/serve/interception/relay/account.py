@@ -119,6 +119,7 @@ class _Ledger:
             _runs(heard),
             SamplingParams(max_tokens=len(heard.token_ids), temperature=temperature),
             heard.finish_reason,
+            dialect="relay",
         )
         row = self._graph.add_sampled(parent, sampled)
         self._paths.append((prompt + heard.token_ids, row))

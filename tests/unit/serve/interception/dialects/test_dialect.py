@@ -79,6 +79,17 @@ async def test_bytes_that_are_no_text_are_refused_wherever_they_stand(
 
 
 @every_dialect
+async def test_a_node_says_in_which_dialect_it_was_asked_for(
+    make_desk: MakeDesk, path: str
+) -> None:
+    desk = await make_desk("4")
+    assert (await desk.answer(ASKS[path], path))[0] == 200
+    desk.opened.session.seal("the rollout ended")
+    [node] = [node for node in desk.opened.session.record().nodes if node.sampled]
+    assert node.dialect == path.removeprefix("/v1/").partition("/")[0]
+
+
+@every_dialect
 async def test_a_context_overflow_says_what_agents_look_for(make_desk: MakeDesk, path: str) -> None:
     desk = await make_desk("4", max_context_tokens=2)
     status, answer = await desk.answer(ASKS[path], path)
