@@ -46,7 +46,7 @@ from rollmesh.tensors.handles import Content, RTensor, pack
 from rollmesh.tensors.handshake import introduce, memory_at
 from rollmesh.tensors.landing import Landing
 from rollmesh.tensors.line import Line
-from rollmesh.tensors.loans import Loans
+from rollmesh.tensors.loans import Array, Loans
 from rollmesh.tensors.segment import SHARED_MEMORY, Attached
 from rollmesh.wire.keys import Keys, check_dial
 
@@ -169,17 +169,15 @@ class Connection:
             self._loans.give_back([handle.shard_id for handle in handles])
             self.state = ConnectionState.READY
             return None
-        contents = []
+        views = [each.view for each in attached]
+        places = zip(segments, numbers_of(lent.offsets), sizes, strict=True)
         try:
-            places = zip(handles, segments, numbers_of(lent.offsets), sizes, strict=True)
-            for handle, segment, offset, num_bytes in places:
-                array = attached[segment].view(offset, num_bytes)
-                self._loans.lend(handle.shard_id, array)
-                contents.append(Content(handle.dtype, handle.shape, array))
+            arrays = [views[segment](offset, num_bytes) for segment, offset, num_bytes in places]
         except (ValueError, IndexError, OverflowError) as error:
             raise WireError(f"lent what is not there: {error}") from None
+        self._loans.lend([handle.shard_id for handle in handles], arrays)
         self.state = ConnectionState.READY
-        return contents
+        return _contents(handles, arrays)
 
     def _receive(self, ask: Fetch, handles: Sequence[RTensor]) -> list[Content]:
         sent = self._ask(ask, Sent)
@@ -187,10 +185,7 @@ class Connection:
         sizes = [handle.num_bytes for handle in handles]
         arrays = self._landing.receive(sizes, self._line.fill)
         self.state = ConnectionState.READY
-        return [
-            Content(handle.dtype, handle.shape, array)
-            for handle, array in zip(handles, arrays, strict=True)
-        ]
+        return _contents(handles, arrays)
 
     def _ask(self, ask: Fetch | Carry | Clear, kind: type[_Kind]) -> _Kind:
         """The answer's header. Whoever has read all of the answer is READY again."""
@@ -242,6 +237,11 @@ class Connection:
         if not self._loans:
             self._line.close()
             _lingering.discard(self)
+
+
+def _contents(handles: Sequence[RTensor], arrays: Sequence[Array]) -> list[Content]:
+    pairs = zip(handles, arrays, strict=True)
+    return [Content(handle.dtype, handle.shape, array) for handle, array in pairs]
 
 
 def connect(

@@ -50,8 +50,7 @@ class Landing:
             arena.free(slots)
             raise
         arrays = [arena.read_only(slot) for slot in slots]
-        for slot, array in zip(slots, arrays, strict=True):
-            self._used.lend(slot, array)
+        self._used.lend(slots, arrays)
         return arrays
 
     def place_of(self, array: Array) -> Place | None:

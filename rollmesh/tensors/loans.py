@@ -9,10 +9,10 @@ down. A forked child is not asked how long it looks. One thread at a time lends 
 connection.py, whose lender is an owner, and by landing.py, which lends its own.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
-from weakref import KeyedRef
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,23 +22,33 @@ Key = TypeVar("Key")
 """By what the lender knows it: a shard's id, or a slot."""
 
 
+class _Loan(weakref.ref[Array], Generic[Key]):
+    """Calls back when its array has gone. weakref.KeyedRef is the same, at four times the price."""
+
+    __slots__ = ("key",)
+    key: Key
+
+
 class Loans(Generic[Key]):
     """See the module."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         """`on_end` is called after each end, in whatever thread; it must not wait for a lock."""
         self._on_end = on_end
-        self._lent: dict[int, KeyedRef[Key, Array]] = {}
+        self._lent: dict[int, _Loan[Key]] = {}
         self._ended: deque[Key] = deque()
 
     def __len__(self) -> int:
         """How many are lent."""
         return len(self._lent)
 
-    def lend(self, key: Key, array: Array) -> None:
-        """`array` lies in the lender's memory; the loan lasts as long as it does."""
-        loan = KeyedRef(array, self._end, key)
-        self._lent[id(loan)] = loan
+    def lend(self, keys: Iterable[Key], arrays: Iterable[Array]) -> None:
+        """Each array lies in the lender's memory; a loan lasts as long as its array does."""
+        lent, end = self._lent, self._end
+        for key, array in zip(keys, arrays, strict=True):
+            loan: _Loan[Key] = _Loan(array, end)
+            loan.key = key
+            lent[id(loan)] = loan
 
     def give_back(self, keys: Iterable[Key]) -> None:
         """These were lent, and no array was made of them."""
@@ -49,7 +59,8 @@ class Loans(Generic[Key]):
         ended = self._ended
         return [ended.popleft() for _ in range(min(limit, len(ended)))]
 
-    def _end(self, loan: KeyedRef[Key, Array]) -> None:
+    def _end(self, loan: weakref.ref[Array]) -> None:
+        assert isinstance(loan, _Loan)
         del self._lent[id(loan)]
         self._ended.append(loan.key)
         self._on_end()

@@ -31,7 +31,7 @@ def test_a_loan_ends_with_the_last_view_of_its_array() -> None:
     bell = Bell()
     loans: Loans[int] = Loans(bell.ring)
     lent = array()
-    loans.lend(7, lent)
+    loans.lend([7], [lent])
     views = [lent[3:9], lent.view(np.int32)[2:], lent.data[8:]]
     del lent
     while views:
@@ -48,8 +48,7 @@ def test_a_loan_ends_with_the_last_view_of_its_array() -> None:
 def test_a_shard_that_was_lent_twice_is_told_twice() -> None:
     loans: Loans[int] = Loans(Bell().ring)
     first, second = array(), array()
-    loans.lend(7, first)
-    loans.lend(7, second)
+    loans.lend([7, 7], [first, second])
     del first
     assert loans.take_ended(9) == [7]
     del second
@@ -68,7 +67,7 @@ def test_loans_that_end_in_many_threads_are_all_told_once() -> None:
     shards: list[list[NDArray[np.uint8]]] = [[] for _ in range(8)]
     for shard_id in range(4000):
         lent = array(rng.randrange(900))
-        loans.lend(shard_id, lent)
+        loans.lend([shard_id], [lent])
         rng.choice(shards).append(lent)
     del lent
     together = threading.Barrier(len(shards))
@@ -93,12 +92,12 @@ def test_loans_that_end_in_many_threads_are_all_told_once() -> None:
 def test_views_alone_keep_nothing_of_ours_alive() -> None:
     loans: Loans[int] = Loans(Bell().ring)
     lent = array()
-    loans.lend(7, lent)
+    loans.lend([7], [lent])
     gc.collect()
     gc.disable()
     try:
         counted = np.frombuffer(MEMORY, np.uint8, 1)
-        loans.lend(8, counted)
+        loans.lend([8], [counted])
         del counted
         assert loans.take_ended(9) == [8]  # by reference counts, without the collector
     finally:
