@@ -16,7 +16,7 @@ from rollmesh.core.errors import TensorError
 from rollmesh.tensors.buffer import FetchBuffer
 from rollmesh.tensors.handles import Content, RTensor
 from rollmesh.tensors.peer import Peers
-from rollmesh.tensors.store import Place
+from rollmesh.tensors.pins import Place
 
 
 class Relay:

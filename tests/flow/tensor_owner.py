@@ -15,7 +15,8 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import TensorError
 from rollmesh.tensors.arena import Arena
 from rollmesh.tensors.handles import Content
-from rollmesh.tensors.store import OwnerStore, Place, StoreSettings
+from rollmesh.tensors.pins import Place
+from rollmesh.tensors.store import OwnerStore, StoreSettings
 
 MAX_BYTES = 2**22
 
@@ -24,7 +25,7 @@ def put(store: OwnerStore) -> str:
     """Where 100,000 bytes of 7 lie."""
     data = np.full(100_000, 7, np.uint8)
     (handle,) = store.put([Content("uint8", (100_000,), data)])
-    (place,) = store.places([handle.shard_id], "test")
+    (place,) = store.pins.places([handle.shard_id], "test")
     return msgspec.json.encode(place).decode()
 
 

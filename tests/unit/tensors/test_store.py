@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from rollmesh.core.errors import ShardMissing, StoreFull, TensorError
 from rollmesh.tensors.arena import PAGE_BYTES, Arena
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
+from rollmesh.tensors.holdings import STRETCH
 from rollmesh.tensors.segment import Attached
-from rollmesh.tensors.store import STRETCH, OwnerStore, StorageStats, StoreSettings
+from rollmesh.tensors.store import OwnerStore, StorageStats, StoreSettings
 from rollmesh.testing.clock import FakeClock
 
 MAX_BYTES = 64 * PAGE_BYTES
@@ -171,44 +172,44 @@ def test_a_view_that_ends_before_its_shard_frees_nothing(store: OwnerStore) -> N
 
 def test_a_peer_sees_what_was_put_and_pins_it(store: OwnerStore) -> None:
     ids = [put(store, number) for number in range(3)]
-    places = store.places(ids, "guest")
+    places = store.pins.places(ids, "guest")
     for number, place in enumerate(places):
         assert place.path.startswith(store.folder)
         assert (Attached(place.path).view(place.offset, place.num_bytes) == number).all()
     store.clear(ids)
     assert store.stats().retained_bytes == 300
-    store.unpin(ids[:2], "guest")
+    store.pins.unpin(ids[:2], "guest")
     assert store.stats().retained_bytes == 100
-    store.drop_peer("guest")
+    store.pins.drop_peer("guest")
     assert store.stats().retained_bytes == 0
 
 
 def test_windows_hold_the_bytes_in_order_and_are_pinned(store: OwnerStore) -> None:
     ids = [put(store, number, num_bytes) for number, num_bytes in enumerate([64, 64, 10, 64])]
     order = [ids[0], ids[1], ids[3], ids[2], ids[0]]
-    sizes, windows = store.windows(order, "peer")
+    sizes, windows = store.pins.windows(order, "peer")
     assert sizes == [64, 64, 64, 10, 64]
     assert b"".join(windows) == b"".join(bytes(store.read(each).data) for each in order)
     assert windows[0].nbytes == 128
     assert windows[0].readonly
     store.clear(ids)
     assert store.stats().retained_bytes == 202
-    store.unpin(order, "peer")
+    store.pins.unpin(order, "peer")
     assert store.stats().retained_bytes == 0
     with pytest.raises(ShardMissing):
-        store.windows(ids, "peer")
+        store.pins.windows(ids, "peer")
 
 
 def test_each_pin_is_taken_back_by_itself(store: OwnerStore) -> None:
     shard_id = put(store, 1)
-    store.places([shard_id, shard_id], "one")
-    store.places([shard_id], "two")
+    store.pins.places([shard_id, shard_id], "one")
+    store.pins.places([shard_id], "two")
     seen = store.read(shard_id)
     store.clear([shard_id])
     ends: list[Callable[[], None]] = [
-        lambda: store.unpin([shard_id], "one"),
-        lambda: store.unpin([shard_id, shard_id, shard_id], "one"),
-        lambda: store.drop_peer("two"),
+        lambda: store.pins.unpin([shard_id], "one"),
+        lambda: store.pins.unpin([shard_id, shard_id, shard_id], "one"),
+        lambda: store.pins.drop_peer("two"),
     ]
     for end in ends:
         assert store.stats().retained_bytes == 100
@@ -220,10 +221,10 @@ def test_each_pin_is_taken_back_by_itself(store: OwnerStore) -> None:
 
 def test_what_a_peer_has_not_pinned_it_does_not_unpin(store: OwnerStore) -> None:
     shard_id = put(store, 1)
-    store.places([shard_id], "one")
-    store.unpin([shard_id], "two")
-    store.drop_peer("three")
-    store.unpin([shard_id + 1, 5], "one")
+    store.pins.places([shard_id], "one")
+    store.pins.unpin([shard_id], "two")
+    store.pins.drop_peer("three")
+    store.pins.unpin([shard_id + 1, 5], "one")
     store.clear([shard_id])
     assert store.stats().retained_bytes == 100
 
@@ -232,7 +233,7 @@ def test_where_one_is_missing_none_is_pinned(store: OwnerStore) -> None:
     ids = [put(store, number, 8) for number in range(600)]
     store.clear([ids[550]])
     with pytest.raises(ShardMissing) as raised:
-        store.places(ids, "guest")
+        store.pins.places(ids, "guest")
     assert raised.value.shard_id == ids[550]
     store.clear(ids)
     assert store.stats().retained_bytes == 0
@@ -243,13 +244,13 @@ def test_private_memory_is_not_lent(tmp_path: Path, clock: FakeClock) -> None:
     shard_id = put(store, 1)
     assert store.folder == ""
     with pytest.raises(TensorError, match="private memory"):
-        store.places([shard_id], "guest")
+        store.pins.places([shard_id], "guest")
     assert (store.read(shard_id).data == 1).all()
 
 
 def test_a_store_makes_its_own_arena_and_ends_it(clock: FakeClock) -> None:
     store = OwnerStore(SETTINGS, clock)
-    (place,) = store.places([put(store, 1)], "guest")
+    (place,) = store.pins.places([put(store, 1)], "guest")
     store.close()
     assert not Path(place.path).exists()
 
@@ -313,10 +314,10 @@ class Crowd:
             case "read":
                 seen.append((self.store.read(shard_id), filling))
             case "lend":
-                (place,) = self.store.places([shard_id], f"guest-{number % 3}")
+                (place,) = self.store.pins.places([shard_id], f"guest-{number % 3}")
                 assert place.num_bytes <= 2 * PAGE_BYTES
             case "unpin":
-                self.store.unpin([each for each, _ in self.known[-20:]], f"guest-{number % 3}")
+                self.store.pins.unpin([each for each, _ in self.known[-20:]], f"guest-{number % 3}")
             case "take":
                 self.store.take([shard_id], 1000 + number % 7)
             case "clear":
@@ -326,7 +327,7 @@ class Crowd:
                 self.store.end_step(number % 900)
             case "drop":
                 seen.clear()
-                self.store.drop_peer(f"guest-{number % 3}")
+                self.store.pins.drop_peer(f"guest-{number % 3}")
 
 
 @hypothesis.settings(max_examples=6, deadline=None, derandomize=True, database=None)
@@ -348,7 +349,7 @@ def test_threads_that_crowd_one_store_see_whole_shards_and_leave_nothing(seeds: 
     assert crowd.faults == []
     store.clear([shard_id for shard_id, _ in crowd.known])
     for number in range(3):
-        store.drop_peer(f"guest-{number}")
+        store.pins.drop_peer(f"guest-{number}")
     assert store.stats() == StorageStats(0, 0, 0, {}, arena.backed_bytes)
     assert arena.held_bytes == 0
     assert arena.backed_bytes <= MAX_BYTES

@@ -1,0 +1,175 @@
+"""What is made in a store's memory is shards once it is whole; else nothing is left of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from rollmesh.core.errors import StoreFull, TensorError
+from rollmesh.tensors.arena import PAGE_BYTES, Arena
+from rollmesh.tensors.handles import Content, RTensor
+from rollmesh.tensors.holdings import STRETCH, Kind
+from rollmesh.tensors.segment import Attached
+from rollmesh.tensors.store import OwnerStore, StoreSettings
+from rollmesh.testing.clock import FakeClock
+
+MAX_BYTES = 64 * PAGE_BYTES
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(MAX_BYTES)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def store(arena: Arena) -> OwnerStore:
+    store = OwnerStore(StoreSettings(max_bytes=MAX_BYTES), FakeClock(), arena)
+    store.owner = "tcp://127.0.0.1:7000"
+    return store
+
+
+def kinds(*sizes: int) -> list[Kind]:
+    return [Kind("uint8", (size,), size) for size in sizes]
+
+
+def is_empty(store: OwnerStore, arena: Arena) -> bool:
+    stats = store.stats()
+    return (stats.num_tensors, stats.retained_bytes, arena.held_bytes) == (0, 0, 0)
+
+
+def test_what_was_written_there_is_what_is_read_and_what_peers_see(store: OwnerStore) -> None:
+    with store.reserve([Kind("float32", (2, 3), 24), *kinds(0, 100)]) as reserved:
+        for number, memory in enumerate(reserved.memory):
+            memory[:] = number + 1
+        handles = reserved.commit(4)
+    first = store.incarnation << 32
+    assert handles == [
+        RTensor(first, store.owner, 4, "float32", (2, 3), 24),
+        RTensor(first + 1, store.owner, 4, "uint8", (0,), 0),
+        RTensor(first + 2, store.owner, 4, "uint8", (100,), 100),
+    ]
+    read = [store.read(handle.shard_id) for handle in handles]
+    assert [each.data.tolist() for each in read] == [[1] * 24, [], [3] * 100]
+    assert not any(each.data.flags.writeable for each in read)
+    (place,) = store.pins.places([handles[2].shard_id], "guest")
+    assert (Attached(place.path).view(place.offset, place.num_bytes) == 3).all()
+
+
+def test_nothing_is_copied_on_the_way_to_be_a_shard(store: OwnerStore) -> None:
+    with store.reserve(kinds(100, 100)) as reserved:
+        written = [memory.ctypes.data for memory in reserved.memory]
+        handles = reserved.commit()
+    assert [store.read(each.shard_id).data.ctypes.data for each in handles] == written
+
+
+def test_what_is_being_written_is_held_and_is_nobodys_shard(
+    store: OwnerStore, arena: Arena
+) -> None:
+    with store.reserve(kinds(PAGE_BYTES)) as reserved:
+        assert (store.stats().num_tensors, arena.held_bytes) == (0, PAGE_BYTES)
+        reserved.commit()
+    assert (store.stats().num_tensors, arena.held_bytes) == (1, PAGE_BYTES)
+
+
+def write_and_fail(store: OwnerStore) -> None:
+    with store.reserve(kinds(*[100] * 3 * STRETCH)) as reserved:
+        reserved.memory[0][:] = 1
+        raise KeyboardInterrupt
+
+
+def test_who_fails_while_he_writes_leaves_nothing(store: OwnerStore, arena: Arena) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write_and_fail(store)
+    assert is_empty(store, arena)
+
+
+def test_of_a_step_that_has_ended_nothing_is_committed(store: OwnerStore, arena: Arena) -> None:
+    store.end_step(4)
+    with (
+        pytest.raises(TensorError, match="step 4 has ended"),
+        store.reserve(kinds(*[8] * 3 * STRETCH)) as reserved,
+    ):
+        reserved.commit(4)
+    assert is_empty(store, arena)
+
+
+def test_a_step_that_ends_in_the_middle_of_a_commit_leaves_nothing(
+    store: OwnerStore, arena: Arena
+) -> None:
+    class Endings(list[Kind]):
+        """Of the kinds that are cut off it, the second stretch comes when the step has ended."""
+
+        num_cuts = 0
+
+        def __getitem__(self, part: object) -> list[Kind]:  # type: ignore[override]
+            self.num_cuts += 1
+            if self.num_cuts == 2:
+                store.end_step(4)
+            return super().__getitem__(part)  # type: ignore[call-overload, no-any-return]
+
+    with pytest.raises(TensorError), store.reserve(Endings(kinds(*[8] * 3 * STRETCH))) as reserved:
+        reserved.commit(4)
+    assert is_empty(store, arena)
+
+
+def test_what_does_not_fit_is_not_reserved(store: OwnerStore, arena: Arena) -> None:
+    with pytest.raises(StoreFull):
+        store.reserve(kinds(MAX_BYTES // 2, MAX_BYTES))
+    assert is_empty(store, arena)
+    with store.reserve(kinds(MAX_BYTES)), pytest.raises(StoreFull):
+        store.put([Content("uint8", (1,), np.zeros(1, np.uint8))])
+    store.put([Content("uint8", (1,), np.zeros(1, np.uint8))])
+
+
+def test_without_shared_memory_it_is_the_same(tmp_path: Path) -> None:
+    store = OwnerStore(
+        StoreSettings(max_bytes=MAX_BYTES), FakeClock(), Arena(MAX_BYTES, tmp_path / "absent")
+    )
+    with store.reserve(kinds(100)) as reserved:
+        reserved.memory[0][:] = 7
+        (handle,) = reserved.commit()
+    assert (store.read(handle.shard_id).data == 7).all()
+
+
+@hypothesis.settings(derandomize=True, database=None, deadline=None)
+@hypothesis.given(
+    turns=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 20 * PAGE_BYTES), max_size=4),
+            st.sampled_from(["commit", "leave", "fail", "commit and clear"]),
+        ),
+        max_size=12,
+    )
+)
+def test_whatever_becomes_of_what_was_reserved_memory_is_of_what_is_held(
+    turns: list[tuple[list[int], str]],
+) -> None:
+    arena = Arena(MAX_BYTES)
+    store = OwnerStore(StoreSettings(max_bytes=MAX_BYTES), FakeClock(), arena)
+    held: dict[int, int] = {}
+    for number, (sizes, ending) in enumerate(turns):
+        try:
+            with store.reserve(kinds(*sizes)) as reserved:
+                for memory in reserved.memory:
+                    memory[:] = number
+                if ending.startswith("commit"):
+                    ids = [handle.shard_id for handle in reserved.commit()]
+                    held |= dict.fromkeys(ids, number)
+                if ending == "fail":
+                    raise StoreFull(0, 0, 0)
+                if ending.endswith("clear"):
+                    assert store.clear(ids) == len(ids)
+                    held = {each: of for each, of in held.items() if each not in ids}
+        except StoreFull:
+            pass
+        for shard_id, filling in held.items():
+            assert (store.read(shard_id).data == filling).all()
+        assert store.stats().num_tensors == len(held)
+    store.clear([*held])
+    assert is_empty(store, arena)
+    arena.close()
