@@ -19,6 +19,7 @@ from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import TRAINED_OUTCOMES, Branch, GroupRecord, NodeRow, RolloutRecord
 from rollmesh.runtime.samples import Claim, claims_of, images_on, reasons_of, temperature_of
+from rollmesh.serve.client.runs import SampledRun, causes_of, runs_of
 from rollmesh.serve.client.sample_memory import (
     Bools,
     Float32s,
@@ -53,6 +54,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """What all its trained tokens were sampled with; their log-probs are of that distribution."""
     images: tuple[str, ...] = ()
     """SHA-256 of each image that the tokens have a placeholder for, in order; see NodeRow."""
+    runs: tuple[SampledRun, ...] = ()
+    """Of its trained tokens, in order: their counts add up to those of loss_mask."""
     handle: RTensor | None = None
     """Of its arrays, where other processes may fetch them; see sample_memory.py."""
 
@@ -126,6 +129,7 @@ def check_counts(record: GroupRecord, num_tokens: int, num_logprobs: int) -> Non
 def _adds_up(rollout: RolloutRecord) -> bool:
     """One pass, since the taker of every result waits for it."""
     num_in_rollout = num_sampled = 0
+    num_engines = len(rollout.engines)
     for row, node in enumerate(rollout.nodes):
         num_tokens = node.num_tokens
         if num_tokens < 0 or not -1 <= node.parent < row:
@@ -135,6 +139,8 @@ def _adds_up(rollout: RolloutRecord) -> bool:
             num_sampled += num_tokens
             for run in node.policy_versions:
                 num_tokens -= run.num_tokens
+                if run.num_tokens < 0 or run.engine >= num_engines:
+                    return False
             if num_tokens:
                 return False
     return (num_in_rollout, num_sampled) == (rollout.num_tokens, rollout.num_logprobs)
@@ -184,6 +190,7 @@ class _Draft(msgspec.Struct, frozen=True):
     num_tokens: int
     reward: float
     weight: float
+    runs: tuple[SampledRun, ...]
 
     def sample(self, laid: Laid) -> Sample:
         """It, with arrays that were written."""
@@ -196,6 +203,7 @@ class _Draft(msgspec.Struct, frozen=True):
             weight=self.weight,
             temperature=temperature_of(last),
             images=images_on(nodes, path),
+            runs=self.runs,
             handle=laid.handle,
             **laid.arrays._asdict(),
         )
@@ -215,12 +223,14 @@ def _drafts(
     nodes = rollout.nodes
     claims = claims_of(nodes, [not reason for reason in reasons])
     trained = [sum(nodes[row].num_tokens for row in claim.trained) for claim in claims]
+    causes = causes_of(rollout)
     drafts = []
     for claim, num_trained in zip(claims, trained, strict=True):
         assert rollout.reward is not None
         num_tokens = sum(nodes[row].num_tokens for row in claim.path)
         weight = num_trained / sum(trained)
-        drafts.append(_Draft(rollout_id, paths, claim, num_tokens, rollout.reward, weight))
+        runs = runs_of(rollout, causes, claim)
+        drafts.append(_Draft(rollout_id, paths, claim, num_tokens, rollout.reward, weight, runs))
     return drafts
 
 
