@@ -7,12 +7,12 @@ only its own section. Secrets never stand here: they come from the environment o
 Driven by the cli; the set of keys is frozen by tests/house.
 """
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from rollmesh.core.config_tree import apply_override, explain, merge, read_file
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.types import (
     EVAL_SAMPLING,
@@ -27,6 +27,7 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 AdvantageRule = Literal["grpo", "mean", "leave_one_out"]
+LossWeight = Literal["token", "rollout"]
 FailedSibling = Literal["drop", "score_rest"]
 
 
@@ -212,6 +213,10 @@ class TrainerConfig(Section, frozen=True):
     """AdamW's."""
     num_minibatches: Positive = 1
     """Optimiser steps per train step."""
+    microbatch_tokens: Positive = 4096
+    """One forward takes so many tokens at most; gradients add up until a minibatch is through."""
+    loss_weight: LossWeight = "token"
+    """Whose mean the loss is: each trained `token` weighs the same, or each `rollout`."""
     advantage: AdvantageRule = "grpo"
     """A reward against its siblings': `grpo` (less mean, over std), `mean`, `leave_one_out`."""
     clip_low: Share = 0.2
@@ -343,58 +348,3 @@ def convert(tree: dict[str, Any], source: str) -> Config:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {explain(str(error))}") from None
-
-
-def explain(message: str) -> str:
-    """msgspec's words, with the key in the notation that users write."""
-    text, _, where = message.partition(" - at `")
-    key = where.rstrip("`").removeprefix("$").lstrip(".")
-    if "unknown field" in text:
-        name = text.split("`")[1]
-        full = f"{key}.{name}" if key else name
-        return f"unknown key {full!r}; `rollmesh init` writes a file with every key"
-    return f"{key}: {text[0].lower()}{text[1:]}" if key else text
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """The tree of a TOML or JSON file; ConfigError if it is missing or does not parse."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; `rollmesh init` writes one") from None
-    try:
-        if path.suffix == ".json":
-            return msgspec.json.decode(raw, type=dict[str, Any])
-        return tomllib.loads(raw.decode())
-    except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid: {error}") from None
-
-
-def merge(tree: dict[str, Any], over: dict[str, Any]) -> None:
-    """Lay `over` on `tree`, table by table; lists and values replace."""
-    for key, value in over.items():
-        if isinstance(value, dict) and isinstance(tree.get(key), dict):
-            merge(tree[key], value)
-        else:
-            tree[key] = dict(value) if isinstance(value, dict) else value
-
-
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value` in `tree`."""
-    name, equals, text = override.partition("=")
-    if not equals or not name.strip():
-        raise ConfigError(f"--set {override}: write it as section.key=value")
-    *tables, key = name.strip().split(".")
-    for table in tables:
-        tree = tree.setdefault(table, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"--set {override}: {table!r} is not a section")
-    tree[key] = parse_value(text.strip())
-
-
-def parse_value(text: str) -> Any:
-    """A TOML value; a bare word is a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text

@@ -1,13 +1,12 @@
-"""Samples to tensors: rows of like length, right padding, and one flat entry per trained token.
+"""Samples to tensors: sequences one after the other without padding, an entry per trained token.
 
-Invariants: each trained token of each sample has exactly one entry, whose weight is its sample's
-share of the rollout spread evenly over the sample's trained tokens, so that every rollout weighs
-the same, whatever its length and however many samples its graph was cut into. Samples of equal
-tokens share one row: siblings often say the same, and then the model need not say it twice.
-Padding stands on the right, where causal attention never looks, so no attention mask is needed.
-Driven by the policy, per optimiser step.
-Shapes: B rows, T input tokens (the last token of a sample is a target only), K kept positions,
-N trained tokens.
+Invariants: each trained token of each sample has exactly one entry, with its sample's weight (see
+minibatches.py); of every sequence each token is in exactly one batch, and nothing else is. Samples
+of equal tokens share one sequence: siblings often say the same, and then the model need not say it
+twice. Sequences of like length stand together, as attention.py wants them. Driven by the policy,
+per optimiser step.
+Shapes: T input tokens of S sequences (the last token of a sample is a target only), K kept
+positions, N trained tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,20 +24,20 @@ from rollmesh.serve.client.samples import Sample
 class TokenBatch(NamedTuple):
     """What one forward pass takes, and what its loss needs."""
 
-    token_ids_BT: Tensor
-    """int64; 0 where padded."""
+    token_ids_T: Tensor
+    """int64."""
+    starts: tuple[int, ...]
+    """Where each sequence begins, and T."""
     kept_K: Tensor
-    """int64: positions whose logits some row needs."""
-    rows_N: Tensor
-    """int64: the row that each trained token stands in."""
-    columns_N: Tensor
-    """int64: where in kept_K the position before it stands; its logits are at (row, column)."""
-    targets_N: Tensor
-    """int64: the trained tokens, sample by sample."""
+    """int64: positions whose logits some sample needs."""
+    targets_K: Tensor
+    """int64: the tokens after them."""
+    temperatures_K: Tensor
+    places_N: Tensor
+    """int64: of each trained token, sample by sample, where in kept_K the position before it is."""
     recorded_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
-    temperatures_N: Tensor
     policy_versions_N: Tensor
     """int32."""
     samples_N: Tensor
@@ -46,94 +45,113 @@ class TokenBatch(NamedTuple):
 
 
 def pack(
-    samples: Sequence[Sample], advantages: npt.NDArray[np.float32], max_tokens: int, device: str
+    samples: Sequence[Sample],
+    advantages: npt.NDArray[np.float32],
+    weights: npt.NDArray[np.float32],
+    max_tokens: int,
+    device: str,
 ) -> Iterator[TokenBatch]:
-    """Batches of at most `max_tokens` padded tokens (one longer sample makes its own), short first.
+    """Batches of at most `max_tokens` tokens (one longer sequence makes its own), short first.
 
-    `samples` are those of one optimiser step, `advantages` theirs; the weights add up to 1.
+    `samples` are those of one optimiser step; each has its advantage, and a weight for each of its
+    trained tokens.
     """
-    num_rollouts = len({sample.rollout_id for sample in samples})
-    equals: dict[bytes, list[int]] = {}
+    equals: dict[tuple[bytes, float], list[int]] = {}
     for at, sample in enumerate(samples):
-        equals.setdefault(sample.token_ids.tobytes(), []).append(at)
+        _check(sample)
+        equals.setdefault((sample.token_ids.tobytes(), sample.temperature), []).append(at)
     rows = sorted(equals.values(), key=lambda members: len(samples[members[0]].token_ids))
     for part in _cut(rows, samples, max_tokens):
-        batch = _Rows(samples, part)
-        yield batch.tensors(advantages, num_rollouts, device)
+        yield _Row(samples, part).tensors(advantages, weights, device)
 
 
 def nothing(device: str) -> TokenBatch:
     """A batch of one token that trains none: for a rank that has less to do than another."""
-    one = torch.zeros(1, dtype=torch.int64)
-    none, floats = one[:0], torch.zeros(0)
-    batch = TokenBatch(
-        one[None], one, none, none, none, floats, floats, floats, floats, none.int(), none
-    )
-    return TokenBatch(*[each.to(device) for each in batch])
+    one, ones = torch.zeros(1, dtype=torch.int64), torch.ones(1)
+    none, floats = one[:0], ones[:0]
+    batch = TokenBatch(one, (0, 1), one, one, ones, none, floats, floats, floats, none.int(), none)
+    return _moved(batch, device)
+
+
+def _check(sample: Sample) -> None:
+    assert not sample.loss_mask[0], "a sampled token has a token before it"
+    assert sample.loss_mask.any(), "a sample has a token that trains"
+    if sample.temperature <= 0.0:
+        raise ConfigError("sampling.temperature must be above 0: training needs chance")
 
 
 def _cut(
     rows: list[list[int]], samples: Sequence[Sample], max_tokens: int
 ) -> Iterator[list[list[int]]]:
-    """`rows`, which are by length, in runs whose padded size is within the bound."""
+    """`rows` in runs whose tokens are within the bound."""
     part: list[list[int]] = []
+    num_tokens = 0
     for members in rows:
-        if part and (len(part) + 1) * len(samples[members[0]].token_ids) > max_tokens:
+        num_more = len(samples[members[0]].token_ids) - 1
+        if part and num_tokens + num_more > max_tokens:
             yield part
-            part = []
+            part, num_tokens = [], 0
         part.append(members)
+        num_tokens += num_more
     if part:
         yield part
 
 
-class _Rows:
-    """The rows of one batch: for each, the samples that share it."""
+class _Row:
+    """The sequences of one batch: for each, the samples that share it."""
 
     def __init__(self, samples: Sequence[Sample], members: list[list[int]]) -> None:
-        self._rows = [samples[row[0]].token_ids for row in members]
-        self._row_of_each = np.repeat(np.arange(len(members)), list(map(len, members)))
-        self._order = [at for row in members for at in row]
+        self._sequences = [samples[equal[0]] for equal in members]
+        self._starts = np.cumsum([0, *[len(each.token_ids) - 1 for each in self._sequences]])
+        self._start_of_each = np.repeat(self._starts[:-1], list(map(len, members)))
+        self._order = [at for equal in members for at in equal]
         self._chosen = [samples[at] for at in self._order]
-        for sample in self._chosen:
-            assert not sample.loss_mask[0], "a sampled token has a token before it"
-            if sample.temperature <= 0.0:
-                raise ConfigError("sampling.temperature must be above 0: training needs chance")
         self._counts = [int(sample.loss_mask.sum()) for sample in self._chosen]
-        assert all(self._counts), "a sample has a token that trains"
 
     def tensors(
-        self, advantages: npt.NDArray[np.float32], num_rollouts: int, device: str
+        self,
+        advantages: npt.NDArray[np.float32],
+        weights: npt.NDArray[np.float32],
+        device: str,
     ) -> TokenBatch:
         """All of it as tensors on `device`."""
-        chosen, counts = self._chosen, self._counts
-        positions_N = np.concatenate([np.flatnonzero(s.loss_mask) for s in chosen]) - 1
-        kept_K, columns_N = np.unique(positions_N, return_inverse=True)
-        shares = [s.weight / (num * num_rollouts) for s, num in zip(chosen, counts, strict=True)]
+        inside = zip(self._start_of_each, self._chosen, strict=True)
+        positions_N = [start + np.flatnonzero(each.loss_mask) - 1 for start, each in inside]
+        kept_K, places_N = np.unique(np.concatenate(positions_N), return_inverse=True)
         arrays = {
-            "token_ids_BT": self._token_ids()[:, :-1],
+            "token_ids_T": self._tokens(slice(None, -1)),
             "kept_K": kept_K,
-            "rows_N": self._per_token(self._row_of_each, np.int64),
-            "columns_N": columns_N,
-            "targets_N": self._recorded("token_ids").astype(np.int64),
+            "targets_K": self._tokens(slice(1, None))[kept_K],
+            "temperatures_K": self._temperatures()[kept_K],
+            "places_N": places_N,
             "recorded_N": self._recorded("logprobs"),
-            "advantages_N": self._per_token(advantages[self._order], np.float32),
-            "weights_N": self._per_token(shares, np.float32),
-            "temperatures_N": self._per_token([s.temperature for s in chosen], np.float32),
+            "advantages_N": self._per_token(advantages),
+            "weights_N": self._per_token(weights),
             "policy_versions_N": self._recorded("policy_versions"),
-            "samples_N": self._per_token(self._order, np.int64),
+            "samples_N": np.repeat(np.array(self._order, np.int64), self._counts),
         }
-        return TokenBatch(**{name: torch.from_numpy(a).to(device) for name, a in arrays.items()})
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return _moved(TokenBatch(starts=tuple(self._starts.tolist()), **tensors), device)
 
-    def _token_ids(self) -> npt.NDArray[np.int64]:
-        token_ids_BT = np.zeros((len(self._rows), max(map(len, self._rows))), np.int64)
-        for row, token_ids in enumerate(self._rows):
-            token_ids_BT[row, : len(token_ids)] = token_ids
-        return token_ids_BT
+    def _tokens(self, which: slice) -> npt.NDArray[np.int64]:
+        """[T]: `which` of each sequence."""
+        tokens = [each.token_ids[which] for each in self._sequences]
+        return np.concatenate(tokens).astype(np.int64)
 
-    def _per_token(self, values: npt.ArrayLike, kind: type[np.generic]) -> npt.NDArray[np.generic]:
+    def _temperatures(self) -> npt.NDArray[np.float32]:
+        """[T]"""
+        each = np.array([sample.temperature for sample in self._sequences], np.float32)
+        return np.repeat(each, np.diff(self._starts))
+
+    def _per_token(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """[N]: a sample's value at each of its trained tokens."""
-        return np.repeat(np.asarray(values, kind), self._counts)
+        return np.repeat(values[self._order], self._counts)
 
     def _recorded(self, name: str) -> npt.NDArray[np.generic]:
         """[N]: what the samples hold for each trained token."""
         return np.concatenate([getattr(sample, name)[sample.loss_mask] for sample in self._chosen])
+
+
+def _moved(batch: TokenBatch, device: str) -> TokenBatch:
+    moved = {n: each.to(device) for n, each in batch._asdict().items() if n != "starts"}
+    return batch._replace(**moved)

@@ -1,7 +1,7 @@
 """The policy in training: recompute log-probs of exact tokens, step the weights, write them out.
 
-    one train step:  advantages -> minibatches of whole groups -> per minibatch: batches of like
-                     length, forward, loss, backward; clip the gradient; AdamW
+    one train step:  advantages -> minibatches of whole groups -> per minibatch: forwards of many
+                     sequences in one row, loss, backward; clip the gradient; AdamW
 
 Invariants: log-probs are recomputed by the definition under which they were recorded (softmax of
 logits / temperature over the whole vocabulary); samples of the very weights held now that disagree
@@ -20,24 +20,21 @@ import torch
 from torch import Tensor
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.core.ids import GroupId
 from rollmesh.core.logs import get_logger
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.advantages import sample_advantages
+from rollmesh.trainer.attention import PROBE_STRIDE, packed_logits, packs
 from rollmesh.trainer.batches import TokenBatch, nothing, pack
 from rollmesh.trainer.checkpoint import load_model, save_model
 from rollmesh.trainer.descent import Descent
 from rollmesh.trainer.loss import Loss, TokenTerms, policy_loss, token_logprobs
+from rollmesh.trainer.minibatches import minibatches_of, weigh
 from rollmesh.trainer.publisher import Probe
 from rollmesh.trainer.team import Alone, Ranks
 
 log = get_logger()
 
 PROBE_TOKENS = 32
-PROBE_STRIDE = 7919
-"""A prime, so that the probe's tokens are spread over any vocabulary."""
-MAX_BATCH_TOKENS = 4096
-"""Padded tokens of one forward pass."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,18 +69,25 @@ class Policy:
         self._source = Path(path)
         self._settings = settings
         self._model = load_model(self._source).to(settings.device)
+        # A batch of one token at most is one of a single sequence.
+        self._max_tokens = settings.microbatch_tokens if packs(self._model) else 1
         self._ranks.share(self._model)
         self._descent = Descent(self._model, settings)
         self._policy_version: int | None = 0
 
-    def step(self, samples: Sequence[Sample], step: int) -> StepReport:
+    def step(
+        self, samples: Sequence[Sample], step: int, minibatches: Sequence[int] | None = None
+    ) -> StepReport:
         """Train once on `samples`, all of one batch, or this rank's whole groups of it.
 
-        `step` counts from 0. The report is of all ranks.
+        `step` counts from 0; `minibatches` says which each sample is in, where these are not all.
+        The report is of all ranks.
         """
         rate = self._descent.warm_up(step)
         meter = _Meter()
-        plan = self._plan(samples)
+        if minibatches is None:
+            minibatches = minibatches_of(samples, self._settings.num_minibatches)
+        plan = self._plan(samples, np.array(minibatches, np.int64))
         # Batches of a single minibatch meet the very weights that are proximal to them.
         proximals = self._proximals(plan) if len(plan) > 1 else None
         for at, batches in enumerate(plan):
@@ -116,25 +120,23 @@ class Policy:
         logprobs_T = logprobs_TV.gather(-1, ids_BT[0, 1:, None])[:, 0]
         return Probe(tuple(token_ids), tuple(logprobs_T.tolist()))
 
-    def _plan(self, samples: Sequence[Sample]) -> list[list[TokenBatch]]:
+    def _plan(
+        self, samples: Sequence[Sample], minibatches: npt.NDArray[np.int64]
+    ) -> list[list[TokenBatch]]:
         """The batches of each minibatch; at all ranks as many."""
         advantages = sample_advantages(samples, self._settings.advantage)
-        minibatches = _minibatches(samples, self._settings.num_minibatches)
-        num_missing = int(self._ranks.most(len(minibatches))) - len(minibatches)
-        return [
-            self._batches([samples[row] for row in rows], advantages[rows])
-            for rows in minibatches + [[]] * num_missing
-        ]
+        num = int(self._ranks.most(minibatches.max(initial=-1) + 1))
+        parts = [np.flatnonzero(minibatches == each).tolist() for each in range(num)]
+        return [self._batches([samples[row] for row in part], advantages[part]) for part in parts]
 
     def _batches(
         self, samples: Sequence[Sample], advantages: npt.NDArray[np.float32]
     ) -> list[TokenBatch]:
-        num_rollouts = len({sample.rollout_id for sample in samples})
-        share = num_rollouts / self._ranks.total([num_rollouts])[0]
-        packed = list(pack(samples, advantages, MAX_BATCH_TOKENS, self._settings.device))
-        num_missing = int(self._ranks.most(len(packed))) - len(packed)
-        weighed = [each._replace(weights_N=each.weights_N * share) for each in packed]
-        return weighed + [nothing(self._settings.device)] * num_missing
+        weights, own = weigh(samples, self._settings.loss_weight)
+        weights /= max(1.0, self._ranks.total([own])[0])
+        batches = list(pack(samples, advantages, weights, self._max_tokens, self._settings.device))
+        num_missing = int(self._ranks.most(len(batches))) - len(batches)
+        return batches + [nothing(self._settings.device)] * num_missing
 
     @torch.no_grad()
     def _proximals(self, plan: list[list[TokenBatch]]) -> list[list[Tensor]]:
@@ -162,12 +164,9 @@ class Policy:
 
     def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """(log-probs [N], entropies [N]) of the trained tokens under the weights held now."""
-        logits_BKV = self._model(
-            input_ids=batch.token_ids_BT, use_cache=False, logits_to_keep=batch.kept_K
-        ).logits
-        return token_logprobs(
-            logits_BKV[batch.rows_N, batch.columns_N], batch.targets_N, batch.temperatures_N
-        )
+        logits_KV = packed_logits(self._model, batch.token_ids_T, batch.starts, batch.kept_K)
+        logprobs_K, entropies_K = token_logprobs(logits_KV, batch.targets_K, batch.temperatures_K)
+        return logprobs_K[batch.places_N], entropies_K[batch.places_N]
 
     def _without_strangers(
         self, batch: TokenBatch, terms: TokenTerms, meter: "_Meter"
@@ -176,7 +175,7 @@ class Policy:
 
         Such a sample was not made by the model that its recording names, so its ratio is noise.
         """
-        if self._policy_version is None or not len(batch.targets_N):
+        if self._policy_version is None or not len(batch.places_N):
             return terms
         own_N = batch.policy_versions_N == self._policy_version
         gaps_N = (terms.proximal_N - terms.recorded_N).abs() * own_N
@@ -237,13 +236,3 @@ class _Meter:
             num_tokens=num_tokens,
             num_masked=num_masked,
         )
-
-
-def _minibatches(samples: Sequence[Sample], num: int) -> list[list[int]]:
-    """Rows of `samples` dealt into at most `num` minibatches, whole groups each."""
-    rows_of_group: dict[GroupId, list[int]] = {}
-    for row, sample in enumerate(samples):
-        rows_of_group.setdefault(sample.group_id, []).append(row)
-    groups = list(rows_of_group.values())
-    dealt = [groups[start::num] for start in range(min(num, len(groups)))]
-    return [[row for group in part for row in group] for part in dealt]

@@ -1,18 +1,21 @@
-"""Samples to tensors: nothing lost, nothing doubled, every rollout weighs the same."""
+"""Samples to tensors: nothing lost, nothing doubled, nothing padded."""
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.core.errors import ConfigError
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.batches import TokenBatch, pack
+from rollmesh.trainer.batches import TokenBatch, nothing, pack
 from tests.unit.trainer.samples import new_sample
 
 
 def packed(samples: list[Sample], max_tokens: int = 64) -> list[TokenBatch]:
-    return list(pack(samples, np.arange(len(samples), dtype=np.float32), max_tokens, "cpu"))
+    """The nth sample has advantage n and weight n + 0.5."""
+    numbers: npt.NDArray[np.float32] = np.arange(len(samples), dtype=np.float32)
+    return list(pack(samples, numbers, numbers + np.float32(0.5), max_tokens, "cpu"))
 
 
 @st.composite
@@ -22,8 +25,14 @@ def some_samples(draw: st.DrawFn) -> list[Sample]:
         mask = [0, *draw(st.lists(st.integers(0, 1), min_size=1, max_size=12)), 1]
         token_ids = draw(st.lists(st.integers(0, 3), min_size=len(mask), max_size=len(mask)))
         logprobs = [-float(n + 1) for n in range(len(mask))]
+        temperature = draw(st.sampled_from([0.5, 1.0]))
         sample = new_sample(
-            token_ids, mask, index=index, logprobs=logprobs, policy_version=index, temperature=0.5
+            token_ids,
+            mask,
+            index=index,
+            logprobs=logprobs,
+            policy_version=index,
+            temperature=temperature,
         )
         samples.append(sample)
     return samples
@@ -36,22 +45,26 @@ def test_every_trained_token_has_one_entry_with_all_that_was_recorded(
 ) -> None:
     seen = []
     for batch in packed(samples, max_tokens):
-        rows, length = batch.token_ids_BT.shape
-        assert rows == 1 or rows * (length + 1) <= max_tokens
-        contexts = batch.token_ids_BT[batch.rows_N, batch.kept_K[batch.columns_N]]
+        kept = batch.kept_K[batch.places_N]
+        starts = np.array(batch.starts)
+        which = np.searchsorted(starts, kept.numpy(), "right") - 1
         fields = (
             batch.samples_N,
-            batch.kept_K[batch.columns_N] + 1,
-            contexts,
-            batch.targets_N,
+            kept.numpy() + 1 - starts[which],
+            batch.token_ids_T[kept],
+            batch.targets_K[batch.places_N],
+            batch.temperatures_K[batch.places_N],
             batch.recorded_N,
             batch.policy_versions_N,
             batch.advantages_N,
-            batch.temperatures_N,
+            batch.weights_N,
         )
         seen += list(zip(*(field.tolist() for field in fields), strict=True))
     expected = [
-        (at, n, s.token_ids[n - 1], s.token_ids[n], s.logprobs[n], s.policy_versions[n], at, 0.5)
+        (
+            *(at, n, s.token_ids[n - 1], s.token_ids[n], s.temperature, s.logprobs[n]),
+            *(s.policy_versions[n], at, at + 0.5),
+        )
         for at, s in enumerate(samples)
         for n in np.flatnonzero(s.loss_mask)
     ]
@@ -60,48 +73,54 @@ def test_every_trained_token_has_one_entry_with_all_that_was_recorded(
 
 @settings(deadline=None, max_examples=60)
 @given(some_samples(), st.integers(1, 40))
-def test_every_rollout_weighs_the_same_whatever_its_length(
+def test_tokens_of_all_batches_are_the_distinct_sequences_and_no_padding(
     samples: list[Sample], max_tokens: int
 ) -> None:
-    totals = np.zeros(len(samples))
+    sequences = []
     for batch in packed(samples, max_tokens):
-        np.add.at(totals, batch.samples_N.numpy(), batch.weights_N.numpy())
-    assert totals == pytest.approx(np.full(len(samples), 1 / len(samples)), rel=1e-5)
+        ends = zip(batch.starts, batch.starts[1:], strict=False)
+        sequences += [tuple(batch.token_ids_T[start:end].tolist()) for start, end in ends]
+        assert batch.starts[-1] == len(batch.token_ids_T)
+        assert len(batch.starts) == 2 or len(batch.token_ids_T) <= max_tokens
+    distinct = {(sample.token_ids.tobytes(), sample.temperature): sample for sample in samples}
+    assert sorted(sequences) == sorted(tuple(s.token_ids[:-1].tolist()) for s in distinct.values())
+    assert [len(each) for each in sequences] == sorted(len(each) for each in sequences)
 
 
-def test_weight_of_a_rollout_does_not_grow_with_its_samples() -> None:
-    whole = new_sample([1, 2, 3], [0, 1, 1], index=0)
-    parts = [
-        new_sample([1, 2, 3, 4], [0, 1, 1, 1], index=1, weight=0.75),
-        new_sample([1, 5], [0, 1], index=1, weight=0.25),
+def test_batches_are_filled_as_far_as_the_bound_allows() -> None:
+    samples = [
+        new_sample([at] * length, [0] * (length - 1) + [1], index=at)
+        for at, length in enumerate([9, 2, 8, 3, 2, 30])
     ]
-    (batch,) = packed([whole, *parts])
-    weights = [batch.weights_N[batch.samples_N == at].tolist() for at in range(3)]
-    # Two rollouts: 1/2 each, spread over 2 tokens of the one and 3 + 1 tokens of the other.
-    assert weights == [[0.25, 0.25], [0.125] * 3, [0.125]]
+    batches = packed(samples, max_tokens=11)
+    assert [batch.starts for batch in batches] == [(0, 1, 2, 4, 11), (0, 8), (0, 29)]
 
 
-def test_samples_of_equal_tokens_share_a_row_and_keep_their_entries() -> None:
+def test_samples_of_equal_tokens_share_a_sequence_and_keep_their_entries() -> None:
     samples = [
         new_sample([1, 2, 3], [0, 1, 1], index=0, logprobs=[0, -1, -2]),
         new_sample([1, 2, 4], [0, 1, 1], index=1, logprobs=[0, -3, -4]),
         new_sample([1, 2, 3], [0, 0, 1], index=2, logprobs=[0, 0, -5]),
     ]
     (batch,) = packed(samples)
-    assert batch.token_ids_BT.tolist() == [[1, 2], [1, 2]]
+    assert batch.token_ids_T.tolist() == [1, 2, 1, 2]
     assert batch.samples_N.tolist() == [0, 0, 2, 1, 1]
-    assert batch.rows_N.tolist() == [0, 0, 0, 1, 1]
+    assert batch.kept_K[batch.places_N].tolist() == [0, 1, 1, 2, 3]
+    assert batch.targets_K.tolist() == [2, 3, 2, 4]
     assert batch.recorded_N.tolist() == [-1, -2, -5, -3, -4]
 
 
-def test_rows_of_like_length_stand_together() -> None:
-    lengths = [9, 2, 8, 3, 2]
-    samples = [
-        new_sample([at] * length, [0] * (length - 1) + [1], index=at)
-        for at, length in enumerate(lengths)
-    ]
-    shapes = [tuple(batch.token_ids_BT.shape) for batch in packed(samples, max_tokens=18)]
-    assert shapes == [(3, 2), (2, 8)]
+def test_equal_tokens_of_another_temperature_have_a_sequence_of_their_own() -> None:
+    pair = [new_sample([1, 2], [0, 1], index=at, temperature=at + 1.0) for at in range(2)]
+    (batch,) = packed(pair)
+    assert batch.temperatures_K.tolist() == [1.0, 2.0]
+
+
+def test_a_batch_of_nothing_is_a_token_that_trains_none() -> None:
+    batch = nothing("cpu")
+    assert (batch.token_ids_T.tolist(), batch.starts) == ([0], (0, 1))
+    of_tokens = [getattr(batch, name) for name in TokenBatch._fields if name.endswith("_N")]
+    assert [len(each) for each in of_tokens] == [0] * 6
 
 
 def test_temperature_of_zero_cannot_be_trained() -> None:

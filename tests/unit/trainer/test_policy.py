@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollmesh.core.config import TrainerConfig
+from rollmesh.core.config import LossWeight, TrainerConfig
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.policy import Policy
@@ -82,23 +82,23 @@ def test_equal_rewards_change_nothing(tiny_folder: Path, tmp_path: Path) -> None
     assert recorded(tmp_path / "after", LONG) == pytest.approx(recorded(tiny_folder, LONG))
 
 
-def test_sample_that_these_weights_did_not_make_is_masked(
-    tiny_folder: Path, tmp_path: Path
+@pytest.mark.parametrize("loss_weight", ["token", "rollout"])
+def test_sample_that_these_weights_did_not_make_is_masked_but_counts_in_the_mean(
+    loss_weight: LossWeight, tiny_folder: Path
 ) -> None:
+    settings = msgspec.structs.replace(SETTINGS, loss_weight=loss_weight)
     good, bad = pair(tiny_folder)
     false = msgspec.structs.replace(good, logprobs=good.logprobs - np.float32(0.1))
-    policy = Policy(str(tiny_folder), SETTINGS)
-    report = policy.step([false, bad], 0)
+    masked = Policy(str(tiny_folder), settings)
+    report = masked.step([false, bad], 0)
     assert report.num_masked == 1
     assert report.logprob_gap_max == pytest.approx(0.1, abs=1e-3)
-    policy.save(tmp_path / "after")
-    only_bad = Policy(str(tiny_folder), SETTINGS)
-    silent = msgspec.structs.replace(good, weight=0.0)
-    only_bad.step([silent, bad], 0)
-    only_bad.save(tmp_path / "expected")
-    assert recorded(tmp_path / "after", LONG) == pytest.approx(
-        recorded(tmp_path / "expected", LONG), abs=1e-6
-    )
+    # Alone with a sibling of its tokens' number that has no say, since its ratio is 0.
+    silent = msgspec.structs.replace(good, logprobs=np.full_like(good.logprobs, 1e9))
+    blind = msgspec.structs.replace(settings, max_logprob_gap=1e30)
+    expected = Policy(str(tiny_folder), blind)
+    assert expected.step([silent, bad], 0).grad_norm == pytest.approx(report.grad_norm)
+    assert masked.probe().logprobs == pytest.approx(expected.probe().logprobs, abs=1e-6)
 
 
 def test_gap_is_measured_on_the_weights_held_alone(tiny_folder: Path, tmp_path: Path) -> None:
@@ -196,7 +196,11 @@ def test_a_rank_without_samples_takes_part_and_adds_nothing(tiny_folder: Path) -
     assert policy.probe() == before
 
 
-def test_a_ranks_rollouts_weigh_what_they_are_of_all(tiny_folder: Path) -> None:
-    one = Policy(str(tiny_folder), SETTINGS).step(pair(tiny_folder), 0)
-    half = Policy(str(tiny_folder), SETTINGS, Others(sums=2.0)).step(pair(tiny_folder), 0)
+@pytest.mark.parametrize(("loss_weight", "as_many"), [("token", 5.0), ("rollout", 2.0)])
+def test_a_ranks_samples_weigh_what_they_are_of_all(
+    loss_weight: LossWeight, as_many: float, tiny_folder: Path
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, loss_weight=loss_weight)
+    one = Policy(str(tiny_folder), settings).step(pair(tiny_folder), 0)
+    half = Policy(str(tiny_folder), settings, Others(sums=as_many)).step(pair(tiny_folder), 0)
     assert half.grad_norm == pytest.approx(one.grad_norm / 2)
