@@ -14,6 +14,7 @@ STRETCH shards at a time, and nothing is freed under it. Any thread may call; dr
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -21,10 +22,12 @@ from rollmesh.tensors.backend import check_fetched
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 from rollmesh.tensors.shelf import Kept, Shelf, memory_of
 
+_Shard = TypeVar("_Shard")
+"""Its id, or what is known of it."""
 Fetch = Callable[[list[RTensor]], list[Content]]
 """Contents of handles, in their order, or an error."""
-STRETCH = 256
-"""Shards that are looked up, kept or dropped while others wait."""
+STRETCH = 64
+"""Shards that are looked up, kept or dropped while others wait, for a tenth of a millisecond."""
 
 
 class BufferStats(msgspec.Struct, frozen=True):
@@ -36,6 +39,8 @@ class BufferStats(msgspec.Struct, frozen=True):
     num_hits: int
     """Shards that were here when a call asked for them."""
     num_fetched: int
+    bytes_by_step: dict[int, int]
+    """Of them, by the step that took them or UNTAGGED."""
 
 
 class _Flight:
@@ -115,8 +120,13 @@ class FetchBuffer:
     def stats(self) -> BufferStats:
         """As of now."""
         with self._lock:
-            num_tensors, total_bytes = len(self._shelf), self._shelf.total_bytes
-            return BufferStats(num_tensors, total_bytes, self._num_hits, self._num_fetched)
+            return BufferStats(
+                len(self._shelf),
+                self._shelf.total_bytes,
+                self._num_hits,
+                self._num_fetched,
+                self._shelf.bytes_by_step,
+            )
 
     def _sort(
         self, missing: dict[int, RTensor], found: dict[int, Content], flight: _Flight
@@ -140,14 +150,16 @@ class FetchBuffer:
 
     def _land(self, flight: _Flight, contents: list[Content]) -> None:
         """Give them to who waits, and keep what nobody cleared meanwhile."""
-        check_fetched([*flight.handles.values()], contents)
+        handles = [*flight.handles.values()]
+        check_fetched(handles, contents)
         flight.contents = dict(zip(flight.handles, contents, strict=True))
-        for some in _stretches([*flight.handles]):
+        for some in _stretches([*zip(handles, contents, strict=True)]):
             with self._lock:
-                for shard_id in some:
-                    if self._flights.get(shard_id) is flight:
-                        del self._flights[shard_id]
-                        self._keep(flight, shard_id)
+                for handle, content in some:
+                    if self._flights.get(handle.shard_id) is flight:
+                        del self._flights[handle.shard_id]
+                        if self._is_kept(handle, content, flight.ended_step):
+                            self._shelf.put(handle, content)
                 self._num_fetched += len(some)
         while self._is_over():
             self._evict()
@@ -163,15 +175,12 @@ class FetchBuffer:
         finally:
             flight.is_over.set()
 
-    def _keep(self, flight: _Flight, shard_id: int) -> None:
-        handle, content = flight.handles[shard_id], flight.contents[shard_id]
-        ended_step = self._ended_step
-        if handle.step == UNTAGGED:
-            is_ended = flight.ended_step < ended_step
-        else:
-            is_ended = handle.step <= ended_step
-        if not is_ended and memory_of(content).nbytes <= self._max_bytes:
-            self._shelf.put(handle, content)
+    def _is_kept(self, handle: RTensor, content: Content, asked_after: int) -> bool:
+        """Whether it may still be asked for, `asked_after` being the newest step that had ended
+        when it was; and fits."""
+        newest = self._ended_step
+        is_ended = asked_after < newest if handle.step == UNTAGGED else handle.step <= newest
+        return not is_ended and memory_of(content).nbytes <= self._max_bytes
 
     def _is_over(self) -> bool:
         with self._lock:
@@ -223,6 +232,6 @@ def _again(error: Exception) -> Exception:
     return same
 
 
-def _stretches(shard_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    for start in range(0, len(shard_ids), STRETCH):
-        yield shard_ids[start : start + STRETCH]
+def _stretches(shards: Sequence[_Shard]) -> Iterator[Sequence[_Shard]]:
+    for start in range(0, len(shards), STRETCH):
+        yield shards[start : start + STRETCH]

@@ -23,6 +23,13 @@ class Kept(msgspec.Struct, frozen=True, eq=False, gc=False):
     step: int
 
 
+class _OfStep(msgspec.Struct):
+    """What is here of one step, or of none."""
+
+    ids: dict[int, None]
+    num_bytes: int = 0
+
+
 class Shelf:
     """See the module."""
 
@@ -30,13 +37,17 @@ class Shelf:
         self.total_bytes = 0
         self._kept: OrderedDict[int, Kept] = OrderedDict()
         """The longest unused first."""
-        self._steps: dict[int, dict[int, None]] = {}
-        """Their ids, by step."""
+        self._steps: dict[int, _OfStep] = {}
         self._sharers: dict[int, int] = {}
         """How many shards are kept of a block, by the block's id()."""
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def bytes_by_step(self) -> dict[int, int]:
+        """Of the shards themselves: what else a block holds is of no step."""
+        return {step: each.num_bytes for step, each in self._steps.items()}
 
     def use(self, shard_id: int) -> Content | None:
         """Its content, if it is here; now it is the newest in use."""
@@ -48,15 +59,19 @@ class Shelf:
 
     def put(self, handle: RTensor, content: Content) -> None:
         """Keep it; it is not here yet."""
-        self._kept[handle.shard_id] = Kept(content, handle.step)
-        self._steps.setdefault(handle.step, {})[handle.shard_id] = None
-        memory = memory_of(content)
-        if memory is not content.data:
-            num_sharers = self._sharers.get(id(memory), 0)
-            self._sharers[id(memory)] = num_sharers + 1
-            if num_sharers:
-                return
-        self.total_bytes += memory.nbytes
+        shard_id, step, num_bytes = handle.shard_id, handle.step, handle.num_bytes
+        self._kept[shard_id] = Kept(content, step)
+        of_step = self._steps.get(step)
+        if of_step is None:
+            of_step = self._steps[step] = _OfStep({})
+        of_step.ids[shard_id] = None
+        of_step.num_bytes += num_bytes
+        block = content.data.base
+        if isinstance(block, np.ndarray):
+            num_sharers = self._sharers.get(id(block), 0)
+            self._sharers[id(block)] = num_sharers + 1
+            num_bytes = 0 if num_sharers else block.nbytes
+        self.total_bytes += num_bytes
 
     def take_down(self, shard_id: int) -> Kept | None:
         """Keep it no longer, if it is here."""
@@ -73,25 +88,27 @@ class Shelf:
 
     def take_down_ended(self, last_step: int) -> Kept | None:
         """One of the steps up to `last_step`, untagged ones among them, if one is here."""
-        for step, shard_ids in self._steps.items():
+        for step, of_step in self._steps.items():
             if step <= last_step:
                 # The newest: whoever takes the oldest again and again walks over all the gaps.
-                shard_id, _ = shard_ids.popitem()
-                return self.take_down(shard_id)
+                return self.take_down(next(reversed(of_step.ids)))
         return None
 
     def _forget(self, shard_id: int, kept: Kept) -> None:
         of_step = self._steps[kept.step]
-        of_step.pop(shard_id, None)
-        if not of_step:
+        data = kept.content.data
+        num_bytes = data.nbytes
+        del of_step.ids[shard_id]
+        of_step.num_bytes -= num_bytes
+        if not of_step.ids:
             del self._steps[kept.step]
-        memory = memory_of(kept.content)
-        if memory is not kept.content.data:
-            num_sharers = self._sharers.pop(id(memory)) - 1
+        block = data.base
+        if isinstance(block, np.ndarray):
+            num_sharers = self._sharers.pop(id(block)) - 1
             if num_sharers:
-                self._sharers[id(memory)] = num_sharers
-                return
-        self.total_bytes -= memory.nbytes
+                self._sharers[id(block)] = num_sharers
+            num_bytes = 0 if num_sharers else block.nbytes
+        self.total_bytes -= num_bytes
 
 
 def memory_of(content: Content) -> NDArray[np.generic]:

@@ -158,7 +158,11 @@ class BufferSchedule(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         total_bytes = sum(each.num_bytes for each in self.kept.values())
-        counted = BufferStats(len(self.kept), total_bytes, self.num_hits, self.num_fetched)
+        by_step: dict[int, int] = {}
+        for each in self.kept.values():
+            by_step[each.step] = by_step.get(each.step, 0) + each.num_bytes
+        num_kept = len(self.kept)
+        counted = BufferStats(num_kept, total_bytes, self.num_hits, self.num_fetched, by_step)
         give_up_s = time.monotonic() + WAIT_S
         # What was let land lands in its own time.
         while self.buffer.stats() != counted and time.monotonic() < give_up_s:

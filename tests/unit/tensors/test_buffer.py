@@ -6,14 +6,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
 
 from rollmesh.core.errors import FetchMismatch, OwnerGone, ShardMissing
 from rollmesh.tensors.buffer import STRETCH, BufferStats, Fetch, FetchBuffer
-from rollmesh.tensors.handles import Content, RTensor
+from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 from tests.unit.tensors.buffer_schedule import check_schedules
 from tests.unit.tensors.fetches import (
     BUDGET,
@@ -53,7 +53,8 @@ def test_only_what_is_missing_is_asked_for(world: World) -> None:
     world.ask(*handles(2, 1))
     world.ask()
     assert world.owners.asked == [[1, 3], [4, 2]]
-    assert world.buffer.stats() == BufferStats(4, 4 * SHARD_BYTES, num_hits=4, num_fetched=4)
+    of_no_step = {UNTAGGED: 4 * SHARD_BYTES}
+    assert world.buffer.stats() == BufferStats(4, 4 * SHARD_BYTES, 4, 4, of_no_step)
 
 
 def test_more_shards_than_one_stretch_come_and_go_whole() -> None:
@@ -146,6 +147,27 @@ def test_nothing_is_freed_while_the_lock_is_held(world: World, leave: Leave) -> 
     del each
     Asking(partial(leave, world)).ended()
     assert len(seen) == 2
+
+
+MANY = 4 * STRETCH
+LEAVE_MANY: dict[str, Leave] = {
+    "evict": lambda world: world.ask(handle(MANY, num_bytes=MANY * SHARD_BYTES)),
+    "clear": lambda world: world.buffer.clear(ids(*range(MANY))),
+    "end_step": lambda world: world.buffer.end_step(0),
+}
+
+
+@pytest.mark.parametrize("leave", LEAVE_MANY.values(), ids=LEAVE_MANY)
+def test_of_many_shards_few_go_at_a_time_and_then_others_have_their_turn(leave: Leave) -> None:
+    world = World(MANY * SHARD_BYTES)
+    left: set[int] = {MANY}
+    for each in world.ask(*handles(*range(MANY))):
+        # Whatever goes says, as it goes and by way of the lock, how many are still here.
+        weakref.finalize(each.data, lambda: left.add(world.kept()[0]))
+    del each
+    Asking(partial(leave, world)).ended()
+    assert min(left) <= 1
+    assert max(more - fewer for fewer, more in pairwise(sorted(left))) <= 64
 
 
 def test_the_end_of_a_step_drops_its_shards_and_the_untagged(world: World) -> None:

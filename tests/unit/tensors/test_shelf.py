@@ -63,6 +63,20 @@ def test_the_shards_of_a_step_and_those_before_are_found(shelf: Shelf) -> None:
     assert (len(shelf), shelf.total_bytes) == (1, SHARD_BYTES)
 
 
+def test_each_step_has_the_bytes_of_its_shards(shelf: Shelf) -> None:
+    put(shelf, 1, 2, step=3)
+    put(shelf, 3, step=5)
+    put_block(shelf, 4, 5)
+    shelf.take_down(*ids(1))
+    shelf.take_down(*ids(4))
+    one = SHARD_BYTES
+    assert shelf.bytes_by_step == {3: one, 5: one, UNTAGGED: one}
+    assert shelf.total_bytes == 4 * SHARD_BYTES
+    shelf.take_down_ended(4)
+    shelf.take_down_ended(4)
+    assert shelf.bytes_by_step == {5: one}
+
+
 def test_a_block_counts_whole_until_its_last_shard_goes(shelf: Shelf) -> None:
     put_block(shelf, 1, 2, 3)
     used = shelf.use(*ids(1))
