@@ -55,10 +55,13 @@ def held(plane: Plane) -> tuple[HeldTensors, HeldTensors]:
     stats = plane.stats()
     stored = buffered = HeldTensors()
     if storage := stats.storage:
-        by_step = tuple(sorted(storage.bytes_by_step.items()))
         stored = HeldTensors(
-            storage.num_tensors, storage.total_bytes, storage.retained_bytes, by_step
+            storage.num_tensors,
+            storage.total_bytes,
+            storage.retained_bytes,
+            tuple(sorted(storage.bytes_by_step.items())),
         )
     if buffer := stats.buffer:
-        buffered = HeldTensors(buffer.num_tensors, buffer.total_bytes)
+        by_step = tuple(sorted(buffer.bytes_by_step.items()))
+        buffered = HeldTensors(buffer.num_tensors, buffer.total_bytes, 0, by_step)
     return stored, buffered

@@ -29,7 +29,7 @@ class Leak(msgspec.Struct, frozen=True):
 
     rank: int
     tag: str
-    """`step 7`, `retained` or `buffered`."""
+    """`step 7`, `retained`, `buffered of step 7` or `buffered of no step`."""
     num_bytes: int
 
 
@@ -43,5 +43,7 @@ def leaks(held: Sequence[RankTensors], ended_step: int, num_open: int) -> Iterat
             continue  # who is at work looks at what he is given, and fetches what comes next
         if each.stored.retained_bytes:
             yield Leak(each.rank, "retained", each.stored.retained_bytes)
-        if each.buffered.total_bytes:
-            yield Leak(each.rank, "buffered", each.buffered.total_bytes)
+        for step, num_bytes in each.buffered.bytes_by_step:
+            if num_bytes:
+                of_step = "no step" if step == UNTAGGED else f"step {step}"
+                yield Leak(each.rank, f"buffered of {of_step}", num_bytes)

@@ -6,26 +6,31 @@ from rollmesh.wire.ranks import HeldTensors
 NOTHING = HeldTensors()
 
 
-def stored(**by_step: int) -> HeldTensors:
+def of_steps(**by_step: int) -> HeldTensors:
     """`s3=8`: eight bytes of step 3; `s_=8`: of none."""
     steps = tuple((-1 if name == "s_" else int(name[1:]), num) for name, num in by_step.items())
     return HeldTensors(len(steps), sum(by_step.values()), 0, steps)
 
 
 def test_bytes_of_a_step_that_has_ended_are_a_leak_of_their_rank() -> None:
-    held = [RankTensors(0, stored(s3=8, s4=16, s5=32), NOTHING), RankTensors(1, NOTHING, NOTHING)]
+    held = [RankTensors(0, of_steps(s3=8, s4=16, s5=32), NOTHING), RankTensors(1, NOTHING, NOTHING)]
     assert list(leaks(held, 4, 0)) == [Leak(0, "step 3", 8), Leak(0, "step 4", 16)]
 
 
 def test_what_no_step_took_is_none() -> None:
-    assert list(leaks([RankTensors(0, stored(s_=8), NOTHING)], 4, 0)) == []
+    assert list(leaks([RankTensors(0, of_steps(s_=8), NOTHING)], 4, 0)) == []
 
 
 def test_what_is_looked_at_or_copied_while_nobody_works_is_one() -> None:
-    held = [RankTensors(1, HeldTensors(0, 0, 64), HeldTensors(1, 8))]
-    assert list(leaks(held, 4, 0)) == [Leak(1, "retained", 64), Leak(1, "buffered", 8)]
+    held = [RankTensors(1, HeldTensors(0, 0, 64), of_steps(s_=8, s4=16, s5=32))]
+    assert list(leaks(held, 4, 0)) == [
+        Leak(1, "retained", 64),
+        Leak(1, "buffered of no step", 8),
+        Leak(1, "buffered of step 4", 16),
+        Leak(1, "buffered of step 5", 32),
+    ]
 
 
 def test_who_is_at_work_may_look_and_copy_and_may_not_keep_what_has_ended() -> None:
-    held = [RankTensors(1, stored(s4=8), HeldTensors(1, 8))]
+    held = [RankTensors(1, of_steps(s4=8), of_steps(s4=8))]
     assert list(leaks(held, 4, num_open=1)) == [Leak(1, "step 4", 8)]
