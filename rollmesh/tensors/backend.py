@@ -20,6 +20,14 @@ class Backend(Protocol):
         """The contents of some shards of `owner`, in order and read-only; ShardMissing for the
         first that it does not hold, OwnerGone where it does not answer."""
 
+    def take(self, owner: str, shard_ids: list[int], step: int) -> None:
+        """Their owner frees them when `step` ends; as OwnerStore's `take`, and OwnerGone where
+        nobody knows."""
+
+    def end_step(self, owner: str, step: int) -> int:
+        """Free at `owner` what `step`, or one before it, took; how many it held. OwnerGone where
+        nobody knows."""
+
     def clear(self, owner: str, shard_ids: list[int]) -> int:
         """Free them at their owner; how many it held. OwnerGone where nobody knows."""
 

@@ -31,12 +31,15 @@ from rollmesh.tensors.frames import (
     Clear,
     Cleared,
     Elsewhere,
+    End,
     Fetch,
     Lent,
     Missing,
     Refused,
     Returned,
     Sent,
+    Take,
+    Taken,
     column,
     decode_answer,
     frame,
@@ -54,7 +57,7 @@ CONNECT_S = 5.0
 CARRY_S = 120.0
 """A neighbour is waited for so long: it may be in the midst of a long transfer. Past it the owner
 is asked."""
-_Kind = TypeVar("_Kind", Lent, Sent, Cleared)
+_Kind = TypeVar("_Kind", Lent, Sent, Taken, Cleared)
 
 
 class Pointed(Exception):
@@ -128,11 +131,18 @@ class Connection:
             raise TensorError(f"what {self._owner} lent cannot be seen from here")
         return lent
 
+    def take(self, shard_ids: Sequence[int], step: int) -> None:
+        """They are of `step` from now on; errors as of `fetch`."""
+        self._ask(Take(column(shard_ids), step, self._ended()), Taken)
+        self.state = ConnectionState.READY
+
     def clear(self, shard_ids: Sequence[int]) -> int:
         """How many of these were there and are freed; errors as of `fetch`."""
-        answer = self._ask(Clear(column(shard_ids), self._ended()), Cleared)
-        self.state = ConnectionState.READY
-        return answer.number
+        return self._free(Clear(column(shard_ids), self._ended()))
+
+    def end_step(self, step: int) -> int:
+        """The same of what `step`, or one before it, took."""
+        return self._free(End(step, self._ended()))
 
     def tell_ended(self) -> None:
         """Say which loans have ended, if any; errors as of `fetch`."""
@@ -187,7 +197,12 @@ class Connection:
         self.state = ConnectionState.READY
         return _contents(handles, arrays)
 
-    def _ask(self, ask: Fetch | Carry | Clear, kind: type[_Kind]) -> _Kind:
+    def _free(self, ask: Clear | End) -> int:
+        answer = self._ask(ask, Cleared)
+        self.state = ConnectionState.READY
+        return answer.number
+
+    def _ask(self, ask: Fetch | Carry | Take | Clear | End, kind: type[_Kind]) -> _Kind:
         """The answer's header. Whoever has read all of the answer is READY again."""
         self.state = ConnectionState.ASKING
         self._line.send(frame(ask))

@@ -12,11 +12,13 @@
                                           | Elsewhere: a neighbour fetches them for it
       Carry, to that neighbour   ->
                                  <-     Lent
-      Clear                      ->
+      Take                       ->
+                                 <-     Taken
+      Clear | End                ->
                                  <-     Cleared
       Returned                   ->     (no answer)
 
-Fetch, Carry and Clear may also be answered by Missing or Refused. Lists of numbers travel as
+Fetch, Carry and Take may also be answered by Missing or Refused. Lists of numbers travel as
 columns of little-endian uint64: 2,048 ids are 16 KiB and no loop. Tensors are never inside a
 header, never base64, never pickled, and keep their dtype. Invariant: whatever arrives, decoding
 gives a message or raises WireError. Driven by handshake.py, guest.py and connection.py.
@@ -41,6 +43,7 @@ MAX_IDS: Final = 2**16
 NONCE_BYTES: Final = 32
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Step = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="hello"):
@@ -82,6 +85,21 @@ class Clear(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="clear")
     """Free these shards."""
 
     ids: bytes
+    returned: bytes = b""
+
+
+class Take(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="take"):
+    """Free these shards when `step` ends; whoever says so lives, so that leases begin anew."""
+
+    ids: bytes
+    step: Step
+    returned: bytes = b""
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="end"):
+    """This step has ended, with all before it: free what they took."""
+
+    step: Step
     returned: bytes = b""
 
 
@@ -129,6 +147,10 @@ class Elsewhere(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="els
     address: str
 
 
+class Taken(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="taken"):
+    """All of them are of that step now."""
+
+
 class Cleared(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="cleared"):
     """So many were there, and are freed."""
 
@@ -148,8 +170,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="refus
     why: str
 
 
-Ask = Hello | Proof | Fetch | Carry | Clear | Returned
-Answer = Welcome | Admitted | Lent | Sent | Elsewhere | Cleared | Missing | Refused
+Ask = Hello | Proof | Fetch | Carry | Take | Clear | End | Returned
+Answer = Welcome | Admitted | Lent | Sent | Elsewhere | Taken | Cleared | Missing | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _asks: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)

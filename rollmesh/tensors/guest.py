@@ -27,6 +27,7 @@ from rollmesh.tensors.frames import (
     Clear,
     Cleared,
     Elsewhere,
+    End,
     Fetch,
     Lent,
     Missing,
@@ -34,6 +35,8 @@ from rollmesh.tensors.frames import (
     Refused,
     Returned,
     Sent,
+    Take,
+    Taken,
     column,
     decode_ask,
     frame,
@@ -44,8 +47,9 @@ from rollmesh.tensors.handshake import admit
 from rollmesh.tensors.line import Line, why_lost
 from rollmesh.tensors.neighbours import Neighbours
 from rollmesh.tensors.page import BEGINNING, answer_page
+from rollmesh.tensors.pins import Place
 from rollmesh.tensors.relay import Relay
-from rollmesh.tensors.store import OwnerStore, Place
+from rollmesh.tensors.store import OwnerStore
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.sockets import HANDSHAKE_S
 
@@ -123,6 +127,12 @@ class Guest:
             case Carry(handles, returned):
                 self._take_back(returned)
                 self._give(partial(self._lend_carried, _few(unpack(handles))))
+            case Take(ids, step, returned):
+                self._take_back(returned)
+                self._give(partial(self._take, _ids(ids), step))
+            case End(step, returned):
+                self._take_back(returned)
+                self._line.send(frame(Cleared(self._store.end_step(step))))
             case Clear(ids, returned):
                 self._take_back(returned)
                 self._line.send(frame(Cleared(self._store.clear(_ids(ids)))))
@@ -140,7 +150,7 @@ class Guest:
             self._line.send(frame(Refused(str(error))))
 
     def _lend_own(self, ids: list[int]) -> None:
-        self._lend(self._store.places(ids, self.name))
+        self._lend(self._store.pins.places(ids, self.name))
 
     def _lend_carried(self, handles: list[RTensor]) -> None:
         if self._relay is None:
@@ -158,7 +168,7 @@ class Guest:
         self._line.send(frame(Lent([*paths], segments, offsets, sizes)))
 
     def _send(self, ids: list[int], may_point: bool) -> None:
-        sizes, windows = self._store.windows(ids, self.name)
+        sizes, windows = self._store.pins.windows(ids, self.name)
         neighbour = self._neighbours.nearest(*self._lends) if may_point else ""
         try:
             if neighbour:
@@ -166,13 +176,18 @@ class Guest:
             else:
                 self._line.send(frame(Sent(column(sizes))), windows)
         finally:
-            self._store.unpin(ids, self.name)
+            self._store.pins.unpin(ids, self.name)
+
+    def _take(self, ids: list[int], step: int) -> None:
+        self._store.renew()
+        self._store.take(ids, step)
+        self._line.send(frame(Taken()))
 
     def _take_back(self, returned: bytes) -> None:
         ids = _ids(returned)
         if ids:
             self._num_lent -= len(ids)
-            self._store.unpin(ids, self.name)
+            self._store.pins.unpin(ids, self.name)
             if self._relay is not None:
                 self._relay.unpin(ids, self.name)
 
@@ -182,7 +197,7 @@ class Guest:
         if self._num_lent > 0:
             self._line.stop_sending()
             self._line.wait_for_end()
-        self._store.drop_peer(self.name)
+        self._store.pins.drop_peer(self.name)
         if self._relay is not None:
             self._relay.drop_peer(self.name)
         self._line.close()

@@ -26,7 +26,7 @@ from rollmesh.tensors.frames import MAX_IDS
 from rollmesh.tensors.handles import Content, RTensor
 from rollmesh.tensors.landing import Landing
 from rollmesh.tensors.line import why_lost
-from rollmesh.tensors.store import Place
+from rollmesh.tensors.pins import Place
 from rollmesh.wire.keys import Keys
 
 log = get_logger()
@@ -158,6 +158,16 @@ class Peers:
     def fetch(self, owner: str, handles: list[RTensor]) -> list[Content]:
         """As Backend has it."""
         return [content for each in _parts(handles) for content in self._fetch(owner, each)]
+
+    def take(self, owner: str, shard_ids: list[int], step: int) -> None:
+        """As Backend has it."""
+        peer = self._peer(owner)
+        for each in _parts(shard_ids):
+            peer.call(partial(Connection.take, shard_ids=each, step=step))
+
+    def end_step(self, owner: str, step: int) -> int:
+        """As Backend has it."""
+        return self._peer(owner).call(partial(Connection.end_step, step=step))
 
     def clear(self, owner: str, shard_ids: list[int]) -> int:
         """As Backend has it."""

@@ -20,7 +20,7 @@ import msgspec
 from rollmesh.core.errors import TensorError
 from rollmesh.tensors.backend import Backend, check_fetched
 from rollmesh.tensors.buffer import BufferStats, FetchBuffer
-from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
+from rollmesh.tensors.handles import NUMBER_BITS, UNTAGGED, Content, RTensor
 from rollmesh.tensors.nested import transform
 from rollmesh.tensors.store import OwnerStore, StorageStats
 from rollmesh.tensors.torch_bridge import ReadOnlyTensor, Tensor, to_content, to_tensor
@@ -74,6 +74,24 @@ class Plane:
         """
         return transform(nested, RTensor, self._tensors)
 
+    def take(self, handles: Sequence[RTensor], step: int) -> None:
+        """From now on they are of `step`, at their owners, wherever those are; as OwnerStore's
+        `take`, and OwnerGone where one does not answer."""
+        own = {*self._own(handles)}
+        if self.store is not None:
+            self.store.take([*own], step)
+        of_owner: dict[str, list[int]] = {}
+        for each in handles:
+            if each.shard_id not in own:
+                of_owner.setdefault(each.owner, []).append(each.shard_id)
+        for owner, shard_ids in of_owner.items():
+            self._way_to(owner).take(owner, shard_ids, step)
+
+    def end_step_at(self, owner: str, step: int) -> int:
+        """Free what is tagged up to `step` at another owner; how many it held. OwnerGone where
+        nobody knows."""
+        return self._way_to(owner).end_step(owner, step)
+
     def end_step(self, step: int) -> None:
         """Free what is tagged up to `step`, here: each process is told."""
         if self.store is not None:
@@ -107,12 +125,18 @@ class Plane:
 
     def _tensors(self, handles: list[RTensor]) -> list[ReadOnlyTensor]:
         distinct = {each.shard_id: each for each in handles}
-        contents = {each: self._read(each) for each in self._own(distinct.values())}
-        others = [handle for each, handle in distinct.items() if each not in contents]
-        fetched = self._fetched(others)
-        contents.update((each.shard_id, got) for each, got in zip(others, fetched, strict=True))
-        tensors = {each: to_tensor(content) for each, content in contents.items()}
+        contents = self._contents([*distinct.values()])
+        tensors = dict(zip(distinct, map(to_tensor, contents), strict=True))
         return [tensors[each.shard_id] for each in handles]
+
+    def _contents(self, handles: list[RTensor]) -> list[Content]:
+        contents = {each: self._read(each) for each in self._own(handles)}
+        if not contents:
+            return self._fetched(handles)
+        others = [handle for handle in handles if handle.shard_id not in contents]
+        other_ids = [handle.shard_id for handle in others]
+        contents.update(zip(other_ids, self._fetched(others), strict=True))
+        return [contents[handle.shard_id] for handle in handles]
 
     def _own(self, handles: Iterable[RTensor]) -> list[int]:
         """Ids of those that are ours, or were in an earlier life: then our store says so."""
@@ -122,7 +146,7 @@ class Plane:
         return [
             each.shard_id
             for each in handles
-            if each.owner == owner or each.incarnation == incarnation
+            if each.owner == owner or each.shard_id >> NUMBER_BITS == incarnation
         ]
 
     def _read(self, shard_id: int) -> Content:

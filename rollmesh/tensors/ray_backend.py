@@ -76,6 +76,14 @@ class Desk:
         # One array for all: Ray's object store makes one object of it, and not thousands.
         return answer, np.concatenate([_NO_BYTES, *(each.data for each in contents)])
 
+    def take(self, shard_ids: list[int], step: int) -> tuple[bytes, None]:
+        """A DeskAnswer as JSON: whether the owner holds these shards for `step` now."""
+        return _tried(lambda: self._peers.take(self._address, shard_ids, step), None)
+
+    def end_step(self, step: int) -> tuple[bytes, int]:
+        """A DeskAnswer as JSON, and how many shards the owner freed with `step`."""
+        return _tried(lambda: self._peers.end_step(self._address, step), 0)
+
     def clear(self, shard_ids: list[int]) -> tuple[bytes, int]:
         """A DeskAnswer as JSON, and how many of these shards the owner held."""
         return _tried(lambda: self._peers.clear(self._address, shard_ids), 0)
@@ -139,18 +147,24 @@ class RayPeers:
     def fetch(self, owner: str, handles: list[RTensor]) -> list[Content]:
         """As Backend has it."""
         parts = [*_parts(handles)]
-        answers = self._call(owner, "fetch", [pack(part) for part in parts])
+        answers = self._call(owner, "fetch", [(pack(part),) for part in parts])
         contents: list[Content] = []
         for part, (said, block) in zip(parts, answers, strict=True):
             _check(owner, said)
             contents += _contents(owner, part, block)
         return contents
 
+    def take(self, owner: str, shard_ids: list[int], step: int) -> None:
+        """As Backend has it."""
+        self._call_once(owner, "take", shard_ids, step)
+
+    def end_step(self, owner: str, step: int) -> int:
+        """As Backend has it."""
+        return int(self._call_once(owner, "end_step", step))
+
     def clear(self, owner: str, shard_ids: list[int]) -> int:
         """As Backend has it."""
-        ((said, num_cleared),) = self._call(owner, "clear", [shard_ids])
-        _check(owner, said)
-        return int(num_cleared)
+        return int(self._call_once(owner, "clear", shard_ids))
 
     def close(self) -> None:
         """As Backend has it."""
@@ -158,7 +172,12 @@ class RayPeers:
             self._is_closed = True
             self._desks.clear()
 
-    def _call(self, owner: str, method: str, arguments: list[Any]) -> list[Any]:
+    def _call_once(self, owner: str, method: str, *arguments: Any) -> Any:
+        ((said, result),) = self._call(owner, method, [arguments])
+        _check(owner, said)
+        return result
+
+    def _call(self, owner: str, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         """What the owner's desk answers to each; once more where it was that of an earlier life."""
         try:
             return self._ask(owner, method, arguments)
@@ -170,9 +189,9 @@ class RayPeers:
         except RayActorError as error:
             raise OwnerGone(owner, _line_of(error)) from None
 
-    def _ask(self, owner: str, method: str, arguments: list[Any]) -> list[Any]:
+    def _ask(self, owner: str, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         desk = self._desk(owner)
-        refs = [getattr(desk, method).remote(each) for each in arguments]
+        refs = [getattr(desk, method).remote(*each) for each in arguments]
         try:
             # One after the other, so that patience is with each part, and not with all of a fetch.
             return [ray.get(ref, timeout=PATIENCE_S) for ref in refs]

@@ -231,6 +231,21 @@ def test_the_end_of_a_step_frees_at_owner_and_consumer(
     assert held(plane) == (0, 0)
 
 
+def test_a_consumers_step_takes_shards_at_their_owner_and_frees_them_there(
+    backend: Backend, owner: OwnerProcess
+) -> None:
+    plane = Plane(None, FetchBuffer(2**20), backend)
+    taken, untaken = owner.put(KINDS[:2]), owner.put(KINDS[:2])
+    plane.take(taken, 5)
+    assert plane.end_step_at(owner.address, 4) == 0
+    assert plane.end_step_at(owner.address, 5) == 2
+    with pytest.raises(ShardMissing, match="cleared"):
+        plane.take([*taken, *untaken], 6)
+    assert plane.end_step_at(owner.address, 6) == 2, "what is there was taken all the same"
+    with pytest.raises(TensorError, match="step 6 has ended"):
+        plane.take(untaken, 6)
+
+
 def test_two_owners_are_told_apart(mesh: Mesh, backend: Backend, owner: OwnerProcess) -> None:
     with mesh.owner() as other:
         mine, others = owner.put(KINDS, seed=7), other.put(KINDS, seed=8)
@@ -292,6 +307,10 @@ def test_an_owner_that_came_back_says_that_it_restarted(mesh: Mesh, backend: Bac
 
 
 def test_nobody_at_an_address_is_gone(mesh: Mesh, backend: Backend) -> None:
+    with pytest.raises(OwnerGone):
+        backend.take(mesh.absent(), [1], 0)
+    with pytest.raises(OwnerGone):
+        backend.end_step(mesh.absent(), 0)
     nobody = mesh.absent()
     with pytest.raises(OwnerGone) as caught:
         fetch(backend, [RTensor(1 << 32, nobody, -1, "uint8", (1,), 1)])

@@ -32,6 +32,12 @@ class Neighbours:
         self.fetches.append((owner, len(handles)))
         return [self._store(owner).read(each.shard_id) for each in handles]
 
+    def take(self, owner: str, shard_ids: list[int], step: int) -> None:
+        self._store(owner).take(shard_ids, step)
+
+    def end_step(self, owner: str, step: int) -> int:
+        return self._store(owner).end_step(step)
+
     def clear(self, owner: str, shard_ids: list[int]) -> int:
         self.cleared.append(owner)
         return self._store(owner).clear(shard_ids)

@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -15,6 +15,7 @@ from rollmesh.tensors.frames import (
     Carry,
     Clear,
     Cleared,
+    End,
     Fetch,
     Hello,
     Lent,
@@ -23,6 +24,8 @@ from rollmesh.tensors.frames import (
     Refused,
     Returned,
     Sent,
+    Take,
+    Taken,
     column,
     decode_answer,
     frame,
@@ -34,6 +37,9 @@ from rollmesh.tensors.handshake import introduce
 from rollmesh.tensors.line import Line
 from rollmesh.tensors.neighbours import Neighbours
 from rollmesh.tensors.segment import Attached
+from rollmesh.tensors.server import TensorServer
+from rollmesh.tensors.store import OwnerStore, StoreSettings
+from rollmesh.testing.clock import FakeClock
 from tests.unit.tensors.owners import PATIENCE_S, Owned, content_of, owned, soon
 
 SIZES = [64, 0, 5000]
@@ -119,6 +125,42 @@ def test_each_loan_is_returned_by_itself(owner: Owned) -> None:
         assert owner.store.stats().retained_bytes == 200
         consumer.line.send(frame(Returned(column([ids[1]]))))
         soon(lambda: owner.store.stats().retained_bytes == 0)
+
+
+def test_a_consumers_step_takes_shards_and_frees_them_when_it_ends(owner: Owned) -> None:
+    ids = ids_of(owner.put([100, 200, 300]))
+    with seated(owner) as consumer:
+        assert consumer.ask(Take(column(ids[:2]), 3)) == Taken()
+        assert owner.store.stats().bytes_by_step == {-1: 300, 3: 300}
+        assert consumer.ask(End(2)) == Cleared(0)
+        assert consumer.ask(End(3)) == Cleared(2)
+        assert consumer.ask(Take(column(ids), 4)) == Missing(ids[0], "cleared")
+        assert owner.store.stats().bytes_by_step == {4: 300}, "what is there is taken all the same"
+        answer = consumer.ask(Take(column(ids), 3))
+        assert isinstance(answer, Refused)
+        assert answer.why.startswith("step 3 has ended")
+
+
+@pytest.mark.parametrize("ask", [Take(b"", -1), End(-1)])
+def test_a_step_that_is_none_is_nonsense(owner: Owned, ask: Take | End) -> None:
+    with seated(owner) as consumer:
+        consumer.line.send(frame(ask))
+        assert consumer.is_left()
+
+
+def test_who_takes_a_batch_lives_so_that_leases_begin_anew() -> None:
+    clock = FakeClock()
+    store = OwnerStore(StoreSettings(max_bytes=2**20, lease_s=60), clock)
+    owner = Owned(store, TensorServer(store, "tcp://127.0.0.1:0"))
+    with closing(store), seated(owner) as consumer:
+        ids = ids_of(owner.put([10]))
+        clock.advance(50)
+        assert consumer.ask(Take(column(ids), 3)) == Taken()
+        clock.advance(50)
+        assert store.expire() == 0
+        clock.advance(10)
+        assert store.expire() == 1
+    owner.server.stop()
 
 
 def test_who_hangs_up_holds_nothing_any_more(owner: Owned) -> None:
