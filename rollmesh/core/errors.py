@@ -255,6 +255,7 @@ class StoreFull(TensorError):
         self.wanted_bytes = wanted_bytes
         self.held_bytes = held_bytes
         self.max_bytes = max_bytes
+        self.why = why
 
 
 class FetchMismatch(TensorError):

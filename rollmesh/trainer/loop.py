@@ -4,8 +4,8 @@
 
 Invariants: what a step consumes is in the journal before the step begins; a step never waits for
 its publication, only the next publication does; generation goes on while a step runs, since asks
-are made before it; of a batch that was trained nothing is held, and while the loop waits for the
-next one, what the step freed goes back to the system. Driven by process.py, on the process's main
+are made before it; a step ends when nothing of its batch is held here, and while the loop waits for
+the next one, what it freed goes back to the system. Driven by process.py, on the process's main
 thread.
 """
 
@@ -13,7 +13,9 @@ import collections
 import math
 import threading
 import time
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
@@ -21,10 +23,12 @@ from rollmesh.core.config import Config
 from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger
 from rollmesh.serve.client.client import RolloutClient
+from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.pacer import Batch, Pacer, spans_versions, successes_of
-from rollmesh.trainer.policy import Policy, StepReport
-from rollmesh.trainer.ranked import RankedPolicy
+from rollmesh.trainer.policy import StepReport
+from rollmesh.trainer.publisher import Probe
 from rollmesh.trainer.records import RunRecords, Tally, mean, share
+from rollmesh.trainer.rooms import Room
 from rollmesh.trainer.weights import Bring, Weights
 
 log = get_logger()
@@ -35,12 +39,35 @@ COLLECT_S = 0.02
 """How long to wait for arrivals before looking at everything else again."""
 
 
+class Trainee(Protocol):
+    """A policy, in this process or on ranks of its own."""
+
+    @property
+    def room(self) -> Room:
+        """Where it wants samples to lie."""
+
+    def step(self, samples: Sequence[Sample], step: int) -> StepReport:
+        """Train once on a batch; the samples stay until the step ends."""
+
+    def end_step(self, step: int) -> None:
+        """Nothing here looks at the samples of `step` any more: they may be freed everywhere."""
+
+    def save(self, folder: Path, policy_version: int | None = None) -> None:
+        """Write the weights, from now on known as `policy_version`, or as none."""
+
+    def probe(self) -> Probe:
+        """What the weights held now say of a fixed text."""
+
+    def close(self) -> None:
+        """It is not needed any more."""
+
+
 class Parts(msgspec.Struct):
     """What the loop drives."""
 
     client: RolloutClient
     pacer: Pacer
-    policy: Policy | RankedPolicy
+    policy: Trainee
     weights: Weights
     bring: Bring
     records: RunRecords
@@ -68,12 +95,18 @@ class TrainLoop:
             self._look_at_publication(timeout_s=0.5)
         if trainer.eval_rollouts:
             self._measure(trainer.eval_rollouts)
-        # One step a call, so that its batch is gone before the next is waited for.
         all(self._do(step) for step in range(trainer.num_steps))
         self._checkpoint()
 
     def _do(self, step: int) -> bool:
         """One step; False where the run is to end before it."""
+        # A call of its own, with which its batch goes, so that it can be freed everywhere.
+        was_done = self._train_next(step)
+        if was_done:
+            self._parts.policy.end_step(step)
+        return was_done
+
+    def _train_next(self, step: int) -> bool:
         started_s = time.monotonic()
         batch = self._next_batch(step)
         if batch:
@@ -144,7 +177,7 @@ class TrainLoop:
 
     def _record(self, batch: Batch, report: StepReport, times: dict[str, float]) -> None:
         samples = batch.samples()
-        successes = [s for group in batch.groups for s in successes_of(group.finished)]
+        successes = [s for group in batch.groups for s in successes_of(group.record)]
         success = mean(successes) or 0.0
         self._parts.tally.add_step(success)
         ages = collections.Counter(self._parts.pacer.age(s, batch.step) for s in samples)

@@ -1,9 +1,10 @@
 """Between the client and the train step: asks for groups, books what arrives, hands out batches.
 
-Owns the groups that are asked for and not yet trained, and the map from policy versions to train
-steps. Invariant: every group leaves here once, into a batch or into the drop ledger with its
-reason; how many are under way is the StalenessManager's word. Driven by the train loop, on its
-thread.
+Owns the groups that are asked for and not yet trained, those that are ready by way of its stock,
+and the map from policy versions to train steps. Invariants: every group leaves here once, into a
+batch or into the drop ledger with its reason, and of what is not trained no samples stay in the
+policy's room; how many are under way is the StalenessManager's word. Driven by the train loop, on
+its thread.
 """
 
 import random
@@ -15,10 +16,12 @@ import msgspec
 
 from rollmesh.core.errors import EnvError
 from rollmesh.core.ids import GroupId, RolloutId
-from rollmesh.core.types import Branch, SamplingPolicy, Task
+from rollmesh.core.types import Branch, GroupRecord, SamplingPolicy, Task
 from rollmesh.serve.client.client import Arrival, Dropped, Finished
-from rollmesh.serve.client.samples import Sample, cut
+from rollmesh.serve.client.sample_memory import lay_plainly
+from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.records import RunRecords, Tally
+from rollmesh.trainer.rooms import PlainRoom, Room
 from rollmesh.trainer.staleness import (
     BatchTaken,
     GroupArrived,
@@ -29,6 +32,7 @@ from rollmesh.trainer.staleness import (
     StepPublished,
     TakeBatch,
 )
+from rollmesh.trainer.stock import ReadyGroup, Stock, cut_group
 
 BARREN_ROUNDS = 4
 """So many times max_running groups in a row that give nothing to train end the run: an environment
@@ -51,14 +55,6 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     branches: tuple[Branch, ...]
 
 
-class ReadyGroup(msgspec.Struct):
-    """A finished group that waits for its step."""
-
-    finished: Finished
-    samples: list[list[Sample]]
-    """One list per rollout of the record; empty where it does not train."""
-
-
 class Batch(msgspec.Struct):
     """What one step trains."""
 
@@ -66,10 +62,10 @@ class Batch(msgspec.Struct):
     groups: list[ReadyGroup]
 
     def group_ids(self) -> list[GroupId]:
-        return [group.finished.group_id for group in self.groups]
+        return [group.group_id for group in self.groups]
 
     def samples(self) -> list[Sample]:
-        return [s for group in self.groups for rollout in group.samples for s in rollout]
+        return [sample for group in self.groups for sample in group.all_samples()]
 
 
 class Client(Protocol):
@@ -103,13 +99,15 @@ class Pacer:
         tasks: Iterator[Task],
         asking: Asking,
         books: tuple[RunRecords, Tally],
+        room: Room | None = None,
     ) -> None:
+        """`room` is where the policy wants samples to lie; default: in memory of this process."""
         self._client = client
         self._staleness = staleness
         self._tasks = tasks
         self._asking = asking
         self._records, self._tally = books
-        self._ready: dict[GroupId, ReadyGroup] = {}
+        self._stock = Stock(room or PlainRoom())
         self._in_step: Batch | None = None
         self._step_of_version = {0: 0}
         self._num_asked = 0
@@ -133,15 +131,16 @@ class Pacer:
             self._book(arrival)
 
     def take(self, step: int) -> Batch | None:
-        """The batch of `step`, or None as long as there is none."""
+        """The batch of `step`, or None as long as there is none; ConfigError where it is more than
+        the policy's room can hold."""
         batch = None
         for action in self._staleness.step(TakeBatch(step)):
             match action:
                 case BatchTaken():
-                    batch = Batch(step, [self._ready.pop(g) for g in action.group_ids])
+                    batch = Batch(step, self._stock.take(action.group_ids))
                     self._in_step = batch
                 case GroupStale():
-                    stale = self._ready.pop(action.group_id)
+                    stale = self._stock.give_up(action.group_id)
                     self._drop(stale, f"stale: age {action.age}")
         return batch
 
@@ -185,22 +184,28 @@ class Pacer:
                     continue
                 open_ids.discard(arrival.group_id)
                 if isinstance(arrival, Finished):
-                    self._write(ReadyGroup(arrival, self._cut(arrival)), None)
-                    successes += successes_of(arrival)
+                    self._write(cut_group(arrival, self._asking.branches, lay_plainly), None)
+                    successes += successes_of(arrival.record)
                 else:
                     self._records.drop(arrival.group_id, 1, f"evaluation: {arrival.reason}")
         return successes
 
     def num_open(self) -> int:
         """Rollouts asked for and neither trained nor dropped."""
-        groups = [*self._ready.values(), *(self._in_step.groups if self._in_step else ())]
-        ready = (samples for group in groups for samples in group.samples)
+        ready = (samples for group in self._held() for samples in group.samples)
         return self._staleness.num_running * self._asking.num_samples + sum(map(bool, ready))
 
     def oldest_position(self) -> int:
         """Where in the journal the oldest result stands that no step has taken."""
-        ready = (group.finished.position for group in self._ready.values())
-        return min(ready, default=self._newest_position + 1)
+        waiting = (group.position for group in self._stock.waiting())
+        return min(waiting, default=self._newest_position + 1)
+
+    def close(self) -> None:
+        """The run is over: what is left will not train here."""
+        self._stock.clear(self._held())
+
+    def _held(self) -> list[ReadyGroup]:
+        return [*self._stock.waiting(), *(self._in_step.groups if self._in_step else ())]
 
     def _ask_one(self, num_samples: int, is_eval: bool = False) -> GroupId:
         asking, task = self._asking, next(self._tasks)
@@ -236,7 +241,7 @@ class Pacer:
 
     def _book_finished(self, finished: Finished) -> None:
         self._newest_position = max(self._newest_position, finished.position)
-        group, why = ReadyGroup(finished, self._cut(finished)), ""
+        group, why = self._stock.cut(finished, self._asking.branches), ""
         for rollout, samples in zip(finished.record.rollouts, group.samples, strict=True):
             self._tally.outcomes[rollout.outcome] += 1
             self._tally.add_worker(finished.worker_id)
@@ -244,7 +249,7 @@ class Pacer:
                 why = f"{rollout.outcome}: {rollout.error or 'nothing in it trains'}"
                 self._records.drop(finished.group_id, 1, why, index=rollout.index)
                 self._tally.num_dropped += 1
-        samples_of_all = [sample for samples in group.samples for sample in samples]
+        samples_of_all = group.all_samples()
         if not samples_of_all:
             self._write(group, None)
             self._end_barren(finished.group_id, why)
@@ -255,7 +260,7 @@ class Pacer:
             self._staleness.step(GroupEnded(finished.group_id))
             return
         self._num_barren = 0
-        self._ready[finished.group_id] = group
+        self._stock.keep(group)
         oldest_step = self._oldest_step(samples_of_all)
         self._staleness.step(GroupArrived(finished.group_id, oldest_step))
 
@@ -268,33 +273,25 @@ class Pacer:
                 f"train ({why}); drops.jsonl and the workers' logs in the run folder say more"
             )
 
-    def _cut(self, finished: Finished) -> list[list[Sample]]:
-        by_rollout: dict[int, list[Sample]] = {r.index: [] for r in finished.record.rollouts}
-        parts = (finished.token_ids, finished.logprobs, self._asking.branches)
-        for sample in cut(finished.group_id, finished.record, *parts).samples:
-            by_rollout[sample.rollout_id.index].append(sample)
-        return list(by_rollout.values())
-
     def _oldest_step(self, samples: list[Sample]) -> int:
         return self._step_of_version[min(versions_of(samples))]
 
     def _drop(self, group: ReadyGroup, reason: str) -> None:
         num_rollouts = sum(1 for rollout in group.samples if rollout)
-        self._records.drop(group.finished.group_id, num_rollouts, reason)
+        self._records.drop(group.group_id, num_rollouts, reason)
         self._tally.num_dropped += num_rollouts
         self._write(group, None)
+        self._stock.clear([group])
 
     def _write(self, group: ReadyGroup, step: int | None) -> None:
-        finished = group.finished
-        for rollout, samples in zip(finished.record.rollouts, group.samples, strict=True):
-            rollout_id = RolloutId(finished.group_id, rollout.index)
+        for rollout, samples in zip(group.record.rollouts, group.samples, strict=True):
             self._records.rollout(
-                rollout_id,
-                finished.record,
+                RolloutId(group.group_id, rollout.index),
+                group.record,
                 rollout,
                 samples,
                 step=step,
-                worker_id=finished.worker_id,
+                worker_id=group.worker_id,
             )
 
 
@@ -309,10 +306,10 @@ def spans_versions(sample: Sample) -> bool:
     return bool(versions.min() != versions.max())
 
 
-def successes_of(finished: Finished) -> list[float]:
+def successes_of(record: GroupRecord) -> list[float]:
     """Per rollout with a reward: the environment's `success` metric, or whether reward > 0."""
     return [
         r.metrics.get("success", float(r.reward > 0))
-        for r in finished.record.rollouts
+        for r in record.rollouts
         if r.reward is not None
     ]

@@ -30,6 +30,7 @@ from rollmesh.trainer.descent import Descent
 from rollmesh.trainer.loss import Loss, TokenTerms, policy_loss, token_logprobs
 from rollmesh.trainer.minibatches import minibatches_of, weigh
 from rollmesh.trainer.publisher import Probe
+from rollmesh.trainer.rooms import PlainRoom
 from rollmesh.trainer.team import Alone, Ranks
 
 log = get_logger()
@@ -65,6 +66,8 @@ class Policy:
     def __init__(self, path: str, settings: TrainerConfig, ranks: Ranks | None = None) -> None:
         """Trained with `ranks`, each of which has one; default: alone."""
         torch.set_num_threads(settings.num_threads)
+        self.room = PlainRoom()
+        """Where samples lie that train here."""
         self._ranks = ranks or Alone()
         self._source = Path(path)
         self._settings = settings
@@ -98,6 +101,9 @@ class Policy:
             log.warning("samples.masked", num=report.num_masked, gap=report.logprob_gap_max)
         return report
 
+    def end_step(self, step: int) -> None:
+        """The samples of `step` are gone when nobody holds them, and were nowhere else."""
+
     def save(self, folder: Path, policy_version: int | None = None) -> None:
         """Write a folder that stock transformers loads; whole at every moment that it exists.
 
@@ -119,6 +125,9 @@ class Policy:
         logprobs_TV = torch.log_softmax(logits_BTV[0, :-1].float(), -1)
         logprobs_T = logprobs_TV.gather(-1, ids_BT[0, 1:, None])[:, 0]
         return Probe(tuple(token_ids), tuple(logprobs_T.tolist()))
+
+    def close(self) -> None:
+        """It is of this process, and goes with it."""
 
     def _plan(
         self, samples: Sequence[Sample], minibatches: npt.NDArray[np.int64]

@@ -16,12 +16,11 @@ from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, announce
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
-from rollmesh.trainer.loop import Parts, TrainLoop
+from rollmesh.trainer.loop import Parts, Trainee, TrainLoop
 from rollmesh.trainer.pacer import Asking, Pacer
 from rollmesh.trainer.picture import draw_learning
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.ranked import RankedPolicy
 from rollmesh.trainer.records import RunRecords, Tally, write_summary
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from rollmesh.trainer.tasks import endless_tasks
@@ -46,7 +45,8 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
     announce(ready_fd, Ready("trainer", os.getpid(), client.address))
     records, tally = RunRecords(folder, SystemClock()), Tally()
     tasks = endless_tasks(env, config.env, config.run.seed)
-    pacer = Pacer(client, staleness_of(config), tasks, asking_of(config), (records, tally))
+    books = (records, tally)
+    pacer = Pacer(client, staleness_of(config), tasks, asking_of(config), books, policy.room)
     background = BackgroundLoop("publisher")
     shell = PublishShell(router, config.publish, read_keys())
     weights = Weights(folder / "weights", config.publish.keep_versions, background)
@@ -61,14 +61,17 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
         client.close()
         records.close()
         write_books(folder, tally)
-        if isinstance(policy, RankedPolicy):
-            policy.close()
+        pacer.close()
+        policy.close()
 
 
-def policy_of(config: Config) -> Policy | RankedPolicy:
+def policy_of(config: Config) -> Trainee:
     """The policy that the settings ask for, on its own or on several ranks."""
     if config.trainer.num_ranks == 1:
         return Policy(config.model.path, config.trainer)
+    # Here, since it brings the controller, and torch.distributed, which one rank can do without.
+    from rollmesh.trainer.ranked import RankedPolicy  # noqa: PLC0415 - only where it is wanted
+
     return RankedPolicy(config.model.path, config.trainer, config.run_folder(), read_keys())
 
 

@@ -2,42 +2,47 @@
 
     loop > RankedPolicy > controller > PolicyRole at each rank > Policy, with the others as its team
 
-A step's samples are stored here and dealt by length, siblings together; ranks fetch their own, and
-when the step has ended they are gone everywhere. Invariants: those of the policy, whose losses are
-the same for any number of ranks as long as a step is one minibatch (more are dealt rank by rank);
-what a sample is of plain values travels with the call, its arrays are handles. Driven by the train
+Samples lie in this process's store from the intake on. A step takes them there and deals their
+handles by length, siblings together; ranks of this host look at their own where they lie, and when
+the step has ended they are gone everywhere. Invariants: those of the policy, whose losses are
+the same for any number of ranks, since minibatches are chosen here, on the whole batch; what a
+sample is of plain values travels with the call, its arrays are one handle. Driven by the train
 loop; the role by rank.py.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-import numpy as np
 from torch import Tensor
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import Branch, Json
+from rollmesh.serve.client.sample_memory import arrays_in
 from rollmesh.serve.client.samples import Sample
-from rollmesh.tensors.handles import Content
+from rollmesh.tensors.handles import RTensor
 from rollmesh.tensors.plane import use
-from rollmesh.tensors.store import OwnerStore
+from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.trainer.controller.controller import Call, RankPlan, TrainController
 from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.controller.household import Household
 from rollmesh.trainer.controller.meeting import Place
 from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec
 from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.minibatches import minibatches_of
 from rollmesh.trainer.policy import Policy, StepReport
 from rollmesh.trainer.publisher import Probe
+from rollmesh.trainer.rooms import StoreRoom, moved
 from rollmesh.trainer.team import Team
 from rollmesh.wire.keys import Keys
 
-ARRAYS = ("token_ids", "logprobs", "loss_mask", "policy_versions")
-"""Of a sample."""
 ROLE = "actor"
+MAX_ROOM_BYTES = 2**34
+"""For samples that wait or train, if /dev/shm is as large. It takes what it needs: pacing bounds
+how many wait."""
 
 
 class _Plain(msgspec.Struct, frozen=True):
@@ -69,7 +74,11 @@ class RankedPolicy:
             num_threads=settings.num_threads,
             folder=str(folder),
         )
-        self._home = Household(PlaneSpec(), keys)
+        self._num_minibatches = settings.num_minibatches
+        self._home = Household(PlaneSpec(store_bytes=room_bytes()), keys)
+        assert self._home.plane.store is not None
+        self.room = StoreRoom(self._home.plane.store)
+        """Where samples lie that train here."""
         self._controller = TrainController(plan, self._home, keys)
         self._before = use(self._home.plane)
         """The process's plane before ours."""
@@ -86,15 +95,16 @@ class RankedPolicy:
         self.close()
 
     def step(self, samples: Sequence[Sample], step: int) -> StepReport:
-        """As Policy has it; RankError where a rank fails or is gone."""
-        store = self._home.plane.store
-        assert store is not None
+        """As Policy has it; RankError where a rank fails or is gone. Samples that lie elsewhere
+        than in the room are brought there first."""
         rule = Rule(groups=[sample.group_id for sample in samples], uneven="pad")
-        told = self._controller.call(
-            Call(f"{ROLE}.step", rule=rule), _rows(samples, store, step), step
-        )
-        self._controller.end_step(step)
+        rows = self._rows(samples, step)
+        told = self._controller.call(Call(f"{ROLE}.step", rule=rule), rows, step)
         return msgspec.convert(told, StepReport)
+
+    def end_step(self, step: int) -> None:
+        """As Trainee says: free them here and at the ranks, and see what is left."""
+        self._controller.end_step(step)
 
     def save(self, folder: Path, policy_version: int | None = None) -> None:
         """As Policy has it; written by the first rank."""
@@ -109,6 +119,21 @@ class RankedPolicy:
         """End the ranks."""
         self._controller.close()
         self._leave()
+
+    def _rows(self, samples: Sequence[Sample], step: int) -> list[dict[str, Any]]:
+        """What travels of each, its arrays as a handle of `step`."""
+        handles = self._controller.take(self._handles(samples), step)
+        minibatches = minibatches_of(samples, self._num_minibatches)
+        return [
+            {"plain": _plain(sample), "arrays": handle, "minibatch": minibatch}
+            for sample, handle, minibatch in zip(samples, handles, minibatches, strict=True)
+        ]
+
+    def _handles(self, samples: Sequence[Sample]) -> list[RTensor]:
+        outside = [sample for sample in samples if not self.room.holds(sample)]
+        brought = iter(moved(outside, self.room.lay))
+        found = [each.handle or next(brought).handle for each in samples]
+        return [handle for handle in found if handle is not None]
 
     def _leave(self) -> None:
         use(self._before)
@@ -126,8 +151,10 @@ class PolicyRole:
         self, rows: Sequence[dict[str, Any]], step: int, row_weights: Sequence[float]
     ) -> dict[str, Any]:
         """Train on this rank's samples; what all ranks report."""
-        own = [_sample(row) for row, weight in zip(rows, row_weights, strict=True) if weight]
-        report: dict[str, Any] = msgspec.to_builtins(self._policy.step(own, step))
+        own = [row for row, weight in zip(rows, row_weights, strict=True) if weight]
+        minibatches = [row["minibatch"] for row in own]
+        told = self._policy.step([_sample(row) for row in own], step, minibatches)
+        report: dict[str, Any] = msgspec.to_builtins(told)
         return report
 
     def save(self, folder: str, policy_version: int | None) -> None:
@@ -140,27 +167,21 @@ class PolicyRole:
         return probe
 
 
-def _rows(samples: Sequence[Sample], store: OwnerStore, step: int) -> list[dict[str, Any]]:
-    """What travels of the samples: their arrays as handles of `step`."""
-    arrays = [getattr(sample, name) for sample in samples for name in ARRAYS]
-    handles = iter(store.put([_content(array) for array in arrays], step))
-    return [
-        {
-            "plain": msgspec.to_builtins(msgspec.convert(sample, _Plain, from_attributes=True)),
-            "arrays": {name: next(handles) for name in ARRAYS},
-        }
-        for sample in samples
-    ]
+def room_bytes() -> int:
+    """How much the room may hold."""
+    try:
+        shared = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return MAX_ROOM_BYTES
+    return min(shared.f_blocks * shared.f_frsize or MAX_ROOM_BYTES, MAX_ROOM_BYTES)  # 0 is no bound
 
 
-def _content(array: np.ndarray) -> Content:
-    data = np.ascontiguousarray(array).view(np.uint8)
-    return Content(str(array.dtype), array.shape, data)
+def _plain(sample: Sample) -> Any:
+    return msgspec.to_builtins(msgspec.convert(sample, _Plain, from_attributes=True))
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:
     """The inverse: a sample whose arrays are those that were fetched, read-only."""
-    arrays: dict[str, Tensor] = row["arrays"]
+    memory: Tensor = row["arrays"]
     plain = msgspec.convert(row["plain"], _Plain)
-    fields: dict[str, Any] = {name: arrays[name].numpy() for name in ARRAYS}
-    return Sample(**fields | msgspec.structs.asdict(plain))
+    return Sample(**arrays_in(memory.numpy())._asdict(), **msgspec.structs.asdict(plain))

@@ -22,11 +22,12 @@ from rollmesh.serve.client.client import RolloutClient
 from rollmesh.testing.client import ANSWER, PROMPT, rollout
 from rollmesh.trainer.batches import TokenBatch
 from rollmesh.trainer.loop import Parts, TrainLoop
-from rollmesh.trainer.pacer import Batch, Pacer, ReadyGroup
+from rollmesh.trainer.pacer import Batch, Pacer
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import asking_of, staleness_of
 from rollmesh.trainer.publisher import Probe, PublishReport
 from rollmesh.trainer.records import RunRecords, Tally
+from rollmesh.trainer.stock import ReadyGroup
 from rollmesh.trainer.weights import BackgroundLoop, Weights
 from rollmesh.wire.bodies import encode_record
 from rollmesh.wire.frames import Packet
