@@ -14,8 +14,9 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -41,15 +42,17 @@ _NUMPYS = frozenset({
 """Dtypes that torch and numpy both have, under one name."""
 
 
-class _Kind(NamedTuple):
+class _Kind(msgspec.Struct, frozen=True, gc=False):
     """A dtype on both sides."""
 
     name: str
     dtype: torch.dtype
+    is_numpys: bool
     twin: torch.dtype
-    """As wide, and numpy's too: the dtype itself, or a whole number for what numpy lacks."""
-    numpys: np.dtype[Any]
+    """As wide, and numpy's too: the dtype itself, or whole numbers for what numpy lacks."""
+    in_numpy: np.dtype[Any]
     """The twin."""
+    item_bytes: int
 
 
 _kinds: dict[str, _Kind] = {}
@@ -116,7 +119,7 @@ def to_content(tensor: torch.Tensor) -> Content:
         raise TensorError(f"{what} cannot be stored: make it a dense tensor of one device first")
     kind = _kind(str(tensor.dtype).removeprefix("torch."))
     alike = tensor
-    if kind.twin is not kind.dtype:
+    if not kind.is_numpys:
         alike = tensor.detach().resolve_conj().view(kind.twin)
     # By force: detached, on the host, without a conjugation that is still to be done.
     array = alike.contiguous().numpy(force=True)
@@ -129,20 +132,20 @@ def to_tensor(content: Content) -> ReadOnlyTensor:
     """The tensor of these bytes, on the same memory, which it keeps alive; TensorError where dtype,
     shape and bytes do not fit each other."""
     kind, shape, data = _kind(content.dtype), content.shape, content.data
-    num_bytes = math.prod(shape) * kind.numpys.itemsize
-    if num_bytes != data.nbytes:
+    if math.prod(shape) * kind.item_bytes != data.nbytes:
         what = f"{content.dtype} {list(shape)}"
         raise TensorError(f"{data.nbytes} bytes are not a tensor of {what}")
-    # By way of the buffer: a view by numpy of a view would refer past it, to the whole.
-    tensor = torch.from_numpy(np.frombuffer(data.data, kind.numpys))
-    if kind.twin is not kind.dtype:
+    # Whatever it is made by, it refers to this very array: numpy's view of a view would not.
+    is_view = isinstance(data.base, np.ndarray)
+    array = np.frombuffer(data.data, kind.in_numpy) if is_view else data.view(kind.in_numpy)
+    tensor = torch.from_numpy(array)
+    if not kind.is_numpys:
         tensor = tensor.view(kind.dtype)
     if len(shape) != 1:
         tensor = tensor.view(shape)
     # It is ours alone so far; `as_subclass` would make another, for as much as all of the above.
     tensor.__class__ = ReadOnlyTensor
-    assert isinstance(tensor, ReadOnlyTensor)
-    return tensor
+    return tensor  # type: ignore[return-value]  # it is one by now
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -158,8 +161,11 @@ def _kind(name: str) -> _Kind:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise TensorError(f"this torch ({torch.__version__}) knows no dtype {name!r}")
-        twin = name if name in _NUMPYS else f"int{8 * dtype.itemsize}"
-        kind = _kinds[name] = _Kind(name, dtype, getattr(torch, twin), np.dtype(twin))
+        is_numpys, num_bytes = name in _NUMPYS, dtype.itemsize
+        twin = name if is_numpys else f"int{8 * num_bytes}"
+        in_torch = getattr(torch, twin)
+        kind = _Kind(name, dtype, is_numpys, in_torch, np.dtype(twin), num_bytes)
+        _kinds[name] = kind
     return kind
 
 
