@@ -19,8 +19,8 @@ import numpy as np
 from rollmesh.core.errors import StoreFull
 from rollmesh.tensors.arena import Arena, Slot
 from rollmesh.tensors.loans import Array, Loans
+from rollmesh.tensors.pins import Place
 from rollmesh.tensors.segment import SHARED_MEMORY
-from rollmesh.tensors.store import Place
 
 Fill = Callable[[Sequence[memoryview]], None]
 """Writes to these, one after the other, as many bytes as they hold."""

@@ -16,11 +16,9 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.errors import StoreFull
 from rollmesh.tensors.arena import Arena, Slot
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor, new_incarnation
-from rollmesh.tensors.holdings import STRETCH as STRETCH
-from rollmesh.tensors.holdings import Holdings, Kind, stretches
+from rollmesh.tensors.holdings import STRETCH, Holdings, Kind, stretches
 from rollmesh.tensors.ledger import Ledger
 from rollmesh.tensors.pins import Pins
-from rollmesh.tensors.pins import Place as Place  # until those who want it ask there
 from rollmesh.tensors.reserved import Reserved
 
 
@@ -157,17 +155,3 @@ class OwnerStore:
             why = f"{retained_bytes} of them freed and still looked at"
             spent = (full.wanted_bytes, full.held_bytes, full.max_bytes)
             raise StoreFull(*spent, why) from None
-
-    # until guest.py and its like ask `pins` themselves
-
-    def places(self, shard_ids: Sequence[int], peer: str) -> list[Place]:
-        return self.pins.places(shard_ids, peer)
-
-    def windows(self, shard_ids: Sequence[int], peer: str) -> tuple[list[int], list[memoryview]]:
-        return self.pins.windows(shard_ids, peer)
-
-    def unpin(self, shard_ids: Sequence[int], peer: str) -> None:
-        self.pins.unpin(shard_ids, peer)
-
-    def drop_peer(self, peer: str) -> None:
-        self.pins.drop_peer(peer)
