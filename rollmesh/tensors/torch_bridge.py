@@ -5,13 +5,14 @@ dtype; nothing is copied here that lies in memory in one piece; what a consumer 
 written to by way of torch's functions, since others of its process see the same memory. This is
 the only module of the room that imports torch; driven by plane.py.
 
-What torch does in C++ without asking is out of reach: a collective that writes into its argument
-(`all_reduce`), `parameter.data = x`, a function compiled by torch, DLPack, a data pointer. What
-writes there should get a `clone()`.
+What torch does in C++ without asking is out of reach: `parameter.data = x`, `y.set_(x)`, an output
+of `all_gather` and its kind (before torch 2.13 of any collective), TorchScript, `vmap`, a view that
+a compiled function made, `torch.from_numpy(x.numpy())`. What writes there should get a `clone()`.
 """
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -31,6 +32,8 @@ _INPLACE_OPERATORS = frozenset(
     )
 ) | {"__setitem__"}  # fmt: skip
 _SETS_A_FLAG = frozenset({"requires_grad_"})
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+_ONLY_SENDS = frozenset({"send", "isend"})
 
 Tensor = torch.Tensor
 """What is stored: any tensor of torch."""
@@ -85,10 +88,15 @@ class ReadOnlyTensor(torch.Tensor):
         if not all(issubclass(cls, each) for each in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if _writes_first(func, args, kwargs):
+            raise _refusal(_name(func))
         if torch.compiler.is_compiling():
             return _plainly(func, *args, **kwargs)  # a trace holds no memory to ask about
-        if _writes(func, args, kwargs):
+        if _writes_elsewhere(func, args, kwargs):
             raise _refusal(_name(func))
+        if func is torch.Tensor.__dlpack__:
+            # It hands out a pointer, and cannot say that nobody may write there.
+            return func(_plain(args[0]).clone(), *args[1:], **kwargs)
         result = _plainly(func, *args, **kwargs)
         return _guarded(result, (*args, *kwargs.values()))
 
@@ -191,8 +199,9 @@ def _name(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "").partition(".")[0]
 
 
-def _writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the call would write to one of us."""
+def _writes_first(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the call would write to one of us that is its `out` or, by torch's rule for names,
+    its first argument. Dynamo traces this."""
     if kwargs and _any_of_ours(kwargs.get("out")):
         return True
     if _is_in_place(func) or (kwargs and kwargs.get("inplace")):
@@ -200,12 +209,67 @@ def _writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return False
 
 
-@functools.lru_cache(maxsize=4096)
 def _is_in_place(func: Callable[..., Any]) -> bool:
-    """By torch's rule for names; what is written to is then the first argument."""
+    return _has_name_in_place(func)
+
+
+# What torch.compiler.assume_constant_result does, which imports all of Dynamo: 2.5 s.
+_is_in_place._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_name_in_place(func: Callable[..., Any]) -> bool:
     name = _name(func)
     ends_so = name.endswith("_") and not name.endswith("__")
     return (ends_so and name not in _SETS_A_FLAG) or name in _INPLACE_OPERATORS
+
+
+def _writes_elsewhere(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether the call would write to one of us that only torch's signature, or the function's
+    meaning, tells."""
+    if getattr(func, "__module__", "") == _COLLECTIVES:
+        return _any_of_ours(_received(func, args, kwargs))
+    return any(
+        _any_of_ours(args[place] if place < len(args) else kwargs.get(name))
+        for place, name in _written_arguments(func)
+    )
+
+
+def _received(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a collective writes to, here; torch passes what it sends and receives by place."""
+    name = _name(func)
+    if name in _ONLY_SENDS or (name == "broadcast" and _is_source(**kwargs)):
+        return None
+    return kwargs["gather_list"] if name == "gather" else args[0]
+
+
+def _is_source(
+    src: int | None = None, group: Any = None, group_src: int | None = None, **_: Any
+) -> bool:
+    distributed = torch.distributed
+    if group_src is not None:
+        return distributed.get_rank(group) == group_src
+    return distributed.get_rank() == (src or 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _written_arguments(func: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
+    """By the schema that an operator has, torch's or another library's: (place, name)."""
+    return tuple(
+        (sys.maxsize if argument.kwarg_only else place, argument.name)
+        for schema in _schemas(func)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _schemas(func: Callable[..., Any]) -> list[Any]:
+    if isinstance(func, torch._ops.OpOverloadPacket):  # noqa: SLF001 - has no public name
+        overloads = func.overloads()  # type: ignore[no-untyped-call]  # is torch's
+        return [getattr(func, name)._schema for name in overloads]  # noqa: SLF001 - as above
+    return [func._schema] if isinstance(func, torch._ops.OpOverload) else []  # noqa: SLF001 - as above
 
 
 def _any_of_ours(value: Any) -> bool:
@@ -217,7 +281,7 @@ def _ours(values: Iterable[Any]) -> Iterator[ReadOnlyTensor]:
         if isinstance(value, ReadOnlyTensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from (each for each in value if isinstance(each, ReadOnlyTensor))
+            yield from _ours(value)
 
 
 def _guarded(result: Any, values: tuple[Any, ...]) -> Any:

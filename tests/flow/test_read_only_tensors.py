@@ -1,6 +1,6 @@
 """Read-only tensors go wherever torch takes tensors: autograd, transforms, collectives, loaders."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,35 @@ def test_function_transforms_take_it() -> None:
     assert torch.equal(gradient, torch.ones(3, 4))
 
 
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Traced as a whole."""
+    traced: Callable[..., Any] = torch.compile(function, backend="eager", fullgraph=True)
+    return traced
+
+
 def test_a_compiled_function_takes_it() -> None:
     x = local(torch.ones(3, 4))
-    total = torch.compile(lambda a, w: (a * w).sum() + a[0].sum(), backend="eager", fullgraph=True)
-    result = total(x, torch.ones(3, 4))
+    result = compiled(lambda a, w: (a * w).sum() + w.add_(a).sum() + a[0].sum())(
+        x, torch.ones(3, 4)
+    )
     assert type(result) is torch.Tensor
-    assert result.item() == 16.0
+    assert result.item() == 40.0
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda a: a.add_(1).sum(),
+        lambda a: a.__setitem__(0, 7.0),
+        lambda a: torch.add(torch.ones(3, 4), 1, out=a),
+        lambda a: nn.functional.relu(a, inplace=True),
+    ],
+)
+def test_a_compiled_function_that_writes_to_it_is_refused(write: Callable[[Any], Any]) -> None:
+    x = local(torch.ones(3, 4))
+    with pytest.raises(TensorError, match=r"would write to a read-only tensor"):
+        torch.compile(write, backend="eager")(x)
+    assert torch.equal(x, torch.ones(3, 4))
 
 
 @pytest.fixture
@@ -64,6 +87,35 @@ def test_collectives_take_it() -> None:
     gathered = [torch.empty(3, 4)]
     distributed.all_gather(gathered, x)
     assert torch.equal(gathered[0], x)
+    distributed.broadcast(x, src=0)
+    distributed.broadcast(x, group_src=0)
+    distributed.scatter(torch.empty(3, 4), [x], src=0)
+    distributed.gather(x, gathered, dst=0)
+    distributed.all_to_all_single(torch.empty(3, 4), x)
+    assert torch.equal(gathered[0], x)
+
+
+@pytest.mark.usefixtures("lone_rank")
+@pytest.mark.parametrize(
+    "receive",
+    [
+        distributed.all_reduce,
+        lambda x: distributed.all_reduce(x[0]),
+        lambda x: distributed.reduce(x, dst=0),
+        lambda x: distributed.broadcast(x, src=1),
+        lambda x: distributed.broadcast(x, group_src=1),
+        lambda x: distributed.recv(x, src=0),
+        lambda x: distributed.irecv(x, src=0),
+        lambda x: distributed.scatter(x, [torch.ones(3, 4)], src=0),
+        lambda x: distributed.gather(x, [x], dst=0),
+        lambda x: distributed.reduce_scatter(x, [torch.ones(3, 4)]),
+    ],
+)
+def test_a_collective_that_receives_into_it_is_refused(receive: Callable[[Any], Any]) -> None:
+    x = local(torch.ones(3, 4))
+    with pytest.raises(TensorError, match=r"would write to a read-only tensor, .* clone\(\)"):
+        receive(x)
+    assert torch.equal(x, torch.ones(3, 4))
 
 
 @pytest.mark.usefixtures("lone_rank")
@@ -79,9 +131,10 @@ def test_sharded_models_take_it_and_their_tensors_are_refused() -> None:
     assert local(gradient.full_tensor()).tolist() == [[3, 3, 3, 3]]
 
 
-def test_a_data_loader_collates_it() -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_loader_collates_it(num_workers: int) -> None:
     rows: Any = [local(torch.full((4,), float(n))) for n in range(8)]
-    loader: Any = torch.utils.data.DataLoader(rows, batch_size=4)
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=4, num_workers=num_workers)
     batches = list(loader)
     assert [type(batch) for batch in batches] == [torch.Tensor] * 2
     assert torch.equal(torch.cat(batches)[:, 0], torch.arange(8.0))

@@ -193,6 +193,15 @@ def test_a_tensor_and_its_views_keep_the_array_itself_alive() -> None:
     assert gone() is None
 
 
+FOREIGN: Any = torch.ops.rollmesh_tests
+"""Operators as other libraries have them: their names do not say what they write to."""
+
+
+@torch.library.custom_op("rollmesh_tests::grow", mutates_args={"total"})
+def grow(by: torch.Tensor, total: torch.Tensor) -> None:
+    total.add_(by.sum())
+
+
 IN_PLACE: dict[str, Callable[[Any], object]] = {
     "add_": lambda x: x.add_(1),
     "zero_": lambda x: x.zero_(),
@@ -238,6 +247,9 @@ IN_PLACE: dict[str, Callable[[Any], object]] = {
     "foreach": lambda x: torch._foreach_add_([torch.ones(3, 4), x], 1),
     "aten": lambda x: torch.ops.aten.add_.Tensor(x, 1),
     "aten packet": lambda x: torch.ops.aten.add_(x, 1),
+    "operator of others": lambda x: FOREIGN.grow(torch.ones(2), total=x),
+    "overload of others": lambda x: FOREIGN.grow.default(torch.ones(2), x),
+    "aten out": lambda x: torch.ops.aten.add.out(torch.ones(3, 4), 1, out=x),
     "index_put_": lambda x: x.index_put_((torch.tensor([0]),), torch.tensor(1.0)),
     "scatter_": lambda x: x.scatter_(0, torch.zeros(1, 4, dtype=torch.long), 1.0),
     "resize_": lambda x: x.resize_(1),
@@ -273,6 +285,8 @@ def test_the_refusal_names_the_operation_and_the_remedy() -> None:
 NEW: dict[str, Callable[[Any], Any]] = {
     "clone": lambda x: x.clone(),
     "add": lambda x: x + 1,
+    "aten": lambda x: torch.ops.aten.add(x, 1),
+    "aten into another": lambda x: torch.ops.aten.add(x, 1, out=torch.empty(3, 4)),
     "radd": lambda x: torch.ones(3, 4) + x,
     "index": lambda x: x[torch.tensor([0, 2])],
     "to": lambda x: x.to(torch.bfloat16),
@@ -286,6 +300,7 @@ NEW: dict[str, Callable[[Any], Any]] = {
     "deepcopy": lambda x: copy.deepcopy(x),
     "copy": lambda x: copy.copy(x),
     "row copied": lambda x: copy.deepcopy(x[0]),
+    "to others": torch.utils.dlpack.from_dlpack,
     "copy_ from": lambda x: torch.empty(3, 4).copy_(x),
     "out": lambda x: torch.add(x, 1, out=torch.empty(3, 4)),
     "tensor": lambda x: x.new_tensor(x.tolist()),
