@@ -1,7 +1,7 @@
 """What every benchmark shares: its arguments, its table, its last line of JSON, its verdict.
 
     --quick   shorter, with the same goals      --json    the last line is one JSON object
-    --check   exit code 1 if a goal is missed
+    --check   exit code 1 if a goal is missed   --only    of several cases, these
 
 Invariant: a goal names a figure and is missed only by that figure; goals are not lowered. Driven
 by the benchmarks' main functions.
@@ -11,7 +11,7 @@ import argparse
 import json
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 COMPARE = {"<=": operator.le, ">=": operator.ge}
@@ -29,12 +29,22 @@ class Goal(NamedTuple):
         return bool(COMPARE[self.relation](figures[self.figure], self.bound))
 
 
-def parser(name: str) -> argparse.ArgumentParser:
-    """The arguments that all benchmarks take."""
+def parser(name: str, cases: Collection[str] = ()) -> argparse.ArgumentParser:
+    """The arguments that all benchmarks take; `only`, of one that has cases, is None or a list."""
     arguments = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     arguments.add_argument("--quick", action="store_true", help="shorter, with the same goals")
     arguments.add_argument("--json", action="store_true", help="the last line is one JSON object")
     arguments.add_argument("--check", action="store_true", help="exit 1 if a goal is missed")
+
+    def known(names: str) -> list[str]:
+        if unknown := set(names.split(",")) - {*cases}:
+            what = f"no case {', '.join(sorted(unknown))}; there are {', '.join(cases)}"
+            raise argparse.ArgumentTypeError(what)
+        return names.split(",")
+
+    if cases:
+        about = f"cases, separated by commas ({','.join(cases)})"
+        arguments.add_argument("--only", type=known, metavar="CASE,...", help=about)
     return arguments
 
 

@@ -76,13 +76,8 @@ def _case_of(goal: Goal) -> str:
 
 def main() -> None:
     """Measure and report."""
-    arguments = parser("interception")
-    arguments.add_argument("--only", default=",".join(CASES), help="cases, separated by commas")
-    options = arguments.parse_args()
-    cases = options.only.split(",")
-    unknown = set(cases) - CASES.keys()
-    if unknown:
-        arguments.error(f"--only: no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    options = parser("interception", CASES).parse_args()
+    cases = options.only or [*CASES]
     pin_load()
     with ExitStack() as stack:
         bench = Bench(options, stack)

@@ -49,13 +49,8 @@ def judged(cases: Sequence[str], figures: dict[str, float]) -> list[Goal]:
 
 def main() -> None:
     """Measure and report."""
-    arguments = parser("serving")
-    arguments.add_argument("--only", default=",".join(CASES), help="cases, separated by commas")
-    options = arguments.parse_args()
-    cases = options.only.split(",")
-    unknown = set(cases) - CASES.keys()
-    if unknown:
-        arguments.error(f"--only: no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    options = parser("serving", CASES).parse_args()
+    cases = options.only or [*CASES]
     with ExitStack() as stack:
         bench = Bench(options, stack)
         for name in cases:

@@ -58,13 +58,10 @@ def judged(cases: Sequence[str], figures: dict[str, float]) -> list[Goal]:
 
 def main() -> None:
     """Measure and report."""
-    arguments = parser("tensors")
-    arguments.add_argument("--only", help=f"cases, separated by commas ({','.join(CASES)})")
+    arguments = parser("tensors", CASES)
     arguments.add_argument("--steps", type=int, help="so many, and without --only no other case")
     options = arguments.parse_args()
-    cases = (options.only or (",".join(CASES) if options.steps is None else "steps")).split(",")
-    if unknown := set(cases) - CASES.keys():
-        arguments.error(f"--only: no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    cases = options.only or ([*CASES] if options.steps is None else ["steps"])
     options.steps = options.steps or (QUICK_STEPS if options.quick else NUM_STEPS)
     if options.steps < _tensors_steps.MIN_STEPS:
         arguments.error(f"--steps: at least {_tensors_steps.MIN_STEPS}")
