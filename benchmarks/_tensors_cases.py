@@ -3,12 +3,13 @@
     big        294 MiB in 32 arrays: publish beside memcpy, fetch beside a bare socket
     small      33 MiB in 2,048 arrays
     tiny       1 KiB, one fetch for each
-    fanout     one owner, eight consumers on one host, who fetch `big` at once
+    fanout     one owner, eight consumers on one host, the owner's or another, fetch `big` at once
     handles    2,048 of them, packed and unpacked
 
 Invariant: a ratio is between laps that follow each other, a figure the median over the rounds, CPU
-the least of them (`by_cpu` is the ratio that other work on the machine disturbs less); of what goes
-through the loopback device the least counts, since others may use it. Driven by tensors.py.
+the least of them (`by_cpu` is the ratio that other work on the machine disturbs less); what goes
+over sockets is what the loopback device counts, with whatever others send there. Driven by
+tensors.py.
 """
 
 import time
@@ -83,16 +84,21 @@ def _ratio(slow: Sequence[Lap], fast: Sequence[Lap], of: Callable[[Lap], float])
 
 
 def fanout(bench: Bench) -> None:
-    """Eight that want the same: what goes over sockets, and what memory they take for it."""
-    owner = bench.party("owner", "shm")
-    consumers = [bench.party("consumer", "shm") for _ in range(NUM_CONSUMERS)]
-    rounds = [_fan_out(bench, owner, consumers) for _ in range(1 + (3 if bench.is_quick else 7))]
-    socket, private, fetch_s = zip(*rounds[1:], strict=True)
-    bench.note("fanout", {
-        "fetch_ms": 1e3 * median(fetch_s),
-        "over_sockets_vs_payload": min(socket),
-        "private_memory_vs_payload": median(private),
-    })  # fmt: skip
+    """Eight that want the same, beside the owner and elsewhere: what goes over sockets, and what
+    memory each takes that the others do not see."""
+    for arm in ("shm", "remote"):
+        owner = bench.party("owner", arm)
+        consumers = [bench.party("consumer", arm) for _ in range(NUM_CONSUMERS)]
+        num_rounds = 3 if bench.is_quick else 7
+        rounds = [_fan_out(bench, owner, consumers) for _ in range(1 + num_rounds)]
+        over_sockets, private, fetch_s = zip(*rounds[1:], strict=True)
+        bench.note(f"fanout.{arm}", {
+            "fetch_ms": 1e3 * median(fetch_s),
+            "over_sockets_vs_payload": median(over_sockets),
+            "private_memory_vs_payload": median(private),
+        })  # fmt: skip
+        for party in (*consumers, owner):
+            party.end()
 
 
 def _fan_out(bench: Bench, owner: Party, consumers: list[Party]) -> tuple[float, float, float]:

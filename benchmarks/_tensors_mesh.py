@@ -21,7 +21,6 @@ import msgspec
 
 from benchmarks._soak_watch import memory_of, peak_bytes
 from benchmarks._tensors_talk import (
-    ARMS,
     Ask,
     EndStep,
     Fetch,
@@ -33,6 +32,8 @@ from benchmarks._tensors_talk import (
 )
 
 T = TypeVar("T")
+COMPARED = ("raw", "shm", "raw_warm", "tcp", "pioneer")
+"""One consumer each, in the order of their laps: ratios are of neighbours."""
 SETTLE_S = 10.0
 """The longest that an owner may hold what everybody has let go."""
 POLL_S = 0.002
@@ -194,9 +195,9 @@ class Bench:
 
     @property
     def arms(self) -> Mapping[str, Arm]:
-        """All of them, each with its own consumer."""
+        """Those that are compared."""
         if not self._arms:
-            for name in ARMS:
+            for name in COMPARED:
                 is_warm = name == "raw_warm"
                 owner = self._arms["raw"].owner if is_warm else self.party("owner", name)
                 self._arms[name] = Arm(owner, self.party("consumer", name), self.steps)

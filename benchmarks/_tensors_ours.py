@@ -1,8 +1,9 @@
 """Our own arms of the tensor benchmark: a plane that owns, and planes that fetch.
 
 The owner of `shm` has its memory where all of this host see it. That of `tcp` has none there, so
-that its consumer receives, as one on another host would. Invariant: all goes through the plane, as
-a program's own calls do. Driven by _tensors_party.py.
+that its consumer receives, as one on another host would; those of `remote` are several on one
+host, and lend each other what they fetched. Invariant: all goes through the plane, as a program's
+own calls do. Driven by _tensors_party.py.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from rollmesh.tensors.compat import fetch_buffer_stats, flatten_shard_ids, stora
 from rollmesh.tensors.handles import RTensor, pack, unpack
 from rollmesh.tensors.peer import Peers
 from rollmesh.tensors.plane import Plane, use
+from rollmesh.tensors.relay import Relay
 from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
@@ -84,8 +86,8 @@ class ShmConsumer:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._peers = Peers(landing_bytes=MAX_BYTES)
-        self._plane = Plane(buffer=FetchBuffer(MAX_BYTES), backend=self._peers)
+        self._peers, self._buffer = self._dial(), FetchBuffer(MAX_BYTES)
+        self._plane = Plane(buffer=self._buffer, backend=self._peers)
         use(self._plane)
 
     def prepare(self, stored: Stored) -> list[RTensor]:
@@ -115,5 +117,29 @@ class ShmConsumer:
         """Hang up."""
         self._peers.close()
 
+    def _dial(self) -> Peers:
+        return Peers(landing_bytes=MAX_BYTES)
 
-TcpConsumer = ShmConsumer
+
+class RemoteConsumer(ShmConsumer):
+    """One of several on a machine that is not the owner's: what one fetched, the others look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        settings = StoreSettings(max_bytes=MIB)
+        self._store = OwnerStore(settings, SystemClock())
+        relay = Relay(self._buffer, self._peers)
+        self._server = TensorServer(self._store, "tcp://127.0.0.1:0", None, relay)
+        self._peers.lend_at(self._server.start())
+
+    def close(self) -> None:
+        """Lend no more, and hang up."""
+        self._server.stop()
+        super().close()
+        self._store.close()
+
+    def _dial(self) -> Peers:
+        return Peers(landing_bytes=MAX_BYTES, is_shared=True)
+
+
+TcpConsumer, RemoteOwner = ShmConsumer, TcpOwner

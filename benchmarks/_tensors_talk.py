@@ -19,10 +19,10 @@ ARMS = {
     "shm": "_tensors_ours:Shm",
     "raw_warm": "_tensors_floor:RawWarm",
     "tcp": "_tensors_ours:Tcp",
+    "remote": "_tensors_ours:Remote",
     "pioneer": "_tensors_pioneer:Pioneer",
 }
-"""Where the `...Owner` and `...Consumer` of each stand, in the order of their laps: ratios are of
-neighbours. raw_warm has the owner of raw."""
+"""Where the `...Owner` and `...Consumer` of each stand; raw_warm has the owner of raw."""
 
 
 class Publish(msgspec.Struct, tag=True):
