@@ -10,12 +10,14 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import OwnerGone, ShardMissing, TensorError
 from rollmesh.tensors.arena import Arena
 from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.connection import ConnectionState, connect
 from rollmesh.tensors.handles import Content, RTensor
+from rollmesh.tensors.landing import Landing
 from rollmesh.tensors.peer import Peers
 from rollmesh.tensors.relay import Relay
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
-from tests.unit.tensors.owners import PATIENCE_S, Owned, content_of, opened, owned
+from tests.unit.tensors.owners import PATIENCE_S, Owned, content_of, handles_of, opened, owned
 
 SIZES = [64, 0, 100_000, 3]
 LANDING_BYTES = 2**20
@@ -206,3 +208,12 @@ def test_nothing_is_left_open(owner: Owned) -> None:
         rank.close()
     del rank, ranks
     assert opened() == before
+
+
+def test_who_is_asked_to_fetch_where_no_owner_can_be_refuses(ranks: list[Rank]) -> None:
+    connection = connect(ranks[0].address, None, Landing(), "", lambda: None)
+    for address, said in (("nowhere", "tcp://host:port"), ("tcp://10.1.2.3:4", "without keys")):
+        with pytest.raises(TensorError, match=f"refused: {address}: .*{said}"):
+            connection.fetch_carried(handles_of(address, [5]))
+    assert connection.state is ConnectionState.READY
+    connection.retire()
