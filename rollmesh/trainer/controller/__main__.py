@@ -4,6 +4,7 @@ Invariant: nothing but the call; spec.py says what the argument holds. Started b
 """
 
 import argparse
+import faulthandler
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rollmesh.wire.keys import read_keys
 def main() -> int:
     """Run the rank; its exit code."""
     die_with_parent()
+    faulthandler.enable()  # who writes past torch to what he fetched is told by his line
     parser = argparse.ArgumentParser(prog="rollmesh.trainer.controller")
     parser.add_argument("--spec", required=True)
     spec = from_argument(parser.parse_args().spec)
