@@ -4,23 +4,24 @@
     JOINING, FENCED --BeginUpdate--> UPDATING --FinishUpdate ok--> READY, not ok--> FENCED
     UPDATING, ASLEEP --lease lapsed--> JOINING (continued, then probed); ASLEEP --Wake--> JOINING
     READY --Sleep--> ASLEEP;  READY --faults or failed probes--> FENCED --cool-down--> JOINING
+    READY --Fence, beside another READY one--> FENCED, until an update succeeds
     READY --restart or unknown weights--> JOINING;  any --Remove--> GONE --a while--> forgotten
 
 Invariants: only a leased ask changes weights or sleep, and a lapsed lease ends in an engine that is
 continued and probed, or fenced: a publisher killed in mid-update wedges nobody. A version counts
-only if its publisher verified it or a fresh process came up with it. Pure; driven by the router's
-fleet shell and by the simulator.
+only if its publisher verified it or a fresh process came up with it. Whoever asks to fence never
+takes the last engine away. Pure; driven by the router's fleet shell and by the simulator.
 """
-
-import enum
 
 import msgspec
 
+from rollmesh.engine.member import UNVERSIONED, Member, Trust
 from rollmesh.wire.fleet import (
     BeginUpdate,
     EngineFaulted,
     EnginePhase,
     EngineRow,
+    FenceEngine,
     FinishUpdate,
     FleetAnswered,
     FleetAsk,
@@ -32,9 +33,6 @@ from rollmesh.wire.fleet import (
     WakeEngine,
 )
 from rollmesh.wire.machine import Received, Send, Ticked
-
-UNVERSIONED = -1
-"""The policy version of weights that carry none, such as those SGLang was started with."""
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,46 +98,12 @@ Event = Received | EngineProbed | Ticked
 Action = Send | ProbeEngine | ContinueEngine | PublishTable
 
 
-class _Trust(enum.Enum):
-    """What the fleet knows about an engine's weights, where that is not a version."""
-
-    FRESH = "fresh"
-    """A new process: the version that it came up with will be trusted."""
-    BROKEN = "broken"
-    """An update failed: nothing is trusted until another succeeds."""
-
-
-class _Engine:
-    """One row and what the machine remembers beside it."""
-
-    def __init__(self, url: str) -> None:
-        self.row = EngineRow(url, "", EnginePhase.JOINING, UNVERSIONED, detail="not probed yet")
-        self.trusted: int | _Trust = _Trust.FRESH
-        self.holder = b""
-        self.until_s = 0.0
-        """When the lease ends, or the memory of a removed engine."""
-        self.next_probe_s = 0.0
-        self.probe_serial: int | None = None
-        self.probe_sent_s = 0.0
-        self.num_failed_probes = 0
-        self.faults_s: list[float] = []
-        self.is_suspect = False
-        """Maybe left paused: the next probe resumes it first."""
-
-    def set(self, phase: EnginePhase, detail: str = "", policy_version: int | None = None) -> None:
-        if policy_version is None:
-            policy_version = self.row.policy_version
-        self.row = msgspec.structs.replace(
-            self.row, phase=phase, detail=detail, policy_version=policy_version
-        )
-
-
 class Fleet:
     """See the module. `table()` is the read-only view of it."""
 
     def __init__(self, settings: FleetSettings | None = None) -> None:
         self._settings = settings or FleetSettings()
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, Member] = {}
         self._published = UNVERSIONED
         """What a publisher verified last; an engine that was restarted waits for it, even alone."""
         self._epoch = 0
@@ -212,6 +176,8 @@ class Fleet:
                 return self._on_sleep(engine, route, ask, now_s)
             case WakeEngine():
                 return self._on_wake(engine, ask, now_s)
+            case FenceEngine():
+                return self._on_fence(engine, ask, now_s)
             case RemoveEngine():
                 engine.set(EnginePhase.GONE, "removed")
                 engine.until_s = now_s + self._settings.gone_s
@@ -220,10 +186,10 @@ class Fleet:
     def _on_join(self, url: str) -> str:
         engine = self._engines.get(url)
         if engine is None or engine.row.phase is EnginePhase.GONE:
-            self._engines[url] = _Engine(url)
+            self._engines[url] = Member(url)
         return ""
 
-    def _on_begin(self, engine: _Engine, route: bytes, ask: BeginUpdate, now_s: float) -> str:
+    def _on_begin(self, engine: Member, route: bytes, ask: BeginUpdate, now_s: float) -> str:
         if engine.row.phase is EnginePhase.ASLEEP:
             return f"{ask.url} is asleep; wake it first"
         if engine.row.phase is EnginePhase.UPDATING and engine.holder != route:
@@ -234,7 +200,7 @@ class Fleet:
         engine.probe_serial = None
         return ""
 
-    def _on_finish(self, engine: _Engine, route: bytes, ask: FinishUpdate, now_s: float) -> str:
+    def _on_finish(self, engine: Member, route: bytes, ask: FinishUpdate, now_s: float) -> str:
         row = engine.row
         if row.phase is not EnginePhase.UPDATING or engine.holder != route:
             repeated = row.phase is EnginePhase.READY and row.policy_version == ask.policy_version
@@ -246,12 +212,12 @@ class Fleet:
             engine.set(EnginePhase.READY, "", ask.policy_version)
             engine.next_probe_s = now_s
             return ""
-        engine.trusted = _Trust.BROKEN
+        engine.trusted = Trust.BROKEN
         engine.is_suspect = True
         self._fence(engine, f"update failed: {ask.detail}", now_s)
         return ""
 
-    def _on_sleep(self, engine: _Engine, route: bytes, ask: SleepEngine, now_s: float) -> str:
+    def _on_sleep(self, engine: Member, route: bytes, ask: SleepEngine, now_s: float) -> str:
         asleep = engine.row.phase is EnginePhase.ASLEEP and engine.holder == route
         if engine.row.phase is not EnginePhase.READY and not asleep:
             return f"{ask.url} is {engine.row.phase.value}, not ready"
@@ -261,10 +227,23 @@ class Fleet:
         engine.probe_serial = None
         return ""
 
-    def _on_wake(self, engine: _Engine, ask: WakeEngine, now_s: float) -> str:
+    def _on_wake(self, engine: Member, ask: WakeEngine, now_s: float) -> str:
         if engine.row.phase is EnginePhase.ASLEEP:
             engine.trusted = ask.policy_version
             self._rejoin(engine, "woken", now_s)
+        return ""
+
+    def _on_fence(self, engine: Member, ask: FenceEngine, now_s: float) -> str:
+        row = engine.row
+        if row.phase is not EnginePhase.READY or row.policy_version != ask.policy_version:
+            is_repeated = row.phase is EnginePhase.FENCED and engine.trusted is Trust.BROKEN
+            has = f"{row.phase.value} with policy version {row.policy_version}"
+            return "" if is_repeated else f"{ask.url} is {has}"
+        others = (each for each in self._engines.values() if each is not engine)
+        if not any(each.row.phase is EnginePhase.READY for each in others):
+            return f"{ask.url} is the last engine that is ready"
+        engine.trusted = Trust.BROKEN
+        self._fence(engine, ask.detail, now_s)
         return ""
 
     # what engines and workers report
@@ -299,19 +278,19 @@ class Fleet:
             num_running=probed.num_running,
             num_waiting=probed.num_waiting,
         )
-        if engine.trusted is _Trust.FRESH or self._settings.believes_engines:
+        if engine.trusted is Trust.FRESH or self._settings.believes_engines:
             engine.trusted = probed.policy_version
         self._judge(engine, probed.policy_version, now_s)
 
-    def _on_incarnation(self, engine: _Engine) -> None:
+    def _on_incarnation(self, engine: Member) -> None:
         is_restart = engine.row.incarnation != ""
         if is_restart:
             engine.set(EnginePhase.JOINING, "was restarted")
-        if is_restart or engine.trusted is not _Trust.BROKEN:
-            engine.trusted = _Trust.FRESH
+        if is_restart or engine.trusted is not Trust.BROKEN:
+            engine.trusted = Trust.FRESH
         engine.faults_s.clear()
 
-    def _judge(self, engine: _Engine, served: int, now_s: float) -> None:
+    def _judge(self, engine: Member, served: int, now_s: float) -> None:
         """Decide by the weights that an answering engine says it serves."""
         newest = max(self.policy_version(), self._published)
         is_ready = engine.row.phase is EnginePhase.READY
@@ -329,7 +308,7 @@ class Fleet:
         wait_s = self._settings.probe_s if is_ready else self._settings.join_probe_s
         engine.next_probe_s = now_s + wait_s
 
-    def _on_failed_probe(self, engine: _Engine, detail: str, now_s: float) -> None:
+    def _on_failed_probe(self, engine: Member, detail: str, now_s: float) -> None:
         engine.num_failed_probes += 1
         engine.next_probe_s = now_s + self._settings.join_probe_s
         phase = engine.row.phase
@@ -358,7 +337,7 @@ class Fleet:
             actions += self._probe(engine, now_s)
         return actions
 
-    def _probe(self, engine: _Engine, now_s: float) -> list[Action]:
+    def _probe(self, engine: Member, now_s: float) -> list[Action]:
         if engine.probe_serial is not None:
             if now_s < engine.probe_sent_s + self._settings.answer_s:
                 return []
@@ -372,19 +351,19 @@ class Fleet:
         ask = ContinueEngine if engine.is_suspect else ProbeEngine
         return [ask(engine.row.url, self._serial)]
 
-    def _rejoin(self, engine: _Engine, detail: str, now_s: float) -> None:
+    def _rejoin(self, engine: Member, detail: str, now_s: float) -> None:
         engine.is_suspect = not self._settings.believes_engines
         engine.holder = b""
         engine.next_probe_s = now_s
         engine.probe_serial = None
         engine.set(EnginePhase.JOINING, detail)
 
-    def _fence(self, engine: _Engine, detail: str, now_s: float) -> None:
+    def _fence(self, engine: Member, detail: str, now_s: float) -> None:
         engine.faults_s.clear()
         engine.num_failed_probes = 0
         engine.probe_serial = None
         engine.next_probe_s = now_s + self._settings.fence_s
         engine.set(EnginePhase.FENCED, detail)
 
-    def _is_live(self, engine: _Engine) -> bool:
+    def _is_live(self, engine: Member) -> bool:
         return engine.row.phase in (EnginePhase.READY, EnginePhase.UPDATING)

@@ -18,6 +18,7 @@ from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
+from rollmesh.trainer.fencing import FenceAsked, FenceTold, Fencing
 from rollmesh.trainer.publisher import (
     Action,
     CallEngine,
@@ -50,6 +51,7 @@ class PublishShell:
         self._publisher = Publisher(
             PublisherSettings(lease_s=settings.lease_s, probe_tolerance=settings.probe_tolerance)
         )
+        self._fencing = Fencing()
         self._dialer: Dialer | None = None
         self._http: HttpClient | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -71,6 +73,11 @@ class PublishShell:
         self._ends[policy_version] = end
         self._step(ask)
         return await end
+
+    def fence(self, asked: FenceAsked) -> None:
+        """Ask the router to keep everybody from an engine; what becomes of it is logged."""
+        self._open()
+        self._step_fencing(asked)
 
     async def close(self) -> None:
         """Stop; a lease still held is undone by the router when it lapses."""
@@ -99,21 +106,31 @@ class PublishShell:
 
     def _tick(self) -> None:
         self._step(Ticked())
+        self._step_fencing(Ticked())
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _on_packet(self, packet: Packet) -> None:
         self._incarnation = packet.router or self._incarnation
-        self._step(Received(ROUTER, packet.message, packet.body, packet.router))
+        received = Received(ROUTER, packet.message, packet.body, packet.router)
+        self._step(received)
+        self._step_fencing(received)
 
     def _step(self, event: Event) -> None:
         for action in self._publisher.step(event, time.monotonic()):
             self._carry_out(action)
 
-    def _carry_out(self, action: Action) -> None:
+    def _step_fencing(self, event: FenceAsked | Received | Ticked) -> None:
+        for action in self._fencing.step(event, time.monotonic()):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action | FenceTold) -> None:
         match action:
             case Send():
                 assert self._dialer
                 self._dialer.send(Packet(action.message, self._incarnation))
+            case FenceTold(asked, error):
+                told = "engine.not_fenced" if error else "engine.fenced"
+                log.warning(told, url=asked.url, why=asked.detail, error=error)
             case CallEngine():
                 self._spawn(self._call(action))
             case PublishEnded(report):

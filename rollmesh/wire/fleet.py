@@ -2,7 +2,8 @@
 
     router -> worker   FleetChanged             worker -> router   EngineFaulted
     publisher, launch, scheduler -> router   JoinEngine BeginUpdate FinishUpdate SleepEngine
-                                             WakeEngine RemoveEngine ReadFleet: FleetAnswered
+                                             WakeEngine FenceEngine RemoveEngine ReadFleet:
+                                             FleetAnswered
 
 Invariant: that of messages.py, whose vocabulary holds these too. Driven by engine/fleet.py and
 those who ask.
@@ -85,6 +86,14 @@ class WakeEngine(Message, frozen=True, tag="wake_engine"):
     policy_version: int
 
 
+class FenceEngine(Message, frozen=True, tag="fence_engine"):
+    ask_id: int
+    url: str
+    policy_version: int
+    """Under which it sampled what its weights do not; under another it may be sound."""
+    detail: str
+
+
 class RemoveEngine(Message, frozen=True, tag="remove_engine"):
     ask_id: int
     url: str
@@ -103,5 +112,12 @@ class FleetAnswered(Message, frozen=True, tag="fleet_answered"):
 
 
 FleetAsk = (
-    JoinEngine | BeginUpdate | FinishUpdate | SleepEngine | WakeEngine | RemoveEngine | ReadFleet
+    JoinEngine
+    | BeginUpdate
+    | FinishUpdate
+    | SleepEngine
+    | WakeEngine
+    | FenceEngine
+    | RemoveEngine
+    | ReadFleet
 )

@@ -80,6 +80,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     f.FinishUpdate(3, "http://e:1", 12, True, "done"),
     f.SleepEngine(3, "http://e:1", 30.0),
     f.WakeEngine(3, "http://e:1", 12),
+    f.FenceEngine(3, "http://e:1", 12, "off by 0.5"),
     f.RemoveEngine(3, "http://e:1"),
     f.ReadFleet(3),
     f.FleetAnswered(3, False, "unknown", 9, (ENGINE,)),

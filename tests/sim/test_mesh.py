@@ -27,6 +27,8 @@ from tests.sim.seeds import Cores, open_cores
 NUM_SEEDS = 3000
 SEEDS_PER_TEST = 100
 MIN_EVENTS = 200
+TELLING_SEEDS = (*range(20), *range(25, 205, 10))
+"""Some of each kind, and more of those whose chaos is long and whose attempts are bounded."""
 NUM_PRINTED = 24
 PRINTS_A_RUN = f"""
 from rollmesh.testing.mesh_sim.mesh import simulate
@@ -67,6 +69,9 @@ FAULTS = {
     "env_failed",
     "refused",
     "nonsense",
+    "lie",
+    "fenced",
+    "not_fenced",
     "killed",
     "goodbye",
     "vanish",
@@ -264,4 +269,4 @@ class FleetThatHearsNoProbe(Fleet):
 )
 def test_the_simulator_notices_a_broken_machine(machines: Machines) -> None:
     with pytest.raises(AssertionError):
-        collections.deque((simulate(seed, machines=machines) for seed in range(20)), maxlen=0)
+        collections.deque((simulate(seed, machines=machines) for seed in TELLING_SEEDS), maxlen=0)

@@ -45,6 +45,7 @@ CHAOS = Faults(
     moved=0.2,
     env_failed=0.05,
     double_client=0.15,
+    lie=0.05,
     nonsense=2.0,
 )
 SHORT, LONG = (600, 8), (1600, 20)

@@ -61,6 +61,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """Per start of a worker: its environment does not load."""
     double_client: float = 0.0
     """Per seed: two clients have one name, by mistake."""
+    lie: float = 0.0
+    """Per second of the publisher: what an engine sampled is found not to be of its weights."""
     nonsense: float = 0.0
     """Per second: a message about nothing real, to anybody."""
 

@@ -8,6 +8,7 @@ from rollmesh.testing.mesh_sim.client import SimClient
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
+from rollmesh.trainer.fencing import FenceAsked, FenceTold, Fencing
 from rollmesh.trainer.publisher import (
     Action,
     CallEngine,
@@ -43,6 +44,7 @@ class SimPublisher(Node):
         self._engines = engines
         self._client = client
         self._publisher = Publisher(SETTINGS)
+        self._fencing = Fencing()
         self._step = 0
         self._is_publishing = False
         self.num_published = 0
@@ -57,7 +59,7 @@ class SimPublisher(Node):
 
     def restart(self) -> None:
         super().restart()
-        self._publisher = Publisher(SETTINGS)
+        self._publisher, self._fencing = Publisher(SETTINGS), Fencing()
         self._is_publishing = False
         if self._step and self._step not in self._client.to_publish:
             self._client.to_publish.insert(0, self._step)
@@ -66,7 +68,11 @@ class SimPublisher(Node):
     def _tick(self) -> None:
         if self._client.to_publish and not self._is_publishing:
             self._publish(self._client.to_publish.pop(0))
+        if self._network.strikes("lie", TICK_S):
+            engine = self._kernel.rng.choice(list(self._engines.values()))
+            self._fence(FenceAsked(engine.name, engine.policy_version, "lies"))
         self._give(Ticked())
+        self._fence(Ticked())
         self._kernel.after(TICK_S, self._tick, self)
 
     def _publish(self, step: int) -> None:
@@ -78,7 +84,17 @@ class SimPublisher(Node):
 
     def _receive(self, source: str, packet: Packet) -> None:
         assert source == "router"
-        self._give(Received(ROUTER, packet.message, packet.body, packet.router))
+        received = Received(ROUTER, packet.message, packet.body, packet.router)
+        self._give(received)
+        self._fence(received)
+
+    def _fence(self, event: FenceAsked | Received | Ticked) -> None:
+        for action in self._fencing.step(event, self._kernel.now_s(self)):
+            match action:
+                case Send():
+                    self._network.send(self, "router", Packet(action.message))
+                case FenceTold(_, error):
+                    self._network.num["not_fenced" if error else "fenced"] += 1
 
     def _give(self, event: Event) -> None:
         actions: list[Action] = self._publisher.step(event, self._kernel.now_s(self))

@@ -21,7 +21,7 @@ from rollmesh.serve.router.counts import entries
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine
+from rollmesh.wire.fleet import EngineFaulted, EnginePhase, FenceEngine, FleetAsk, JoinEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
@@ -107,11 +107,17 @@ class SimRouter(Node):
         event = Received(source.encode(), packet.message, packet.body, packet.router)
         self._note_excuses(packet.message)
         if type(packet.message) in OF_THE_FLEET:
+            was_ready = self._num_ready()
             self._do_fleet(self.fleet.step(event, self._now_s()))
+            if isinstance(packet.message, FenceEngine):
+                assert self._num_ready() or not was_ready, "the last engine was fenced"
             return
         self._do(self.ledger.step(event, self._now_s()))
         if isinstance(packet.message, WorkerHello):
             self._send(Send(event.route, self.fleet.table()))
+
+    def _num_ready(self) -> int:
+        return sum(row.phase is EnginePhase.READY for row in self.fleet.table().engines)
 
     def _check_seats(self) -> None:
         """A group and its worker know of each other, and of no third."""

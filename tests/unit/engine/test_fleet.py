@@ -15,6 +15,7 @@ from rollmesh.wire.fleet import (
     EngineFaulted,
     EnginePhase,
     EngineRow,
+    FenceEngine,
     FinishUpdate,
     FleetAsk,
     JoinEngine,
@@ -109,6 +110,41 @@ def test_failed_update_fences_the_engine_until_another_succeeds() -> None:
     assert bench.phase() is EnginePhase.JOINING
     bench.ask(BeginUpdate(4, A, 1, 5.0))
     bench.ask(FinishUpdate(5, A, 1, True))
+    assert bench.phase() is EnginePhase.READY
+
+
+def test_engine_that_samples_what_its_weights_do_not_is_fenced_until_it_is_updated() -> None:
+    bench = ready(A, B)
+    for _ in range(2):  # a repeated ask is answered alike
+        assert bench.ask(FenceEngine(2, A, 0, "off by 0.5")).ok
+        assert (bench.phase(), bench.row().detail) == (EnginePhase.FENCED, "off by 0.5")
+    bench.tick(1.0)
+    bench.answer(A, policy_version=0)
+    assert bench.phase() is EnginePhase.JOINING
+    assert bench.ask(BeginUpdate(3, A, 0, 5.0)).ok
+    assert bench.ask(FinishUpdate(4, A, 0, True)).ok
+    assert bench.phase() is EnginePhase.READY
+
+
+def test_last_engine_that_is_ready_is_not_fenced_for_what_it_samples() -> None:
+    bench = ready(A, B)
+    assert bench.ask(FenceEngine(2, A, 0, "off by 0.5")).ok
+    answer = bench.ask(FenceEngine(3, B, 0, "off by 0.5"))
+    assert answer.error == f"{B} is the last engine that is ready"
+    assert bench.phase(B) is EnginePhase.READY
+
+
+def test_engine_that_has_other_weights_by_now_is_not_fenced_for_those_it_had() -> None:
+    bench = ready(A, B)
+    bench.ask(BeginUpdate(2, A, 1, 5.0))
+    assert (
+        bench.ask(FenceEngine(3, A, 0, "off by 0.5")).error
+        == f"{A} is updating with policy version 0"
+    )
+    bench.ask(FinishUpdate(4, A, 1, True))
+    assert (
+        bench.ask(FenceEngine(5, A, 0, "off by 0.5")).error == f"{A} is ready with policy version 1"
+    )
     assert bench.phase() is EnginePhase.READY
 
 
@@ -271,6 +307,7 @@ def random_ask(rng: random.Random, url: str, policy_version: int) -> FleetAsk:
         FinishUpdate(1, url, policy_version, rng.random() < 0.7, "why"),
         SleepEngine(1, url, 2.0),
         WakeEngine(1, url, policy_version),
+        FenceEngine(1, url, policy_version, "lies"),
         ReadFleet(1),
     ]
     return rng.choice(asks)
