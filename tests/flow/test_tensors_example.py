@@ -1,7 +1,9 @@
-"""A batch goes from process to process as the example shows it."""
+"""A batch goes from process to process as the example shows it, and the page."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.house.source import ROOT
 
@@ -21,3 +23,13 @@ def test_a_batch_is_stored_fetched_and_freed_by_two_processes() -> None:
         "freed 128 shards, copies and all",
         "left   {'num_tensors': 0, 'total_bytes': 0}",
     ]
+
+
+def test_what_the_page_shows_runs_in_an_empty_folder(tmp_path: Path) -> None:
+    page = (ROOT / "docs/tensors.md").read_text()
+    (shown,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    ask = "print(tensors[0]['token_ids'].sum().item(), *plane.stats().storage.bytes_by_step)"
+    argv = [sys.executable, "-c", f"{shown}\n{ask}"]
+    ran = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (ran.stderr, ran.stdout) == ("", "499500\n")
+    assert [*tmp_path.iterdir()] == []
