@@ -22,6 +22,7 @@ trainer's loop and by the simulator.
 import collections
 import enum
 from collections.abc import Iterable
+from typing import Protocol
 
 import msgspec
 
@@ -100,6 +101,19 @@ class _Entry(msgspec.Struct):
     floor_step: int
     """No token of the group is older than the weights after this many steps."""
     taken_step: int = -1
+
+
+class Staleness(Protocol):
+    """What anybody may see of a StalenessManager, who alone steps it."""
+
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_ready(self) -> int: ...
+    @property
+    def published_step(self) -> int: ...
 
 
 class StalenessManager:

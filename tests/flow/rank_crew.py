@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import torch
 
 from rollmesh.tensors.handles import pack
@@ -33,9 +34,9 @@ def plan(num_ranks: int, width: int = 1, make: str = ROLE) -> RankPlan:
 
 
 @contextlib.contextmanager
-def household() -> Iterator[Household]:
+def household(lease_s: float = SMALL.lease_s) -> Iterator[Household]:
     """This process's own plane, served to others."""
-    home = Household(SMALL, None)
+    home = Household(msgspec.structs.replace(SMALL, lease_s=lease_s), None)
     before = use(home.plane)
     try:
         yield home

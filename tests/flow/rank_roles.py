@@ -1,5 +1,6 @@
 """Roles for tests of the train controller; made in rank processes."""
 
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,10 @@ class Arithmetic:
         weights = list(row_weights) or [1.0] * len(rows)
         total = sum(float(row["x"].sum()) * w for row, w in zip(rows, weights, strict=True))
         return {"twice": [row["x"] * 2 for row in rows], "total": total, "num_rows": sum(weights)}
+
+    def echo(self, rows: Sequence[Any], row_weights: Sequence[float] = ()) -> Any:
+        """What was given, and one that was not."""
+        return [{"same": row, "new": row + 0} for row in rows]
 
     def all_of(self, value: float) -> dict[str, float]:
         """A collective of all ranks."""
@@ -65,6 +70,20 @@ class Arithmetic:
     def forget(self) -> None:
         """No longer."""
         self._kept.clear()
+
+    def fail_on(self, rows: Sequence[Tensor]) -> None:
+        """Whoever has rows raises, while it looks at them."""
+        raise ValueError(f"rank {self._place.rank} has {len([row[:1] for row in rows])} rows")
+
+    def say(self, line: str) -> None:
+        """Print it, as a role that is debugged does."""
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    def wait_for(self, flag: str, gate: str) -> None:
+        """Say by the pipe `flag` that it has begun, and wait until `gate` is opened for writing."""
+        Path(flag).write_bytes(b"here")
+        Path(gate).read_bytes()
 
     def setting(self, name: str) -> Any:
         """What this role was made with."""

@@ -10,16 +10,17 @@ Arguments are handles and plain values; lists of handles are dealt over the data
 (dispatch.py), all else goes to every head, and ranks beside a head get what it got (meeting.py).
 Answers become one (answers.py). Invariants: those of crew.py; no tensor passes through here, only
 handles; what a step ended is freed at every rank, heads or not, and here, by one broadcast; what is
-left is told by rank, tag and bytes, and never raised. Driven by a train loop, from any thread.
+left is told by rank, tag and bytes, and never raised. A process that a plain torchrun started has
+the same methods in plain.py. Driven by a train loop, from any thread.
 """
 
 import concurrent.futures
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
 
-from rollmesh.core.errors import TensorError
 from rollmesh.core.logs import get_logger
 from rollmesh.tensors.handles import UNTAGGED, RTensor
 from rollmesh.tensors.nested import collect, transform
@@ -28,6 +29,7 @@ from rollmesh.trainer.controller.answers import Reduce, join
 from rollmesh.trainer.controller.clearing import clear_everywhere
 from rollmesh.trainer.controller.crew import NO_STEP, CrewSettings
 from rollmesh.trainer.controller.dispatch import Arguments, Rule, cut
+from rollmesh.trainer.controller.elsewhere import Elsewhere
 from rollmesh.trainer.controller.household import Household, held
 from rollmesh.trainer.controller.hub import Bodies, CrewHub
 from rollmesh.trainer.controller.leaks import Leak, RankTensors, leaks
@@ -35,7 +37,8 @@ from rollmesh.trainer.controller.parcels import decode, encode
 from rollmesh.trainer.controller.shares import Share
 from rollmesh.trainer.controller.spec import PlaneSpec, RankSpec, RoleSpec
 from rollmesh.trainer.controller.topology import Topology
-from rollmesh.wire.keys import Keys
+from rollmesh.trainer.staleness import Staleness
+from rollmesh.wire.keys import Keys, check_bind
 
 log = get_logger()
 
@@ -65,8 +68,10 @@ class Call(msgspec.Struct, frozen=True):
 
     method: str
     """`role.method`"""
-    step: int = UNTAGGED
-    """Whose the tensors in the answer are, so that they are freed with it."""
+    step: int | None = None
+    """Whose the tensors in the answer are, so that they are freed with it. None: of the newest step
+    that took an argument, so that whoever computes on a batch leaves nothing behind; UNTAGGED: of
+    none, for what has to outlive it."""
     rule: Rule = Rule()
     reduce: Reduce = Reduce()
 
@@ -86,13 +91,24 @@ class Held(msgspec.Struct, frozen=True):
 class TrainController:
     """See the module."""
 
-    def __init__(self, plan: RankPlan, home: Household, keys: Keys | None = None) -> None:
-        """`home` is this process's own; AddressError where `plan.bind` is taken or needs keys."""
+    def __init__(
+        self,
+        plan: RankPlan,
+        home: Household,
+        keys: Keys | None = None,
+        staleness: Staleness | None = None,
+    ) -> None:
+        """`home` is this process's own; `staleness` paces what is trained here. AddressError where
+        `plan.bind` is taken, or an address needs keys."""
+        check_bind(plan.plane.bind, keys)
         self._plan = plan
         self._home = home
         self._plane = home.plane
         self._heads = plan.topology.heads()
+        self._elsewhere = Elsewhere(home.plane)
+        self._staleness = staleness
         self._hub = CrewHub(plan.bind, keys, plan.settings, self._specs)
+        weakref.finalize(self, self._hub.let_go).atexit = False
         self._ended_step = NO_STEP
 
     def start(self) -> None:
@@ -117,24 +133,21 @@ class TrainController:
         if SHARED_MEMORY.is_dir():
             sweep(SHARED_MEMORY)  # after those that were killed
 
+    @property
+    def staleness(self) -> Staleness | None:
+        """What paces the batches that are trained here, to look at; None where nothing does."""
+        return self._staleness
+
     def take(self, batch: Any, step: int) -> Any:
         """`batch` is `step`'s from now on, and freed when that ends; handles that say so.
 
-        What ranks answered is tagged by the call that asked for it, so TensorError for shards of
-        another owner; and for a step that has ended.
+        The step is stamped in the owner of each shard, whoever that is: this process, a rank, or
+        another. TensorError for a step that has ended, ShardMissing for the first shard that is not
+        there, when all others are taken; OwnerGone.
         """
         handles = collect(batch, RTensor)
-        store = self._plane.store
-        incarnation = store.incarnation if store is not None else None
-        own = [each.shard_id for each in handles if each.incarnation == incarnation]
-        others = [h for h in handles if h.incarnation != incarnation and h.step != step]
-        if others:
-            raise TensorError(
-                f"shard {others[0].shard_id:#x} is {others[0].owner}'s, which tags it by the step "
-                "of the call that made it"
-            )
-        if store is not None:
-            store.take(own, step)
+        self._elsewhere.note({each.owner for each in handles} - self._told_by_word(), step)
+        self._plane.take(handles, step)
         return transform(batch, RTensor, lambda found: [each.tagged(step) for each in found])
 
     def call(self, what: Call | str, *args: Any, **kwargs: Any) -> Any:
@@ -156,8 +169,9 @@ class TrainController:
             rows = (len(share.rows), share.num_real) if share else None
             bodies[head] = encode((part.args, part.kwargs, rows))
         role, _, method = call.method.partition(".")
-        answers = self._hub.call(role, method, call.step, tuple(bodies))
-        return Begun(answers, self._heads, dispatch.shares, call.reduce)
+        step = _newest_step((args, kwargs)) if call.step is None else call.step
+        answers = self._hub.call(role, method, step, tuple(bodies))
+        return Begun(self, answers, self._heads, dispatch.shares, call.reduce)
 
     def end_step(self, step: int) -> Held:
         """Free all of `step` and of those before it, everywhere, and look at what is left.
@@ -166,6 +180,7 @@ class TrainController:
         """
         self._ended_step = max(self._ended_step, step)
         self._plane.end_step(step)
+        self._elsewhere.end_step(step)
         return self._look()
 
     def clear_batches(self, *targets: Any) -> Held:
@@ -177,6 +192,10 @@ class TrainController:
     def pids(self) -> list[int]:
         """Of the ranks' processes."""
         return self._hub.pids()
+
+    def _told_by_word(self) -> set[str]:
+        """Owners that learn of a step's end without being asked: this process and the ranks."""
+        return self._hub.owners() | {self._home.address, ""}
 
     def _look(self) -> Held:
         """What all processes hold, and what of it should not be there."""
@@ -224,11 +243,13 @@ class Begun:
 
     def __init__(
         self,
+        controller: TrainController,
         bodies: "concurrent.futures.Future[Bodies]",
         heads: Sequence[int],
         shares: Sequence[Share] | None,
         reduce: Reduce,
     ) -> None:
+        self._controller = controller  # which nobody lets go of before its call has ended
         self._bodies = bodies
         self._heads = heads
         self._shares = shares
@@ -239,3 +260,7 @@ class Begun:
         bodies = self._bodies.result()
         answers = [decode(bodies[head]) for head in self._heads]
         return join(answers, self._shares, self._reduce)
+
+
+def _newest_step(values: Any) -> int:
+    return max((each.step for each in collect(values, RTensor)), default=UNTAGGED)

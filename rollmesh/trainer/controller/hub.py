@@ -1,11 +1,15 @@
 """The controller's thread: it owns the socket, the clock and the processes, and steps the crew.
 
-Invariants: whatever is asked gets its end, as a result or a RankError, also where the crew breaks
-or the thread itself fails; what this thread does takes no time, so beats go out. Driven by
-controller.py, from any thread.
+    NEW --start--> RUNS --close, let_go--> OVER
+    NEW --close--> OVER        RUNS --the thread fails--> OVER
+
+Invariants: whatever is asked gets its end, as a result or a RankError, also where the crew breaks,
+the thread itself fails, or nobody steps it any more; what this thread does takes no time, so beats
+go out. Driven by controller.py, from any thread.
 """
 
 import concurrent.futures
+import contextlib
 import itertools
 import threading
 import time
@@ -63,13 +67,18 @@ class CrewHub:
         self._processes = RankProcesses(self._on_exit)
         self.formed: concurrent.futures.Future[None] = concurrent.futures.Future()
         """Done when all ranks are ready, or will never be."""
-        self._failure: RankError | None = None
-        """Of the thread itself."""
+        self._over: RankError | None = None
+        """Why nothing comes of what is asked now."""
         self._is_closing = threading.Event()
+        self._close_once = threading.Lock()
+        self._bell_lock = threading.Lock()
+        """Who rings finds the bell there, and not whatever has its descriptor then."""
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 
     def start(self) -> None:
-        """Start the ranks."""
+        """Start the ranks; RankError where that is over."""
+        if self._over:
+            raise self._over
         self._thread.start()
 
     def call(
@@ -102,23 +111,46 @@ class CrewHub:
         return len(self._calls)
 
     def close(self, reason: str) -> None:
-        """End the ranks, in order, or by force where they do not end."""
+        """End the ranks, in order, or by force where they do not end; once, whoever says it."""
+        with self._close_once:
+            if self._is_closing.is_set():
+                return
+            if self._thread.ident is not None:
+                self._end_ranks(reason)
+            self._is_closing.set()
+            self._bell.ring()
+            if self._thread.ident is not None:
+                self._thread.join()
+            self._over = self._over or RankError(reason)
+            self._fail_all(self._over)
+            with self._bell_lock:
+                self._hub.close()
+                self._bell.close()
+
+    def let_go(self) -> None:
+        """Nobody has a controller any more that could be closed: end, and keep nobody waiting."""
+        if self._is_closing.is_set():
+            return
+        if self._thread.is_alive():
+            log.warning("controller.not_closed", pids=self.pids())
+        # Whoever let go of it is not made to wait, be he in the midst of whatever.
+        reason = "nobody has the controller any more"
+        threading.Thread(target=self.close, args=(reason,), name="closing", daemon=True).start()
+
+    def _end_ranks(self, reason: str) -> None:
         self._tell(EndAsked(reason))
         if not self._processes.wait(END_S):
             log.warning("ranks.killed", why=f"they did not end in {END_S:.0f} s")
             self._processes.kill()
             self._processes.wait(END_S)
-        self._is_closing.set()
-        self._bell.ring()
-        self._thread.join()
-        self._hub.close()
-        self._bell.close()
 
     def _tell(self, event: Event) -> None:
         self._events.append(event)
-        self._bell.ring()
-        if self._failure:
-            self._fail_all(self._failure)
+        with self._bell_lock:
+            if not self._over:
+                self._bell.ring()
+        if self._over:
+            self._fail_all(self._over)
 
     def _on_exit(self, rank: int, cause: str) -> None:
         self._tell(RankExited(rank, cause))
@@ -133,8 +165,8 @@ class CrewHub:
         except Exception as error:  # door: whoever waits for us is told
             log.exception("controller.failed")
             self._processes.kill()
-            self._failure = RankError(f"the controller's own thread failed: {error}")
-            self._fail_all(self._failure)
+            self._over = RankError(f"the controller's own thread failed: {error}")
+            self._fail_all(self._over)
 
     def _turn(self) -> None:
         for route, packet in self._hub.receive():
@@ -167,10 +199,18 @@ class CrewHub:
                     self.formed.set_exception(error)
 
     def _fail_all(self, error: RankError) -> None:
-        futures: list[concurrent.futures.Future[Any]] = [
-            *self._calls.values(),
-            *self._asks.values(),
-        ]
-        for future in [*futures, self.formed]:
-            if not future.done():
-                future.set_exception(error)
+        """Calls fail; of tensors nobody says anything any more, and that stops nobody."""
+        for call in [*self._calls.values()]:
+            _fail(call, error)
+        _fail(self.formed, error)
+        nobody = tuple(range(len(self._specs)))
+        for ask_id in [*self._asks]:
+            ask = self._asks.pop(ask_id, None)
+            if ask is not None:
+                ask.set_result(Told(ask_id, (), nobody))
+
+
+def _fail(future: "concurrent.futures.Future[Any]", error: RankError) -> None:
+    # Two threads may come to this at once, each for what it asked itself.
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        future.set_exception(error)

@@ -24,10 +24,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, and does not say so
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rollmesh.core.errors import ConfigError
 from rollmesh.core.process import listen
 from rollmesh.tensors.handles import RTensor
 from rollmesh.trainer.controller.parcels import decode, fill, handles_of
 from rollmesh.trainer.controller.spec import RankSpec
+from rollmesh.trainer.controller.topology import Topology
 
 JOIN_S = 120.0
 COLLECTIVE_S = 24 * 3600.0
@@ -64,19 +66,17 @@ class Meeting:
 
     def join(self, address: str) -> Place:
         """Meet the others in the store at `address`; returns when all are there."""
-        topology, device = self._spec.topology, torch.device(self._spec.device).type
+        topology, backend = self._spec.topology, backend_of(self._spec.device)
         if self._spec.meet_at.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         dist.init_process_group(
-            "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
+            backend,
             store=self._store or self._dial(address),
             rank=self._spec.rank,
             world_size=topology.num_ranks,
             timeout=datetime.timedelta(seconds=COLLECTIVE_S),
         )
-        shape = (len(topology.heads()), topology.tensor_parallel)
-        mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "tensor"))
-        return Place(self._spec.rank, topology.num_ranks, mesh, self._spec.device)
+        return place_of(self._spec.rank, topology, self._spec.device)
 
     def leave(self) -> None:
         """The others do the same."""
@@ -102,6 +102,22 @@ class Meeting:
         host, _, port = address.rpartition(":")
         timeout = datetime.timedelta(seconds=JOIN_S)
         return TCPStore(host, int(port), self._spec.topology.num_ranks, timeout=timeout)
+
+
+def backend_of(device: str) -> str:
+    """torch.distributed's name of it; ConfigError where there is no such device."""
+    kind = torch.device(device).type
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device}: torch sees none here; cpu is always there")
+    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:nccl"
+
+
+def place_of(rank: int, topology: Topology, device: str) -> Place:
+    """In a process group that stands; a collective."""
+    shape = (len(topology.heads()), topology.tensor_parallel)
+    kind = torch.device(device).type
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=("data", "tensor"))
+    return Place(rank, topology.num_ranks, mesh, device)
 
 
 def give(body: bytes, tensors: Sequence[Tensor], place: Place) -> None:

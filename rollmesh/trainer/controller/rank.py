@@ -15,8 +15,6 @@ rollmesh.trainer.controller`.
 """
 
 import gc
-import importlib
-import inspect
 import os
 import queue
 import threading
@@ -27,17 +25,20 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
-from rollmesh.core.errors import ConfigError, RollmeshError
+from rollmesh.core.errors import RollmeshError, WireError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.process import FAILED, OK
+from rollmesh.tensors.handles import UNTAGGED, RTensor
+from rollmesh.tensors.nested import transform
 from rollmesh.tensors.plane import use
 from rollmesh.trainer.controller.answers import without_padding
+from rollmesh.trainer.controller.cast import Cast
 from rollmesh.trainer.controller.dispatch import Arguments
 from rollmesh.trainer.controller.household import Household, held
 from rollmesh.trainer.controller.meeting import Meeting, Place, give, take
 from rollmesh.trainer.controller.parcels import decode, encode, fill, handles_of
 from rollmesh.trainer.controller.post import Post
-from rollmesh.trainer.controller.spec import RankSpec, RoleSpec
+from rollmesh.trainer.controller.spec import RankSpec
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.messages import AnyMessage
@@ -70,10 +71,20 @@ class _Staged(msgspec.Struct):
     message: StageCall
     method: Callable[..., Any]
     body: bytes = b""
+    handles: Sequence[RTensor] = ()
     tensors: Sequence[torch.Tensor] = ()
+    """Those of the handles."""
     arguments: Arguments | None = None
     rows: tuple[int, int] | None = None
     """How many there are, and how many of them are no padding."""
+
+    def own_tags(self) -> dict[int, RTensor]:
+        """By the id() of its tensor, each handle that the call's step has taken."""
+        step = self.message.step
+        if step == UNTAGGED:
+            return {}
+        pairs = zip(self.handles, self.tensors, strict=True)
+        return {id(tensor): handle for handle, tensor in pairs if handle.step == step}
 
 
 class RankProcess:
@@ -86,7 +97,7 @@ class RankProcess:
         use(self._plane)
         self._meeting = Meeting(spec)
         self._place: Place | None = None
-        self._roles: dict[str, object] = {}
+        self._cast: Cast | None = None
         self._staged: dict[int, _Staged] = {}
         """In the order in which they are to be run."""
         self._to_stage: queue.SimpleQueue[tuple[StageCall, bytes]] = queue.SimpleQueue()
@@ -164,14 +175,16 @@ class RankProcess:
             self._post.say(CallStaged(self._spec.rank, message.call_id, error))
 
     def _stage(self, message: StageCall, body: bytes) -> _Staged:
-        method = _method(self._roles, message)
+        assert self._cast is not None, "calls come when roles stand"
+        role, name = message.role, message.method
         if not body:
-            return _Staged(message, method)
+            return _Staged(message, self._cast.method(role, name))
         values = decode(body)
-        tensors = self._plane.localize(handles_of(values))
+        handles = handles_of(values)
+        tensors = self._plane.localize(handles)
         args, kwargs, rows = fill(values, tensors)
-        _check(message, method, args, kwargs)
-        return _Staged(message, method, body, tensors, Arguments(args, kwargs), rows)
+        method = self._cast.fitting(role, name, args, kwargs)
+        return _Staged(message, method, body, handles, tensors, Arguments(args, kwargs), rows)
 
     # counted, on the count thread
 
@@ -181,17 +194,23 @@ class RankProcess:
             self._post.say(self._told(message, body))
 
     def _told(self, message: ReadTensors, body: bytes) -> TensorsTold:
-        shard_ids, error, num_cleared = array("Q"), "", 0
-        if len(body) % ID_BYTES:
-            error = f"{len(body)} bytes are no list of ids"
-        else:
-            shard_ids.frombytes(body)
-            num_cleared = self._plane.clear(shard_ids.tolist()) if shard_ids else 0
-        self._household.settle()
+        error, num_cleared = "", 0
+        try:
+            num_cleared = self._cleared(body)
+            self._household.settle()
+        except Exception as failure:  # noqa: BLE001 - door: what is not cleared is told, and tried again
+            error = _said(failure)
         rank, (stored, buffered) = self._spec.rank, held(self._plane)
         return TensorsTold(
             rank, message.ask_id, message.ended_step, num_cleared, stored, buffered, error
         )
+
+    def _cleared(self, body: bytes) -> int:
+        if len(body) % ID_BYTES:
+            raise WireError(f"{len(body)} bytes are no list of ids")
+        shard_ids = array("Q")
+        shard_ids.frombytes(body)
+        return self._plane.clear(shard_ids.tolist()) if shard_ids else 0
 
     # run, on the main thread
 
@@ -200,7 +219,7 @@ class RankProcess:
         try:
             place = self._place = self._meeting.join(message.store)
             torch.set_num_threads(self._spec.num_threads)
-            self._roles = {name: _make(role, place) for name, role in self._spec.roles.items()}
+            self._cast = Cast(self._spec.roles, place)
         except Exception as failure:  # door: a role's maker may raise anything
             log.exception("rank.not_ready", rank=self._spec.rank)
             self._post.say(RankLeft(self._spec.rank, _said(failure)))
@@ -238,35 +257,16 @@ class RankProcess:
             return b""
         if staged.rows is not None:
             result = without_padding(result, *staged.rows)
-        return encode(self._plane.remotize(result, staged.message.step))
+        return encode(self._plane.remotize(_given_back(result, staged), staged.message.step))
 
 
-def _make(role: RoleSpec, place: Place) -> object:
-    module_name, _, name = role.make.partition(":")
-    make = getattr(importlib.import_module(module_name), name, None)
-    if not callable(make):
-        raise ConfigError(f"{role.make!r} is nothing to make a role with")
-    return make(place, **role.settings)
+def _given_back(result: Any, staged: _Staged) -> Any:
+    """With the very handle for each argument that is answered as it came: nothing is stored anew.
 
-
-def _method(roles: dict[str, object], message: StageCall) -> Callable[..., Any]:
-    role = roles.get(message.role)
-    found = None if message.method.startswith("_") else getattr(role, message.method, None)
-    if role is None or not callable(found):
-        raise ConfigError(
-            f"no {message.role}.{message.method} here: {', '.join(roles) or 'no roles'}"
-        )
-    method: Callable[..., Any] = found
-    return method
-
-
-def _check(
-    message: StageCall, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
-    try:
-        inspect.signature(method).bind(*args, **kwargs)
-    except TypeError as error:
-        raise ConfigError(f"{message.role}.{message.method}: {error}") from None
+    Only one that the call's own step took: it lives as long as an answer has to, and no longer.
+    """
+    known = staged.own_tags()
+    return transform(result, torch.Tensor, lambda found: [known.get(id(t), t) for t in found])
 
 
 def _said(failure: Exception) -> str:

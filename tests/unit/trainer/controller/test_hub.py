@@ -1,5 +1,6 @@
 """The controller's thread: where it cannot go on, whoever waits is told."""
 
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -31,6 +32,29 @@ def test_a_thread_that_fails_fails_whoever_waits_and_whoever_comes_later() -> No
         early.result(WAIT_S)
     with pytest.raises(RankError, match="own thread failed"):
         hub.call("actor", "train", NO_STEP, (b"",)).result(WAIT_S)
-    with pytest.raises(RankError, match="own thread failed"):
-        hub.ask(NO_STEP, b"").result(WAIT_S)
+    assert hub.ask(NO_STEP, b"").result(WAIT_S).missing == (0,), "which is told, and not raised"
     hub.close("done")
+
+
+def test_what_is_asked_of_a_hub_that_is_closed_ends_at_once() -> None:
+    hub = CrewHub("tcp://127.0.0.1:0", None, CrewSettings(), nowhere)
+    early = hub.call("actor", "train", NO_STEP, (b"",))
+    for reason in ("the first", "the second"):
+        hub.close(reason)
+    for call in (early, hub.call("actor", "train", NO_STEP, (b"",))):
+        with pytest.raises(RankError, match="the first"):
+            call.result(0)
+    assert hub.ask(NO_STEP, b"").result(0).missing == (0,)
+    with pytest.raises(RankError, match="the first"):
+        hub.start()
+
+
+def test_a_hub_that_is_closed_rings_no_descriptor_of_somebody_else() -> None:
+    hub = CrewHub("tcp://127.0.0.1:0", None, CrewSettings(), nowhere)
+    hub.close("done")
+    others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(64)]
+    hub.call("actor", "train", NO_STEP, (b"",))
+    for fd in others:
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(fd)
+        os.close(fd)

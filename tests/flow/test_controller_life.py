@@ -1,0 +1,231 @@
+"""A train controller from its start to its end, whoever ends it, and calls that go wrong in groups.
+
+Ranks of a tensor-parallel group are four here, two heads with one beside each.
+"""
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from rollmesh.core.errors import AddressError, CallFailed, ConfigError, RankError, RankGone
+from rollmesh.tensors.plane import Plane
+from rollmesh.trainer.controller.answers import Reduce
+from rollmesh.trainer.controller.controller import Call, RankPlan, TrainController
+from rollmesh.trainer.controller.household import Household
+from rollmesh.trainer.controller.spec import PlaneSpec
+from tests.flow.rank_crew import household, plan
+
+GONE_S = 20.0
+ALL = Reduce(default="sum")
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Household]:
+    with household() as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def plane(home: Household) -> Plane:
+    return home.plane
+
+
+@pytest.fixture(scope="module")
+def pairs(home: Household) -> Iterator[TrainController]:
+    """Two heads, and a rank beside each."""
+    with TrainController(plan(4, width=2), home) as started:
+        yield started
+
+
+def processes_of(controller: TrainController) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in controller.pids()]
+
+
+def have_ended(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=GONE_S)[1]
+
+
+def test_ranks_beside_both_heads_compute_on_what_their_own_head_was_given(
+    plane: Plane, pairs: TrainController
+) -> None:
+    rows = pairs.take(plane.remotize([torch.full((3,), float(n)) for n in (1, 2, 3, 4)]), 1)
+    answer = pairs.call(Call("sums.digest", reduce=ALL), rows, scale=1.0)
+    assert answer == (30.0, 30.0), "both of a group the same, all rows once over both groups"
+    held = pairs.end_step(1)
+    assert [each.rank for each in held.processes] == [-1, 0, 1, 2, 3]
+    assert (held.leaks, held.missing) == ((), ())
+
+
+def test_calls_of_several_threads_run_in_one_order_at_all_ranks(
+    plane: Plane, pairs: TrainController
+) -> None:
+    rows = plane.remotize([torch.ones(2), torch.ones(2)])
+
+    def ask(number: int) -> float:
+        if number % 2:
+            return float(pairs.call("sums.all_of", float(number))["total"])
+        call = Call("sums.digest", reduce=ALL)
+        return float(pairs.call(call, rows, scale=float(number))[1])
+
+    with ThreadPoolExecutor(6) as threads:
+        answers = list(threads.map(ask, range(24)))
+    # Two kinds of collective, of all ranks and of a pair: out of order they would hang, or mix.
+    assert answers == [4.0 * n + 6 if n % 2 else 4.0 * n for n in range(24)]
+    pairs.clear_batches(rows)
+
+
+def test_what_cannot_be_staged_at_one_head_is_run_by_no_rank_of_any_group(
+    plane: Plane, pairs: TrainController
+) -> None:
+    good, bad = plane.remotize([torch.ones(2), torch.ones(2)])
+    pairs.clear_batches(bad)
+    before = pairs.begin("sums.all_of", 1.0)
+    failing = pairs.begin(Call("sums.digest", reduce=ALL), [good, bad], scale=1.0)
+    after = pairs.begin("sums.all_of", 2.0)
+    assert (before.result()["total"], after.result()["total"]) == (10.0, 14.0)
+    with pytest.raises(CallFailed, match="cleared"):
+        failing.result()
+    pairs.clear_batches(good)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_rank_that_raises_in_a_group_is_named_and_the_next_call_runs(
+    pairs: TrainController, rank: int
+) -> None:
+    with pytest.raises(CallFailed, match=f"sums.fail_at failed at rank {rank}: ValueError"):
+        pairs.call("sums.fail_at", rank)
+    assert pairs.call("sums.all_of", 0.0) == {"total": 6.0}
+
+
+def test_a_call_that_fails_while_it_looks_at_its_rows_leaves_nothing(
+    plane: Plane, pairs: TrainController
+) -> None:
+    rows = pairs.take(plane.remotize([torch.ones(8), torch.ones(8)]), 2)
+    with pytest.raises(CallFailed, match="rank 0 has 1 rows"):
+        pairs.call("sums.fail_on", rows)
+    held = pairs.end_step(2)
+    assert (held.leaks, held.missing) == ((), ())
+    assert {each.stored.retained_bytes for each in held.processes} == {0}
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_is_killed_beside_a_head_ends_the_call_and_all_ranks(
+    home: Household, tmp_path: Path, rank: int
+) -> None:
+    flag = tmp_path / "flag"
+    os.mkfifo(flag)
+    with TrainController(plan(4, width=2), home) as controller:
+        processes = processes_of(controller)
+        begun = controller.begin("sums.leave_alone", rank, str(flag))
+        assert flag.read_bytes() == b"here"
+        processes[rank].kill()
+        with pytest.raises(RankGone, match=f"rank {rank} is gone: killed by signal 9"):
+            begun.result()
+        assert have_ended(processes)
+
+
+def test_a_controller_is_closed_once_and_answers_nobody_later(home: Household) -> None:
+    controller = TrainController(plan(1), home)
+    controller.start()
+    processes = processes_of(controller)
+    for _ in range(2):
+        controller.close()
+    assert have_ended(processes)
+    with pytest.raises(RankError, match="the controller is closed"):
+        controller.call("sums.all_of", 1.0)
+    held = controller.end_step(9)
+    assert (held.missing, held.leaks) == ((0,), ())
+
+
+def test_a_controller_that_never_started_can_be_closed(home: Household) -> None:
+    controller = TrainController(plan(1), home)
+    controller.close()
+    with pytest.raises(RankError, match="the controller is closed"):
+        controller.start()
+
+
+def test_a_close_in_mid_call_fails_that_call_and_waits_for_nobody_who_waits(
+    home: Household, tmp_path: Path
+) -> None:
+    flag, gate = tmp_path / "flag", tmp_path / "gate"
+    os.mkfifo(flag)
+    os.mkfifo(gate)
+    controller = TrainController(plan(1), home)
+    controller.start()
+    processes = processes_of(controller)
+    waiting = controller.begin("sums.wait_for", str(flag), str(gate))
+    assert flag.read_bytes() == b"here"
+    closing = threading.Thread(target=controller.close)
+    closing.start()
+    with pytest.raises(RankError, match="the controller has ended"):
+        waiting.result()
+    with gate.open("wb"):
+        closing.join(GONE_S)
+    assert not closing.is_alive()
+    assert have_ended(processes)
+
+
+def test_a_controller_that_nobody_has_any_more_ends_its_ranks(home: Household) -> None:
+    controller = TrainController(plan(1), home)
+    controller.start()
+    processes = processes_of(controller)
+    begun = controller.begin("sums.all_of", 2.0)
+    del controller
+    gc.collect()
+    assert begun.result() == {"total": 2.0}, "who waits for a call still has it"
+    del begun
+    gc.collect()
+    assert have_ended(processes)
+
+
+def test_what_a_role_prints_goes_to_the_runs_folder(
+    home: Household, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = msgspec.structs.replace(plan(1), folder=str(tmp_path))
+    with TrainController(told, home) as controller:
+        controller.call("sums.say", "so far, so good")
+    assert (tmp_path / "logs/rank-0.out").read_text() == "so far, so good\n"
+    assert "so far" not in capfd.readouterr().out
+
+
+def failing_start(told: RankPlan, home: Household) -> str:
+    """The line that it ends with."""
+    with pytest.raises(RankGone) as caught, TrainController(told, home):
+        raise AssertionError("it has begun")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        ("no_such_package:Actor", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("tests.flow.rank_roles:Actor", "'tests.flow.rank_roles:Actor' is nothing to make a role"),
+    ],
+)
+def test_a_role_that_cannot_be_imported_is_one_line(home: Household, make: str, said: str) -> None:
+    line = failing_start(plan(1, make=make), home)
+    assert line.startswith(f"rank 0 is gone: {said}")
+    assert "\n" not in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_one_line(home: Household) -> None:
+    told = msgspec.structs.replace(plan(1), device="cuda")
+    assert "device cuda: torch sees none here" in failing_start(told, home)
+
+
+def test_a_plan_that_cannot_be_is_refused_before_any_process_starts(home: Household) -> None:
+    for num_ranks, width in ((0, 1), (4, 3), (2, 0)):
+        with pytest.raises(ConfigError, match=f"{num_ranks} ranks do not divide into groups"):
+            plan(num_ranks, width)
+    open_plane = msgspec.structs.replace(plan(1), plane=PlaneSpec(bind="tcp://0.0.0.0:0"))
+    with pytest.raises(AddressError, match=r"0\.0\.0\.0"):
+        TrainController(open_plane, home)

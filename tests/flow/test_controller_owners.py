@@ -1,0 +1,155 @@
+"""Whoever owns a shard: a step's batch takes it, and the step's end frees it there."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from rollmesh.core.errors import OwnerGone, ShardMissing, TensorError
+from rollmesh.tensors.handles import UNTAGGED, RTensor, unpack
+from rollmesh.tensors.plane import Plane
+from rollmesh.trainer.controller.controller import Call, Held, TrainController
+from rollmesh.trainer.controller.household import Household
+from tests.flow.rank_crew import household, plan
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Household]:
+    with household() as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def plane(home: Household) -> Plane:
+    return home.plane
+
+
+@pytest.fixture(scope="module")
+def controller(home: Household) -> Iterator[TrainController]:
+    with TrainController(plan(2), home) as started:
+        yield started
+
+
+@contextmanager
+def other_owner() -> Iterator[tuple["subprocess.Popen[bytes]", list[RTensor]]]:
+    """A process that is no rank and no controller, and what it owns."""
+    argv = [sys.executable, "-m", "tests.flow.rank_crew", "owner"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        yield owner, unpack(bytes.fromhex(owner.stdout.readline().decode()))
+        owner.kill()
+
+
+def tags(held: Held) -> set[int]:
+    """Of all that is stored anywhere."""
+    return {step for each in held.processes for step, _ in each.stored.bytes_by_step}
+
+
+def bytes_of_ranks(held: Held) -> int:
+    """What ranks own."""
+    return sum(each.stored.total_bytes for each in held.processes if each.rank >= 0)
+
+
+def test_what_ranks_answered_is_taken_at_the_ranks(
+    plane: Plane, controller: TrainController
+) -> None:
+    rows = plane.remotize([torch.ones(4), torch.ones(4)])
+    answer = controller.call(Call("sums.echo", UNTAGGED), rows)
+    assert tags(controller.clear_batches()) == {UNTAGGED}
+    taken = controller.take([rows, answer], step=1)
+    assert {each.step for each in (*taken[0], taken[1][0]["new"])} == {1}
+    assert tags(controller.clear_batches()) == {1}
+    held = controller.end_step(1)
+    assert (tags(held), held.leaks) == (set(), ())
+
+
+def test_what_another_process_owns_is_freed_there_when_the_step_ends(
+    plane: Plane, controller: TrainController
+) -> None:
+    with other_owner() as (_, handles):
+        taken = controller.take(handles[:1], step=2)
+        controller.end_step(2)
+        with pytest.raises(ShardMissing, match="cleared"):
+            plane.localize(taken)
+        assert torch.equal(plane.localize(handles[1]), torch.ones(3)), "nobody took that"
+        with pytest.raises(TensorError, match="step 2 has ended"):
+            controller.take(handles[1], step=2)
+
+
+def test_a_shard_that_is_gone_cannot_be_taken_wherever_it_was(
+    plane: Plane, controller: TrainController
+) -> None:
+    with other_owner() as (owner, handles):
+        plane.clear_at(handles[0].owner, [handles[0].shard_id])
+        with pytest.raises(ShardMissing, match="cleared"):
+            controller.take(handles, step=3)
+        owner.kill()
+        owner.wait()
+        with pytest.raises(OwnerGone):
+            controller.take(handles[1], step=3)
+
+
+def test_an_owner_that_does_not_hear_of_the_end_is_named_and_stops_nobody(
+    controller: TrainController, caplog: pytest.LogCaptureFixture
+) -> None:
+    with other_owner() as (owner, handles):
+        controller.take(handles, step=4)
+        owner.kill()
+        owner.wait()
+    with caplog.at_level(logging.WARNING):
+        held = [controller.end_step(step) for step in range(4, 9)]
+    assert [each.missing for each in held] == [()] * 5
+    said = f"tensors.not_ended owner={handles[0].owner} step="
+    told = [each.getMessage() for each in caplog.records]
+    steps = [each.removeprefix(said)[:1] for each in told if each.startswith(said)]
+    assert steps == ["4", "5", "6"], "and then it is given up"
+
+
+def test_what_a_rank_answers_as_it_came_is_not_stored_anew(
+    plane: Plane, controller: TrainController
+) -> None:
+    rows = controller.take(plane.remotize([torch.ones(4), torch.zeros(4)]), step=10)
+    answer = controller.call(Call("sums.echo", 10), rows)
+    assert [each["same"] for each in answer] == rows
+    assert bytes_of_ranks(controller.clear_batches()) == 2 * 16, "what was computed, and no more"
+    assert controller.end_step(10).leaks == ()
+
+
+def test_what_outlives_its_call_otherwise_than_its_argument_is_stored_anew(
+    plane: Plane, controller: TrainController
+) -> None:
+    rows = plane.remotize([torch.ones(4), torch.zeros(4)])
+    of_step = controller.call(Call("sums.echo", 11), rows)
+    controller.end_step(11)
+    assert torch.equal(plane.localize(rows[0]), torch.ones(4)), "nobody took the argument"
+    assert not {each["same"].shard_id for each in of_step} & {each.shard_id for each in rows}
+    taken = controller.take(rows, step=12)
+    kept = controller.call(Call("sums.echo", UNTAGGED), taken)
+    controller.end_step(12)
+    assert torch.equal(plane.localize(kept[0]["same"]), torch.ones(4))
+    assert tags(controller.clear_batches(kept)) == set()
+
+
+def test_an_answer_is_of_the_newest_step_of_its_arguments_unless_that_is_said(
+    plane: Plane, controller: TrainController
+) -> None:
+    old = controller.take(plane.remotize(torch.ones(2)), step=20)
+    rows = controller.take(plane.remotize([torch.ones(4), torch.zeros(4)]), step=21)
+    answer = controller.call("sums.echo", rows, row_weights=(old,))
+    assert {each["new"].step for each in answer} == {21}
+    held = controller.end_step(21)
+    assert (tags(held), held.leaks) == (set(), ())
+    plain = controller.call("sums.echo", plane.remotize([torch.ones(1), torch.ones(1)]))
+    assert {each["new"].step for each in plain} == {UNTAGGED}
+    controller.clear_batches(plain, controller.call("sums.echo", [e["new"] for e in plain]))
+
+
+def test_a_living_controllers_shards_are_not_leased() -> None:
+    with household(lease_s=0.0) as home, TrainController(plan(1), home) as controller:
+        rows = home.plane.remotize([torch.ones(4)])
+        assert controller.clear_batches().processes[0].stored.num_tensors == 1
+        assert controller.call("sums.echo", rows)[0]["new"].num_bytes == 16
