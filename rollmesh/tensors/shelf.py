@@ -90,15 +90,16 @@ class Shelf:
         """One of the steps up to `last_step`, untagged ones among them, if one is here."""
         for step, of_step in self._steps.items():
             if step <= last_step:
-                # The newest: whoever takes the oldest again and again walks over all the gaps.
-                return self.take_down(next(reversed(of_step.ids)))
+                # The newest, and popped: who looks for an end again and again walks over all gaps.
+                shard_id, _ = of_step.ids.popitem()
+                return self.take_down(shard_id)
         return None
 
     def _forget(self, shard_id: int, kept: Kept) -> None:
         of_step = self._steps[kept.step]
         data = kept.content.data
         num_bytes = data.nbytes
-        del of_step.ids[shard_id]
+        of_step.ids.pop(shard_id, None)
         of_step.num_bytes -= num_bytes
         if not of_step.ids:
             del self._steps[kept.step]
