@@ -1,8 +1,9 @@
 """Public code that nobody uses: functions, classes and methods of rollmesh/ without a caller.
 
 Owns what counts as a use: the name is read anywhere in rollmesh/, benchmarks/ or examples/,
-outside its own body, or stands in a string as `module:Name`, in getattr, in a quoted annotation
-or in pyproject's scripts. Tests are no users, except of rollmesh/testing, which is theirs.
+outside its own body, or stands in a string as `module:Name` or as a role's `role.method`, in
+getattr, in a quoted annotation or in pyproject's scripts. Tests are no users, except of
+rollmesh/testing, which is theirs.
 Names are matched without types, so a fault is certain and a miss is possible. Not judged:
 what is registered by a decorator, and methods that an outside base class calls by name.
 """
@@ -29,6 +30,7 @@ PLAIN_BASES = {
 }  # fmt: skip
 PLAIN_LIBRARIES = {"", "abc", "enum", "msgspec", "typing"}  # asyncio.Protocol is not typing's
 REFERENCE = re.compile(r"[A-Za-z_][\w.]*:(?P<name>[A-Za-z_]\w*)")
+ROLE_METHOD = re.compile(r"[a-z]+\.(?P<name>[a-z_]+)")  # as the train controller is told of it
 WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -120,7 +122,7 @@ def _names_read(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr"):
         yield from (str(each.value) for each in node.args if isinstance(each, ast.Constant))
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        found = REFERENCE.fullmatch(node.value)
+        found = REFERENCE.fullmatch(node.value) or ROLE_METHOD.fullmatch(node.value)
         if found:
             yield found["name"]
     elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:

@@ -1,0 +1,126 @@
+"""A language model as a role: actor of a policy, pupil of texts and preferences, or a reference.
+
+    logprobs            what each trained token's log-prob is now; also of a frozen reference
+    train_policy        PPO and GRPO: trainer/loss.py's loss, and a price for leaving the reference
+    train_preference    DPO, on pairs: the first of each two rows is the better
+    train_text          SFT: cross-entropy of the trained tokens
+
+Invariants: those of learner.py; log-probs are of softmax(logits / temperature) over the whole
+vocabulary, with the row's temperature, 1 where it has none. Driven by rank.py, as a role of a
+RankPlan. Shapes: N trained tokens, P pairs.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rollmesh.core.types import Json
+from rollmesh.trainer.checkpoint import load_model
+from rollmesh.trainer.controller.meeting import Place
+from rollmesh.trainer.loss import TokenTerms, policy_loss, token_logprobs
+from rollmesh.trainer.roles.divergence import Estimate, divergence
+from rollmesh.trainer.roles.learner import Learner, Terms
+from rollmesh.trainer.roles.losses import duel_loss, preference_margins
+from rollmesh.trainer.roles.rows import Row, RowBatch
+
+
+class LanguageTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What its losses take beside TrainerConfig's clips."""
+
+    kl_coef: float = 0.0
+    """Of the divergence from the reference in the policy's loss."""
+    kl_estimate: Estimate = "k3"
+    beta: float = 0.1
+    """DPO's: how dear it is to leave the reference."""
+    label_smoothing: float = 0.0
+    """DPO's: the share of pairs that are thought to be the wrong way round."""
+
+
+class LanguageModel:
+    """See the module."""
+
+    def __init__(
+        self,
+        place: Place,
+        path: str,
+        trainer: Mapping[str, Json] | None = None,
+        losses: Mapping[str, Json] | None = None,
+    ) -> None:
+        """The model in the folder `path`; frozen without `trainer`, fields of TrainerConfig.
+
+        ModelError, ValidationError for a folder or a field that is none.
+        """
+        self._terms = msgspec.convert(losses or {}, LanguageTerms)
+        self._learner = Learner(place, load_model(Path(path)), Path(path), trainer)
+        self._settings = self._learner.settings
+
+    def logprobs(self, rows: Sequence[Row], row_weights: Sequence[float] = ()) -> list[Tensor]:
+        """[N] of each row, in nats."""
+        del row_weights
+        return self._learner.ask(rows, lambda batch: batch.split(self._logprobs(batch)[0]))
+
+    def train_text(
+        self, rows: Sequence[Row], step: int, row_weights: Sequence[float] = ()
+    ) -> dict[str, float]:
+        """A step of supervised training; `loss` is the mean surprise of a token, in nats."""
+        return self._learner.learn(rows, row_weights, step, self._text)
+
+    def train_preference(
+        self, rows: Sequence[Row], step: int, row_weights: Sequence[float] = ()
+    ) -> dict[str, float]:
+        """A step of DPO. Column: `reference`. `won` is the share of pairs in which the better row
+        gained more than the other."""
+        return self._learner.learn(rows, row_weights, step, self._preference, group_size=2)
+
+    def train_policy(
+        self, rows: Sequence[Row], step: int, row_weights: Sequence[float] = ()
+    ) -> dict[str, float]:
+        """A step of PPO or GRPO. Columns: `advantages`, and where they are known `proximal` (as
+        the train step began), `logprobs` (as recorded when sampled) and `reference`."""
+        return self._learner.learn(rows, row_weights, step, self._policy)
+
+    def save(self, folder: str) -> None:
+        """Write the model."""
+        self._learner.save(Path(folder))
+
+    def _logprobs(self, batch: RowBatch) -> tuple[Tensor, Tensor]:
+        """(log-probs [N], entropies [N])."""
+        logits_NV = self._learner.outputs(batch, batch.before_N)
+        temperatures_N = batch.column("temperature", torch.ones_like(logits_NV[:, 0]))
+        return token_logprobs(logits_NV, batch.targets_N, temperatures_N)
+
+    def _text(self, batch: RowBatch) -> Terms:
+        return {"loss": -self._logprobs(batch)[0].sum()}
+
+    def _preference(self, batch: RowBatch) -> Terms:
+        logprobs_N, _ = self._logprobs(batch)
+        now_P2 = batch.sums(logprobs_N).view(-1, 2)
+        reference_P2 = batch.sums(batch.column("reference")).view(-1, 2)
+        margins_P = preference_margins(now_P2, reference_P2, self._terms.beta)
+        losses_P = duel_loss(margins_P, self._terms.label_smoothing)
+        return {"loss": losses_P.sum(), "won": (margins_P > 0).sum(), "margin": margins_P.sum()}
+
+    def _policy(self, batch: RowBatch) -> Terms:
+        logprobs_N, entropies_N = self._logprobs(batch)
+        before_N = logprobs_N.detach()
+        proximal_N = batch.column("proximal", before_N)
+        terms = TokenTerms(
+            logprobs_N=logprobs_N,
+            entropies_N=entropies_N,
+            proximal_N=proximal_N,
+            recorded_N=batch.column("logprobs", proximal_N),
+            advantages_N=batch.column("advantages"),
+            weights_N=torch.ones_like(before_N),
+        )
+        loss = policy_loss(terms, self._settings)
+        reference_N = batch.column("reference", before_N)
+        kl = divergence(logprobs_N, reference_N, self._terms.kl_estimate).sum()
+        return {
+            "loss": loss.value + self._terms.kl_coef * kl,
+            "kl": kl,
+            "entropy": entropies_N.sum(),
+            "clip_fraction": torch.tensor(loss.num_clipped),
+        }

@@ -1,0 +1,145 @@
+"""One step of each of the field's recipes, as calls of a train controller.
+
+    recipe    roles                       rows
+    ppo       actor, reference, critic    reward
+    grpo      actor, reference            reward, group: siblings, whose rewards are compared
+    dpo       actor, reference            pairs, the better one first
+    sft       actor
+    reward    scorer                      pairs, the better one first
+
+Rows are those of rows.py, whose tensors are handles; what a role computes of them goes into them as
+a column, handles again: no tensor passes through here. Invariants: those of the roles, so that a
+step is the same on any number of ranks; all that a step makes is tagged by it, and freed by
+`controller.end_step(step)`, which is the caller's. Driven by a train loop.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollmesh.core.config import TrainerConfig
+from rollmesh.core.types import Json
+from rollmesh.trainer.advantages import group_advantages
+from rollmesh.trainer.controller.controller import Call, TrainController
+from rollmesh.trainer.controller.dispatch import Rule
+from rollmesh.trainer.controller.spec import RoleSpec
+from rollmesh.trainer.roles.rows import Row
+
+Rows = Sequence[Row]
+Report = dict[str, float]
+
+LANGUAGE = "rollmesh.trainer.roles.language:LanguageModel"
+SCALAR = "rollmesh.trainer.roles.scalar:ScalarModel"
+SCALARS = ("critic", "scorer")
+PPO_EPOCHS = 2
+"""Optimiser steps on one batch."""
+
+
+def ppo(controller: TrainController, rows: Rows, step: int) -> Report:
+    """Schulman et al. 2017: clipped ratios, advantages against a critic that learns beside."""
+    rows = _with(
+        rows,
+        proximal=_told(controller, "actor.logprobs", rows, step),
+        reference=_told(controller, "reference.logprobs", rows, step),
+    )
+    rows = _with(rows, **_told(controller, "critic.advantages", rows, step))
+    for _ in range(PPO_EPOCHS):
+        values = _trained(controller, "critic.train_values", rows, step)
+        policy = _trained(controller, "actor.train_policy", rows, step)
+    return policy | {"value_loss": values["loss"]}
+
+
+def grpo(controller: TrainController, rows: Rows, step: int) -> Report:
+    """Shao et al. 2024: a rollout's advantage is over its siblings, so that no critic is needed."""
+    rows = _with(
+        rows,
+        advantages=_over_siblings(rows),
+        reference=_told(controller, "reference.logprobs", rows, step),
+    )
+    return _trained(controller, "actor.train_policy", rows, step)
+
+
+def dpo(controller: TrainController, rows: Rows, step: int) -> Report:
+    """Rafailov et al. 2023: a policy learns preferences without a reward model."""
+    rows = _with(rows, reference=_told(controller, "reference.logprobs", rows, step))
+    return _trained(controller, "actor.train_preference", rows, step, group_size=2)
+
+
+def sft(controller: TrainController, rows: Rows, step: int) -> Report:
+    """Supervised training on texts."""
+    return _trained(controller, "actor.train_text", rows, step)
+
+
+def reward(controller: TrainController, rows: Rows, step: int) -> Report:
+    """Ouyang et al. 2022: a model learns which of two answers is worth more."""
+    return _trained(controller, "scorer.train_rewards", rows, step, group_size=2)
+
+
+class Recipe(NamedTuple):
+    """What a step is, and who plays in it."""
+
+    step: Callable[[TrainController, Rows, int], Report]
+    roles: tuple[str, ...]
+
+
+RECIPES = {
+    "ppo": Recipe(ppo, ("actor", "reference", "critic")),
+    "grpo": Recipe(grpo, ("actor", "reference")),
+    "dpo": Recipe(dpo, ("actor", "reference")),
+    "sft": Recipe(sft, ("actor",)),
+    "reward": Recipe(reward, ("scorer",)),
+}
+
+
+def role_specs(
+    names: Iterable[str],
+    path: str,
+    trainer: TrainerConfig,
+    losses: Mapping[str, Mapping[str, Json]] | None = None,
+) -> dict[str, RoleSpec]:
+    """Of a RankPlan: roles that begin as the model in the folder `path`; the reference stays so.
+
+    `losses` has, by role, fields of its LanguageTerms or ScalarTerms.
+    """
+    specs = {}
+    for name in names:
+        settings: dict[str, Any] = {"path": path, "losses": dict((losses or {}).get(name, {}))}
+        if name != "reference":
+            settings["trainer"] = msgspec.to_builtins(trainer)
+        specs[name] = RoleSpec(make=SCALAR if name in SCALARS else LANGUAGE, settings=settings)
+    return specs
+
+
+def _told(controller: TrainController, method: str, rows: Rows, step: int) -> Any:
+    """Columns, handles of this step."""
+    return controller.call(Call(method, step, Rule(uneven="pad")), rows)
+
+
+def _trained(
+    controller: TrainController, method: str, rows: Rows, step: int, group_size: int = 1
+) -> Report:
+    rule = Rule(group_size=group_size, uneven="pad")
+    report: Report = controller.call(Call(method, step, rule), rows, step)
+    return report
+
+
+def _with(rows: Rows, **columns: Sequence[Any]) -> Rows:
+    """The rows, and in each what the columns have for it."""
+    added = [
+        dict(zip(columns, entries, strict=True)) for entries in zip(*columns.values(), strict=True)
+    ]
+    return [{**row, **entries} for row, entries in zip(rows, added, strict=True)]
+
+
+def _over_siblings(rows: Rows) -> list[float]:
+    """Each row's reward against those of its group."""
+    groups: dict[Any, list[int]] = {}
+    for at, row in enumerate(rows):
+        groups.setdefault(row["group"], []).append(at)
+    advantages = [0.0] * len(rows)
+    for members in groups.values():
+        told = group_advantages([rows[at]["reward"] for at in members], "grpo")
+        for at, advantage in zip(members, told, strict=True):
+            advantages[at] = advantage
+    return advantages

@@ -1,0 +1,157 @@
+"""The losses of critics, reward models and preferences, against references and frozen numbers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollmesh.trainer.roles.divergence import Estimate, divergence
+from rollmesh.trainer.roles.losses import (
+    duel_loss,
+    preference_margins,
+    value_loss,
+)
+from rollmesh.trainer.roles.returns import estimate, token_rewards
+
+GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("roles.json").read_text())
+NUM = 40
+Reference = tuple[list[float], list[float]]
+"""The losses, and each loss's slope in what it is computed from."""
+
+
+def drawn(seed: int, *spreads: float) -> list[Any]:
+    """Arrays of float32 values, so that both sides compute from the same numbers."""
+    chance = np.random.default_rng(seed)
+    return [chance.normal(0, spread, NUM).astype(np.float32) for spread in spreads]
+
+
+def losses_and_slopes(given: Any, losses_of: Any) -> Reference:
+    """Ours, by autograd."""
+    variable = torch.from_numpy(given).requires_grad_()
+    losses: Tensor = losses_of(variable)
+    torch.autograd.backward(losses.sum())
+    assert variable.grad is not None
+    return losses.tolist(), variable.grad.tolist()
+
+
+def assert_equal(ours: Reference, reference: Reference, name: str) -> None:
+    """To each other, and the reference to its frozen sums."""
+    for one, other, frozen in zip(ours, reference, GOLDEN[name], strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=2e-6)
+        assert math.fsum(map(abs, other)) == pytest.approx(frozen, rel=1e-9)
+
+
+def test_a_value_is_drawn_to_its_return_and_held_near_where_the_step_found_it() -> None:
+    values, olds, returns = drawn(1, 1.0, 1.0, 2.0)
+    losses, slopes, num_held = [], [], 0
+    for value, old, target in zip(
+        *(each.tolist() for each in (values, olds, returns)), strict=True
+    ):
+        bounded = min(max(value, old - 0.5), old + 0.5)
+        is_held = (bounded - target) ** 2 > (value - target) ** 2
+        losses.append(((bounded if is_held else value) - target) ** 2 / 2)
+        slopes.append(0.0 if is_held else value - target)
+        num_held += is_held
+    old_N, returns_N = torch.from_numpy(olds), torch.from_numpy(returns)
+    told = value_loss(torch.from_numpy(values), old_N, returns_N, 0.5)
+    ours = losses_and_slopes(
+        values,
+        lambda values_N: value_loss(values_N, old_N, returns_N, 0.5).losses_N,
+    )
+    assert_equal(ours, (losses, slopes), "value")
+    assert int(told.is_clipped_N.sum()) == num_held
+    assert 0 < num_held < NUM
+
+
+def test_a_value_without_a_clip_has_the_plain_squared_error() -> None:
+    values, olds, returns = map(torch.from_numpy, drawn(1, 1.0, 1.0, 2.0))
+    told = value_loss(values, olds, returns, math.inf)
+    assert torch.equal(told.losses_N, (values - returns).square() / 2)
+    assert not told.is_clipped_N.any()
+
+
+@pytest.mark.parametrize("which", ["k1", "k2", "k3"])
+def test_a_divergence_is_schulmans_estimate(which: Estimate) -> None:
+    logprobs, references = drawn(2, 1.0, 1.0)
+    losses, slopes = [], []
+    for now, reference in zip(logprobs.tolist(), references.tolist(), strict=True):
+        ratio = math.exp(reference) / math.exp(now)  # of probabilities, as his page has it
+        losses.append(
+            {
+                "k1": -math.log(ratio),
+                "k2": math.log(ratio) ** 2 / 2,
+                "k3": (ratio - 1) - math.log(ratio),
+            }[which]
+        )
+        slopes.append({"k1": 1.0, "k2": now - reference, "k3": 1.0 - ratio}[which])
+    ours = losses_and_slopes(
+        logprobs, lambda now: divergence(now, torch.from_numpy(references), which)
+    )
+    assert_equal(ours, (losses, slopes), which)
+
+
+@pytest.mark.parametrize("which", ["k1", "k3"])
+def test_the_mean_of_an_unbiased_estimate_is_the_divergence(which: Estimate) -> None:
+    policy, reference = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.5, 0.3])
+    expected = float((policy * (policy / reference).log()).sum())
+    mean = (policy * divergence(policy.log(), reference.log(), which)).sum()
+    assert float(mean) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_preference_is_a_duel_of_what_both_answers_gained(smoothing: float) -> None:
+    first, second, first_before, second_before = drawn(3, 9.0, 9.0, 9.0, 9.0)
+    losses, slopes = [], []
+    for l1, l2, r1, r2 in zip(
+        *(each.tolist() for each in (first, second, first_before, second_before)), strict=True
+    ):
+        margin = 0.1 * ((l1 - r1) - (l2 - r2))
+        wins = 1 / (1 + math.exp(-margin))
+        losses.append(-(1 - smoothing) * math.log(wins) - smoothing * math.log(1 - wins))
+        slopes.append(0.1 * (wins - (1 - smoothing)))
+    before = torch.from_numpy(np.stack([first_before, second_before], 1))
+    ours = losses_and_slopes(
+        first,
+        lambda l1: duel_loss(
+            preference_margins(torch.stack([l1, torch.from_numpy(second)], 1), before, 0.1),
+            smoothing,
+        ),
+    )
+    assert_equal(ours, (losses, slopes), f"preference {smoothing}")
+
+
+@pytest.mark.parametrize(("discount", "trace"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.0)])
+def test_advantages_are_sums_of_discounted_surprises(discount: float, trace: float) -> None:
+    values, drifts = drawn(5, 1.0, 0.5)
+    rewards = [-0.02 * drift for drift in drifts.tolist()]
+    rewards[-1] += 3.0
+    ahead = [*values.tolist(), 0.0]
+    surprises = [rewards[t] + discount * ahead[t + 1] - ahead[t] for t in range(NUM)]
+    # As the paper writes it, each step's sum by itself: O(n^2), and no recursion.
+    advantages = [
+        math.fsum((discount * trace) ** (at - t) * surprises[at] for at in range(t, NUM))
+        for t in range(NUM)
+    ]
+    returns = [a + v for a, v in zip(advantages, ahead, strict=False)]
+    given = token_rewards(3.0, torch.from_numpy(drifts), 0.02)
+    ours = estimate(given, torch.from_numpy(values), discount, trace)
+    reference = (advantages, returns)
+    assert_equal((ours[0].tolist(), ours[1].tolist()), reference, f"returns {discount} {trace}")
+
+
+def test_with_a_whole_trace_a_token_is_owed_all_that_comes_after_it() -> None:
+    rewards, values = torch.tensor([0.0, 0.0, 2.0]), torch.tensor([0.5, -1.0, 1.5])
+    told = estimate(rewards, values, 1.0, 1.0)
+    assert told.returns_N.tolist() == [2.0, 2.0, 2.0]
+    assert told.advantages_N.tolist() == [1.5, 3.0, 0.5]
+
+
+def test_a_rollout_without_trained_tokens_has_no_returns() -> None:
+    none = torch.zeros(0)
+    told = estimate(token_rewards(1.0, none, 0.1), none, 1.0, 0.95)
+    assert (len(told.advantages_N), len(told.returns_N)) == (0, 0)
