@@ -1,7 +1,9 @@
 """What is made in a store's memory is shards once it is whole; else nothing is left of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -98,22 +100,34 @@ def test_of_a_step_that_has_ended_nothing_is_committed(store: OwnerStore, arena:
     assert is_empty(store, arena)
 
 
-def test_a_step_that_ends_in_the_middle_of_a_commit_leaves_nothing(
-    store: OwnerStore, arena: Arena
+class Interrupted(list[Kind]):
+    """Kinds of which the second stretch comes when something has happened."""
+
+    def __init__(self, kinds: list[Kind], happen: Callable[[], object]) -> None:
+        super().__init__(kinds)
+        self.happen = happen
+        self.num_cuts = 0
+
+    def __getitem__(self, part: Any) -> Any:
+        self.num_cuts += 1
+        if self.num_cuts == 2:
+            self.happen()
+        return super().__getitem__(part)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_what_ends_a_commit_in_its_middle_leaves_nothing(
+    store: OwnerStore, arena: Arena, is_interrupted: bool
 ) -> None:
-    class Endings(list[Kind]):
-        """Of the kinds that are cut off it, the second stretch comes when the step has ended."""
-
-        num_cuts = 0
-
-        def __getitem__(self, part: object) -> list[Kind]:  # type: ignore[override]
-            self.num_cuts += 1
-            if self.num_cuts == 2:
-                store.end_step(4)
-            return super().__getitem__(part)  # type: ignore[call-overload, no-any-return]
-
-    with pytest.raises(TensorError), store.reserve(Endings(kinds(*[8] * 3 * STRETCH))) as reserved:
+    happen = interrupt if is_interrupted else partial(store.end_step, 4)
+    many = Interrupted(kinds(*[8] * 3 * STRETCH), happen)
+    with pytest.raises((TensorError, KeyboardInterrupt)), store.reserve(many) as reserved:
         reserved.commit(4)
+    assert many.num_cuts == 2
     assert is_empty(store, arena)
 
 
