@@ -6,11 +6,13 @@
 Owns no bytes, only the order in which they are looked for. Invariants: what this process owns it
 reads in its own store, never over a socket and never into its buffer; a call fetches a shard once,
 and gives one tensor wherever it stands; what a step or a clear ends, ends in the store and in the
-buffer. A process without a store keeps its tensors, and one that never set up a plane (a plain
-torchrun) has an empty one, so that the same code runs there. Driven by the ranks of a trainer, and
-by whoever else has a batch in hand; any thread may.
+buffer; a forked child is given nothing, since nobody asks it how long it looks, and it would wait
+for threads that it does not have. A process without a store keeps its tensors, and one that never
+set up a plane (a plain torchrun) has an empty one, so that the same code runs there. Driven by the
+ranks of a trainer, and by whoever else has a batch in hand; any thread may.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -48,6 +50,7 @@ class Plane:
         self.store = store
         self.buffer = buffer
         self.backend = backend
+        self._pid = os.getpid()
 
     def remotize(self, nested: Any, step: int = UNTAGGED) -> Any:
         """`nested` with a handle for each tensor, stored here and taken by `step`.
@@ -124,6 +127,8 @@ class Plane:
         )
 
     def _tensors(self, handles: list[RTensor]) -> list[ReadOnlyTensor]:
+        if os.getpid() != self._pid:
+            raise TensorError("a plane that was made before a fork is the parent's: localize there")
         distinct = {each.shard_id: each for each in handles}
         contents = self._contents([*distinct.values()])
         tensors = dict(zip(distinct, map(to_tensor, contents), strict=True))
