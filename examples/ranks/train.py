@@ -1,80 +1,106 @@
 """Trains on several ranks: the controller moves handles, ranks fetch what is theirs.
 
     python -m examples.ranks.train --ranks 2
+    torchrun --nproc-per-node 2 -m examples.ranks.train     the same without a controller
 
-The curve is the same for any number of ranks, and after each step nothing of its batch is left in
-any process.
+The loop is one, and so is the curve, for any number of ranks and either way; after each step
+nothing of its batch is left in any process.
 """
 
 import argparse
 import contextlib
+import os
 import random
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from rollmesh.tensors.plane import use
+from examples.ranks.ahead import Ahead
+from rollmesh.tensors.plane import current, use
 from rollmesh.trainer.controller.answers import Reduce
 from rollmesh.trainer.controller.controller import Call, Held, RankPlan, TrainController
 from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.controller.household import Household
+from rollmesh.trainer.controller.plain import PlainRank
 from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec
 from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.staleness import Staleness
 
 VOCAB = 17
 ROWS = 10
+MAX_STALENESS = 1
 TRAIN = Call(
     "writer.train",
     rule=Rule(uneven="pad"),
     reduce=Reduce(rules={"loss": "sum", "num_tokens": "sum"}),
 )
 SCORE = Call("writer.score", rule=Rule(uneven="pad"))
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 0))
+"""What torchrun says; 0 of 0 where a controller leads."""
 
 
-def batch(step: int) -> list[Tensor]:
+def batch(number: int) -> list[Tensor]:
     """Sequences of many lengths in which each number, most of the time, follows from the last."""
-    chance = random.Random(step)
+    chance = random.Random(number)
     rows = []
     for _ in range(ROWS):
         ids = [chance.randrange(VOCAB)]
         for _ in range(chance.randrange(4, 60)):
             ids.append((3 * ids[-1] + 1) % VOCAB if chance.random() < 0.9 else 0)
         rows.append(torch.tensor(ids, dtype=torch.int32))
-    return rows
+    return rows[RANK::WORLD_SIZE] if WORLD_SIZE else rows
 
 
-def train(num_ranks: int, num_steps: int) -> list[float]:
-    """The loss of each step."""
+@contextlib.contextmanager
+def trainer(num_ranks: int, staleness: Staleness) -> Iterator[TrainController | PlainRank]:
+    """A controller of `num_ranks` processes, or, under torchrun, this one of them."""
     settings = {"vocab_size": VOCAB, "learning_rate": 0.01, "seed": 0}
     writer = RoleSpec(make="examples.ranks.roles:Writer", settings=settings)
-    plan = RankPlan(topology=Topology(num_ranks), roles={"writer": writer})
-    losses = []
+    plan = RankPlan(topology=Topology(WORLD_SIZE or num_ranks), roles={"writer": writer})
+    if WORLD_SIZE:
+        with PlainRank(plan, staleness) as rank:
+            yield rank
+        return
     with (
         contextlib.closing(Household(PlaneSpec(), None)) as home,
-        TrainController(plan, home) as controller,
+        TrainController(plan, home, staleness=staleness) as controller,
     ):
         use(home.plane)
         print("ranks run as pids", *controller.pids())
+        yield controller
+
+
+def train(num_ranks: int, num_steps: int) -> None:
+    """Print the loss of each step."""
+    ahead = Ahead(batch, MAX_STALENESS)
+    with trainer(num_ranks, ahead.staleness) as controller:
         for step in range(num_steps):
-            rows = controller.take(home.plane.remotize(batch(step)), step)
+            rows = controller.take(current().remotize(ahead.next(step)), step)
             report = controller.call(TRAIN, rows)
-            told(step, report, controller.end_step(step))
-            losses.append(report["loss"])
-        unseen = home.plane.remotize(batch(num_steps))
+            told(step, report, controller.end_step(step), controller.staleness)
+            ahead.trained(step)
+        unseen = current().remotize(batch(num_steps))
         surprises = controller.call(SCORE, unseen)
-        worst = max(float(each.max()) for each in home.plane.localize(surprises))
+        worst = max(float(each.max()) for each in current().localize(surprises))
         held = controller.clear_batches(unseen, surprises)
-        print(f"{held.num_cleared} shards of an unseen batch are freed; worst surprise {worst:.2f}")
-    return losses
+    say(f"{held.num_cleared} shards of an unseen batch are freed; worst surprise {worst:.2f}")
 
 
-def told(step: int, report: dict[str, float], held: Held) -> None:
+def told(step: int, report: dict[str, float], held: Held, staleness: Staleness | None) -> None:
     """A line of a step."""
     left = sum(each.stored.total_bytes + each.buffered.total_bytes for each in held.processes)
-    print(
+    num_ready = staleness.num_ready if staleness else 0
+    say(
         f"step {step:2d}  loss {report['loss']:.4f}  {report['num_tokens']:.0f} tokens  "
-        f"{left} bytes left in {len(held.processes)} processes"
+        f"{left} bytes left in {len(held.processes)} processes  {num_ready} batches drawn ahead"
     )
+
+
+def say(line: str) -> None:
+    """Once, however many run this."""
+    if RANK == 0:
+        print(line)
 
 
 def main() -> None:

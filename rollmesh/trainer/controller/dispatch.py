@@ -59,7 +59,7 @@ class Dispatch(msgspec.Struct, frozen=True):
 
 def cut(arguments: Arguments, num_heads: int, rule: Rule) -> Dispatch:
     """What each head gets; DispatchError where the rows cannot be dealt."""
-    columns = _columns(arguments)
+    columns = _columns(arguments, RTensor)
     if not columns:
         return Dispatch((arguments,) * num_heads, None)
     rows = _rows(columns)
@@ -69,11 +69,25 @@ def cut(arguments: Arguments, num_heads: int, rule: Rule) -> Dispatch:
     places = {id(column) for _, column in columns}
     parts = tuple([_part(arguments, share, places) for share in shares])
     if rule.uneven == "pad":
-        if ROW_WEIGHTS in arguments.kwargs:
-            raise DispatchError(f"{ROW_WEIGHTS} is what a padded call adds: name yours otherwise")
+        _check_unweighed(arguments)
         for part, share in zip(parts, shares, strict=True):
             part.kwargs[ROW_WEIGHTS] = share.row_weights()
     return Dispatch(parts, shares)
+
+
+def uncut(arguments: Arguments, rule: Rule, kind: type) -> tuple[Arguments, int]:
+    """As `cut` would give them to a single head, where lists of `kind` are the rows, and how many
+    rows there are; DispatchError as there."""
+    columns = _columns(arguments, kind)
+    if not columns:
+        return arguments, 0
+    num_rows = len(_rows(columns))
+    _groups(rule, num_rows)
+    if rule.uneven != "pad":
+        return arguments, num_rows
+    _check_unweighed(arguments)
+    weights = {ROW_WEIGHTS: [1.0] * num_rows}
+    return Arguments(arguments.args, arguments.kwargs | weights), num_rows
 
 
 def length_of(row: Any) -> int:
@@ -83,14 +97,19 @@ def length_of(row: Any) -> int:
     return max(flat) if flat else max(map(math.prod, shapes), default=0)
 
 
-def _columns(arguments: Arguments) -> list[tuple[str, Column]]:
-    """The outermost lists that hold handles, each with the name of its argument."""
+def _check_unweighed(arguments: Arguments) -> None:
+    if ROW_WEIGHTS in arguments.kwargs:
+        raise DispatchError(f"{ROW_WEIGHTS} is what a padded call adds: name yours otherwise")
+
+
+def _columns(arguments: Arguments, kind: type) -> list[tuple[str, Column]]:
+    """The outermost lists that hold `kind`, each with the name of its argument."""
     named = [(f"argument {at}", value) for at, value in enumerate(arguments.args)]
     return [
         (name, found)
         for name, value in [*named, *arguments.kwargs.items()]
         for found in collect(value, list)
-        if collect(found, RTensor)
+        if collect(found, kind)
     ]
 
 

@@ -7,7 +7,8 @@ holds handles, and then each tensor that a handle stands for, byte by byte. Thos
 to the owners, and a role never sees a call without data, whatever its rank.
 
 Invariants: the collectives of a call are the same at all ranks of a group, in the same order: the
-body says how many follow. The store listens on the interface that was named and on no other.
+body says how many follow. What ranks tell each other outside of a call (`gather`) is for a plain
+torchrun, where nobody leads. The store listens on the interface that was named and on no other.
 Collectives have no keys: beyond loopback their network has to be the ranks' own. Driven by rank.py,
 on the step thread.
 """
@@ -67,8 +68,7 @@ class Meeting:
     def join(self, address: str) -> Place:
         """Meet the others in the store at `address`; returns when all are there."""
         topology, backend = self._spec.topology, backend_of(self._spec.device)
-        if self._spec.meet_at.startswith("127."):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        bind_collectives(self._spec.meet_at)
         dist.init_process_group(
             backend,
             store=self._store or self._dial(address),
@@ -104,6 +104,12 @@ class Meeting:
         return TCPStore(host, int(port), self._spec.topology.num_ranks, timeout=timeout)
 
 
+def bind_collectives(address: str) -> None:
+    """Where ranks meet on loopback, they talk there too, and are heard nowhere else."""
+    if address.startswith("127.") or address == "localhost":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+
+
 def backend_of(device: str) -> str:
     """torch.distributed's name of it; ConfigError where there is no such device."""
     kind = torch.device(device).type
@@ -137,6 +143,17 @@ def take(place: Place) -> Any:
     _broadcast(body, place)
     values = decode(bytes(body.numpy()))
     return fill(values, [_receive(each, place) for each in handles_of(values)])
+
+
+def gather(body: bytes) -> list[bytes]:
+    """What each of all ranks gives, at all of them."""
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(body)]))
+    longest = int(max(lengths))
+    own = torch.frombuffer(bytearray(body.ljust(longest, b"\0")), dtype=torch.uint8)
+    bodies = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(bodies, own)
+    return [bytes(each[: int(num)].numpy()) for each, num in zip(bodies, lengths, strict=True)]
 
 
 def _receive(handle: RTensor, place: Place) -> Tensor:

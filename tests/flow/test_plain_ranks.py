@@ -1,0 +1,63 @@
+"""Without a controller: the same loop under a plain torchrun, and nothing to be freed there."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from rollmesh.core.errors import ConfigError
+from rollmesh.trainer.controller.plain import PlainRank
+from tests.flow.rank_crew import plan
+
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+]
+EXAMPLE = ["-m", "examples.ranks.train", "--steps", "3"]
+
+
+def started(argv: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+
+
+def output_of(process: "subprocess.Popen[str]") -> str:
+    output, _ = process.communicate()
+    assert process.returncode == 0
+    return output
+
+
+def test_one_loop_has_one_curve_with_a_controller_and_without() -> None:
+    with started([*TORCHRUN, *EXAMPLE]) as plain, started([sys.executable, *EXAMPLE]) as led:
+        curves = [re.findall(r"loss (\S+)  (\d+) tokens", output_of(each)) for each in (plain, led)]
+    assert len(curves[0]) == 3
+    assert curves[0] == curves[1]
+
+
+def test_a_plain_rank_calls_its_own_roles_and_holds_nothing() -> None:
+    with started([*TORCHRUN, "-m", "tests.flow.plain_program"]) as program:
+        said = json.loads(output_of(program))
+    assert said["is_as_it_was"]
+    assert said["plane"] == [True, True], "no store, and no fetch buffer"
+    assert said["own"] == [0.0, 1.0, 1], "of one row of zeros"
+    assert said["of_all"] == [3.0 + 6.0, (1 * 1.0 + 2 * 2.0) / 3, 1], "a mean weighs by rows"
+    assert said["twice"] == [0.0, 0.0, 0.0], "one's own row, whatever the others had"
+    assert said["setting"] == "blue"
+    assert said["error"] == "no sums.nothing here: sums"
+    assert said["held"] == [0, 0, 0]
+    assert said["capacity"] == [4, 3], "what is seen is what paces"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "line"),
+    [(None, "WORLD_SIZE is not set: start this by torchrun"), ("4", "started 4 ranks, the plan")],
+)
+def test_a_plain_rank_that_is_not_one_of_the_plans_is_refused(
+    monkeypatch: pytest.MonkeyPatch, world_size: str | None, line: str
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(ConfigError, match=line):
+        PlainRank(plan(2))
