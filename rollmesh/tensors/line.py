@@ -73,13 +73,17 @@ class Line:
         return self._take(length)
 
     def receive_until(self, end: bytes, max_bytes: int) -> bytes:
-        """Up to `end`, of one who does not speak in frames; WireError where that is longer."""
+        """Up to `end`, of one who does not speak in frames, and what follows is lost; WireError
+        where that is longer."""
         heard = bytearray(self.look_ahead())
-        while not heard.endswith(end):
-            if len(heard) == max_bytes:
+        while (at := heard.find(end)) < 0:
+            if len(heard) >= max_bytes:
                 raise WireError(f"no end within {max_bytes} bytes")
-            heard += self._take(1)
-        return bytes(heard)
+            self._socket.settimeout(self._wait_s())
+            some = self._socket.recv(max_bytes - len(heard))
+            self._counted(len(some))
+            heard += some
+        return bytes(heard[: at + len(end)])
 
     def fill(self, buffers: Sequence[memoryview]) -> None:
         """Receive as much as they hold, the first first."""

@@ -129,6 +129,29 @@ def test_who_does_not_read_is_given_up(ends: tuple[Line, Line]) -> None:
         near.send(HELLO, [memoryview(bytes(2**20))] * 64)
 
 
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+def test_a_request_is_heard_to_its_end_however_it_comes(
+    ends: tuple[Line, Line], piece: int
+) -> None:
+    near, far = ends
+    said = b"GET / HTTP/1.1" + b"x" * 50 + b"\r\n\r\n"
+    for at in range(0, len(said), piece):
+        raw(near).sendall(said[at : at + piece])
+    raw(near).sendall(b"and more")
+    assert far.receive_until(b"\r\n\r\n", len(said)) == said
+
+
+@pytest.mark.parametrize("num_bytes", [100, 101, 1000])
+def test_a_request_without_end_is_read_as_far_as_allowed(
+    ends: tuple[Line, Line], num_bytes: int
+) -> None:
+    near, far = ends
+    raw(near).sendall(b"x" * num_bytes)
+    with pytest.raises(WireError, match="no end within 100 bytes"):
+        far.receive_until(b"\r\n\r\n", 100)
+    assert far.num_received == 100
+
+
 def test_a_cut_wakes_who_waits_at_either_end(ends: tuple[Line, Line]) -> None:
     near, far = ends
     heard: list[bool] = []
