@@ -16,18 +16,20 @@ from numpy.typing import NDArray
 from rollmesh.tensors.handles import Content, RTensor
 
 
+class OfStep(msgspec.Struct):
+    """What is here of one step, or of none."""
+
+    step: int
+    ids: dict[int, None]
+    num_bytes: int = 0
+
+
 class Kept(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One shard that is here."""
 
     content: Content
-    step: int
-
-
-class _OfStep(msgspec.Struct):
-    """What is here of one step, or of none."""
-
-    ids: dict[int, None]
-    num_bytes: int = 0
+    of_step: OfStep
+    """It goes with the last of them, when no lock is held: to free a table of 100,000 takes 1 ms."""
 
 
 class Shelf:
@@ -37,7 +39,7 @@ class Shelf:
         self.total_bytes = 0
         self._kept: OrderedDict[int, Kept] = OrderedDict()
         """The longest unused first."""
-        self._steps: dict[int, _OfStep] = {}
+        self._steps: dict[int, OfStep] = {}
         self._sharers: dict[int, int] = {}
         """How many shards are kept of a block, by the block's id()."""
 
@@ -60,10 +62,10 @@ class Shelf:
     def put(self, handle: RTensor, content: Content) -> None:
         """Keep it; it is not here yet."""
         shard_id, step, num_bytes = handle.shard_id, handle.step, handle.num_bytes
-        self._kept[shard_id] = Kept(content, step)
         of_step = self._steps.get(step)
         if of_step is None:
-            of_step = self._steps[step] = _OfStep({})
+            of_step = self._steps[step] = OfStep(step, {})
+        self._kept[shard_id] = Kept(content, of_step)
         of_step.ids[shard_id] = None
         of_step.num_bytes += num_bytes
         block = content.data.base
@@ -96,13 +98,12 @@ class Shelf:
         return None
 
     def _forget(self, shard_id: int, kept: Kept) -> None:
-        of_step = self._steps[kept.step]
-        data = kept.content.data
+        data, of_step = kept.content.data, kept.of_step
         num_bytes = data.nbytes
         of_step.ids.pop(shard_id, None)
         of_step.num_bytes -= num_bytes
         if not of_step.ids:
-            del self._steps[kept.step]
+            del self._steps[of_step.step]
         block = data.base
         if isinstance(block, np.ndarray):
             num_sharers = self._sharers.pop(id(block)) - 1

@@ -37,7 +37,7 @@ def test_what_was_put_is_here_until_it_is_taken_down(shelf: Shelf) -> None:
     assert (len(shelf), shelf.total_bytes) == (1, SHARD_BYTES)
     kept = shelf.take_down(shard.shard_id)
     assert kept is not None
-    assert (kept.content, kept.step) == (given, 3)
+    assert (kept.content, kept.of_step.step) == (given, 3)
     assert (len(shelf), shelf.total_bytes) == (0, 0)
     assert shelf.take_down(shard.shard_id) is None
     assert shelf.use(shard.shard_id) is None
@@ -115,11 +115,11 @@ def test_it_counts_as_a_list_does(shelf: Shelf, seed: int) -> None:
                 shard = here.pop(chance.randrange(len(here)))
                 assert isinstance(shelf.take_down(shard.shard_id), Kept)
             case "coldest" if here:
-                assert shelf.take_down_coldest().step == here.pop(0).step
+                assert shelf.take_down_coldest().of_step.step == here.pop(0).step
             case "ended" if any(each.step == 0 for each in here):
                 kept = shelf.take_down_ended(0)
                 assert kept is not None
-                assert kept.step == 0
+                assert kept.of_step.step == 0
                 here.remove(next(each for each in here if shelf.use(each.shard_id) is None))
                 here = [each for each in here if shelf.use(each.shard_id) is not None]
         blocks = dict(block_of[each.shard_id] for each in here)
