@@ -5,21 +5,22 @@
 Owner and consumer are processes of their own, as are the floors' and the pioneer's; every arm's lap
 is followed by the next arm's, and `tcp_vs_raw` and its like are ratios of speed between them.
 `fetch_ms` ends with tensors in hand; `read_ms` is a first reading of all of them. The batches are
-in _tensors_batches.py, the cases in _tensors_cases.py and _tensors_steps.py. Invariant: no goal is
-easier or absent under --quick, but a slope is judged only over 100 steps; `--only` judges the goals
-of the cases that it names. Driven by `make bench`.
+in _tensors_batches.py, the cases in _tensors_cases.py, _tensors_locks.py and _tensors_steps.py.
+Invariant: no goal is easier or absent under --quick, but a slope is judged only over 100 steps;
+`--only` judges the goals of the cases that it names. Driven by `make bench`.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from benchmarks import _tensors_cases, _tensors_steps
+from benchmarks import _tensors_cases, _tensors_locks, _tensors_steps
 from benchmarks._report import Goal, parser, report
 from benchmarks._tensors_mesh import Bench
 
 NUM_STEPS, QUICK_STEPS = 500, 20
 CASES: dict[str, Callable[[Bench], None]] = {
     "handles": _tensors_cases.handles,
+    "locks": _tensors_locks.locks,
     "big": _tensors_cases.big,
     "small": _tensors_cases.small,
     "tiny": _tensors_cases.tiny,
@@ -30,6 +31,10 @@ CASES: dict[str, Callable[[Bench], None]] = {
 GOALS = [
     Goal("handles.pack_ms", "<=", 1.0),
     Goal("handles.unpack_ms", "<=", 1.0),
+    Goal("locks.store.clear_ms", "<=", 1.0),
+    Goal("locks.store.end_step_ms", "<=", 1.0),
+    Goal("locks.buffer.clear_ms", "<=", 1.0),
+    Goal("locks.buffer.end_step_ms", "<=", 1.0),
     Goal("big.publish_vs_memcpy", ">=", 0.5),
     Goal("big.shm.fetch_ms", "<=", 2.0),
     Goal("big.tcp_vs_raw_warm", ">=", 0.75),
