@@ -29,7 +29,7 @@ class Kept(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     content: Content
     of_step: OfStep
-    """It goes with the last of them, when no lock is held: to free a table of 100,000 takes 1 ms."""
+    """It goes with the last of them, when no lock is held: that of 100,000 takes a millisecond."""
 
 
 class Shelf:
