@@ -13,7 +13,7 @@ import collections
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.samples import Sample
+from rollmesh.trainer.exactness import Findings, find
+from rollmesh.trainer.fencing import FenceAsked
 from rollmesh.trainer.pacer import Batch, Pacer, spans_versions, successes_of
 from rollmesh.trainer.policy import StepReport
 from rollmesh.trainer.publisher import Probe
@@ -35,6 +37,8 @@ log = get_logger()
 
 TRIM_S = 3.0
 """Between two times that free memory is given back; of a model that trains it takes 25 ms."""
+NUM_NAMED = 4
+"""Masked rollouts that a log line names."""
 COLLECT_S = 0.02
 """How long to wait for arrivals before looking at everything else again."""
 
@@ -72,6 +76,8 @@ class Parts(msgspec.Struct):
     bring: Bring
     records: RunRecords
     tally: Tally
+    fence: Callable[[FenceAsked], None]
+    """Have an engine fenced; returns at once."""
 
 
 class TrainLoop:
@@ -144,10 +150,13 @@ class TrainLoop:
         self._parts.client.note_step(batch.step, batch.group_ids())
         report = self._parts.policy.step(batch.samples(), batch.step)
         step_s = time.monotonic() - started_s
+        # Before the weights are published: an engine is fenced for those that it has now.
+        findings = self._look_at_gaps(batch, report)
         num_steps = batch.step + 1
         if num_steps % self._config.publish.every_steps == 0:
             self._publish(num_steps)
-        self._record(batch, report, {"wait_s": round(wait_s, 4), "step_s": round(step_s, 4)})
+        times = {"wait_s": round(wait_s, 4), "step_s": round(step_s, 4)}
+        self._record(batch, report.figures() | {"exactness": findings.rows()} | times)
         self._parts.pacer.trained(batch)
         self._may_trim_s = self._trimmed_s + TRIM_S
         self._parts.records.flush()
@@ -175,7 +184,28 @@ class TrainLoop:
         self._parts.policy.save(self._config.run_folder() / "checkpoint")
         self._parts.client.free(self._parts.pacer.oldest_position())
 
-    def _record(self, batch: Batch, report: StepReport, times: dict[str, float]) -> None:
+    def _look_at_gaps(self, batch: Batch, report: StepReport) -> Findings:
+        """Book them, and say which samples were masked and which engines are not to be trusted."""
+        samples, bound = batch.samples(), self._config.trainer.max_logprob_gap
+        findings = find(samples, report.gaps, report.held_policy_version, bound)
+        self._parts.tally.exactness.add(findings)
+        if findings.masked:
+            log.warning(
+                "samples.masked",
+                num=len(findings.masked),
+                of=len(samples),
+                policy_version=report.held_policy_version,
+                max_gap=report.logprob_gap_max,
+                bound=bound,
+                rollouts=[str(samples[at].rollout_id) for at in findings.masked[:NUM_NAMED]],
+                **findings.only,
+            )
+        for fault in findings.faults:
+            log.warning("engine.distrusted", url=fault.engine, why=fault.why)
+            self._parts.fence(FenceAsked(fault.engine, fault.policy_version, fault.why))
+        return findings
+
+    def _record(self, batch: Batch, told: dict[str, Any]) -> None:
         samples = batch.samples()
         successes = [s for group in batch.groups for s in successes_of(group.record)]
         success = mean(successes) or 0.0
@@ -193,5 +223,6 @@ class TrainLoop:
             "share_two_versions": share(sum(map(spans_versions, samples)), len(samples)),
             "num_dropped": self._parts.tally.num_dropped,
         }
-        self._parts.records.step(row | msgspec.structs.asdict(report) | times)
+        self._parts.records.step(row | told)
+        times = {name: told[name] for name in ("wait_s", "step_s")}
         log.info("step.trained", step=batch.step, success=round(success, 3), **times)

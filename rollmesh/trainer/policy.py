@@ -12,6 +12,7 @@ Shapes: B rows, T tokens, K kept positions, N trained tokens, V vocabulary.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,22 +21,22 @@ import torch
 from torch import Tensor
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.core.logs import get_logger
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.advantages import sample_advantages
 from rollmesh.trainer.attention import PROBE_STRIDE, packed_logits, packs
 from rollmesh.trainer.batches import TokenBatch, nothing, pack
 from rollmesh.trainer.checkpoint import load_model, save_model
 from rollmesh.trainer.descent import Descent
+from rollmesh.trainer.exactness import Gaps, measure
 from rollmesh.trainer.loss import Loss, TokenTerms, policy_loss, token_logprobs
 from rollmesh.trainer.minibatches import minibatches_of, weigh
 from rollmesh.trainer.publisher import Probe
 from rollmesh.trainer.rooms import PlainRoom
 from rollmesh.trainer.team import Alone, Ranks
 
-log = get_logger()
-
 PROBE_TOKENS = 32
+NAMELESS = -2
+"""What no token's policy version is."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +59,16 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_masked: int
     """Samples left out because that gap was too large."""
+    held_policy_version: int | None
+    """Of the weights held as the step began; None where they have no name."""
+    gaps: list[Gaps]
+    """Of each sample given, in order: |recorded - recomputed|, of whatever version."""
+
+    def figures(self) -> dict[str, Any]:
+        """All but the gaps, which exactness.py tells in fewer words."""
+        row = msgspec.structs.asdict(self)
+        del row["gaps"]
+        return row
 
 
 class Policy:
@@ -87,7 +98,7 @@ class Policy:
         The report is of all ranks.
         """
         rate = self._descent.warm_up(step)
-        meter = _Meter()
+        meter = _Meter(samples)
         if minibatches is None:
             minibatches = minibatches_of(samples, self._settings.num_minibatches)
         plan = self._plan(samples, np.array(minibatches, np.int64))
@@ -95,11 +106,8 @@ class Policy:
         proximals = self._proximals(plan) if len(plan) > 1 else None
         for at, batches in enumerate(plan):
             self._minibatch(batches, proximals[at] if proximals else None, meter)
-        self._policy_version = None
-        report = meter.report(rate, self._ranks)
-        if report.num_masked and self._ranks.is_first:
-            log.warning("samples.masked", num=report.num_masked, gap=report.logprob_gap_max)
-        return report
+        held, self._policy_version = self._policy_version, None
+        return meter.report(rate, self._ranks, held)
 
     def end_step(self, step: int) -> None:
         """The samples of `step` are gone when nobody holds them, and were nowhere else."""
@@ -135,15 +143,22 @@ class Policy:
         """The batches of each minibatch; at all ranks as many."""
         advantages = sample_advantages(samples, self._settings.advantage)
         num = int(self._ranks.most(minibatches.max(initial=-1) + 1))
-        parts = [np.flatnonzero(minibatches == each).tolist() for each in range(num)]
-        return [self._batches([samples[row] for row in part], advantages[part]) for part in parts]
+        parts = [np.flatnonzero(minibatches == each) for each in range(num)]
+        return [self._batches(samples, part, advantages[part]) for part in parts]
 
     def _batches(
-        self, samples: Sequence[Sample], advantages: npt.NDArray[np.float32]
+        self,
+        of_step: Sequence[Sample],
+        part: npt.NDArray[np.int64],
+        advantages: npt.NDArray[np.float32],
     ) -> list[TokenBatch]:
+        """Of one minibatch; their `samples_N` count through the whole step's."""
+        samples = [of_step[row] for row in part]
         weights, own = weigh(samples, self._settings.loss_weight)
         weights /= max(1.0, self._ranks.total([own])[0])
-        batches = list(pack(samples, advantages, weights, self._max_tokens, self._settings.device))
+        packed = pack(samples, advantages, weights, self._max_tokens, self._settings.device)
+        rows = torch.from_numpy(part).to(self._settings.device)
+        batches = [each._replace(samples_N=rows[each.samples_N]) for each in packed]
         num_missing = int(self._ranks.most(len(batches))) - len(batches)
         return batches + [nothing(self._settings.device)] * num_missing
 
@@ -180,30 +195,36 @@ class Policy:
     def _without_strangers(
         self, batch: TokenBatch, terms: TokenTerms, meter: "_Meter"
     ) -> TokenTerms:
-        """Measure the gap on tokens of these very weights; samples beyond the bound weigh nothing.
+        """Measure the gaps; samples that these very weights did not make weigh nothing.
 
-        Such a sample was not made by the model that its recording names, so its ratio is noise.
+        Such a sample was not made by the model that its recording names, so its ratio is noise:
+        what was recorded of it counts no more, be it a number or not.
         """
-        if self._policy_version is None or not len(batch.places_N):
-            return terms
-        own_N = batch.policy_versions_N == self._policy_version
-        gaps_N = (terms.proximal_N - terms.recorded_N).abs() * own_N
-        meter.add_gaps(gaps_N, own_N)
-        strange_N = gaps_N > self._settings.max_logprob_gap
+        gaps_N = (terms.proximal_N - terms.recorded_N).abs()
+        held = NAMELESS if self._policy_version is None else self._policy_version
+        own_N = batch.policy_versions_N == held
+        meter.add_gaps(batch, gaps_N, own_N)
+        # Written so that a gap that is no number is past the bound, too.
+        strange_N = own_N & ~(gaps_N <= self._settings.max_logprob_gap)
         if not strange_N.any():
             return terms
         strangers = torch.tensor(sorted(set(batch.samples_N[strange_N].tolist())))
         meter.num_masked += len(strangers)
         is_stranger_N = torch.isin(batch.samples_N, strangers.to(batch.samples_N))
-        return terms._replace(weights_N=terms.weights_N.masked_fill(is_stranger_N, 0.0))
+        return terms._replace(
+            weights_N=terms.weights_N.masked_fill(is_stranger_N, 0.0),
+            recorded_N=torch.where(is_stranger_N, terms.proximal_N, terms.recorded_N),
+        )
 
 
 class _Meter:
     """Sums over the batches of one train step."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: Sequence[Sample]) -> None:
         self.grad_norms: list[float] = []
         self.num_masked = 0
+        self._samples = samples
+        self._gaps: list[Gaps] = [[] for _ in samples]
         self._num_tokens = 0
         self._num_clipped = 0
         self._loss = 0.0
@@ -221,12 +242,18 @@ class _Meter:
         self._entropy += float(terms.entropies_N.detach().sum())
         self._kl += float((torch.expm1(drift_N) - drift_N).sum())
 
-    def add_gaps(self, gaps_N: Tensor, own_N: Tensor) -> None:
-        self._num_own += int(own_N.sum())
-        self._gap += float(gaps_N.sum())
-        self._gap_max = max(self._gap_max, float(gaps_N.max()))
+    def add_gaps(self, batch: TokenBatch, gaps_N: Tensor, own_N: Tensor) -> None:
+        own = gaps_N[own_N]
+        self._num_own += len(own)
+        self._gap += float(own.sum())
+        self._gap_max = max(self._gap_max, float(own.max()) if len(own) else 0.0)
+        rows_N = batch.samples_N.cpu().numpy()
+        rows = rows_N[np.flatnonzero(np.diff(rows_N, prepend=-1))].tolist()
+        samples = [self._samples[row] for row in rows]
+        for row, gaps in zip(rows, measure(gaps_N.cpu().numpy(), samples), strict=True):
+            self._gaps[row] = gaps
 
-    def report(self, learning_rate: float, ranks: Ranks) -> StepReport:
+    def report(self, learning_rate: float, ranks: Ranks, held: int | None) -> StepReport:
         """Of all ranks."""
         counts = [self._num_tokens, self._num_clipped, self._num_own, self.num_masked]
         num_tokens, num_clipped, num_own, num_masked = map(int, ranks.total(counts))
@@ -244,4 +271,6 @@ class _Meter:
             logprob_gap_max=gap_max if num_own else None,
             num_tokens=num_tokens,
             num_masked=num_masked,
+            held_policy_version=held,
+            gaps=self._gaps,
         )

@@ -21,6 +21,7 @@ from torch import Tensor
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import Branch, Json
+from rollmesh.serve.client.runs import SampledRun
 from rollmesh.serve.client.sample_memory import arrays_in
 from rollmesh.serve.client.samples import Sample
 from rollmesh.tensors.handles import RTensor
@@ -54,6 +55,8 @@ class _Plain(msgspec.Struct, frozen=True):
     weight: float
     temperature: float
     images: tuple[str, ...]
+    runs: tuple[SampledRun, ...]
+    """Without names: ranks measure gaps run by run, and never ask whose they are."""
 
 
 class RankedPolicy:
@@ -155,6 +158,7 @@ class PolicyRole:
         minibatches = [row["minibatch"] for row in own]
         told = self._policy.step([_sample(row) for row in own], step, minibatches)
         report: dict[str, Any] = msgspec.to_builtins(told)
+        report["gaps"] += [[]] * (len(rows) - len(own))  # of padding, which is the last
         return report
 
     def save(self, folder: str, policy_version: int | None) -> None:
@@ -177,7 +181,9 @@ def room_bytes() -> int:
 
 
 def _plain(sample: Sample) -> Any:
-    return msgspec.to_builtins(msgspec.convert(sample, _Plain, from_attributes=True))
+    plain = msgspec.convert(sample, _Plain, from_attributes=True)
+    runs = tuple([SampledRun(run.num_tokens, run.policy_version) for run in sample.runs])
+    return msgspec.to_builtins(msgspec.structs.replace(plain, runs=runs))
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:

@@ -23,6 +23,7 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import GroupRecord, RolloutRecord
 from rollmesh.serve.client.samples import Sample
+from rollmesh.trainer.exactness import ExactnessBook
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 LOGPROB_DIGITS = 5
@@ -119,6 +120,7 @@ class Tally:
         self._first_successes: list[float] = []
         self._last_successes = collections.deque[float](maxlen=FEW_STEPS)
         self.success_untrained: float | None = None
+        self.exactness = ExactnessBook()
 
     def add_step(self, success: float) -> None:
         """A train step was done, and so many of its rollouts were good."""
@@ -152,6 +154,7 @@ class Tally:
             "share_age_ge_1": share(num_aged - self.ages[0], num_aged),
             "share_two_versions": share(self.num_two_versions, self.num_samples),
             "age_histogram": {str(age): num for age, num in sorted(self.ages.items())},
+            "exactness": self.exactness.rows(),
             "share_by_worker": {
                 worker: share(num, num_rollouts) for worker, num in sorted(self.workers.items())
             },

@@ -41,6 +41,10 @@ class BackgroundLoop:
         """Start `work` there."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def post(self, work: Callable[[], None]) -> None:
+        """Do it there, soon; what was submitted before it has begun by then."""
+        self._loop.call_soon_threadsafe(work)
+
     def call(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
         """Run `work` there and wait for it."""
         asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)

@@ -44,9 +44,14 @@ def batch(step: int) -> list[Sample]:
                     index=sibling,
                     reward=float(chance.random()),
                     logprobs=np.full(length, -4.0),
+                    policy_version=np.arange(length) // 8,
                 )
             )
     return samples
+
+
+def gaps_of(report: StepReport) -> list[list[tuple[float, ...]]]:
+    return [[msgspec.structs.astuple(run) for run in each] for each in report.gaps]
 
 
 def step_and_end(policy: RankedPolicy, step: int) -> StepReport:
@@ -102,8 +107,16 @@ def test_any_number_of_ranks_gives_the_curve_of_one(
         policy.save(tmp_path / "many", 1)
         probe = policy.probe()
     for report, other in zip(reports, expected, strict=True):
-        for name, value in msgspec.structs.asdict(other).items():
+        for name, value in other.figures().items():
             assert getattr(report, name) == pytest.approx(value, abs=ALIKE), name
+        # Sample by sample and run by run, in the order in which the samples were given.
+        assert [[run[0] for run in each] for each in gaps_of(report)] == [
+            [run[0] for run in each] for each in gaps_of(other)
+        ]
+        of_all = [run for each in gaps_of(other) for run in each]
+        assert [run for each in gaps_of(report) for run in each] == [
+            pytest.approx(run, abs=10 * ALIKE) for run in of_all
+        ]
     assert probe.logprobs == pytest.approx(one.probe().logprobs, abs=ALIKE)
     one.save(tmp_path / "one", 1)
     weights, others = (load_file(tmp_path / n / "model.safetensors") for n in ("many", "one"))

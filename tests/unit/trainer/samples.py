@@ -1,10 +1,12 @@
 """Samples to train on, written down in one line."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 
 from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.serve.client.runs import SampledRun
 from rollmesh.serve.client.samples import Sample
 
 
@@ -22,6 +24,12 @@ def new_sample(
         "logprobs": np.where(loss_mask, logprobs, np.float32(0.0)),
         "loss_mask": loss_mask,
         "policy_versions": np.where(loss_mask, sampled_by, -1).astype(np.int32),
+        "runs": tuple(
+            SampledRun(len(list(run)), each)
+            for each, run in itertools.groupby(
+                np.broadcast_to(sampled_by, len(mask))[loss_mask].tolist()
+            )
+        ),
         "reward": 0.0,
         "weight": 1.0,
         "temperature": 1.0,

@@ -21,6 +21,7 @@ from rollmesh.core.types import GroupRecord, Outcome, Task
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.testing.client import ANSWER, PROMPT, rollout
 from rollmesh.trainer.batches import TokenBatch
+from rollmesh.trainer.fencing import FenceAsked
 from rollmesh.trainer.loop import Parts, TrainLoop
 from rollmesh.trainer.pacer import Batch, Pacer
 from rollmesh.trainer.policy import Policy
@@ -99,7 +100,8 @@ class Site:
         self.background = BackgroundLoop("publisher")
         self.weights = Weights(folder / "weights", 2, self.background)
         policy = Policy(config.model.path, config.trainer)
-        parts = Parts(self.client, pacer, policy, self.weights, bring, self.records, self.tally)
+        self.fenced: list[FenceAsked] = []
+        parts = Parts(self.client, pacer, policy, self.weights, bring, *books, self.fenced.append)
         self.stop = threading.Event()
         self.loop = threading.Thread(target=TrainLoop(config, parts, self.stop).run)
         self.loop.start()

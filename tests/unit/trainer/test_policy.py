@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rollmesh.core.config import LossWeight, TrainerConfig
 from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.serve.client.runs import SampledRun
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.team import Alone
@@ -116,6 +117,51 @@ def test_gap_is_measured_on_the_weights_held_alone(tiny_folder: Path, tmp_path: 
     assert gap < 1e-4
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_gaps_come_run_by_run_in_the_order_of_the_samples(
+    tiny_folder: Path, num_minibatches: int
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, num_minibatches=num_minibatches)
+    samples = []
+    for seq, (long, short) in enumerate([pair(tiny_folder), pair(tiny_folder, policy_version=5)]):
+        off = msgspec.structs.replace(
+            long,
+            rollout_id=RolloutId(GroupId("r", seq), 0),
+            logprobs=long.logprobs - np.array([0, 0, 0.01, 0, 0.02, 0.03], np.float32),
+            runs=(SampledRun(1, 0, "a"), SampledRun(2, 0, "b")),
+        )
+        samples += [off, msgspec.structs.replace(short, rollout_id=RolloutId(GroupId("r", seq), 1))]
+    report = Policy(str(tiny_folder), settings).step(samples, 0)
+    assert (report.held_policy_version, report.num_masked) == (0, 0)
+    for first, second in (report.gaps[:2], report.gaps[2:]):
+        told = [(gap.num_tokens, gap.total, gap.largest) for gap in (*first, *second)]
+        expected = [(1, 0.01, 0.01), (2, 0.05, 0.03), (2, 0.0, 0.0)]
+        assert told == [pytest.approx(each, abs=1e-4) for each in expected]
+
+
+def test_drift_of_older_weights_is_told_and_masks_nothing(tiny_folder: Path) -> None:
+    policy = Policy(str(tiny_folder), SETTINGS)
+    far = [
+        msgspec.structs.replace(sample, logprobs=sample.logprobs - np.float32(0.3))
+        for sample in pair(tiny_folder, policy_version=5)
+    ]
+    report = policy.step(far, 0)
+    assert (report.num_masked, report.logprob_gap_max) == (0, None)
+    largest = [gap.largest for each in report.gaps for gap in each]
+    assert largest == pytest.approx([0.3, 0.3], abs=1e-4)
+
+
+def test_recording_that_is_no_number_is_masked_and_harms_nothing(tiny_folder: Path) -> None:
+    good, bad = pair(tiny_folder)
+    broken = msgspec.structs.replace(bad, logprobs=np.where(bad.loss_mask, np.nan, 0).astype("f4"))
+    policy = Policy(str(tiny_folder), SETTINGS)
+    report = policy.step([good, broken], 0)
+    assert report.num_masked == 1
+    assert math.isfinite(report.loss)
+    assert math.isfinite(report.kl)
+    assert np.isfinite(policy.probe().logprobs).all()
+
+
 def test_minibatches_step_more_often_and_clip_against_the_first_weights(
     tiny_folder: Path,
 ) -> None:
@@ -155,7 +201,7 @@ def test_step_without_samples_changes_nothing_and_says_so(tiny_folder: Path) -> 
 
 def test_report_goes_into_a_metrics_row(tiny_folder: Path) -> None:
     report = Policy(str(tiny_folder), SETTINGS).step(pair(tiny_folder), 0)
-    row = msgspec.structs.asdict(report)
+    row = report.figures()
     assert msgspec.json.decode(msgspec.json.encode(row)) == pytest.approx(row)
 
 
