@@ -1,0 +1,110 @@
+"""Samples lie where the intake wrote them until their step has ended: ranks look there."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.config import TrainerConfig
+from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.envs.guess import GuessEnv
+from rollmesh.tensors.plane import current
+from rollmesh.tensors.store import StorageStats
+from rollmesh.testing.client import ScriptedClient
+from rollmesh.testing.clock import FakeClock
+from rollmesh.trainer.controller.controller import Call, TrainController
+from rollmesh.trainer.controller.dispatch import Rule
+from rollmesh.trainer.pacer import Asking, Batch, Pacer
+from rollmesh.trainer.ranked import RankedPolicy
+from rollmesh.trainer.records import RunRecords, Tally
+from rollmesh.trainer.rooms import Room, StoreRoom
+from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
+from rollmesh.trainer.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.warmstart import texts_of
+from tests.flow.intake_roles import where
+from tests.flow.rank_crew import household, plan
+
+GROUPS, SAMPLES = 3, 4
+SETTINGS = TrainerConfig(max_logprob_gap=1e9, num_ranks=2)
+ASKING = Asking(
+    env="guess", num_samples=SAMPLES, sampling=SamplingPolicy(), seed=0, branches=("main",)
+)
+
+
+class Intake:
+    """A pacer whose groups the test ends."""
+
+    def __init__(self, folder: Path, room: Room) -> None:
+        self.client, self.records = ScriptedClient(), RunRecords(folder, FakeClock())
+        staleness = StalenessSettings(batch=GROUPS, max_staleness=1, max_running=100)
+        tasks = (Task(id=f"t{number}") for number in itertools.count())
+        self.pacer = Pacer(
+            self.client, StalenessManager(staleness), tasks, ASKING, (self.records, Tally()), room
+        )
+
+    def batch(self, step: int) -> Batch:
+        """All that is asked for has come."""
+        self.pacer.ask(GROUPS)
+        for group_id in [*self.client.asked]:
+            self.client.finish(group_id, policy_versions=(step,))
+        self.pacer.collect(0.0)
+        batch = self.pacer.take(step)
+        assert batch is not None
+        return batch
+
+
+def stored() -> StorageStats:
+    stats = current().stats().storage
+    assert stats is not None
+    return stats
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def test_two_ranks_look_at_the_very_bytes_that_the_intake_wrote(folder: Path) -> None:
+    with household() as home:
+        assert home.plane.store is not None
+        intake = Intake(folder, StoreRoom(home.plane.store))
+        with TrainController(plan(2, make="tests.flow.intake_roles:Witness"), home) as controller:
+            samples = intake.batch(0).samples()
+            written = [where(sample.token_ids.ctypes.data) for sample in samples]
+            handles = controller.take([sample.handle for sample in samples], 0)
+            groups = [sample.group_id for sample in samples]
+            call = Call("sums.look", rule=Rule(groups=groups, uneven="pad"))
+            seen = controller.call(call, [{"arrays": handle} for handle in handles])
+            assert [each["lies"] for each in seen] == written
+            assert {each["rank"] for each in seen} == {0, 1}
+            assert {path.startswith("/dev/shm/rollmesh-") for path, _ in written} == {True}
+            intake.pacer.close()
+        intake.records.close()
+
+
+@pytest.mark.slow
+def test_a_step_takes_what_the_intake_wrote_and_nothing_is_left_of_it(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tiny_model(tmp_path / "model", texts_of(GuessEnv()), TinyShape(), seed=0)
+    with RankedPolicy(str(tmp_path / "model"), SETTINGS, folder) as policy:
+        intake = Intake(folder, policy.room)
+        for step in range(3):
+            batch = intake.batch(step)
+            before = stored()
+            assert before.num_tensors == GROUPS * SAMPLES
+            policy.step(batch.samples(), step)
+            after = stored()
+            assert after.num_tensors == before.num_tensors
+            assert after.total_bytes == before.total_bytes
+            assert after.bytes_by_step == {step: after.total_bytes}
+            intake.pacer.publishing(step + 1, step + 1)
+            intake.pacer.published(step + 1)
+            intake.pacer.trained(batch)
+            del batch
+            policy.end_step(step)
+            left = stored()
+            assert (left.num_tensors, left.retained_bytes) == (0, 0)
+        intake.records.close()
+    assert [each.message for each in caplog.records if "tensors." in each.message] == []
