@@ -5,15 +5,15 @@
 Owner and consumer are processes of their own, as are the floors' and the pioneer's; every arm's lap
 is followed by the next arm's, and `tcp_vs_raw` and its like are ratios of speed between them.
 `fetch_ms` ends with tensors in hand; `read_ms` is a first reading of all of them. The batches are
-in _tensors_batches.py, the cases in _tensors_cases.py, _tensors_locks.py and _tensors_steps.py.
-Invariant: no goal is easier or absent under --quick, but a slope is judged only over 100 steps;
-`--only` judges the goals of the cases that it names. Driven by `make bench`.
+in _tensors_batches.py, the cases in _tensors_cases.py, _tensors_intake.py, _tensors_locks.py and
+_tensors_steps.py. Invariant: no goal is easier or absent under --quick, but a slope is judged only
+over 100 steps; `--only` judges the goals of the cases that it names. Driven by `make bench`.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from benchmarks import _tensors_cases, _tensors_locks, _tensors_steps
+from benchmarks import _tensors_cases, _tensors_intake, _tensors_locks, _tensors_steps
 from benchmarks._report import Goal, parser, report
 from benchmarks._tensors_mesh import Bench
 
@@ -25,6 +25,7 @@ CASES: dict[str, Callable[[Bench], None]] = {
     "small": _tensors_cases.small,
     "tiny": _tensors_cases.tiny,
     "fanout": _tensors_cases.fanout,
+    "intake": _tensors_intake.intake,
     "steps": _tensors_steps.steps,
 }
 
