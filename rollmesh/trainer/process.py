@@ -16,6 +16,7 @@ from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, announce
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
+from rollmesh.trainer.device import device_of
 from rollmesh.trainer.fencing import FenceAsked
 from rollmesh.trainer.loop import Parts, Trainee, TrainLoop
 from rollmesh.trainer.pacer import Asking, Pacer
@@ -71,7 +72,9 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
 
 
 def policy_of(config: Config) -> Trainee:
-    """The policy that the settings ask for, on its own or on several ranks."""
+    """The policy that the settings ask for, on its own or on several ranks; ConfigError where its
+    device is not there."""
+    device_of(config.trainer.device)
     if config.trainer.num_ranks == 1:
         return Policy(config.model.path, config.trainer)
     # Here, since one rank does without the controller and its 37 modules (some 65 ms).

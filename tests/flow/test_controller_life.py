@@ -219,7 +219,7 @@ def test_a_role_that_cannot_be_imported_is_one_line(home: Household, make: str, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_one_line(home: Household) -> None:
     told = msgspec.structs.replace(plan(1), device="cuda")
-    assert "device cuda: torch sees none here" in failing_start(told, home)
+    assert 'device = "cuda": torch sees no GPU here' in failing_start(told, home)
 
 
 def test_a_plan_that_cannot_be_is_refused_before_any_process_starts(home: Household) -> None:

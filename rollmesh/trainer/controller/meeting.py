@@ -25,12 +25,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, and does not say so
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rollmesh.core.errors import ConfigError
 from rollmesh.core.process import listen
 from rollmesh.tensors.handles import RTensor
 from rollmesh.trainer.controller.parcels import decode, fill, handles_of
 from rollmesh.trainer.controller.spec import RankSpec
 from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.device import device_of
 
 JOIN_S = 120.0
 COLLECTIVE_S = 24 * 3600.0
@@ -112,9 +112,7 @@ def bind_collectives(address: str) -> None:
 
 def backend_of(device: str) -> str:
     """torch.distributed's name of it; ConfigError where there is no such device."""
-    kind = torch.device(device).type
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device}: torch sees none here; cpu is always there")
+    kind = device_of(device).type
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:nccl"
 
 
