@@ -118,5 +118,5 @@ class Learner:
     ) -> list[RowBatch]:
         """At all ranks as many."""
         batches = [*pack_rows(rows, row_weights, group_size, self._max_tokens, self._device)]
-        num_missing = int(self._ranks.most(len(batches))) - len(batches)
+        num_missing = max(1, int(self._ranks.most(len(batches)))) - len(batches)
         return batches + [blank(group_size, self._device)] * num_missing

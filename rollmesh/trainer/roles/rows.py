@@ -59,10 +59,15 @@ class RowBatch:
             yield self.token_ids_T[start:end], own_K - start
 
     def column(self, name: str, otherwise: Tensor | None = None) -> Tensor:
-        """[N] float32: what the rows say of their trained tokens; `otherwise` if none says it."""
-        if otherwise is not None and not any(name in row for row, _ in self._rows):
-            return otherwise
-        entries = [_entries(name, row, mask_T) for row, mask_T in self._rows]
+        """[N] float32: what the rows say of their trained tokens; `otherwise`, where one does not.
+
+        ConfigError for an entry that does not fit, and for one that lacks without `otherwise`.
+        """
+        usual = [None] * len(self._rows) if otherwise is None else self.split(otherwise)
+        entries = [
+            _entries(name, row, mask_T) if usual_N is None or name in row else usual_N
+            for (row, mask_T), usual_N in zip(self._rows, usual, strict=True)
+        ]
         return torch.cat([torch.zeros(0), *entries]).to(self._device)
 
     def sums(self, values_N: Tensor) -> Tensor:

@@ -1,0 +1,183 @@
+"""A language model as a role: transformers' own numbers, however its rows are packed."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+from rollmesh.core.errors import ConfigError
+from rollmesh.trainer.controller.meeting import Place
+from rollmesh.trainer.roles.language import LanguageModel
+from tests.unit.trainer.roles.rows import drawn, row
+
+LENGTHS = (5, 12, 12, 7, 9, 4)
+TRAINER = {"learning_rate": 1e-2, "max_grad_norm": 1e9}
+
+
+@pytest.fixture(params=["qwen3", "gemma2"])
+def any_folder(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Path:
+    """A model that packs, and one that does not: its attention has a soft cap."""
+    if request.param == "qwen3":
+        return folder
+    config = Gemma2Config(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        attn_logit_softcapping=5.0,
+        sliding_window=16,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def one_by_one(folder: Path, rows: list[dict[str, Any]]) -> list[Tensor]:
+    """Log-probs of the trained tokens as stock transformers has them, a row at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    told = []
+    for each in rows:
+        ids_T = each["token_ids"].long()
+        with torch.no_grad():
+            scaled_TV = model(ids_T[None]).logits[0] / each.get("temperature", 1.0)
+        logprobs_TV = scaled_TV.log_softmax(-1)
+        logprobs_T = logprobs_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
+        told.append(logprobs_T[each["loss_mask"][1:]])
+    return told
+
+
+def assert_alike(ours: list[Tensor], others: list[Tensor], bound: float = 2e-5) -> None:
+    assert [len(each) for each in ours] == [len(each) for each in others]
+    assert max(float((a - b).abs().max()) for a, b in zip(ours, others, strict=True)) < bound
+
+
+@pytest.mark.parametrize("max_tokens", [1, 25, 4096])
+def test_logprobs_are_those_of_each_row_alone(
+    place: Place, any_folder: Path, max_tokens: int
+) -> None:
+    rows = drawn(1, *LENGTHS)
+    rows[1]["temperature"] = 0.7
+    role = LanguageModel(place, str(any_folder), {"microbatch_tokens": max_tokens})
+    assert_alike(role.logprobs(rows, [1.0] * 5 + [0.0]), one_by_one(any_folder, rows))
+
+
+def test_text_costs_what_transformers_says_it_does(place: Place, folder: Path) -> None:
+    rows = drawn(2, *LENGTHS)
+    logprobs = torch.cat(one_by_one(folder, rows))
+    report = LanguageModel(place, str(folder), TRAINER).train_text(rows, 0)
+    assert report["loss"] == pytest.approx(-float(logprobs.mean()), rel=1e-5)
+    assert report["num"] == len(logprobs)
+
+
+@pytest.mark.parametrize("method", ["train_text", "train_preference", "train_policy"])
+def test_a_step_is_the_same_however_its_rows_are_packed(
+    place: Place, any_folder: Path, method: str
+) -> None:
+    rows = drawn(3, *LENGTHS)
+    for at, each in enumerate(rows):
+        each |= {"advantages": at - 2.5, "reference": -3.0}
+    reports, after = [], []
+    for max_tokens in (1, 20, 4096):
+        role = LanguageModel(place, str(any_folder), TRAINER | {"microbatch_tokens": max_tokens})
+        reports.append(getattr(role, method)(rows, 0))
+        after.append(role.logprobs(rows))
+    for report, logprobs in zip(reports[1:], after[1:], strict=True):
+        assert report == pytest.approx(reports[0], rel=1e-4, abs=1e-5)
+        # AdamW makes a whole step of a gradient's sign, so that what is near 0 may turn.
+        assert_alike(logprobs, after[0], 1e-2)
+    assert float((after[0][0] - one_by_one(any_folder, rows)[0]).abs().max()) > 0.05
+
+
+def test_padding_weighs_nothing(place: Place, folder: Path) -> None:
+    rows = drawn(4, *LENGTHS)
+    plain, padded = (LanguageModel(place, str(folder), TRAINER) for _ in range(2))
+    report = plain.train_text(rows[:4], 0)
+    assert padded.train_text(rows, 0, [1.0] * 4 + [0.0] * 2) == report
+    assert all(map(torch.equal, padded.logprobs(rows), plain.logprobs(rows)))
+
+
+def test_a_step_on_nothing_but_padding_still_makes_its_forward_pass(
+    place: Place, any_folder: Path
+) -> None:
+    role = LanguageModel(place, str(any_folder), TRAINER)
+    rows = [each | {"reference": -3.0} for each in drawn(4, 5, 6)]
+    report = role.train_preference(rows, 0, [0.0, 0.0])
+    assert (report["loss"], report["grad_norm"]) == (0.0, 0.0)
+
+
+def test_without_a_trainer_it_is_frozen(place: Place, folder: Path) -> None:
+    role, rows = LanguageModel(place, str(folder)), drawn(5, *LENGTHS)
+    with pytest.raises(ConfigError, match="trainer: a role without it is frozen"):
+        role.train_text(rows, 0)
+    assert_alike(role.logprobs(rows), one_by_one(folder, rows))
+
+
+def test_a_preference_begins_at_the_surprise_of_a_coin(place: Place, folder: Path) -> None:
+    role, rows = LanguageModel(place, str(folder), TRAINER), drawn(6, *LENGTHS)
+    for each, logprobs in zip(rows, role.logprobs(rows), strict=True):
+        each["reference"] = logprobs
+    first = role.train_preference(rows, 0)
+    assert first["loss"] == pytest.approx(math.log(2))
+    assert first["num"] == 3.0
+    second = role.train_preference(rows, 1)
+    assert second["loss"] < first["loss"]
+    assert (second["won"], second["margin"] > 0) == (1.0, True)
+
+
+def test_a_policy_makes_likelier_what_did_better_and_says_how_far_it_went(
+    place: Place, folder: Path
+) -> None:
+    rows = drawn(7, 8, 8)
+    role = LanguageModel(place, str(folder), TRAINER)
+    before = role.logprobs(rows)
+    for each, logprobs, advantage in zip(rows, before, (1.0, -1.0), strict=True):
+        each |= {"advantages": advantage, "proximal": logprobs, "reference": logprobs}
+    first = role.train_policy(rows, 0)
+    assert first["kl"] == pytest.approx(0, abs=1e-6)
+    assert first["clip_fraction"] == 0.0
+    better, worse = (
+        float((now - then).sum()) for now, then in zip(role.logprobs(rows), before, strict=True)
+    )
+    assert better > 0 > worse
+    drift = torch.cat(role.logprobs(rows)) - torch.cat(before)
+    second = role.train_policy(rows, 1)
+    assert second["kl"] == pytest.approx(float((torch.exp(-drift) - 1 + drift).mean()), rel=1e-4)
+    assert second["clip_fraction"] > 0
+
+
+def test_leaving_the_reference_has_its_price(place: Place, folder: Path) -> None:
+    rows = [row([5, 6, 7, 8], advantages=0.0, reference=-9.0)]
+    plain, dear = (
+        LanguageModel(place, str(folder), TRAINER, {"kl_coef": coef}) for coef in (0.0, 0.5)
+    )
+    assert plain.train_policy(rows, 0)["loss"] == 0.0
+    report = dear.train_policy(rows, 0)
+    assert report["loss"] == pytest.approx(0.5 * report["kl"])
+    assert report["kl"] > 0
+
+
+def test_what_an_older_policy_sampled_weighs_by_how_likely_it_is_now(
+    place: Place, folder: Path
+) -> None:
+    rows = drawn(8, 9)
+    role = LanguageModel(place, str(folder), TRAINER | {"max_importance_weight": 4.0})
+    logprobs = role.logprobs(rows)[0]
+    recorded_T = torch.zeros(9)
+    recorded_T[rows[0]["loss_mask"]] = logprobs - math.log(3.0)
+    rows[0] |= {"advantages": 1.0, "logprobs": recorded_T}
+    assert role.train_policy(rows, 0)["loss"] == pytest.approx(-3.0, rel=1e-4)
+
+
+def test_what_it_saves_says_the_same(place: Place, folder: Path, tmp_path: Path) -> None:
+    role, rows = LanguageModel(place, str(folder), TRAINER), drawn(9, *LENGTHS)
+    role.train_text(rows, 0)
+    role.save(str(tmp_path / "saved"))
+    assert_alike(role.logprobs(rows), one_by_one(tmp_path / "saved", rows))
