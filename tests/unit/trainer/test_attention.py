@@ -1,7 +1,8 @@
 """Packed sequences: what each says and learns is what it would alone."""
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ from transformers import (
     BloomForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
@@ -34,6 +39,15 @@ SMALL = {
 WINDOW = 5
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Two that wait for each other over little work cost more than they do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def new_qwen(num_kv_heads: int = 2, window: int | None = None) -> PreTrainedModel:
     """Double precision, weights large enough that all looks at all."""
     torch.manual_seed(0)
@@ -46,6 +60,14 @@ def new_qwen(num_kv_heads: int = 2, window: int | None = None) -> PreTrainedMode
         max_window_layers=1,
     )
     return Qwen3ForCausalLM(config).double().eval()
+
+
+@functools.cache
+def qwen_twins(num_kv_heads: int, window: int | None) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The same weights, with transformers' own attention and with ours."""
+    ours = new_qwen(num_kv_heads, window)
+    ours.set_attn_implementation(PACKED)
+    return new_qwen(num_kv_heads, window), ours
 
 
 def tokens_of(lengths: list[int]) -> Tensor:
@@ -74,24 +96,33 @@ def loss_of(logits_KV: Tensor, scale_K: Tensor) -> Tensor:
 def test_sequences_packed_say_and_learn_what_they_do_alone(
     num_kv_heads: int, window: int | None, lengths: list[int]
 ) -> None:
-    model = new_qwen(num_kv_heads, window)
+    model, ours = qwen_twins(num_kv_heads, window)
     rows = torch.split(tokens_of(lengths), lengths)
     alone_TV = torch.cat([model(row[None]).logits[0] for row in rows])
     scale_T = torch.arange(1.0, len(alone_TV) + 1)
     kept = torch.arange(0, len(alone_TV), 2)
     expected = gradients(model, loss_of(alone_TV[kept], scale_T[kept]))
-    model.set_attn_implementation(PACKED)
     starts = [0, *itertools.accumulate(lengths)]
-    logits_KV = packed_logits(model, torch.cat(rows), starts, kept)
+    logits_KV = packed_logits(ours, torch.cat(rows), starts, kept)
     assert (logits_KV - alone_TV[kept]).abs().max() < 1e-9
-    learned = gradients(model, loss_of(logits_KV, scale_T[kept]))
+    learned = gradients(ours, loss_of(logits_KV, scale_T[kept]))
     assert len(learned) == len(expected)
     for one, other in zip(learned, expected, strict=True):
         assert (one - other).abs().max() < 1e-9 * max(1.0, other.abs().max().item())
 
 
-def test_model_whose_attention_is_the_interfaces_packs() -> None:
-    model = new_qwen(window=WINDOW)
+def new_granite() -> PreTrainedModel:
+    """It scales its scores otherwise than by the width of a head."""
+    config = GraniteConfig(
+        **SMALL, num_key_value_heads=2, attention_multiplier=0.9, initializer_range=0.3
+    )
+    return GraniteForCausalLM(config)
+
+
+@pytest.mark.parametrize("new", [lambda: new_qwen(window=WINDOW), new_granite])
+def test_model_whose_attention_is_the_interfaces_packs(new: Callable[[], PreTrainedModel]) -> None:
+    torch.manual_seed(0)
+    model = new().eval()
     assert packs(model)
     assert attention_of(model) == PACKED
 
@@ -110,27 +141,40 @@ def test_no_mask_is_built_for_packed_sequences(monkeypatch: pytest.MonkeyPatch) 
 
 def new_mamba() -> PreTrainedModel:
     """Its state runs along the row."""
-    torch.manual_seed(0)
     return MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2))
 
 
 def new_bloom() -> PreTrainedModel:
     """Its attention is its own, and its places come from the mask."""
-    torch.manual_seed(0)
     return BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2))
 
 
 def new_gemma() -> PreTrainedModel:
     """Its attention has a soft cap."""
-    torch.manual_seed(0)
     config = Gemma2Config(**SMALL, num_key_value_heads=2, sliding_window=WINDOW)
     return Gemma2ForCausalLM(config)
 
 
-@pytest.mark.parametrize("new", [new_mamba, new_bloom, new_gemma])
+def new_llama4() -> PreTrainedModel:
+    """Its chunks are in the mask alone; a sequence feels them that is longer than one."""
+    config = Llama4TextConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        intermediate_size_mlp=32,
+        num_local_experts=2,
+        attention_chunk_size=64,
+        no_rope_layers=[1, 1],
+        initializer_range=0.3,
+        pad_token_id=0,
+    )
+    return Llama4ForCausalLM(config)
+
+
+@pytest.mark.parametrize("new", [new_mamba, new_bloom, new_gemma, new_llama4])
 def test_model_that_cannot_be_packed_says_so_and_takes_a_sequence_at_a_time(
     new: Callable[[], PreTrainedModel], caplog: pytest.LogCaptureFixture
 ) -> None:
+    torch.manual_seed(0)
     model = new().eval()
     before = attention_of(model)
     row = tokens_of([9])

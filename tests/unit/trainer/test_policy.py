@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from rollmesh.core.config import LossWeight, TrainerConfig
 from rollmesh.core.ids import GroupId, RolloutId
@@ -176,6 +176,24 @@ def test_minibatches_step_more_often_and_clip_against_the_first_weights(
     assert report.clip_fraction > 0.0
     assert report.kl == pytest.approx(0.0, abs=1e-6)  # the proximal weights made the samples
     assert report.num_tokens == 10
+
+
+def test_model_that_does_not_pack_says_what_it_says_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        attn_logit_softcapping=2.0,  # not ours
+    )
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    report = Policy(str(tmp_path), SETTINGS).step(pair(tmp_path), 0)
+    assert report.logprob_gap_max == pytest.approx(0.0, abs=1e-4)
+    assert report.num_tokens == 5
 
 
 def test_learning_rate_rises_over_the_warmup(tiny_folder: Path) -> None:
