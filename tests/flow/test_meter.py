@@ -1,0 +1,126 @@
+"""The exactness meter over a whole mesh: who lies is masked, named, fenced; training goes on.
+
+Real engines, router, worker and trainer; the lie is told by a proxy before an engine.
+"""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.envs.guess import GuessEnv
+from rollmesh.trainer.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.warmstart import texts_of
+from tests.flow.lying_engine import Lie, honest, running
+
+OFF = 0.5
+"""How far a lie is off; the bound is 0.05."""
+NUM_STEPS = 2
+LONG_PROMPT = 30
+SETTINGS: dict[str, Any] = {
+    "run": {"name": "run"},
+    "dashboard": {"enabled": False},
+    "worker": {"num_workers": 1},
+    "trainer": {
+        "num_steps": NUM_STEPS,
+        "groups_per_step": 4,
+        "samples_per_group": 4,
+        "max_running_groups": 4,
+        "max_staleness": 0,
+        "eval_rollouts": 0,
+    },
+}
+
+
+class Ended:
+    """What a run left behind, by the trainer's own word."""
+
+    def __init__(self, folder: Path, engines: list[str]) -> None:
+        self.engines = engines
+        self.summary = msgspec.json.decode((folder / "summary.json").read_bytes())
+        self.steps = [row for row in _rows(folder / "metrics.jsonl") if "exactness" in row]
+        self.log = list(_rows(folder / "logs" / "trainer.log"))
+
+    def said(self, event: str) -> list[dict[str, Any]]:
+        return [each for each in self.log if each["event"] == event]
+
+    def exact(self, **named: str) -> list[dict[str, Any]]:
+        """Rows of the meter on weights that were held, with these names."""
+        rows = [row for step in self.steps for row in step["exactness"]]
+        return [r for r in rows if r["kind"] == "exact" and named.items() <= r.items()]
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_bytes().splitlines():
+        yield msgspec.json.decode(line)
+
+
+async def run_mesh(folder: Path, env: str, *lies: Lie) -> Ended:
+    """`rollmesh up` beside an engine for each lie, to its end."""
+    model = folder / "model"
+    write_tiny_model(model, texts_of(GuessEnv()), TinyShape(), seed=0)
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(running(model, lie)) for lie in lies]
+        values = SETTINGS | {
+            "run": {"name": "run", "folder": str(folder)},
+            "env": env,
+            "model": {"path": str(model), "max_context_tokens": 512},
+            "sampling": {"max_tokens": 8},
+            "engine": {"urls": engines},
+        }
+        settings = folder / "mesh.json"
+        settings.write_bytes(msgspec.json.encode(values))
+        words = ["-m", "rollmesh.cli.main", "up", str(settings), "--no-live"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *words, stdout=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        out, _ = await process.communicate()
+        assert process.returncode == 0, out.decode()
+    return Ended(folder / "run", engines)
+
+
+@pytest.mark.slow
+async def test_a_lying_engine_is_masked_and_fenced_and_training_goes_on(tmp_path: Path) -> None:
+    ended = await run_mesh(tmp_path, "guess", honest, lambda _: OFF)
+    good, liar = ended.engines
+    assert (ended.summary["num_steps"], ended.summary["num_lost"]) == (NUM_STEPS, 0)
+    for row in ended.exact(engine=good):
+        assert row["max_gap"] < 1e-3
+        assert row["num_masked"] == 0
+    for row in ended.exact(engine=liar):
+        assert row["mean_gap"] == pytest.approx(OFF, abs=1e-3)
+        assert row["num_masked"] == row["num_samples"]
+    for step in ended.steps:
+        exact = [row for row in step["exactness"] if row["kind"] == "exact"]
+        assert step["num_masked"] == sum(row["num_masked"] for row in exact)
+        assert step["num_masked"] < step["num_samples"]
+    assert {each["engine"] for each in ended.said("samples.masked")} == {liar}
+    assert {each["url"] for each in ended.said("engine.distrusted")} == {liar}
+    fenced = ended.said("engine.fenced")
+    assert {each["url"] for each in fenced} == {liar}
+    assert "none of" in fenced[0]["why"]
+    # It was back with the next weights, and with them it lied again.
+    assert len({row["policy_version"] for row in ended.exact(engine=liar)}) >= 2
+    told = {row["engine"]: row["num_masked"] for row in ended.summary["exactness"]}
+    assert told[good] == 0 < told[liar]
+
+
+@pytest.mark.slow
+async def test_a_fault_of_one_dialect_is_named_and_no_engine_blamed(tmp_path: Path) -> None:
+    def lie(num_prompt_tokens: int) -> float:
+        return OFF if num_prompt_tokens > LONG_PROMPT else 0.0
+
+    ended = await run_mesh(tmp_path, "tests.flow.two_dialects:TwoDialects", lie, lie)
+    assert ended.summary["num_steps"] == NUM_STEPS
+    assert all(row["num_masked"] == row["num_samples"] for row in ended.exact(dialect="messages"))
+    assert all(row["num_masked"] == 0 for row in ended.exact(dialect="chat"))
+    assert {row["engine"] for row in ended.exact(dialect="messages")} == set(ended.engines)
+    masked = ended.said("samples.masked")
+    assert {each.get("dialect") for each in masked} == {"messages"}
+    assert not any("engine" in each for each in masked)
+    assert not ended.said("engine.distrusted")
