@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from rollmesh.core.errors import FetchMismatch, OwnerGone, ShardMissing
 from rollmesh.tensors.buffer import Fetch, FetchBuffer
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 
@@ -62,6 +63,16 @@ def in_one_block(shards: Sequence[RTensor]) -> list[Content]:
 def assert_are(contents: Sequence[Content], shards: Sequence[RTensor]) -> None:
     """These are the contents of those."""
     assert [each.data.tobytes() for each in contents] == [bytes_of(each) for each in shards]
+
+
+ERRORS = [
+    OwnerGone(OWNER, "it hung up"),
+    ShardMissing(1 << 32 | 1, OWNER, "cleared"),
+    FetchMismatch("too few"),
+    ConnectionResetError(104, "reset"),
+    RuntimeError("a fault of ours"),
+]
+"""What a fetch may end in."""
 
 
 class Owners:

@@ -11,12 +11,13 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 
-from rollmesh.core.errors import FetchMismatch, OwnerGone, ShardMissing
+from rollmesh.core.errors import FetchMismatch, OwnerGone
 from rollmesh.tensors.buffer import STRETCH, BufferStats, Fetch, FetchBuffer
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 from tests.unit.tensors.buffer_schedule import check_schedules
 from tests.unit.tensors.fetches import (
     BUDGET,
+    ERRORS,
     OWNER,
     SHARD_BYTES,
     WAIT_S,
@@ -55,22 +56,6 @@ def test_only_what_is_missing_is_asked_for(world: World) -> None:
     assert world.owners.asked == [[1, 3], [4, 2]]
     of_no_step = {UNTAGGED: 4 * SHARD_BYTES}
     assert world.buffer.stats() == BufferStats(4, 4 * SHARD_BYTES, 4, 4, of_no_step)
-
-
-def test_more_shards_than_one_stretch_come_and_go_whole() -> None:
-    world = World(10**6)
-    wanted = handles(*range(2 * STRETCH + 1))
-    leaves: list[Callable[[], int]] = [
-        lambda: world.buffer.clear(None),
-        lambda: world.buffer.clear(ids(*range(3 * STRETCH))),
-        lambda: world.buffer.end_step(0),
-    ]
-    for number, leave in enumerate(leaves, 1):
-        world.ask(*wanted)
-        world.ask(*wanted)
-        assert len(world.owners.asked) == number
-        assert leave() == len(wanted)
-        assert world.kept() == (0, 0)
 
 
 def test_what_was_not_used_for_longest_goes_first(world: World) -> None:
@@ -149,23 +134,25 @@ def test_nothing_is_freed_while_the_lock_is_held(world: World, leave: Leave) -> 
     assert len(seen) == 2
 
 
-MANY = 4 * STRETCH
-LEAVE_MANY: dict[str, Leave] = {
-    "evict": lambda world: world.ask(handle(MANY, num_bytes=MANY * SHARD_BYTES)),
-    "clear": lambda world: world.buffer.clear(ids(*range(MANY))),
-    "end_step": lambda world: world.buffer.end_step(0),
+MANY = 4 * STRETCH + 1
+LEAVE_MANY: dict[str, tuple[Callable[[World], int], int]] = {
+    "evict": (lambda world: len(world.ask(handle(MANY, num_bytes=MANY * SHARD_BYTES))), 1),
+    "clear": (lambda world: world.buffer.clear(ids(*range(2 * MANY))), MANY),
+    "end_step": (lambda world: world.buffer.end_step(0), MANY),
 }
 
 
-@pytest.mark.parametrize("leave", LEAVE_MANY.values(), ids=LEAVE_MANY)
-def test_of_many_shards_few_go_at_a_time_and_then_others_have_their_turn(leave: Leave) -> None:
-    world = World(MANY * SHARD_BYTES)
+@pytest.mark.parametrize("way", LEAVE_MANY)
+def test_many_shards_come_whole_and_leave_few_at_a_time(way: str) -> None:
+    (leave, number), world = LEAVE_MANY[way], World(MANY * SHARD_BYTES)
+    world.ask(*handles(*range(MANY)))
     left: set[int] = {MANY}
     for each in world.ask(*handles(*range(MANY))):
         # Whatever goes says, as it goes and by way of the lock, how many are still here.
         weakref.finalize(each.data, lambda: left.add(world.kept()[0]))
     del each
-    Asking(partial(leave, world)).ended()
+    assert len(world.owners.asked) == 1
+    assert Asking(partial(leave, world)).ended() == number
     assert min(left) <= 1
     assert max(more - fewer for fewer, more in pairwise(sorted(left))) <= 64
 
@@ -300,15 +287,6 @@ def test_who_waits_gets_what_was_cleared_meanwhile(world: World) -> None:
     assert pair.first.ended()[0] is pair.second.ended()[0]
     assert world.owners.asked == [[1], [2]]
     assert world.kept() == (0, 0)
-
-
-ERRORS = [
-    OwnerGone(OWNER, "it hung up"),
-    ShardMissing(1 << 32 | 1, OWNER, "cleared"),
-    FetchMismatch("too few"),
-    ConnectionResetError(104, "reset"),
-    RuntimeError("a fault of ours"),
-]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
