@@ -1,5 +1,8 @@
 """The field's recipes on real roles: each learns, each step leaves nothing, on one rank or two."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,3 +101,16 @@ def test_a_recipe_is_the_same_on_one_rank_and_on_two(
 ) -> None:
     for one, two in zip(on_one[name].reports, on_two[name].reports, strict=True):
         assert one == pytest.approx(two, rel=ALIKE, abs=ALIKE)
+
+
+def test_the_example_says_what_training_was_good_for() -> None:
+    argv = [sys.executable, "-m", "examples.recipes.train", "--recipe", "reward"]
+    shown = subprocess.run(
+        [*argv, "--ranks", "1", "--steps", "2"], capture_output=True, text=True, timeout=100
+    )
+    assert (shown.returncode, shown.stderr) == (0, "")
+    *steps, last = shown.stdout.splitlines()
+    assert [re.sub(r"loss \S+.*  0 ", "loss ..  0 ", line) for line in steps] == [
+        f"step  {at}  loss ..  0 bytes left in 2 processes" for at in range(2)
+    ]
+    assert last.startswith("unseen pairs that it rates the right way round: 0% before, ")

@@ -49,8 +49,10 @@ class LanguageModel:
         trainer: Mapping[str, Json] | None = None,
         losses: Mapping[str, Json] | None = None,
     ) -> None:
-        """The model in the folder `path`; frozen without `trainer`, fields of TrainerConfig.
+        """The model in the folder `path`; frozen without `trainer`.
 
+        `trainer` are fields of TrainerConfig, of which it heeds the rates, max_grad_norm, clips,
+        max_importance_weight, entropy_coef and microbatch_tokens; `losses` those of LanguageTerms.
         ModelError, ValidationError for a folder or a field that is none.
         """
         self._terms = msgspec.convert(losses or {}, LanguageTerms)
@@ -109,7 +111,7 @@ class LanguageModel:
         proximal_N = batch.column("proximal", before_N)
         terms = TokenTerms(
             logprobs_N=logprobs_N,
-            entropies_N=entropies_N,
+            entropies_N=entropies_N if self._settings.entropy_coef else entropies_N.detach(),
             proximal_N=proximal_N,
             recorded_N=batch.column("logprobs", proximal_N),
             advantages_N=batch.column("advantages"),

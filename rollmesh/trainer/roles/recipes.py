@@ -1,4 +1,4 @@
-"""One step of each of the field's recipes, as calls of a train controller.
+"""One step of each of the field's recipes, as calls of roles.
 
     recipe    roles                       rows
     ppo       actor, reference, critic    reward
@@ -10,18 +10,19 @@
 Rows are those of rows.py, whose tensors are handles; what a role computes of them goes into them as
 a column, handles again: no tensor passes through here. Invariants: those of the roles, so that a
 step is the same on any number of ranks; all that a step makes is tagged by it, and freed by
-`controller.end_step(step)`, which is the caller's. Driven by a train loop.
+`end_step(step)`, which is the caller's. Driven by a train loop, on a TrainController or, under a
+plain torchrun, on a PlainRank, whose rows are tensors.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.types import Json
 from rollmesh.trainer.advantages import group_advantages
-from rollmesh.trainer.controller.controller import Call, TrainController
+from rollmesh.trainer.controller.controller import Call
 from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.controller.spec import RoleSpec
 from rollmesh.trainer.roles.rows import Row
@@ -36,50 +37,57 @@ PPO_EPOCHS = 2
 """Optimiser steps on one batch."""
 
 
-def ppo(controller: TrainController, rows: Rows, step: int) -> Report:
+class Trainer(Protocol):
+    """A TrainController or a PlainRank."""
+
+    def call(self, what: Call | str, *args: Any, **kwargs: Any) -> Any:
+        """See TrainController."""
+
+
+def ppo(trainer: Trainer, rows: Rows, step: int) -> Report:
     """Schulman et al. 2017: clipped ratios, advantages against a critic that learns beside."""
     rows = _with(
         rows,
-        proximal=_told(controller, "actor.logprobs", rows, step),
-        reference=_told(controller, "reference.logprobs", rows, step),
+        proximal=_told(trainer, "actor.logprobs", rows, step),
+        reference=_told(trainer, "reference.logprobs", rows, step),
     )
-    rows = _with(rows, **_told(controller, "critic.advantages", rows, step))
+    rows = _with(rows, **_told(trainer, "critic.advantages", rows, step))
     for _ in range(PPO_EPOCHS):
-        values = _trained(controller, "critic.train_values", rows, step)
-        policy = _trained(controller, "actor.train_policy", rows, step)
+        values = _trained(trainer, "critic.train_values", rows, step)
+        policy = _trained(trainer, "actor.train_policy", rows, step)
     return policy | {"value_loss": values["loss"]}
 
 
-def grpo(controller: TrainController, rows: Rows, step: int) -> Report:
+def grpo(trainer: Trainer, rows: Rows, step: int) -> Report:
     """Shao et al. 2024: a rollout's advantage is over its siblings, so that no critic is needed."""
     rows = _with(
         rows,
         advantages=_over_siblings(rows),
-        reference=_told(controller, "reference.logprobs", rows, step),
+        reference=_told(trainer, "reference.logprobs", rows, step),
     )
-    return _trained(controller, "actor.train_policy", rows, step)
+    return _trained(trainer, "actor.train_policy", rows, step)
 
 
-def dpo(controller: TrainController, rows: Rows, step: int) -> Report:
+def dpo(trainer: Trainer, rows: Rows, step: int) -> Report:
     """Rafailov et al. 2023: a policy learns preferences without a reward model."""
-    rows = _with(rows, reference=_told(controller, "reference.logprobs", rows, step))
-    return _trained(controller, "actor.train_preference", rows, step, group_size=2)
+    rows = _with(rows, reference=_told(trainer, "reference.logprobs", rows, step))
+    return _trained(trainer, "actor.train_preference", rows, step, group_size=2)
 
 
-def sft(controller: TrainController, rows: Rows, step: int) -> Report:
+def sft(trainer: Trainer, rows: Rows, step: int) -> Report:
     """Supervised training on texts."""
-    return _trained(controller, "actor.train_text", rows, step)
+    return _trained(trainer, "actor.train_text", rows, step)
 
 
-def reward(controller: TrainController, rows: Rows, step: int) -> Report:
+def reward(trainer: Trainer, rows: Rows, step: int) -> Report:
     """Ouyang et al. 2022: a model learns which of two answers is worth more."""
-    return _trained(controller, "scorer.train_rewards", rows, step, group_size=2)
+    return _trained(trainer, "scorer.train_rewards", rows, step, group_size=2)
 
 
 class Recipe(NamedTuple):
     """What a step is, and who plays in it."""
 
-    step: Callable[[TrainController, Rows, int], Report]
+    step: Callable[[Trainer, Rows, int], Report]
     roles: tuple[str, ...]
 
 
@@ -95,7 +103,7 @@ RECIPES = {
 def role_specs(
     names: Iterable[str],
     path: str,
-    trainer: TrainerConfig,
+    settings: TrainerConfig,
     losses: Mapping[str, Mapping[str, Json]] | None = None,
 ) -> dict[str, RoleSpec]:
     """Of a RankPlan: roles that begin as the model in the folder `path`; the reference stays so.
@@ -104,23 +112,21 @@ def role_specs(
     """
     specs = {}
     for name in names:
-        settings: dict[str, Any] = {"path": path, "losses": dict((losses or {}).get(name, {}))}
+        given: dict[str, Any] = {"path": path, "losses": dict((losses or {}).get(name, {}))}
         if name != "reference":
-            settings["trainer"] = msgspec.to_builtins(trainer)
-        specs[name] = RoleSpec(make=SCALAR if name in SCALARS else LANGUAGE, settings=settings)
+            given["trainer"] = msgspec.to_builtins(settings)
+        specs[name] = RoleSpec(make=SCALAR if name in SCALARS else LANGUAGE, settings=given)
     return specs
 
 
-def _told(controller: TrainController, method: str, rows: Rows, step: int) -> Any:
+def _told(trainer: Trainer, method: str, rows: Rows, step: int) -> Any:
     """Columns, handles of this step."""
-    return controller.call(Call(method, step, Rule(uneven="pad")), rows)
+    return trainer.call(Call(method, step, Rule(uneven="pad")), rows)
 
 
-def _trained(
-    controller: TrainController, method: str, rows: Rows, step: int, group_size: int = 1
-) -> Report:
+def _trained(trainer: Trainer, method: str, rows: Rows, step: int, group_size: int = 1) -> Report:
     rule = Rule(group_size=group_size, uneven="pad")
-    report: Report = controller.call(Call(method, step, rule), rows, step)
+    report: Report = trainer.call(Call(method, step, rule), rows, step)
     return report
 
 

@@ -54,7 +54,11 @@ class ScalarModel:
         trainer: Mapping[str, Json] | None = None,
         losses: Mapping[str, Json] | None = None,
     ) -> None:
-        """The model in the folder `path`; frozen without `trainer`, fields of TrainerConfig."""
+        """The model in the folder `path`; frozen without `trainer`.
+
+        `trainer` are fields of TrainerConfig, of which it heeds the rates, max_grad_norm and
+        microbatch_tokens; `losses` those of ScalarTerms. Errors as of LanguageModel.
+        """
         self._terms = msgspec.convert(losses or {}, ScalarTerms)
         model, is_new = load_scorer(Path(path))
         self._learner = Learner(place, model, Path(path), trainer)

@@ -1,0 +1,79 @@
+"""What a step of each recipe calls, on the roles of one rank that nobody leads."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollmesh.core.config import TrainerConfig
+from rollmesh.trainer.controller.controller import RankPlan
+from rollmesh.trainer.controller.meeting import Place
+from rollmesh.trainer.controller.plain import PlainRank
+from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.roles.language import LanguageModel
+from rollmesh.trainer.roles.recipes import RECIPES, role_specs
+from tests.unit.trainer.roles.rows import drawn
+
+LENGTHS = (5, 12, 12, 7, 9, 4)
+TRAINER = TrainerConfig(learning_rate=1e-2)
+ROLES = ("actor", "reference", "critic", "scorer")
+
+
+@pytest.fixture
+def trainer(place: Place, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlainRank]:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    losses = {"actor": {"kl_coef": 0.01}, "critic": {"trace": 1.0}}
+    specs = role_specs(ROLES, str(folder), TRAINER, losses)
+    with PlainRank(RankPlan(topology=Topology(1), roles=specs)) as rank:
+        yield rank
+
+
+def test_the_reference_stays_what_the_actor_began_as(trainer: PlainRank) -> None:
+    rows = drawn(1, *LENGTHS)
+    before = trainer.call("reference.logprobs", rows)
+    for step in range(2):
+        RECIPES["sft"].step(trainer, rows, step)
+    assert all(map(torch.equal, trainer.call("reference.logprobs", rows), before))
+    assert not any(map(torch.equal, trainer.call("actor.logprobs", rows), before))
+
+
+def test_a_first_step_of_each_is_what_its_formula_says(trainer: PlainRank) -> None:
+    rows = [
+        {**row, "reward": float(at % 2 == 0), "group": at // 2}
+        for at, row in enumerate(drawn(2, *LENGTHS))
+    ]
+    logprobs = torch.cat(trainer.call("actor.logprobs", rows))
+    reports = {name: recipe.step(trainer, rows, 0) for name, recipe in [*RECIPES.items()][::-1]}
+    assert reports["reward"]["loss"] == pytest.approx(math.log(2)), "a head that says 0"
+    assert reports["sft"]["loss"] == pytest.approx(-float(logprobs.mean()), rel=1e-5)
+    assert {name: each["num"] for name, each in reports.items()} == {
+        **dict.fromkeys(("ppo", "grpo", "sft"), len(logprobs)),
+        **dict.fromkeys(("dpo", "reward"), 3),
+    }
+
+
+def test_siblings_are_compared_within_their_group_and_nowhere_else(
+    trainer: PlainRank, place: Place, folder: Path
+) -> None:
+    rows = drawn(3, *LENGTHS)
+    told = [
+        {**row, "reward": reward, "group": group}
+        for row, reward, group in zip(rows, (5, 5, 3, 1, 7, 7), "aabbcc", strict=True)
+    ]
+    # 3 and 1 are each 1 from their mean, and spread by the root of 2.
+    due = (0.0, 0.0, math.sqrt(0.5), -math.sqrt(0.5), 0.0, 0.0)
+    by_hand = LanguageModel(place, str(folder), {"learning_rate": 1e-2}, {"kl_coef": 0.01})
+    report = by_hand.train_policy(
+        [{**row, "advantages": each} for row, each in zip(rows, due, strict=True)], 0
+    )
+    assert RECIPES["grpo"].step(trainer, told, 0) == pytest.approx(report, abs=1e-3)
+
+
+def test_of_ppos_epochs_the_second_is_held_near_where_the_step_began(trainer: PlainRank) -> None:
+    rows = [{**row, "reward": float(at)} for at, row in enumerate(drawn(4, *LENGTHS))]
+    report = RECIPES["ppo"].step(trainer, rows, 0)
+    assert report["clip_fraction"] > 0
+    second = RECIPES["ppo"].step(trainer, rows, 1)
+    assert second["value_loss"] < report["value_loss"]
