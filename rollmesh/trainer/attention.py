@@ -3,28 +3,25 @@
     the model's own attention, sequence by sequence   ==   PACKED, all of them in one row ?
         yes: the model packs                no: its own attention again, one sequence a forward
 
-Where sequences begin travels as the keywords that transformers has for it (`cu_seq_lens_q` and
-its kin, `position_ids` that start anew), so that its flash attention takes the same call. PACKED
-runs on any device and in any precision: sequences side by side of one length are one batched call
-on views, so sort them by length; no mask is built but for windows shorter than a sequence.
-
-Invariants: what a sequence's logits are does not depend on its neighbours; a model of which that
-was not proven is never packed (linear attention and Mamba carry a state along the row, soft caps
-and sinks are not ours, an older model has an attention of its own). Driven by the policy and the
-roles; the proof once, when a model is loaded, before it is shared.
-Shapes: T tokens of S sequences, K kept positions, H heads, D of a head, L of one sequence,
-V vocabulary.
+Where sequences begin travels as transformers' own keywords (`cu_seq_lens_q` and its kin), so that
+its flash attention takes the same call; PACKED needs no kernel of its own. Sequences side by side
+of one length are one batched call on views, so sort them by length. Invariants: a sequence's logits
+do not depend on its neighbours; no mask is built but for windows shorter than a sequence; a model
+that was not proven is never packed (a state may run along the row, soft caps and sinks are not
+ours, places may stretch, attention may be the model's own). Driven by the policy and the roles; the
+proof once, when a model is loaded, before it is shared.
+Shapes: T tokens of S sequences of L, K kept positions, H heads of width D, V vocabulary.
 """
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from rollmesh.core.logs import get_logger
 
@@ -36,7 +33,10 @@ PROBE_STRIDE = 7919
 """A prime, so that a probe's tokens are spread over any vocabulary."""
 PROOF_LENGTHS = (3, 7, 7, 11)
 MAX_REACH = 8192
-"""A window or chunk longer than this is not proven: no sample is expected beyond it."""
+"""A window or chunk longer than this is taken at its word: to try it, a sequence would have to be
+as long."""
+STRETCHED = ("dynamic", "longrope")
+"""Rotary places that depend on the longest sequence of a row, so on neighbours."""
 ALIKE = 1e-3
 """How far logits may be off, as a share of their spread: float32 is within 1e-5, leaks are not."""
 
@@ -164,10 +164,9 @@ def _window(length: int, window: int | None, device: torch.device) -> Tensor | N
 def _why_not(model: PreTrainedModel) -> str:
     """Why `model` cannot be packed; '' if it can, and then its attention is PACKED."""
     config = model.config.get_text_config()
-    reach = max(
-        getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")
-    )
-    lengths = [*PROOF_LENGTHS, reach + 5] if reach and reach <= MAX_REACH else PROOF_LENGTHS
+    if _rope_types(getattr(config, "rope_parameters", None) or {}) & set(STRETCHED):
+        return "its rotary places depend on the longest sequence of a row"
+    lengths = _proof_lengths(config)
     starts = [0, *itertools.accumulate(lengths)]
     numbers_T = PROBE_STRIDE * torch.arange(1, starts[-1] + 1)
     token_ids_T = (numbers_T % config.vocab_size).to(model.device)
@@ -175,7 +174,7 @@ def _why_not(model: PreTrainedModel) -> str:
         alone_KV = torch.cat(
             [
                 packed_logits(model, row, [0, len(row)], _ends([0, len(row)], row.device))
-                for row in torch.split(token_ids_T, list(lengths))
+                for row in torch.split(token_ids_T, lengths)
             ]
         )
         model.set_attn_implementation(PACKED)
@@ -186,6 +185,19 @@ def _why_not(model: PreTrainedModel) -> str:
         return "its attention cannot be set"
     off = float((together_KV - alone_KV).abs().max() / alone_KV.std())
     return "" if off < ALIKE else f"together and alone differ by {off:.2g} of the logits' spread"
+
+
+def _proof_lengths(config: PreTrainedConfig) -> list[int]:
+    """Two of a length among others, and one that is longer than the model's window or chunk."""
+    reaches = (getattr(config, each, None) for each in ("sliding_window", "attention_chunk_size"))
+    longest = max(each or 0 for each in reaches)
+    return [*PROOF_LENGTHS, longest + 5] if 0 < longest <= MAX_REACH else [*PROOF_LENGTHS]
+
+
+def _rope_types(parameters: Mapping[str, Any]) -> set[Any]:
+    """Of all layers; some models have parameters for each kind of them."""
+    nested = [each for each in parameters.values() if isinstance(each, Mapping)]
+    return {each.get("rope_type") for each in (parameters, *nested)}
 
 
 def _attention_of(model: PreTrainedModel) -> str:

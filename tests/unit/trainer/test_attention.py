@@ -170,7 +170,16 @@ def new_llama4() -> PreTrainedModel:
     return Llama4ForCausalLM(config)
 
 
-@pytest.mark.parametrize("new", [new_mamba, new_bloom, new_gemma, new_llama4])
+def new_stretched() -> PreTrainedModel:
+    """Past 64 tokens, places are nearer to each other the longer the longest sequence is."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    config = Qwen3Config(
+        **SMALL, num_key_value_heads=2, rope_parameters=rope, max_position_embeddings=64
+    )
+    return Qwen3ForCausalLM(config)
+
+
+@pytest.mark.parametrize("new", [new_mamba, new_bloom, new_gemma, new_llama4, new_stretched])
 def test_model_that_cannot_be_packed_says_so_and_takes_a_sequence_at_a_time(
     new: Callable[[], PreTrainedModel], caplog: pytest.LogCaptureFixture
 ) -> None:
