@@ -128,9 +128,10 @@ class PublishShell:
             case Send():
                 assert self._dialer
                 self._dialer.send(Packet(action.message, self._incarnation))
+            case FenceTold(asked, ""):
+                log.warning("engine.fenced", url=asked.url, why=asked.detail)
             case FenceTold(asked, error):
-                told = "engine.not_fenced" if error else "engine.fenced"
-                log.warning(told, url=asked.url, why=asked.detail, error=error)
+                log.warning("engine.not_fenced", url=asked.url, why=error)
             case CallEngine():
                 self._spawn(self._call(action))
             case PublishEnded(report):

@@ -41,8 +41,7 @@ async def test_plain_generation_is_one_call(engine: ScriptedEngine, bench: Bench
     assert generation.state is GenerationState.COMMITTED
     assert generation.finish_reason == "length"
     assert list(generation.token_ids) == expected(6)
-    assert generation.policy_versions == [VersionRun(0, 6, 0)]
-    assert generation.engines == [engine.url]
+    assert (generation.policy_versions, generation.engines) == ([VersionRun(0, 6, 0)], [engine.url])
     assert [request.body.get("stream") for request in engine.seen] == [None]
 
 
