@@ -1,14 +1,15 @@
 """An owner or a consumer of tensors as a process of its own, to be stopped and killed.
 
-    tensor_process.py owner shared|private|forking NUM_BYTES    serves one shard of 0, 1, 2...
+    tensor_process.py owner shared|private NUM_BYTES            serves one shard of 0, 1, 2...
     tensor_process.py consumer                                  fetches what its stdin names
     tensor_process.py carrier                                   the same, and lends it to neighbours
     tensor_process.py crowd SEED                                the same, line after line
 
 An owner tells its handle as hex and the path of its memory, a consumer the sum of what it sees;
-then both wait for the end of their stdin, as does the child that a forking owner has. One of a
-crowd tells of each line how many it fetched, keeps some of them, looks at those again and again,
-and tells at the end how often it saw what it should not. Driven by test_tensors.py.
+then both wait for the end of their stdin, as does the child that an owner has once it is told to
+fork. One of a crowd tells of each line how many it fetched, keeps some of them, looks at those
+again and again, and tells at the end how often it saw what it should not. Driven by
+test_tensors.py.
 """
 
 import os
@@ -42,12 +43,14 @@ def own(kind: str, num_bytes: int) -> None:
     server.start()
     data = np.arange(num_bytes).astype(np.uint8)
     handles = store.put([Content("uint8", (num_bytes,), data)])
-    if kind == "forking" and os.fork() == 0:
-        sys.stdin.read()
-        os._exit(0)
     tell(pack(handles).hex())
     tell(str(arena.path))
-    sys.stdin.read()
+    if sys.stdin.readline().strip() == "fork":
+        if os.fork() == 0:
+            sys.stdin.read()
+            os._exit(0)
+        tell("forked")
+        sys.stdin.read()
     server.stop()
     store.close()
 

@@ -114,14 +114,19 @@ def soon(is_so: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
-@pytest.mark.parametrize("kind", ["shared", "private", "forking"])
+@pytest.mark.parametrize("kind", ["shared", "private"])
+@pytest.mark.parametrize("has_child", [False, True], ids=["alone", "forked"])
 def test_a_fetch_from_an_owner_that_is_killed_meanwhile_fails_at_once(
-    start: Callable[..., Child], kind: str
+    start: Callable[..., Child], kind: str, has_child: bool
 ) -> None:
     owner, handle = started_owner(start, kind)
     errors: list[Exception] = []
     with closing(Peers()) as peers:
         peers.fetch(handle.owner, [handle])
+        if has_child:  # which lingers, with whatever it was left of the connection
+            owner.line()
+            owner.say("fork")
+            assert owner.line() == "forked"
 
         def fetch() -> None:
             try:

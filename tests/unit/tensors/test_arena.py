@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import random
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,17 @@ def test_memory_under_what_is_freed_is_used_again(either: Arena) -> None:
     either.free(slots)
     assert either.allocate([5 * PAGE_BYTES, 5 * PAGE_BYTES])[0].offset == slots[0].offset
     assert either.backed_bytes == backed
+
+
+def test_who_writes_to_a_slot_waits_for_no_page(tmp_path: Path) -> None:
+    for folder in (SHARED_MEMORY, tmp_path / "absent"):
+        arena = Arena(2**24, folder)
+        (slot,) = arena.allocate([2**23])
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        arena.view(slot)[::PAGE_BYTES] = 1
+        num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        assert num_faults < 2**23 // PAGE_BYTES // 10
+        arena.close()
 
 
 def test_what_does_not_fit_says_what_was_wanted_and_takes_nothing(either: Arena) -> None:

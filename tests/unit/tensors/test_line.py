@@ -5,12 +5,14 @@ import socket
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from rollmesh.core.errors import WireError
 from rollmesh.tensors.frames import Refused, decode_answer, frame
 from rollmesh.tensors.line import MAX_BUFFERS, Line
+from rollmesh.wire.sockets import DEAD_S
 
 HELLO = frame(Refused("hello"))
 
@@ -150,6 +152,17 @@ def test_a_request_without_end_is_read_as_far_as_allowed(
     with pytest.raises(WireError, match="no end within 100 bytes"):
         far.receive_until(b"\r\n\r\n", 100)
     assert far.num_received == 100
+
+
+def test_a_machine_that_lost_power_is_noticed_and_a_process_that_was_stopped_is_not_taken_for_dead(
+    ends: tuple[Line, Line],
+) -> None:
+    for line in ends:
+        option = partial(raw(line).getsockopt, socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        gives_up = partial(raw(line).getsockopt, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert (option(), gives_up()) == (1, DEAD_S * 1000)
+        line.share_machine()
+        assert (option(), gives_up()) == (0, 0)
 
 
 def test_a_cut_wakes_who_waits_at_either_end(ends: tuple[Line, Line]) -> None:

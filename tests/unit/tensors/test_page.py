@@ -66,6 +66,7 @@ def test_where_no_token_is_set_nobody_is_shown_anything(monkeypatch: pytest.Monk
         (handle,) = owner.put([5])
         for token in (None, "", TOKEN):
             assert get(owner, f"/tensors/{handle.shard_id}", token)[0] == 401
+        assert get(owner, f"/tensors/{handle.shard_id}", "", scheme="")[0] == 401
 
 
 @pytest.mark.parametrize(
