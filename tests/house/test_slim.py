@@ -55,6 +55,18 @@ def test_who_owns_tensors_and_makes_none_never_loads_torch() -> None:
     assert heavy_imports(names, ["torch", "transformers", "ray"]) == {}
 
 
+def test_who_asks_for_rollouts_never_loads_torch() -> None:
+    names = modules_of("serve/client")
+    assert "rollmesh.serve.client.sample_memory" in names
+    assert heavy_imports(names, ["torch", "transformers", "ray"]) == {}
+
+
+@pytest.mark.slow
+def test_a_trainer_of_one_rank_loads_no_controller() -> None:
+    ranked = ["rollmesh.trainer.ranked", "rollmesh.trainer.controller.controller"]
+    assert heavy_imports(["rollmesh.trainer.process"], ranked) == {}
+
+
 def test_router_never_loads_rich() -> None:
     names = modules_of("core", "wire", "serve/router")
     assert names

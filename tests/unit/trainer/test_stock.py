@@ -3,8 +3,10 @@
 import itertools
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -45,11 +47,19 @@ class World:
         self.stock = Stock(self.room)
         self.client = ScriptedClient()
 
+    def ask(self) -> GroupId:
+        return self.client.ask(
+            Task(id="t"),
+            env="guess",
+            num_samples=NUM_SAMPLES,
+            sampling=SamplingPolicy(),
+            seed=0,
+        )
+
     def arrive(self, number: int) -> list[ReadyGroup]:
         groups = []
         for _ in range(number):
-            ask = {"env": "guess", "num_samples": NUM_SAMPLES, "sampling": SamplingPolicy()}
-            self.client.finish(self.client.ask(Task(id="t"), seed=0, **ask))  # type: ignore[arg-type]
+            self.client.finish(self.ask())
             (finished,) = self.client.take(0.0)
             assert isinstance(finished, Finished)
             groups.append(self.stock.cut(finished, BRANCHES))
@@ -95,6 +105,18 @@ def test_a_group_that_finds_no_room_waits_aside_and_is_brought_in(world: World) 
     assert world.stock.take(ids(third)) == [third]
     assert world.is_inside(third)
     assert_whole(third)
+
+
+def test_the_buffers_that_a_group_came_in_are_gone_once_it_is_cut(world: World) -> None:
+    world.client.finish(world.ask())
+    (finished,) = world.client.take(0.0)
+    assert isinstance(finished, Finished)
+    buffers: list[weakref.ref[Any]] = [weakref.ref(finished.token_ids)]
+    buffers.append(weakref.ref(finished.logprobs))
+    group = world.stock.cut(finished, BRANCHES)
+    del finished
+    assert [buffer() for buffer in buffers] == [None, None]
+    assert_whole(group)
 
 
 def test_the_newest_that_waits_makes_way(world: World) -> None:
