@@ -41,6 +41,8 @@ FIRST_OWN = 100
 
 numbers = st.lists(st.integers(0, LARGE), max_size=5)
 places = st.integers(0, 9)
+ahead = st.integers(-1, 2)
+"""Of the newest step that has ended: those long past, and the far future, are as the nearest."""
 
 
 class Call:
@@ -91,8 +93,9 @@ class BufferSchedule(RuleBasedStateMachine):
         self.num_fetched = 0
         self.num_calls = 0
 
-    @rule(numbers=numbers, step=st.integers(UNTAGGED, 4))
-    def ask(self, numbers: list[int], step: int) -> None:
+    @rule(numbers=numbers, ahead=st.none() | ahead)
+    def ask(self, numbers: list[int], ahead: int | None) -> None:
+        step = UNTAGGED if ahead is None else max(self.ended_step + ahead, UNTAGGED)
         wanted = [handle(each, step, 20 if each == LARGE else each) for each in numbers]
         own: list[RTensor] = []
         awaited: list[Call] = []
@@ -141,14 +144,20 @@ class BufferSchedule(RuleBasedStateMachine):
         call.fetch.fail(OwnerGone(OWNER, "it hung up"))
         call.check_end()
 
-    @rule(numbers=st.none() | numbers)
-    def clear(self, numbers: list[int] | None) -> None:
-        shard_ids = None if numbers is None else ids(*numbers)
-        cleared = {*self.kept, *self.coming} if shard_ids is None else {*shard_ids}
-        assert self.buffer.clear(shard_ids) == self._drop(cleared)
+    @precondition(lambda self: self.kept or self.coming)
+    @rule(numbers=numbers)
+    def clear(self, numbers: list[int]) -> None:
+        assert self.buffer.clear(ids(*numbers)) == self._drop({*ids(*numbers)})
 
-    @rule(step=st.integers(UNTAGGED, 4))
-    def end_step(self, step: int) -> None:
+    @precondition(lambda self: self.kept or self.coming)
+    @rule()
+    def flush(self) -> None:
+        assert self.buffer.clear(None) == self._drop({*self.kept, *self.coming})
+
+    @precondition(lambda self: self.kept or self.coming)
+    @rule(ahead=ahead)
+    def end_step(self, ahead: int) -> None:
+        step = max(self.ended_step + ahead, UNTAGGED)
         ended: set[int] = set()
         if step > self.ended_step:
             self.ended_step = step
