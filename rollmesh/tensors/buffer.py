@@ -20,7 +20,7 @@ import msgspec
 
 from rollmesh.tensors.backend import check_fetched
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
-from rollmesh.tensors.shelf import Kept, Shelf, memory_of
+from rollmesh.tensors.shelf import Kept, Shelf
 
 _Shard = TypeVar("_Shard")
 """Its id, or what is known of it."""
@@ -64,7 +64,7 @@ class FetchBuffer:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._shelf = Shelf()
+        self._shelf = Shelf(max_bytes)
         self._flights: dict[int, _Flight] = {}
         """Who fetches what; a shard that does not stand here any more is not kept."""
         self._lock = threading.Lock()
@@ -113,7 +113,7 @@ class FetchBuffer:
         if shard_ids is not None:
             return sum(self._drop(some) for some in _stretches([*shard_ids]))
         with self._lock:
-            shelf, self._shelf = self._shelf, Shelf()
+            shelf, self._shelf = self._shelf, Shelf(self._max_bytes)
             self._flights = {}
         return len(shelf)
 
@@ -155,11 +155,7 @@ class FetchBuffer:
         flight.contents = dict(zip(flight.handles, contents, strict=True))
         for some in _stretches([*zip(handles, contents, strict=True)]):
             with self._lock:
-                for handle, content in some:
-                    if self._flights.get(handle.shard_id) is flight:
-                        del self._flights[handle.shard_id]
-                        if self._is_kept(handle, content, flight.ended_step):
-                            self._shelf.put(handle, content)
+                self._keep(flight, some)
                 self._num_fetched += len(some)
         while self._is_over():
             self._evict()
@@ -175,22 +171,26 @@ class FetchBuffer:
         finally:
             flight.is_over.set()
 
-    def _is_kept(self, handle: RTensor, content: Content, asked_after: int) -> bool:
-        """Whether it may still be asked for, `asked_after` being the newest step that had ended
-        when it was; and fits."""
-        newest = self._ended_step
-        is_ended = asked_after < newest if handle.step == UNTAGGED else handle.step <= newest
-        return not is_ended and memory_of(content).nbytes <= self._max_bytes
+    def _keep(self, flight: _Flight, landed: Sequence[tuple[RTensor, Content]]) -> None:
+        """What was not cleared meanwhile, and whose step has not ended. The lock is held."""
+        flights, newest = self._flights, self._ended_step
+        none_has_ended = flight.ended_step == newest
+        for handle, content in landed:
+            shard_id, step = handle.shard_id, handle.step
+            if flights.get(shard_id) is flight:
+                del flights[shard_id]
+                if step > newest or (step == UNTAGGED and none_has_ended):
+                    self._shelf.put(handle, content)
 
     def _is_over(self) -> bool:
         with self._lock:
-            return self._shelf.total_bytes > self._max_bytes
+            return self._shelf.is_over
 
     def _evict(self) -> None:
         """Past the budget, drop some of those that were not used for longest."""
         gone: list[Kept] = []
         with self._lock:
-            while self._shelf.total_bytes > self._max_bytes and len(gone) < STRETCH:
+            while self._shelf.is_over and len(gone) < STRETCH:
                 gone.append(self._shelf.take_down_coldest())
 
     def _drop_ended(self, last_step: int) -> int:

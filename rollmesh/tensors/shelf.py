@@ -35,8 +35,9 @@ class Kept(msgspec.Struct, frozen=True, eq=False, gc=False):
 class Shelf:
     """See the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.total_bytes = 0
+        self._max_bytes = max_bytes
         self._kept: OrderedDict[int, Kept] = OrderedDict()
         """The longest unused first."""
         self._steps: dict[int, OfStep] = {}
@@ -51,6 +52,11 @@ class Shelf:
         """Of the shards themselves: what else a block holds is of no step."""
         return {step: each.num_bytes for step, each in self._steps.items()}
 
+    @property
+    def is_over(self) -> bool:
+        """Whether something has to go; never because of one shard alone."""
+        return self.total_bytes > self._max_bytes
+
     def use(self, shard_id: int) -> Content | None:
         """Its content, if it is here; now it is the newest in use."""
         kept = self._kept.get(shard_id)
@@ -60,20 +66,23 @@ class Shelf:
         return kept.content
 
     def put(self, handle: RTensor, content: Content) -> None:
-        """Keep it; it is not here yet."""
+        """Keep it, which is not here yet, unless its memory alone is more than may be kept."""
         shard_id, step, num_bytes = handle.shard_id, handle.step, handle.num_bytes
+        block = content.data.base
+        if isinstance(block, np.ndarray):
+            if block.nbytes > self._max_bytes:
+                return
+            self.total_bytes += self._shared(block)
+        elif num_bytes > self._max_bytes:
+            return
+        else:
+            self.total_bytes += num_bytes
         of_step = self._steps.get(step)
         if of_step is None:
             of_step = self._steps[step] = OfStep(step, {})
-        self._kept[shard_id] = Kept(content, of_step)
         of_step.ids[shard_id] = None
         of_step.num_bytes += num_bytes
-        block = content.data.base
-        if isinstance(block, np.ndarray):
-            num_sharers = self._sharers.get(id(block), 0)
-            self._sharers[id(block)] = num_sharers + 1
-            num_bytes = 0 if num_sharers else block.nbytes
-        self.total_bytes += num_bytes
+        self._kept[shard_id] = Kept(content, of_step)
 
     def take_down(self, shard_id: int) -> Kept | None:
         """Keep it no longer, if it is here."""
@@ -105,15 +114,17 @@ class Shelf:
         if not of_step.ids:
             del self._steps[of_step.step]
         block = data.base
-        if isinstance(block, np.ndarray):
-            num_sharers = self._sharers.pop(id(block)) - 1
-            if num_sharers:
-                self._sharers[id(block)] = num_sharers
-            num_bytes = 0 if num_sharers else block.nbytes
-        self.total_bytes -= num_bytes
+        self.total_bytes -= self._parted(block) if isinstance(block, np.ndarray) else num_bytes
 
+    def _shared(self, block: NDArray[np.generic]) -> int:
+        """One shard more is kept of it; the bytes that this adds."""
+        num_sharers = self._sharers.get(id(block), 0)
+        self._sharers[id(block)] = num_sharers + 1
+        return 0 if num_sharers else block.nbytes
 
-def memory_of(content: Content) -> NDArray[np.generic]:
-    """The array that has the bytes: one that is a part of another keeps all of that alive."""
-    base = content.data.base
-    return base if isinstance(base, np.ndarray) else content.data
+    def _parted(self, block: NDArray[np.generic]) -> int:
+        """One less; the bytes that this frees."""
+        num_sharers = self._sharers.pop(id(block)) - 1
+        if num_sharers:
+            self._sharers[id(block)] = num_sharers
+        return 0 if num_sharers else block.nbytes

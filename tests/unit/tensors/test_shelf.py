@@ -13,7 +13,7 @@ from tests.unit.tensors.fetches import SHARD_BYTES, content, handle, handles, id
 
 @pytest.fixture
 def shelf() -> Shelf:
-    return Shelf()
+    return Shelf(10**9)
 
 
 def put(shelf: Shelf, *numbers: int, step: int = UNTAGGED) -> None:
@@ -75,6 +75,17 @@ def test_each_step_has_the_bytes_of_its_shards(shelf: Shelf) -> None:
     shelf.take_down_ended(4)
     shelf.take_down_ended(4)
     assert shelf.bytes_by_step == {5: one}
+
+
+def test_what_alone_is_more_than_may_be_kept_is_not() -> None:
+    shelf = Shelf(2 * SHARD_BYTES)
+    shelf.put(handle(1, num_bytes=2 * SHARD_BYTES + 1), content(handle(1)))
+    put_block(shelf, 2, 3, 4)
+    assert (len(shelf), shelf.total_bytes, shelf.bytes_by_step) == (0, 0, {})
+    put_block(shelf, 5, 6)
+    assert (len(shelf), shelf.is_over) == (2, False)
+    put(shelf, 7)
+    assert (len(shelf), shelf.is_over) == (3, True)
 
 
 def test_a_block_counts_whole_until_its_last_shard_goes(shelf: Shelf) -> None:
