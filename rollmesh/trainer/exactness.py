@@ -109,6 +109,11 @@ class Findings(msgspec.Struct, frozen=True):
     """What all masked ones have in common and not all others: of engine, dialect, fork_cause."""
     faults: list[Fault]
 
+    @property
+    def max_gap(self) -> float:
+        """Of all exact ones."""
+        return round(_sum(self.exact.values()).largest, DIGITS)
+
     def rows(self) -> list[dict[str, Any]]:
         """For metrics.jsonl."""
         parts = (("exact", self.exact), ("drift", self.drift))

@@ -24,7 +24,7 @@ from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.exactness import DIGITS, Findings, find
+from rollmesh.trainer.exactness import Findings, find
 from rollmesh.trainer.fencing import FenceAsked
 from rollmesh.trainer.pacer import Batch, Pacer, spans_versions, successes_of
 from rollmesh.trainer.policy import StepReport
@@ -195,7 +195,7 @@ class TrainLoop:
                 num=len(findings.masked),
                 of=len(samples),
                 policy_version=report.held_policy_version,
-                max_gap=round(report.logprob_gap_max or 0.0, DIGITS),
+                max_gap=findings.max_gap,
                 bound=bound,
                 rollouts=[str(samples[at].rollout_id) for at in findings.masked[:NUM_NAMED]],
                 **findings.only,

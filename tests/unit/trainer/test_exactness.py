@@ -88,6 +88,7 @@ def test_a_gap_that_is_no_number_is_past_the_bound() -> None:
     findings = found((run(A), math.nan), (run(A), 0.0))
     assert findings.masked == [0]
     assert math.isnan(findings.exact[Origin(HELD, A, "chat", "")].largest)
+    assert math.isnan(findings.max_gap)
 
 
 def test_an_engine_is_at_fault_beside_one_that_is_not() -> None:
@@ -98,6 +99,7 @@ def test_an_engine_is_at_fault_beside_one_that_is_not() -> None:
         f"4 of its 4 samples have log-probs that are off by up to 0.5, and none of 4 alike of {A}"
     )
     assert found(*liar, *honest).only == {"engine": B}
+    assert found(*liar, *honest).max_gap == 0.5
 
 
 def test_two_engines_at_fault_are_both_found_by_one_that_is_not() -> None:

@@ -17,6 +17,7 @@ def test_ask_is_repeated_until_the_router_answers_and_told_of_once() -> None:
     assert fencing.step(ASKED, 0.0) == sent
     assert fencing.step(Ticked(), REPEAT_S / 2) == []
     assert fencing.step(Ticked(), REPEAT_S) == sent
+    assert fencing.step(Ticked(), REPEAT_S * 1.5) == []
     assert fencing.step(answer(-1, "the last engine"), 1.0) == [FenceTold(ASKED, "the last engine")]
     assert fencing.step(answer(-1), 1.1) == []
     assert fencing.step(Ticked(), 2.0) == []
