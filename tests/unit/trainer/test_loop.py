@@ -68,20 +68,29 @@ class WatchedRecords(RunRecords):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, SystemClock())
         self.arrays: list[weakref.ref[Any]] = []
-        self.num_steps = 0
-        self.stepped = threading.Condition()
-
-    def step(self, row: dict[str, Any]) -> None:
-        super().step(row)
-        with self.stepped:
-            self.num_steps += row["step"] >= 0
-            self.stepped.notify_all()
 
     def rollout(self, *told: Any, **more: Any) -> None:
         for sample in told[3]:
             arrays = (sample.token_ids, sample.logprobs, sample.loss_mask, sample.policy_versions)
             self.arrays += map(weakref.ref, arrays)
         super().rollout(*told, **more)
+
+
+class WatchedPolicy(Policy):
+    """Notes, as a step ends, how many arrays of all that were written down somebody still holds."""
+
+    def __init__(self, config: Config, records: WatchedRecords) -> None:
+        super().__init__(config.model.path, config.trainer)
+        self.records = records
+        self.ends: list[tuple[int, int]] = []
+        self.ended = threading.Condition()
+
+    def end_step(self, step: int) -> None:
+        super().end_step(step)
+        num_held = sum(array() is not None for array in self.records.arrays)
+        with self.ended:
+            self.ends.append((step, num_held))
+            self.ended.notify_all()
 
 
 class Site:
@@ -99,7 +108,7 @@ class Site:
         pacer = Pacer(self.client, staleness_of(config), tasks, asking_of(config), books)
         self.background = BackgroundLoop("publisher")
         self.weights = Weights(folder / "weights", 2, self.background)
-        policy = Policy(config.model.path, config.trainer)
+        self.policy = policy = WatchedPolicy(config, self.records)
         self.fenced: list[FenceAsked] = []
         parts = Parts(self.client, pacer, policy, self.weights, bring, *books, self.fenced.append)
         self.stop = threading.Event()
@@ -147,9 +156,9 @@ class Site:
         next_ack(self.worker)
 
     def wait_for_steps(self, num_steps: int) -> None:
-        records = self.records
-        with records.stepped:
-            assert records.stepped.wait_for(lambda: records.num_steps >= num_steps, PATIENCE_S)
+        policy = self.policy
+        with policy.ended:
+            assert policy.ended.wait_for(lambda: len(policy.ends) >= num_steps, PATIENCE_S)
 
 
 async def bring(policy_version: int, folder: Path, probe: Probe) -> PublishReport:
@@ -190,6 +199,7 @@ def test_of_what_was_trained_or_dropped_nothing_is_reachable(site: Site) -> None
         site.end_next(how)
     site.wait_for_steps(NUM_STEPS)
     assert_nothing_is_left(site)
+    assert site.policy.ends == [(step, 0) for step in range(NUM_STEPS)]
     assert site.loop.is_alive()
     reasons = (site.folder / "drops.jsonl").read_text()
     for reason in ("env_failed", "infra_error", "malformed", "foreign", "stale"):
