@@ -1,5 +1,6 @@
 """The train controller with real ranks: rows there and back, typed errors, nothing left over."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -74,6 +75,12 @@ def total_bytes(held: Held) -> dict[int, int]:
     }
 
 
+def told(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    """What was said of tensors."""
+    records = [each for each in caplog.records if each.levelno == level]
+    return [each.getMessage() for each in records if each.getMessage().startswith("tensors.")]
+
+
 def test_rows_come_back_in_order_and_every_heads_numbers_count(
     plane: Plane, controller: TrainController
 ) -> None:
@@ -101,17 +108,25 @@ def test_when_a_step_ends_nothing_of_it_is_left_anywhere(
 
 
 def test_what_a_role_goes_on_looking_at_is_told_as_a_leak_of_its_rank(
-    plane: Plane, controller: TrainController
+    plane: Plane, controller: TrainController, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch = [row["x"] for row in rows(plane, 8, 8)]
     twice = controller.call(of_step(3), [{"x": each} for each in batch])["twice"]
     controller.call("sums.keep", twice)
-    held = controller.end_step(3)
+    with caplog.at_level(logging.INFO):
+        held = controller.end_step(3)
     # Of its own store's rows a rank keeps what it answered with itself.
     assert {(leak.rank, leak.tag) for leak in held.leaks} <= {(0, "retained"), (1, "retained")}
     assert held.leaks
+    assert told(caplog, logging.WARNING) == [
+        f"tensors.leaked rank={each.rank} tag={each.tag} bytes={each.num_bytes}"
+        for each in held.leaks
+    ]
+    caplog.clear()
     controller.call("sums.forget")
-    held = controller.clear_batches(batch)
+    with caplog.at_level(logging.INFO):
+        held = controller.clear_batches(batch)
+    assert told(caplog, logging.WARNING) == []
     assert held.num_cleared == 2
     assert held.leaks == ()
     assert total_bytes(held) == {-1: 0, 0: 0, 1: 0}

@@ -19,9 +19,12 @@ from rollmesh.core.errors import AddressError, CallFailed, ConfigError, RankErro
 from rollmesh.tensors.plane import Plane
 from rollmesh.trainer.controller.answers import Reduce
 from rollmesh.trainer.controller.controller import Call, RankPlan, TrainController
+from rollmesh.trainer.controller.crew import NO_STEP, CrewSettings
 from rollmesh.trainer.controller.household import Household
-from rollmesh.trainer.controller.spec import PlaneSpec
-from tests.flow.rank_crew import household, plan
+from rollmesh.trainer.controller.hub import CrewHub
+from rollmesh.trainer.controller.spec import PlaneSpec, RankSpec
+from rollmesh.trainer.controller.topology import Topology
+from tests.flow.rank_crew import SMALL, household, plan
 
 GONE_S = 20.0
 ALL = Reduce(default="sum")
@@ -143,6 +146,20 @@ def test_a_controller_is_closed_once_and_answers_nobody_later(home: Household) -
         controller.call("sums.all_of", 1.0)
     held = controller.end_step(9)
     assert (held.missing, held.leaks) == ((0,), ())
+
+
+def test_a_rank_that_cannot_clear_says_why_and_hears_the_next() -> None:
+    def alone(address: str) -> list[RankSpec]:
+        one = RankSpec(controller=address, rank=0, topology=Topology(1), roles={}, plane=SMALL)
+        return [one]
+
+    hub = CrewHub("tcp://127.0.0.1:0", None, CrewSettings(beat_s=0.1), alone)
+    hub.start()
+    hub.formed.result()
+    for ids, error in ((b"no ids", "6 bytes are no list of ids"), (b"", "")):
+        told = hub.ask(NO_STEP, ids).result()
+        assert [(each.rank, each.error) for each in told.told] == [(0, error)]
+    hub.close("done")
 
 
 def test_a_controller_that_never_started_can_be_closed(home: Household) -> None:

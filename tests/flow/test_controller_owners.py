@@ -6,10 +6,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import pytest
 import torch
 
-from rollmesh.core.errors import OwnerGone, ShardMissing, TensorError
+from rollmesh.core.errors import CallFailed, OwnerGone, ShardMissing, TensorError
 from rollmesh.tensors.handles import UNTAGGED, RTensor, unpack
 from rollmesh.tensors.plane import Plane
 from rollmesh.trainer.controller.controller import Call, Held, TrainController
@@ -40,8 +41,10 @@ def other_owner() -> Iterator[tuple["subprocess.Popen[bytes]", list[RTensor]]]:
     argv = [sys.executable, "-m", "tests.flow.rank_crew", "owner"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
-        yield owner, unpack(bytes.fromhex(owner.stdout.readline().decode()))
-        owner.kill()
+        try:
+            yield owner, unpack(bytes.fromhex(owner.stdout.readline().decode()))
+        finally:
+            owner.kill()
 
 
 def tags(held: Held) -> set[int]:
@@ -146,6 +149,25 @@ def test_an_answer_is_of_the_newest_step_of_its_arguments_unless_that_is_said(
     plain = controller.call("sums.echo", plane.remotize([torch.ones(1), torch.ones(1)]))
     assert {each["new"].step for each in plain} == {UNTAGGED}
     controller.clear_batches(plain, controller.call("sums.echo", [e["new"] for e in plain]))
+
+
+def test_a_rank_that_missed_the_end_of_a_step_is_named_and_frees_at_its_next_word(
+    home: Household, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TrainController(plan(2, told_s=0.5), home) as controller:
+        rows = controller.take(home.plane.remotize([torch.ones(4), torch.ones(4)]), step=30)
+        controller.call("sums.echo", rows)
+        late = psutil.Process(controller.pids()[1])
+        late.suspend()
+        with caplog.at_level(logging.WARNING):
+            assert controller.end_step(30).missing == (1,)
+        assert "tensors.untold rank=1" in caplog.text
+        late.resume()
+        controller.call("sums.all_of", 1.0)  # which names the step too
+        held = controller.clear_batches()
+        assert (tags(held) & {30}, held.leaks, held.missing) == (set(), (), ())
+        with pytest.raises(CallFailed, match="step 30 has ended"):
+            controller.call(Call("sums.echo", 30), home.plane.remotize([torch.ones(4)] * 2))
 
 
 def test_a_living_controllers_shards_are_not_leased() -> None:

@@ -6,23 +6,33 @@ in all, and then told in a warning that says where, never raised and never passe
 controller.py.
 """
 
+import concurrent.futures
 from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
-from rollmesh.core.errors import TensorError
+from rollmesh.core.errors import AddressError, TensorError
 from rollmesh.core.logs import get_logger
 from rollmesh.tensors.compat import collect_shards
 from rollmesh.tensors.plane import Plane
 from rollmesh.trainer.controller.crew import NO_STEP, Told
-from rollmesh.trainer.controller.hub import CrewHub
 
 log = get_logger()
 
 TRIES = 3
 
 
-def clear_everywhere(plane: Plane, hub: CrewHub, targets: Any) -> int:
+class Ranks(Protocol):
+    """What is asked of a hub."""
+
+    def owners(self) -> set[str]:
+        """Where ranks serve their tensors."""
+
+    def ask(self, ended_step: int, shard_ids: bytes) -> "concurrent.futures.Future[Told]":
+        """All ranks free what is named, and say so."""
+
+
+def clear_everywhere(plane: Plane, hub: Ranks, targets: Any) -> int:
     """Free the shards of `targets`; how many their owners held. Without any, nobody is asked."""
     of_owner = collect_shards(targets)
     if not of_owner:
@@ -44,7 +54,7 @@ def clear_everywhere(plane: Plane, hub: CrewHub, targets: Any) -> int:
     return num_cleared
 
 
-def _ask(hub: CrewHub, shard_ids: list[int]) -> Told:
+def _ask(hub: Ranks, shard_ids: list[int]) -> Told:
     return hub.ask(NO_STEP, array("Q", shard_ids).tobytes()).result()
 
 
@@ -54,7 +64,7 @@ def _clear_at(plane: Plane, owner: str, shard_ids: list[int]) -> int:
     for _ in range(TRIES):
         try:
             return plane.clear_at(owner, shard_ids)
-        except TensorError as error:
+        except (TensorError, AddressError) as error:
             why = str(error)
     log.warning("tensors.not_cleared", owner=owner, num=len(shard_ids), why=why)
     return 0
