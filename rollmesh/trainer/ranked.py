@@ -100,8 +100,10 @@ class RankedPolicy:
     def step(self, samples: Sequence[Sample], step: int) -> StepReport:
         """As Policy has it; RankError where a rank fails or is gone. Samples that lie elsewhere
         than in the room are brought there first."""
-        rule = Rule(groups=[sample.group_id for sample in samples], uneven="pad")
-        rows = self._rows(samples, step)
+        minibatches = minibatches_of(samples, self._num_minibatches)
+        groups = [sample.group_id for sample in samples]
+        rule = Rule(groups=groups, parts=minibatches, uneven="pad")
+        rows = self._rows(samples, minibatches, step)
         told = self._controller.call(Call(f"{ROLE}.step", rule=rule), rows, step)
         return msgspec.convert(told, StepReport)
 
@@ -123,10 +125,11 @@ class RankedPolicy:
         self._controller.close()
         self._leave()
 
-    def _rows(self, samples: Sequence[Sample], step: int) -> list[dict[str, Any]]:
+    def _rows(
+        self, samples: Sequence[Sample], minibatches: Sequence[int], step: int
+    ) -> list[dict[str, Any]]:
         """What travels of each, its arrays as a handle of `step`."""
         handles = self._controller.take(self._handles(samples), step)
-        minibatches = minibatches_of(samples, self._num_minibatches)
         return [
             {"plain": _plain(sample), "arrays": handle, "minibatch": minibatch}
             for sample, handle, minibatch in zip(samples, handles, minibatches, strict=True)

@@ -35,6 +35,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """So many rows, one after the other, stay at one head: 2 for pairs."""
     groups: Sequence[Hashable] | None = None
     """Or: whose each row is."""
+    parts: Sequence[Hashable] | None = None
+    """Of which part each row's group is, where every head is to have as many groups of each."""
     lengths: Sequence[int] | None = None
     """How long each row is, where its handles do not say it well."""
     uneven: Uneven = "refuse"
@@ -65,7 +67,9 @@ def cut(arguments: Arguments, num_heads: int, rule: Rule) -> Dispatch:
     rows = _rows(columns)
     lengths = [length_of(row) for row in rows] if rule.lengths is None else rule.lengths
     _check_number("lengths", lengths, len(rows))
-    shares = deal(lengths, _groups(rule, len(rows)), num_heads, rule.uneven)
+    if rule.parts is not None:
+        _check_number("parts", rule.parts, len(rows))
+    shares = deal(lengths, _groups(rule, len(rows)), num_heads, rule.uneven, rule.parts)
     places = {id(column) for _, column in columns}
     parts = tuple([_part(arguments, share, places) for share in shares])
     if rule.uneven == "pad":

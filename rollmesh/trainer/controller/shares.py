@@ -1,13 +1,14 @@
 """Rows dealt over data-parallel heads: whole groups, as even in length as rounds can make them.
 
     groups, the longest first, in rounds of one per head: in each the longest goes to whom has least
+    groups in several parts (minibatches, say): one part after the other, each in rounds of its own
 
 Invariants: every row is at exactly one head, and rows of a group stand together there in their
-order; all heads have the same number of groups; the lengths of two heads, padding counted, differ
-by no more than the groups of some one round do, so never by more than the longest group from the
-shortest (of two heads the one behind gets the longer group, so a round narrows their distance, or
-turns it and then it is within that round's own spread). The same input is dealt alike everywhere.
-Pure; driven by dispatch.py.
+order; all heads have the same number of groups, of every part; the lengths of two heads, padding
+counted, differ by no more than the groups of some one round do, so never by more than the longest
+group from the shortest (of two heads the one behind gets the longer group, so a round narrows their
+distance, or turns it and then it is within that round's own spread). The same input is dealt alike
+everywhere. Pure; driven by dispatch.py.
 """
 
 from collections.abc import Hashable, Sequence
@@ -35,36 +36,51 @@ class Share(msgspec.Struct, frozen=True):
 
 
 def deal(
-    lengths: Sequence[int], groups: Sequence[Hashable], num_heads: int, uneven: Uneven
+    lengths: Sequence[int],
+    groups: Sequence[Hashable],
+    num_heads: int,
+    uneven: Uneven,
+    parts: Sequence[Hashable] | None = None,
 ) -> tuple[Share, ...]:
-    """The share of each head; `lengths` and `groups` say of each row how long it is, and whose.
+    """The share of each head; the rest says of each row how long it is, whose, and of which part.
 
-    `pad` fills the last round with the shortest group again, whole, so that what reads rows in
-    pairs still finds pairs. DispatchError where there are no rows, or `refuse` has reason to.
+    `pad` fills the last round of a part with its shortest group again, whole, so that what reads
+    rows in pairs still finds pairs. DispatchError where there are no rows, or `refuse` has reason
+    to.
     """
     by_group: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):
         by_group.setdefault(group, []).append(row)
     if not by_group:
         raise DispatchError("there are no rows to deal: the call's lists are empty")
-    if uneven == "refuse" and len(by_group) % num_heads:
-        what = "rows" if len(by_group) == len(groups) else "groups"
-        raise DispatchError(
-            f"{len(by_group)} {what} do not divide by {num_heads} heads: choose another number, "
-            "or uneven='pad', which fills up with rows of weight 0"
-        )
-    sums = [(sum(lengths[row] for row in rows), rows) for rows in by_group.values()]
-    sums.sort(key=_longest_first)
+    by_part: dict[Hashable, list[tuple[int, list[int]]]] = {}
+    for rows in by_group.values():
+        part = by_part.setdefault(parts[rows[0]] if parts else None, [])
+        part.append((sum(lengths[row] for row in rows), rows))
     hands = [_Hand(at) for at in range(num_heads)]
-    for start in range(0, len(sums), num_heads):
+    for sums in by_part.values():
+        if uneven == "refuse" and len(sums) % num_heads:
+            what = "rows" if len(by_group) == len(groups) else "groups"
+            raise DispatchError(
+                f"{len(sums)} {what} do not divide by {num_heads} heads: choose another number, "
+                "or uneven='pad', which fills up with rows of weight 0"
+            )
+        _deal_part(sums, hands)
+    return tuple([hand.share() for hand in sorted(hands, key=_by_place)])
+
+
+def _deal_part(sums: list[tuple[int, list[int]]], hands: list["_Hand"]) -> None:
+    sums.sort(key=_longest_first)
+    for start in range(0, len(sums), len(hands)):
         hands.sort(key=_least_first)
-        dealt = sums[start : start + num_heads]
+        dealt = sums[start : start + len(hands)]
         for hand, (length, rows) in zip(hands, dealt, strict=False):
             hand.length += length
             hand.groups.append(rows)
+        shortest, rows = sums[-1]
         for hand in hands[len(dealt) :]:
-            hand.padding = sums[-1][1]
-    return tuple([hand.share() for hand in sorted(hands, key=_by_place)])
+            hand.length += shortest
+            hand.padding += rows
 
 
 class _Hand:

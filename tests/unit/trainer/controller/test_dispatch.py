@@ -46,6 +46,21 @@ def test_rows_are_partitioned_without_duplication(lengths: list[int], num_heads:
     ]
 
 
+def test_every_head_gets_rows_of_every_part() -> None:
+    rows = rows_of(9, 8, 2, 1)
+    whole = cut(Arguments((rows,)), 2, Rule()).shares
+    apart = cut(Arguments((rows,)), 2, Rule(parts=["a", "b", "b", "a"])).shares
+    assert whole is not None
+    assert apart is not None
+    assert [set(share.rows) for share in whole] == [{0, 3}, {1, 2}]
+    assert [set(share.rows) for share in apart] == [{0, 2}, {1, 3}]
+
+
+def test_parts_that_are_not_one_per_row_are_refused() -> None:
+    with pytest.raises(DispatchError, match="parts: 1 are given for 2 rows"):
+        cut(Arguments((rows_of(1, 2),)), 2, Rule(parts=[0]))
+
+
 def test_what_is_no_row_goes_to_every_head_as_it_is() -> None:
     settings, alone, plain = {"rate": 0.1}, handle(3), [0.9, 0.95]
     arguments = Arguments((rows_of(4, 4),), {"settings": settings, "mean": alone, "betas": plain})

@@ -102,6 +102,34 @@ def test_refusing_is_for_groups_that_do_not_divide(
         assert all(len(share.rows) == share.num_real for share in shares)
 
 
+@given(_dealable(), st.integers(1, 4))
+def test_all_heads_have_as_many_groups_of_every_part(
+    dealable: tuple[list[int], list[int], int], num_parts: int
+) -> None:
+    lengths, groups, num_heads = dealable
+    parts = [group % num_parts for group in groups]
+    shares = deal(lengths, groups, num_heads, "pad", parts)
+    told = [Counter(g % num_parts for g in _groups_of(share, groups)) for share in shares]
+    assert all(each == told[0] for each in told)
+    real = [row for share in shares for row in share.rows[: share.num_real]]
+    assert sorted(real) == list(range(len(groups)))
+    for part, num in told[0].items():
+        assert 0 <= num * num_heads - len({g for g in groups if g % num_parts == part}) < num_heads
+
+
+@given(_dealable(), st.integers(1, 4))
+def test_parts_leave_heads_as_even_as_they_were(
+    dealable: tuple[list[int], list[int], int], num_parts: int
+) -> None:
+    lengths, groups, num_heads = dealable
+    sums: Counter[int] = Counter()
+    for length, group in zip(lengths, groups, strict=True):
+        sums[group] += length
+    shares = deal(lengths, groups, num_heads, "pad", [group % num_parts for group in groups])
+    loads = [sum(lengths[row] for row in share.rows) for share in shares]
+    assert max(loads) - min(loads) <= max(sums.values()) - min(sums.values())
+
+
 def test_the_longest_goes_to_whom_has_least() -> None:
     shares = deal([8, 7, 6, 5, 4, 3], range(6), 2, "refuse")
     assert shares == (Share((0, 3, 4), 3), Share((1, 2, 5), 3))
