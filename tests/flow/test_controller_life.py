@@ -233,6 +233,13 @@ def test_a_role_that_cannot_be_imported_is_one_line(home: Household, make: str, 
     assert "\n" not in line
 
 
+def test_an_address_that_is_taken_is_one_line(home: Household) -> None:
+    bind = home.address
+    line = failing_start(msgspec.structs.replace(plan(1), plane=PlaneSpec(bind=bind)), home)
+    taken = f"{bind.removeprefix('tcp://')}: cannot listen there: address already in use"
+    assert line.startswith(f"rank 0 is gone: {taken}")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_one_line(home: Household) -> None:
     told = msgspec.structs.replace(plan(1), device="cuda")

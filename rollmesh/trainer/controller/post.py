@@ -3,7 +3,8 @@
 Invariants: a message from the controller is heard, and a beat goes out, however long a step takes;
 whatever is heard frees what it says has ended, before anything else is done about it. A controller
 that is silent for `silence_s`, or of which a message was lost, ends the rank: nobody would ever
-call it again. Driven by rank.py; `say` may be called from any thread.
+call it again. So does a message that cannot be dealt with. Driven by rank.py; `say` may be called
+from any thread.
 """
 
 import threading
@@ -11,6 +12,7 @@ import time
 from collections import deque
 from typing import Protocol
 
+from rollmesh.core.logs import get_logger
 from rollmesh.trainer.controller.crew import NO_STEP
 from rollmesh.trainer.controller.spec import RankSpec
 from rollmesh.wire.frames import Buffer, Packet
@@ -18,6 +20,8 @@ from rollmesh.wire.keys import Keys
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.ranks import ControllerBeat, RankBeat, RankMessage
 from rollmesh.wire.sockets import Dialer, Doorbell, wait
+
+log = get_logger()
 
 
 class Listener(Protocol):
@@ -71,6 +75,13 @@ class Post:
         self._bell.close()
 
     def _run(self) -> None:
+        try:
+            self._talk()
+        except Exception as error:  # door: a rank that hears nothing any more is no rank
+            log.exception("post.failed", rank=self._spec.rank)
+            self._listener.lose(f"its own thread failed: {type(error).__name__}: {error}")
+
+    def _talk(self) -> None:
         while not self._is_closing.is_set():
             wait([self._dialer], self._bell, self._spec.beat_s)
             for packet in self._dialer.receive():

@@ -92,10 +92,17 @@ class RankProcess:
 
     def __init__(self, spec: RankSpec, keys: Keys | None) -> None:
         self._spec = spec
-        self._household = Household(spec.plane, keys)
+        self._post = Post(spec, keys, self)
+        try:
+            self._household = Household(spec.plane, keys)
+            self._meeting = Meeting(spec)
+        except RollmeshError as error:
+            self._post.start()  # to nobody but a controller that hears why
+            self._post.say(RankLeft(spec.rank, _said(error)))
+            self._post.close()
+            raise
         self._plane = self._household.plane
         use(self._plane)
-        self._meeting = Meeting(spec)
         self._place: Place | None = None
         self._cast: Cast | None = None
         self._staged: dict[int, _Staged] = {}
@@ -104,7 +111,6 @@ class RankProcess:
         self._to_read: queue.SimpleQueue[tuple[ReadTensors, bytes]] = queue.SimpleQueue()
         self._to_run: queue.SimpleQueue[FormGroup | RunCall | EndRank] = queue.SimpleQueue()
         self._num_beats = 0
-        self._post = Post(spec, keys, self)
         threading.Thread(target=self._fetch, name="fetch", daemon=True).start()
         threading.Thread(target=self._count, name="count", daemon=True).start()
 

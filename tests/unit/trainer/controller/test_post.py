@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
+import pytest
+
 from rollmesh.trainer.controller.post import Post
 from rollmesh.trainer.controller.spec import RankSpec
 from rollmesh.trainer.controller.topology import Topology
@@ -13,9 +15,13 @@ from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.ranks import (
     ControllerBeat,
     DropCall,
+    EndRank,
+    FormGroup,
     RankBeat,
     RankHello,
     RankMessage,
+    ReadTensors,
+    RunCall,
     StageCall,
 )
 from rollmesh.wire.sockets import Hub, wait
@@ -28,9 +34,13 @@ class Ear:
     """Writes down what it is told."""
 
     def __init__(self) -> None:
+        self.fails_at = -1
+        """The call at which `hear` raises."""
         self.heard: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
 
     def hear(self, message: AnyMessage, body: Buffer) -> None:
+        if isinstance(message, DropCall) and message.call_id == self.fails_at:
+            raise RuntimeError("one too many")
         self.heard.put(("hear", (message, bytes(body))))
 
     def end_step(self, step: int) -> None:
@@ -75,12 +85,36 @@ def tell(hub: Hub, message: RankMessage, body: bytes = b"") -> None:
     assert hub.send(ROUTE, Packet(message, body=body))
 
 
-def test_whatever_is_heard_frees_what_has_ended_before_it_is_passed_on() -> None:
+@pytest.mark.parametrize(
+    "message",
+    [
+        FormGroup(4, "store"),
+        StageCall(4, 1, "actor", "train", 5),
+        RunCall(4, 1),
+        DropCall(4, 1),
+        ReadTensors(4, 1),
+        ControllerBeat(4, 0),
+        EndRank(4, "done"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_whatever_is_heard_frees_what_has_ended_before_it_is_passed_on(
+    message: RankMessage,
+) -> None:
     with posted() as (hub, _, ear):
-        call = StageCall(4, 1, "actor", "train", 5)
-        tell(hub, call, b"arguments")
+        tell(hub, message, b"body")
         assert ear.next() == ("end_step", 4)
-        assert ear.next() == ("hear", (call, b"arguments"))
+        assert ear.next() == ("hear", (message, b"body"))
+
+
+def test_what_cannot_be_done_about_a_message_ends_the_rank_and_is_said() -> None:
+    with posted() as (hub, _, ear):
+        ear.fails_at = 3
+        for step in range(4):
+            tell(hub, DropCall(-1, step))
+        told = [ear.next() for _ in range(4)]
+        assert [what for what, _ in told] == ["hear"] * 3 + ["lose"]
+        assert told[-1][1] == "its own thread failed: RuntimeError: one too many"
 
 
 def test_a_step_ends_once_and_an_older_one_never_again() -> None:
