@@ -5,7 +5,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from rollmesh.core.errors import ShardMissing, StoreFull, TensorError
 from rollmesh.tensors.arena import PAGE_BYTES, Arena
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 from rollmesh.tensors.holdings import STRETCH
-from rollmesh.tensors.segment import Attached
 from rollmesh.tensors.store import OwnerStore, StorageStats, StoreSettings
 from rollmesh.testing.clock import FakeClock
 
@@ -168,84 +167,6 @@ def test_a_view_that_ends_before_its_shard_frees_nothing(store: OwnerStore) -> N
     for _ in range(3):
         assert (store.read(shard_id).data == 1).all()
         assert store.stats() == StorageStats(1, 100, 0, {UNTAGGED: 100}, store.stats().backed_bytes)
-
-
-def test_a_peer_sees_what_was_put_and_pins_it(store: OwnerStore) -> None:
-    ids = [put(store, number) for number in range(3)]
-    places = store.pins.places(ids, "guest")
-    for number, place in enumerate(places):
-        assert place.path.startswith(store.folder)
-        assert (Attached(place.path).view(place.offset, place.num_bytes) == number).all()
-    store.clear(ids)
-    assert store.stats().retained_bytes == 300
-    store.pins.unpin(ids[:2], "guest")
-    assert store.stats().retained_bytes == 100
-    store.pins.drop_peer("guest")
-    assert store.stats().retained_bytes == 0
-
-
-def test_windows_hold_the_bytes_in_order_and_are_pinned(store: OwnerStore) -> None:
-    ids = [put(store, number, num_bytes) for number, num_bytes in enumerate([64, 64, 10, 64])]
-    order = [ids[0], ids[1], ids[3], ids[2], ids[0]]
-    sizes, windows = store.pins.windows(order, "peer")
-    assert sizes == [64, 64, 64, 10, 64]
-    assert b"".join(windows) == b"".join(bytes(store.read(each).data) for each in order)
-    assert windows[0].nbytes == 128
-    assert windows[0].readonly
-    store.clear(ids)
-    assert store.stats().retained_bytes == 202
-    store.pins.unpin(order, "peer")
-    assert store.stats().retained_bytes == 0
-    with pytest.raises(ShardMissing):
-        store.pins.windows(ids, "peer")
-
-
-def test_each_pin_is_taken_back_by_itself(store: OwnerStore) -> None:
-    shard_id = put(store, 1)
-    store.pins.places([shard_id, shard_id], "one")
-    store.pins.places([shard_id], "two")
-    seen = store.read(shard_id)
-    store.clear([shard_id])
-    ends: list[Callable[[], None]] = [
-        lambda: store.pins.unpin([shard_id], "one"),
-        lambda: store.pins.unpin([shard_id, shard_id, shard_id], "one"),
-        lambda: store.pins.drop_peer("two"),
-    ]
-    for end in ends:
-        assert store.stats().retained_bytes == 100
-        end()
-    assert store.stats().retained_bytes == 100
-    del seen
-    assert store.stats().retained_bytes == 0
-
-
-def test_what_a_peer_has_not_pinned_it_does_not_unpin(store: OwnerStore) -> None:
-    shard_id = put(store, 1)
-    store.pins.places([shard_id], "one")
-    store.pins.unpin([shard_id], "two")
-    store.pins.drop_peer("three")
-    store.pins.unpin([shard_id + 1, 5], "one")
-    store.clear([shard_id])
-    assert store.stats().retained_bytes == 100
-
-
-def test_where_one_is_missing_none_is_pinned(store: OwnerStore) -> None:
-    ids = [put(store, number, 8) for number in range(600)]
-    store.clear([ids[550]])
-    with pytest.raises(ShardMissing) as raised:
-        store.pins.places(ids, "guest")
-    assert raised.value.shard_id == ids[550]
-    store.clear(ids)
-    assert store.stats().retained_bytes == 0
-
-
-def test_private_memory_is_not_lent(tmp_path: Path, clock: FakeClock) -> None:
-    store = OwnerStore(SETTINGS, clock, Arena(MAX_BYTES, tmp_path / "absent"))
-    shard_id = put(store, 1)
-    assert store.folder == ""
-    with pytest.raises(TensorError, match="private memory"):
-        store.pins.places([shard_id], "guest")
-    assert (store.read(shard_id).data == 1).all()
 
 
 def test_a_store_makes_its_own_arena_and_ends_it(clock: FakeClock) -> None:

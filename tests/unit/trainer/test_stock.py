@@ -96,9 +96,13 @@ def assert_whole(group: ReadyGroup) -> None:
         assert sample.logprobs.tolist() == [0, 0, 0, -0.5, -0.25]
 
 
-def test_a_group_that_finds_no_room_waits_aside_and_is_brought_in(world: World) -> None:
-    first, second, third = world.arrive(3)
+def test_a_group_that_finds_no_room_waits_aside_and_is_brought_in(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, third, _ = world.arrive(4)
     assert [world.is_inside(each) for each in (first, second, third)] == [True, True, False]
+    [line] = [each.message for each in caplog.records if "room.full" in each.message]
+    assert "copied when their step comes" in line
     world.stock.take(ids(first))
     world.stock.clear([first])
     del first
