@@ -53,8 +53,6 @@ class Pins:
             with self._holdings.lock:
                 pins = self._pins.get(peer, {})
                 slots = [self._holdings.unpinned(each, 1) for each in some if _took_one(pins, each)]
-                if not pins:
-                    self._pins.pop(peer, None)
             self._holdings.free_slots(slots)
 
     def drop_peer(self, peer: str) -> None:
