@@ -166,6 +166,7 @@ def samples_of(record: SessionRecord) -> list[Sample]:
         outcome=Outcome.COMPLETED,
         reward=1.0,
         nodes=record.nodes,
+        engines=record.engines,
         num_tokens=record.token_ids.nbytes // 4,
         num_logprobs=record.logprobs.nbytes // 4,
     )

@@ -37,6 +37,13 @@ def assert_exact(finished: Finished) -> None:
             assert ids[at] == byte_token(0, ids[:at])
             assert sample.logprobs[at] == np.float32(logprob_of(0, ids[at]))
             assert sample.policy_versions[at] == 0
+        [run] = sample.runs
+        assert (run.num_tokens, run.policy_version) == (2 * 3, 0)
+        assert (run.engine, run.dialect, run.cause) == (
+            *finished.record.rollouts[0].engines,
+            "chat",
+            "",
+        )
 
 
 async def test_group_arrives_once_with_exact_tokens(mesh: Mesh) -> None:
@@ -51,6 +58,7 @@ async def test_group_arrives_once_with_exact_tokens(mesh: Mesh) -> None:
         assert {r.outcome for r in finished.record.rollouts} == {Outcome.COMPLETED}
         assert {r.reward for r in finished.record.rollouts} == {1.0}
         assert finished.record.rollouts[0].num_calls == 2
+        assert {tuple(r.engines) for r in finished.record.rollouts} == {(mesh.engine.url,)}
         assert finished.attempt == 1
         assert_exact(finished)
     seeds = [
