@@ -1,8 +1,9 @@
 """The policy in training: exact log-probs, honest reports, and steps in the right direction."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rollmesh.core.config import LossWeight, TrainerConfig
 from rollmesh.core.ids import GroupId, RolloutId
@@ -237,6 +244,32 @@ class Others(Alone):
         return max(value, self._most)
 
 
+@contextlib.contextmanager
+def forwards() -> Iterator[list[int]]:
+    """At how many positions each forward of the model is read."""
+    kept: list[int] = []
+
+    def note(module: torch.nn.Module, _: object, output: CausalLMOutputWithPast) -> None:
+        if isinstance(module, Qwen3ForCausalLM) and output.logits is not None:
+            kept.append(output.logits.shape[1])
+
+    hook = torch.nn.modules.module.register_module_forward_hook(note)
+    yield kept
+    hook.remove()
+
+
+def test_how_much_a_forward_takes_changes_nothing_but_their_number(tiny_folder: Path) -> None:
+    small = msgspec.structs.replace(SETTINGS, microbatch_tokens=1)
+    samples = pair(tiny_folder)
+    one, many = (Policy(str(tiny_folder), each) for each in (SETTINGS, small))
+    for step in range(3):
+        for policy, expected in ((one, [5]), (many, [2, 3])):
+            with forwards() as kept:
+                policy.step(samples, step)
+            assert kept == expected
+    assert many.probe().logprobs == pytest.approx(one.probe().logprobs, abs=1e-5)
+
+
 def test_a_rank_with_less_to_do_than_others_takes_part_and_adds_nothing(tiny_folder: Path) -> None:
     settings = msgspec.structs.replace(SETTINGS, num_minibatches=2)
     alone, beside = (Policy(str(tiny_folder), settings, each) for each in (None, Others(most=2)))
@@ -255,7 +288,10 @@ def test_a_rank_with_less_to_do_than_others_takes_part_and_adds_nothing(tiny_fol
 def test_a_rank_without_samples_takes_part_and_adds_nothing(tiny_folder: Path) -> None:
     policy = Policy(str(tiny_folder), SETTINGS, Others(most=2, sums=4.0))
     before = policy.probe()
-    report = policy.step([], 0)
+    with forwards() as kept:
+        report = policy.step([], 0)
+    # Two minibatches of two batches, for their proximal weights and for themselves.
+    assert kept == [1] * 8
     assert (report.num_tokens, report.grad_norm) == (4, 0.0)
     assert policy.probe() == before
 
