@@ -43,7 +43,7 @@ Invariant: a message names the key, address or file and says what to do. `assert
 mistakes. Driven by everyone.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord
@@ -59,7 +59,19 @@ _MISSES: dict[MissReason, str] = {
 
 
 class RollmeshError(Exception):
-    """Root of the tree."""
+    """Root of the tree. Each goes from process to process, as pools of them and Ray have it do."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not made anew: few are made of their message alone.
+        return _as_it_was, (type(self), self.args, self.__dict__)
+
+
+def _as_it_was(
+    kind: type[RollmeshError], args: tuple[Any, ...], fields: dict[str, Any]
+) -> RollmeshError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 class UserError(RollmeshError, ValueError):

@@ -1,10 +1,21 @@
 """What an error says: one line, with what it is about and what to do."""
 
+import pickle
 from typing import get_args
 
 import pytest
 
-from rollmesh.core.errors import MissReason, OwnerGone, ShardMissing, StoreFull
+from rollmesh.core.errors import (
+    CallFailed,
+    ConfigError,
+    MissReason,
+    Overloaded,
+    OwnerGone,
+    RankGone,
+    RollmeshError,
+    ShardMissing,
+    StoreFull,
+)
 
 OWNER = "tcp://10.0.0.1:7000"
 
@@ -35,3 +46,21 @@ def test_a_full_store_says_how_full_and_what_to_do() -> None:
     )
     assert "raise the budget" in str(StoreFull(300, 900, 1000))
     assert (error.wanted_bytes, error.held_bytes, error.max_bytes) == (300, 900, 1000)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ShardMissing(1, OWNER, "expired"),
+        OwnerGone(OWNER, "it hung up"),
+        StoreFull(300, 900, 1000),
+        RankGone(1, "killed by signal 9"),
+        CallFailed("actor.step", 1, "no"),
+        Overloaded("later", 3.0),
+        ConfigError("no such key"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_is_the_same_in_another_process(error: RollmeshError) -> None:
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
