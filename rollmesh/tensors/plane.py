@@ -117,6 +117,8 @@ class Plane:
 
     def evict(self, shard_ids: Sequence[int] | None) -> int:
         """Drop copies of these shards of others, or with None all; how many there were."""
+        if shard_ids and isinstance(shard_ids[0], RTensor):
+            raise TensorError("shards are freed by their ids: flatten_shard_ids(handles)")
         return self.buffer.clear(shard_ids) if self.buffer is not None else 0
 
     def stats(self) -> PlaneStats:
@@ -186,6 +188,8 @@ class Plane:
         return self._way_to(owner).fetch(owner, handles)
 
     def _way_to(self, owner: str) -> Backend:
+        if not owner:
+            raise TensorError("its owner serves nobody: start its TensorServer before it remotizes")
         if self.backend is None:
             raise TensorError(f"this process has no way to {owner}: give its plane a backend")
         return self.backend

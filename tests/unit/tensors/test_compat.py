@@ -1,12 +1,14 @@
 """The pioneer's names do what their users know, where that was right."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rollmesh.core.errors import OwnerGone
+from rollmesh.core.errors import OwnerGone, TensorError
 from rollmesh.tensors.compat import (
     clear_fetch_buffer,
     clear_node,
@@ -92,3 +94,13 @@ def test_a_failed_clear_is_not_swallowed(mesh: Mesh) -> None:
     mesh.neighbours.stores.clear()
     with process_of(consumer), pytest.raises(OwnerGone, match=handle.owner):
         clear_node(handle.owner, [handle.shard_id])
+
+
+def test_who_clears_handles_is_told_to_clear_ids(mesh: Mesh) -> None:
+    owner = mesh.process(7001)
+    handles: Any = owner.remotize([torch.ones(1)])
+    with process_of(owner):
+        for clear in (clear_fetch_buffer, partial(clear_node, handles[0].owner)):
+            with pytest.raises(TensorError, match=r"flatten_shard_ids\(handles\)"):
+                clear(handles)
+        assert storage_stats()["num_tensors"] == 1

@@ -78,6 +78,18 @@ def test_each_pin_is_taken_back_by_itself(store: OwnerStore) -> None:
     assert store.stats().retained_bytes == 0
 
 
+def test_one_that_nobody_looks_at_any_more_is_freed_once(store: OwnerStore) -> None:
+    shard_id = put(store, 1, PAGE_BYTES)
+    seen = store.read(shard_id)
+    store.pins.places([shard_id], "guest")
+    store.clear([shard_id])
+    del seen  # which is noted, and looked at later
+    store.pins.unpin([shard_id], "guest")
+    assert store.stats().retained_bytes == 0
+    ids = [put(store, number, PAGE_BYTES) for number in range(64)]
+    assert [int(store.read(each).data[0]) for each in ids] == [*range(64)]
+
+
 def test_what_a_peer_has_not_pinned_it_does_not_unpin(store: OwnerStore) -> None:
     shard_id = put(store, 1)
     store.pins.places([shard_id], "one")
