@@ -80,10 +80,12 @@ class Arithmetic:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
-    def wait_for(self, flag: str, gate: str) -> None:
-        """Say by the pipe `flag` that it has begun, and wait until `gate` is opened for writing."""
-        Path(flag).write_bytes(b"here")
-        Path(gate).read_bytes()
+    def wait_for(self, rank: int, flag: str, gate: str) -> None:
+        """One rank says by the pipe `flag` that it has begun, and waits until `gate` is opened for
+        writing."""
+        if self._place.rank == rank:
+            Path(flag).write_bytes(b"here")
+            Path(gate).read_bytes()
 
     def setting(self, name: str) -> Any:
         """What this role was made with."""

@@ -52,6 +52,14 @@ def processes_of(controller: TrainController) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in controller.pids()]
 
 
+def pipes(folder: Path) -> tuple[Path, Path]:
+    """By which a role says that it has begun, and waits to be let go on."""
+    flag, gate = folder / "flag", folder / "gate"
+    os.mkfifo(flag)
+    os.mkfifo(gate)
+    return flag, gate
+
+
 def have_ended(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=GONE_S)[1]
 
@@ -99,6 +107,23 @@ def test_what_cannot_be_staged_at_one_head_is_run_by_no_rank_of_any_group(
     pairs.clear_batches(good)
 
 
+def test_arguments_are_fetched_while_an_earlier_call_runs(
+    plane: Plane, pairs: TrainController, tmp_path: Path
+) -> None:
+    flag, gate = pipes(tmp_path)
+    running = pairs.begin("sums.wait_for", 0, str(flag), str(gate))
+    assert flag.read_bytes() == b"here"
+    rows = pairs.take(plane.remotize([torch.ones(2), torch.ones(2)]), 2)
+    waiting = pairs.begin(Call("sums.digest", reduce=ALL), rows, scale=1.0)
+    heads = (1, 3)  # after this process's own: ranks 0 and 2
+    while not all(pairs.clear_batches().processes[at].buffered.num_tensors for at in heads):
+        """Its step thread waits for us, so what is fetched is fetched beside it."""
+    gate.write_bytes(b"go on")
+    running.result()
+    assert waiting.result() == (4.0, 4.0)
+    assert pairs.end_step(2).leaks == ()
+
+
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_a_rank_that_raises_in_a_group_is_named_and_the_next_call_runs(
     pairs: TrainController, rank: int
@@ -111,10 +136,10 @@ def test_a_rank_that_raises_in_a_group_is_named_and_the_next_call_runs(
 def test_a_call_that_fails_while_it_looks_at_its_rows_leaves_nothing(
     plane: Plane, pairs: TrainController
 ) -> None:
-    rows = pairs.take(plane.remotize([torch.ones(8), torch.ones(8)]), 2)
+    rows = pairs.take(plane.remotize([torch.ones(8), torch.ones(8)]), 3)
     with pytest.raises(CallFailed, match="rank 0 has 1 rows"):
         pairs.call("sums.fail_on", rows)
-    held = pairs.end_step(2)
+    held = pairs.end_step(3)
     assert (held.leaks, held.missing) == ((), ())
     assert {each.stored.retained_bytes for each in held.processes} == {0}
 
@@ -172,20 +197,18 @@ def test_a_controller_that_never_started_can_be_closed(home: Household) -> None:
 def test_a_close_in_mid_call_fails_that_call_and_waits_for_nobody_who_waits(
     home: Household, tmp_path: Path
 ) -> None:
-    flag, gate = tmp_path / "flag", tmp_path / "gate"
-    os.mkfifo(flag)
-    os.mkfifo(gate)
+    flag, gate = pipes(tmp_path)
     controller = TrainController(plan(1), home)
     controller.start()
     processes = processes_of(controller)
-    waiting = controller.begin("sums.wait_for", str(flag), str(gate))
+    waiting = controller.begin("sums.wait_for", 0, str(flag), str(gate))
     assert flag.read_bytes() == b"here"
     closing = threading.Thread(target=controller.close)
     closing.start()
     with pytest.raises(RankError, match="the controller has ended"):
         waiting.result()
-    with gate.open("wb"):
-        closing.join(GONE_S)
+    gate.write_bytes(b"go on")
+    closing.join(GONE_S)
     assert not closing.is_alive()
     assert have_ended(processes)
 
