@@ -47,7 +47,6 @@ class Learner:
         self._packs = packs(self._model)
         # A batch of one token at most is one of a single group.
         self._max_tokens = self.settings.microbatch_tokens if self._packs else 1
-        self._model.requires_grad_(trainer is not None)
         self._ranks.share(self._model)
         self._descent = None if trainer is None else Descent(self._model, self.settings)
 
@@ -91,7 +90,8 @@ class Learner:
             len(each.members) // group_size if group_size > 1 else each.num_tokens
             for each in batches
         )
-        whole = max(1.0, self.total([sum(counts)])[0])
+        [num] = self.total([sum(counts)])
+        whole = max(1.0, num)
         sums: dict[str, float] = defaultdict(float)
         for batch in batches:
             terms = terms_of(batch)
@@ -100,7 +100,7 @@ class Learner:
                 sums[name] += float(term.detach())
         norm = self._descent.step()
         means = [each / whole for each in self.total([*sums.values()])]
-        told = {"num": whole, "grad_norm": norm, "learning_rate": rate}
+        told = {"num": num, "grad_norm": norm, "learning_rate": rate}
         return dict(zip(sums, means, strict=True)) | told
 
     def total(self, values: Sequence[float]) -> list[float]:

@@ -110,7 +110,7 @@ def test_a_step_on_nothing_but_padding_still_makes_its_forward_pass(
     role = LanguageModel(place, str(any_folder), TRAINER)
     rows = [each | {"reference": -3.0} for each in drawn(4, 5, 6)]
     report = role.train_preference(rows, 0, [0.0, 0.0])
-    assert (report["loss"], report["grad_norm"]) == (0.0, 0.0)
+    assert (report["loss"], report["grad_norm"], report["num"]) == (0.0, 0.0, 0.0)
 
 
 def test_without_a_trainer_it_is_frozen(place: Place, folder: Path) -> None:
