@@ -6,8 +6,9 @@ written to by way of torch's functions, since others of its process see the same
 the only module of the room that imports torch; driven by plane.py.
 
 What torch does in C++ without asking is out of reach: `parameter.data = x`, `y.set_(x)`, an output
-of `all_gather` and its kind (before torch 2.13 of any collective), TorchScript, `vmap`, a view that
-a compiled function made, `torch.from_numpy(x.numpy())`. What writes there should get a `clone()`.
+of `all_gather` and its kind (before torch 2.13 of any collective), a DTensor of it, TorchScript,
+`vmap`, a view that a compiled function made, `torch.from_numpy(x.numpy())`. What writes there
+should get a `clone()`.
 """
 
 import functools

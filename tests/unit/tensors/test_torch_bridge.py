@@ -309,10 +309,13 @@ NEW: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("make", NEW.values(), ids=NEW)
 def test_new_memory_is_a_plain_tensor(make: Callable[[Any], Any]) -> None:
-    made = make(local(torch.arange(12, dtype=torch.float32).view(3, 4)))
+    given = torch.arange(12, dtype=torch.float32).view(3, 4)
+    x = local(given)
+    made = make(x)
     assert type(made) is torch.Tensor
     before = made.clone()
     assert not torch.equal(made.add_(1), before)
+    assert torch.equal(x, given)
 
 
 def test_a_deep_copy_still_wants_its_gradient() -> None:
