@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.core.errors import StoreFull, TensorError
+from rollmesh.core.errors import ConfigError, StoreFull, TensorError
 from rollmesh.core.logs import get_logger
 from rollmesh.tensors.freespace import FreeSpace, Run
 from rollmesh.tensors.segment import SHARED_MEMORY, Segment
@@ -65,7 +65,8 @@ class Arena:
     """See the module."""
 
     def __init__(self, max_bytes: int, folder: Path | None = SHARED_MEMORY) -> None:
-        """Without `folder` it is nobody else's to see."""
+        """Without `folder` it is nobody else's to see. ConfigError where there are no addresses for
+        it."""
         self.max_bytes = max_bytes
         self.held_bytes = 0
         """Of all slots, in whole cache lines."""
@@ -284,7 +285,13 @@ def _joined(slots: Iterable[Slot]) -> Iterator[Run]:
 
 
 def _private(num_bytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    try:
+        return mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    except OSError as error:
+        # A limit of addresses, or a host that promises no more memory than it has.
+        what = f"no addresses for {num_bytes} bytes, {SPREAD} for each of a budget of tensors"
+        remedy = "raise `ulimit -v`, set vm.overcommit_memory to 0, or lower the budget"
+        raise ConfigError(f"{what}: {str(error.strerror).lower()}; {remedy}") from None
 
 
 def _segment(folder: Path | None, num_bytes: int, max_bytes: int) -> Segment | None:

@@ -16,11 +16,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rollmesh.core.errors import StoreFull
+from rollmesh.core.errors import ConfigError, StoreFull
+from rollmesh.core.logs import get_logger
 from rollmesh.tensors.arena import Arena, Slot
 from rollmesh.tensors.loans import Array, Loans
 from rollmesh.tensors.pins import Place
 from rollmesh.tensors.segment import SHARED_MEMORY
+
+log = get_logger()
 
 Fill = Callable[[Sequence[memoryview]], None]
 """Writes to these, one after the other, as many bytes as they hold."""
@@ -71,7 +74,11 @@ class Landing:
     def _opened(self) -> Arena | None:
         with self._lock:
             if self._arena is None and self._max_bytes:
-                self._arena = Arena(self._max_bytes, self._folder)
+                try:
+                    self._arena = Arena(self._max_bytes, self._folder)
+                except ConfigError as error:
+                    log.warning("landing.none", why=str(error), effect="each fetch gets new memory")
+                    self._max_bytes = 0
             return self._arena
 
     def _take(self, arena: Arena, sizes: Sequence[int]) -> list[Slot] | None:

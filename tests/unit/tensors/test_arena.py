@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import structlog
 
-from rollmesh.core.errors import StoreFull
+from rollmesh.core.errors import ConfigError, StoreFull
 from rollmesh.tensors.arena import ALIGN_BYTES, LONG_COPY_BYTES, PAGE_BYTES, Arena, Slot
 from rollmesh.tensors.segment import SHARED_MEMORY, Attached
 
@@ -273,6 +273,11 @@ def test_without_a_folder_it_says_what_that_costs(tmp_path: Path) -> None:
     (said,) = logs
     assert said["event"] == "arena.private"
     assert "absent: no such file" in said["why"]
+
+
+def test_a_budget_beyond_all_addresses_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^no .* cannot allocate memory; .* lower the budget$"):
+        Arena(2**46, tmp_path / "absent")
 
 
 def test_when_it_is_closed_its_file_is_gone_and_views_stay() -> None:

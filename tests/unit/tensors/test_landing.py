@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+import structlog
 
 from rollmesh.tensors.landing import Landing
 
@@ -77,6 +78,22 @@ def test_what_does_not_fit_lies_elsewhere() -> None:
     assert len(set(places(kept))) == 8
     del kept
     landing.receive([MAX_BYTES], filling(9))
+
+
+def test_where_the_system_has_no_addresses_for_it_it_says_so_once_and_goes_without() -> None:
+    landing = Landing(2**46)
+    with structlog.testing.capture_logs() as logs:
+        for number in (1, 2):
+            arrays = landing.receive(SIZES, filling(number))
+            assert [set(array.tolist()) for array in arrays] == [
+                {number},
+                set(),
+                {number},
+                {number},
+            ]
+    (said,) = logs
+    assert said["event"] == "landing.none"
+    assert "ulimit -v" in said["why"]
 
 
 def test_a_failed_fetch_takes_no_room() -> None:
