@@ -8,6 +8,7 @@ import pytest
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.envs.guess import GuessEnv
+from rollmesh.serve.client.sample_memory import lay_plainly
 from rollmesh.tensors.plane import current
 from rollmesh.tensors.store import StorageStats
 from rollmesh.testing.client import ScriptedClient
@@ -17,7 +18,7 @@ from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.pacer import Asking, Batch, Pacer
 from rollmesh.trainer.ranked import RankedPolicy
 from rollmesh.trainer.records import RunRecords, Tally
-from rollmesh.trainer.rooms import Room, StoreRoom
+from rollmesh.trainer.rooms import Room, StoreRoom, moved
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from rollmesh.trainer.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.warmstart import texts_of
@@ -94,7 +95,11 @@ def test_a_step_takes_what_the_intake_wrote_and_nothing_is_left_of_it(
             batch = intake.batch(step)
             before = stored()
             assert before.num_tensors == GROUPS * SAMPLES
-            policy.step(batch.samples(), step)
+            samples = batch.samples()
+            if step == 2:  # one of them has found no room
+                policy.room.clear(samples[:1])
+                samples[:1] = moved(samples[:1], lay_plainly)
+            policy.step(samples, step)
             after = stored()
             assert after.num_tensors == before.num_tensors
             assert after.total_bytes == before.total_bytes
@@ -102,7 +107,7 @@ def test_a_step_takes_what_the_intake_wrote_and_nothing_is_left_of_it(
             intake.pacer.publishing(step + 1, step + 1)
             intake.pacer.published(step + 1)
             intake.pacer.trained(batch)
-            del batch
+            del batch, samples
             policy.end_step(step)
             left = stored()
             assert (left.num_tensors, left.retained_bytes) == (0, 0)
