@@ -90,6 +90,20 @@ def test_who_fails_while_he_writes_leaves_nothing(store: OwnerStore, arena: Aren
     assert is_empty(store, arena)
 
 
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_what_is_over_is_neither_written_to_nor_committed_again(
+    store: OwnerStore, is_committed: bool
+) -> None:
+    with store.reserve(kinds(100)) as reserved:
+        if is_committed:
+            reserved.commit()
+    with pytest.raises(AssertionError):
+        reserved.commit()
+    with pytest.raises(AssertionError):
+        _ = reserved.memory
+    assert store.stats().num_tensors == is_committed
+
+
 def test_of_a_step_that_has_ended_nothing_is_committed(store: OwnerStore, arena: Arena) -> None:
     store.end_step(4)
     with (
