@@ -108,29 +108,39 @@ def tail_lengths() -> list[int]:
     return [round(each) for each in np.exp(drawn)]
 
 
-def time_of(step: Callable[[], float]) -> tuple[float, float]:
-    """(CPU seconds of this thread, the gradient's norm)."""
-    start_s = time.thread_time()
-    norm = step()
-    return time.thread_time() - start_s, norm
+class Side:
+    """One of the two, and how long its steps took."""
+
+    def __init__(self, step: Callable[[int], float]) -> None:
+        self._step = step
+        self.times_s: list[float] = []
+
+    def run(self, number: int) -> float:
+        """A step; the gradient's norm."""
+        start_s = time.thread_time()
+        norm = self._step(number)
+        self.times_s.append(time.thread_time() - start_s)
+        return norm
+
+    def median_s(self) -> float:
+        """Of all steps but the first."""
+        return statistics.median(self.times_s[1:])
 
 
 def compare(folder: Path, samples: list[Sample], num_rounds: int) -> dict[str, float]:
-    """Both sides in turns; the first round of each is not counted."""
-    packed, padded = Policy(str(folder), SETTINGS), PaddedPolicy(folder, SETTINGS)
-    times: tuple[list[float], list[float]] = ([], [])
+    """Both sides in turns."""
+    policy, padded = Policy(str(folder), SETTINGS), PaddedPolicy(folder, SETTINGS)
+    ours = Side(lambda step: policy.step(samples, step).grad_norm)
+    floor = Side(lambda step: padded.step(samples, step))
     for number in range(num_rounds + 1):
-        ours_s, ours = time_of(lambda at=number: packed.step(samples, at).grad_norm)  # type: ignore[misc]
-        floor_s, floor = time_of(lambda at=number: padded.step(samples, at))  # type: ignore[misc]
-        assert abs(ours - floor) <= ALIKE * max(1.0, floor), f"step {number}: {ours}, {floor}"
-        if number:
-            times[0].append(ours_s)
-            times[1].append(floor_s)
+        turn = (ours, floor) if number % 2 else (floor, ours)
+        norms = [side.run(number) for side in turn]
+        assert abs(norms[0] - norms[1]) <= ALIKE * max(1.0, norms[0]), f"step {number}: {norms}"
     ones = np.ones(len(samples), np.float32)
     forwards = list(pack(samples, ones, ones, SETTINGS.microbatch_tokens, "cpu"))
     distinct = {each.token_ids.tobytes(): len(each.token_ids) - 1 for each in samples}
     num_distinct = sum(distinct.values())
-    ours_s, floor_s = map(statistics.median, times)
+    ours_s, floor_s = ours.median_s(), floor.median_s()
     return {
         "tokens_of_samples": float(sum(len(each.token_ids) - 1 for each in samples)),
         "tokens_distinct": float(num_distinct),
