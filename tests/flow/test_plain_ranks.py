@@ -30,9 +30,11 @@ def output_of(process: "subprocess.Popen[str]") -> str:
 
 def test_one_loop_has_one_curve_with_a_controller_and_without() -> None:
     with started([*TORCHRUN, *EXAMPLE]) as plain, started([sys.executable, *EXAMPLE]) as led:
-        curves = [re.findall(r"loss (\S+)  (\d+) tokens", output_of(each)) for each in (plain, led)]
+        line = re.compile(r"loss (\S+)  (\d+) tokens .*  (\d+) batches drawn ahead")
+        curves = [line.findall(output_of(each)) for each in (plain, led)]
     assert len(curves[0]) == 3
     assert curves[0] == curves[1]
+    assert {num_ahead for *_, num_ahead in curves[0]} == {"1"}, "as both say by `staleness`"
 
 
 def test_a_plain_rank_calls_its_own_roles_and_holds_nothing() -> None:
