@@ -1,5 +1,6 @@
 """The field's recipes on real roles: each learns, each step leaves nothing, on one rank or two."""
 
+import math
 import re
 import subprocess
 import sys
@@ -10,11 +11,14 @@ import pytest
 
 from examples.recipes.train import LOSSES, rows_for, share_right
 from rollmesh.core.config import TrainerConfig
-from rollmesh.trainer.controller.controller import Held, RankPlan, TrainController
+from rollmesh.trainer.controller.controller import Call, Held, RankPlan, TrainController
+from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.controller.topology import Topology
 from rollmesh.trainer.roles.recipes import RECIPES, Report, role_specs
 from rollmesh.trainer.tiny import TinyShape, write_tiny_model
 from tests.flow.rank_crew import SMALL, household
+from tests.unit.trainer.roles.rows import drawn
+from tests.unit.trainer.roles.stock import one_by_one, write_soft_capped
 
 NUM_STEPS = 20
 ALIKE = 1e-4
@@ -101,6 +105,26 @@ def test_a_recipe_is_the_same_on_one_rank_and_on_two(
 ) -> None:
     for one, two in zip(on_one[name].reports, on_two[name].reports, strict=True):
         assert one == pytest.approx(two, rel=ALIKE, abs=ALIKE)
+
+
+def test_a_model_that_cannot_be_packed_makes_as_many_forward_passes_at_each_rank(
+    tmp_path: Path,
+) -> None:
+    write_soft_capped(tmp_path)
+    rows = drawn(0, 5, 12, 12, 7, 9, 4)
+    told = [*zip(rows, one_by_one(tmp_path, rows), strict=True)]
+    specs = role_specs(RECIPES["dpo"].roles, str(tmp_path), TRAINER)
+    plan = RankPlan(topology=Topology(2), roles=specs, plane=SMALL)
+    with household() as home, TrainController(plan, home) as controller:
+        batch = controller.take(home.plane.remotize(rows), 0)
+        # Three pairs for two ranks: one has two of its own, the other one and padding.
+        preferred = RECIPES["dpo"].step(controller, batch, 0)
+        untouched = controller.call(Call("reference.logprobs", 0, Rule(uneven="pad")), batch)
+        for each, (_, logprobs) in zip(home.plane.localize(untouched), told, strict=True):
+            assert each.tolist() == pytest.approx(logprobs.tolist(), abs=1e-5)
+        texts = RECIPES["sft"].step(controller, batch, 0)
+    assert preferred["loss"] == pytest.approx(math.log(2))
+    assert (preferred["num"], texts["num"]) == (3, sum(len(logprobs) for _, logprobs in told))
 
 
 def test_the_example_says_what_training_was_good_for() -> None:

@@ -2,17 +2,16 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from rollmesh.core.errors import ConfigError
 from rollmesh.trainer.controller.meeting import Place
 from rollmesh.trainer.roles.language import LanguageModel
 from tests.unit.trainer.roles.rows import drawn, row
+from tests.unit.trainer.roles.stock import one_by_one, write_soft_capped
 
 LENGTHS = (5, 12, 12, 7, 9, 4)
 TRAINER = {"learning_rate": 1e-2, "max_grad_norm": 1e9}
@@ -23,35 +22,8 @@ def any_folder(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> 
     """A model that packs, and one that does not: its attention has a soft cap."""
     if request.param == "qwen3":
         return folder
-    config = Gemma2Config(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        attn_logit_softcapping=5.0,
-        sliding_window=16,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    write_soft_capped(tmp_path)
     return tmp_path
-
-
-def one_by_one(folder: Path, rows: list[dict[str, Any]]) -> list[Tensor]:
-    """Log-probs of the trained tokens as stock transformers has them, a row at a time."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    told = []
-    for each in rows:
-        ids_T = each["token_ids"].long()
-        with torch.no_grad():
-            scaled_TV = model(ids_T[None]).logits[0] / each.get("temperature", 1.0)
-        logprobs_TV = scaled_TV.log_softmax(-1)
-        logprobs_T = logprobs_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
-        told.append(logprobs_T[each["loss_mask"][1:]])
-    return told
 
 
 def assert_alike(ours: list[Tensor], others: list[Tensor], bound: float = 2e-5) -> None:
