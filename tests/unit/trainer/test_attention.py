@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rollmesh.trainer.attention import PACKED, packed_logits, packs
 
@@ -127,7 +129,7 @@ def test_model_whose_attention_is_the_interfaces_packs(new: Callable[[], PreTrai
     assert attention_of(model) == PACKED
 
 
-def test_no_mask_is_built_for_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mask_is_built_for_packed_sequences() -> None:
     model = new_qwen(window=WINDOW)
     assert packs(model)
     seen = []
@@ -137,6 +139,24 @@ def test_no_mask_is_built_for_packed_sequences(monkeypatch: pytest.MonkeyPatch) 
         )
     packed_logits(model, tokens_of([4, 4, 9]), [0, 4, 8, 17], torch.tensor([16]))
     assert seen == [None, None]
+
+
+class Frank(Qwen3ForCausalLM):  # type: ignore[misc]  # transformers is untyped
+    """Tells the logits of all positions, whether they are wanted or not."""
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
+        told: CausalLMOutputWithPast = super().forward(input_ids, **kwargs)
+        return told
+
+
+def test_model_that_cannot_keep_some_logits_is_read_at_those() -> None:
+    _, ours = qwen_twins(2, None)
+    starts, kept = [0, 4, 8, 17], torch.tensor([0, 7, 16])
+    expected = packed_logits(ours, tokens_of([17]), starts, kept)
+    frank = Frank(ours.config).double().eval()
+    frank.load_state_dict(ours.state_dict())
+    told = packed_logits(frank, tokens_of([17]), starts, kept)
+    assert (told - expected).abs().max() < 1e-9
 
 
 def new_mamba() -> PreTrainedModel:
