@@ -34,6 +34,7 @@ from rollmesh.core.types import (
     VersionRun,
 )
 from rollmesh.serve.client.arrivals import Arrival, Finished
+from rollmesh.trainer.fencing import FenceAsked
 from rollmesh.trainer.loop import Parts, TrainLoop
 from rollmesh.trainer.pacer import Pacer
 from rollmesh.trainer.policy import Policy
@@ -189,6 +190,10 @@ def config_of(folder: Path, num_steps: int) -> Config:
     return load_config(None, [f"{key}={value}" for key, value in settings.items()])
 
 
+def fence(asked: FenceAsked) -> None:
+    """There is no engine."""
+
+
 def main() -> None:
     """Train and say what is resident."""
     folder, longest, *rests = Path(sys.argv[1]), *map(int, sys.argv[2:])
@@ -197,13 +202,13 @@ def main() -> None:
     config = config_of(folder, rests[-1] + 2)
     client = Lengths(0, longest, int(model.config.vocab_size), rests)
     del model
-    records, tally = RunRecords(folder, SystemClock()), Tally()
+    books = RunRecords(folder, SystemClock()), Tally()
     tasks = (Task(id=str(number)) for number in itertools.count())
     asking = asking_of(config)
-    pacer = Pacer(client, staleness_of(config), tasks, asking, (records, tally))
+    pacer = Pacer(client, staleness_of(config), tasks, asking, books)
     weights = Weights(folder / "weights", 2, BackgroundLoop("publisher"))
     policy = Policy(config.model.path, config.trainer)
-    parts = Parts(client, pacer, policy, weights, bring, records, tally)  # type: ignore[arg-type]
+    parts = Parts(client, pacer, policy, weights, bring, *books, fence)  # type: ignore[arg-type]
     TrainLoop(config, parts, threading.Event()).run()
 
 
