@@ -15,11 +15,12 @@ ranks of a trainer, and by whoever else has a batch in hand; any thread may.
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from rollmesh.core.errors import TensorError
+from rollmesh.core.errors import AddressError, TensorError
 from rollmesh.tensors.backend import Backend, check_fetched
 from rollmesh.tensors.buffer import BufferStats, FetchBuffer
 from rollmesh.tensors.handles import NUMBER_BITS, UNTAGGED, Content, RTensor
@@ -78,17 +79,24 @@ class Plane:
         return transform(nested, RTensor, self._tensors)
 
     def take(self, handles: Sequence[RTensor], step: int) -> None:
-        """From now on they are of `step`, at their owners, wherever those are; as OwnerStore's
-        `take`, and OwnerGone where one does not answer."""
-        own = {*self._own(handles)}
-        if self.store is not None:
-            self.store.take([*own], step)
+        """From now on they are of `step`, at their owners, wherever those are. As OwnerStore's
+        `take`, and OwnerGone where one does not answer, when all others are taken."""
+        own = dict.fromkeys(self._own(handles))
         of_owner: dict[str, list[int]] = {}
         for each in handles:
             if each.shard_id not in own:
                 of_owner.setdefault(each.owner, []).append(each.shard_id)
-        for owner, shard_ids in of_owner.items():
-            self._way_to(owner).take(owner, shard_ids, step)
+        takes = [partial(self._take_at, *each, step) for each in of_owner.items()]
+        if self.store is not None:
+            takes.insert(0, partial(self.store.take, [*own], step))
+        errors: list[Exception] = []
+        for take in takes:
+            try:
+                take()
+            except (TensorError, AddressError) as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def end_step_at(self, owner: str, step: int) -> int:
         """Free what is tagged up to `step` at another owner; how many it held. OwnerGone where
@@ -186,6 +194,9 @@ class Plane:
 
     def _fetch_from(self, owner: str, handles: list[RTensor]) -> list[Content]:
         return self._way_to(owner).fetch(owner, handles)
+
+    def _take_at(self, owner: str, shard_ids: list[int], step: int) -> None:
+        self._way_to(owner).take(owner, shard_ids, step)
 
     def _way_to(self, owner: str) -> Backend:
         if not owner:

@@ -248,6 +248,19 @@ def test_a_consumers_step_takes_shards_at_their_owner_and_frees_them_there(
         plane.take(untaken, 6)
 
 
+def test_a_step_takes_what_is_there_whatever_became_of_other_owners(
+    mesh: Mesh, backend: Backend, owner: OwnerProcess
+) -> None:
+    plane = Plane(None, FetchBuffer(2**20), backend)
+    with mesh.owner() as other:
+        lost, there = other.put(KINDS[:1]), owner.put(KINDS[:2])
+        other.kill()
+        with pytest.raises(OwnerGone) as caught:
+            plane.take([*lost, *there], 7)
+        assert caught.value.owner == other.address
+    assert plane.end_step_at(owner.address, 7) == 2
+
+
 def test_two_owners_are_told_apart(mesh: Mesh, backend: Backend, owner: OwnerProcess) -> None:
     with mesh.owner() as other:
         mine, others = owner.put(KINDS, seed=7), other.put(KINDS, seed=8)
