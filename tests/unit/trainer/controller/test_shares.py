@@ -130,6 +130,13 @@ def test_parts_leave_heads_as_even_as_they_were(
     assert max(loads) - min(loads) <= max(sums.values()) - min(sums.values())
 
 
+def test_padding_of_one_part_counts_when_the_next_is_dealt() -> None:
+    lengths = [100, *[50, 40, 1] * 3]
+    shares = deal(lengths, range(10), 3, "pad", [0, *[1] * 3, *[2] * 3, *[3] * 3])
+    loads = [sum(lengths[row] for row in share.rows) for share in shares]
+    assert max(loads) - min(loads) <= 50 - 1
+
+
 def test_the_longest_goes_to_whom_has_least() -> None:
     shares = deal([8, 7, 6, 5, 4, 3], range(6), 2, "refuse")
     assert shares == (Share((0, 3, 4), 3), Share((1, 2, 5), 3))
