@@ -1,6 +1,7 @@
 """The debugging page: a shard's bytes for who shows the admin token; for others, nothing."""
 
 import http.client
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 from urllib.parse import urlsplit
@@ -8,6 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
+from rollmesh.tensors import guest
 from rollmesh.tensors.handles import Content
 from rollmesh.tensors.page import MAX_REQUEST_BYTES
 from tests.unit.tensors.owners import PATIENCE_S, Owned, content_of, owned, soon
@@ -82,6 +84,25 @@ def test_a_cleared_shard_is_said_to_be(owner: Owned) -> None:
     status, body, _ = get(owner, f"/tensors/{handle.shard_id}")
     assert status == 404
     assert b"cleared" in body
+
+
+def test_who_drips_a_request_is_hung_up_on(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest, "HANDSHAKE_S", 0.1)
+    host, _, port = urlsplit(owner.address).netloc.partition(":")
+    with socket.create_connection((host, int(port)), PATIENCE_S) as dripping:
+        dripping.sendall(b"GET ")
+        dripping.settimeout(0.02)
+
+        def is_hung_up() -> bool:
+            try:
+                dripping.sendall(b"x")
+                return not dripping.recv(1)
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        soon(is_hung_up)
 
 
 def test_a_request_without_end_is_hung_up_on(owner: Owned) -> None:
