@@ -4,10 +4,10 @@
     Team     several: sums are over all heads, each holds a shard of the model (FSDP2,
              torch.distributed.fsdp.fully_shard) and sees rows of its own
 
-Gradients are summed over ranks and never averaged: the loss is divided by the rollouts of all of
-them, so that their number changes nothing but the time that a step takes. Every forward and every
-backward of a shared model is a collective: all ranks do as many, and who has no row left repeats
-one that weighs nothing. Driven by the policy, on the step thread.
+Gradients are summed over ranks and never averaged: the loss is divided by the tokens, or rollouts,
+of all of them, so that their number changes nothing but the time that a step takes. Every forward
+and every backward of a shared model is a collective: all ranks do as many, and who has no row left
+repeats one that weighs nothing. Driven by the policy, on the step thread.
 """
 
 from collections.abc import Sequence
