@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -93,6 +93,15 @@ def test_what_all_want_at_once_comes_to_the_machine_once(owner: Owned, ranks: li
     assert [data_of(fetched[number]) for number in range(len(ranks))] == [EXPECTED] * len(ranks)
     received = [rank.has_received(fetched[number]) for number, rank in enumerate(ranks)]
     assert received == [True, False, False, False]
+
+
+def test_nobody_is_sent_to_one_that_lends_nothing(owner: Owned, ranks: list[Rank]) -> None:
+    with closing(Peers()) as lone:
+        lone.fetch(owner.address, owner.put([1]))
+        handles = owner.put(SIZES)
+        assert data_of(ranks[1].fetch(handles)) == EXPECTED
+        assert not ranks[1].has_received(ranks[1].fetch(handles))
+        assert data_of(lone.fetch(owner.address, handles)) == EXPECTED
 
 
 def test_what_a_neighbour_looks_at_stays_when_its_carrier_drops_it(
