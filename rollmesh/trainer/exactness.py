@@ -5,18 +5,15 @@
     drift     gaps of tokens of older ones: how far the policy has moved since, no fault
     masked    a sample with an exact gap past the bound: what it names did not make it, it trains
               nothing
-    faulty    an engine with at least MIN_SAMPLES samples, FAULTY_SHARE of them masked, beside one
-              with as many of the same version, dialects and fork causes and none of them masked
 
-Without such a witness no engine is blamed: where all disagree alike, the fault is the trainer's or
-the dialect's. Owns the books by origin (engine, version, dialect, fork cause). Invariants: exact
-and drift are never added up; a gap that is no number is past every bound. Pure; driven by the train
-loop, fed by the policy. N trained tokens.
+Owns the books by origin (engine, version, dialect, fork cause). Invariants: exact and drift are
+never added up; a gap that is no number is past every bound. What they say of an engine is judged in
+suspicion.py. Pure; driven by the train loop, fed by the policy. N trained tokens.
 """
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,8 +23,6 @@ import numpy.typing as npt
 from rollmesh.serve.client.runs import SampledRun
 from rollmesh.serve.client.samples import Sample
 
-MIN_SAMPLES = 4
-FAULTY_SHARE = 0.5
 ALL_VERSIONS = -1
 MAX_ORIGINS = 1024
 """That a run's books tell apart."""
@@ -90,14 +85,6 @@ class Cell(msgspec.Struct):
 Cells = Mapping[Origin, Cell]
 
 
-class Fault(msgspec.Struct, frozen=True):
-    """An engine samples what its weights do not."""
-
-    engine: str
-    policy_version: int
-    why: str
-
-
 class Findings(msgspec.Struct, frozen=True):
     """What one step's gaps say."""
 
@@ -107,12 +94,14 @@ class Findings(msgspec.Struct, frozen=True):
     """Which samples."""
     only: dict[str, str]
     """What all masked ones have in common and not all others: of engine, dialect, fork_cause."""
-    faults: list[Fault]
 
     @property
     def max_gap(self) -> float:
         """Of all exact ones."""
-        return round(_sum(self.exact.values()).largest, DIGITS)
+        total = Cell()
+        for cell in self.exact.values():
+            total.add(cell)
+        return round(total.largest, DIGITS)
 
     def rows(self) -> list[dict[str, Any]]:
         """For metrics.jsonl."""
@@ -158,7 +147,7 @@ def find(
             (exact if is_exact else drift).setdefault(origin, Cell()).add(cell)
             if cell.num_masked and masked[-1:] != [at]:
                 masked.append(at)
-    return Findings(exact, drift, masked, _only(exact), list(_faults(exact)))
+    return Findings(exact, drift, masked, _only(exact))
 
 
 def _cells(runs: Sequence[SampledRun], gaps: Gaps) -> dict[Origin, Cell]:
@@ -181,36 +170,6 @@ def _only(exact: Cells) -> dict[str, str]:
         if len(values) == 1 and values < {_named(origin)[name] for origin in exact}:
             only[name] = values.pop()
     return only
-
-
-def _faults(exact: Cells) -> Iterator[Fault]:
-    for engine in sorted({origin.engine for origin in exact} - {""}):
-        own = {origin: cell for origin, cell in exact.items() if origin.engine == engine}
-        cell = _sum(own.values())
-        if cell.num_samples < MIN_SAMPLES or cell.num_masked < FAULTY_SHARE * cell.num_samples:
-            continue
-        alike = {origin[2:] for origin, each in own.items() if each.num_masked}
-        for witness in sorted({origin.engine for origin in exact} - {"", engine}):
-            told = _sum(
-                each
-                for origin, each in exact.items()
-                if origin.engine == witness and origin[2:] in alike
-            )
-            if told.num_samples >= MIN_SAMPLES and not told.num_masked:
-                why = (
-                    f"{cell.num_masked} of its {cell.num_samples} samples have log-probs that are "
-                    f"off by up to {cell.largest:.3g}, and none of {told.num_samples} alike of "
-                    f"{witness}"
-                )
-                yield Fault(engine, next(iter(own)).policy_version, why)
-                break
-
-
-def _sum(cells: Iterable[Cell]) -> Cell:
-    total = Cell()
-    for cell in cells:
-        total.add(cell)
-    return total
 
 
 class ExactnessBook:

@@ -31,6 +31,7 @@ from rollmesh.trainer.policy import StepReport
 from rollmesh.trainer.publisher import Probe
 from rollmesh.trainer.records import RunRecords, Tally, mean, share
 from rollmesh.trainer.rooms import Room
+from rollmesh.trainer.suspicion import Suspicion
 from rollmesh.trainer.weights import Bring, Weights
 
 log = get_logger()
@@ -87,6 +88,7 @@ class TrainLoop:
         self._config = config
         self._parts = parts
         self._stop = stop
+        self._suspicion = Suspicion()
         self._heap = Heap()
         self._trimmed_s = -math.inf
         self._may_trim_s = math.inf
@@ -200,7 +202,7 @@ class TrainLoop:
                 rollouts=[str(samples[at].rollout_id) for at in findings.masked[:NUM_NAMED]],
                 **findings.only,
             )
-        for fault in findings.faults:
+        for fault in self._suspicion.judge(findings):
             log.warning("engine.distrusted", url=fault.engine, why=fault.why)
             self._parts.fence(FenceAsked(fault.engine, fault.policy_version, fault.why))
         return findings
