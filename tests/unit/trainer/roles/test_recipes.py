@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from rollmesh.core.config import TrainerConfig
+from rollmesh.core.errors import ConfigError
 from rollmesh.trainer.controller.controller import RankPlan
 from rollmesh.trainer.controller.meeting import Place
 from rollmesh.trainer.controller.plain import PlainRank
 from rollmesh.trainer.controller.topology import Topology
 from rollmesh.trainer.roles.language import LanguageModel
-from rollmesh.trainer.roles.recipes import RECIPES, role_specs
+from rollmesh.trainer.roles.recipes import PPO_EPOCHS, RECIPES, role_specs
+from rollmesh.trainer.roles.scalar import ScalarModel
 from tests.unit.trainer.roles.rows import drawn
 
 LENGTHS = (5, 12, 12, 7, 9, 4)
@@ -24,7 +26,7 @@ ROLES = ("actor", "reference", "critic", "scorer")
 @pytest.fixture
 def trainer(place: Place, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlainRank]:
     monkeypatch.setenv("WORLD_SIZE", "1")
-    losses = {"actor": {"kl_coef": 0.01}, "critic": {"trace": 1.0}}
+    losses = {"critic": {"trace": 1.0}}
     specs = role_specs(ROLES, str(folder), TRAINER, losses)
     with PlainRank(RankPlan(topology=Topology(1), roles=specs)) as rank:
         yield rank
@@ -37,6 +39,8 @@ def test_the_reference_stays_what_the_actor_began_as(trainer: PlainRank) -> None
         RECIPES["sft"].step(trainer, rows, step)
     assert all(map(torch.equal, trainer.call("reference.logprobs", rows), before))
     assert not any(map(torch.equal, trainer.call("actor.logprobs", rows), before))
+    with pytest.raises(ConfigError, match="frozen"):
+        trainer.call("reference.train_text", rows, 2)
 
 
 def test_a_first_step_of_each_is_what_its_formula_says(trainer: PlainRank) -> None:
@@ -64,16 +68,28 @@ def test_siblings_are_compared_within_their_group_and_nowhere_else(
     ]
     # 3 and 1 are each 1 from their mean, and spread by the root of 2.
     due = (0.0, 0.0, math.sqrt(0.5), -math.sqrt(0.5), 0.0, 0.0)
-    by_hand = LanguageModel(place, str(folder), {"learning_rate": 1e-2}, {"kl_coef": 0.01})
+    by_hand = LanguageModel(place, str(folder), {"learning_rate": 1e-2})
     report = by_hand.train_policy(
         [{**row, "advantages": each} for row, each in zip(rows, due, strict=True)], 0
     )
     assert RECIPES["grpo"].step(trainer, told, 0) == pytest.approx(report, abs=1e-3)
 
 
-def test_of_ppos_epochs_the_second_is_held_near_where_the_step_began(trainer: PlainRank) -> None:
+def test_a_step_of_ppo_is_held_near_where_it_began_and_not_where_training_did(
+    trainer: PlainRank, place: Place, folder: Path
+) -> None:
     rows = [{**row, "reward": float(at)} for at, row in enumerate(drawn(4, *LENGTHS))]
-    report = RECIPES["ppo"].step(trainer, rows, 0)
-    assert report["clip_fraction"] > 0
-    second = RECIPES["ppo"].step(trainer, rows, 1)
-    assert second["value_loss"] < report["value_loss"]
+    actor = LanguageModel(place, str(folder), {"learning_rate": 1e-2})
+    critic = ScalarModel(place, str(folder), {"learning_rate": 1e-2}, {"trace": 1.0})
+    for step in range(2):
+        columns = critic.advantages(rows) | {"proximal": actor.logprobs(rows)}
+        told = [
+            {**row, **{name: column[at] for name, column in columns.items()}}
+            for at, row in enumerate(rows)
+        ]
+        for _ in range(PPO_EPOCHS):
+            values, policy = critic.train_values(told, step), actor.train_policy(told, step)
+        report = RECIPES["ppo"].step(trainer, rows, step)
+        assert report["clip_fraction"] == policy["clip_fraction"] > 0
+        assert report["loss"] == pytest.approx(policy["loss"], rel=1e-4, abs=1e-5)
+        assert report["value_loss"] == pytest.approx(values["loss"], rel=1e-5)
