@@ -70,6 +70,9 @@ def test_ranks_beside_both_heads_compute_on_what_their_own_head_was_given(
     rows = pairs.take(plane.remotize([torch.full((3,), float(n)) for n in (1, 2, 3, 4)]), 1)
     answer = pairs.call(Call("sums.digest", reduce=ALL), rows, scale=1.0)
     assert answer == (30.0, 30.0), "both of a group the same, all rows once over both groups"
+    pairs.call("sums.echo", rows)
+    stored = {each.rank: each.stored.num_tensors for each in pairs.clear_batches().processes}
+    assert stored == {-1: 4, 0: 2, 1: 0, 2: 2, 3: 0}, "a head answers for its group"
     held = pairs.end_step(1)
     assert [each.rank for each in held.processes] == [-1, 0, 1, 2, 3]
     assert (held.leaks, held.missing) == ((), ())

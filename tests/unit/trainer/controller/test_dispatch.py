@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from rollmesh.core.errors import DispatchError
 from rollmesh.tensors.handles import RTensor
-from rollmesh.trainer.controller.dispatch import Arguments, Dispatch, Rule, cut, length_of
+from rollmesh.trainer.controller.dispatch import (
+    ROW_WEIGHTS,
+    Arguments,
+    Dispatch,
+    Rule,
+    cut,
+    length_of,
+    uncut,
+)
+from rollmesh.trainer.controller.shares import Uneven
 from tests.unit.trainer.controller.handles import handle
 
 
@@ -173,3 +182,14 @@ def test_a_row_is_as_long_as_its_longest_sequence_whatever_its_pictures() -> Non
     assert length_of([handle(3, 4), handle(2, 2)]) == 12
     assert length_of(handle()) == 1
     assert length_of({"none": None}) == 0
+
+
+@pytest.mark.parametrize("uneven", ["refuse", "pad"])
+def test_rows_that_are_dealt_already_are_left_and_all_weigh_the_same(uneven: Uneven) -> None:
+    whole = Arguments(([handle(3), handle(5)], 0.5), {"name": "x"})
+    left, num_rows = uncut(whole, Rule(uneven=uneven), RTensor)
+    weights = {ROW_WEIGHTS: [1.0, 1.0]} if uneven == "pad" else {}
+    assert (left.args, left.kwargs, num_rows) == (whole.args, whole.kwargs | weights, 2)
+    assert uncut(Arguments((1, [2.0])), Rule(uneven=uneven), RTensor)[1] == 0
+    with pytest.raises(DispatchError, match="2 rows do not divide into groups of 3"):
+        uncut(whole, Rule(group_size=3, uneven=uneven), RTensor)

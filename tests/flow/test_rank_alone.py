@@ -1,0 +1,92 @@
+"""A rank process whose controller is this test, which says what no controller would."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from rollmesh.core.process import FAILED
+from rollmesh.trainer.controller.parcels import encode
+from rollmesh.trainer.controller.processes import MODULE
+from rollmesh.trainer.controller.spec import RankSpec, RoleSpec, to_argument
+from rollmesh.trainer.controller.topology import Topology
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import AnyMessage
+from rollmesh.wire.ranks import (
+    CallEnded,
+    CallStaged,
+    FormGroup,
+    RankBeat,
+    RankHello,
+    RankMessage,
+    RankReady,
+    RunCall,
+    StageCall,
+)
+from rollmesh.wire.sockets import Hub, wait
+from tests.flow.rank_crew import ROLE, SMALL
+
+WAIT_S = 60.0
+SUM = encode(((1.0,), {}, None))
+
+
+class Led:
+    """The rank, heard and told."""
+
+    def __init__(self, hub: Hub, process: "subprocess.Popen[bytes]") -> None:
+        self.process = process
+        self._hub = hub
+        self._heard = self._said()
+
+    def next(self) -> AnyMessage:
+        """What it says, but for its beats."""
+        return next(self._heard)
+
+    def tell(self, message: RankMessage, body: bytes = b"") -> None:
+        assert self._hub.send(b"rank-0", Packet(message, body=body))
+
+    def stage(self, call_id: int) -> None:
+        """A call for which it then has all that it needs."""
+        self.tell(StageCall(-1, call_id, "sums", "all_of", -1), SUM)
+        assert self.next() == CallStaged(0, call_id)
+
+    def _said(self) -> Iterator[AnyMessage]:
+        while True:
+            wait([self._hub], None, WAIT_S)
+            for _, packet in self._hub.receive():
+                if not isinstance(packet.message, RankBeat):
+                    yield packet.message
+
+
+@contextmanager
+def led() -> Iterator[Led]:
+    """A rank that is ready."""
+    with closing(Hub("tcp://127.0.0.1:0")) as hub:
+        spec = RankSpec(
+            controller=hub.address,
+            rank=0,
+            topology=Topology(1),
+            roles={"sums": RoleSpec(make=ROLE)},
+            plane=SMALL,
+        )
+        argv = [sys.executable, "-m", MODULE, "--spec", to_argument(spec)]
+        with subprocess.Popen(argv) as process:
+            try:
+                rank = Led(hub, process)
+                hello = rank.next()
+                assert isinstance(hello, RankHello)
+                rank.tell(FormGroup(-1, hello.store))
+                assert isinstance(rank.next(), RankReady)
+                yield rank
+            finally:
+                process.kill()
+
+
+def test_a_rank_that_missed_the_word_to_run_a_call_runs_no_later_one() -> None:
+    with led() as rank:
+        for call_id in (1, 2, 3):
+            rank.stage(call_id)
+        rank.tell(RunCall(-1, 1))
+        assert rank.next() == CallEnded(0, 1)
+        rank.tell(RunCall(-1, 3))  # 2 was lost: the others run it, and would meet this one in it
+        assert rank.process.wait(WAIT_S) == FAILED
