@@ -26,7 +26,7 @@ from rollmesh.wire.ranks import (
 from rollmesh.wire.sockets import Hub, wait
 from tests.flow.rank_crew import ROLE, SMALL
 
-WAIT_S = 60.0
+WAIT_S = 30.0
 SUM = encode(((1.0,), {}, None))
 
 
@@ -68,6 +68,7 @@ def led() -> Iterator[Led]:
             topology=Topology(1),
             roles={"sums": RoleSpec(make=ROLE)},
             plane=SMALL,
+            silence_s=10 * WAIT_S,
         )
         argv = [sys.executable, "-m", MODULE, "--spec", to_argument(spec)]
         with subprocess.Popen(argv) as process:
