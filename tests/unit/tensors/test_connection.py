@@ -1,5 +1,7 @@
 """A connection: what is sent or lent arrives in place; what no owner can have meant is typed."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -166,14 +168,20 @@ def test_what_was_lent_outlives_the_last_call_and_keeps_the_connection_open(
         assert not line.goes_on()
         events.append("the connection ended")
 
-    with connected(script, lender.admitted) as (owner, connection):
+    with scripted(script, lender.admitted) as owner:
+        connection = connect(owner, None, Landing(), "", ignore)
         one, other = connection.fetch(handles_of(owner, [8, 8]))
         view = other.data[2:4]
         connection.retire()
+        alive = weakref.ref(connection)
         del connection, one, other
+        gc.collect()  # nobody but a view holds it
+        assert alive() is not None
         assert bytes(view) == SEGMENT[10:12]
         events.append("the last view went")
         del view
+        gc.collect()
+        assert alive() is None
     assert events == ["the last view went", "the connection ended"]
 
 

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -20,6 +21,7 @@ from rollmesh.tensors.frames import Fetch, Sent, column, decode_ask, frame
 from rollmesh.tensors.handles import Content, RTensor
 from rollmesh.tensors.line import Line
 from rollmesh.tensors.peer import Peers
+from tests.unit.tensors.fetches import Asking
 from tests.unit.tensors.owners import (
     PATIENCE_S,
     Owned,
@@ -111,11 +113,28 @@ def test_what_is_looked_at_stays_when_its_owner_clears_it(peers: Peers) -> None:
 
 def test_the_ends_of_loans_are_told_without_a_further_call(peers: Peers) -> None:
     with owned() as owner:
-        contents = peers.fetch(owner.address, handles := owner.put([64] * 100))
-        owner.store.clear([each.shard_id for each in handles])
-        assert owner.store.stats().retained_bytes > 0
-        del contents
-        soon(lambda: owner.store.stats().retained_bytes == 0)
+        for _ in range(3):
+            contents = peers.fetch(owner.address, handles := owner.put([64] * 100))
+            owner.store.clear([each.shard_id for each in handles])
+            assert owner.store.stats().retained_bytes > 0
+            del contents
+            soon(lambda: owner.store.stats().retained_bytes == 0)
+
+
+def test_a_call_that_waits_ends_when_the_peers_close() -> None:
+    has_asked = threading.Event()
+
+    def script(line: Line) -> None:
+        line.receive()
+        has_asked.set()
+        assert not line.goes_on()
+
+    with scripted(script) as owner, closing(Peers()) as peers:
+        asking = Asking(partial(peers.fetch, owner, handles_of(owner, [8])))
+        assert has_asked.wait(PATIENCE_S)
+        peers.close()
+        with pytest.raises(OwnerGone):
+            asking.ended()
 
 
 def test_views_outlive_the_peers(owner: Owned) -> None:

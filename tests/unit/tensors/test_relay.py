@@ -1,6 +1,7 @@
 """A relay: of the consumers on one machine, one fetches, and all look at what he fetched."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
@@ -187,12 +188,15 @@ def test_a_guest_returns_what_it_was_lent_and_no_more(owner: Owned, ranks: list[
     assert [place.num_bytes for place in places] == [LANDING_BYTES // 4] * 2
     relay.unpin([*ids, 5], "nobody")
     relay.unpin([ids[0], ids[0], 5], "guest")
+    lent = weakref.ref(rank.fetch(handles)[1].data)
     rank.buffer.clear(None)
     (again,) = rank.fetch(owner.put([LANDING_BYTES // 4]))
     place = rank.peers.place_of(again)
     assert place is not None
     assert place.offset < places[1].offset  # where nobody looks any more
+    assert lent() is not None
     relay.drop_peer("guest")
+    assert lent() is None
     relay.drop_peer("guest")
     assert relay.places([], "guest") == []
 
