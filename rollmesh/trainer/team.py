@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -75,7 +75,7 @@ class Team:
         return self._reduced([value], dist.ReduceOp.MAX)[0]
 
     def share(self, model: PreTrainedModel) -> None:
-        for layer in model.model.layers:
+        for layer in _layers(model):
             fully_shard(layer, mesh=self._mesh)
         fully_shard(model, mesh=self._mesh)
         for part in model.modules():
@@ -96,6 +96,12 @@ class Team:
         dist.all_reduce(reduced, how, self._group)
         whole: list[float] = reduced.tolist()
         return whole
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """What is gathered at a time: the modules that their author says are not to be split."""
+    names = model._no_split_modules or ()  # noqa: SLF001 - transformers has no other word
+    return [part for part in model.modules() if type(part).__name__ in names]
 
 
 def whole(tensor: Tensor) -> Tensor:

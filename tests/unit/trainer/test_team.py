@@ -1,0 +1,72 @@
+"""Ranks that hold one policy: any model's layers are shards of their own, and it is whole again."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it, and does not say so
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rollmesh.trainer.team import Team
+
+VOCAB = 32
+
+
+@pytest.fixture
+def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
+    """Of one rank: what is shared is shared with nobody."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield Team(init_device_mesh("cpu", (1,)))
+    dist.destroy_process_group()
+
+
+def new_gpt2() -> PreTrainedModel:
+    """Its layers are not at model.model.layers."""
+    ends = {"bos_token_id": 0, "eos_token_id": 1}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=3, n_head=2, **ends))
+
+
+def new_qwen3() -> PreTrainedModel:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, **sizes, **heads))
+
+
+@pytest.mark.parametrize("new", [new_gpt2, new_qwen3])
+def test_each_layer_of_any_model_is_gathered_by_itself(
+    team: Team, new: Callable[[], PreTrainedModel]
+) -> None:
+    model = new().eval()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    token_ids_1T = torch.arange(5)[None]
+    expected = model(input_ids=token_ids_1T).logits.detach()
+    team.share(model)
+    gathered = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    assert len(gathered) == 3 + 1, "three layers, and what is in none of them"
+    assert all(isinstance(each, DTensor) for each in model.parameters())
+    torch.testing.assert_close(model(input_ids=token_ids_1T).logits.detach(), expected)
+    state = team.state(model)
+    assert state is not None
+    tied = before.keys() - state.keys()
+    assert tied <= {"lm_head.weight"}, "a weight under two names is there once"
+    for name, each in state.items():
+        torch.testing.assert_close(each, before[name])
+
+
+def test_a_model_that_names_no_layers_is_gathered_in_one(team: Team) -> None:
+    model = new_qwen3()
+    model._no_split_modules = None  # noqa: SLF001 - as a model's author may leave it
+    team.share(model)
+    assert [isinstance(part, FSDPModule) for part in model.modules()].count(True) == 1
+    assert isinstance(model, FSDPModule)
