@@ -103,6 +103,8 @@ def test_who_drips_a_request_is_hung_up_on(owner: Owned, monkeypatch: pytest.Mon
                 return True
 
         soon(is_hung_up)
+    soon(lambda: owner.num_guests() == 0)
+    assert get(owner, "/")[0] == 404, "others are still served"
 
 
 def test_a_request_without_end_is_hung_up_on(owner: Owned) -> None:
