@@ -1,10 +1,16 @@
-"""One tiny model folder for the whole session."""
+"""One tiny model folder for the whole session, and one rank in the test's own process."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it, and does not say so
+from torch.distributed.device_mesh import init_device_mesh
 
 from rollmesh.envs.guess import GuessEnv
+from rollmesh.trainer.controller.meeting import Place
 from rollmesh.trainer.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.warmstart import texts_of
 
@@ -15,3 +21,15 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "model"
     write_tiny_model(folder, texts_of(GuessEnv()), TinyShape(), seed=0)
     return folder
+
+
+@pytest.fixture(scope="session")
+def place() -> Iterator[Place]:
+    """What is shared with all ranks is shared with nobody."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    yield Place(0, 1, mesh, "cpu")
+    dist.destroy_process_group()

@@ -1,12 +1,9 @@
 """Ranks that hold one policy: any model's layers are shards of their own, and it is whole again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore  # torch.distributed has it, and does not say so
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -17,18 +14,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rollmesh.trainer.controller.meeting import Place
 from rollmesh.trainer.team import Team
 
 VOCAB = 32
 
 
 @pytest.fixture
-def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
-    """Of one rank: what is shared is shared with nobody."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield Team(init_device_mesh("cpu", (1,)))
-    dist.destroy_process_group()
+def team(place: Place) -> Team:
+    return Team(place.mesh["data"])
 
 
 def new_gpt2() -> PreTrainedModel:
