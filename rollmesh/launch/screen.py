@@ -181,10 +181,16 @@ def summary_table(summary: dict[str, Any]) -> Table:
     """The end of a run."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for key, value in summary.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{name} {number}" for name, number in value.items())
-        table.add_row(key, Text(NONE if value is None else str(value)))
+        lines = (value or [None]) if isinstance(value, list) else [value]
+        for at, line in enumerate(lines):
+            table.add_row("" if at else key, Text(_figure(line)))
     return table
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items() if each != "")
+    return NONE if value is None else str(value)
 
 
 def page(supervisor: Supervisor) -> str:

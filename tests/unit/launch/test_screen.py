@@ -114,6 +114,13 @@ def test_the_summary_is_a_line_per_figure() -> None:
     assert lines == ["num_lost 0", "success -", "peak_rss_mb a 1, b 2"]
 
 
+def test_what_the_summary_has_a_table_of_is_a_line_for_each_row() -> None:
+    rows = [{"engine": "http://a", "fork_cause": "", "num": 1}, {"engine": "http://b", "num": 2}]
+    text = text_of(summary_table({"exactness": rows, "no_row": []}))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines == ["exactness engine http://a, num 1", "engine http://b, num 2", "no_row -"]
+
+
 @pytest.mark.parametrize(
     ("seconds", "told"), [(None, "-"), (-3, "0:00"), (65, "1:05"), (3665, "1:01:05")]
 )
