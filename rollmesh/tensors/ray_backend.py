@@ -222,6 +222,9 @@ def _find(owner: str) -> Any:
         return ray.get_actor(owner.removeprefix(SCHEME), namespace=NAMESPACE)
     except ValueError:
         raise OwnerGone(owner, "Ray knows nobody of that name") from None
+    except AssertionError as error:
+        # Of one whose program has just ended Ray still has the name, and not the class any more.
+        raise OwnerGone(owner, f"its program has ended: {_line_of(error)}") from None
 
 
 def _tried(call: Callable[[], _Result], otherwise: _Result) -> tuple[bytes, _Result]:
