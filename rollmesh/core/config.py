@@ -28,6 +28,9 @@ PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 AdvantageRule = Literal["grpo", "mean", "leave_one_out"]
 LossWeight = Literal["token", "rollout"]
+ProximalRule = Literal["recompute", "loglinear", "recorded"]
+PublishMode = Literal["disk", "tensor", "distributed"]
+StalePolicy = Literal["wait", "mask", "drop", "requeue"]
 FailedSibling = Literal["drop", "score_rest"]
 
 
@@ -71,8 +74,9 @@ class EngineConfig(Section, frozen=True):
     """Embedded engine: size of the key-value memory, in tokens."""
     num_threads: Positive = 1
     """Embedded engine: torch threads."""
-    answer_timeout_s: PositiveSeconds = 60.0
-    """A leg with no sign of life for this long is given up and resumed elsewhere."""
+    answer_timeout_s: PositiveSeconds = 90.0
+    """A leg with no sign of life for this long is given up and resumed elsewhere; longer than
+    somebody else's trainer pauses an engine."""
 
 
 class RouterConfig(Section, frozen=True):
@@ -203,6 +207,9 @@ class TrainerConfig(Section, frozen=True):
     """Rollouts of each task."""
     max_staleness: NonNegative = 2
     """No sample is trained whose oldest token is more train steps old than this."""
+    stale_policy: StalePolicy = "wait"
+    """For stragglers: steps `wait` for them, so that none gets too old; or these are trained with
+    older tokens `mask`ed, `drop`ped, or their tasks `requeue`d."""
     max_running_groups: Positive = 32
     """Groups asked for and not finished, at most."""
     learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-3
@@ -211,6 +218,9 @@ class TrainerConfig(Section, frozen=True):
     """Steps over which the learning rate rises from zero."""
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """AdamW's."""
+    lora_rank: NonNegative = 0
+    """Low-rank adapters of this rank train, are published and saved (docs/lora.md), and the model's
+    weights stand still; 0: all weights train."""
     num_minibatches: Positive = 1
     """Optimiser steps per train step."""
     microbatch_tokens: Positive = 4096
@@ -225,6 +235,9 @@ class TrainerConfig(Section, frozen=True):
     """Policy ratio is clipped above 1 + clip_high."""
     max_importance_weight: Annotated[float, msgspec.Meta(gt=0)] = 4.0
     """Truncates the weight of stale tokens."""
+    proximal: ProximalRule = "recompute"
+    """Log-probs as the step began, which clipping refers to: `recompute`, a forward more where
+    num_minibatches > 1; `loglinear`, interpolated; `recorded`, as sampled (plain PPO)."""
     entropy_coef: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     max_grad_norm: Annotated[float, msgspec.Meta(gt=0)] = 1.0
@@ -236,7 +249,8 @@ class TrainerConfig(Section, frozen=True):
     eval_rollouts: NonNegative = 0
     """Rollouts that measure the policy before the first step."""
     max_logprob_gap: Annotated[float, msgspec.Meta(gt=0)] = 0.05
-    """Samples of the current weights whose log-probs are recomputed farther off are masked."""
+    """Samples of the current weights whose log-probs are off by more on average, or one token's by
+    20 times that, are masked."""
     checkpoint_steps: Positive = 100
     """A checkpoint is written this often, and at the end."""
     train_branches: tuple[Branch, ...] = ("main", "subagent")
@@ -248,8 +262,9 @@ class PublishConfig(Section, frozen=True):
 
     every_steps: Positive = 1
     """Train steps per published policy version."""
-    keep_versions: Positive = 3
-    """Older weight folders are removed."""
+    mode: PublishMode = "disk"
+    """`disk`: engines read the folder. `tensor`: those of this host read the trainer's memory.
+    `distributed`: a broadcast to all. In each the folder is written, for who comes later."""
     lease_s: PositiveSeconds = 30.0
     """An update that its publisher does not finish in this time is undone by the router."""
     probe_tolerance: Annotated[float, msgspec.Meta(gt=0)] = 0.1
@@ -257,12 +272,12 @@ class PublishConfig(Section, frozen=True):
 
 
 class JournalConfig(Section, frozen=True):
-    """The trainer side's record of what arrived."""
+    """The trainer side's record of what arrived, and a gateway's of its sessions."""
 
     segment_bytes: Positive = 32 * 2**20
     """A file of the journal is closed at this size."""
     max_bytes: Positive = 4 * 2**30
-    """Past this the asks stop until a checkpoint frees segments."""
+    """Past this the asks stop until a checkpoint frees segments; a gateway begins no call."""
     fsync: bool = False
     """Survive a crash of the machine, not only of the process."""
 

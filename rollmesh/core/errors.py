@@ -5,8 +5,10 @@
         ConfigError        an unknown, mistyped or contradictory setting
         EnvError           an environment that cannot be imported or does not keep to the interface
         ModelError         a model folder that is not one, or of a type we do not run
+          NoRoom           one that its disk has no room for, now
         AddressError       an address in use, not reachable, or not allowed
         DispatchError      a call whose rows do not divide, or whose answers do not add up
+        SavepointError     a savepoint that is not whole, or is of another model
       WireError            a frame that does not parse; counted and answered, never fatal
       EngineError          an engine refused, failed or vanished
         EngineUnavailable  no engine is READY, or it did not answer
@@ -17,7 +19,8 @@
       SessionError         what the HTTP edge turns into a reply in the caller's dialect
         ContentLost        an image or long text was on disk, which does not give it back
       TrajectoryEnded      a rollout is asked for whose scope has ended, or was never opened
-      JournalError         a journal that cannot be written or is of another format
+      JournalError         a journal that cannot be written
+        JournalDamaged     what stands there is not what was written, or of another format
       Overloaded           a bounded queue is full; `retry_after_s` says when to come back
       ClientClosed         a client that has left is asked for more
       GroupError           a group of rollouts that was asked for ended without a result
@@ -43,10 +46,15 @@ Invariant: a message names the key, address or file and says what to do. `assert
 mistakes. Driven by everyone.
 """
 
-from typing import Any, Literal
+import errno
+from copy import copy
+from typing import Any, Literal, Self
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says of a disk that is full, and may have room again."""
 
 MissReason = Literal["cleared", "expired", "owner_restarted", "never_seen"]
 
@@ -90,12 +98,20 @@ class ModelError(UserError):
     """A model folder is not one, or holds an architecture that we do not run."""
 
 
+class NoRoom(ModelError):
+    """A model folder cannot be written, since its disk is full; once it is not, another try may."""
+
+
 class AddressError(UserError):
     """An address is in use, does not answer, or is not allowed without keys."""
 
 
 class DispatchError(UserError):
     """The rows of a call do not divide by the heads, or what these answer cannot become one."""
+
+
+class SavepointError(UserError):
+    """A savepoint cannot be written, is not whole, or is of another model."""
 
 
 class WireError(RollmeshError):
@@ -137,9 +153,9 @@ class SessionError(RollmeshError):
         self.code = code
         self.retry_after_s = retry_after_s
 
-    def again(self) -> "SessionError":
+    def again(self) -> Self:
         """The same to raise: one that is kept and raised keeps all its callers' frames alive."""
-        return SessionError(self.status, self.code, str(self), self.retry_after_s)
+        return copy(self)
 
 
 class ContentLost(SessionError):
@@ -160,7 +176,11 @@ class TrajectoryEnded(RollmeshError):
 
 
 class JournalError(RollmeshError):
-    """A journal cannot be written, or the file is of another format."""
+    """A journal cannot be written."""
+
+
+class JournalDamaged(JournalError):
+    """What stands in a journal is not what was written there, or of another format."""
 
 
 class Overloaded(RollmeshError):

@@ -76,6 +76,20 @@ class IntervalSet:
             self._stops.insert(at, value + 1)
         return True
 
+    def include(self, start: int, stop: int) -> None:
+        """Add all of `start` to `stop`, which is not added itself.
+
+        >>> few = IntervalSet([(0, 2), (5, 7)]); few.include(1, 5); few.intervals()
+        [(0, 7)]
+        """
+        if start >= stop:
+            return
+        at = bisect.bisect_left(self._stops, start)
+        beyond = bisect.bisect_right(self._starts, stop)
+        if at < beyond:
+            start, stop = min(start, self._starts[at]), max(stop, self._stops[beyond - 1])
+        self._starts[at:beyond], self._stops[at:beyond] = [start], [stop]
+
     def __contains__(self, value: int) -> bool:
         at = bisect.bisect_right(self._starts, value)
         return at > 0 and value < self._stops[at - 1]

@@ -18,10 +18,10 @@ import fcntl
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from rollmesh.core.errors import JournalError
+from rollmesh.core.errors import JournalDamaged, JournalError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -31,6 +31,8 @@ _HEAD_SUM = struct.Struct("<II")
 _MAX_FRAMES = 1 << 16
 MAX_PARTS = 512
 """Of one write: Linux takes 1,024."""
+SMALL_BYTES = 64 * 1024
+"""A record of no more is copied into one piece, which is cheaper than to hand over its parts."""
 BLOCK_BYTES = 2**20
 """Of a torn end, looked at a time."""
 _SUFFIX = ".journal"
@@ -47,6 +49,8 @@ class Journal:
         self._file = -1
         self._is_torn = False
         """Behind the last record stands what a failed write has left."""
+        self.torn_bytes = 0
+        """That were cut off the end when it was opened."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -71,6 +75,11 @@ class Journal:
         """Where the next record will stand, or just before."""
         return self._end
 
+    @property
+    def segments(self) -> Sequence[int]:
+        """Where they start, the oldest first; the newest is being written."""
+        return self._starts
+
     def can_drop_before(self, position: int) -> bool:
         """Whether a segment holds only records before `position`."""
         return len(self._starts) > 1 and self._starts[1] <= position
@@ -80,15 +89,30 @@ class Journal:
 
         It survives the process once this returns, and the machine where `fsync` is set.
         """
+        return self.append_all([frames])[0]
+
+    def append_all(self, records: Iterable[Sequence[Buffer]]) -> list[int]:
+        """Write these records at once; as `append`. What the disk refuses leaves none of them.
+
+        A process that is killed meanwhile leaves the first of them, perhaps, and no more torn than
+        one. A machine that dies may leave any of them torn, of which the last alone is forgiven:
+        who wants `fsync` appends one by one.
+        """
         if self._file < 0 or self._end - self._starts[-1] >= self._segment_bytes:
             self._begin_segment()
-        position = self._end
-        parts, size = _record(frames)
+        parts: list[Buffer] = []
+        positions: list[int] = []
+        end = self._end
+        for frames in records:
+            positions.append(end)
+            record, size = _record(frames)
+            parts += record
+            end += size
         try:
             if self._is_torn:
                 self._cut()
             self._is_torn = True
-            _write(self._file, parts, size)
+            _write(self._file, parts, end - self._end)
             if self._fsync:
                 os.fdatasync(self._file)
         except OSError as error:
@@ -97,19 +121,24 @@ class Journal:
                 self._cut()
             raise JournalError(f"{self._path(self._starts[-1])}: {error.strerror}") from None
         self._is_torn = False
-        self._end = position + size
-        return position
+        self._end = end
+        return positions
 
     def replay(self) -> Iterator[tuple[int, list[bytes]]]:
         """Every record with its position, oldest first; JournalError at damage."""
         for start in list(self._starts):
-            with self._naming(start), self._path(start).open("rb", buffering=0) as file:
-                segment = _Segment(file.fileno(), self._path(start))
-                offset = len(MAGIC)
-                while offset < segment.size_bytes:
-                    frames, size = segment.parse(offset)
-                    yield start + offset, frames
-                    offset += size
+            yield from self._records(start)
+
+    def oldest(self) -> Iterator[list[bytes]]:
+        """The records of the oldest segment, if it is closed, which `drop_oldest` then removes."""
+        if len(self._starts) > 1:
+            for _, frames in self._records(self._starts[0]):
+                yield frames
+
+    def drop_oldest(self) -> None:
+        """Remove the oldest segment, if it is closed."""
+        if len(self._starts) > 1:
+            self.drop_before(self._starts[1])
 
     def read(self, position: int) -> list[bytes]:
         """The record that `append` wrote at `position`; JournalError if it is not there any more.
@@ -137,6 +166,15 @@ class Journal:
             os.close(self._file)
             self._file = -1
         os.close(self._lock)
+
+    def _records(self, start: int) -> Iterator[tuple[int, list[bytes]]]:
+        with self._naming(start), self._path(start).open("rb", buffering=0) as file:
+            segment = _Segment(file.fileno(), self._path(start))
+            offset = len(MAGIC)
+            while offset < segment.size_bytes:
+                frames, size = segment.parse(offset)
+                yield start + offset, frames
+                offset += size
 
     def _path(self, start: int) -> Path:
         return self.folder / f"{start:020d}{_SUFFIX}"
@@ -169,7 +207,9 @@ class Journal:
         path = self._path(start)
         with self._naming(start):
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            whole = _Segment(self._file, path).whole_bytes()
+            segment = _Segment(self._file, path)
+            whole = segment.whole_bytes()
+            self.torn_bytes = segment.size_bytes - whole
             if whole < len(MAGIC):
                 os.ftruncate(self._file, 0)
                 _write(self._file, [MAGIC], len(MAGIC))
@@ -210,17 +250,20 @@ def _start_of(path: Path) -> int:
 
 
 def _record(frames: Sequence[Buffer]) -> tuple[list[Buffer], int]:
-    """The buffers of one record, none copied, and how many bytes they are."""
+    """The buffers of one record, none copied unless all are small, and how many bytes they are."""
     flat = [frame if type(frame) is bytes else memoryview(frame).cast("B") for frame in frames]
     sizes = list(map(len, flat))
-    lengths = struct.pack(f"<{len(flat)}I", *sizes)
-    checksum = zlib.crc32(lengths)
-    for frame in flat:
-        checksum = zlib.crc32(frame, checksum)
-    size = len(lengths) + sum(sizes)
+    parts: list[Buffer] = [struct.pack(f"<{len(flat)}I", *sizes), *flat]
+    size = 4 * len(flat) + sum(sizes)
+    is_small = size <= SMALL_BYTES
+    if is_small:
+        parts = [b"".join(parts)]
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
     start = _HEAD_SUM.pack(size, len(flat))
     head = _HEAD.pack(size, len(flat), zlib.crc32(start), checksum)
-    return [head, lengths, *flat], _HEAD.size + size
+    return [head + parts[0]] if is_small else [head, *parts], _HEAD.size + size
 
 
 class _Segment:
@@ -312,8 +355,8 @@ class _Segment:
         return found
 
 
-def _damage(path: Path, offset: int, what: str) -> JournalError:
-    return JournalError(f"{path}: the record at offset {offset} {what}")
+def _damage(path: Path, offset: int, what: str) -> JournalDamaged:
+    return JournalDamaged(f"{path}: the record at offset {offset} {what}")
 
 
 def _write(file: int, parts: list[Buffer], size: int) -> None:

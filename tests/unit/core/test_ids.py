@@ -37,3 +37,18 @@ def test_a_dense_set_is_one_interval() -> None:
     for value in (6, 5):
         held.add(value)
     assert held.intervals() == [(0, 7)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_intervals_include_ranges_that_overlap_touch_and_swallow(seed: int) -> None:
+    rng = random.Random(seed)
+    held, expected = IntervalSet(), set[int]()
+    for _ in range(30):
+        start = rng.randrange(100)
+        stop = start + rng.randrange(-2, 12)
+        held.include(start, stop)
+        expected |= set(range(start, stop))
+        assert all((each in held) == (each in expected) for each in range(-1, 115))
+        assert len(held) == len(expected)
+    for (_, stop), (start, _) in zip(held.intervals(), held.intervals()[1:], strict=False):
+        assert stop < start, "neighbours are one interval"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollmesh.core.errors import JournalError
 from rollmesh.core.journal import MAGIC, Journal
-from tests.disks import full_disk
+from tests.disks import full_disk, small_disk
 
 BIG = 2**20
 
@@ -34,6 +34,37 @@ def read(folder: Path) -> list[list[bytes]]:
 def only_segment(folder: Path) -> Path:
     [path] = folder.glob("*.journal")
     return path
+
+
+def test_of_records_that_are_written_at_once_a_full_disk_leaves_all_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "journal", BIG)
+    records = [[b"a", b"b"], [b"x" * 100_000], [b"c"]]
+    before = journal.append([b"first"])
+    with (
+        small_disk(monkeypatch, tmp_path / "journal", 1000),
+        pytest.raises(JournalError, match="No space"),
+    ):
+        journal.append_all(records)
+    assert [frames for _, frames in journal.replay()] == [[b"first"]]
+    positions = journal.append_all(records)
+    assert list(journal.replay()) == list(
+        zip([before, *positions], [[b"first"], *records], strict=True)
+    )
+    journal.close()
+
+
+def test_of_records_that_are_written_at_once_a_kill_leaves_the_first(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, BIG)
+    records = [[b"a" * 20], [b"b" * 30], [b"c" * 40]]
+    ends = [*journal.append_all(records)[1:], journal.end]
+    journal.close()
+    whole = only_segment(tmp_path).read_bytes()
+    for size in range(len(MAGIC), len(whole) + 1):
+        only_segment(tmp_path).write_bytes(whole[:size])
+        num_whole = sum(end <= size for end in ends)
+        assert read(tmp_path) == records[:num_whole]
 
 
 def test_records_come_back_in_order_with_their_positions(tmp_path: Path) -> None:
@@ -63,6 +94,27 @@ def test_writing_goes_on_where_it_ended(tmp_path: Path, fsync: bool) -> None:
         journal.append([text])
         journal.close()
     assert read(tmp_path) == [[b"one"], [b"two"]]
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_records_that_are_to_survive_the_machine_are_synced_before_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+) -> None:
+    synced: list[int] = []
+    sync = os.fdatasync
+
+    def seen_sync(file: int) -> None:
+        synced.append(os.fstat(file).st_size)
+        sync(file)
+
+    monkeypatch.setattr(os, "fdatasync", seen_sync)
+    journal = Journal(tmp_path, BIG, fsync=fsync)
+    sizes = []
+    for text in (b"one", b"two"):
+        journal.append([text])
+        sizes.append(only_segment(tmp_path).stat().st_size)
+    assert synced == (sizes if fsync else [])
+    journal.close()
 
 
 def test_full_segment_is_closed_and_the_next_begins(tmp_path: Path) -> None:
