@@ -18,6 +18,7 @@ from rollmesh.wire.messages import GroupAsk
 MAX_ASK_BYTES = 32 * 2**20
 """An ask that is longer does not go over the wire."""
 
+
 _ask_encoder = msgspec.msgpack.Encoder()
 _ask_decoder = msgspec.msgpack.Decoder(GroupAsk)
 _record_encoder = msgspec.json.Encoder()

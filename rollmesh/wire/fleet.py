@@ -4,6 +4,7 @@
     publisher, launch, scheduler -> router   JoinEngine BeginUpdate FinishUpdate SleepEngine
                                              WakeEngine FenceEngine RemoveEngine ReadFleet:
                                              FleetAnswered
+    publisher -> router   PublisherLeft
 
 Invariant: that of messages.py, whose vocabulary holds these too. Driven by engine/fleet.py and
 those who ask.
@@ -40,12 +41,21 @@ class EngineRow(msgspec.Struct, frozen=True, array_like=True):
     num_waiting: int = 0
     detail: str = ""
     """Why it is not READY, in one line."""
+    adapter: str = ""
+    """Its weights of this version are its own and the adapter of this name: requests name it."""
 
 
 class FleetChanged(Message, frozen=True, tag="fleet_changed"):
     epoch: int
     """Grows with every change; an older table never replaces a newer one of one router."""
     engines: tuple[EngineRow, ...]
+    published: int = -1
+    """What a publisher brought last: older than what a session has seen where another run began to
+    count anew; -1 where none did since the router began."""
+
+
+class PublisherLeft(Message, frozen=True, tag="publisher_left"):
+    """Neither its versions nor its leases keep another publisher out."""
 
 
 class EngineFaulted(Message, frozen=True, tag="engine_faulted"):
@@ -64,6 +74,8 @@ class BeginUpdate(Message, frozen=True, tag="begin_update"):
     url: str
     policy_version: int
     lease_s: float
+    publisher: str = ""
+    """Of the run that asks, in all its lives, of which one lives at a time; '' is of none."""
 
 
 class FinishUpdate(Message, frozen=True, tag="finish_update"):
@@ -72,6 +84,8 @@ class FinishUpdate(Message, frozen=True, tag="finish_update"):
     policy_version: int
     ok: bool
     detail: str = ""
+    adapter: str = ""
+    """What requests to it must name from now on; see EngineRow."""
 
 
 class SleepEngine(Message, frozen=True, tag="sleep_engine"):
@@ -109,6 +123,9 @@ class FleetAnswered(Message, frozen=True, tag="fleet_answered"):
     error: str
     epoch: int
     engines: tuple[EngineRow, ...]
+    superseded_by: int = -1
+    """Refused because another publisher, which is known to live, has brought engines to this
+    version; of one that may have been killed it is -1, and a later ask is let in or told."""
 
 
 FleetAsk = (

@@ -27,7 +27,7 @@ import msgspec
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
-from rollmesh.wire.fleet import EngineFaulted, FleetAnswered, FleetAsk, FleetChanged
+from rollmesh.wire.fleet import EngineFaulted, FleetAnswered, FleetAsk, FleetChanged, PublisherLeft
 from rollmesh.wire.header import Message
 from rollmesh.wire.ranks import RankMessage
 
@@ -154,6 +154,10 @@ class CancelRun(Message, frozen=True, tag="cancel_run"):
     reason: str
 
 
+RELIEVED = "it is worn out"
+"""Why a worn worker is drained that is to be started again."""
+
+
 class DrainWorker(Message, frozen=True, tag="drain_worker"):
     reason: str
 
@@ -171,6 +175,8 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """It does not serve yet: it loads its environment, which may take so long."""
     pid_space: str = ""
     """Where `pid` is one (core/process.py); '' is unknown."""
+    max_unacked_bytes: int = 0
+    """Past it the worker takes nothing; 0 is unknown."""
 
 
 class WorkerBeat(Message, frozen=True, tag="worker_beat"):
@@ -316,6 +322,7 @@ AnyMessage = (
     | GroupLost
     | EnvFailed
     | EngineFaulted
+    | PublisherLeft
     | GroupFinished
     | GroupAcked
     | FleetAsk

@@ -1,6 +1,7 @@
 """The loss and its gradient: frozen numbers, and a float64 reference written apart from it."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,18 @@ import pytest
 import torch
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.trainer.loss import TokenTerms, policy_loss, token_logprobs
+from rollmesh.trainer.learning.loss import TokenTerms, policy_loss, token_logprobs
+from rollmesh.trainer.learning.proximal import Sight, proximal_logprobs
 
 CASES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("loss.json").read_text())
+EXTREMES = [30.0, -30.0, 400.0, -400.0, math.inf, -math.inf, math.nan]
+"""What some recordings are off by."""
 
 
-def inputs(seed: int, num_tokens: int, vocab: int) -> dict[str, np.ndarray[Any, Any]]:
+def inputs(case: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """Float32 values, so that both sides compute from the same numbers."""
-    rng = np.random.default_rng(seed)
+    num_tokens, vocab = case["num_tokens"], case["vocab"]
+    rng = np.random.default_rng(case["seed"])
     arrays = {
         "logits": rng.normal(0, 2, (num_tokens, vocab)),
         "temperatures": rng.choice([0.7, 1.0, 1.3], num_tokens),
@@ -26,12 +31,43 @@ def inputs(seed: int, num_tokens: int, vocab: int) -> dict[str, np.ndarray[Any, 
         "weights": rng.uniform(0, 1 / num_tokens, num_tokens),
     }
     rounded = {name: array.astype(np.float32) for name, array in arrays.items()}
-    return rounded | {"targets": rng.integers(0, vocab, num_tokens)}
+    rounded |= {"targets": rng.integers(0, vocab, num_tokens)}
+    rounded["ages"] = rng.integers(0, 4, num_tokens)
+    if case.get("has_extremes"):
+        rounded["shift_recorded"][: len(EXTREMES)] = EXTREMES
+    return rounded
 
 
-def reference(given: dict[str, Any], settings: TrainerConfig) -> tuple[float, Any]:
-    """(loss, its gradient in the logits) token by token in float64, by hand."""
-    loss, grad = 0.0, np.zeros(given["logits"].shape)
+def between(age: int, at: int, num_minibatches: int) -> float:
+    """How much of the way from the recording to now was gone as the step began, in versions: one
+    for each minibatch."""
+    behaviour, proximal = -age * num_minibatches, 0
+    current = proximal + at
+    return 1.0 if current == proximal else (proximal - behaviour) / (current - behaviour)
+
+
+def factors(case: dict[str, Any], given: dict[str, Any], n: int) -> tuple[float, float, float]:
+    """(ratio, importance, the weight of a token that is not truncated), of token n.
+
+    Old log-probs are given as differences to the current one, which is computed.
+    """
+    most = TrainerConfig(**case["settings"]).max_importance_weight
+    rule = case["settings"].get("proximal", "recompute")
+    recorded, proximal = float(given["shift_recorded"][n]), float(given["shift_proximal"][n])
+    if rule == "recorded":
+        ratio = math.exp(min(-recorded, 20.0))
+        return ratio, min(ratio, most) / ratio if ratio else 1.0, ratio
+    if rule == "loglinear":
+        gone = between(int(given["ages"][n]), case["at"], case["settings"]["num_minibatches"])
+        proximal = (1.0 - gone) * recorded
+    whole = math.exp(min(proximal - recorded, 20.0))
+    return math.exp(min(-proximal, 20.0)), min(whole, most), whole
+
+
+def reference(case: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Loss, its gradient in the logits, and what is told beside it: token by token, by hand."""
+    settings = TrainerConfig(**case["settings"])
+    loss, grad, weighed = 0.0, np.zeros(given["logits"].shape), []
     for n, target in enumerate(given["targets"]):
         temperature = float(given["temperatures"][n])
         scaled = given["logits"][n].astype(np.float64) / temperature
@@ -39,10 +75,10 @@ def reference(given: dict[str, Any], settings: TrainerConfig) -> tuple[float, An
         p /= p.sum()
         logp = np.log(p)
         entropy = -(p * logp).sum()
-        # Old log-probs are given as differences, since the current one is computed.
-        ratio = np.exp(-float(given["shift_proximal"][n]))
-        weighted = np.exp(float(given["shift_proximal"][n]) - float(given["shift_recorded"][n]))
-        importance = min(weighted, settings.max_importance_weight)
+        if not math.isfinite(given["shift_recorded"][n]):
+            continue
+        ratio, importance, whole = factors(case, given, n)
+        weighed.append(whole)
         advantage = float(given["advantages"][n])
         bounded = min(max(ratio, 1 - settings.clip_low), 1 + settings.clip_high)
         is_held = bounded * advantage < ratio * advantage
@@ -53,38 +89,76 @@ def reference(given: dict[str, Any], settings: TrainerConfig) -> tuple[float, An
         one_hot = np.eye(len(p))[target]
         bonus = -settings.entropy_coef * p * (logp + entropy)
         grad[n] = -weight * (slope * (one_hot - p) + bonus) / temperature
-    return loss, grad
+    most = settings.max_importance_weight
+    return {
+        "loss": loss,
+        "grad": grad,
+        "importance_sum": sum(min(each, most) for each in weighed),
+        "num_truncated": sum(each > most for each in weighed),
+    }
 
 
-def ours(given: dict[str, Any], settings: TrainerConfig) -> tuple[float, Any, int]:
+def ours(case: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    settings = TrainerConfig(**case["settings"])
     tensors = {name: torch.from_numpy(array) for name, array in given.items()}
     logits = tensors["logits"].requires_grad_()
     logprobs, entropies = token_logprobs(logits, tensors["targets"], tensors["temperatures"])
     current = logprobs.detach()
+    recorded = current + tensors["shift_recorded"]
+    sight = Sight(
+        now_N=current,
+        began_N=current + tensors["shift_proximal"] if settings.proximal == "recompute" else None,
+        recorded_N=recorded,
+        ages_N=tensors["ages"] * settings.num_minibatches,
+        num_done=case.get("at", 0),
+    )
     terms = TokenTerms(
         logprobs_N=logprobs,
         entropies_N=entropies,
-        proximal_N=current + tensors["shift_proximal"],
-        recorded_N=current + tensors["shift_recorded"],
+        proximal_N=proximal_logprobs(settings.proximal, sight),
+        recorded_N=recorded,
         advantages_N=tensors["advantages"],
         weights_N=tensors["weights"],
     )
     loss = policy_loss(terms, settings)
     torch.autograd.backward(loss.value)
     assert logits.grad is not None
-    return loss.value.item(), logits.grad.numpy(), loss.num_clipped
+    is_number = torch.isfinite(recorded)
+    return {
+        "loss": loss.value.item(),
+        "grad": logits.grad.numpy(),
+        "num_clipped": loss.num_clipped,
+        "importance_sum": loss.importance_N[is_number].double().sum().item(),
+        "num_truncated": int(loss.is_truncated_N[is_number].sum()),
+    }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["seed"]))
+def name(case: dict[str, Any]) -> str:
+    rule = case["settings"].get("proximal", "recompute")
+    return f"{rule}-{case.get('at', 0)}-{case['seed']}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
 def test_loss_and_gradient_equal_the_reference_and_the_frozen_numbers(
     case: dict[str, Any],
 ) -> None:
-    given = inputs(case["seed"], case["num_tokens"], case["vocab"])
-    settings = TrainerConfig(**case["settings"])
-    expected_loss, expected_grad = reference(given, settings)
-    loss, grad, num_clipped = ours(given, settings)
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    assert np.abs(grad - expected_grad).max() < 1e-6
-    assert expected_loss == pytest.approx(case["loss"], rel=1e-9)
-    assert np.abs(expected_grad).sum() == pytest.approx(case["grad_sum"], rel=1e-9)
-    assert num_clipped == case["num_clipped"]
+    given = inputs(case)
+    expected, told = reference(case, given), ours(case, given)
+    assert told["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    largest = max(1.0, np.abs(expected["grad"]).max())
+    assert np.abs(told["grad"] - expected["grad"]).max() < 1e-6 * largest
+    assert told["importance_sum"] == pytest.approx(expected["importance_sum"], rel=1e-5)
+    assert told["num_truncated"] == expected["num_truncated"] == case["num_truncated"]
+    assert expected["loss"] == pytest.approx(case["loss"], rel=1e-9)
+    assert np.abs(expected["grad"]).sum() == pytest.approx(case["grad_sum"], rel=1e-9)
+    assert expected["importance_sum"] == pytest.approx(case["importance_sum"], rel=1e-9)
+    assert told["num_clipped"] == case["num_clipped"]
+
+
+def test_the_frozen_numbers_know_every_rule_and_every_age() -> None:
+    rules = {case["settings"].get("proximal", "recompute") for case in CASES}
+    assert rules == {"recompute", "loglinear", "recorded"}
+    for rule in rules:
+        cases = [c for c in CASES if c["settings"].get("proximal", "recompute") == rule]
+        assert any(case.get("has_extremes") for case in cases)
+    assert all(set(inputs(case)["ages"]) == {0, 1, 2, 3} for case in CASES if "at" in case)

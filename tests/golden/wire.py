@@ -19,7 +19,7 @@ from rollmesh.wire.frames import Packet, encode
 
 FILE = Path(__file__).with_name("wire.txt")
 GROUP = GroupId("r7f3a9c1", 300)
-ENGINE = f.EngineRow("http://e:1", "i1", f.EnginePhase.READY, 12, 3, 4, "busy")
+ENGINE = f.EngineRow("http://e:1", "i1", f.EnginePhase.READY, 12, 3, 4, "busy", "a12")
 HELD = r.HeldTensors(4, 4096, 512, ((-1, 1024), (18, 3072)))
 
 SAMPLES: tuple[m.AnyMessage, ...] = (
@@ -34,7 +34,8 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.AskRefused(GROUP, "overloaded", 1.5),
     m.RunGroup(GROUP, 2, 16, "tcp://h:1", 90.5),
     m.CancelRun(GROUP, "stale"),
-    f.FleetChanged(9, (ENGINE,)),
+    f.FleetChanged(9, (ENGINE,), 12),
+    f.PublisherLeft(),
     m.DrainWorker("update"),
     m.WorkerHello(
         "worker-0",
@@ -46,6 +47,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
         1.5e9,
         100.0,
         "d2dacdd2/pid:[4026531836]",
+        2**28,
     ),
     m.WorkerBeat(
         "worker-0",
@@ -76,14 +78,14 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.GroupFinished(GROUP, 2, "worker-0", True),
     m.GroupAcked(GROUP, 2, True),
     f.JoinEngine(3, "http://e:1"),
-    f.BeginUpdate(3, "http://e:1", 12, 30.0),
-    f.FinishUpdate(3, "http://e:1", 12, True, "done"),
+    f.BeginUpdate(3, "http://e:1", 12, 30.0, "c5d1e"),
+    f.FinishUpdate(3, "http://e:1", 12, True, "done", "a12"),
     f.SleepEngine(3, "http://e:1", 30.0),
     f.WakeEngine(3, "http://e:1", 12),
     f.FenceEngine(3, "http://e:1", 12, "off by 0.5"),
     f.RemoveEngine(3, "http://e:1"),
     f.ReadFleet(3),
-    f.FleetAnswered(3, False, "unknown", 9, (ENGINE,)),
+    f.FleetAnswered(3, False, "unknown", 9, (ENGINE,), 13),
     m.WorkerExited("worker-0", 4711, "killed by signal 9", 1.5e9),
     m.AskDrain(3, "worker-0", "update"),
     m.DrainAnswered(3, False, "no worker-0"),

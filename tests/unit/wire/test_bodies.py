@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 
 from rollmesh.core.errors import WireError
 from rollmesh.core.types import GroupRecord, SamplingPolicy, Task
-from rollmesh.wire.bodies import MAX_ASK_BYTES, decode_ask, decode_record, encode_ask, encode_record
+from rollmesh.wire.bodies import (
+    MAX_ASK_BYTES,
+    decode_ask,
+    decode_record,
+    encode_ask,
+    encode_record,
+)
 from rollmesh.wire.messages import GroupAsk
 
 
