@@ -9,6 +9,7 @@ down. A forked child is not asked how long it looks. One thread at a time lends 
 connection.py, whose lender is an owner, and by landing.py, which lends its own.
 """
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -56,8 +57,12 @@ class Loans(Generic[Key]):
 
     def take_ended(self, limit: int) -> list[Key]:
         """At most `limit` of those that have ended and are not told yet; they are told now."""
-        ended = self._ended
-        return [ended.popleft() for _ in range(min(limit, len(ended)))]
+        told: list[Key] = []
+        # Others take too: what was there a moment ago may be gone.
+        with contextlib.suppress(IndexError):
+            while len(told) < limit:
+                told.append(self._ended.popleft())
+        return told
 
     def _end(self, loan: weakref.ref[Array]) -> None:
         assert isinstance(loan, _Loan)
