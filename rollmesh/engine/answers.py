@@ -114,6 +114,16 @@ class _Loads(msgspec.Struct):
     loads: list[_Load] = []
 
 
+class _Card(msgspec.Struct):
+    id: str = ""
+    parent: str | None = None
+    """Of an adapter: the model that it stands over."""
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card] = []
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """What an engine serves."""
 
@@ -132,6 +142,12 @@ _answers = msgspec.json.Decoder(Answer)
 _model_infos = msgspec.json.Decoder(_ModelInfo)
 _loads = msgspec.json.Decoder(_Loads)
 _updates = msgspec.json.Decoder(_Update)
+_cards = msgspec.json.Decoder(_Cards)
+
+
+OF_ADAPTERS = "LoRA adapter"
+"""In what an engine says where it lacks the one that is asked for: the request is right, and the
+engine was started again."""
 
 
 def policy_version_of(text: str) -> int:
@@ -156,7 +172,8 @@ def refusal_of(status: int, raw: bytes) -> EngineError:
         return EngineOverloaded(told)
     if status == 500:
         return EngineBroke(told)
-    return EngineRefused(told) if is_refusal(status) else EngineUnavailable(told)
+    is_wrong = is_refusal(status) and OF_ADAPTERS not in told
+    return EngineRefused(told) if is_wrong else EngineUnavailable(told)
 
 
 def decode_answer(
@@ -170,6 +187,8 @@ def decode_answer(
     if answer.error:
         code = answer.error.code
         is_full = isinstance(code, int) and is_overload(code)
+        if OF_ADAPTERS in answer.error.message:
+            told = EngineUnavailable
         raise (EngineOverloaded if is_full else told)(answer.error.message)
     return answer
 
@@ -260,6 +279,14 @@ def update_of(raw: bytes) -> str:
     except msgspec.MsgspecError as error:
         return f"an unknown answer: {error}"
     return "" if update.success else update.message or "it does not say why"
+
+
+def adapters_of(raw: bytes) -> list[str]:
+    """The names of the adapters among the models that an engine lists."""
+    try:
+        return [card.id for card in _cards.decode(raw).data if card.parent]
+    except msgspec.MsgspecError as error:
+        raise EngineUnavailable(f"answered what is no list of models: {error}") from None
 
 
 def error_text(raw: bytes) -> str:

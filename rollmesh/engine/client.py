@@ -1,7 +1,8 @@
 """A client of one engine: the subset of SGLang's native HTTP protocol that rollmesh uses.
 
     /generate /abort_request /pause_generation /continue_generation /flush_cache
-    /update_weights_from_disk /model_info /server_info /v1/loads
+    /update_weights_from_disk /update_weight_version /load_lora_adapter /unload_lora_adapter
+    /model_info /server_info /v1/loads /v1/models
 
 Invariant: every failure is EngineUnavailable (worth a retry) or EngineRefused (it would fail
 alike), and names the engine. Sources: SGLang's http_server.py and io_struct.py. Driven by
@@ -63,9 +64,12 @@ class EngineClient:
         answer.attend(call)
         return call
 
-    async def score(self, token_ids: Sequence[int], extra_key: str) -> list[float]:
-        """Log-probs of all of `token_ids` but the first, under the engine's current weights."""
-        body = encode_score(token_ids, extra_key, self._vocab_size)
+    async def score(
+        self, token_ids: Sequence[int], extra_key: str, adapter: str = ""
+    ) -> list[float]:
+        """Log-probs of all of `token_ids` but the first, under the engine's current weights, and
+        those of `adapter` over them."""
+        body = encode_score(token_ids, extra_key, self._vocab_size, adapter)
         raw = await self._call("POST", "/generate", body, CONTROL_TIMEOUT_S)
         return answers.scores_of(answers.decode_answer(raw))
 
@@ -85,17 +89,45 @@ class EngineClient:
         """Forget all prefixes; EngineRefused while requests run."""
         await self._post("/flush_cache", {}, CONTROL_TIMEOUT_S)
 
-    async def update_from_disk(self, path: Path, policy_version: int) -> None:
+    async def order(
+        self, path: str, body: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> None:
+        """Have it do what answers only whether it succeeded; EngineRefused, in the engine's words,
+        where it did not."""
+        told = answers.update_of(await self._post(path, body, timeout_s))
+        if told:
+            raise EngineRefused(f"{self.url}: {path}: {told}")
+
+    async def update_from_disk(
+        self, path: Path, policy_version: int, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> None:
         """Load the weights in folder `path` as `policy_version`; prefixes are forgotten."""
         body = {
             "model_path": str(path),
             "weight_version": str(policy_version),
             "flush_cache": True,
         }
-        raw = await self._post("/update_weights_from_disk", body, CONTROL_TIMEOUT_S)
+        raw = await self._post("/update_weights_from_disk", body, timeout_s)
         told = answers.update_of(raw)
         if told:
             raise EngineRefused(f"{self.url}: cannot load {path}: {told}")
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """Load the adapter in folder `path` (PEFT's layout); requests may name it from now on."""
+        await self._post(
+            "/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, CONTROL_TIMEOUT_S
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget it, once the requests that name it have ended."""
+        await self._post("/unload_lora_adapter", {"lora_name": name}, CONTROL_TIMEOUT_S)
+
+    async def adapters(self) -> list[str]:
+        """Names of those that are loaded; an engine that lists no models has none."""
+        try:
+            return answers.adapters_of(await self._get("/v1/models"))
+        except EngineRefused:
+            return []
 
     async def model_info(self) -> ModelInfo:
         """What it serves; answered also while paused."""
@@ -113,7 +145,7 @@ class EngineClient:
         """A stream of this engine is cumulative: said once."""
         if not self._has_warned:
             self._has_warned = True
-            remedy = "start SGLang with --incremental-streaming-output"
+            remedy = "start the engine with --incremental-streaming-output"
             log.warning("engine.streams_cumulatively", url=self.url, remedy=remedy)
 
     async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> bytes:

@@ -2,19 +2,21 @@
 
     JOINING --good probe of a trusted, current version--> READY --BeginUpdate--> UPDATING
     JOINING, FENCED --BeginUpdate--> UPDATING --FinishUpdate ok--> READY, not ok--> FENCED
-    UPDATING, ASLEEP --lease lapsed--> JOINING (continued, then probed); ASLEEP --Wake--> JOINING
+    UPDATING, ASLEEP --lease lapsed, holder left--> JOINING (continued, probed) <--Wake-- ASLEEP
     READY --Sleep--> ASLEEP;  READY --faults or failed probes--> FENCED --cool-down--> JOINING
     READY --Fence, beside another READY one--> FENCED, until an update succeeds
     READY --restart or unknown weights--> JOINING;  any --Remove--> GONE --a while--> forgotten
 
 Invariants: only a leased ask changes weights or sleep, and a lapsed lease ends in an engine that is
-continued and probed, or fenced: a publisher killed in mid-update wedges nobody. A version counts
-only if its publisher verified it or a fresh process came up with it. Whoever asks to fence never
-takes the last engine away. Pure; driven by the router's fleet shell and by the simulator.
+continued and probed, or fenced: a publisher killed in mid-update wedges nobody, and its run's next
+life takes over at once. A version counts only if its publisher verified it or a fresh process came
+up with it. Of two publishers that run the newer version wins. Whoever asks to fence never takes the
+last engine away. Pure; driven by the router's fleet shell and by the simulator.
 """
 
 import msgspec
 
+from rollmesh.engine.incumbent import Incumbent
 from rollmesh.engine.member import UNVERSIONED, Member, Trust
 from rollmesh.wire.fleet import (
     BeginUpdate,
@@ -27,6 +29,7 @@ from rollmesh.wire.fleet import (
     FleetAsk,
     FleetChanged,
     JoinEngine,
+    PublisherLeft,
     ReadFleet,
     RemoveEngine,
     SleepEngine,
@@ -56,9 +59,13 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The table goes to the workers this often, and at once when a phase or version changes."""
     gone_s: float = 10.0
     """A removed engine is shown as GONE so long, then forgotten."""
+    publisher_grace_s: float = 10.0
+    """A publisher that has not asked for so long is gone; each reads the table every second."""
     believes_engines: bool = False
     """No publisher reports here, as to a stand-alone gateway: what an engine says it serves counts,
     weights without a version are weights, and who paused an engine resumes it."""
+    least_version: int = UNVERSIONED
+    """An engine with older weights waits for the publisher, as it does for what that verified."""
 
 
 class EngineProbed(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +79,8 @@ class EngineProbed(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int = UNVERSIONED
     num_running: int = 0
     num_waiting: int = 0
+    adapter: str = ""
+    """Of that version, where the engine has one."""
     detail: str = ""
     """Why it is not ok, in one line."""
 
@@ -104,15 +113,16 @@ class Fleet:
     def __init__(self, settings: FleetSettings | None = None) -> None:
         self._settings = settings or FleetSettings()
         self._engines: dict[str, Member] = {}
-        self._published = UNVERSIONED
-        """What a publisher verified last; an engine that was restarted waits for it, even alone."""
+        grace_s = self._settings.publisher_grace_s
+        self._incumbent = Incumbent(grace_s, self._settings.least_version)
         self._epoch = 0
         self._serial = 0
         self._pushed_s = float("-inf")
 
     def table(self) -> FleetChanged:
         """All rows, in the order in which the engines joined, under the current epoch."""
-        return FleetChanged(self._epoch, tuple(each.row for each in self._engines.values()))
+        rows = tuple(each.row for each in self._engines.values())
+        return FleetChanged(self._epoch, rows, self._incumbent.told)
 
     def policy_version(self) -> int:
         """The newest version that any engine serves, UNVERSIONED if none is known."""
@@ -128,10 +138,12 @@ class Fleet:
                 self._on_probed(event, now_s)
             case Received(message=EngineFaulted() as fault):
                 self._on_faulted(fault, now_s)
+            case Received(route=route, message=PublisherLeft()):
+                self._incumbent.leave(route)
+                for engine in (e for e in self._engines.values() if e.is_held_by(route)):
+                    self._rejoin(engine, "its publisher left", now_s)
             case Received(route=route, message=message) if isinstance(message, FleetAsk):
-                error = self._on_ask(route, message, now_s)
-                # The answer is made after the epoch is known, below.
-                answers = [Send(route, FleetAnswered(message.ask_id, not error, error, 0, ()))]
+                answers = [Send(route, self._on_asked(route, message, now_s))]
         actions = self._tend(now_s)
         return [*self._push(before, now_s), *map(self._complete, answers), *actions]
 
@@ -157,6 +169,21 @@ class Fleet:
         return [PublishTable()]
 
     # what clients of the table ask
+
+    def _on_asked(self, route: bytes, ask: FleetAsk, now_s: float) -> FleetAnswered:
+        """The answer, but for the table: its epoch is known when all of the step is done."""
+        incumbent = self._incumbent
+        incumbent.hear(route, now_s)
+        if isinstance(ask, BeginUpdate) and incumbent.is_ahead_of(route, ask.policy_version, now_s):
+            by = incumbent.published
+            error = (
+                f"{ask.url}: a publisher that still runs has published version {by}; "
+                f"version {ask.policy_version} comes too late"
+            )
+            runs = incumbent.keep_out(route, now_s)
+            return FleetAnswered(ask.ask_id, False, error, 0, (), by if runs else UNVERSIONED)
+        error = self._on_ask(route, ask, now_s)
+        return FleetAnswered(ask.ask_id, not error, error, 0, ())
 
     def _on_ask(self, route: bytes, ask: FleetAsk, now_s: float) -> str:
         """Carry out `ask`; the reason where it is refused, else ''."""
@@ -192,10 +219,10 @@ class Fleet:
     def _on_begin(self, engine: Member, route: bytes, ask: BeginUpdate, now_s: float) -> str:
         if engine.row.phase is EnginePhase.ASLEEP:
             return f"{ask.url} is asleep; wake it first"
-        if engine.row.phase is EnginePhase.UPDATING and engine.holder != route:
+        if engine.is_held_from(route, ask):
             return f"{ask.url} is being updated by another publisher"
         engine.set(EnginePhase.UPDATING, f"takes policy version {ask.policy_version}")
-        engine.holder = route
+        engine.holder, engine.taking = route, ask
         engine.until_s = now_s + ask.lease_s
         engine.probe_serial = None
         return ""
@@ -208,8 +235,9 @@ class Fleet:
         engine.holder = b""
         engine.faults_s.clear()
         if ask.ok:
-            engine.trusted = self._published = ask.policy_version
-            engine.set(EnginePhase.READY, "", ask.policy_version)
+            engine.trusted = ask.policy_version
+            self._incumbent.verified(route, ask.policy_version, now_s)
+            engine.set(EnginePhase.READY, "", ask.policy_version, ask.adapter)
             engine.next_probe_s = now_s
             return ""
         engine.trusted = Trust.BROKEN
@@ -280,25 +308,28 @@ class Fleet:
         )
         if engine.trusted is Trust.FRESH or self._settings.believes_engines:
             engine.trusted = probed.policy_version
+            engine.row = msgspec.structs.replace(engine.row, adapter=probed.adapter)
+        elif probed.adapter != engine.row.adapter:
+            engine.trusted = Trust.BROKEN
         self._judge(engine, probed.policy_version, now_s)
 
     def _on_incarnation(self, engine: Member) -> None:
         is_restart = engine.row.incarnation != ""
         if is_restart:
-            engine.set(EnginePhase.JOINING, "was restarted")
+            engine.set(EnginePhase.JOINING, "was restarted", adapter="")
         if is_restart or engine.trusted is not Trust.BROKEN:
             engine.trusted = Trust.FRESH
         engine.faults_s.clear()
 
     def _judge(self, engine: Member, served: int, now_s: float) -> None:
         """Decide by the weights that an answering engine says it serves."""
-        newest = max(self.policy_version(), self._published)
+        newest = max(self.policy_version(), self._incumbent.published)
         is_ready = engine.row.phase is EnginePhase.READY
         if served == UNVERSIONED and not self._settings.believes_engines:
             engine.set(EnginePhase.JOINING, "its weights have no version yet", served)
         elif served != engine.trusted:
             engine.set(EnginePhase.JOINING, f"nobody verified its weights {served}", served)
-        elif served < newest and not is_ready:
+        elif served < newest and not is_ready and not self._settings.believes_engines:
             detail = f"serves version {served}, the fleet is at {newest}"
             engine.set(EnginePhase.JOINING, detail, served)
         else:

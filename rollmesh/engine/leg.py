@@ -47,6 +47,8 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     """So many likeliest tokens are told at each place."""
     images: tuple[Image, ...] = ()
     """In the order of their placeholders in the prompt."""
+    adapter: str = ""
+    """To be applied over the engine's weights; SGLang calls it a LoRA path, and means its name."""
 
 
 class LegReceiver(Protocol):
@@ -91,6 +93,7 @@ class _Body(msgspec.Struct, omit_defaults=True):
     extra_key: str = ""
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    lora_path: str = ""
 
 
 _encoder = msgspec.json.Encoder()
@@ -111,6 +114,7 @@ def encode_leg(leg: LegRequest, vocab_size: int) -> list[Piece]:
         stream=leg.stream,
         extra_key=leg.extra_key,
         top_logprobs_num=leg.num_top_logprobs,
+        lora_path=leg.adapter,
     )
     pieces.append(b"],")
     if leg.images:
@@ -119,13 +123,16 @@ def encode_leg(leg: LegRequest, vocab_size: int) -> list[Piece]:
     return pieces
 
 
-def encode_score(token_ids: Sequence[int], extra_key: str, vocab_size: int) -> list[bytes]:
+def encode_score(
+    token_ids: Sequence[int], extra_key: str, vocab_size: int, adapter: str = ""
+) -> list[bytes]:
     """A body that asks for log-probs of `token_ids` and samples nothing; errors as `encode_leg`."""
     body = _Body(
         sampling_params=_Sampling(max_new_tokens=0),
         return_logprob=True,
         logprob_start_len=0,
         extra_key=extra_key,
+        lora_path=adapter,
     )
     ids = _ids_json(token_ids, vocab_size)
     return [b'{"input_ids":[', ids, b"],", _encoder.encode(body)[1:]]

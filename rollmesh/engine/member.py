@@ -8,10 +8,14 @@ import enum
 
 import msgspec
 
-from rollmesh.wire.fleet import EnginePhase, EngineRow
+from rollmesh.wire.fleet import BeginUpdate, EnginePhase, EngineRow
 
 UNVERSIONED = -1
 """The policy version of weights that carry none, such as those SGLang was started with."""
+
+
+ADAPTER_PREFIX = "rollmesh-v"
+"""Of the names under which publishers load adapters; others at an engine are nobody's here."""
 
 
 class Trust(enum.Enum):
@@ -24,6 +28,11 @@ class Trust(enum.Enum):
     update succeeds."""
 
 
+def adapter_name(policy_version: int) -> str:
+    """Under which an engine has the adapter of that version, if it is one."""
+    return f"{ADAPTER_PREFIX}{policy_version}"
+
+
 class Member:
     """See the module."""
 
@@ -31,6 +40,9 @@ class Member:
         self.row = EngineRow(url, "", EnginePhase.JOINING, UNVERSIONED, detail="not probed yet")
         self.trusted: int | Trust = Trust.FRESH
         self.holder = b""
+        """Whose lease it is under, as a route: that of one life of a publisher."""
+        self.taking: BeginUpdate | None = None
+        """The ask for its last update."""
         self.until_s = 0.0
         """When the lease ends, or the memory of a removed engine."""
         self.next_probe_s = 0.0
@@ -41,10 +53,34 @@ class Member:
         self.is_suspect = False
         """Maybe left paused: the next probe resumes it first."""
 
-    def set(self, phase: EnginePhase, detail: str = "", policy_version: int | None = None) -> None:
-        """Into this phase, for this reason."""
-        if policy_version is None:
-            policy_version = self.row.policy_version
+    def is_held_by(self, route: bytes) -> bool:
+        """Whether it is under that one's lease."""
+        is_leased = self.row.phase in (EnginePhase.UPDATING, EnginePhase.ASLEEP)
+        return is_leased and self.holder == route
+
+    def is_held_from(self, route: bytes, ask: BeginUpdate) -> bool:
+        """Whether another publisher updates it, and not an earlier life of the run that asks, which
+        is dead and does no more."""
+        if self.row.phase is not EnginePhase.UPDATING or self.holder == route:
+            return False
+        last = self.taking
+        if last is None or not ask.publisher or ask.publisher != last.publisher:
+            return True
+        return ask.policy_version <= last.policy_version  # said late, by an earlier life
+
+    def set(
+        self,
+        phase: EnginePhase,
+        detail: str = "",
+        policy_version: int | None = None,
+        adapter: str | None = None,
+    ) -> None:
+        """Into this phase, for this reason; None leaves its weights what they are."""
+        row = self.row
         self.row = msgspec.structs.replace(
-            self.row, phase=phase, detail=detail, policy_version=policy_version
+            row,
+            phase=phase,
+            detail=detail,
+            policy_version=row.policy_version if policy_version is None else policy_version,
+            adapter=row.adapter if adapter is None else adapter,
         )

@@ -12,6 +12,7 @@ from rollmesh.core.errors import AddressError, EngineError
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, ProbeEngine
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.member import adapter_name
 
 PROBE_TIMEOUT_S = 2.0
 """Shorter than the fleet's own patience, so that a failure comes with its reason."""
@@ -29,6 +30,8 @@ async def probe_engine(ask: ProbeEngine | ContinueEngine, http: HttpClient) -> E
                 await client.resume()
             model, server = await client.model_info(), await client.server_info()
             load = await client.loads()
+            adapter = adapter_name(model.policy_version)
+            is_there = adapter in await client.adapters()
     except (AddressError, EngineError, TimeoutError) as error:
         detail = str(error) or f"no answer within {PROBE_TIMEOUT_S:g} s"
         return EngineProbed(url=ask.url, serial=ask.serial, ok=False, detail=detail)
@@ -40,6 +43,7 @@ async def probe_engine(ask: ProbeEngine | ContinueEngine, http: HttpClient) -> E
         policy_version=model.policy_version,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
+        adapter=adapter if is_there else "",
     )
 
 

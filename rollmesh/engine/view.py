@@ -11,6 +11,7 @@ FleetChanged, and by legs.py, which chooses and counts.
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
+from rollmesh.engine.member import UNVERSIONED
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 
 MAX_STICKY_SESSIONS = 16_384
@@ -54,6 +55,7 @@ class FleetView:
     def __init__(self) -> None:
         self.listeners: list[Callable[[], None]] = []
         self._rows: dict[str, EngineRow] = {}
+        self._published = UNVERSIONED
         self._router = ""
         self._epoch = -1
         self._loads: dict[str, _Load] = {}
@@ -68,6 +70,7 @@ class FleetView:
             return
         self._router, self._epoch = router, table.epoch
         self._rows = {row.url: row for row in table.engines}
+        self._published = table.published
         for row in table.engines:
             load = self._loads.setdefault(row.url, _Load())
             load.num_others = max(0, row.num_running + row.num_waiting - load.num_own)
@@ -111,6 +114,14 @@ class FleetView:
         if any(_is_fit(row, min_policy_version) for row in rows):
             return False
         return any(row.phase is EnginePhase.UPDATING for row in rows)
+
+    def why_never(self, min_policy_version: int) -> str:
+        """Why weights so new will not come any more, in a line; '' where they may."""
+        newest = max([self._published, *(row.policy_version for row in self._rows.values())])
+        if self._published == UNVERSIONED or min_policy_version <= newest:
+            return ""
+        was = f"what it began with, policy version {min_policy_version}, was of another run"
+        return f"{was}: engines are at version {newest} now"
 
     def trouble(self) -> str:
         """What keeps an engine from serving, in a line; '' where each serves, or none is known."""

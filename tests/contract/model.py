@@ -8,6 +8,7 @@ context is long enough for requests that are cut in their middle. Driven by the 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -17,8 +18,9 @@ from tests.unit.engine.embedded.tiny_models import write_model
 CONTEXT = 4096
 
 
-def write_contract_model(folder: Path) -> Path:
-    """A Qwen3 of two layers with a byte-level tokenizer and a chat template; returns the folder."""
+def write_contract_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A Qwen3 of two layers with a byte-level tokenizer and a chat template, its config changed by
+    `changes`; returns the folder."""
     write_model_folder(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_bytes())
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # as SGLang's transformers wants it
@@ -27,9 +29,11 @@ def write_contract_model(folder: Path) -> Path:
     return write_model(
         folder,
         "qwen3",
+        seed,
         vocab_size=tokenizer.get_vocab_size(),
         max_position_embeddings=CONTEXT,
         eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+        **changes,
     )
 
 

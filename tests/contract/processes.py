@@ -53,10 +53,12 @@ def embedded_engine(folder: Path, *options: str) -> Iterator[EngineProcess]:
 
 
 @contextmanager
-def gateway(engines: Sequence[str], folder: Path, token_file: Path) -> Iterator[EngineProcess]:
-    """`rollmesh gateway` before `engines`."""
+def gateway(
+    engines: Sequence[str], folder: Path, token_file: Path, *words: str
+) -> Iterator[EngineProcess]:
+    """`rollmesh gateway` before `engines`, with `words` on its command line."""
     argv = ["-m", "rollmesh.cli.main", "gateway", "--port", "0", "--model-dir", str(folder)]
-    argv += ["--admin-token-file", str(token_file)]
+    argv += ["--admin-token-file", str(token_file), *words]
     for url in engines:
         argv += ["--engine", url]
     with announced(argv) as process:

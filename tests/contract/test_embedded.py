@@ -3,13 +3,24 @@
 docs/engine.md lists these differences.
 """
 
+import asyncio
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
+from safetensors.torch import load_file
 
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
+from rollmesh.engine.in_memory import LOAD_FORMAT, Part, Piece, told
+from rollmesh.trainer.weights.carriers.bracket import weight_update
+from rollmesh.trainer.weights.carriers.cargo import Cargo
+from rollmesh.trainer.weights.carriers.hold import Hold
+from rollmesh.trainer.weights.carriers.tensor import TensorCarrier
 from tests.contract.engines import LONG, WAIT_S
 from tests.contract.processes import EngineProcess, embedded_engine
 
@@ -94,6 +105,132 @@ def test_an_update_that_would_flush_memory_in_use_is_refused(
         refused = client.post("/update_weights_from_disk", json={"model_path": str(model_folder)})
     assert refused.status_code == 400
     assert "flush_cache false" in refused.json()["message"]
+
+
+def test_what_is_not_all_of_the_model_does_not_take_over(
+    client: httpx.Client, model_folder: Path, tmp_path: Path
+) -> None:
+    """SGLang takes a part, and serves both."""
+    weights = load_file(model_folder / "model.safetensors")
+    few = {"model.norm.weight": 2 * weights["model.norm.weight"]}
+    hold = Hold()
+    part = hold.lay(few, set(few), tmp_path)
+    ask = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    before = client.post("/generate", json=ask).json()
+    assert client.post("/begin_weight_update").status_code == 200
+    assert update_from(client, part).status_code == 200
+    refused = client.post("/end_weight_update")
+    assert (refused.status_code, refused.json()["success"]) == (400, False)
+    assert "do not fit" in refused.json()["message"]
+    after = client.post("/generate", json=ask).json()
+    assert after["output_ids"] == before["output_ids"]
+    assert client.get("/model_info").json()["weight_version"] == "0"
+    assert client.post("/end_weight_update").status_code == 400, "it is closed all the same"
+    hold.close()
+
+
+def test_a_bracket_that_was_left_with_a_part_of_the_model_is_closed(
+    client: httpx.Client, model_folder: Path, tmp_path: Path
+) -> None:
+    """Its publisher was killed; the next one is not refused for that."""
+    weights = load_file(model_folder / "model.safetensors")
+    hold = Hold()
+    part = hold.lay(weights, {"model.norm.weight"}, tmp_path)
+    assert client.post("/begin_weight_update").status_code == 200
+    assert update_from(client, part).status_code == 200
+
+    async def update() -> None:
+        async with HttpClient() as http, weight_update(EngineClient(str(client.base_url), http)):
+            pass
+
+    asyncio.run(update())
+    assert client.post("/end_weight_update").status_code == 400, "it is closed"
+    assert client.get("/model_info").json()["weight_version"] == "0"
+    hold.close()
+
+
+@pytest.fixture
+def laid(client: httpx.Client, model_folder: Path, tmp_path: Path) -> Iterator[Part]:
+    """All of the model, in memory that a test may take away."""
+    weights = load_file(model_folder / "model.safetensors")
+    hold = Hold()
+    part = hold.lay(weights, set(weights), tmp_path)
+    yield msgspec.structs.replace(part, path=str(shutil.copy(part.path, tmp_path / "laid")))
+    hold.close()
+    client.post("/update_weight_version", json={"new_version": "0"})
+
+
+def test_what_is_staged_is_used_once_by_the_update_that_says_the_same(
+    client: httpx.Client, laid: Part
+) -> None:
+    assert update_from(client, laid, path="/stage_weights").status_code == 200
+    assert client.get("/model_info").json()["weight_version"] == "0", "it serves as before"
+    Path(laid.path).unlink()
+    assert client.post("/begin_weight_update").status_code == 200
+    assert update_from(client, laid).status_code == 200
+    assert update_from(client, laid).status_code == 400, "it is used once"
+    assert client.post("/end_weight_update").status_code == 200
+    assert client.get("/model_info").json()["weight_version"] == "9"
+
+
+def test_what_is_staged_of_one_version_is_not_another(client: httpx.Client, laid: Part) -> None:
+    assert update_from(client, laid, path="/stage_weights").status_code == 200
+    Path(laid.path).unlink()
+    assert client.post("/begin_weight_update").status_code == 200
+    assert update_from(client, laid, policy_version="10").status_code == 400
+    assert client.post("/end_weight_update").status_code == 200
+
+
+def test_staging_that_cannot_be_read_is_a_400_and_stages_nothing(
+    client: httpx.Client, laid: Part
+) -> None:
+    gone = msgspec.structs.replace(laid, path="/dev/shm/no-such-memory")
+    assert update_from(client, laid, path="/stage_weights").status_code == 200
+    refused = update_from(client, gone, path="/stage_weights")
+    assert refused.status_code == 400
+    assert gone.path in refused.json()["message"]
+    assert client.post("/stage_weights", json={"serialized_named_tensors": []}).status_code == 400
+
+
+async def test_in_its_pause_an_engine_copies_nothing_that_it_could_copy_before(
+    client: httpx.Client, laid: Part
+) -> None:
+    carrier, cargo = TensorCarrier(), Cargo(9, "/none", (laid,))
+    async with HttpClient() as http:
+        engine = EngineClient(str(client.base_url), http)
+        await carrier.begin(cargo, [engine], 10.0)
+        await asyncio.to_thread(Path(laid.path).unlink)
+        await engine.pause()
+        await carrier.load(engine, cargo, 10.0)
+        await engine.resume()
+        assert (await engine.model_info()).policy_version == 9
+    await carrier.close()
+
+
+@pytest.mark.parametrize("path", ["/dev/shm/no-such-memory", "/dev/null"])
+def test_memory_that_is_not_there_is_a_400_and_the_engine_lives(
+    path: str, client: httpx.Client
+) -> None:
+    """SGLang ends."""
+    assert client.post("/begin_weight_update").status_code == 200
+    piece = Piece("model.norm.weight", "float32", (32,), 0, 128)
+    refused = update_from(client, Part(path, (piece,)))
+    assert refused.status_code == 400
+    assert path in refused.json()["message"]
+    assert client.post("/end_weight_update").status_code == 200
+    assert client.post("/generate", json={"input_ids": PROMPT}).status_code == 200
+
+
+def update_from(
+    client: httpx.Client,
+    part: Part,
+    *,
+    policy_version: str = "9",
+    path: str = "/update_weights_from_tensor",
+) -> httpx.Response:
+    """Tell the engine of weights in memory."""
+    body = {"serialized_named_tensors": told([part]), "load_format": LOAD_FORMAT}
+    return client.post(path, json=body | {"weight_version": policy_version})
 
 
 def test_a_seed_repeats_an_answer(client: httpx.Client) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from rollmesh.core.errors import EngineRefused
+from rollmesh.engine.embedded.adapters import Shelf
 from rollmesh.engine.embedded.checkpoint import Architecture
 from rollmesh.engine.embedded.params import ParamsReader, SamplingBody
 from rollmesh.engine.embedded.request import Request, Tokens
@@ -37,12 +38,13 @@ class GenerateBody(msgspec.Struct):
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
     stream: bool = False
+    lora_path: str | list[str | None] | None = None
+    """The name of an adapter."""
     # From here on refused if set.
     token_ids_logprob: Any = None
     return_hidden_states: Any = None
     input_embeds: Any = None
     image_data: Any = None
-    lora_path: Any = None
 
 
 _BODY_NOT_RUN = GenerateBody.__struct_fields__[
@@ -73,6 +75,8 @@ class AskDecoder:
     """Knows the model's limits and hands out ids where a body names none."""
 
     def __init__(self, architecture: Architecture, num_slots: int, params: ParamsReader) -> None:
+        self.shelf = Shelf()
+        """The adapters that a body may name."""
         self._architecture = architecture
         self._max_context = min(architecture.max_context, num_slots)
         self._params = params
@@ -117,10 +121,13 @@ class AskDecoder:
         start = pick(body.logprob_start_len, at)
         scores = wants_logprobs and start is not None and start >= 0
         tokens = self._checked(prompt)
+        sampling = self._params.read(params, self._budget(params, len(tokens)), number)
+        if name := pick(body.lora_path, at):
+            sampling = msgspec.structs.replace(sampling, adapter=self.shelf.find(name))
         request = Request(
             rid_of(body, params, at),
             tokens,
-            self._params.read(params, self._budget(params, len(tokens)), number),
+            sampling,
             extra_key=pick(body.extra_key, at) or "",
             logprob_start=start if scores else None,
             num_top=self._num_top(pick(body.top_logprobs_num, at)) if wants_logprobs else 0,

@@ -133,6 +133,10 @@ class Engine:
         self.memory.reset()
         return True
 
+    def rename(self, policy_version: str) -> None:
+        """What it serves is called so from the next token on."""
+        self.policy_version = policy_version
+
     def update(self, update: Update) -> None:
         """Take over new weights: at once if paused or idle, else when what is under way has ended.
 

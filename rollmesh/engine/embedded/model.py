@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollmesh.core.errors import ModelError
+from rollmesh.engine.embedded.adapters import Applied, project
 from rollmesh.engine.embedded.checkpoint import (
     Architecture,
     read_architecture,
@@ -70,16 +71,21 @@ class Model:
     """One policy version's weights and the pass over them."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, architecture: Architecture | None = None
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        architecture: Architecture | None = None,
+        weights: dict[str, Tensor] | None = None,
     ) -> None:
         """Load the model in `folder`; ModelError if it is none that we run.
 
         With an `architecture`, the folder's weights are taken as one of it and its config.json is
-        not read; so a weight update needs no more than safetensors, as with SGLang.
+        not read; so a weight update needs no more than safetensors, as with SGLang. With `weights`,
+        of `dtype`, these are taken, and the folder is a name for what they are.
         """
         self.architecture = arch = architecture or read_architecture(folder)
         self.dtype = dtype
-        weights = read_weights(folder, dtype)
+        weights = read_weights(folder, dtype) if weights is None else weights
         try:
             self._embed_VW = weights["model.embed_tokens.weight"]
             self._norm_W = weights["model.norm.weight"]
@@ -107,6 +113,16 @@ class Model:
                     f"architecture, which has {shape}"
                 )
 
+    def projections(self, index: int) -> dict[str, Tensor]:
+        """The weights of layer `index` that adapters may add to."""
+        layer = self._layers[index]
+        return {
+            "qkv": layer.qkv_weight,
+            "output": layer.output_weight,
+            "gate_up": layer.gate_up_weight,
+            "down": layer.down_weight,
+        }
+
     def hidden(
         self,
         tokens_N: Tensor,
@@ -114,6 +130,7 @@ class Model:
         slots_N: Tensor,
         kv: Tensor,
         rows: Sequence[Rows],
+        adapters: Sequence[Applied] = (),
     ) -> Tensor:
         """Final normed hidden states (N, W); writes keys and values of the tokens to `kv`.
 
@@ -123,18 +140,26 @@ class Model:
         width = (self.architecture.width,)
         rotation_N1D = self._rotation.index_select(0, positions_N).unsqueeze(1)
         hidden_NW = functional.embedding(tokens_N, self._embed_VW)
-        for layer, kv_layer in zip(self._layers, kv, strict=True):
+        for index, (layer, kv_layer) in enumerate(zip(self._layers, kv, strict=True)):
+            own = [(adapter.layers[index], places_n) for adapter, places_n in adapters]
             normed_NW = functional.rms_norm(hidden_NW, width, layer.attention_norm_W, eps)
-            attended = self._attend(layer, normed_NW, rotation_N1D, slots_N, kv_layer, rows)
-            hidden_NW = hidden_NW + functional.linear(
-                attended, layer.output_weight, layer.output_bias
+            qkv = project(
+                normed_NW, layer.qkv_weight, layer.qkv_bias, [(a.qkv, at) for a, at in own]
+            )
+            attended = self._attend(layer, qkv, rotation_N1D, slots_N, kv_layer, rows)
+            hidden_NW = hidden_NW + project(
+                attended, layer.output_weight, layer.output_bias, [(a.output, at) for a, at in own]
             )
             normed_NW = functional.rms_norm(hidden_NW, width, layer.mlp_norm_W, eps)
-            gate_NF, up_NF = functional.linear(
-                normed_NW, layer.gate_up_weight, layer.gate_up_bias
+            gate_NF, up_NF = project(
+                normed_NW,
+                layer.gate_up_weight,
+                layer.gate_up_bias,
+                [(a.gate_up, at) for a, at in own],
             ).chunk(2, dim=-1)
-            hidden_NW = hidden_NW + functional.linear(
-                functional.silu(gate_NF) * up_NF, layer.down_weight, layer.down_bias
+            mixed_NF = functional.silu(gate_NF) * up_NF
+            hidden_NW = hidden_NW + project(
+                mixed_NF, layer.down_weight, layer.down_bias, [(a.down, at) for a, at in own]
             )
         return functional.rms_norm(hidden_NW, width, self._norm_W, eps)
 
@@ -145,7 +170,7 @@ class Model:
     def _attend(
         self,
         layer: Layer,
-        normed_NW: Tensor,
+        qkv: Tensor,
         rotation_N1D: Tensor,
         slots_N: Tensor,
         kv_layer: Tensor,
@@ -154,7 +179,6 @@ class Model:
         """Attention output (N, H * D) of one layer."""
         arch = self.architecture
         num_heads, num_kv = arch.num_heads, arch.num_kv_heads
-        qkv = functional.linear(normed_NW, layer.qkv_weight, layer.qkv_bias)
         qkv = qkv.view(-1, num_heads + 2 * num_kv, arch.head_dim)
         qk = qkv[:, : num_heads + num_kv]
         if layer.head_norm is not None:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.engine.embedded.adapters import Adapter
 from rollmesh.engine.embedded.grammars import Grammar
 from rollmesh.engine.embedded.prefix_tree import Node
 from rollmesh.engine.embedded.shaping import Shaping
@@ -53,6 +54,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
     seed: int = 0
     """With the position it determines each draw."""
+    adapter: Adapter | None = None
+    """Over the model's weights."""
 
 
 class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -113,7 +116,9 @@ class Request:
         """
         self.rid = rid
         self.sampling = sampling
-        self.extra_key = extra_key
+        self.adapter = adapter = sampling.adapter
+        self.extra_key = f"{adapter.key}/{extra_key}" if adapter else extra_key
+        """Prefixes are shared under the same key only; what an adapter computed is its own."""
         self.logprob_start = logprob_start
         self.num_top = num_top
         self.streams = streams

@@ -9,30 +9,29 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 import orjson
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from rollmesh.core.errors import EngineRefused, ModelError
+from rollmesh.core.errors import EngineRefused
 from rollmesh.core.ids import new_id
+from rollmesh.engine.embedded.adapter_routes import AdapterRoutes
 from rollmesh.engine.embedded.answers import Answer, Answering
 from rollmesh.engine.embedded.asks import Ask, AskDecoder, Asks, GenerateBody
-from rollmesh.engine.embedded.engine import Engine, PauseMode, Update
+from rollmesh.engine.embedded.engine import Engine, PauseMode
 from rollmesh.engine.embedded.grammars import GrammarRefused
-from rollmesh.engine.embedded.model import Model
 from rollmesh.engine.embedded.params import SamplingBody
+from rollmesh.engine.embedded.replies import read_body, reply
 from rollmesh.engine.embedded.request import Finish, Progress
 from rollmesh.engine.embedded.steploop import Reader, StepLoop
+from rollmesh.engine.embedded.weight_routes import WeightRoutes
+from rollmesh.engine.in_memory import LOAD_FORMAT
 
 _DONE = b"data: [DONE]\n\n"
 _IN_STREAM = {"type": "invalid_request_error", "code": 400, "retryable": False}
 
-Body = TypeVar("Body")
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
@@ -47,15 +46,6 @@ class PauseBody(msgspec.Struct):
     """/pause_generation."""
 
     mode: PauseMode = PauseMode.ABORT
-
-
-class UpdateBody(msgspec.Struct):
-    """/update_weights_from_disk."""
-
-    model_path: str
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
 
 
 class Face(msgspec.Struct, frozen=True):
@@ -78,7 +68,8 @@ class Routes:
         self._engine = engine
         self._decoder = decoder
         self._face = face
-        self._model_path = self._served_name = face.model_path
+        self._weights = WeightRoutes(steps, engine, face.model_path)
+        self._adapters = AdapterRoutes(steps, engine, decoder.shelf)
         self._incarnation = new_id("e")
         self._handlers: dict[str, dict[str, Handler]] = {
             "/generate": {"POST": self._generate, "PUT": self._generate},
@@ -86,7 +77,6 @@ class Routes:
             "/pause_generation": {"POST": self._pause},
             "/continue_generation": {"POST": self._continue},
             "/flush_cache": {"POST": self._flush, "GET": self._flush},
-            "/update_weights_from_disk": {"POST": self._update_weights},
             "/model_info": {"GET": self._model_info},
             "/get_model_info": {"GET": self._model_info},
             "/server_info": {"GET": self._server_info},
@@ -95,6 +85,8 @@ class Routes:
             "/v1/models": {"GET": self._models},
             "/health": {"GET": self._health},
             "/health_generate": {"GET": self._health_generate},
+            **self._weights.handlers(),
+            **self._adapters.handlers(),
         }
 
     async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -196,43 +188,12 @@ class Routes:
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed.\n", status=400)
 
-    async def _update_weights(self, request: web.BaseRequest) -> web.StreamResponse:
-        body = read_body(await request.read(), UpdateBody)
-        message = await self._replace_weights(body)
-        if message:
-            return reply({"success": False, "message": message, "num_paused_requests": 0}, 400)
-        self._model_path = self._served_name = body.model_path
-        message = "Succeeded to update model weights."
-        if body.weight_version is not None:
-            message += f" Weight version updated to {body.weight_version}."
-        return reply({"success": True, "message": message, "num_paused_requests": 0})
-
-    async def _replace_weights(self, body: UpdateBody) -> str:
-        """Load beside the running steps, then swap between two; '' or why not."""
-        if body.abort_all_requests:
-            self._steps.abort(None)
-        loop = asyncio.get_running_loop()
-        present = self._engine.runner.model
-        load = partial(Model, Path(body.model_path), present.dtype, present.architecture)
-        try:
-            model = await loop.run_in_executor(None, load)
-        except ModelError as error:
-            return str(error)
-        done: asyncio.Future[str] = loop.create_future()
-
-        def when_done(message: str) -> None:
-            loop.call_soon_threadsafe(done.set_result, message)
-
-        update = Update(model, body.weight_version, body.flush_cache, when_done)
-        await self._steps.ask(lambda engine: engine.update(update))
-        return await done
-
     async def _model_info(self, _request: web.BaseRequest) -> web.StreamResponse:
         architecture = self._engine.runner.model.architecture
         return reply(
             {
-                "model_path": self._model_path,
-                "served_model_name": self._served_name,
+                "model_path": self._weights.model_path,
+                "served_model_name": self._weights.model_path,
                 "tokenizer_path": self._face.model_path,
                 "is_generation": True,
                 "weight_version": self._engine.policy_version,
@@ -245,13 +206,14 @@ class Routes:
         limits = self._engine.limits
         return reply(
             {
-                "model_path": self._model_path,
-                "served_model_name": self._served_name,
+                "model_path": self._weights.model_path,
+                "served_model_name": self._weights.model_path,
                 "version": "rollmesh-embedded",
                 "incarnation": self._incarnation,
                 "weight_version": self._engine.policy_version,
                 "context_length": self._engine.runner.model.architecture.max_context,
                 "incremental_streaming_output": self._face.is_incremental,
+                "weight_load_formats": [LOAD_FORMAT],
                 "skip_tokenizer_init": self._face.tokenizer is None,
                 "max_total_num_tokens": limits.num_slots,
                 "max_running_requests": limits.max_running,
@@ -281,14 +243,15 @@ class Routes:
 
     async def _models(self, _request: web.BaseRequest) -> web.StreamResponse:
         model = {
-            "id": self._served_name,
+            "id": self._weights.model_path,
             "object": "model",
             "created": int(time.time()),
             "owned_by": "rollmesh",
-            "root": self._served_name,
+            "root": self._weights.model_path,
             "max_model_len": self._engine.runner.model.architecture.max_context,
         }
-        return reply({"object": "list", "data": [model]})
+        adapters = self._adapters.cards(self._weights.model_path)
+        return reply({"object": "list", "data": [model, *adapters]})
 
     async def _health(self, _request: web.BaseRequest) -> web.StreamResponse:
         await self._steps.ask(lambda engine: engine.pace)
@@ -361,16 +324,3 @@ def busy(finish: Finish) -> web.Response:
     """A request that ended as a refusal: its queue is full."""
     told = {"object": "error", "message": finish.message, "param": None, "code": finish.status_code}
     return reply({**told, "type": str(finish.status_code)}, finish.status_code or 500)
-
-
-def reply(value: Any, status: int = 200) -> web.Response:
-    """A JSON reply."""
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
-
-
-def read_body(raw: bytes, kind: type[Body]) -> Body:
-    """A JSON body as `kind`; EngineRefused in one line if it is not one."""
-    try:
-        return msgspec.json.decode(raw or b"{}", type=kind)
-    except msgspec.MsgspecError as error:
-        raise EngineRefused(f"bad request: {error}") from None

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollmesh.engine.embedded.adapters import Applied
 from rollmesh.engine.embedded.memory import Memory
 from rollmesh.engine.embedded.model import Model, Rows
 from rollmesh.engine.embedded.request import Request, Top
@@ -52,6 +53,7 @@ class Runner:
             torch.from_numpy(self._memory.table[rows_N, positions_N]),
             self._memory.kv,
             list(self._groups(batch)),
+            applied(batch, ends),
         )
         for chunk, end in zip(batch, ends, strict=True):
             if chunk.request.is_scoring:
@@ -123,6 +125,21 @@ class Runner:
             pad_BT=pad_BT,
             unpad_n=unpad_n,
         )
+
+
+def applied(batch: Batch, ends: _Index) -> list[Applied]:
+    """The adapters of a step, each with the places of its tokens among N."""
+    found = {id(each): each for chunk in batch if (each := chunk.request.adapter)}
+    if not found:
+        return []
+    if len(found) == 1 and all(chunk.request.adapter for chunk in batch):
+        return [(adapter, None) for adapter in found.values()]
+    places: dict[int, list[_Index]] = {each: [] for each in found}
+    for chunk, end in zip(batch, ends, strict=True):
+        if chunk.request.adapter:
+            own = np.arange(end - (chunk.stop - chunk.start), end)
+            places[id(chunk.request.adapter)].append(own)
+    return [(found[each], torch.from_numpy(np.concatenate(places[each]))) for each in found]
 
 
 def shape_row(logits_V: Tensor, request: Request) -> None:

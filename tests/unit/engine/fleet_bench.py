@@ -46,7 +46,12 @@ class Bench:
         return self.take(self.fleet.step(Ticked(), self.now_s))
 
     def answer(
-        self, url: str, policy_version: int = 0, incarnation: str = "i1", ok: bool = True
+        self,
+        url: str,
+        policy_version: int = 0,
+        incarnation: str = "i1",
+        ok: bool = True,
+        adapter: str = "",
     ) -> None:
         ask = self.pending.pop(url)
         probed = EngineProbed(
@@ -55,6 +60,7 @@ class Bench:
             ok=ok,
             incarnation=incarnation,
             policy_version=policy_version,
+            adapter=adapter,
             detail="" if ok else "connection refused",
         )
         self.take(self.fleet.step(probed, self.now_s))

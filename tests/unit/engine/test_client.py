@@ -202,6 +202,7 @@ async def test_costly_streams_are_warned_of_once(
         await engine.release()
         await ear.until_over()
     assert caplog.text.count("engine.streams_cumulatively") == num_lines
+    assert caplog.text.count("start the engine with --incremental-streaming-output") == num_lines
 
 
 async def test_update_changes_the_weights(engine: ScriptedEngine, client: EngineClient) -> None:

@@ -9,6 +9,7 @@ from rollmesh.engine.fleet import (
     FleetSettings,
     ProbeEngine,
 )
+from rollmesh.engine.member import UNVERSIONED
 from rollmesh.engine.probe import PROBE_TIMEOUT_S
 from rollmesh.wire.fleet import (
     BeginUpdate,
@@ -63,14 +64,6 @@ def test_repeated_asks_are_answered_alike() -> None:
     for _ in range(2):
         assert bench.ask(FinishUpdate(3, A, 1, True)).ok
     assert bench.phase() is EnginePhase.READY
-
-
-def test_second_publisher_is_refused_while_the_first_holds_the_lease() -> None:
-    bench = ready(A)
-    bench.ask(BeginUpdate(2, A, 1, 30.0))
-    answer = bench.ask(BeginUpdate(2, A, 2, 30.0), route=b"other")
-    assert not answer.ok
-    assert "another publisher" in answer.error
 
 
 def test_lapsed_lease_continues_the_engine_and_keeps_its_old_version() -> None:
@@ -370,8 +363,12 @@ def test_random_schedules_never_wedge_an_engine_nor_show_an_older_table(seed: in
         assert bench.phase(url) is EnginePhase.READY
 
 
-def test_where_no_publisher_reports_an_engines_own_word_on_its_weights_counts() -> None:
-    bench = Bench(A, settings=FleetSettings(believes_engines=True))
+@pytest.mark.parametrize("least_version", [UNVERSIONED, 0])
+def test_where_no_publisher_reports_an_engines_own_word_on_its_weights_counts(
+    least_version: int,
+) -> None:
+    settings = FleetSettings(believes_engines=True, least_version=least_version)
+    bench = Bench(A, settings=settings)
     bench.tick()
     bench.answer(A, policy_version=-1)
     assert bench.row().phase is EnginePhase.READY
@@ -389,3 +386,15 @@ def test_where_no_publisher_reports_an_engine_that_its_trainer_paused_stays_paus
     assert bench.phase() is EnginePhase.FENCED
     bench.tick(1.0)
     assert isinstance(bench.pending[A], ProbeEngine)
+
+
+def test_of_a_run_that_goes_on_untrained_weights_wait_for_the_publisher() -> None:
+    bench = Bench(A, B, settings=FleetSettings(least_version=1))
+    bench.tick()
+    bench.answer(A, policy_version=0)
+    bench.answer(B, policy_version=7)
+    assert bench.phase(A) is EnginePhase.JOINING
+    assert bench.phase(B) is EnginePhase.READY
+    bench.ask(BeginUpdate(2, A, 8, 5.0))
+    bench.ask(FinishUpdate(3, A, 8, True))
+    assert bench.phase(A) is EnginePhase.READY

@@ -310,6 +310,24 @@ def test_error_event_behind_tokens_is_no_refusal(num_reads: int) -> None:
     assert type(told.ear.ends[0]) is EngineUnavailable
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_lacks_the_adapter_is_at_fault_and_not_the_request(stream: bool) -> None:
+    why = b'{"error": {"message": "Got LoRA adapter that has never been loaded: rollmesh-v3"}}'
+    told = Told(stream=stream)
+    if not stream:
+        told.answer.on_head(400, [])
+    told.answer.on_data(b"data: " + why + b"\n\n" if stream else why)
+    if not stream:
+        told.answer.on_end()
+    assert type(told.ear.ends[0]) is EngineUnavailable
+
+
+def test_the_adapter_is_named_where_there_is_one() -> None:
+    assert "lora_path" not in body_of()
+    assert body_of(adapter="rollmesh-v3")["lora_path"] == "rollmesh-v3"
+    assert orjson.loads(b"".join(encode_score([1, 2], "0", VOCAB_SIZE, "a")))["lora_path"] == "a"
+
+
 def test_comments_that_keep_a_stream_alive_tell_nothing() -> None:
     told = Told()
     told.answer.on_data(b": ping\n\n" + event([1], 1) + b": ping\n\n")

@@ -46,6 +46,20 @@ def test_session_never_hops_to_older_weights() -> None:
     assert chosen(view, min_version=5) is None
 
 
+def test_weights_of_a_run_that_is_over_never_come_again_and_others_may() -> None:
+    view = FleetView()
+    behind = (row(A, 4), row(B, 5, EnginePhase.FENCED))
+    view.update(FleetChanged(1, behind, 5), "router")
+    assert view.why_never(5) == "", "the other engine is still to get them"
+    view.update(FleetChanged(2, (row(A, 1), row(B, 18)), 1), "router")
+    assert view.why_never(18) == "", "one engine has them"
+    view.update(FleetChanged(3, (row(A, 1), row(B, 1)), 1), "router")
+    assert "policy version 18, was of another run: engines are at version 1" in view.why_never(18)
+    assert view.why_never(1) == ""
+    view.update(FleetChanged(0, (row(A, -1, EnginePhase.JOINING),)), "a new router")
+    assert view.why_never(18) == "", "it has heard of no publisher yet"
+
+
 def test_session_stays_with_its_engine_although_others_are_idle() -> None:
     view = view_of(row(A), row(B))
     home = chosen(view)

@@ -172,7 +172,7 @@ def test_unseeded_requests_differ_and_a_seeded_server_repeats_itself(model: Mode
         ({"input_ids": [1] * 256}, "longer than the model's context length"),
         ({"input_ids": [1], "rid": ["a", "b"]}, "a list of values needs a list"),
         ({"input_ids": [[1], [2]], "rid": ["a"]}, "a list of values needs a list"),
-        ({"input_ids": [1], "lora_path": "x"}, "lora_path is not run"),
+        ({"input_ids": [1], "lora_path": "x"}, "LoRA adapter that has never been loaded: x"),
     ],
 )
 def test_wrong_bodies_are_refused_in_one_line(

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import torch
+import unpinned  # noqa: F401 - memory for adapters
 
 PARTS = ("elementwise", "flash_attn", "flash_mla", "kvcacheio", "mamba", "quantization")
 FETCHED = (

@@ -1,0 +1,170 @@
+"""Weights updated in mid-generation, by our publisher through a router, on each engine.
+
+Many turns run on the engine, through the sampler that workers have. No reader sees an abort; each
+token carries the version that sampled it, which the engine's own scores under both weights confirm.
+"""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.config import PublishConfig
+from rollmesh.core.types import SamplingParams
+from rollmesh.engine.answers import policy_version_of
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
+from rollmesh.engine.view import FleetView
+from rollmesh.runtime.generation_events import GenerationRequest
+from rollmesh.runtime.generation_view import Generation
+from rollmesh.runtime.legs import Sampler, SamplerParts
+from rollmesh.trainer.publish import PublishShell
+from rollmesh.trainer.weights.events import Probe
+from rollmesh.wire.fleet import EngineFaulted, FleetChanged
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import WorkerBeat, WorkerHello
+from rollmesh.wire.sockets import Dialer
+from tests.contract.engines import EngineUnderContract
+from tests.contract.model import write_contract_model
+from tests.contract.processes import announced
+
+PROMPT = tuple(range(5, 45))
+NUM_TOKENS = 300
+NUM_TURNS = 48
+"""More than run at once: some wait in the engine's queue."""
+TO_THE_END = 2**31
+TOLERANCE = 5e-3
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The contract's model with other weights."""
+    return write_contract_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+@pytest.fixture
+def router(address: str, tmp_path: Path) -> Iterator[str]:
+    """A router that knows the engine."""
+    words = ["-m", "rollmesh.cli.main", "router", "--set", f"run.folder={tmp_path}"]
+    with announced([*words, "--set", "router.beat_s=0.1", "--engine", address]) as process:
+        yield process.address
+
+
+class Worker:
+    """What a worker has of the fleet: a view that the router feeds, and a sampler."""
+
+    def __init__(self, router: str) -> None:
+        self.faults: list[EngineFaulted] = []
+        self.view = FleetView()
+        self._dialer = Dialer(router, "worker-0")
+        self._dialer.attach(asyncio.get_running_loop(), self._on_packet)
+        self._dialer.send(Packet(WorkerHello("worker-0", "echo", 8, 1, "here")))
+        self._beat()
+        parts = SamplerParts(view=self.view, vocab_size=2**31, report=self.faults.append)
+        self.sampler = Sampler(parts)
+
+    def start(self, at: int) -> Generation:
+        """Every third cannot be resumed, every other streams."""
+        params = SamplingParams(
+            max_tokens=NUM_TOKENS,
+            seed=zlib.crc32(b"%d" % at),
+            frequency_penalty=0.0 if at % 3 else 0.01,
+        )
+        request = GenerationRequest(
+            generation_id=str(at),
+            session_key=str(at),
+            prompt_ids=PROMPT,
+            params=params,
+            stream=at % 2 == 0,
+        )
+        generation = self.sampler.start(request)
+        generation.join()
+        return generation
+
+    async def close(self) -> None:
+        await self.sampler.close()
+        self._timer.cancel()
+        self._dialer.close()
+
+    def _on_packet(self, packet: Packet) -> None:
+        if isinstance(packet.message, FleetChanged):
+            self.view.update(packet.message, packet.router)
+
+    def _beat(self) -> None:
+        self._dialer.send(Packet(WorkerBeat("worker-0", 0, True, 0, 0.0, 0, 0, 0, 0)))
+        self._timer = asyncio.get_running_loop().call_later(0.1, self._beat)
+
+
+@pytest.fixture
+async def worker(router: str) -> AsyncIterator[Worker]:
+    worker = Worker(router)
+    yield worker
+    await worker.close()
+
+
+@pytest.fixture
+async def shell(router: str) -> AsyncIterator[PublishShell]:
+    shell = PublishShell(router, PublishConfig(lease_s=60.0))
+    yield shell
+    await shell.close()
+
+
+async def check_scores(
+    client: EngineClient, turn: Generation, policy_version: int, label: int
+) -> None:
+    """The engine, with the weights of that version under the name `label`, finds its tokens as
+    likely as they were recorded."""
+    told = await client.score([*PROMPT, *turn.token_ids], str(label))
+    at = 0
+    for run in turn.policy_versions:
+        stop = at + run.num_tokens
+        if run.policy_version == policy_version:
+            scored = told[len(PROMPT) - 1 + at : len(PROMPT) - 1 + stop]
+            assert turn.logprobs[at:stop].tolist() == pytest.approx(scored, abs=TOLERANCE)
+        at = stop
+
+
+async def test_update_in_mid_generation_is_seen_by_nobody_and_told_by_every_token(
+    engine: EngineUnderContract,
+    address: str,
+    other_folder: Path,
+    worker: Worker,
+    shell: PublishShell,
+) -> None:
+    own_folder = Path(engine.model_path)
+    first = policy_version_of((await engine.get("/model_info"))["weight_version"]) + 1
+    assert (await shell.publish(first, own_folder)).updated == (address,)
+    turns = [worker.start(at) for at in range(NUM_TURNS)]
+    for turn in turns[:16:2]:
+        await turn.wait(20)
+    report = await shell.publish(first + 1, other_folder)
+    assert report.updated == (address,)
+    num_spanning = 0
+    for at, turn in enumerate(turns):
+        await turn.wait(TO_THE_END)
+        assert turn.error is None
+        # It stops where the model says so, and else has all of its tokens.
+        assert turn.finish_reason == "stop" or len(turn.token_ids) == NUM_TOKENS
+        versions = [run.policy_version for run in turn.policy_versions]
+        assert versions in ([first], [first, first + 1], [first + 1])
+        num_spanning += len(versions) == 2
+        # One under a penalty ends where it began, or begins anew.
+        assert at % 3 or len(versions) == 1
+    assert num_spanning > 5
+    assert worker.faults == []
+    resumed = [turn for at, turn in enumerate(turns) if at % 3]
+    async with HttpClient() as http:
+        client = EngineClient(address, http)
+        for turn in resumed:
+            await check_scores(client, turn, first + 1, first + 1)
+        # The first weights again, under a name of their own: they still say what they said.
+        truth = Probe(PROMPT, tuple(await client.score(PROMPT, "0")))
+        report = await shell.publish(first + 2, own_folder)
+        assert report.updated == (address,)
+        for turn in resumed:
+            await check_scores(client, turn, first, first + 2)
+        assert (await shell.publish(first + 3, own_folder, truth)).updated == ()
+        assert (await shell.publish(first + 4, other_folder, truth)).updated == (address,)
+        await shell.publish(first + 5, own_folder)

@@ -1,0 +1,145 @@
+"""The contract of weights that come without a file: from memory of the host, and from a group.
+
+The publisher's own carriers bring them, from where a policy lays them.
+"""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.torch import load_file
+
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
+from rollmesh.trainer.weights.carriers.bracket import weight_update
+from rollmesh.trainer.weights.carriers.cargo import Cargo
+from rollmesh.trainer.weights.carriers.distributed import MUSTER_S, DistributedCarrier
+from rollmesh.trainer.weights.carriers.hold import Hold
+from rollmesh.trainer.weights.carriers.tensor import TensorCarrier
+from tests.contract.engines import EngineUnderContract
+from tests.contract.model import write_contract_model
+
+PROBE = [7, 8, 9, 10, 11, 12]
+TIMEOUT_S = 30.0
+CLOSE = 1e-5
+
+
+@pytest.fixture(scope="session")
+def newer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights."""
+    return write_contract_model(tmp_path_factory.mktemp("models") / "newer", seed=1)
+
+
+@pytest.fixture(scope="session")
+def cargo(newer_folder: Path) -> Iterator[Cargo]:
+    """Those weights, where a rank lays them."""
+    weights = load_file(newer_folder / "model.safetensors")
+    hold = Hold()
+    yield Cargo(71, str(newer_folder), (hold.lay(weights, set(weights), newer_folder),))
+    hold.close()
+
+
+@pytest.fixture
+async def client(engine: EngineUnderContract, address: str) -> AsyncIterator[EngineClient]:
+    """The publisher's; afterwards the engine has its own weights again."""
+    before = (await engine.get("/model_info"))["weight_version"]
+    async with HttpClient() as http:
+        client = EngineClient(address, http)
+        yield client
+    restored = await engine.post(
+        "/update_weights_from_disk", model_path=engine.model_path, weight_version=before
+    )
+    assert restored.json()["success"] is True
+
+
+async def scores_of_folder(
+    engine: EngineUnderContract, client: EngineClient, folder: Path
+) -> list[float]:
+    await client.update_from_disk(folder, 70)
+    scores = await client.score(PROBE, "70")
+    await client.update_from_disk(Path(engine.model_path), 69)
+    assert await client.score(PROBE, "69") != pytest.approx(scores, abs=CLOSE)
+    return scores
+
+
+async def test_weights_from_memory_score_as_those_of_the_file(
+    engine: EngineUnderContract, client: EngineClient, cargo: Cargo, newer_folder: Path
+) -> None:
+    expected = await scores_of_folder(engine, client, newer_folder)
+    await client.pause()
+    await client.flush()
+    carrier = TensorCarrier()
+    await carrier.load(client, cargo, TIMEOUT_S)
+    await client.resume()
+    assert await client.score(PROBE, "71") == pytest.approx(expected, abs=CLOSE)
+    assert (await client.model_info()).policy_version == 71
+    await carrier.finish()
+    await carrier.close()
+
+
+async def test_broadcast_weights_score_as_those_of_the_file_time_and_again(
+    engine: EngineUnderContract, client: EngineClient, cargo: Cargo, newer_folder: Path
+) -> None:
+    expected = await scores_of_folder(engine, client, newer_folder)
+    carrier = DistributedCarrier()
+    await carrier.begin(cargo, [client], TIMEOUT_S)
+    await client.pause()
+    await client.flush()
+    await carrier.load(client, cargo, TIMEOUT_S)
+    await client.resume()
+    assert await client.score(PROBE, "71") == pytest.approx(expected, abs=CLOSE)
+    assert (await client.model_info()).policy_version == 71
+    await client.update_from_disk(Path(engine.model_path), 72)
+    await client.pause()
+    # The group stands, and nobody else is to come.
+    async with asyncio.timeout(MUSTER_S):
+        await carrier.load(client, msgspec.structs.replace(cargo, policy_version=73), TIMEOUT_S)
+    await client.resume()
+    assert await client.score(PROBE, "73") == pytest.approx(expected, abs=CLOSE)
+    await carrier.close()
+
+
+async def test_a_bracket_that_a_killed_publisher_left_open_is_closed(
+    engine: EngineUnderContract, client: EngineClient, cargo: Cargo
+) -> None:
+    await client.order("/begin_weight_update", {})
+    async with weight_update(client):
+        pass
+    assert (await engine.post("/end_weight_update")).status_code == 400
+
+
+async def test_a_load_that_fails_leaves_no_bracket_open(
+    engine: EngineUnderContract, client: EngineClient
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with weight_update(client):
+            raise ZeroDivisionError
+    assert (await engine.post("/begin_weight_update")).status_code == 200
+    assert (await engine.post("/begin_weight_update")).status_code == 400
+    assert (await engine.post("/end_weight_update")).status_code == 200
+
+
+async def test_weights_outside_of_a_bracket_are_refused(engine: EngineUnderContract) -> None:
+    told = base64.b64encode(b"{}").decode()
+    for form in ("shared_memory", None):
+        body = {"serialized_named_tensors": [told], "load_format": form}
+        refused = await engine.post("/update_weights_from_tensor", **body)
+        assert refused.status_code == 400
+        assert refused.json()["success"] is False
+    await engine.generate(PROBE)
+
+
+async def test_a_bracket_waits_for_nobody(
+    engine: EngineUnderContract, client: EngineClient
+) -> None:
+    """What is held while an engine is paused goes on after it."""
+    await client.pause()
+    held = asyncio.create_task(engine.generate(PROBE))
+    async with weight_update(client):
+        pass
+    assert not held.done()
+    await client.resume()
+    assert (await held)["meta_info"]["finish_reason"]["type"] == "length"

@@ -1,0 +1,123 @@
+"""What the fleet remembers beside an engine's row: whose weights it has, and which adapter."""
+
+import pytest
+
+from rollmesh.engine.fleet import FleetSettings
+from rollmesh.wire.fleet import (
+    BeginUpdate,
+    EnginePhase,
+    EngineRow,
+    FinishUpdate,
+    JoinEngine,
+    ReadFleet,
+)
+from rollmesh.wire.machine import Received
+from tests.unit.engine.fleet_bench import A, B, Bench, ready
+
+
+def test_of_two_publishers_the_newer_wins_while_it_runs() -> None:
+    bench = ready(A, B)
+    new, old = b"new", b"old"
+    assert bench.ask(BeginUpdate(1, A, 5, 5.0), new).ok
+    # On its way, it is waited for, whatever its version.
+    assert bench.ask(BeginUpdate(2, A, 6, 5.0), old).superseded_by == -1
+    assert bench.ask(FinishUpdate(3, A, 5, True), new).ok
+    # It may have been killed by now: until it is heard, nobody gives way.
+    for _ in range(2):
+        bench.tick(0.5)
+        waits = bench.ask(BeginUpdate(4, A, 4, 5.0), old)
+        assert (waits.ok, waits.superseded_by) == (False, -1)
+    bench.tick(0.5)
+    bench.ask(ReadFleet(4), new)
+    for url in (A, B):
+        late = bench.ask(BeginUpdate(4, url, 4, 5.0), old)
+        assert (late.ok, late.superseded_by) == (False, 5)
+        assert late.error == (
+            f"{url}: a publisher that still runs has published version 5; version 4 comes too late"
+        )
+    assert bench.ask(BeginUpdate(5, B, 5, 5.0), new).ok
+    assert bench.ask(FinishUpdate(6, B, 5, True), new).ok
+    # The one with the newer version takes over, and the roles change.
+    assert bench.ask(BeginUpdate(7, A, 6, 5.0), old).ok
+    assert bench.ask(FinishUpdate(8, A, 6, True), old).ok
+    assert bench.ask(BeginUpdate(9, A, 5, 5.0), new).superseded_by == -1
+    bench.tick(0.5)
+    bench.ask(ReadFleet(10), old)
+    assert bench.ask(BeginUpdate(11, A, 5, 5.0), new).superseded_by == 6
+
+
+def test_publisher_that_is_gone_stands_in_nobodys_way() -> None:
+    bench = ready(A)
+    bench.ask(BeginUpdate(1, A, 30, 5.0), b"of an earlier run")
+    bench.ask(FinishUpdate(2, A, 30, True), b"of an earlier run")
+    bench.tick(9.0)
+    assert not bench.ask(BeginUpdate(3, A, 1, 5.0), b"of this run").ok
+    bench.tick(1.0)
+    assert bench.ask(BeginUpdate(4, A, 1, 5.0), b"of this run").ok
+
+
+@pytest.mark.parametrize("least_version", [-1, 0])
+def test_first_publisher_of_a_fleet_is_never_too_late(least_version: int) -> None:
+    bench = Bench(settings=FleetSettings(least_version=least_version))
+    bench.take(bench.fleet.step(Received(b"", JoinEngine(0, A)), bench.now_s))
+    assert bench.ask(BeginUpdate(1, A, 0, 5.0)).ok
+
+
+def test_adapter_stands_in_the_row_until_the_engine_has_other_weights() -> None:
+    bench = ready(A)
+    bench.ask(BeginUpdate(1, A, 1, 5.0))
+    bench.ask(FinishUpdate(2, A, 1, True, "", "rollmesh-v1"))
+    assert bench.row().adapter == "rollmesh-v1"
+    bench.tick(1.0)
+    bench.answer(A, policy_version=1, adapter="rollmesh-v1")
+    assert bench.row() == EngineRow(A, "i1", EnginePhase.READY, 1, adapter="rollmesh-v1")
+    bench.tick(1.0)
+    bench.answer(A, policy_version=0, incarnation="i2")
+    assert (bench.phase(), bench.row().adapter) == (EnginePhase.JOINING, "")
+    bench.ask(BeginUpdate(3, A, 2, 5.0))
+    bench.ask(FinishUpdate(4, A, 2, True))
+    assert (bench.phase(), bench.row().adapter) == (EnginePhase.READY, "")
+
+
+def test_fleet_of_a_new_router_learns_an_engines_adapter_from_the_engine() -> None:
+    bench = Bench(A)
+    bench.answer(A, policy_version=7, adapter="rollmesh-v7")
+    assert bench.row() == EngineRow(A, "i1", EnginePhase.READY, 7, adapter="rollmesh-v7")
+
+
+def test_engine_whose_adapter_is_gone_gets_no_turn_until_it_is_updated() -> None:
+    bench = ready(A)
+    bench.ask(BeginUpdate(1, A, 1, 5.0))
+    bench.ask(FinishUpdate(2, A, 1, True, "", "rollmesh-v1"))
+    bench.answer(A, policy_version=1, adapter="")
+    assert bench.phase() is EnginePhase.JOINING
+    bench.ask(BeginUpdate(3, A, 1, 5.0))
+    bench.ask(FinishUpdate(4, A, 1, True, "", "rollmesh-v1"))
+    assert bench.phase() is EnginePhase.READY
+
+
+def test_next_life_of_a_publisher_takes_over_at_once_and_the_last_has_nothing_more_to_say() -> None:
+    bench = ready(A)
+    old, new = b"publisher-1", b"publisher-2"
+    assert bench.ask(BeginUpdate(1, A, 4, 30.0, "run"), old).ok
+    assert bench.ask(BeginUpdate(1, A, 5, 30.0, "run"), new).ok
+    assert not bench.ask(BeginUpdate(2, A, 4, 30.0, "run"), old).ok, "said late"
+    assert not bench.ask(FinishUpdate(3, A, 4, True), old).ok
+    assert bench.phase() is EnginePhase.UPDATING
+    assert bench.ask(FinishUpdate(2, A, 5, True), new).ok
+    assert (bench.phase(), bench.row().policy_version) == (EnginePhase.READY, 5)
+
+
+def test_publisher_of_no_name_succeeds_nobody() -> None:
+    bench = ready(A)
+    assert bench.ask(BeginUpdate(1, A, 4, 30.0), b"one").ok
+    assert not bench.ask(BeginUpdate(1, A, 5, 30.0), b"other").ok
+    assert not bench.ask(BeginUpdate(2, A, 5, 30.0, "run"), b"other").ok
+
+
+def test_second_publisher_is_refused_while_the_first_holds_the_lease() -> None:
+    bench = ready(A)
+    bench.ask(BeginUpdate(2, A, 1, 30.0))
+    answer = bench.ask(BeginUpdate(2, A, 2, 30.0), route=b"other")
+    assert not answer.ok
+    assert "another publisher" in answer.error
