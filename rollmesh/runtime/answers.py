@@ -6,9 +6,10 @@ answer, or where it is void; what an answer says is read from its tokens alone. 
 session.py.
 """
 
+from rollmesh.core.errors import SessionError
 from rollmesh.runtime.deltas import Answer, DeltaReader
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.reply import Reply
+from rollmesh.runtime.reply import Reply, number_of
 from rollmesh.runtime.spot import NO_NODE
 
 
@@ -31,7 +32,7 @@ class Answers:
 
     def put(self, reply: Reply) -> None:
         """It is in the graph and answers its call."""
-        self._nodes[int(reply.head.id.rpartition("-")[2])] = reply.node
+        self._nodes[number_of(reply)] = reply.node
 
     def node_of(self, name: str) -> int:
         """Of the answer with this name; NO_NODE if there is none such."""
@@ -61,3 +62,9 @@ class Answers:
     def forget(self) -> None:
         """All names."""
         self._nodes.clear()
+
+
+def no_such(name: int | str) -> SessionError:
+    """Nothing here was answered under this name."""
+    why = f"Previous response with id {name!r} not found."
+    return SessionError(400, "previous_response_not_found", why)

@@ -42,10 +42,15 @@ class Doors(Generic[S]):
         """Two new secrets that lead to `session`."""
         api_key = "sk-" + secrets.token_urlsafe(SECRET_BYTES)
         path_secret = secrets.token_urlsafe(SECRET_BYTES)
-        locks = _digest(api_key), _digest(path_secret)
+        locks = locks_of(api_key, path_secret)
         for lock in locks:
             self._sessions[lock] = session
         return MadeDoors(api_key, path_secret, locks)
+
+    def reopen(self, locks: Locks, session: S) -> None:
+        """The secrets of these digests lead to `session`, as they did in another process."""
+        for lock in locks:
+            self._sessions[lock] = session
 
     def find(self, secret: str) -> S:
         """The session of a secret; SessionError 401 if there is none, 410 if there was one."""
@@ -66,6 +71,11 @@ class Doors(Generic[S]):
         """Neither secret leads anywhere from now on."""
         for lock in locks:
             del self._sessions[lock]
+
+
+def locks_of(api_key: str, path_secret: str) -> Locks:
+    """The digests of these secrets."""
+    return _digest(api_key), _digest(path_secret)
 
 
 def _digest(secret: str) -> bytes:

@@ -15,7 +15,7 @@ import orjson
 
 from rollmesh.core.errors import ConfigError, ModelError
 from rollmesh.runtime.calls import CallStyle
-from rollmesh.runtime.templates import TemplateRenderer, opens_reasoning
+from rollmesh.runtime.templates import TemplateRenderer, opens_reasoning, template_digest
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.runtime.vision import PlaceholderRenderer
 
@@ -102,9 +102,7 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
 
     ConfigError on an unknown name, ModelError if the folder lacks what the choice needs.
     """
-    if name == "auto":
-        name = FAMILY_OF_MODEL_TYPE.get(_model_type(folder), "template")
-        name = "template" if opens_reasoning(folder) else name
+    name = _resolved(folder, name)
     if name == "template":
         template = TemplateRenderer(folder, tokenizer)
         return Family(template, template.style)
@@ -134,6 +132,21 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
         return Family(placing, style, image_id=placing.image_id)
     opening = CALL_OPENING_OF_FAMILY.get(name, "")
     return Family(renderer, style, opening, is_framed=name == "qwen3")
+
+
+def chats_of(folder: Path, name: str) -> str:
+    """What makes prompts of chats and reads answers, where `name` is asked for: the family, or
+    `template` and a digest of the folder's own."""
+    name = _resolved(folder, name)
+    return f"{name}:{template_digest(folder)}" if name == "template" else name
+
+
+def _resolved(folder: Path, name: str) -> str:
+    """`template`, or a family's name."""
+    if name == "auto":
+        name = FAMILY_OF_MODEL_TYPE.get(_model_type(folder), "template")
+        name = "template" if opens_reasoning(folder) else name
+    return name
 
 
 def _model_type(folder: Path) -> str:

@@ -19,7 +19,8 @@ import msgspec
 from rollmesh.core.types import ForkRow
 from rollmesh.runtime.chat import ROLES, ChatMessage
 from rollmesh.runtime.healing import HealedKind, healed_keys, healed_kinds
-from rollmesh.runtime.history import History, Match, read_chat
+from rollmesh.runtime.history import History
+from rollmesh.runtime.match import Match, read_chat
 from rollmesh.runtime.spot import Spot
 from rollmesh.runtime.walk import Alias
 

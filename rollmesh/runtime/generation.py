@@ -6,9 +6,10 @@
 
 Invariants: no token is lost or doubled over legs; a leg resumes from the exact tokens so far; an
 abort that nobody asked for is resumed and never becomes `length`; tokens of weights older than the
-session has seen are dropped; readers are woken at every end. An abort is repeated until its stream
-ends, because one sent before the engine knows the rid does nothing. Deadlines count only time in
-which engines were not being updated. Pure; driven by legs.py and by the simulator.
+session has seen, or than its engine had, are dropped; readers are woken at every end. An abort is
+repeated until its stream ends, because one sent before the engine knows the rid does nothing.
+Deadlines count only time in which engines were not being updated. Pure; driven by legs.py and by
+the simulator.
 """
 
 import enum
@@ -33,6 +34,7 @@ from rollmesh.runtime.generation_events import (
     Sealed,
     StartLeg,
     StopMatcher,
+    UpdateBegun,
     WakeReaders,
 )
 from rollmesh.runtime.leg import Leg, LegPhase, is_resumable
@@ -60,6 +62,7 @@ Event = (
     | Sealed
     | EngineChosen
     | FleetMoved
+    | UpdateBegun
     | EngineLost
     | EngineMissed
     | LegSampled
@@ -143,8 +146,8 @@ class GenerationMachine:
                 return self._on_left()
             case LegFailed():
                 return self._on_failed(event)
-            case EngineLost():
-                return self._on_lost(event)
+            case UpdateBegun() | EngineLost():
+                return self._on_engine(event)
             case Sealed():
                 return self._on_sealed(event)
             case FleetMoved():
@@ -177,7 +180,8 @@ class GenerationMachine:
     def _on_choice(self, chosen: EngineChosen | EngineMissed) -> list[Action]:
         if isinstance(chosen, EngineMissed):
             self._patience.on_missing(chosen.why)
-            return []
+            is_over = chosen.is_for_good and not self._is_ended
+            return self._void(EngineUnavailable(chosen.why)) if is_over else []
         if self.state is not GenerationState.RUNNING or self._leg:
             return []
         if chosen.policy_version < self.min_policy_version:
@@ -190,8 +194,10 @@ class GenerationMachine:
             max_new_tokens=params.max_tokens - len(self.sampled),
             extra_key=str(chosen.policy_version),
             stream=self.request.stream or bool(params.stop),
+            adapter=chosen.adapter,
         )
-        self._leg = Leg(start, chosen.incarnation, len(self.sampled), self._clock_s)
+        self._is_paused = False
+        self._leg = Leg(start, chosen, len(self.sampled), self._clock_s)
         self.sampled.begin_leg(chosen.url)
         self.num_legs += 1
         return [start]
@@ -205,7 +211,8 @@ class GenerationMachine:
             self._leg = None
         if self._is_ended:
             return []
-        if event.token_ids and event.policy_version < self.min_policy_version:
+        least = max(self.min_policy_version, leg.policy_version)
+        if event.token_ids and event.policy_version < least:
             return self._on_older_weights(leg, event.policy_version)
         self._append(event, leg.offset)
         self._patience.on_tokens()
@@ -217,7 +224,8 @@ class GenerationMachine:
         if event.finish is None:
             return woken
         if event.finish.kind == "abort":
-            return woken + self._on_cut(len(self.sampled) > leg.offset)
+            is_excused = leg.leaves_for_update
+            return woken + self._on_cut(len(self.sampled) > leg.offset, is_excused=is_excused)
         return self._commit(event.finish.kind, event.finish.matched)
 
     def _append(self, event: LegSampled, offset: int) -> None:
@@ -233,11 +241,15 @@ class GenerationMachine:
             self.min_policy_version = max(self.min_policy_version, run.policy_version)
 
     def _on_older_weights(self, leg: Leg, policy_version: int) -> list[Action]:
-        detail = f"serves version {policy_version}, the session saw {self.min_policy_version}"
+        """A fault where the session has seen newer ones. Where its engine alone had newer ones, it
+        was started again, as a probe will find, or serves a run that counts anew, and is well."""
         self._leg = None
-        report = ReportFault(leg.url, leg.incarnation, detail)
-        stop: list[Action] = [leg.abort(self._clock_s), DropLeg(leg.number)]
-        return [*stop, report, *self._on_cut(False)]
+        stop: list[Action] = [leg.abort(self._clock_s, self._seen_s), DropLeg(leg.number)]
+        leave: Action = AvoidEngine(leg.url)
+        if policy_version < self.min_policy_version:
+            detail = f"serves version {policy_version}, the session saw {self.min_policy_version}"
+            leave = ReportFault(leg.url, leg.incarnation, detail)
+        return [*stop, leave, *self._on_cut(False)]
 
     def _on_failed(self, failed: LegFailed) -> list[Action]:
         leg = self._leg
@@ -263,14 +275,22 @@ class GenerationMachine:
         report = ReportFault(leg.url, leg.incarnation, detail)
         return [report, *self._on_cut(is_fruitful, end)]
 
-    def _on_lost(self, lost: EngineLost) -> list[Action]:
+    def _on_engine(self, event: UpdateBegun | EngineLost) -> list[Action]:
         leg = self._leg
-        if leg is None or leg.url != lost.url:
+        if leg is None or leg.url != event.url:
             return []
-        self._leg = None
-        return [DropLeg(leg.number), *self._on_cut(len(self.sampled) > leg.offset)]
+        if isinstance(event, EngineLost):
+            if self._is_bound:
+                return []  # nobody can take over, so its own connection decides
+            self._leg = None
+            return [DropLeg(leg.number), *self._on_cut(len(self.sampled) > leg.offset)]
+        # The publisher waits until nothing runs there, for a while, and cuts it then.
+        leg.leaves_for_update = True
+        return self._abort() if is_resumable(self.request.params) else []
 
-    def _on_cut(self, is_fruitful: bool, end: EngineError | None = None) -> list[Action]:
+    def _on_cut(
+        self, is_fruitful: bool, end: EngineError | None = None, *, is_excused: bool = False
+    ) -> list[Action]:
         """The leg is over and the turn is not, unless the tokens end it, or `end` does."""
         if self._is_ended:
             return []
@@ -279,7 +299,8 @@ class GenerationMachine:
         self._waiting_since_s = self._clock_s
         if self.state is GenerationState.PARKED:
             return self._go_on()
-        end = self._patience.on_cut(is_fruitful, self._clock_s)
+        if not is_excused:
+            end = self._patience.on_cut(is_fruitful, self._clock_s)
         return self._void(end) if end else self._go_on()
 
     def _go_on(self) -> list[Action]:
@@ -293,15 +314,21 @@ class GenerationMachine:
         if len(self.sampled) >= params.max_tokens:
             return self._commit("length", None)
         is_parked = self.state is GenerationState.PARKED
+        if self._is_bound:
+            return self._void(EngineUnavailable(_CANNOT_RESUME))
         if token_ids and not is_resumable(params):
-            if self.request.stream and not is_parked:
-                return self._void(EngineUnavailable(_CANNOT_RESUME))
             self._restart()
         if is_parked:
             return []
         if self._clock_s < self._patience.not_before_s:
             return []
         return [ChooseEngine(self.min_policy_version)]
+
+    @property
+    def _is_bound(self) -> bool:
+        """A reader saw tokens, and no other leg can go on from them."""
+        is_seen = self.request.stream and self.state is GenerationState.RUNNING
+        return is_seen and len(self.sampled) > 0 and not is_resumable(self.request.params)
 
     def _restart(self) -> None:
         """No reader that is left saw the tokens, and no leg can go on from them: sample anew."""
@@ -329,7 +356,7 @@ class GenerationMachine:
         leg = self._leg
         if leg is None or leg.phase is LegPhase.ABORTING:
             return []
-        return [leg.abort(self._clock_s)]
+        return [leg.abort(self._clock_s, self._seen_s)]
 
     # time
 
@@ -353,10 +380,10 @@ class GenerationMachine:
             if not leg.is_silent(now_s, settings.answer_timeout_s):
                 return []
             self._leg = None
-            stop: list[Action] = [leg.abort(now_s), DropLeg(leg.number)]
+            stop: list[Action] = [leg.abort(now_s, self._seen_s), DropLeg(leg.number)]
             return [*stop, *self._on_fault(leg, "a request shows no sign of life")]
         if leg.is_deaf(now_s, settings.abort_timeout_s):
             self._leg = None
             return [DropLeg(leg.number), *self._on_cut(len(self.sampled) > leg.offset)]
-        repeats = leg.wants_repeat(now_s, settings.abort_repeat_s)
-        return [leg.abort(now_s)] if repeats else []
+        repeats = leg.wants_repeat(self._seen_s, settings.abort_repeat_s)
+        return [leg.abort(now_s, self._seen_s)] if repeats else []

@@ -82,6 +82,8 @@ class EngineChosen(msgspec.Struct, frozen=True):
     url: str
     incarnation: str
     policy_version: int
+    adapter: str = ""
+    """Whose weights they are with the engine's own, if it has one."""
 
 
 class EngineMissed(msgspec.Struct, frozen=True):
@@ -89,6 +91,8 @@ class EngineMissed(msgspec.Struct, frozen=True):
 
     why: str
     """What keeps an engine from serving, in a line; '' where none is known of."""
+    is_for_good: bool = False
+    """None will come."""
 
 
 class FleetMoved(msgspec.Struct, frozen=True):
@@ -96,6 +100,12 @@ class FleetMoved(msgspec.Struct, frozen=True):
 
     is_paused: bool
     """What this generation waits for is an engine that is being updated: time stands still."""
+
+
+class UpdateBegun(msgspec.Struct, frozen=True):
+    """The engine at `url` is to get new weights: what can go on elsewhere leaves it."""
+
+    url: str
 
 
 class EngineLost(msgspec.Struct, frozen=True):
@@ -158,6 +168,8 @@ class StartLeg(msgspec.Struct, frozen=True):
     extra_key: str
     """Isolates the prefix cache of one policy version."""
     stream: bool
+    adapter: str = ""
+    """Of the engine's row."""
 
 
 class AbortLeg(msgspec.Struct, frozen=True):

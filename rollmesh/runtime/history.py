@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollmesh.core.errors import SessionError
 from rollmesh.core.memo import Memo
 from rollmesh.runtime import blobs
 from rollmesh.runtime.blobs import Blob
-from rollmesh.runtime.chat import ChatMessage, Rotating, read_held, read_message, read_tools
+from rollmesh.runtime.chat import ChatMessage, Rotating, read_held, read_tools
 from rollmesh.runtime.images import ImageRef
+from rollmesh.runtime.match import Match, conclude, read_chat
 from rollmesh.runtime.openings import Line, Link
 from rollmesh.runtime.readings import Readings
-from rollmesh.runtime.spot import BARE, NO_NODE, Spot
+from rollmesh.runtime.spot import BARE, Spot
 from rollmesh.runtime.stretches import Stretches, split_array
 from rollmesh.runtime.turns import Turn
 from rollmesh.runtime.walk import Walk
@@ -33,29 +33,6 @@ LONG_BYTES = 16 * 1024
 SPOT_BYTES = 500
 """What a spot takes beside its message: itself, its children and the keys that lead to it, as
 tracemalloc counts them (487 over 1,000 spots with an alias to every second)."""
-
-
-class Match(msgspec.Struct):
-    """How a request relates to what is held."""
-
-    spot: Spot
-    """The deepest spot to build on: the whole request's, or the last sampled message's."""
-    deepest: Spot
-    """The last spot that the request was found to share."""
-    tools_key: int
-    """The meaning of the tools on offer."""
-    walk: Walk
-    new: list[ChatMessage] = []
-    """The messages after `spot`, read."""
-    raws: list[bytes] = []
-    """The same in the common shape."""
-    ends: list[tuple[int, int]] = []
-    """Of each unit of `new`: its hash, and how many of `new` end with it."""
-
-    @property
-    def is_held(self) -> bool:
-        """The very same messages were asked before: a sibling, no new context."""
-        return not self.new and self.spot.node != NO_NODE and not self.spot.sampled
 
 
 class _LateAnswer(NamedTuple):
@@ -71,9 +48,9 @@ class History:
     """One per session."""
 
     __slots__ = (
-        "_begun", "_late", "_long", "_num_aliases", "_num_late_bytes", "_num_short_bytes",
-        "_num_spots", "_readings", "_stretches", "blob_bytes", "images", "roots", "rotating",
-        "sampled",
+        "_begun", "_late", "_long", "_num_aliases", "_num_late_bytes",
+        "_num_short_bytes", "_num_spots", "_numbered", "_readings", "_stretches", "blob_bytes",
+        "images", "roots", "rotating", "sampled",
     )  # fmt: skip
 
     def __init__(self, rotating: Rotating = None) -> None:
@@ -98,6 +75,8 @@ class History:
         """Made for the first unit that shows an image."""
         self._num_aliases = 0
         self._num_spots = 0
+        self._numbered: list[Spot] | None = None
+        """By their numbers, where it is made again of what another process did."""
 
     def match(self, turn: Turn, start: Spot | None = None) -> Match:
         """Find the deepest held history that `turn` begins with; SessionError 400 if unreadable.
@@ -107,23 +86,23 @@ class History:
         self.catch_up()
         tools_key = tools_key_of(turn.tools)
         root = start or self.roots.get(tools_key) or Spot(None, b"")
-        walk = Walk(root, turn.read or read_chat, self.rotating, self._readings)
+        walk = self._walk_from(root, turn)
         walk.go(turn.messages)
         if turn.messages_raw:
             walk = self._walk_array(walk, turn.messages_raw)
-        return _conclude(walk, tools_key)
+        return conclude(walk, tools_key)
 
     def from_root(self, match: Match, turn: Turn) -> Match:
         """The same request on no held history at all."""
         root = self.roots.get(match.tools_key) or Spot(None, b"")
-        walk = Walk(root, turn.read or read_chat, self.rotating, self._readings)
+        walk = self._walk_from(root, turn)
         walk.is_stopped = True
         walk.go(turn.messages)
         if turn.messages_raw:
             walk.go(split_array(turn.messages_raw))
         walk.array, walk.array_start = match.walk.array, match.walk.array_start
         walk.stretch = match.walk.stretch
-        again = _conclude(walk, match.tools_key)
+        again = conclude(walk, match.tools_key)
         again.deepest = match.deepest
         return again
 
@@ -131,6 +110,8 @@ class History:
         """Hold the matched request's new messages; `node` ends with the last of them."""
         for alias in match.walk.aliases:
             self._add_alias(alias.start, hash(alias.unit), alias.spot)
+        for each in match.walk.renamed or ():
+            each.start.adopt(each.spot, [each.key])
         if match.is_held:
             self._remember(match, match.deepest)
             return match.spot
@@ -220,8 +201,18 @@ class History:
             links=tuple(links),
             segments=stretch.segments if stretch else (),
             num_units=stretch.num_units if stretch else 0,
+            ends=match.unit_ends(),
             images=dict(self.images),
         )
+
+    def regain(self) -> list[Spot]:
+        """It is made again, of what another process did: its spots, which come by their numbers."""
+        self._numbered = []
+        return self._numbered
+
+    def add_way(self, start: Spot, key: int, spot: Spot) -> None:
+        """A unit of this key (keys.py) leads from `start` to `spot`, as another process found."""
+        self._add_alias(start, key, spot)
 
     def forget(self) -> None:
         """Cut the ties between spots, which hold each other."""
@@ -232,6 +223,7 @@ class History:
             spot.children = None
         self.roots.clear()
         self.sampled.clear()
+        self._numbered = None
         self._stretches = Stretches()
         self._readings = None
         self._late.clear()
@@ -241,6 +233,11 @@ class History:
     def read(self, spot: Spot) -> ChatMessage:
         """The message of a spot that has one."""
         return read_held(spot.raw, self.images)
+
+    def _walk_from(self, root: Spot, turn: Turn) -> Walk:
+        walk = Walk(root, turn.read or read_chat, self.rotating, self._readings)
+        walk.renamed = None if self._numbered is None else []
+        return walk
 
     def _walk_array(self, walk: Walk, array: bytes) -> Walk:
         start = None if walk.is_stopped else walk.spot
@@ -332,7 +329,10 @@ class History:
         return self._counted(spot)
 
     def _counted(self, spot: Spot) -> Spot:
+        spot.number = self._num_spots
         self._num_spots += 1
+        if self._numbered is not None:
+            self._numbered.append(spot)
         if isinstance(spot.said, bytes):
             self._num_short_bytes += len(spot.said)
         return spot
@@ -347,25 +347,3 @@ class History:
 def tools_key_of(raw: bytes) -> int:
     """The meaning of tools; 0 for none."""
     return hash(msgspec.json.encode(read_tools(raw), order="deterministic")) if raw else 0
-
-
-def read_chat(raw: bytes, position: int) -> list[ChatMessage]:
-    """Reads a unit that is one chat message."""
-    return [read_message(raw, position)]
-
-
-def _conclude(walk: Walk, tools_key: int) -> Match:
-    if not walk.is_stopped and (asked := walk.spot.asked()) is not None:
-        return Match(asked, walk.spot, tools_key, walk)
-    assert walk.anchor is not None
-    match = Match(walk.anchor, walk.spot, tools_key, walk)
-    for place, unit in enumerate(walk.units):
-        messages = walk.messages_of(place)
-        # Parts may have keys of the client's own, which say nothing and are not held.
-        is_common = walk.read is read_chat and not isinstance(messages[0].content, list)
-        match.new += messages
-        match.raws += [unit] if is_common else [message.as_json() for message in messages]
-        match.ends.append((hash(unit), len(match.new)))
-    if walk.anchor.parent is None and not match.new:
-        raise SessionError(400, "invalid_messages", "messages: expected at least one")
-    return match

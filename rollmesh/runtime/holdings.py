@@ -28,8 +28,9 @@ from rollmesh.runtime.forks import (
     where,
 )
 from rollmesh.runtime.graph import ROOT, TokenGraph
-from rollmesh.runtime.history import History, Match, read_chat, tools_key_of
-from rollmesh.runtime.openings import Opening
+from rollmesh.runtime.history import History, tools_key_of
+from rollmesh.runtime.match import Match, read_chat
+from rollmesh.runtime.openings import Line, Opening
 from rollmesh.runtime.prompt_json import PromptJson, encode
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.raw_prompts import RawPrompt, RawPrompts
@@ -69,13 +70,15 @@ class Prompt(msgspec.Struct, frozen=True):
     raw: RawPrompt | None = None
     context: Spot | None = None
     """Where it is held already: the very same request was asked before."""
+    line: Line | None = None
+    """Of the opening that it is."""
 
 
 class Holdings:
     """One per session."""
 
     __slots__ = (
-        "_forks", "_json", "_leads", "_prompts", "_raw_prompts", "graph", "history", "root_kinds",
+        "_json", "_leads", "_prompts", "_raw_prompts", "fork_log", "graph", "history", "root_kinds",
     )  # fmt: skip
 
     def __init__(self, prompts: Prompts, rotating: Rotating) -> None:
@@ -87,7 +90,7 @@ class Holdings:
         self._leads: dict[tuple[int, tuple[int, ...]], int] = {}
         # Most sessions never have these, and there are many sessions.
         self._raw_prompts: RawPrompts | None = None
-        self._forks: ForkLog | None = None
+        self.fork_log: ForkLog | None = None
 
     def match(self, turn: Turn, start: Spot | None) -> Place:
         """Find what is held of a chat; it goes on from the answer `start`, where there is one."""
@@ -108,7 +111,8 @@ class Holdings:
         node = self.graph.add_context(ROOT, opening.token_ids, opening.image_digests)
         self.root_kinds[node] = opening.kind
         self._json.begin(node, opening.prompt_json)
-        return self.again(self.history.begin(opening.line, node))
+        context = self.history.begin(opening.line, node)
+        return Prompt(None, node, (), context=context, line=opening.line)
 
     def opening(self, prompt: Prompt, context: Spot) -> Opening | None:
         """What is held after the first `prompt`, for others that begin so; None if it is raw."""
@@ -218,11 +222,11 @@ class Holdings:
 
     def fork_report(self) -> ForkReport:
         """Where the histories did not extend what was sampled, and what was healed instead."""
-        return self._forks.report() if self._forks else ForkReport([], {})
+        return self.fork_log.report() if self.fork_log else ForkReport([], {})
 
     def _fork_log(self) -> ForkLog:
-        self._forks = self._forks or ForkLog()
-        return self._forks
+        self.fork_log = self.fork_log or ForkLog()
+        return self.fork_log
 
     def _raw(self) -> RawPrompts:
         if self._raw_prompts is None:

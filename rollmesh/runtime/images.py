@@ -72,6 +72,18 @@ class ImageTable:
             self._by_digest[digest] = self._by_address[key] = image
         return image
 
+    def regain(self, digest: str, address: str | bytes) -> ImageRef:
+        """The image of this digest, as another process found it: not read again."""
+        image = self._by_digest.get(digest)
+        if image is None:
+            image = (
+                ImageRef(digest, data=self._store.hold(address))
+                if isinstance(address, bytes)
+                else ImageRef(digest, address)
+            )
+            self._by_digest[digest] = image
+        return image
+
     def __len__(self) -> int:
         """Images that somebody holds."""
         return len(self._by_digest)

@@ -14,6 +14,7 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.chat import Rotating
+from rollmesh.runtime.deeds import Scribe
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.runtime.openings import Openings
 from rollmesh.runtime.prompts import Prompts
@@ -62,3 +63,5 @@ class SessionAsk(msgspec.Struct, frozen=True):
     rollout_id: RolloutId
     sampling: SamplingPolicy
     seed: int
+    scribe: Scribe | None = None
+    """Writes down what the session does; None where nothing of it outlives the process."""

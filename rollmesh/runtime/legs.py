@@ -41,6 +41,7 @@ from rollmesh.runtime.generation_events import (
     ReportFault,
     StartLeg,
     StopMatcher,
+    UpdateBegun,
     WakeReaders,
 )
 from rollmesh.runtime.generation_view import Generation
@@ -230,6 +231,8 @@ class Sampler:
             else:
                 is_paused = view.is_paused(machine.min_policy_version)
             self._drive(generation, FleetMoved(is_paused))
+            if machine.leg_url and row and row.phase is EnginePhase.UPDATING:
+                self._drive(generation, UpdateBegun(row.url))
 
     # actions
 
@@ -238,8 +241,11 @@ class Sampler:
             case WakeReaders():
                 generation.wake()
             case ChooseEngine():
-                chosen = self._chosen(generation.machine)
-                self._drive(generation, chosen or EngineMissed(self._parts.view.trouble()))
+                machine, view = generation.machine, self._parts.view
+                chosen = self._chosen(machine)
+                never = "" if chosen else view.why_never(machine.min_policy_version)
+                missed = EngineMissed(never or view.trouble(), bool(never))
+                self._drive(generation, chosen or missed)
             case StartLeg():
                 self._start_leg(generation, action)
             case AbortLeg():
@@ -275,7 +281,9 @@ class Sampler:
                 del avoid[url]
         key = machine.request.session_key
         row = self._parts.view.choose(key, machine.min_policy_version, avoid)
-        return EngineChosen(row.url, row.incarnation, row.policy_version) if row else None
+        if row is None:
+            return None
+        return EngineChosen(row.url, row.incarnation, row.policy_version, row.adapter)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._loop.create_task(work, name=name)
@@ -297,6 +305,7 @@ class Sampler:
             stream=start.stream,
             num_top_logprobs=request.num_top_logprobs,
             images=request.images,
+            adapter=start.adapter,
         )
         try:
             leg.call = self._client(start.url).generate(asked, leg)

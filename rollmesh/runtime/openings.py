@@ -35,6 +35,12 @@ class Link(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
+UnitEnd = tuple[int, int]
+"""A unit's key (keys.py), SAME_BYTES where it is its one message as that is held, and how many of
+the messages end with it."""
+SAME_BYTES = 0
+
+
 class Line(msgspec.Struct, frozen=True):
     """A history without a branch, as history.py holds it."""
 
@@ -47,6 +53,8 @@ class Line(msgspec.Struct, frozen=True):
     num_units: int
     """In that array."""
     images: dict[str, ImageRef]
+    ends: tuple[UnitEnd, ...] = ()
+    """Of the units that the messages came in."""
 
     @property
     def num_bytes(self) -> int:

@@ -24,7 +24,7 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     retry_window_s: float = 30.0
     engine_wait_s: float = 120.0
-    answer_timeout_s: float = 60.0
+    answer_timeout_s: float = 90.0
     abort_repeat_s: float = 0.04
     """Wait after a first abort; grows from there."""
     abort_timeout_s: float = 5.0

@@ -31,6 +31,8 @@ class RawPrompt(msgspec.Struct, frozen=True):
     parent: int
     token_ids: Sequence[int]
     """What follows the parent."""
+    num_chars: int = 0
+    """Of the text that stands for the parent and all above it."""
 
 
 class _End(msgspec.Struct, frozen=True):
@@ -60,7 +62,7 @@ class RawPrompts:
         for end in sorted(self._ends, key=lambda end: end.num_chars, reverse=True):
             if 0 < end.num_chars <= len(text) and hash(text[: end.num_chars]) == end.text_hash:
                 rest = self._prompts.raw(text[end.num_chars :])
-                return RawPrompt(hash(text), end.node, rest)
+                return RawPrompt(hash(text), end.node, rest, end.num_chars)
         ids = self._prompts.raw(text)
         if not ids:
             raise SessionError(400, "invalid_prompt", "prompt: expected a text that is not empty")

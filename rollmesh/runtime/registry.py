@@ -20,6 +20,7 @@ from rollmesh.runtime.kit import AnySampler, SessionKit, Totals
 from rollmesh.runtime.loans import Loan
 from rollmesh.runtime.openings import Openings
 from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.redo import KeptSession
 from rollmesh.runtime.scopes import OpenSession, Scope, ScopeState
 from rollmesh.runtime.session import Session
 
@@ -43,7 +44,7 @@ class Runtime:
         self.prompts = prompts
         self._totals = Totals()
         rotating = compile_rotating(rotating_lines)
-        self._kit = SessionKit(
+        self.kit = SessionKit(
             sampler,
             prompts,
             clock or SystemClock(),
@@ -54,7 +55,7 @@ class Runtime:
             max_session_bytes=max_session_bytes,
         )
         self._doors: Doors[Session] = Doors()
-        self.on_sealed = self._kit.on_sealed
+        self.on_sealed = self.kit.on_sealed
         """Who is told of each session that is sealed, by its rollout."""
         self._scopes: dict[RolloutId, Scope] = {}
         self._groups: dict[GroupId, list[Scope]] = {}
@@ -62,7 +63,13 @@ class Runtime:
         self._ended: dict[RolloutId, None] = {}
 
     def register_trajectory(
-        self, rollout_id: RolloutId, sampling: SamplingPolicy, seed: int, *, is_grouped: bool = True
+        self,
+        rollout_id: RolloutId,
+        sampling: SamplingPolicy,
+        seed: int,
+        *,
+        is_grouped: bool = True,
+        kept: KeptSession | None = None,
     ) -> OpenSession:
         """A session for the rollout's agent, in its scope; one that is run again gets another."""
         scope = self._scopes.get(rollout_id)
@@ -70,12 +77,12 @@ class Runtime:
             scope.give_up("the rollout is run again")
             scope = None
         if scope is None:
-            scope = Scope(rollout_id, self._kit, self._doors, is_grouped)
+            scope = Scope(rollout_id, self.kit, self._doors, is_grouped)
             self._scopes[rollout_id] = scope
             scope.on_end(partial(self._forget, rollout_id))
             if is_grouped:
                 self._groups.setdefault(rollout_id.group_id, []).append(scope)
-        return scope.begin(sampling, seed)
+        return scope.begin(sampling, seed, kept)
 
     def resolve_trajectory(self, rollout_id: RolloutId) -> Session:
         """The session of the rollout's newest run; TrajectoryEnded once its scope has ended."""
@@ -132,7 +139,7 @@ class Runtime:
 
     def cache_entries(self) -> dict[str, int]:
         """What is kept within bounds though no rollout is here."""
-        return {"ended_rollouts": len(self._ended), "openings": self._kit.openings.num_openings}
+        return {"ended_rollouts": len(self._ended), "openings": self.kit.openings.num_openings}
 
     def held(self) -> dict[str, int]:
         """Bytes of all sessions, by what they are."""

@@ -27,12 +27,14 @@ from rollmesh.core.types import DialectName, SamplingParams, VersionRun
 from rollmesh.engine.answers import TopLogprobs
 from rollmesh.runtime.deltas import Answer, Reading
 from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.graph import TokenGraph
+from rollmesh.runtime.graph import Sampled, TokenGraph
 from rollmesh.runtime.sampling import forced_fields
 from rollmesh.runtime.spot import NO_NODE, Spot
 from rollmesh.runtime.turns import SamplingAsk
 
 RETRY_AFTER_S = 1.0
+VOID_FINISH = "void"
+"""The finish reason of a node that was never delivered."""
 _OVERFLOW = re.compile("(longer than|exceeds) the model's (maximum )?context length")
 """How SGLang says that a request is longer than its context."""
 
@@ -126,16 +128,21 @@ class Reply:
     """See the module. Attributes are written by the session alone."""
 
     __slots__ = (
-        "_graph", "_top_logprobs", "answer", "failure", "generation", "head", "matched_stop",
-        "node", "source", "state",
+        "_graph", "_top_logprobs", "answer", "failure", "generation", "head", "is_untaken",
+        "matched_stop", "node", "source", "state",
     )  # fmt: skip
 
     def __init__(
-        self, head: ReplyHead, source: ReplySource, generation: LiveGeneration, graph: TokenGraph
+        self,
+        head: ReplyHead,
+        source: ReplySource,
+        generation: LiveGeneration | None,
+        graph: TokenGraph,
     ) -> None:
+        """Without a generation it is one that another process sampled."""
         self.head = head
         self.source = source
-        self.generation: LiveGeneration | None = generation
+        self.generation = generation
         self.state = ReplyState.SAMPLING
         self.node = NO_NODE
         self.answer: Answer | None = None
@@ -145,6 +152,8 @@ class Reply:
         self.failure: SessionError | None = None
         """Why it is VOID, for each of its readers; None where the session's end is the reason."""
 
+        self.is_untaken = False
+        """COMMITTED, and who read it has gone without its last byte; its diary's."""
         self._graph = graph
         self._top_logprobs: Sequence[TopLogprobs] = ()
 
@@ -203,12 +212,21 @@ class Reply:
         prefix = f"call_{head.id.replace('-', '_')}"
         return Reading(head.params.stop, head.reads_calls, prefix, source.lead, source.tools)
 
-    def settle(self, node: int) -> None:
-        """Its tokens are in the graph now, as `node`; the generation goes."""
+    def settle(
+        self,
+        node: int,
+        matched_stop: str | None = None,
+        top_logprobs: Sequence[TopLogprobs] = (),
+    ) -> None:
+        """Its tokens are in the graph now, as `node`; the generation goes.
+
+        The rest is of one that another process sampled.
+        """
         if self.generation is not None:
             matched = self.generation.matched_stop
-            self.matched_stop = matched if isinstance(matched, str) else None
-            self._top_logprobs = self.generation.top_logprobs
+            matched_stop = matched if isinstance(matched, str) else None
+            top_logprobs = self.generation.top_logprobs
+        self.matched_stop, self._top_logprobs = matched_stop, top_logprobs
         self.node, self.generation = node, None
 
     def join(self) -> None:
@@ -224,6 +242,26 @@ class Reply:
     async def wait(self, num_tokens: int) -> bool:
         """Until more than `num_tokens` are there (True) or no more will come (False)."""
         return self.generation is not None and await self.generation.wait(num_tokens)
+
+
+def sampled_of(reply: Reply, finish_reason: str) -> Sampled:
+    """What a reply's generation has sampled, as it enters the graph."""
+    generation = reply.generation
+    assert generation is not None
+    return Sampled(
+        generation.token_ids,
+        generation.logprobs,
+        tuple(generation.policy_versions),
+        reply.head.params,
+        finish_reason,
+        generation.engines,
+        reply.head.dialect,
+    )
+
+
+def number_of(reply: Reply) -> int:
+    """Of its call, in its session."""
+    return int(reply.head.id.rpartition("-")[2])
 
 
 def failure_of(error: EngineError | None) -> SessionError:

@@ -38,6 +38,15 @@ class ReplyTable:
         """The request has these from now on."""
         self._of_request[digest] = replies
 
+    def put_again(self, digest: int, replies: Choices) -> None:
+        """The same, as another process did it: those it has already were delivered before."""
+        older = [
+            r.node for r in self._of_request.get(digest, ()) if r.state is ReplyState.DELIVERED
+        ]
+        if older:
+            self._older.setdefault(digest, set()).update(older)
+        self.put(digest, replies)
+
     def newest(self, digest: int) -> Choices | None:
         """What the request has, whether or not it is to be answered by that again."""
         return self._of_request.get(digest)
@@ -63,6 +72,11 @@ class ReplyTable:
         if reply.top_logprobs():
             self._list(reply)
         return self._older.pop(reply.source.digest, ()) if self._older else ()
+
+    def take_back(self, reply: Reply, older: set[int]) -> None:
+        """It was not delivered after all, and supersedes nothing until it is."""
+        if older:
+            self._older.setdefault(reply.source.digest, set()).update(older)
 
     def pop(self, digest: int) -> Choices:
         """The request has none from now on; those that it had."""

@@ -22,6 +22,7 @@ from rollmesh.core.types import EVAL_SAMPLING, SamplingPolicy
 from rollmesh.runtime.doors import Doors, Locks
 from rollmesh.runtime.kit import SessionAsk, SessionKit
 from rollmesh.runtime.loans import Loan, Loans
+from rollmesh.runtime.redo import KeptSession
 from rollmesh.runtime.sampling import derive_seed
 from rollmesh.runtime.session import Session, SessionState
 
@@ -39,7 +40,7 @@ class ScopeState(enum.StrEnum):
 
 
 class OpenSession(msgspec.Struct, frozen=True):
-    """How an agent reaches its session; the secrets are nowhere else."""
+    """How an agent reaches its session; the secrets are nowhere else, and '' where told before."""
 
     session: Session
     api_key: str
@@ -78,8 +79,13 @@ class Scope:
         self._lent_since_s = 0.0
         self._on_end: list[Callable[[], None]] = []
 
-    def begin(self, sampling: SamplingPolicy, seed: int) -> OpenSession:
-        """A run of the rollout, in a fresh session; what was lent of the run before is back."""
+    def begin(
+        self, sampling: SamplingPolicy, seed: int, kept: KeptSession | None = None
+    ) -> OpenSession:
+        """A run of the rollout, in a fresh session; what was lent of the run before is back.
+
+        One that stands already has the secrets that it had.
+        """
         self.close()
         if self._loans:
             self._loans.find_dropped()
@@ -88,7 +94,11 @@ class Scope:
             self.session.forget()
         self.state = ScopeState.OPEN
         self._sampling, self._seed = sampling, seed
-        self.session = self._new_session(sampling, seed)
+        self.session = self._new_session(sampling, seed, kept)
+        if kept is not None and kept.locks is not None:
+            self._doors.reopen(kept.locks, self.session)
+            self._locks.append(kept.locks)
+            return OpenSession(self.session, "", "")
         doors = self._doors.make(self.session)
         self._locks.append(doors.locks)
         return OpenSession(self.session, doors.api_key, doors.path_secret)
@@ -164,9 +174,13 @@ class Scope:
     def _borrowers(self) -> list[Session]:
         return self._loans.sessions() if self._loans else []
 
-    def _new_session(self, sampling: SamplingPolicy, seed: int) -> Session:
-        ask = SessionAsk(new_id("s", 6), self.rollout_id, sampling, seed)
-        return Session(ask, self._kit)
+    def _new_session(
+        self, sampling: SamplingPolicy, seed: int, kept: KeptSession | None = None
+    ) -> Session:
+        if kept is None:
+            return Session(SessionAsk(new_id("s", 6), self.rollout_id, sampling, seed), self._kit)
+        ask = SessionAsk(kept.session_id, self.rollout_id, sampling, seed, kept.scribe)
+        return Session(ask, self._kit, kept.past)
 
     def _session_of_borrower(self) -> Session:
         """Nobody trains on it, so it is sampled as its borrower asks; unlike the rollout's own."""

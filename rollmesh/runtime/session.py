@@ -18,24 +18,27 @@ import enum
 from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.core.heap import note_freed
 from rollmesh.core.types import SamplingParams
-from rollmesh.runtime.answers import Answers
-from rollmesh.runtime.deltas import Answer, DeltaReader
+from rollmesh.runtime.answers import Answers, no_such
+from rollmesh.runtime.deltas import Answer
+from rollmesh.runtime.diary import NO_DIARY, Diary
 from rollmesh.runtime.echoes import find_shown
 from rollmesh.runtime.forks import ForkReport
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.graph import Path, Sampled
+from rollmesh.runtime.graph import Path
 from rollmesh.runtime.holdings import Holdings, Prompt, shared_tools
 from rollmesh.runtime.kit import SessionAsk, SessionKit
 from rollmesh.runtime.plan import lead_of, plan_of
 from rollmesh.runtime.record import SessionRecord, record_of
+from rollmesh.runtime.redo import Past
 from rollmesh.runtime.reply import (
-    LiveGeneration,
+    VOID_FINISH,
     Reply,
     ReplyHead,
     ReplySource,
     ReplyState,
     failure_of,
+    sampled_of,
 )
 from rollmesh.runtime.reply_table import ReplyTable
 from rollmesh.runtime.spot import NO_NODE, Spot
@@ -43,10 +46,8 @@ from rollmesh.runtime.turns import Turn
 
 OFF_LOOP_BYTES = 32 * 1024
 """Longer new text is tokenised in a thread, so that other calls go on."""
-VOID_FINISH = "void"
 OVER_LIMIT = "session_over_limit"
 """The code of calls that a SPENT session refuses."""
-NOTHING_HELD = {"graph": 0, "history": 0, "blobs": 0}
 
 
 class SessionState(enum.Enum):
@@ -61,12 +62,13 @@ class Session:
     """See the module."""
 
     __slots__ = (
-        "__weakref__", "_answers", "_ask", "_held", "_kit", "_min_policy_version", "_replies",
-        "_sealed_because", "engine_fault", "num_calls", "rollout_id", "sampling", "session_id",
-        "spent_because", "state",
+        "__weakref__", "_ask", "_held", "_kit", "_min_policy_version", "_replies",
+        "_sealed_because", "answers", "diary", "engine_fault", "num_calls", "rollout_id",
+        "sampling", "session_id", "spent_because", "state",
     )  # fmt: skip
 
-    def __init__(self, ask: SessionAsk, kit: SessionKit) -> None:
+    def __init__(self, ask: SessionAsk, kit: SessionKit, past: Past | None = None) -> None:
+        """With a `past` it goes on from there."""
         self.session_id = ask.session_id
         self.rollout_id = ask.rollout_id
         self.state = SessionState.OPEN
@@ -79,28 +81,32 @@ class Session:
         """Replies whose tokens are not in the graph yet."""
         self._ask = ask
         self._kit = kit
+        self.diary = Diary(ask.scribe) if ask.scribe else NO_DIARY
         self._held: Holdings | None = None
         """Made by the first call: most sessions of a large run wait for theirs."""
         self._replies = ReplyTable()
-        self._answers = Answers(ask.session_id, kit.prompts)
+        self.answers = Answers(ask.session_id, kit.prompts)
         self._sealed_because = ""
         self._min_policy_version = -1
+        if past is not None:
+            self._regain(past)
 
     async def attach(self, turn: Turn) -> tuple[Reply, ...]:
         """The replies to `turn`, one per choice: those it already has, or new ones.
 
         SessionError: 400 unreadable messages, context overflow or an unknown previous reply; 410
-        sealed; 400 session_over_limit where a limit of ours has ended it.
+        sealed; 400 session_over_limit where a limit of ours has ended it; 503 or 507 journal_full.
         """
         if (replies := self._known(turn)) is not None:
             return replies
+        self.diary.check()
         if (siblings := self._replies.newest(turn.digest)) is not None:
             return self._start(turn, self._holdings.again(siblings[0].source.context))
         if self._held is None and (opening := self._kit.openings.find(turn)) is not None:
             return self._start(turn, self._holdings.begin(opening))
         prompt = await self._build(turn)
         # Other calls may have gone on meanwhile; what they changed decides.
-        shown = self._replies.all(), self._answers.read
+        shown = self._replies.all(), self.answers.read
         known = self._known(turn) or find_shown(turn, prompt, *shown)
         return known or self._start(turn, prompt)
 
@@ -121,7 +127,7 @@ class Session:
         if reply.state is ReplyState.VOID:
             raise reply.failure.again() if reply.failure else self._gone()
         if reply.answer is None:
-            reply.answer = self._answers.read(reply)
+            reply.answer = self.answers.read(reply)
         return reply.answer
 
     def delivered(self, reply: Reply) -> None:
@@ -130,10 +136,12 @@ class Session:
         if reply.state is ReplyState.COMMITTED:
             for node in self._replies.delivered(reply):
                 self._holdings.graph.nodes[node].superseded = True
+            self.diary.delivered(reply)
 
-    def reader(self, reply: Reply) -> DeltaReader:
-        """Cuts the reply's tokens into deltas."""
-        return self._answers.reader(reply)
+    def left(self, reply: Reply) -> None:
+        """A connection reads `reply` no more."""
+        reply.leave()
+        self.diary.left(reply)
 
     def node_of(self, name: int | str) -> int:
         """The node of the answer with this ReplyHead.id, or with this very number.
@@ -144,10 +152,10 @@ class Session:
             nodes = self._held.graph.nodes if self._held else []
             if 0 <= name < len(nodes) and nodes[name].sampled:
                 return name
-            raise _no_such(name)
-        node = self._answers.node_of(name)
+            raise no_such(name)
+        node = self.answers.node_of(name)
         if node == NO_NODE:
-            raise _no_such(name)
+            raise no_such(name)
         return node
 
     def seal(self, reason: str) -> None:
@@ -176,6 +184,7 @@ class Session:
         `truncated` for this reason, whatever its agent makes of that. Idempotent."""
         if self.state is SessionState.OPEN:
             self.state, self.spent_because = SessionState.SPENT, reason
+            self.diary.noted(self.engine_fault, self.spent_because)
 
     def fork_report(self) -> ForkReport:
         """Where histories did not extend what was sampled, and what was healed instead."""
@@ -184,9 +193,8 @@ class Session:
     def record(self) -> SessionRecord:
         """What the rollout leaves behind; the session must be sealed."""
         assert self.state is SessionState.SEALED
-        replies = [reply for replies in self._replies.all() for reply in replies]
-        delivered = [reply for reply in replies if reply.state is ReplyState.DELIVERED]
-        return record_of(self._holdings, delivered, self.num_calls, self._answers.read)
+        delivered = [r for rs in self._replies.all() for r in rs if r.state is ReplyState.DELIVERED]
+        return record_of(self._holdings, delivered, self.num_calls, self.answers.read)
 
     def forget(self) -> None:
         """Let go of everything, at once and without the garbage collector; after the record."""
@@ -194,13 +202,12 @@ class Session:
         note_freed(self.held_bytes)
         if self._held is not None:
             self._held.history.forget()
-        self._held = None
-        self._replies = ReplyTable()
-        self._answers.forget()
+        self._held, self.diary, self._replies = None, NO_DIARY, ReplyTable()
+        self.answers.forget()
 
     def held(self) -> dict[str, int]:
         """Bytes by what they are: `graph`, `history` and `blobs`, which others may hold, too."""
-        return self._held.held() if self._held else NOTHING_HELD
+        return self._held.held() if self._held else dict.fromkeys(("graph", "history", "blobs"), 0)
 
     @property
     def held_bytes(self) -> int:
@@ -259,6 +266,7 @@ class Session:
     def _start(self, turn: Turn, prompt: Prompt) -> tuple[Reply, ...]:
         held = self._holdings
         plan = plan_of(turn, held.num_tokens(prompt), self.num_calls, self._ask, self._kit)
+        told = self.diary.telling(held)
         context = held.hold(prompt, self.num_calls)
         if self.num_calls == 0 and (opening := held.opening(prompt, context)) is not None:
             self._kit.openings.keep(turn, opening)
@@ -271,9 +279,9 @@ class Session:
             turn.prompt_text,
             turn.digest,
         )
-        choices = enumerate(plan.choices)
-        replies = tuple([self._sample(turn, source, params, n) for n, params in choices])
+        replies = tuple([self._sample(turn, source, p, n) for n, p in enumerate(plan.choices)])
         self._replies.put(turn.digest, replies)
+        self.diary.begun(turn, prompt, replies, told)
         if (num_bytes := self.held_bytes) > self._kit.max_session_bytes:
             self.end_early(self._kit.over_limit(num_bytes))
         return replies
@@ -282,7 +290,7 @@ class Session:
         self, turn: Turn, source: ReplySource, params: SamplingParams, choice: int
     ) -> Reply:
         held, kit = self._holdings, self._kit
-        name = self._answers.begin()
+        name = self.answers.begin()
         generation = kit.sampler.start(
             GenerationRequest(
                 generation_id=name,
@@ -318,7 +326,7 @@ class Session:
             return None
         spot = self._holdings.history.answer_at(self.node_of(reply_id))
         if spot is None:
-            raise _no_such(reply_id)
+            raise no_such(reply_id)
         return spot
 
     # a reply's end
@@ -329,11 +337,11 @@ class Session:
         if generation.state is not GenerationState.COMMITTED:
             self._void(reply)
             return
-        reply.answer = self._answers.read(reply)
+        reply.answer = self.answers.read(reply)
         finish = generation.finish_reason
         if reply.answer.tool_calls and finish == "stop":  # one cut short is no call to carry out
             finish = "tool_calls"
-        self._enter(reply, generation, finish)
+        self._enter(reply, finish)
         reply.state = ReplyState.COMMITTED
         self.engine_fault = ""
         self._hold_answer(reply, reply.answer)
@@ -351,43 +359,38 @@ class Session:
             reply.failure = failure_of(generation.error)
             if isinstance(generation.error, EngineUnavailable):
                 self.engine_fault = str(generation.error)
+                self.diary.noted(self.engine_fault, self.spent_because)
         if len(generation.token_ids):
-            self._enter(reply, generation, VOID_FINISH)
+            self._enter(reply, VOID_FINISH)
             if self.state is not SessionState.SEALED:
-                self._hold_answer(reply, self._answers.read(reply))
+                self._hold_answer(reply, self.answers.read(reply))
         else:
             self.sampling.remove(reply)
             reply.settle(NO_NODE)
+            self.diary.ended(reply, None)
         self._withdraw(self._replies.pop(reply.source.digest))
 
-    def _enter(self, reply: Reply, generation: LiveGeneration, finish_reason: str) -> None:
-        head, versions = reply.head, tuple(generation.policy_versions)
-        sampled = Sampled(
-            generation.token_ids,
-            generation.logprobs,
-            versions,
-            head.params,
-            finish_reason,
-            generation.engines,
-            head.dialect,
-        )
+    def _enter(self, reply: Reply, finish_reason: str) -> None:
+        sampled = sampled_of(reply, finish_reason)
         reply.settle(self._holdings.graph.add_sampled(reply.source.node, sampled))
         self.sampling.remove(reply)
         self._kit.totals.num_tokens += len(sampled.token_ids)
-        for run in versions:
+        for run in sampled.policy_versions:
             self._min_policy_version = max(self._min_policy_version, run.policy_version)
+        self.diary.ended(reply, sampled)
 
     def _hold_answer(self, reply: Reply, answer: Answer) -> None:
         is_void = reply.state is ReplyState.VOID
         self._holdings.hold_answer(reply.source, answer, reply.node, is_void)
         if not is_void:
-            self._answers.put(reply)
+            self.answers.put(reply)
+
+    def _regain(self, past: Past) -> None:
+        self._held, self._replies, self.answers = past.held, past.replies, past.answers
+        self.num_calls, self._min_policy_version = past.num_calls, past.min_policy_version
+        self.engine_fault, self.spent_because = past.engine_fault, past.spent_because
+        self.state = SessionState.SPENT if past.spent_because else SessionState.OPEN
 
     def _gone(self) -> SessionError:
         why = f"this rollout's session is over: {self._sealed_because}"
         return SessionError(410, "session_sealed", why)
-
-
-def _no_such(name: int | str) -> SessionError:
-    why = f"Previous response with id {name!r} not found."
-    return SessionError(400, "previous_response_not_found", why)

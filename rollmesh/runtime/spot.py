@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from rollmesh.runtime.blobs import Blob
 
 NO_NODE = -1
+NO_NUMBER = -1
+"""Of a root, and of a spot that is not in the trie yet."""
 BARE = hash("asked with nothing new after an answer")
 
 
@@ -20,7 +22,8 @@ class Spot:
     """A history up to and with one message."""
 
     __slots__ = (
-        "__weakref__", "children", "continued", "depth", "node", "parent", "said", "sampled",
+        "__weakref__", "children", "continued", "depth", "node", "number", "parent", "said",
+        "sampled",
     )  # fmt: skip
 
     def __init__(self, parent: "Spot | None", said: bytes | Blob) -> None:
@@ -29,6 +32,8 @@ class Spot:
         """By meanings, and by the hashes of units that lead there or further down."""
         self.node = NO_NODE
         """The graph node that ends with this message (a context's also ends the prompt)."""
+        self.number = NO_NUMBER
+        """Of the spots of its session, in the order in which they were made."""
         self.sampled = False
         """This message is one that the model sampled here."""
         self.continued = False

@@ -7,6 +7,7 @@ never bridges: prompts.py renders the new messages behind a fixed prefix instead
 prompts.py.
 """
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -93,6 +94,12 @@ def opens_reasoning(folder: Path) -> bool:
     """
     settings = _read_json(folder / "tokenizer_config.json")
     return _OPENS_REASONING.search(_find_source(folder, settings)) is not None
+
+
+def template_digest(folder: Path) -> str:
+    """Of the folder's own template, so that another one is told from it."""
+    source = _find_source(folder, _read_json(folder / "tokenizer_config.json"))
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 def _template_source(folder: Path, settings: dict[str, Any]) -> str:

@@ -87,7 +87,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     return_token_ids: bool = False
     digest: int = 0
-    """Identifies the body (and its Idempotency-Key) within this process."""
+    """Identifies the body (and its Idempotency-Key), in this process and those after it."""
     is_retry: bool = False
     """The client says that it sent this before."""
     dialect: DialectName = ""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from rollmesh.runtime.chat import ChatMessage, Rotating
+from rollmesh.runtime.keys import unit_key
 from rollmesh.runtime.readings import Readings
 from rollmesh.runtime.spot import Spot
 from rollmesh.runtime.stretches import Stretch
@@ -26,12 +27,20 @@ class Alias(msgspec.Struct, frozen=True):
     messages: list[ChatMessage]
 
 
+class Renamed(msgspec.Struct, frozen=True):
+    """A unit that another process knew, and what its bytes hash to in this one."""
+
+    start: Spot
+    key: int
+    spot: Spot
+
+
 class Walk:
     """One request's way down the trie, unit by unit."""
 
     __slots__ = (
         "aliases", "anchor", "array", "array_start", "is_stopped", "num_leapt", "pending",
-        "read", "readings", "rotating", "spot", "stretch", "units",
+        "read", "readings", "renamed", "rotating", "spot", "stretch", "units",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +56,8 @@ class Walk:
         self.pending: dict[int, list[ChatMessage]] = {}
         """What was read on the way, by place in `units`."""
         self.aliases: list[Alias] = []
+        self.renamed: list[Renamed] | None = None
+        """None where the history was made in this process alone."""
         self.is_stopped = False
         """The next message is not held."""
         self.array = b""
@@ -73,6 +84,7 @@ class Walk:
         """The same walk over a known stretch; None where what lies in it has to be read."""
         walk = Walk(stretch.end, self.read, self.rotating, self.readings)
         walk.aliases = list(self.aliases)
+        walk.renamed = None if self.renamed is None else list(self.renamed)
         walk.num_leapt, walk.stretch = stretch.num_units, stretch
         walk.go(stretch.rest(array))
         if walk.anchor is None and (walk.is_stopped or walk.spot.asked() is None):
@@ -94,6 +106,9 @@ class Walk:
             self.is_stopped = True
             return
         if child := self.spot.child(hash(unit)):
+            return self._arrive(child)
+        if self.renamed is not None and (child := self.spot.child(unit_key(unit))):
+            self.renamed.append(Renamed(self.spot, hash(unit), child))
             return self._arrive(child)
         place = len(self.units) - 1
         messages = self.pending[place] = self._read(place)

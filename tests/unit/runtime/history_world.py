@@ -6,7 +6,8 @@ import msgspec
 
 from rollmesh.runtime.chat import ChatMessage, Rotating, compile_rotating, read_message
 from rollmesh.runtime.forks import ForkCause, ForkLog, cause_of, where
-from rollmesh.runtime.history import History, Match
+from rollmesh.runtime.history import History
+from rollmesh.runtime.match import Match
 from rollmesh.runtime.spot import Spot
 from rollmesh.runtime.turns import Turn
 

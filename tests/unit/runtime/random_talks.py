@@ -11,6 +11,7 @@ import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.chat import read_message
+from rollmesh.runtime.deeds import Scribe
 from rollmesh.runtime.deltas import Answer
 from rollmesh.runtime.openings import Openings
 from rollmesh.runtime.patience import GenerationSettings
@@ -36,12 +37,17 @@ class RandomTalks:
     """One session; `step` makes one call."""
 
     def __init__(
-        self, prompts: Prompts, tokenizer: Tokenizer, seed: int, openings: Openings | None = None
+        self,
+        prompts: Prompts,
+        tokenizer: Tokenizer,
+        seed: int,
+        openings: Openings | None = None,
+        scribe: Scribe | None = None,
     ) -> None:
         self.clock = FakeClock()
         settings = GenerationSettings(retry_window_s=WINDOW_S, max_fruitless_legs=0)
         self.sampler = ScriptedSampler(None, settings, self.clock)
-        self.session = open_session(self.sampler, prompts, openings=openings)
+        self.session = open_session(self.sampler, prompts, openings=openings, scribe=scribe)
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._chance = random.Random(seed)
@@ -60,9 +66,9 @@ class RandomTalks:
             if isinstance(reply.generation, ScriptedGeneration) and not reply.is_ended:
                 self._move(reply.generation, bool(tools))
         if all(reply.is_ended for reply in replies):
-            self._end(replies, messages, tools)
+            await self._end(replies, messages, tools)
         for reply in replies:
-            reply.leave()
+            self.session.left(reply)
         if self._chance.random() < 0.1:
             self.clock.advance(WINDOW_S + 1)
             self.sampler.tick()
@@ -133,9 +139,10 @@ class RandomTalks:
         else:
             generation.end(*ids, *self._tokenizer.encode("<|im_end|>"))
 
-    def _end(self, replies: tuple[Reply, ...], messages: list[Message], tools: bytes) -> None:
+    async def _end(self, replies: tuple[Reply, ...], messages: list[Message], tools: bytes) -> None:
         try:
             answers = [self.session.finish(reply) for reply in replies]
+            await self.session.diary.written()
         except SessionError:
             return
         if self._chance.random() < 0.9:

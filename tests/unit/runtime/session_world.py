@@ -7,14 +7,17 @@ import msgspec
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.chat import Rotating
+from rollmesh.runtime.deeds import Scribe
 from rollmesh.runtime.deltas import Answer
 from rollmesh.runtime.kit import SessionAsk, SessionKit, Totals
 from rollmesh.runtime.openings import Openings
 from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.redo import Redo
 from rollmesh.runtime.reply import Reply
 from rollmesh.runtime.session import Session
 from rollmesh.runtime.turns import Turn
 from rollmesh.testing.sampler import ScriptedSampler
+from tests.unit.runtime.scribe_world import ListScribe
 
 Message = dict[str, object]
 Say = Callable[[str], Sequence[int]]
@@ -49,6 +52,7 @@ def open_session(
     sampling: SamplingPolicy | None = None,
     rotating: Rotating = None,
     openings: Openings | None = None,
+    scribe: Scribe | None = None,
 ) -> Session:
     kit = SessionKit(
         sampler,
@@ -60,7 +64,17 @@ def open_session(
         rotating,
     )
     rollout_id = RolloutId(GroupId("r", 0), 0)
-    return Session(SessionAsk("s1", rollout_id, sampling or SamplingPolicy(), 7), kit)
+    return Session(SessionAsk("s1", rollout_id, sampling or SamplingPolicy(), 7, scribe), kit)
+
+
+def regained(before: Session, scribe: ListScribe) -> Session:
+    """The session as another process makes it again of what was written; with the same scribe."""
+    kit = msgspec.structs.replace(before._kit, openings=Openings())  # noqa: SLF001 - another process makes its own
+    ask = msgspec.structs.replace(before._ask, scribe=scribe)  # noqa: SLF001 - likewise
+    redo = Redo(ask.session_id, kit, scribe.read)
+    for deed in scribe.deeds():
+        redo.take(deed)
+    return Session(ask, kit, redo.past())
 
 
 async def call(session: Session, asked: Turn) -> tuple[Reply, Answer]:
@@ -78,12 +92,13 @@ async def call_all(session: Session, asked: Turn) -> list[tuple[Reply, Answer]]:
         for reply in replies:
             await reply.wait(TO_THE_END)
         answers = [(reply, session.finish(reply)) for reply in replies]
+        await session.diary.written()
         for reply in replies:
             session.delivered(reply)
         return answers
     finally:
         for reply in replies:
-            reply.leave()
+            session.left(reply)
 
 
 def trained(session: Session) -> list[tuple[int, bool, str]]:

@@ -9,7 +9,7 @@ import renderers
 
 from rollmesh.core.errors import ConfigError, ModelError
 from rollmesh.runtime.calls import CallStyle
-from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.families import chats_of, choose_family
 from rollmesh.runtime.templates import TemplateRenderer
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.model_folder import write_model_folder
@@ -82,3 +82,16 @@ def test_a_template_that_shows_calls_as_xml_is_read_so(tmp_path: Path) -> None:
     source = "{{ '<function=f>' }}{{ messages[0].content }}"
     folder = write_model_folder(tmp_path, model_type="unheard", chat_template=source)
     assert choose_family(folder, "auto", load_tokenizer(folder)).style is CallStyle.XML
+
+
+def test_what_makes_chats_is_told_by_its_family_or_by_the_template_itself(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    assert chats_of(model_folder, "auto") == chats_of(model_folder, "qwen3") == "qwen3"
+    own, other = (
+        chats_of(write_model_folder(tmp_path / template, chat_template=template), "template")
+        for template in ("a", "b")
+    )
+    assert own.startswith("template:")
+    assert own != other
+    assert own == chats_of(tmp_path / "a", "template")

@@ -220,10 +220,19 @@ def test_waiting_for_an_engine_ends_in_time_but_pauses_do_not_count() -> None:
     assert "no engine is ready (last: http://a: joining, conn" in str(bench.machine.error)
 
 
+def test_turn_whose_weights_were_of_a_run_that_is_over_ends_at_once() -> None:
+    bench = Bench()
+    actions = bench.step(EngineMissed("version 18 was of another run", is_for_good=True))
+    assert WakeReaders() in actions
+    assert isinstance(bench.machine.error, EngineUnavailable)
+    assert "another run" in str(bench.machine.error)
+    assert bench.step(EngineMissed("the same", is_for_good=True)) == []
+
+
 def test_silent_leg_is_given_up_and_resumed() -> None:
     bench = running()
     bench.sample(0, 1)
-    assert bench.step(Ticked(), after_s=59.0) == []
+    assert bench.step(Ticked(), after_s=89.0) == []
     bench.step(Ticked(), after_s=1.0)
     assert bench.said(DropLeg)
     assert bench.said(ReportFault)
@@ -234,7 +243,7 @@ def test_plain_leg_is_given_longer_since_it_shows_no_sign_of_life() -> None:
     bench = Bench(stream=False, max_tokens=1000)
     bench.step(Joined())
     bench.step(ENGINE)
-    assert bench.step(Ticked(), after_s=159.0) == []
+    assert bench.step(Ticked(), after_s=189.0) == []
     bench.step(Ticked(), after_s=1.0)
     assert bench.said(DropLeg)
 
@@ -259,6 +268,17 @@ def test_turn_never_goes_on_with_older_weights() -> None:
     assert bench.said(DropLeg)
     assert bench.said(ReportFault)
     assert list(bench.machine.sampled.token_ids) == [1]
+
+
+def test_first_turn_is_not_of_an_engine_that_came_back_with_older_weights() -> None:
+    # It was chosen for its version, died and was started again, as the request lay in its backlog.
+    bench = Bench()
+    bench.step(Joined())
+    bench.step(EngineChosen(ENGINE.url, "i1", 7))
+    # Or a run began on it that counts anew: it is well then, and a new choice tells.
+    bench.sample(0, 1, policy_version=0)
+    assert bench.actions[1:] == [DropLeg(0), AvoidEngine(ENGINE.url), ChooseEngine(0)]
+    assert list(bench.machine.sampled.token_ids) == []
 
 
 def test_engines_account_of_versions_is_taken_for_the_whole_leg() -> None:

@@ -1,18 +1,34 @@
-"""The current leg's patience, and what can be resumed."""
+"""The current leg's patience, what can be resumed, and what leaves an engine for its update."""
 
 from typing import Any
 
 import pytest
 
 from rollmesh.core.types import Grammar, SamplingParams
-from rollmesh.runtime.generation_events import AbortLeg, StartLeg
+from rollmesh.engine.answers import Finish
+from rollmesh.runtime.generation import GenerationState
+from rollmesh.runtime.generation_events import (
+    AbortLeg,
+    ChooseEngine,
+    DropLeg,
+    EngineChosen,
+    EngineLost,
+    FleetMoved,
+    Joined,
+    StartLeg,
+    UpdateBegun,
+)
 from rollmesh.runtime.leg import MAX_ABORT_REPEAT_S, Leg, LegPhase, is_resumable
+from rollmesh.wire.machine import Ticked
+from tests.unit.runtime.generation_bench import ENGINE, Bench, running
+from tests.unit.runtime.generation_world import ABORT as CUT
+from tests.unit.runtime.generation_world import PROMPT
 
 ABORT = AbortLeg(0, "r.0", "http://a")
 
 
 def leg(*, stream: bool = True) -> Leg:
-    return Leg(StartLeg(0, "r.0", "http://a", 100, "0", stream), "i1", 0, 0.0)
+    return Leg(StartLeg(0, "r.0", "http://a", 100, "0", stream), ENGINE, 0, 0.0)
 
 
 def test_plain_leg_may_be_silent_for_as_long_as_its_tokens_take() -> None:
@@ -23,20 +39,20 @@ def test_plain_leg_may_be_silent_for_as_long_as_its_tokens_take() -> None:
 
 def test_aborts_are_repeated_ever_later_within_bounds() -> None:
     aborted = leg()
-    assert aborted.abort(0.0) == ABORT
+    assert aborted.abort(0.0, 0.0) == ABORT
     assert aborted.phase is LegPhase.ABORTING
     now_s = 0.0
     for wait_s in (0.0625, 0.125, MAX_ABORT_REPEAT_S, MAX_ABORT_REPEAT_S):
         assert not aborted.wants_repeat(now_s + wait_s - 0.001, 0.0625)
         now_s += wait_s
         assert aborted.wants_repeat(now_s, 0.0625)
-        assert aborted.abort(now_s) == ABORT
+        assert aborted.abort(0.0, now_s) == ABORT
 
 
 def test_leg_is_deaf_when_its_first_abort_is_long_ago() -> None:
     aborted = leg()
-    aborted.abort(1.0)
-    aborted.abort(5.0)
+    aborted.abort(1.0, 1.0)
+    aborted.abort(5.0, 5.0)
     assert not aborted.is_deaf(5.9, 5.0)
     assert aborted.is_deaf(6.0, 5.0)
 
@@ -59,3 +75,80 @@ def test_what_looks_at_each_place_alone_can_be_resumed() -> None:
         max_tokens=1, temperature=0.5, min_p=0.1, logit_bias=((1, 2.0),), seed=3, stop=("a",)
     )
     assert is_resumable(params)
+
+
+def test_turn_leaves_an_engine_that_is_to_be_updated_and_goes_on_elsewhere() -> None:
+    bench = running()
+    bench.sample(0, 1)
+    assert bench.step(UpdateBegun("http://other")) == []
+    assert bench.step(UpdateBegun(ENGINE.url)) == [AbortLeg(0, "r.0", ENGINE.url)]
+    assert bench.step(UpdateBegun(ENGINE.url)) == []
+    bench.sample(0, 2, finish=CUT)
+    assert bench.said(ChooseEngine)
+    [start] = bench.step(EngineChosen("http://b", "i1", 1))
+    assert isinstance(start, StartLeg)
+    assert (start.url, bench.machine.context()) == ("http://b", [*PROMPT, 1, 2])
+
+
+def test_abort_for_an_update_is_repeated_though_the_turns_own_time_stands_still() -> None:
+    bench = running()
+    bench.step(UpdateBegun(ENGINE.url))
+    bench.step(FleetMoved(is_paused=True))
+    assert bench.step(Ticked(), after_s=0.3) == [AbortLeg(0, "r.0", ENGINE.url)]
+    assert bench.step(Ticked(), after_s=1000.0) == [AbortLeg(0, "r.0", ENGINE.url)]
+    assert bench.machine.leg_url == ENGINE.url
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_turn_that_cannot_resume_ends_at_its_engine_before_the_update(stream: bool) -> None:
+    bench = Bench(stream=stream, grammar=Grammar("regex", "a+"))
+    bench.step(Joined())
+    bench.step(ENGINE)
+    assert bench.step(UpdateBegun(ENGINE.url)) == []
+    bench.sample(0, 1, 2, finish=Finish("stop"))
+    assert bench.machine.state is GenerationState.COMMITTED
+    assert bench.machine.num_legs == 1
+
+
+def test_streamed_turn_that_cannot_resume_begins_anew_if_nothing_of_it_was_seen() -> None:
+    bench = running(grammar=Grammar("regex", "a+"))
+    bench.step(UpdateBegun(ENGINE.url))
+    bench.sample(0, finish=CUT)
+    assert bench.said(ChooseEngine)
+    assert bench.machine.state is GenerationState.RUNNING
+
+
+def test_turn_that_an_update_cuts_again_and_again_is_not_given_up() -> None:
+    bench = running()
+    for leg in range(100):
+        bench.step(UpdateBegun(ENGINE.url))
+        bench.sample(leg, finish=CUT)
+        assert bench.said(ChooseEngine) == [ChooseEngine(0)]
+        bench.step(ENGINE)
+    bench.sample(100, 1, finish=Finish("stop"))
+    assert bench.machine.state is GenerationState.COMMITTED
+
+
+def test_adapter_of_the_chosen_engine_goes_with_the_leg() -> None:
+    bench = running()
+    bench.sample(0, 1, finish=CUT)
+    [start] = bench.step(EngineChosen("http://b", "i1", 1, "rollmesh-v1"))
+    assert isinstance(start, StartLeg)
+    assert start.adapter == "rollmesh-v1"
+
+
+def test_streamed_turn_that_cannot_resume_stays_with_an_engine_that_others_have_left() -> None:
+    bench = running(grammar=Grammar("regex", "a+"))
+    bench.sample(0, 1)
+    assert bench.step(EngineLost(ENGINE.url)) == []
+    bench.sample(0, 2, finish=Finish("stop"))
+    assert bench.machine.state is GenerationState.COMMITTED
+
+
+def test_turn_that_cannot_resume_begins_anew_elsewhere_where_nobody_saw_of_it() -> None:
+    bench = Bench(stream=False, grammar=Grammar("regex", "a+"))
+    bench.step(Joined())
+    bench.step(ENGINE)
+    bench.step(EngineLost(ENGINE.url))
+    assert bench.said(DropLeg)
+    assert bench.said(ChooseEngine)

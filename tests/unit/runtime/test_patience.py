@@ -10,9 +10,12 @@ from rollmesh.runtime.generation_events import (
     ReportFault,
 )
 from rollmesh.runtime.patience import MAX_SAID_CHARS, GenerationSettings, Patience
+from rollmesh.testing.engine import ScriptedEngine, endless_token
+from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from rollmesh.wire.machine import Ticked
 from tests.unit.runtime.generation_bench import ENGINE, running
 from tests.unit.runtime.generation_world import ABORT
+from tests.unit.runtime.legs_bench import TO_THE_END, Bench
 
 A, B = ("http://a", "i1"), ("http://b", "i1")
 SICK_S = GenerationSettings().sick_s
@@ -155,3 +158,15 @@ def test_queues_that_stay_full_end_the_turn_as_overload_within_bounds() -> None:
     assert isinstance(bench.machine.error, EngineOverloaded)
     assert str(bench.machine.error) == "http://a: the queue is full"
     assert bench.now_s < 10.0
+
+
+async def test_turn_of_a_session_of_another_run_is_not_held_up() -> None:
+    async with ScriptedEngine(endless_token) as engine:
+        bench = Bench(engine)
+        row = EngineRow(engine.url, "i1", EnginePhase.READY, int(engine.weight_version))
+        bench.view.update(FleetChanged(bench.epoch + 1, (row,), row.policy_version), "router")
+        generation = bench.start(min_policy_version=row.policy_version + 1)
+        await generation.wait(TO_THE_END)
+        assert isinstance(generation.error, EngineUnavailable)
+        assert "was of another run" in str(generation.error)
+        await bench.sampler.close()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rollmesh.runtime.chat import ChatMessage, read_message
-from rollmesh.runtime.history import read_chat
+from rollmesh.runtime.match import read_chat
 from rollmesh.runtime.readings import MAX_UNITS, MIN_UNIT_BYTES, Readings
 from rollmesh.runtime.turns import Turn
 from tests.unit.runtime.history_world import Held

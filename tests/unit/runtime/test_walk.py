@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from rollmesh.runtime.history import Match
+from rollmesh.runtime.match import Match
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.turns import Turn
 from rollmesh.runtime.walk import Walk

@@ -1,0 +1,76 @@
+"""A scribe that keeps what it wrote in memory, through the bytes that a journal would hold."""
+
+import msgspec
+
+from rollmesh.core.errors import SessionError
+from rollmesh.runtime.blobs import Blob
+from rollmesh.runtime.deeds import AnyDeed, Shown, Text
+from rollmesh.runtime.history import LONG_BYTES
+from rollmesh.runtime.images import ImageRef
+
+
+class ListScribe:
+    """Satisfies Scribe."""
+
+    def __init__(self) -> None:
+        self.records: list[bytes] = []
+        self.texts: list[bytes] = []
+        self.is_full = False
+        self._owed: list[AnyDeed] = []
+        self._shown: set[str] = set()
+
+    def check(self) -> None:
+        if self.is_full:
+            raise SessionError(503, "journal_full", "full")
+
+    def text(self, text: bytes | Blob) -> Text:
+        if isinstance(text, bytes) and len(text) < LONG_BYTES:
+            return text
+        return self._keep(text if isinstance(text, bytes) else text.read())
+
+    def same(self, text: bytes) -> Text:
+        return self._keep(text) if text else b""
+
+    def image(self, image: ImageRef) -> Shown | None:
+        if image.digest in self._shown:
+            return None
+        self._shown.add(image.digest)
+        address = image.address
+        return Shown(
+            image.digest, address if isinstance(address, str) else self._keep(address.read())
+        )
+
+    def put(self, deed: AnyDeed) -> None:
+        self._owed.append(deed)
+
+    def be_due(self) -> None:
+        if not self.is_full:
+            self._write()
+
+    async def written(self) -> None:
+        if self.is_full:
+            raise SessionError(507, "journal_full", "full")
+        self._write()
+
+    def _write(self) -> None:
+        self.records += [msgspec.msgpack.encode(deed) for deed in self._owed]
+        self._owed.clear()
+
+    def deeds(self) -> list[AnyDeed]:
+        """What another process would read."""
+        kind: type[AnyDeed] = AnyDeed  # type: ignore[assignment]
+        return [msgspec.msgpack.decode(raw, type=kind) for raw in self.records]
+
+    def read(self, number: int) -> bytes:
+        return self.texts[number]
+
+    def next_life(self) -> "ListScribe":
+        """Of the process that goes on; what was put and not written is lost."""
+        other = ListScribe()
+        other.records, other.texts = list(self.records), list(self.texts)
+        return other
+
+    def _keep(self, text: bytes) -> int:
+        if text not in self.texts:
+            self.texts.append(text)
+        return self.texts.index(text)

@@ -1,0 +1,246 @@
+"""A session that was made again of its deeds goes on as the one that did them."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.core.errors import SessionError
+from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.history import LONG_BYTES
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.session import Session, SessionState
+from rollmesh.runtime.spot import NO_NODE, Spot
+from rollmesh.runtime.stops import StopStrings
+from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.turns import SamplingAsk, Turn
+from rollmesh.testing.model_folder import CHAT_TEMPLATE, write_model_folder
+from rollmesh.testing.sampler import ScriptedSampler
+from tests.unit.runtime.random_talks import RandomTalks
+from tests.unit.runtime.scribe_world import ListScribe
+from tests.unit.runtime.session_world import (
+    MORE,
+    TOOLS,
+    USER,
+    Message,
+    Say,
+    call,
+    open_session,
+    regained,
+    said,
+    trained,
+    turn,
+    with_fields,
+)
+
+
+def shape(session: Session) -> list[object]:
+    """Of its trie: each spot once, with what it says and what it stands for."""
+    history = session._holdings.history  # noqa: SLF001 - what it knows shows in no public word
+    history.catch_up()
+    found: dict[int, Spot] = {}
+    waiting = list(history.roots.values())
+    while waiting:
+        spot = waiting.pop()
+        for child in (spot.children or {}).values():
+            if child.number not in found:
+                found[child.number] = child
+                waiting.append(child)
+    return [
+        (n, s.raw, s.node, s.sampled, s.continued, s.depth, s.parent.number if s.parent else None)
+        for n, s in sorted(found.items())
+    ]
+
+
+def told(session: Session) -> object:
+    """The whole account of it; seals the session."""
+    session.seal("done")
+    record = session.record()
+    return (
+        record.nodes,
+        bytes(record.token_ids),
+        bytes(record.logprobs),
+        record.engines,
+        bytes(record.messages),
+        record.num_calls,
+        record.forks,
+        record.healed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_random_talks_go_on_as_if_nothing_had_happened(
+    prompts: Prompts, tokenizer: Tokenizer, seed: int
+) -> None:
+    scribe = ListScribe()
+    calm = RandomTalks(prompts, tokenizer, seed)
+    shaken = RandomTalks(prompts, tokenizer, seed, scribe=scribe)
+    for number in range(60):
+        await calm.step()
+        await shaken.step()
+        if number % 7 == seed % 7 and not shaken.session.sampling:
+            scribe.be_due()
+            before = shaken.session
+            scribe = scribe.next_life()
+            shaken.session = regained(before, scribe)
+            assert shape(shaken.session) == shape(before)
+    assert told(shaken.session) == told(calm.session)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_a_kill_at_any_moment_leaves_a_session_that_knows_what_was_settled(
+    prompts: Prompts, tokenizer: Tokenizer, seed: int
+) -> None:
+    """Generations that run are lost; prompts go on from exactly what was held, or begin anew."""
+    scribe = ListScribe()
+    talks = RandomTalks(prompts, tokenizer, seed, scribe=scribe)
+    for number in range(80):
+        await talks.step()
+        if number % 5 == seed % 5:
+            before = talks.session
+            scribe = scribe.next_life()
+            talks.session = regained(before, scribe)
+            known = {reply.node for replies in talks.session._replies.all() for reply in replies}  # noqa: SLF001 - likewise
+            assert NO_NODE not in known
+    nodes = told(talks.session)
+    assert nodes
+
+
+@pytest.fixture
+def say(tokenizer: Tokenizer) -> Say:
+    return lambda text: tokenizer.encode(text) + tokenizer.encode("<|im_end|>")
+
+
+async def test_a_call_of_which_one_choice_alone_was_written_is_made_anew(
+    prompts: Prompts, say: Say
+) -> None:
+    scribe = ListScribe()
+    sampler = ScriptedSampler()
+    session = open_session(sampler, prompts, scribe=scribe)
+    asked = with_fields(turn(USER), num_choices=2)
+    one, _ = await session.attach(asked)
+    sampler.generations[0].end(*say("a"))
+    session.finish(one)
+    await session.diary.written()
+    after = regained(session, scribe.next_life())
+    again = await after.attach(with_fields(turn(USER), num_choices=2))
+    assert [reply.is_running for reply in again] == [True, True]
+    assert again[0].source.node == one.source.node, "after the same tokens"
+    for generation in sampler.generations[2:]:
+        generation.end(*say("b"))
+    for reply in again:
+        after.finish(reply)
+        after.delivered(reply)
+    assert [finish for _, _, finish in trained(after)] == ["void", "stop", "stop"]
+
+
+async def test_an_answer_that_nobody_took_is_void_until_somebody_does(
+    prompts: Prompts, say: Say
+) -> None:
+    scribe = ListScribe()
+    session = open_session(ScriptedSampler(lambda _: say("a")), prompts, scribe=scribe)
+    (reply,) = await session.attach(turn(USER))
+    session.finish(reply)
+    await session.diary.written()
+    session.left(reply)
+    lost = regained(session, scribe.next_life())
+    assert [finish for _, _, finish in trained(lost)] == ["void"]
+    scribe = scribe.next_life()
+    found = regained(session, scribe)
+    await call(found, turn(USER))
+    assert [finish for _, _, finish in trained(regained(found, scribe.next_life()))] == ["stop"]
+
+
+async def test_a_repeated_answer_is_the_same_to_its_likeliest_tokens_and_stop_strings(
+    prompts: Prompts, tokenizer: Tokenizer
+) -> None:
+    scribe = ListScribe()
+    sampler = ScriptedSampler(
+        lambda _: tokenizer.encode("ab stop"),
+        new_matcher=lambda stops: StopStrings(stops, tokenizer.stream()),
+    )
+    session = open_session(sampler, prompts, scribe=scribe)
+    asked = with_fields(turn(USER), ask=SamplingAsk(stop=("stop",)))
+    reply, answer = await call(session, asked)
+    after = regained(session, scribe.next_life())
+    (again,) = await after.attach(msgspec.structs.replace(asked, is_retry=True))
+    assert (again.matched_stop, again.head) == ("stop", reply.head)
+    assert after.finish(again) == answer
+    assert list(again.token_ids()) == list(reply.token_ids())
+    assert list(again.logprobs()) == list(reply.logprobs())
+
+
+async def test_raw_prompts_go_on_from_their_texts_and_from_their_tokens(
+    prompts: Prompts, tokenizer: Tokenizer, say: Say
+) -> None:
+    scribe = ListScribe()
+    session = open_session(ScriptedSampler(lambda _: say("a")), prompts, scribe=scribe)
+    reply, _ = await call(session, Turn(messages=[], prompt_text="guess", digest=1))
+    text = "guess" + tokenizer.decode(list(reply.token_ids()))
+    await call(session, Turn(messages=[], prompt_text=text + " higher", digest=2))
+    await call(session, Turn(messages=[], prompt_ids=(5, 6, 7), digest=3))
+    for life in (session, regained(session, scribe.next_life())):
+        more = Turn(messages=[], prompt_text=text + " lower", digest=4)
+        again, _ = await call(life, more)
+        assert life._holdings.graph.nodes[again.source.node].parent == reply.node  # noqa: SLF001 - likewise
+        ids, _ = await call(life, Turn(messages=[], prompt_ids=(5, 6, 7), digest=5))
+        assert list(ids.prompt_ids()) == [5, 6, 7]
+
+
+async def test_an_answer_is_known_by_its_name_and_a_fault_by_its_words(
+    prompts: Prompts, say: Say
+) -> None:
+    scribe = ListScribe()
+    sampler = ScriptedSampler()
+    session = open_session(sampler, prompts, scribe=scribe)
+    running = asyncio.ensure_future(call(session, turn(USER)))
+    await sampler.moved.wait()
+    sampler.generations[0].end(*say("a"))
+    reply, _ = await running
+    (lost,) = await session.attach(turn(USER, said("a"), MORE))
+    lost.join()
+    session.end_early("too much")
+    after = regained(session, scribe.next_life())
+    assert after.node_of(reply.head.id) == reply.node
+    assert (after.state, after.spent_because) == (SessionState.SPENT, "too much")
+    with pytest.raises(SessionError, match="too much"):
+        await after.attach(turn(USER, said("a"), MORE, MORE))
+
+
+async def test_long_texts_tools_and_images_are_told_once(prompts: Prompts, say: Say) -> None:
+    scribe = ListScribe()
+    session = open_session(ScriptedSampler(lambda _: say("a")), prompts, 10**6, scribe=scribe)
+    long: Message = {"role": "user", "content": "x " * LONG_BYTES}
+    await call(session, turn(long, tools=TOOLS))
+    await call(session, turn(long, said("a"), MORE, tools=TOOLS))
+    assert len(scribe.texts) == 2
+    assert sum(map(len, scribe.records)) < 10 * LONG_BYTES
+    after = regained(session, scribe.next_life())
+    reply, _ = await call(after, turn(long, said("a"), MORE, said("a"), MORE, tools=TOOLS))
+    assert (reply.source.tools, after.fork_report().forks) == (TOOLS, [])
+    assert told(after) == told(await _with_one_more(session, long))
+
+
+async def _with_one_more(session: Session, long: Message) -> Session:
+    await call(session, turn(long, said("a"), MORE, said("a"), MORE, tools=TOOLS))
+    return session
+
+
+COUNTS = "{{ messages | length }}" + CHAT_TEMPLATE
+"""Tells at the top how many messages follow: no chat begins as an earlier one did."""
+
+
+async def test_a_fork_that_a_template_made_has_the_same_cause_and_words(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, model_type="unheard", chat_template=COUNTS)
+    tokenizer = load_tokenizer(folder)
+    prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
+    ids = tokenizer.encode("a<|im_end|>")
+    scribe = ListScribe()
+    session = open_session(ScriptedSampler(lambda _: ids), prompts, scribe=scribe)
+    await call(session, turn(USER))
+    await call(session, turn(USER, said("a"), MORE))
+    after = regained(session, scribe.next_life())
+    [fork] = after.fork_report().forks
+    assert (fork.cause, [fork]) == ("template", session.fork_report().forks)
+    assert told(after) == told(session)
