@@ -9,7 +9,8 @@ import numpy as np
 
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import GroupRecord
+from rollmesh.core.types import GroupRecord, RolloutRecord
+from rollmesh.serve.client.entries import GroupBooked, SeenRollout
 from rollmesh.serve.client.sample_memory import Float32s, Int32s
 from rollmesh.serve.client.samples import check_counts
 from rollmesh.wire.bodies import decode_record
@@ -99,6 +100,22 @@ def open_result(raw: RawResult) -> Arrival:
         logprobs=logprobs,
         position=raw.position,
     )
+
+
+def booked_of(dropped: Dropped, step: int, task_id: str = "") -> GroupBooked:
+    """What is written down of it before `step`; `task_id` where it brought no word of that."""
+    record = dropped.record
+    seen = tuple(map(seen_of, record.rollouts)) if record else ()
+    return GroupBooked(
+        dropped.group_id, dropped.reason, step, record.task.id if record else task_id, seen
+    )
+
+
+def seen_of(rollout: RolloutRecord) -> SeenRollout:
+    """What a ledger says of it."""
+    runs = (run for node in rollout.nodes for run in node.policy_versions)
+    versions = tuple(sorted({run.policy_version for run in runs}))
+    return SeenRollout(rollout.index, rollout.outcome, rollout.num_logprobs, versions)
 
 
 def _arrays(buffers: tuple[Buffer, ...]) -> tuple[Int32s, Float32s]:

@@ -15,6 +15,7 @@ import math
 import msgspec
 
 from rollmesh.core.ids import GroupId
+from rollmesh.serve.client.entries import Again, GroupTried
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import (
@@ -71,6 +72,13 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """So long a full queue's refusals are answered by asking again; at 0 the first ends it."""
     attempts: int = 0
     """Attempts that may have begun, where an earlier process asked."""
+    excused: int = 0
+    """Of them, those that do not count."""
+    asked_step: int = 0
+    num_drawn: int = 0
+    is_eval: bool = False
+    again: Again | None = None
+    """As GroupAsked of entries.py; the router never hears of them."""
     body: Buffer = b""
 
 
@@ -90,6 +98,9 @@ class Arrived(msgspec.Struct, frozen=True):
 class Closed(msgspec.Struct, frozen=True):
     """Event: the program leaves."""
 
+    for_good: bool = False
+    """No later one goes on with what it keeps."""
+
 
 class AskEnded(msgspec.Struct, frozen=True):
     """Action, and the sink's event: this group ends without a result, for this reason."""
@@ -108,7 +119,8 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 Event = Asked | Cancelled | Arrived | Closed | Received | Ticked
-Action = Send | AskEnded | Waits
+Action = Send | AskEnded | Waits | GroupTried
+"""GroupTried is to be written down: of kept groups, how many attempts have begun."""
 
 
 class _Ask(msgspec.Struct):
@@ -164,10 +176,9 @@ class Asks:
             case Arrived(group_id):
                 self._forget(group_id)
                 return self._fill_place(now_s)
-            case Closed():
-                # Kept groups go on; whoever wants their end cancels them.
+            case Closed(for_good):
                 left = ClientLeft(self.settings.client_id)
-                return [] if self.settings.keep else [Send(ROUTER, left)]
+                return [Send(ROUTER, left)] if for_good or not self.settings.keep else []
             case Received():
                 return self._received(event, now_s)
             case Ticked():
@@ -177,7 +188,7 @@ class Asks:
         if asked.group_id in self.open:
             return []
         ends_s = now_s + asked.deadline_s if asked.deadline_s > 0 else math.inf
-        ask = self.open[asked.group_id] = _Ask(asked, asked.attempts, ends_s)
+        ask = self.open[asked.group_id] = _Ask(asked, asked.attempts, ends_s, asked.excused)
         self._note_due(ends_s)
         # Before the first RouterHello nobody knows us; the hello says all open asks.
         return [self._say(ask, now_s)] if self.router else []
@@ -232,17 +243,26 @@ class Asks:
         ask = self.open.get(moved.group_id)
         if ask is None:
             return []
-        ask.attempts = max(ask.attempts, moved.attempt)
-        ask.excused = max(ask.excused, moved.excused)
+        actions = self._count_tries(ask, moved)
         ask.refused_since_s, ask.num_refusals = math.inf, 0
         if moved.state is GroupState.CANCELLED:
-            return self._end(moved.group_id, "cancelled: by the router")
+            return [*actions, *self._end(moved.group_id, "cancelled: by the router")]
         # DONE follows our own ack and FAILED comes with its reason: an ask that is still open
         # crossed one of them, or nobody holds its result. Saying it again soon settles either.
         has_ended = moved.state in (GroupState.DONE, GroupState.FAILED)
         beats = self.settings.confirm_beats if has_ended else self.settings.reassert_beats
         self._say_again(ask, now_s + beats * self.beat_s)
-        return [Waits(moved.reason)] if moved.reason else []
+        return [*actions, Waits(moved.reason)] if moved.reason else actions
+
+    def _count_tries(self, ask: _Ask, moved: GroupMoved) -> list[Action]:
+        known = ask.attempts, ask.excused
+        ask.attempts = max(ask.attempts, moved.attempt)
+        ask.excused = max(ask.excused, moved.excused)
+        is_news = known != (ask.attempts, ask.excused)
+        # That the first has begun, whoever asks again says anyway.
+        if not self.settings.keep or not is_news or (ask.attempts, ask.excused) <= (1, 0):
+            return []
+        return [GroupTried(moved.group_id, ask.attempts, ask.excused)]
 
     def _refused(self, refused: AskRefused, now_s: float) -> list[Action]:
         """The queue is full: ask again, later each time, while the ask has patience."""

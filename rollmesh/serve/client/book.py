@@ -1,129 +1,93 @@
 """The client's book: what was asked, what arrived and was dropped, trained or published, on disk.
 
-    RunBegan      first, once per client                         frames: [entry]
-    GroupAsked    an ask that is to outlive its process          frames: [entry, body]
-    GroupKept     a complete result, before its ack              frames: [entry, body, *buffers]
-    GroupBooked   a group that ended without one
-    GroupsTaken   results that nobody needs again
-    StepTaken     the groups of a train step, before it is taken
-    Published     a policy version, before it is published
-    EndedSoFar    all ended groups as intervals, before older segments are dropped, and after a
-                  full disk
-
-Invariants: an act follows its entry; replaying the entries gives which groups are asked for and
-open, which have ended, and which results nobody has taken; what a full disk did not take is owed,
-and written before anything else; of the results on disk only their places are in memory. Driven by
-the intake's thread; `load` by any.
+Invariants: an act follows its entry (entries.py); a process that replays them knows what the last
+one knew (chronicle.py); what a full disk did not take is owed, and written before anything else; of
+the results on disk only their places are in memory; a segment stays while an entry in it is needed,
+and an open ask is written again rather than keep one for long. Needed is what the last savepoint
+but one does not know, since the last may go bad; over the byte budget the last frees alone. Driven
+by the intake's thread, and by the simulator; `load` by any.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import JournalError
-from rollmesh.core.ids import GroupId, IntervalSet
+from rollmesh.core.errors import JournalError, WireError
+from rollmesh.core.ids import GroupId
 from rollmesh.core.journal import Journal
-from rollmesh.serve.client.arrivals import Filed, RawResult
+from rollmesh.serve.client.arrivals import Dropped, Filed, RawResult, booked_of, open_result
 from rollmesh.serve.client.asks import MOMENT_S, Asked
+from rollmesh.serve.client.chronicle import Chronicle, Place, groups_in
+from rollmesh.serve.client.entries import (
+    AnyEntry,
+    GroupAsked,
+    GroupBooked,
+    GroupKept,
+    GroupParted,
+    GroupsTaken,
+    GroupTried,
+    Published,
+    RunBegan,
+    StateSaved,
+    StepTaken,
+    decode_entry,
+    encode_entry,
+)
+from rollmesh.serve.client.history import History, OpenAsk
+from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.messages import GroupFinished
 
 JOURNAL_FOLDER = "journal"
+WORTH_MOVING = 2
+"""Open asks are written again once so many times their bytes are freed by it."""
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
-    """The first frame of a record."""
+class Records(Protocol):
+    """What a book needs of core/journal.py's Journal."""
 
-
-class RunBegan(Entry, frozen=True, tag="run_began"):
-    run_id: str
-    client_id: str = ""
-    sink: str = ""
-    """Address; a client that goes on for this one listens there again."""
-
-
-class GroupAsked(Entry, frozen=True, tag="group_asked"):
-    group_id: GroupId
-    env: str
-    num_samples: int
-    priority: int
-    ends_s: float
-    """Unix time; 0 for never."""
-    patience_s: float
-
-
-class GroupKept(Entry, frozen=True, tag="group_kept"):
-    group_id: GroupId
-    attempt: int
-    worker_id: str
-
-
-class GroupBooked(Entry, frozen=True, tag="group_booked"):
-    group_id: GroupId
-    reason: str
-
-
-class GroupsTaken(Entry, frozen=True, tag="groups_taken"):
-    group_ids: tuple[GroupId, ...]
-
-
-class StepTaken(Entry, frozen=True, tag="step_taken"):
-    step: int
-    group_ids: tuple[GroupId, ...]
-
-
-class Published(Entry, frozen=True, tag="published"):
-    policy_version: int
-    step: int
-
-
-class EndedSoFar(Entry, frozen=True, tag="ended_so_far"):
-    runs: dict[str, list[tuple[int, int]]]
-
-
-AnyEntry = (
-    RunBegan
-    | GroupAsked
-    | GroupKept
-    | GroupBooked
-    | GroupsTaken
-    | StepTaken
-    | Published
-    | EndedSoFar
-)
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    def append(self, frames: Sequence[Buffer]) -> int: ...
+    def read(self, position: int) -> list[bytes]: ...
+    def replay(self) -> Iterator[tuple[int, list[bytes]]]: ...
+    def can_drop_before(self, position: int) -> bool: ...
+    def drop_before(self, position: int) -> None: ...
+    def close(self) -> None: ...
 
 
 class Book:
-    """The book in `folder`; the constructor replays what is there."""
+    """See the module. The constructor replays what is there."""
 
-    def __init__(self, folder: Path, config: JournalConfig) -> None:
-        """JournalError if it is damaged, of another format, or another process writes it."""
-        self._config = config
-        self._journal = Journal(folder / JOURNAL_FOLDER, config.segment_bytes, fsync=config.fsync)
-        self.ended: dict[str, IntervalSet] = {}
+    def __init__(self, journal: Records, max_bytes: int) -> None:
+        """JournalError, and the journal is closed, if it is damaged or of another format."""
+        self._journal = journal
+        self._max_bytes = max_bytes
+        self._chronicle = Chronicle()
+        self._newest: StateSaved | None = None
+        """The newest durable savepoint, as long as it has freed nothing."""
+        self._owed: list[GroupBooked | GroupParted | GroupsTaken | StateSaved] = []
+        """What the disk did not take when it happened."""
+        self._owes_summary = False
+        """Segments were dropped before all that must be known of them was written."""
+        self.ended = self._chronicle.ended
         """By run; the sink works on these sets."""
-        self.began = RunBegan("")
-        """The newest run."""
-        self._open: dict[GroupId, Asked] = {}
-        self._untaken: dict[GroupId, Filed] = {}
-        self._needed: dict[GroupId, int] = {}
-        """Where the asks and results stand that are still needed."""
-        self._owes_ends = False
-        """The disk did not take some end: all of them are written before anything else."""
-        self._owed_taken: list[GroupId] = []
-        """Taken, and not written yet."""
         try:
-            for position, frames in self._journal.replay():
-                self._replay(position, frames)
+            for position, frames in journal.replay():
+                place = Place(position, sum(map(len, frames[1:])))
+                self._chronicle.replay(_entry_in(position, frames), place)
         except JournalError:
-            self._journal.close()
+            journal.close()
             raise
+        self.earlier = self._chronicle.began
+        """The newest run of earlier processes."""
 
     @property
     def size_bytes(self) -> int:
@@ -132,13 +96,51 @@ class Book:
 
     @property
     def is_full(self) -> bool:
-        """Over the byte budget: a checkpoint must free segments."""
-        return self._journal.size_bytes > self._config.max_bytes
+        """Over the byte budget, and a savepoint (or taking results) would free some of it.
 
-    def restored(self) -> list[Filed]:
-        """Results of earlier runs that nobody took, oldest first; they are given once."""
-        results, self._untaken = list(self._untaken.values()), {}
-        return results
+        What waits for its step leaves by being trained, for which more may have to be asked.
+        """
+        is_over = self._journal.size_bytes > self._max_bytes
+        return is_over and self._chronicle.can_be_freed
+
+    def history(self) -> History:
+        """What the next process must know; JournalError where an ask cannot be read."""
+        told = self._chronicle
+        return History(
+            saved=told.saved,
+            steps=tuple(each.entry for each in told.steps.values()),
+            published=tuple(each.entry for each in told.published.values()),
+            results=tuple(told.results()),
+            drops=tuple(each.entry for each in told.drops.values()),
+            parted=tuple(each.entry for each in told.parted.values()),
+            again={each: told.entry.again for each, told in told.again.items() if told.entry.again},
+            evals=groups_in(told.evals),
+            open_asks=tuple(_open_ask(*each) for each in self._asks()),
+            num_asked=sum(told.num_asked.values()),
+            num_drawn=told.num_drawn,
+        )
+
+    def reopened(self) -> list[Asked]:
+        """What earlier runs asked for to outlive them, and is open."""
+        tries = self._chronicle.tries
+        return [_asked_again(*each, tries.get(each[0].group_id)) for each in self._asks()]
+
+    def begin(self, began: RunBegan, saved: StateSaved | None) -> list[Filed]:
+        """Write down a new run; the results of earlier ones that it is to have, oldest first.
+
+        With `saved`, what its newest savepoint knows (or StateSaved() where there is none), results
+        that a step took are for it to redo, and what no savepoint covers stays in the journal.
+        Without, it redoes nothing, and only results that nobody has taken stay.
+        """
+        self._write(began)
+        if saved is None:
+            ready = self._chronicle.ready()
+            self._chronicle.stop_redoing()
+            return ready
+        self._newest = saved if saved != StateSaved() else None
+        left = set(self._chronicle.learn(saved))
+        self._make_room()
+        return [each for each in self._chronicle.ready() if each.group_id not in left]
 
     def load(self, filed: Filed) -> RawResult:
         """The result as it was kept, while it is needed; JournalError where it cannot be read."""
@@ -153,169 +155,210 @@ class Book:
             position=filed.position,
         )
 
-    def reopened(self) -> list[Asked]:
-        """What earlier runs asked for to outlive them and is open; given once."""
-        asks, self._open = list(self._open.values()), {}
-        return asks
-
-    def begin(self, began: RunBegan) -> None:
-        """Write down a new run."""
-        self._write(began)
-        self.began = began
-        self.ended[began.run_id] = IntervalSet()
-
     def ask(self, asked: Asked) -> None:
         """Write down an ask that is to outlive this process."""
         ends_s = time.time() + asked.deadline_s if asked.deadline_s > 0 else 0.0
         entry = GroupAsked(
-            asked.group_id, asked.env, asked.num_samples, asked.priority, ends_s, asked.patience_s
+            asked.group_id,
+            asked.env,
+            asked.num_samples,
+            asked.priority,
+            ends_s,
+            asked.patience_s,
+            asked.asked_step,
+            asked.num_drawn,
+            asked.is_eval,
+            asked.again,
         )
-        self._needed[asked.group_id] = self._write(entry, asked.body)
+        self._write(entry, asked.body)
 
     def keep(self, message: GroupFinished, packet: Packet) -> RawResult:
-        """Write a result down; an incomplete one leaves a line and not its tokens."""
-        if message.complete:
-            entry: AnyEntry = GroupKept(message.group_id, message.attempt, message.worker_id)
-            position = self._write(entry, packet.body, *packet.buffers)
-            self._needed[message.group_id] = position
-        else:
-            position = self._write(GroupBooked(message.group_id, "incomplete"))
-            self._needed.pop(message.group_id, None)
-        return RawResult(
+        """Write a result down; an incomplete one leaves a word on each rollout, and no tokens."""
+        result = RawResult(
             group_id=message.group_id,
             attempt=message.attempt,
             worker_id=message.worker_id,
             complete=message.complete,
             body=packet.body,
             buffers=packet.buffers,
-            position=position,
+            position=-1,
         )
+        if message.complete:
+            kept = GroupKept(message.group_id, message.attempt, message.worker_id)
+            position = self._write(kept, packet.body, *packet.buffers)
+        else:
+            dropped = open_result(result)
+            assert isinstance(dropped, Dropped)
+            position = self._write(self._booked(dropped))
+        return msgspec.structs.replace(result, position=position)
 
-    def note(self, entry: StepTaken | Published) -> None:
+    def note(self, entry: StepTaken | Published | GroupTried) -> None:
         """Write one entry; JournalError if the disk does not take it."""
         self._write(entry)
 
     def drop(self, group_id: GroupId, reason: str) -> None:
         """A group in `ended` has no result; JournalError if the disk takes that only later."""
-        self._needed.pop(group_id, None)
-        try:
-            self._write(GroupBooked(group_id, reason))
-        except JournalError:
-            self._owes_ends = True
-            raise
+        booked = self._booked(Dropped(group_id, reason))
+        self._chronicle.end(group_id)
+        self._owed.append(booked)
+        self._settle()
+
+    def part(self, parted: GroupParted) -> None:
+        """Write down that a result is dropped; JournalError if the disk takes that only later.
+
+        Where nobody makes savepoints, why it was is nobody's matter: it is taken.
+        """
+        if not self._chronicle.is_redone:
+            self.take((parted.group_id,))
+            return
+        self._owed.append(parted)
+        self._settle()
 
     def take(self, group_ids: tuple[GroupId, ...]) -> None:
         """Nobody needs these results again, nor the segments that hold nothing else.
 
-        JournalError if the disk takes that only later.
+        Where savepoints are made, once one of them knows that. JournalError if the disk takes it
+        only later.
         """
-        for group_id in group_ids:
-            self._needed.pop(group_id, None)
-        self._owed_taken += group_ids
-        position = min(self._needed.values(), default=self._journal.end)
-        try:
-            self._settle()
-        except JournalError:
-            if not self._journal.can_drop_before(position):
-                raise
-            # The disk may be full of these: what nobody needs makes room for saying so.
-            self._owes_ends = True
-            self._journal.drop_before(position)
-            self._settle()
-        self._drop_before(position)
+        if self._chronicle.is_redone:
+            self._chronicle.leave(group_ids)
+            return
+        self._chronicle.forget(group_ids)
+        self._owed.append(GroupsTaken(group_ids))
+        self._release()
 
-    def free(self, position: int) -> None:
-        """Drop the results before `position`, but for which groups have ended."""
-        open_asks = (at for group, at in self._needed.items() if not self._has_ended(group))
-        self._needed = {
-            group: at
-            for group, at in self._needed.items()
-            if at >= position or not self._has_ended(group)
-        }
-        self._drop_before(min([position, *open_asks]))
+    def cover(self, saved: StateSaved) -> None:
+        """This is safe elsewhere, beside what was so before; JournalError if the disk takes that
+        only later."""
+        before, self._newest = self._newest, saved
+        if before:
+            self._free(before)
+        self._make_room()
 
     def close(self) -> None:
         self._journal.close()
 
-    def _drop_before(self, position: int) -> None:
-        if self._journal.can_drop_before(position):
-            self._write_ends()
+    # what is needed
+
+    def _asks(self) -> Iterator[tuple[GroupAsked, bytes]]:
+        """The open ones, as they stand in the journal."""
+        for place in self._chronicle.open.values():
+            frames = self._journal.read(place.position)
+            entry = _entry_in(place.position, frames)
+            assert isinstance(entry, GroupAsked)
+            yield entry, frames[1]
+
+    def _booked(self, dropped: Dropped) -> GroupBooked:
+        """With its task, where that was asked for here."""
+        place, task_id = self._chronicle.open.get(dropped.group_id), ""
+        if place and not dropped.record:
+            with suppress(JournalError, WireError):
+                task_id = decode_ask(self._journal.read(place.position)[1]).task.id
+        return booked_of(dropped, self._chronicle.next_step, task_id)
+
+    def _free(self, saved: StateSaved) -> None:
+        """Let go of what this savepoint knows."""
+        self._chronicle.cover(saved)
+        self._owed.append(saved)
+        self._release()
+
+    def _make_room(self) -> None:
+        """Over the budget the newest savepoint must do, though another one beside it is safer."""
+        if self._newest and self._journal.size_bytes > self._max_bytes:
+            newest, self._newest = self._newest, None
+            self._free(newest)
+
+    def _release(self) -> None:
+        """Write what is owed, and let go of the segments that nobody needs."""
+        try:
+            self._settle()
+        except JournalError:
+            position = self._chronicle.floor(self._journal.end)
+            # Which savepoint has freed what, must be told before that is gone.
+            if self._chronicle.is_redone or not self._journal.can_drop_before(position):
+                raise
+            # The disk may be full of these: what nobody needs makes room for saying so.
+            self._owes_summary = True
             self._journal.drop_before(position)
+            self._settle()
+        with suppress(JournalError):  # no room to write them again: they stay where they are
+            self._move_asks()
+        position = self._chronicle.floor(self._journal.end)
+        if self._journal.can_drop_before(position):
+            self._write_summary()
+            self._journal.drop_before(position)
+
+    def _move_asks(self) -> None:
+        """Write open asks again that alone keep old segments."""
+        journal, told = self._journal, self._chronicle
+        rest = told.floor(journal.end, with_asks=False)
+        if not journal.can_drop_before(rest):
+            return
+        num_freed = rest - (journal.end - journal.size_bytes)
+        old = {group_id: at for group_id, at in told.open.items() if at.position < rest}
+        if num_freed <= WORTH_MOVING * sum(at.num_bytes for at in old.values()):
+            return
+        for group_id, place in old.items():
+            frames = journal.read(place.position)
+            entry = _entry_in(place.position, frames)
+            self._append(entry, *frames[1:])
+            if group_id in told.tries:
+                self._append(told.tries[group_id])
+
+    # writing
 
     def _write(self, entry: AnyEntry, *frames: Buffer) -> int:
         self._settle()
-        return self._append(entry, *frames)
+        position = self._append(entry, *frames)
+        with suppress(JournalError):  # what is not written of that is owed
+            self._make_room()
+        return position
 
     def _settle(self) -> None:
         """Write what the disk did not take when it happened."""
-        if self._owes_ends:
-            self._write_ends()
-        if self._owed_taken:
-            self._append(GroupsTaken(tuple(self._owed_taken)))
-            self._owed_taken.clear()
+        while self._owed:
+            self._append(self._owed[0])
+            del self._owed[0]
+        if self._owes_summary:  # which may say that what was owed has ended
+            self._write_summary()
 
-    def _write_ends(self) -> None:
-        """All that must be known of what stands before this."""
-        self._append(EndedSoFar({run: each.intervals() for run, each in self.ended.items()}))
-        self._append(self.began)
-        self._owes_ends = False
+    def _write_summary(self) -> None:
+        for entry in self._chronicle.summary():
+            self._append(entry)
+        self._owes_summary = False
 
     def _append(self, entry: AnyEntry, *frames: Buffer) -> int:
-        return self._journal.append([_encoder.encode(entry), *frames])
-
-    def _replay(self, position: int, frames: list[bytes]) -> None:
-        try:
-            entry = _decoder.decode(frames[0])
-        except (msgspec.MsgspecError, IndexError) as error:
-            raise JournalError(f"the journal's record at {position} is unknown: {error}") from None
-        match entry:
-            case GroupAsked(group_id):
-                self._open[group_id] = _asked_again(entry, frames[1])
-                self._needed[group_id] = position
-            case GroupKept(group_id, attempt, worker_id):
-                self._end(group_id)
-                num_bytes = sum(map(len, frames[1:]))
-                self._untaken[group_id] = Filed(group_id, attempt, worker_id, position, num_bytes)
-                self._needed[group_id] = position
-            case _:
-                self._replay_alone(entry)
-
-    def _replay_alone(self, entry: AnyEntry) -> None:
-        """An entry without further frames."""
-        match entry:
-            case RunBegan(run_id):
-                self.began = entry
-                self.ended.setdefault(run_id, IntervalSet())
-            case GroupBooked(group_id):
-                self._end(group_id)
-                self._forget([group_id])
-            case StepTaken(_, group_ids):
-                for group_id in group_ids:
-                    self._untaken.pop(group_id, None)
-            case GroupsTaken(group_ids):
-                self._forget(group_ids)
-            case EndedSoFar(runs):
-                for run_id, intervals in runs.items():
-                    self.ended[run_id] = IntervalSet(intervals)
-                self._forget([each for each in self._open if self._has_ended(each)])
-            case _:
-                pass
-
-    def _end(self, group_id: GroupId) -> None:
-        self.ended.setdefault(group_id.run_id, IntervalSet()).add(group_id.seq)
-        self._open.pop(group_id, None)
-
-    def _forget(self, group_ids: Sequence[GroupId]) -> None:
-        for group_id in group_ids:
-            self._open.pop(group_id, None)
-            self._untaken.pop(group_id, None)
-            self._needed.pop(group_id, None)
-
-    def _has_ended(self, group_id: GroupId) -> bool:
-        return group_id.seq in self.ended.get(group_id.run_id, ())
+        position = self._journal.append([encode_entry(entry), *frames])
+        self._chronicle.apply(entry, Place(position, sum(map(len, frames))))
+        return position
 
 
-def _asked_again(entry: GroupAsked, body: bytes) -> Asked:
+def open_book(folder: Path, config: JournalConfig) -> Book:
+    """The book in `folder`; JournalError if it is damaged, of another format, or another process
+    writes it."""
+    journal = Journal(folder / JOURNAL_FOLDER, config.segment_bytes, fsync=config.fsync)
+    return Book(journal, config.max_bytes)
+
+
+def _entry_in(position: int, frames: list[bytes]) -> AnyEntry:
+    try:
+        return decode_entry(frames)
+    except JournalError as error:
+        raise JournalError(f"the journal's record at {position}: {error}") from None
+
+
+def _open_ask(entry: GroupAsked, body: bytes) -> OpenAsk:
+    said = decode_ask(body)
+    return OpenAsk(
+        group_id=entry.group_id,
+        task=said.task,
+        num_samples=entry.num_samples,
+        is_eval=said.is_eval,
+        asked_step=entry.asked_step,
+    )
+
+
+def _asked_again(entry: GroupAsked, body: bytes, tried: GroupTried | None) -> Asked:
     """The ask of an earlier process; its first attempt may have begun, or be over."""
     left_s = max(entry.ends_s - time.time(), MOMENT_S) if entry.ends_s else 0.0
     return Asked(
@@ -325,6 +368,11 @@ def _asked_again(entry: GroupAsked, body: bytes) -> Asked:
         priority=entry.priority,
         deadline_s=left_s,
         patience_s=entry.patience_s,
-        attempts=1,
+        attempts=tried.attempts if tried else 1,
+        excused=tried.excused if tried else 0,
+        asked_step=entry.asked_step,
+        num_drawn=entry.num_drawn,
+        is_eval=entry.is_eval,
+        again=entry.again,
         body=body,
     )

@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -40,8 +40,10 @@ from rollmesh.core.logs import readable
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Filed, Finished, Unopened, open_result
 from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S, Asked, AsksSettings, Cancelled
-from rollmesh.serve.client.book import Book, Published, StepTaken
-from rollmesh.serve.client.intake import MAX_FILED_BYTES, Free, Intake, Note, Taken
+from rollmesh.serve.client.book import open_book
+from rollmesh.serve.client.entries import Again, GroupParted, Published, StateSaved, StepTaken
+from rollmesh.serve.client.history import History
+from rollmesh.serve.client.intake import MAX_FILED_BYTES, Cover, Intake, Note, Taken
 from rollmesh.wire.bodies import decode_ask, encode_ask
 from rollmesh.wire.keys import Keys, check_told
 from rollmesh.wire.messages import GroupAsk
@@ -59,6 +61,9 @@ QUEUE_RESULTS = 4
 NUM_LISTENS, LISTEN_AGAIN_S = 10, 0.05
 """How often, and after what pause, the address of an earlier client is tried."""
 
+
+TriesAgain = Callable[[], bool]
+"""Waits, does what may make room on the disk, and says whether to try again."""
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
@@ -94,7 +99,6 @@ class RolloutClient:
         """
         if not 1 <= weight <= MAX_WEIGHT:
             raise ConfigError(f"weight = {weight}: give a client 1 to {MAX_WEIGHT:,} turns")
-        self.run_id = new_id("r")
         self.reopened: dict[GroupId, Task] = {}
         """With `keep`: what an earlier client here asked for and nobody has taken."""
         self._lock = threading.Lock()
@@ -105,19 +109,31 @@ class RolloutClient:
         with ExitStack() as undo:
             bind = bind or f"tcp://{facing(router)}:0"
             check_told(bind)
-            book = undo.enter_context(closing(Book(folder, journal)))
-            earlier = book.began if keep else None
+            book = undo.enter_context(closing(open_book(folder, journal)))
+            self.history = book.history() if keep else History()
+            """With `keep`, until `start`: what earlier clients here left."""
+            self.run_id = fresh_run_id(book.ended)
+            earlier = book.earlier if keep else None
             client_id = (earlier and earlier.client_id) or new_id("c")
             hub = undo.enter_context(closing(listen(bind, earlier.sink if earlier else "", keys)))
             dialer = undo.enter_context(closing(Dialer(router, client_id, keys)))
             settings = AsksSettings(client_id=client_id, sink=hub.address, weight=weight, keep=keep)
             self._intake = Intake(hub, dialer, book, settings)
+            self._book = book
             undo.pop_all()
         self.address = hub.address
+        self.client_id = client_id
+        """Who it is to the router; with `keep` the same in every life."""
 
-    def start(self) -> None:
-        """Begin to serve; what the journal holds of earlier runs is handed out first."""
-        reopened = self._intake.start(self.run_id)
+    def start(self, saved: StateSaved | None = None) -> None:
+        """Begin to serve; results that the journal holds of earlier runs are handed out first.
+
+        With `saved` (what the newest savepoint of this program knows; StateSaved() where there is
+        none), what no savepoint covers stays in the journal and is told by `history`, and results
+        that a step took are not handed out, since that step is redone.
+        """
+        reopened = self._intake.start(self.run_id, saved)
+        self.history = History()
         self.reopened = {asked.group_id: decode_ask(asked.body).task for asked in reopened}
 
     def meet_router(self, timeout_s: float) -> bool:
@@ -131,11 +147,14 @@ class RolloutClient:
         """
         self._intake.watch(on_arrival)
 
-    def close(self) -> None:
-        """Leave; the router cancels what is open here, unless it is kept. The journal stays."""
+    def close(self, *, for_good: bool = False) -> None:
+        """Leave; the router cancels what is open here, unless it is kept. The journal stays.
+
+        `for_good`: what is kept has nobody who would go on with it, so that ends too.
+        """
         with self._lock:
             self._is_closed = True
-        self._intake.close()
+        self._intake.close(for_good=for_good)
 
     def ask(
         self,
@@ -149,6 +168,9 @@ class RolloutClient:
         priority: int = 0,
         deadline_s: float = 0.0,
         patience_s: float = PATIENCE_S,
+        asked_step: int = 0,
+        num_drawn: int = 0,
+        again: Again | None = None,
     ) -> GroupId:
         """Ask for `num_samples` rollouts of `task`; the group's id, at once.
 
@@ -156,7 +178,9 @@ class RolloutClient:
         `deadline`; what a full router refuses for longer than `patience_s`, as `overloaded`.
         Overloaded where too much is asked for here already; WireError where no router could read
         it; ClientClosed after `close`. While the journal is over its byte budget asks are held
-        back, and the log says so.
+        back, and the log says so. A later client's `history` tells `asked_step`, the train steps
+        that the engines' weights have done, `num_drawn`, the tasks drawn so far, and `again`, whose
+        task is asked for once more.
         """
         self._check_ours()
         check_terms(Terms(env, num_samples, priority, deadline_s, patience_s))
@@ -177,6 +201,10 @@ class RolloutClient:
                 priority=priority,
                 deadline_s=max(deadline_s, MOMENT_S) if deadline_s else 0.0,
                 patience_s=patience_s,
+                asked_step=asked_step,
+                num_drawn=num_drawn,
+                is_eval=is_eval,
+                again=again,
                 body=body,
             )
         )
@@ -207,21 +235,49 @@ class RolloutClient:
                 return Dropped(arrival.group_id, f"infra_error: {error}")
         return arrival if isinstance(arrival, Dropped) else open_result(arrival)
 
-    def done_with(self, group_ids: Iterable[GroupId]) -> None:
-        """These results need not be handed out again; the journal may let go of them."""
-        self._intake.command(Taken(tuple(group_ids)))
+    def done_with(
+        self, group_ids: Iterable[GroupId], reason: str = "", step: int = 0, times: int = 0
+    ) -> None:
+        """These results need not be handed out again; the journal may let go of them.
 
-    def note_step(self, step: int, group_ids: Sequence[GroupId]) -> None:
-        """Write down, before the act, that `step` trains these groups; JournalError if it fails."""
-        self._note(StepTaken(step, tuple(group_ids)))
+        Where savepoints are made, once one of them knows that. Until then, with a `reason`, a later
+        client's `history` tells that they were dropped for it, before `step`, and `times` how often
+        their task has been asked for again, if it was to be, by an ask that comes after this.
+        """
+        if not reason:
+            self._intake.command(Taken(tuple(group_ids)))
+        for group_id in group_ids if reason else ():
+            self._intake.command(GroupParted(group_id, reason, step, times))
 
-    def note_published(self, policy_version: int, step: int) -> None:
-        """Write down, before the act, that the weights after `step` steps are published."""
-        self._note(Published(policy_version, step))
+    def note_step(
+        self,
+        step: int,
+        group_ids: Sequence[GroupId],
+        oldest_step: int = 0,
+        again: TriesAgain | None = None,
+    ) -> None:
+        """Write down, before the act, that `step` trains these groups; JournalError if it fails.
 
-    def free(self, position: int) -> None:
-        """After a checkpoint: no result before `position` is needed any more."""
-        self._intake.command(Free(position))
+        Tokens of weights before `oldest_step` do not train. With `again` what the disk refuses is
+        tried until that says no.
+        """
+        self._note(StepTaken(step, tuple(group_ids), oldest_step), again)
+
+    def note_published(
+        self, policy_version: int, step: int, again: TriesAgain | None = None
+    ) -> None:
+        """Write down, before the act, that the weights after `step` steps are published; `again`
+        and errors as above."""
+        self._note(Published(policy_version, step), again)
+
+    def note_saved(self, saved: StateSaved) -> None:
+        """A savepoint is durable: the journal lets go of what it knows. Returns at once."""
+        self._intake.command(Cover(saved))
+
+    @property
+    def is_journal_full(self) -> bool:
+        """Asks wait, since the journal is over its byte budget: it is time for a savepoint."""
+        return self._book.is_full
 
     def _take(self, timeout_s: float, max_filed_bytes: float) -> list[Unopened]:
         self._check_ours()
@@ -237,10 +293,24 @@ class RolloutClient:
         if os.getpid() != self._pid:
             raise ClientClosed(f"this client is that of process {self._pid}: open another")
 
-    def _note(self, entry: StepTaken | Published) -> None:
-        written: Future[None] = Future()
-        self._intake.command(Note(entry, written))
-        written.result(NOTE_TIMEOUT_S)
+    def _note(self, entry: StepTaken | Published, again: TriesAgain | None) -> None:
+        while True:
+            written: Future[None] = Future()
+            self._intake.command(Note(entry, written))
+            try:
+                written.result(NOTE_TIMEOUT_S)
+            except JournalError:
+                if again is None or not again():
+                    raise
+            else:
+                return
+
+
+def fresh_run_id(known: Container[str]) -> str:
+    """Of no earlier run, so that no group's id is ever used twice."""
+    while (run_id := new_id("r")) in known:
+        pass
+    return run_id
 
 
 def check_terms(terms: Terms) -> None:

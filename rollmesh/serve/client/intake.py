@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -32,7 +33,15 @@ from rollmesh.serve.client.asks import (
     Closed,
     Waits,
 )
-from rollmesh.serve.client.book import Book, Published, RunBegan, StepTaken
+from rollmesh.serve.client.book import Book
+from rollmesh.serve.client.entries import (
+    GroupParted,
+    GroupTried,
+    Published,
+    RunBegan,
+    StateSaved,
+    StepTaken,
+)
 from rollmesh.serve.client.sink import Action as SinkAction
 from rollmesh.serve.client.sink import Book as BookDrop
 from rollmesh.serve.client.sink import Keep, Kept, Sink
@@ -58,10 +67,10 @@ class Note(msgspec.Struct, frozen=True):
     written: Future[None]
 
 
-class Free(msgspec.Struct, frozen=True):
-    """Command: nothing before `position` is needed any more."""
+class Cover(msgspec.Struct, frozen=True):
+    """Command: what this savepoint knows is safe, and the journal may let go of it."""
 
-    position: int
+    saved: StateSaved
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -70,7 +79,7 @@ class Taken(msgspec.Struct, frozen=True):
     group_ids: tuple[GroupId, ...]
 
 
-Command = Asked | Cancelled | Note | Free | Taken
+Command = Asked | Cancelled | Note | Cover | Taken | GroupParted
 
 
 class Intake:
@@ -99,17 +108,18 @@ class Intake:
         self._is_disk_ill = False
         """The journal did not take something, and nothing since."""
         self._closing = False
+        self._leaves_for_good = False
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
 
-    def start(self, run_id: str) -> list[Asked]:
+    def start(self, run_id: str, saved: StateSaved | None) -> list[Asked]:
         """Begin a run of this id and serve; the open asks of earlier runs, which go on or end.
 
-        JournalError if the book cannot be written.
+        `saved` as Book.begin has it. JournalError if the book cannot be written.
         """
         settings = self._asks.settings
-        self._book.begin(RunBegan(run_id, settings.client_id, settings.sink))
-        for result in self._book.restored():
+        began = RunBegan(run_id, settings.client_id, settings.sink)
+        for result in self._book.begin(began, saved):
             self._hand_out(result)
         reopened = self._book.reopened()
         for asked in reopened:
@@ -129,8 +139,9 @@ class Intake:
         if is_news and on_arrival:
             on_arrival()
 
-    def close(self) -> None:
+    def close(self, *, for_good: bool = False) -> None:
         """Carry out what was commanded, say goodbye, and end the thread."""
+        self._leaves_for_good = for_good
         self._closing = True
         self._bell.ring()
         if self._thread.ident is not None:
@@ -200,7 +211,7 @@ class Intake:
                 self._is_waiting = False
                 self._turn()
             self._turn()
-            self._do_asks(self._asks.step(Closed(), time.monotonic()))
+            self._do_asks(self._asks.step(Closed(self._leaves_for_good), time.monotonic()))
         except Exception as error:  # door: the thread's end must reach the program
             log.exception("intake.failed")
             self._end(error.with_traceback(None))
@@ -243,8 +254,7 @@ class Intake:
             self._receive_result(*result)
         self._hand_over()
         self._send_acks()
-        while self._held_asks and not self._book.is_full:
-            self._say(self._held_asks.popleft())
+        self._say_held()
         self._do_asks(self._asks.step(Ticked(), time.monotonic()))
         self._hand_over()
 
@@ -261,46 +271,49 @@ class Intake:
                     self._book.note(entry)
                     written.set_result(None)
                 except JournalError as error:
+                    self._complain(error)
                     written.set_exception(error)
-            case Free(position):
-                self._free(position)
+            case Cover(saved):
+                self._write_down(partial(self._book.cover, saved))
             case Taken(group_ids):
-                self._take(group_ids)
+                self._write_down(partial(self._book.take, group_ids))
+            case GroupParted():
+                self._write_down(partial(self._book.part, command))
 
     def _ask(self, asked: Asked) -> None:
-        if self._book.is_full or self._held_asks:
-            if not self._held_asks:
-                log.warning(
-                    "journal.full",
-                    size_bytes=self._book.size_bytes,
-                    fix="raise journal.max_bytes or write checkpoints more often",
-                )
-            self._held_asks.append(asked)
-        else:
-            self._say(asked)
+        is_first = not self._held_asks
+        self._held_asks.append(asked)
+        if not is_first:
+            return
+        if self._book.is_full:
+            log.warning(
+                "journal.full",
+                size_bytes=self._book.size_bytes,
+                fix="raise journal.max_bytes or write checkpoints more often",
+            )
+        self._say_held()
 
-    def _say(self, asked: Asked) -> None:
+    def _say_held(self) -> None:
+        """In their order, as far as budget and disk let them be written."""
+        while self._held_asks and not self._book.is_full and self._say(self._held_asks[0]):
+            self._held_asks.popleft()
+
+    def _say(self, asked: Asked) -> bool:
+        """Whether it is said: what the disk does not take no router hears of."""
         if self._asks.settings.keep:
             try:
                 self._book.ask(asked)
             except JournalError as error:
-                self._do_asks([AskEnded(asked.group_id, f"infra_error: {error}")])
-                return
+                self._complain(error)
+                return False
         self._do_asks(self._asks.step(asked, time.monotonic()))
+        return True
 
-    def _take(self, group_ids: tuple[GroupId, ...]) -> None:
+    def _write_down(self, write: Callable[[], None]) -> None:
         try:
-            self._book.take(group_ids)
+            write()
         except JournalError as error:
-            # Until that is written a new client on the folder hands them out again.
-            self._complain(error)
-
-    def _free(self, position: int) -> None:
-        with self._arrived:
-            waiting = [each.position for each in self._arrivals if not isinstance(each, Dropped)]
-        try:
-            self._book.free(min([position, *waiting]))
-        except JournalError as error:
+            # Until that is written a new client on the folder does not know it.
             self._complain(error)
 
     def _receive_result(self, route: bytes, packet: Packet) -> None:
@@ -336,16 +349,15 @@ class Intake:
                         self._do_sink(drop)
                 case Waits(reason):
                     log.warning("groups.wait", reason=reason)
+                case GroupTried():
+                    self._write_down(partial(self._book.note, action))
 
     def _do_sink(self, action: SinkAction) -> None:
         match action:
             case Send(route, message):
                 self._acks.append((route, Packet(message)))
             case BookDrop(group_id, reason, retry_after_s):
-                try:
-                    self._book.drop(group_id, reason)
-                except JournalError as error:
-                    self._complain(error)
+                self._write_down(partial(self._book.drop, group_id, reason))
                 self._hand_out(Dropped(group_id, reason, retry_after_s=retry_after_s))
             case Keep():
                 raise AssertionError("a result is kept with its packet")

@@ -7,11 +7,12 @@ the same each time; it is never joined, but told piece by piece. Made by the cap
 book.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from rollmesh.core.types import Outcome
 from rollmesh.serve.interception.pieces import Piece, held, joined
 
 NO_REWARDS: dict[int, float] = {}
@@ -79,6 +80,17 @@ class Account(msgspec.Struct, frozen=True):
     def num_bytes(self) -> int:
         """Beside the blobs."""
         return sum([len(each) for each in (self.text, self.names) if isinstance(each, bytes)])
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """What is left of a session once it is finished."""
+
+    outcome: Outcome
+    account: Account
+    forks: Mapping[str, int]
+    healed: Mapping[str, int]
+    fault: str
+    spent_because: str
 
 
 class Writer:

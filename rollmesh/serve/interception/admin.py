@@ -134,7 +134,8 @@ class Admin:
     ) -> bytes | list[Piece]:
         book = self._kit.book
         if verb == "" and request.method == "DELETE":
-            book.delete(book.find(session_id))
+            if not book.free(session_id):
+                book.delete(book.find(session_id))
             return _encode({"session_id": session_id, "deleted": True})
         if verb == "":
             _expect(request, "GET")

@@ -22,9 +22,10 @@ from rollmesh.engine.http import HttpClient
 from rollmesh.engine.keeper import FleetKeeper
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.assembly import new_runtime
+from rollmesh.serve.interception.archive.archive import Archive
 from rollmesh.serve.interception.bodies import Bodies
 from rollmesh.serve.interception.book import SessionBook
-from rollmesh.serve.interception.capture import Capture
+from rollmesh.serve.interception.capture import LastingCapture
 from rollmesh.serve.interception.counts import add_bodies, add_book, add_edge, add_relay
 from rollmesh.serve.interception.edge import Control, Edge
 from rollmesh.serve.interception.relay.capture import RelayCapture
@@ -49,7 +50,7 @@ class Backend(Protocol):
     """See the module."""
 
     @property
-    def capture(self) -> Capture: ...
+    def capture(self) -> LastingCapture: ...
     def serve(self, control: Control) -> Faced:
         """What to start; `control` is asked before any agent's route. Called once."""
 
@@ -81,13 +82,15 @@ class Backend(Protocol):
 class TokenBackend:
     """Prompts are rendered here and sampled as exact tokens."""
 
-    def __init__(self, config: Config, urls: tuple[str, ...]) -> None:
+    def __init__(
+        self, config: Config, urls: tuple[str, ...], archive: Archive | None = None
+    ) -> None:
         """ModelError or ConfigError where the model's folder is none."""
         self._config = config
         self._view = FleetView()
         self._keeper = FleetKeeper(urls, self._view)
         self._runtime, self._sampler = new_runtime(config, self._view, self._keeper.report)
-        self.capture = TokenCapture(self._runtime, config.sampling.policy())
+        self.capture = TokenCapture(self._runtime, config.sampling.policy(), archive)
         self._edge: Edge | None = None
 
     def serve(self, control: Control) -> Faced:
@@ -130,13 +133,19 @@ class TokenBackend:
 class RelayBackend:
     """Calls are forwarded as they are."""
 
-    def __init__(self, config: Config, urls: tuple[str, ...], key: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        urls: tuple[str, ...],
+        key: str,
+        archive: Archive | None = None,
+    ) -> None:
         """`key` is the provider's, '' where it wants none."""
         self._config = config
         self._clock = SystemClock()
         self._client = HttpClient()
         self._upstreams = Upstreams(urls, key, self._client, self._clock)
-        self.capture = RelayCapture(self._upstreams, self._clock, config.interception)
+        self.capture = RelayCapture(self._upstreams, self._clock, config.interception, archive)
         self._edge = RelayEdge(RelayKit(self.capture, self._upstreams, config.interception))
         self._bodies = Bodies(config.interception.max_inflight_bytes)
         self._server: HttpServer | None = None

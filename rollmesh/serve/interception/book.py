@@ -5,16 +5,18 @@
 Invariants: a session is in the book from its opening to its deletion, or until nobody used it or
 asked about it for `retention_s`; the first `finish` decides the outcome, and every later one gives
 the same account again, so an answer that was lost loses nothing; of a finished session nothing but
-its account is held, whose long parts lie in blobs, and so on disk when memory is short. Driven by
-admin.py and by the gateway's clock.
+its account is held, whose long parts lie in blobs, and so on disk when memory is short; where there
+is an archive, what is told was written there before; what could not be made again of it stands
+aside for as long, on disk alone. Driven by admin.py, by the gateway's clock and by
+archive/recovery.py.
 """
 
 import enum
 import math
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,7 +24,9 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.errors import SessionError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.types import Outcome
-from rollmesh.serve.interception.account import NO_REWARDS, Account, Rewards
+from rollmesh.serve.interception.account import NO_REWARDS, Finished, Rewards
+from rollmesh.serve.interception.archive import filed
+from rollmesh.serve.interception.archive.archive import Archive
 from rollmesh.serve.interception.capture import Capture, CapturedSession, Opened, SessionWish
 from rollmesh.serve.interception.pieces import Piece
 
@@ -39,17 +43,6 @@ class BookState(enum.StrEnum):
     FINISHED = "finished"
 
 
-class Finished(msgspec.Struct, frozen=True):
-    """What is left of a session once it is finished."""
-
-    outcome: Outcome
-    account: Account
-    forks: Mapping[str, int]
-    healed: Mapping[str, int]
-    fault: str
-    spent_because: str
-
-
 class Entry:
     """One session of the book."""
 
@@ -57,6 +50,7 @@ class Entry:
         "captured",
         "created_s",
         "finished",
+        "is_filed",
         "metadata",
         "node_rewards",
         "num_calls_seen",
@@ -73,6 +67,8 @@ class Entry:
         self.touched_s = 0.0
         self.num_calls_seen = 0
         self.finished: Finished | None = None
+        self.is_filed = False
+        """Its account is in the journal."""
         self.reward: float | None = None
         self.node_rewards: dict[int, float] = NO_REWARDS
 
@@ -111,21 +107,37 @@ class Entry:
         }
 
 
+class Aside(NamedTuple):
+    """A session that is on disk alone, and since when."""
+
+    why: str
+    since_s: float
+
+
 class SessionBook:
     """See the module."""
 
     def __init__(
-        self, capture: Capture, clock: Clock, retention_s: float, max_bytes: int = sys.maxsize
+        self,
+        capture: Capture,
+        clock: Clock,
+        retention_s: float,
+        max_bytes: int = sys.maxsize,
+        archive: Archive | None = None,
     ) -> None:
-        """A process that holds more than `max_bytes` opens no session."""
+        """A process that holds more than `max_bytes` opens no session; without an archive the
+        sessions end with it."""
         self._max_bytes = max_bytes
         self._held_bytes = 0
         """Of the process, as weighed last."""
         self._capture = capture
+        self._archive = archive
         self._clock = clock
         self._retention_s = retention_s
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         """By id; the longest untouched first."""
+        self.aside: dict[str, Aside] = {}
+        """By id: sessions of the journal that could not be made again."""
         self.num_opened = 0
         self.num_expired = 0
         self._closed_forks: Counter[str] = Counter()
@@ -149,18 +161,43 @@ class SessionBook:
             )
         opened = self._capture.open(wish)
         entry = Entry(opened.captured, metadata, self._clock.unix_s())
-        entry.touched_s = self._clock.now_s()
-        self._entries[opened.captured.session_id] = entry
+        if self._archive is not None:
+            try:
+                self._archive.open(filed.opened(opened, entry.metadata, entry.created_s))
+            except SessionError:
+                self._capture.close(opened.captured)
+                raise
+        self.enter(entry)
         self.num_opened += 1
         return opened
+
+    def enter(self, entry: Entry) -> None:
+        """A session is here, new or as another process left it."""
+        entry.touched_s = self._clock.now_s()
+        entry.num_calls_seen = entry.captured.num_calls
+        self._entries[entry.captured.session_id] = entry
+
+    def set_aside(self, session_id: str, why: str) -> None:
+        """The journal has this session, and it could not be made again."""
+        self.aside[session_id] = Aside(why, self._clock.now_s())
+
+    def free(self, session_id: str) -> bool:
+        """Forget one that was set aside; whether there was one."""
+        is_here = self.aside.pop(session_id, None) is not None
+        if is_here and self._archive is not None:
+            self._archive.close(session_id)
+        return is_here
 
     def weigh(self, held_bytes: int) -> None:
         """So much is held in the process."""
         self._held_bytes = held_bytes
 
     def find(self, session_id: str) -> Entry:
-        """The entry, touched; SessionError 404 if there is none."""
+        """The entry, touched; SessionError 404 if there is none, 409 if it is set aside."""
         entry = self._entries.get(session_id)
+        if (aside := self.aside.get(session_id)) is not None:
+            why = f"it could not be made again of the journal ({aside.why}); DELETE frees it"
+            raise SessionError(409, "session_set_aside", why)
         if entry is None:
             why = f"no session {session_id!r} here; it was never opened, was deleted, or expired"
             raise SessionError(404, "no_such_session", why)
@@ -176,6 +213,7 @@ class SessionBook:
         if not math.isfinite(reward):
             raise SessionError(400, "invalid_reward", f"reward: {reward} is no finite number")
         if node is None:
+            self._file_reward(entry, reward, None)
             entry.reward = reward
             return
         try:
@@ -184,11 +222,15 @@ class SessionBook:
         except LookupError:
             why = f"node: {node!r} is neither a sampled node nor a response of this session"
             raise SessionError(404, "no_such_node", why) from None
+        self._file_reward(entry, reward, number)
         entry.node_rewards = {**entry.node_rewards, number: reward}
 
     def finish(self, entry: Entry, outcome: Outcome | None) -> list[Piece]:
         """Seal the session; its account as JSON in pieces."""
         finished = entry.finished or self._finish(entry, outcome)
+        if self._archive is not None and not entry.is_filed:
+            filed.finish(self._archive, entry.captured, finished)
+            entry.is_filed = True
         rewards = Rewards(entry.reward, entry.node_rewards)
         return finished.account.told(
             rewards, outcome=finished.outcome, spent_because=finished.spent_because
@@ -217,10 +259,16 @@ class SessionBook:
         self._closed_forks.update(entry.told.forks)
         self._closed_healed.update(entry.told.healed)
         self._capture.close(captured)
+        if self._archive is not None:
+            self._archive.close(captured.session_id)
 
     def expire(self) -> None:
         """Forget what nobody touched for the retention time."""
         last_s = self._clock.now_s() - self._retention_s
+        for session_id in [each for each, aside in self.aside.items() if aside.since_s <= last_s]:
+            log.warning("session.expired", session_id=session_id, state="set_aside")
+            self.num_expired += 1
+            self.free(session_id)
         while self._entries:
             entry = next(iter(self._entries.values()))
             if entry.touched_s > last_s:
@@ -253,6 +301,10 @@ class SessionBook:
             if healed := entry.told.healed:
                 counts.update(healed)
         return counts
+
+    def _file_reward(self, entry: Entry, reward: float, node: int | None) -> None:
+        if self._archive is not None:
+            self._archive.reward(entry.captured.session_id, reward, node)
 
     def _touch(self, entry: Entry) -> None:
         entry.touched_s = self._clock.now_s()

@@ -4,12 +4,13 @@ Invariants: secrets are told once, when a session opens; a session that is seale
 of itself, which stands for it from then on. Driven by book.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
 
 from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.doors import Locks
 from rollmesh.serve.interception.account import Account
 
 NO_COUNTS: Mapping[str, int] = {}
@@ -78,6 +79,33 @@ class Opened(msgspec.Struct, frozen=True):
     captured: CapturedSession
     api_key: str
     path_secret: str
+    sampling: SamplingPolicy | None = None
+    """What it was opened with, where the capture samples."""
+    seed: int = 0
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """A session that another process has opened, as that wrote it down."""
+
+    session_id: str
+    locks: Locks
+    sampling: SamplingPolicy | None
+    seed: int
+    read: Callable[[int], bytes]
+    """The long text or image that is kept under a number."""
+
+
+class Regaining(Protocol):
+    """A session on its way back: what it did, in order, and then its end."""
+
+    def take(self, deeds: bytes) -> None:
+        """It has done this, as its scribe wrote it."""
+
+    def end(self) -> CapturedSession:
+        """It goes on."""
+
+    def finished(self, num_calls: int) -> CapturedSession:
+        """It was finished: its doors alone are left, which tell who still comes so."""
 
 
 class Capture(Protocol):
@@ -88,3 +116,10 @@ class Capture(Protocol):
 
     def close(self, captured: CapturedSession) -> None:
         """Seal it and forget it. Idempotent."""
+
+
+class LastingCapture(Capture, Protocol):
+    """One whose sessions may outlive their process."""
+
+    def regain(self, standing: Standing) -> Regaining:
+        """A session of another process; only where there is an archive."""

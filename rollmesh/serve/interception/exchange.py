@@ -131,6 +131,7 @@ class Exchange:
                 for reply in replies:
                     await reply.wait(_TO_THE_END)
                     session.finish(reply)
+                await session.diary.written()
                 self.request.answer(200, lines, call.whole(views))
                 self.state = ExchangeState.STREAMING
             await self._drained(session)
@@ -139,7 +140,7 @@ class Exchange:
             self.state = ExchangeState.DELIVERED
         finally:
             for reply in replies:
-                reply.leave()
+                session.left(reply)
 
     async def _count(self, session: Session) -> None:
         call = await self._match()
@@ -153,7 +154,7 @@ class Exchange:
         self._num_bytes = len(body)
         await self._kit.turnstile.pass_through(self._num_bytes)
         mark = read_retry_mark(self.request.headers)
-        salt = hash((self._dialect, mark.key))
+        salt = b"%b %b" % (type(self._dialect).__name__.encode(), mark.key)
         call = self._dialect.decode(Asked(body, salt, mark.is_resent))
         self.state = ExchangeState.MATCHED
         return call
@@ -204,7 +205,7 @@ class Exchange:
 
     async def _follow(self, session: Session, reply: Reply, stream: Stream, choice: int) -> bytes:
         """Send deltas while tokens come, one write with all that has arrived; returns the last."""
-        reader = session.reader(reply)
+        reader = session.answers.reader(reply)
         num_read = 0
         while await reply.wait(num_read) and not reply.is_ended:
             token_ids = reply.token_ids(num_read)
@@ -213,6 +214,7 @@ class Exchange:
             if delta is not None:
                 await self._send(session, stream.piece(choice, delta))
         session.finish(reply)
+        await session.diary.written()
         rest = reply.token_ids(num_read)
         delta = reader.feed(rest) if len(rest) else None
         events = stream.piece(choice, delta) if delta is not None else b""

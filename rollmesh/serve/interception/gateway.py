@@ -2,14 +2,15 @@
 
     rollmesh gateway --engine URL --model-dir DIR --admin-token-file F
 
-Invariants: it says Ready only when it serves; engines may come and go meanwhile, and a call waits
-for one within `engine_wait_s`; the first SIGTERM closes the socket and lets running calls end, the
-second ends the process at once. Other machines may reach it, since every route but /healthz needs a
-secret. Driven by `rollmesh gateway`.
+Invariants: it says Ready only when it serves, with all sessions that its journal holds; engines may
+come and go meanwhile, and a call waits for one within `engine_wait_s`; the first SIGTERM closes the
+socket and lets running calls end, the second ends the process at once. Other machines may reach it,
+since every route but /healthz needs a secret. Driven by `rollmesh gateway`.
 """
 
 import asyncio
 import gc
+import hashlib
 import os
 import socket
 from collections.abc import Callable
@@ -29,12 +30,16 @@ from rollmesh.core.metrics import Exposition
 from rollmesh.core.process import Ready, announce, listen, stop_event
 from rollmesh.runtime import blobs
 from rollmesh.runtime.assembly import GC_THRESHOLDS
+from rollmesh.runtime.families import chats_of
 from rollmesh.runtime.keeper import Keeper
 from rollmesh.serve.interception.admin import Admin, AdminKit
+from rollmesh.serve.interception.archive.archive import Archive
+from rollmesh.serve.interception.archive.entries import FORMAT, Began
+from rollmesh.serve.interception.archive.recovery import Recovery
 from rollmesh.serve.interception.backends import Backend, RelayBackend, TokenBackend
 from rollmesh.serve.interception.book import SessionBook
 from rollmesh.serve.interception.counts import add_blobs
-from rollmesh.serve.interception.gauges import LoopLag, gateway_figures
+from rollmesh.serve.interception.gauges import LoopLag, archive_figures, gateway_figures
 
 MAX_EXPIRY_S = 1.0
 """The book is looked through at least this often."""
@@ -51,6 +56,8 @@ class GatewayAsk(msgspec.Struct, frozen=True, kw_only=True):
     admin_token: str
     upstream_key: str
     """The provider's, for relay; '' where it wants none."""
+    journal: Path | None = None
+    """Folder of what outlives the process; None for nothing."""
     listen_fd: int | None = None
     ready_fd: int | None = None
     say: Callable[[str], None]
@@ -75,15 +82,22 @@ async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
         stack.callback(keeper.close)
         folder = interception.spill_folder
         blobs.settle(interception.max_blob_bytes, Path(folder) if folder else None)
-        backend = _new_backend(ask)
+        archive = Archive(ask.journal, ask.config.journal) if ask.journal else None
+        if archive is not None:
+            stack.callback(archive.close_journal)
+        backend = _new_backend(ask, archive)
         stack.push_async_callback(backend.close)
         limits = interception.retention_s, ask.config.worker.max_held_bytes
-        book = SessionBook(backend.capture, SystemClock(), *limits)
+        book = SessionBook(backend.capture, SystemClock(), *limits, archive)
+        if archive is not None:
+            Recovery(archive, backend.capture, book).run(_began(ask))
         lag = LoopLag(loop)
         stack.callback(lag.close)
         exposition = Exposition("gateway")
         exposition.add(lambda: gateway_figures(book, backend, lag))
         exposition.add(keeper.figures)
+        if archive is not None:
+            exposition.add(lambda: archive_figures(archive))
         inventory = Inventory()
         kit = AdminKit(
             book,
@@ -116,10 +130,19 @@ async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
     log.info("gateway.stopped")
 
 
-def _new_backend(ask: GatewayAsk) -> Backend:
+def _new_backend(ask: GatewayAsk, archive: Archive | None) -> Backend:
     if ask.capture == "relay":
-        return RelayBackend(ask.config, ask.engines, ask.upstream_key)
-    return TokenBackend(ask.config, ask.engines)
+        return RelayBackend(ask.config, ask.engines, ask.upstream_key, archive)
+    return TokenBackend(ask.config, ask.engines, archive)
+
+
+def _began(ask: GatewayAsk) -> Began:
+    """What the sessions of a journal have in common: whose tokens they hold, and who made them."""
+    if ask.capture == "relay":
+        return Began("relay", "", "", FORMAT)
+    folder = Path(ask.config.model.path)
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()[:16]
+    return Began("tokens", digest, chats_of(folder, ask.config.model.renderer), FORMAT)
 
 
 async def _expire(book: SessionBook, inventory: Inventory, ask: GatewayAsk) -> None:

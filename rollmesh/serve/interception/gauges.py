@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rollmesh.core.metrics import Figure
+from rollmesh.serve.interception.archive.archive import Archive
 from rollmesh.serve.interception.backends import Backend
 from rollmesh.serve.interception.book import SessionBook
 
@@ -62,12 +63,23 @@ def gateway_figures(book: SessionBook, backend: Backend, lag: LoopLag) -> Iterat
     yield Figure("loop_lag_seconds", lag.take(), "Worst lag of the event loop since last asked.")
 
 
+def archive_figures(archive: Archive) -> Iterator[Figure]:
+    """A source for the exposition: what outlives the gateway."""
+    yield Figure("journal_bytes", archive.journal.size_bytes, "Of the gateway's journal.")
+    yield Figure("journal_live_bytes", archive.live_bytes, "Of it, what sessions still need.")
+
+
 def _book_figures(book: SessionBook) -> Iterator[Figure]:
     num_sessions = num_finished = 0
     for entry in book.entries():
         num_sessions += 1
         num_finished += entry.finished is not None
-    for state, number in ("open", num_sessions - num_finished), ("finished", num_finished):
+    states = {
+        "open": num_sessions - num_finished,
+        "finished": num_finished,
+        "set_aside": len(book.aside),
+    }
+    for state, number in states.items():
         yield Figure("sessions", number, "Sessions in the book.", {"state": state})
     yield Figure("sessions_opened_total", book.num_opened, "Sessions opened.")
     yield Figure("sessions_expired_total", book.num_expired, "Sessions that nobody deleted.")

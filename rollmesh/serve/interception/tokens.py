@@ -15,12 +15,23 @@ import msgspec
 from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import GroupId, RolloutId, new_id
 from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.deeds import AnyDeed
 from rollmesh.runtime.images import ImageRef
+from rollmesh.runtime.redo import KeptSession, Past, Redo
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.samples import images_on
+from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.session import Session
 from rollmesh.serve.interception.account import Account, Hole, Writer
-from rollmesh.serve.interception.capture import NO_COUNTS, CapturedSession, Opened, SessionWish
+from rollmesh.serve.interception.archive.archive import Archive
+from rollmesh.serve.interception.archive.scribe import SessionScribe
+from rollmesh.serve.interception.capture import (
+    NO_COUNTS,
+    CapturedSession,
+    Opened,
+    SessionWish,
+    Standing,
+)
 from rollmesh.serve.interception.cutting import cut_samples, unused_turns
 from rollmesh.serve.interception.pieces import Piece, cut
 
@@ -128,25 +139,79 @@ def _quoted(image: ImageRef) -> tuple[Piece, ...]:
     return (msgspec.json.encode(address),) if isinstance(address, str) else (b'"', address, b'"')
 
 
+class TokenRegaining:
+    """Satisfies Regaining."""
+
+    def __init__(self, capture: "TokenCapture", standing: Standing, scribe: SessionScribe) -> None:
+        self._capture = capture
+        self._standing = standing
+        self._scribe = scribe
+        self._redo = Redo(standing.session_id, capture.kit, standing.read)
+
+    def take(self, deeds: bytes) -> None:
+        for deed in _decode(deeds):
+            self._redo.take(deed)
+
+    def end(self) -> TokenSession:
+        past = self._redo.past()
+        self._scribe.shown |= frozenset(past.held.history.images)
+        return self._capture.stand(self._standing, self._scribe, past)
+
+    def finished(self, num_calls: int) -> TokenSession:
+        captured = self._capture.stand(self._standing, self._scribe, None)
+        captured.session.num_calls = num_calls
+        captured.seal("it was finished")
+        captured.forget()
+        return captured
+
+
 class TokenCapture:
     """Satisfies Capture."""
 
-    def __init__(self, runtime: Runtime, sampling: SamplingPolicy) -> None:
+    def __init__(
+        self, runtime: Runtime, sampling: SamplingPolicy, archive: Archive | None = None
+    ) -> None:
         """`sampling` is for sessions that wish for no other."""
+        self.kit = runtime.kit
         self._runtime = runtime
         self._sampling = sampling
+        self._archive = archive
         self._name = new_id("gw")
         self._num_opened = 0
 
     def open(self, wish: SessionWish) -> Opened:
-        group = GroupId(self._name, self._num_opened)
-        self._num_opened += 1
         seed = secrets.randbits(SEED_BITS) if wish.seed is None else wish.seed
-        rollout_id = RolloutId(group, 0)
         sampling = wish.sampling or self._sampling
-        opened = self._runtime.register_trajectory(rollout_id, sampling, seed, is_grouped=False)
-        return Opened(TokenSession(opened.session), opened.api_key, opened.path_secret)
+        kept = None
+        if self._archive is not None:
+            session_id = new_id("s", 6)
+            kept = KeptSession(session_id, SessionScribe(self._archive, session_id))
+        opened = self._register(sampling, seed, kept)
+        captured = TokenSession(opened.session)
+        return Opened(captured, opened.api_key, opened.path_secret, sampling, seed)
+
+    def regain(self, standing: Standing) -> TokenRegaining:
+        assert self._archive is not None
+        return TokenRegaining(self, standing, SessionScribe(self._archive, standing.session_id))
+
+    def stand(self, standing: Standing, scribe: SessionScribe, past: Past | None) -> TokenSession:
+        """A session that another process has opened, with what it did; a Regaining's."""
+        kept = KeptSession(standing.session_id, scribe, standing.locks, past)
+        opened = self._register(standing.sampling or self._sampling, standing.seed, kept)
+        return TokenSession(opened.session)
 
     def close(self, captured: CapturedSession) -> None:
         assert isinstance(captured, TokenSession)
         self._runtime.cleanup_rollout(captured.session.rollout_id)
+
+    def _register(
+        self, sampling: SamplingPolicy, seed: int, kept: KeptSession | None
+    ) -> OpenSession:
+        rollout_id = RolloutId(GroupId(self._name, self._num_opened), 0)
+        self._num_opened += 1
+        return self._runtime.register_trajectory(
+            rollout_id, sampling, seed, is_grouped=False, kept=kept
+        )
+
+
+_decode = msgspec.msgpack.Decoder(list[AnyDeed]).decode

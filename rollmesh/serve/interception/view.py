@@ -38,7 +38,7 @@ class ReplyView:
             calls = whole_calls(answer.tool_calls)
             return [Delta(answer.content, answer.reasoning, calls, self.num_tokens)]
         # Content may stand on both sides of the calls: only the tokens know.
-        reader = self._session.reader(self._reply)
+        reader = self._session.answers.reader(self._reply)
         first = reader.feed(self._reply.token_ids())
         return [*([first] if first else []), reader.end(self.num_tokens)]
 

@@ -12,6 +12,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.serve.router.deadlines import Deadlines
 from rollmesh.serve.router.groups import TRANSITIONS, Client, FairQueue, Group
 from rollmesh.serve.router.notes import FOR_GOOD, Notes
+from rollmesh.serve.router.takeover import Takeover
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import AnyMessage, GroupFailed, GroupMoved, GroupState
@@ -62,6 +63,7 @@ class Book:
         self.num: Counter[str] = Counter()
         """What happened since the start, by name."""
         self.notes = Notes(note_s)
+        self.takeover = Takeover(note_s)
         self.deadlines = Deadlines(self.groups)
         self._sends: list[Send] = []
 
@@ -86,6 +88,7 @@ class Book:
             self.clients[client_id] = Client(client_id, route, self.now_s)
             return True
         client.route, client.heard_s = route, self.now_s
+        self.queue.away.discard(client_id)
         return False
 
     def open(self, group: Group) -> None:
@@ -145,15 +148,22 @@ class Book:
             self.num_waiting_bytes -= len(group.body)
 
     def end(
-        self, group: Group, answer: GroupMoved | GroupFailed, num_attempts: int = FOR_GOOD
+        self,
+        group: Group,
+        answer: GroupMoved | GroupFailed,
+        num_attempts: int = FOR_GOOD,
+        *,
+        is_told: bool = True,
     ) -> None:
         """The group, which no worker has any more, ends as `answer` says.
 
-        An ask that knows of `num_attempts` may ask for one more.
+        An ask that knows of `num_attempts` may ask for one more. `is_told` is False where the end
+        is none for its client.
         """
         assert not group.worker_id
         self.notes.add(answer, num_attempts, self.now_s)
-        self.tell_client(group, answer)
+        if is_told:
+            self.tell_client(group, answer)
         self.drop(group, state_after(answer))
 
     def drop(self, group: Group, state: GroupState) -> None:

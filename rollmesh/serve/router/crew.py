@@ -15,9 +15,17 @@ from rollmesh.serve.router.book import Book
 from rollmesh.serve.router.deals import Deals
 from rollmesh.serve.router.groups import Group
 from rollmesh.serve.router.lives import Ends, Life
-from rollmesh.serve.router.relief import RELIEVED, WORN, Relief
+from rollmesh.serve.router.relief import WORN, Relief
+from rollmesh.serve.router.takeover import Fate
 from rollmesh.serve.router.workers import Worker, Workers, WorkerState, life_of
-from rollmesh.wire.messages import CancelRun, DrainWorker, WorkerBeat, WorkerHello
+from rollmesh.wire.messages import (
+    RELIEVED,
+    CancelRun,
+    DrainWorker,
+    HeldGroup,
+    WorkerBeat,
+    WorkerHello,
+)
 
 FORGET_BEATS = 600
 """A lost worker that stays silent is forgotten."""
@@ -50,7 +58,7 @@ class Crew:
         life = life_of(hello)
         if self._ends.cover(life, self._book.now_s):
             return
-        worker = self.workers.get(hello.worker_id)
+        worker = known = self.workers.get(hello.worker_id)
         if worker and worker.state is WorkerState.LIVE and life.started_s < worker.life.started_s:
             return  # said by an earlier process, and late, unless a clock was set back
         if worker and worker.life != life:
@@ -69,6 +77,8 @@ class Crew:
         self._deals.stir_worker(worker)
         for held in hello.holds:
             self._deals.claim(worker, held)
+            if known is not worker:
+                self._note_found(worker, held)
 
     def hear(self, worker: Worker, beat: WorkerBeat | None = None) -> None:
         """It speaks: what it had and nobody else began since is its own again.
@@ -152,6 +162,16 @@ class Crew:
                 self._say_drain(worker)
         while worn := self._relief.next(self.workers, now_s):
             self.drain(worn, RELIEVED)
+
+    def _note_found(self, worker: Worker, held: HeldGroup) -> None:
+        """What a worker that is new to us held before."""
+        group, takeover = self._book.groups.get(held.group_id), self._book.takeover
+        if group is None or group.worker_id != worker.worker_id:
+            return  # it has ended, or runs elsewhere
+        if group.client_id:
+            takeover.note(held.group_id, Fate.KEPT, self._book.now_s)
+        elif not held.finished:
+            takeover.note(held.group_id, Fate.UNASKED, self._book.now_s)
 
     def _revive(self, worker: Worker, *, says_holds: bool = False) -> None:
         """It is told to stop what others took over, unless what it holds is said, and claimed."""

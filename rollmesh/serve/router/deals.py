@@ -65,12 +65,17 @@ class Deals:
             if book.suspects:
                 self._place_suspects(env)
             while group := book.queue.head(env):
-                worker = self._workers.best_for(env, group.num_samples)
+                worker = self._worker_for(group)
                 if worker is None:
                     break
                 book.take(group)
                 self._assign(group, worker)
         self._changed.clear()
+
+    def _worker_for(self, group: Group) -> Worker | None:
+        is_away = group.client_id in self._book.queue.away
+        choose = self._workers.spare_for if is_away else self._workers.best_for
+        return choose(group.env, group.num_samples)
 
     def place(self, group: Group) -> None:
         """A new group goes to a worker at once, or waits for one behind those that wait."""
@@ -79,7 +84,7 @@ class Deals:
             book.wait(group)
             self._stirred[env] = None
             self.dispatch()
-        elif worker := self._workers.best_for(env, group.num_samples):
+        elif worker := self._worker_for(group):
             self._assign(group, worker)
         else:
             book.wait(group)

@@ -6,7 +6,8 @@
 
 Invariants: a group is in the queue exactly while it is QUEUED and not held back for claims; the
 queue gives the highest priority first and, within one, takes turns among clients, as many in a row
-as a client's weight. A suspect (suspects.py) waits apart. Driven by book.py.
+as a client's weight; clients that are away come after all others. A suspect (suspects.py) waits
+apart. Driven by book.py.
 """
 
 import bisect
@@ -127,6 +128,8 @@ class FairQueue:
     """Groups that wait, by environment, priority and client."""
 
     def __init__(self) -> None:
+        self.away: set[str] = set()
+        """Clients that have fallen silent; clients.py says who."""
         self._lanes: dict[str, _Lanes] = {}
         self._num = 0
 
@@ -156,8 +159,10 @@ class FairQueue:
         lanes = self._lanes.get(env)
         if not lanes:
             return None
-        lines = lanes.lines[lanes.priorities[-1]]
-        return next(iter(next(iter(lines.values())).groups.values()))
+        first = next(iter(lanes.lines[lanes.priorities[-1]].values()))
+        if self.away and next(iter(first.groups.values())).client_id in self.away:
+            first = self._first_there(lanes) or first
+        return next(iter(first.groups.values()))
 
     def take(self, group: Group, weight: int) -> None:
         """Take out `group`, whose turn it was; after `weight` in a row its client goes last."""
@@ -203,6 +208,12 @@ class FairQueue:
     def envs(self) -> list[str]:
         """What is waited for."""
         return list(self._lanes)
+
+    def _first_there(self, lanes: _Lanes) -> _Line | None:
+        """Whose turn it is among those that are there."""
+        lines = (lanes.lines[priority] for priority in reversed(lanes.priorities))
+        named = (item for each in lines for item in each.items())
+        return next((line for client_id, line in named if client_id not in self.away), None)
 
     def _lines(self, env: str) -> list[_Line]:
         lanes = self._lanes.get(env)

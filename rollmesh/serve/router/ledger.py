@@ -20,12 +20,14 @@ from rollmesh.core.config import RouterConfig
 from rollmesh.serve.router.admission import MAX_QUEUED_BYTES, excused_in, mistake_in
 from rollmesh.serve.router.book import CLIENT_LEFT, Book, waiting_for
 from rollmesh.serve.router.causes import Causes
+from rollmesh.serve.router.clients import Clients
 from rollmesh.serve.router.crew import Crew
 from rollmesh.serve.router.deals import CLAIM_BEATS, Deals
 from rollmesh.serve.router.groups import Group
 from rollmesh.serve.router.lives import Life
 from rollmesh.serve.router.loads import Loads
 from rollmesh.serve.router.notes import FOR_GOOD
+from rollmesh.serve.router.takeover import Fate
 from rollmesh.serve.router.workers import Worker, Workers, WorkerState, life_of
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import Received, Send, Ticked
@@ -54,8 +56,6 @@ from rollmesh.wire.messages import (
     WorkerLeft,
 )
 
-MAX_WEIGHT = 1000
-"""More turns in a row no client gets."""
 MAX_NAMES = 8
 """So many workers are named to one who drains another."""
 
@@ -73,6 +73,7 @@ class Ledger:
         self.loads = Loads(workers)
         self.deals = Deals(self.book, workers, settings.beat_s, settings.max_attempts)
         self.crew = Crew(self.book, workers, self.deals, settings)
+        self.clients = Clients(self.book, self.deals, settings)
         self.causes = Causes(self.book, workers, self.loads, settings.beat_s)
         self._handlers: dict[type, Callable[[bytes, Any, Buffer], None]] = {
             AskGroup: self._on_ask,
@@ -113,21 +114,12 @@ class Ledger:
             return  # a group of no client's is nobody's
         is_new = self.book.hear_client(message.client_id, route)
         if isinstance(message, ClientHello):
-            client = self.book.clients[message.client_id]
-            client.weight = min(max(message.weight, 1), MAX_WEIGHT)
-            client.keep = message.keep
+            self.clients.introduce(message)
         if is_new or isinstance(message, ClientHello):
             self._hello(route)
 
     def _on_client_left(self, _: bytes, message: ClientLeft, __: Buffer) -> None:
-        client = self.book.clients.get(message.client_id)
-        if client is None or not client.keep:
-            self._drop_client(message.client_id, f"{CLIENT_LEFT}: it said goodbye")
-
-    def _drop_client(self, client_id: str, reason: str) -> None:
-        for group in list(self.book.of_client.get(client_id, {}).values()):
-            self.deals.fail(group, reason)
-        self.book.clients.pop(client_id, None)
+        self.clients.see_off(message.client_id)
 
     def _on_ask(self, route: bytes, ask: AskGroup, body: Buffer) -> None:
         book = self.book
@@ -199,6 +191,8 @@ class Ledger:
 
     def _adopt(self, group: Group, ask: AskGroup, body: Buffer) -> None:
         """A client asks for what a worker had claimed: they find each other again."""
+        if group.group_id in self.book.takeover:
+            self.book.takeover.note(group.group_id, Fate.KEPT, self.book.now_s)
         self.book.set_client(group, ask.client_id, body)
         group.sink, group.priority, group.env = ask.sink, ask.priority, ask.env
         group.attempt = max(group.attempt, ask.attempts)
@@ -325,10 +319,9 @@ class Ledger:
         worker, group = self._speaker(route), self.book.groups.get(message.group_id)
         if not worker or not group or group.worker_id != worker.worker_id:
             return
-        client = self.book.clients.get(group.client_id)
-        if client is None or self.book.now_s - client.heard_s > self._patience_s:
-            # Kept for a client that is away: to run it again would bring its result nowhere again.
-            self.deals.fail(group, f"infra_error: {message.reason}")
+        if self.clients.is_away(group.client_id):
+            # To run it again would bring its result nowhere again.
+            self.clients.let_go(group, f"infra_error: {message.reason}")
         elif message.attempt >= group.attempt:
             self.deals.requeue(group, f"{worker.worker_id}: {message.reason}")
 
@@ -358,7 +351,7 @@ class Ledger:
             self._fail_waiting(env)
         self.crew.look_after_workers()
         self.causes.look()
-        self._look_for_lost_clients(now_s)
+        self.clients.look_after()
         if self._is_settled:
             self._release_held()
         self.deals.look_after_groups()
@@ -373,15 +366,9 @@ class Ledger:
         """Nobody claimed these: they run again, if an attempt is left."""
         for group in list(self.book.held.values()):
             if group.tries >= self.settings.max_attempts:
+                self.book.takeover.note(group.group_id, Fate.EXHAUSTED, self.book.now_s)
                 self.deals.fail(group, f"attempts_exhausted: {group.tries} have begun")
             else:
+                self.book.takeover.note(group.group_id, Fate.AGAIN, self.book.now_s)
                 self.book.unwait(group)
                 self.deals.place(group)
-
-    def _look_for_lost_clients(self, now_s: float) -> None:
-        grace_s = self._patience_s + self.settings.client_grace_s
-        for client in list(self.book.clients.values()):
-            silent_s = now_s - client.heard_s
-            keeps = client.keep and client.client_id in self.book.of_client
-            if silent_s > grace_s and not keeps:
-                self._drop_client(client.client_id, f"{CLIENT_LEFT}: silent for {silent_s:.0f} s")

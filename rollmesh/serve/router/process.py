@@ -23,13 +23,14 @@ from rollmesh.core.process import Ready, announce, http_address, listen, pid_spa
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import Event as FleetEvent
 from rollmesh.engine.fleet import Fleet, FleetSettings, PublishTable
+from rollmesh.engine.member import UNVERSIONED
 from rollmesh.runtime.keeper import Keeper
 from rollmesh.serve.router.ledger import Ledger
 from rollmesh.serve.router.pids import LocalPids
 from rollmesh.serve.router.side import Board, SideThread
 from rollmesh.serve.router.status import status_of
 from rollmesh.serve.router.workers import WorkerState
-from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine
+from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine, PublisherLeft
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import read_keys
 from rollmesh.wire.machine import Received, Send, Ticked
@@ -51,7 +52,7 @@ STATUS_SHARE = 0.05
 GC_THRESHOLDS = (10_000, 100, 50)
 """What the ledger holds has no cycles, and to look through all of it stops the loop for 150 ms
 where a million rollouts wait."""
-_OF_THE_FLEET = frozenset({*typing.get_args(FleetAsk), EngineFaulted})
+_OF_THE_FLEET = frozenset({*typing.get_args(FleetAsk), EngineFaulted, PublisherLeft})
 _OF_WORKERS = frozenset({WorkerHello, WorkerLeft, WorkerExited, EnvFailed})
 
 
@@ -62,6 +63,8 @@ class Engines(msgspec.Struct, frozen=True):
     """Empty: those of the settings."""
     have_fixed_weights: bool
     """No publisher reports here: what an engine says it serves counts."""
+    least_version: int = UNVERSIONED
+    """Older weights are not used: they are those of a run before it was gone on with."""
 
 
 def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int | None) -> None:
@@ -77,7 +80,11 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
     keeper = Keeper(clock)
     side = SideThread(listening, board, bell, keeper.figures)
     hub = open_hub(config.router.bind)
-    fleet = Fleet(FleetSettings(believes_engines=engines.have_fixed_weights))
+    fleet = Fleet(
+        FleetSettings(
+            believes_engines=engines.have_fixed_weights, least_version=engines.least_version
+        )
+    )
     loop = RouterLoop(config, fleet, hub, side, board, clock)
     stop = _Stop(bell)
     for url in engines.urls or config.engine.urls:
@@ -179,7 +186,10 @@ class RouterLoop:
                 self._on_packet(b"", Packet(exited))
             self._send(self._ledger.step(Ticked(), now_s))
             self._step_fleet(Ticked())
+            self._log_takeover(now_s)
             self._log_losses()
+            for each in self._ledger.clients.take_forgotten():
+                log.warning("client.forgotten", **msgspec.structs.asdict(each))
             if now_s >= self._next_status_s:
                 self._hang_status()
 
@@ -246,6 +256,11 @@ class RouterLoop:
                 self._news.add(send.route, send.message, self._clock.now_s())
                 continue
             self._hub.send(send.route, Packet(send.message, self.incarnation, send.body))
+
+    def _log_takeover(self, now_s: float) -> None:
+        """Where work was found that a router before us had given out."""
+        if found := self._ledger.book.takeover.tell(now_s):
+            log.info("router.recovered", **found)
 
     def _log_losses(self) -> None:
         states = {worker.worker_id: worker.state.value for worker in self._ledger.crew.workers}

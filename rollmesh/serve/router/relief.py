@@ -8,11 +8,10 @@ successor comes: workers that start together are worn together. Pure; driven by 
 """
 
 from rollmesh.serve.router.workers import Worker, Workers, WorkerState
+from rollmesh.wire.messages import RELIEVED
 
 WORN = "worn"
 """What such a worker says of itself in its beats (serve/server/duties.py)."""
-RELIEVED = "it is worn out"
-"""Why it is drained."""
 MAX_SHARE = 0.25
 """Of an environment's workers, but one at least, leave at the same time."""
 SUCCESSOR_S = 60.0

@@ -23,6 +23,10 @@ from rollmesh.wire.messages import WorkerBeat, WorkerHello
 SPARE_RANKS = 64
 """Ranks that are no longer true may stand in an order up to here, and up to thrice its workers."""
 
+CLOGGED_SHARE = 0.5
+"""Of what a worker may hold un-acked: past it, work for clients that are away waits, since a worker
+that is full of it takes none of anybody's."""
+
 Rank = tuple[int, bool, int, int]
 """Tier, busy, slots over its room (negative: free ones), groups given to it; smaller goes first."""
 NUM_TIERS = 3
@@ -86,6 +90,12 @@ class Worker:
     def waits_for(self) -> str:
         """Which budget keeps it from taking groups, as it says; '' if none does."""
         return self.beat.waits_for if self.beat and not self.beat.accepting else ""
+
+    @property
+    def is_clogged(self) -> bool:
+        """Whether its results take up so much that they leave room for those who take theirs."""
+        most = CLOGGED_SHARE * self.hello.max_unacked_bytes
+        return self.beat is not None and most > 0 and self.beat.unacked_bytes >= most
 
     @property
     def is_open(self) -> bool:
@@ -224,6 +234,15 @@ class Workers:
                 else:
                     break
         return None
+
+    def spare_for(self, env: str, num_samples: int) -> Worker | None:
+        """The same for a client that is away: a worker whose results mostly find their sinks."""
+        fitting = [
+            w
+            for w in self._by_env.get(env, {}).values()
+            if w.can_take(num_samples) and not w.is_clogged
+        ]
+        return min(fitting, key=self._rank_of, default=None)
 
     def apart_for(self, env: str, num_samples: int, *, strictly: bool) -> Worker | None:
         """The same for a suspect: a worker without another one; if not `strictly`, then any."""

@@ -6,8 +6,11 @@
     the worker:  SERVING --DrainWorker, StopAsked (finish), Stopping (abort)--> DRAINING
                  SERVING --WornOut--> WORN, which serves on --the same, WornOut urgently--> DRAINING
                  DRAINING --nothing left--> LEFT
+                 DRAINING --nothing left but results for sinks that are away--> LEFT, and the
+                            router has these groups run again, elsewhere; not if it is worn out
 
-A worn worker says so in its beats, and the router lets it go when others are there to serve.
+A worn worker says so in its beats, and the router lets it go when others are there to serve; nobody
+waits for it, so it stays until its results are at their sinks.
 
 Invariants: a group is here once, under the newest attempt number that the router gave it; a router
 that does not know us (a new incarnation) is told all that we hold before anything else; what was
@@ -25,6 +28,7 @@ from rollmesh.serve.server.outbox import Forget, Outbox, OutboxSettings, Packed,
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import (
+    RELIEVED,
     CancelRun,
     DrainWorker,
     GroupAcked,
@@ -136,6 +140,9 @@ class Abort(msgspec.Struct, frozen=True):
 class Left(msgspec.Struct, frozen=True):
     """Action: nothing is held any more; the process may end."""
 
+    num_given_back: int = 0
+    """Results whose sinks were away."""
+
 
 Event = Ended | StopAsked | Stopping | WornOut | Received | Ticked
 Action = Send | Begin | Abort | Forget | Left
@@ -236,10 +243,19 @@ class Duties:
                 if self._awaits_hello and now_s >= self._next_hello_s:
                     actions.append(self._hello(now_s))
                 actions += self.outbox.step(event, now_s)
-        if not self._has_groups and self.state is WorkerState.DRAINING:
+        if self.state is WorkerState.DRAINING and self._may_leave(now_s):
             self.state = WorkerState.LEFT
-            actions += [Send(ROUTER, self.farewell()), Left()]
+            given_back = self.outbox.give_back()
+            actions += [*given_back, Send(ROUTER, self.farewell()), Left(len(given_back))]
         return actions
+
+    def _may_leave(self, now_s: float) -> bool:
+        if self.running or self.aborting:
+            return False
+        if not self.outbox.parcels:
+            return True
+        assert self.leaving is not None
+        return self.leaving.cause is not Cause.WORN_OUT and self.outbox.is_stuck(now_s)
 
     def _received(self, event: Received, now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -260,8 +276,9 @@ class Duties:
                 actions += self._abort(group_id, reason)
                 actions += self.outbox.step(Unwanted(group_id), now_s)
             case DrainWorker(reason):
-                cause = Cause.WORN_OUT if self._worn else Cause.DRAINED
-                self._drain(cause, self._worn or reason)
+                is_relief = bool(self._worn) and reason == RELIEVED
+                worn_out, drained = (Cause.WORN_OUT, self._worn), (Cause.DRAINED, reason)
+                self._drain(*(worn_out if is_relief else drained))
             case GroupAcked(group_id):
                 acked = self.outbox.step(event, now_s)
                 if acked:
@@ -317,7 +334,9 @@ class Duties:
             self._drain(Cause.WORN_OUT, event.reason)
 
     def _drain(self, cause: Cause, reason: str) -> None:
-        if self._takes_groups:
+        is_worn = self.leaving is not None and self.leaving.cause is Cause.WORN_OUT
+        # Nobody waits for one that leaves as it is worn; for one that is told to go somebody does.
+        if self._takes_groups or (is_worn and self.state is WorkerState.DRAINING):
             self.state, self.leaving = WorkerState.DRAINING, Leaving(cause, reason)
 
     def _hello(self, now_s: float) -> Send:
@@ -333,6 +352,7 @@ class Duties:
             started_s=settings.started_s,
             holds=tuple(self.holds()),
             pid_space=settings.pid_space,
+            max_unacked_bytes=settings.max_unacked_bytes,
         )
         return Send(ROUTER, hello)
 

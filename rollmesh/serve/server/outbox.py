@@ -5,6 +5,7 @@
     HELD | SENT --GroupAcked--> ACKED --told the router--> forgotten
     HELD | SENT --CancelRun--> forgotten
     HELD | SENT --no ack within delivery_timeout_s--> GroupLost, forgotten; the router decides
+    SENT --its worker leaves, and the sink owes an ack for absent_s--> given back, forgotten
 
 Invariants: a parcel is held until its sink acked it, nobody wants it, or its time is over; its
 bytes are counted all that time; parcels of one sink go out in the order in which they were packed,
@@ -38,6 +39,9 @@ class OutboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_resend_s: float = 30.0
     delivery_timeout_s: float = 600.0
     """A parcel that is not acked in this time is given up."""
+    absent_s: float = 30.0
+    """Who acks nothing for so long is away: longer than it takes to start a trainer again, shorter
+    than anybody waits for a worker that he has told to leave."""
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -77,6 +81,8 @@ class Parcel(msgspec.Struct):
     """Of its last."""
     wait_s: float = 0.0
     due_s: float = 0.0
+    owed_s: float = 0.0
+    """Its first sending to this sink, or the sink's last word after that."""
     lost_s: float = 0.0
     """When it is given up."""
 
@@ -127,6 +133,18 @@ class Outbox:
             parcel.sink, parcel.due_s, parcel.first_as = sink, 0.0, 0
             parcel.state = ParcelState.HELD
 
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether nothing is left but what waits for sinks that are away."""
+        latest_s = now_s - self.settings.absent_s
+        return all(
+            parcel.state is ParcelState.SENT and parcel.owed_s <= latest_s
+            for parcel in self.parcels.values()
+        )
+
+    def give_back(self) -> list[Forget]:
+        """The worker leaves: what is here runs again, elsewhere."""
+        return [Forget(group_id) for group_id in list(self.parcels) if self._take_out(group_id)]
+
     def _acked(self, route: bytes, group_id: GroupId, now_s: float) -> list[Action]:
         parcel = self._take_out(group_id)
         if parcel is None:
@@ -136,27 +154,32 @@ class Outbox:
             Send(ROUTER, GroupDelivered(group_id, parcel.message.attempt)),
             Forget(group_id),
         ]
-        for other in (lost := self._lost(parcel, route)):
+        others = self._of_sink(route)
+        for other in others:
+            other.owed_s = now_s
+        for other in (lost := self._lost(parcel, others)):
             other.wait_s = self.settings.resend_s / 2  # the sink is there
         return actions + [self._send_again(other, now_s) for other in lost]
 
-    def _lost(self, acked: Parcel, route: bytes) -> list[Parcel]:
-        """Of the others of its sink, those to be sent again.
+    def _lost(self, acked: Parcel, others: list[Parcel]) -> list[Parcel]:
+        """Of the `others` of its sink, those to be sent again.
 
         A sink acks in the order of arrival, so what was sent before was lost on the way. Of one
         that was sent more than once nobody knows which has come: of what lies between, one is sent
         again for each ack, so that a sink that is merely slow gets little twice.
         """
         # What was sent later goes first: mostly that is all there is.
-        earlier = [
-            each
-            for each in self.parcels.values()
-            if each.sent_as < acked.sent_as
-            and each.state is ParcelState.SENT
-            and each.sink.encode() == route
-        ]
+        earlier = [each for each in others if each.sent_as < acked.sent_as]
         lost = [each for each in earlier if each.sent_as < acked.first_as]
         return lost or sorted(earlier, key=lambda parcel: parcel.sent_as)[:1]
+
+    def _of_sink(self, route: bytes) -> list[Parcel]:
+        """What was sent to the sink of this route, and is not acked."""
+        return [
+            parcel
+            for parcel in self.parcels.values()
+            if parcel.state is ParcelState.SENT and parcel.sink.encode() == route
+        ]
 
     def _give_up(self, parcel: Parcel) -> list[Action]:
         message = parcel.message
@@ -199,6 +222,7 @@ class Outbox:
         self._num_sendings += 1
         parcel.sent_as = self._num_sendings
         parcel.first_as = parcel.first_as or self._num_sendings
-        parcel.state = ParcelState.SENT
+        if parcel.state is ParcelState.HELD:
+            parcel.state, parcel.owed_s = ParcelState.SENT, now_s
         parcel.due_s = now_s + parcel.wait_s
         return Send(parcel.sink.encode(), parcel.message)

@@ -131,7 +131,13 @@ class Worker:
         """A packet came in."""
         if isinstance(packet.message, FleetChanged):
             self.view.update(packet.message, packet.router)
+        router = self._duties.router
         self._step(Received(route, packet.message, packet.body, packet.router))
+        if router not in ("", self._duties.router):
+            held = self._duties.holds()
+            num_finished = sum(each.finished for each in held)
+            num_running = len(held) - num_finished
+            log.info("worker.reasserted", num_running=num_running, num_undelivered=num_finished)
 
     def begin(self, stage: Stage) -> None:
         """Say hello; groups run on `stage` once `serve` is called."""
@@ -225,7 +231,10 @@ class Worker:
             case Forget(group_id):
                 if payload := self._payloads.pop(group_id, None):
                     note_freed(payload.num_bytes)
-            case Left():
+            case Left(num_given_back):
+                if num_given_back:
+                    why = "their sinks are away; they run again elsewhere"
+                    log.warning("worker.gave_back", num_groups=num_given_back, reason=why)
                 self._left.set()
 
     def _held(self) -> dict[str, int]:

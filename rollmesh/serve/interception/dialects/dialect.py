@@ -15,6 +15,7 @@ import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.deltas import Delta
+from rollmesh.runtime.keys import key_of
 from rollmesh.runtime.turns import Turn
 from rollmesh.serve.interception.view import ReplyView
 
@@ -23,20 +24,20 @@ class Asked(msgspec.Struct, frozen=True):
     """A request's body, and what its headers say of it."""
 
     body: bytes
-    salt: int = 0
+    salt: bytes = b""
     """What else tells requests apart: the dialect, an Idempotency-Key."""
     is_retry: bool = False
     """The client says that it sent this before."""
 
     @property
     def digest(self) -> int:
-        """Identifies the request within this process."""
-        return hash((self.salt, self.body))
+        """Identifies the request, in this process and those after it."""
+        return key_of(self.salt, self.body)
 
     def digest_without(self, part: bytes) -> int:
         """The same for a request of which `part` says nothing to the model."""
         before, _, after = self.body.partition(part)
-        return hash((self.salt, before, after))
+        return key_of(self.salt, before, after)
 
 
 class Stream(Protocol):

@@ -5,8 +5,8 @@
 
 Only these ends are forwarded, never a path of the agent's own: with the provider's key it could
 reach what is not for it. Invariants: the answer's body is passed byte for byte, a stream's events
-as they arrive; an agent that hangs up leaves its call at once; our own refusals are in the agent's
-dialect. Driven by the gateway's HTTP face.
+as they arrive, and the one that ends it when the call is written; an agent that hangs up leaves its
+call at once; our own refusals are in the agent's dialect. Driven by the gateway's HTTP face.
 """
 
 import sys
@@ -19,9 +19,9 @@ from rollmesh.core.errors import SessionError
 from rollmesh.serve.interception.auth import find_secret
 from rollmesh.serve.interception.edge import DIALECTS
 from rollmesh.serve.interception.ending import ExchangeState, guard
-from rollmesh.serve.interception.relay.call import RelayCall
+from rollmesh.serve.interception.relay.call import CallState, RelayCall
 from rollmesh.serve.interception.relay.capture import RelayCapture
-from rollmesh.serve.interception.relay.headers import forwarded, tells_events
+from rollmesh.serve.interception.relay.headers import forwarded
 from rollmesh.serve.interception.relay.heard import ROUTES
 from rollmesh.serve.interception.relay.upstreams import Parcel, Upstreams
 from rollmesh.serve.interception.request import Request
@@ -99,13 +99,12 @@ class _Exchange:
             self.state = ExchangeState.ATTACHED
             await call.wait_for_head()
             request.let_go()
-            is_stream = tells_events(call.lines)
-            await (self._stream(call) if is_stream else self._send_whole(call))
+            await (self._stream(call) if call.is_stream else self._send_whole(call))
             await request.drain(call.check)
             call.is_delivered = True
             self.state = ExchangeState.DELIVERED
         finally:
-            call.leave()
+            session.left(call)
 
     def refusal(self, error: SessionError) -> bytes:
         """The body of a refusal."""
@@ -135,7 +134,7 @@ class _Exchange:
         self.request.answer(call.status, call.lines, body)
 
     async def _stream(self, call: RelayCall) -> None:
-        """Pieces as they come, all that has arrived in one write."""
+        """Pieces as they come, all that may be told in one write."""
         self.request.open(call.status, call.lines)
         num_sent = 0
         while True:
@@ -145,7 +144,7 @@ class _Exchange:
                 self.request.send(new)
                 self.state = ExchangeState.STREAMING
                 await self.request.drain(call.check)
-            elif not call.is_running:
+            elif call.state is CallState.WHOLE:
                 break
         self.request.close()
 

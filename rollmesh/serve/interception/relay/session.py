@@ -3,8 +3,10 @@
     OPEN --seal--> SEALED, after which calls get a 410 and running ones are cut
 
 Invariants: a request's new messages are kept and nothing twice; a retry that says so is answered
-by the call that it repeats, unless that one failed; every running call is in `_live` and gone from
-it at its end. Driven by edge.py and, through capture.py, by the gateway's book.
+by the call that it repeats, unless that one failed, and one whose answer the disk did not take is
+written first; where sessions are kept, a whole answer is shown when it is written; every running
+call is in `_live` and gone from it at its end. Driven by edge.py and, through capture.py, by the
+gateway's book.
 """
 
 import asyncio
@@ -16,12 +18,15 @@ import msgspec
 from rollmesh.core.clock import Clock
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import ContentLost, SessionError
+from rollmesh.runtime.deeds import Untaken
 from rollmesh.runtime.session import OVER_LIMIT
 from rollmesh.serve.interception.account import Account
 from rollmesh.serve.interception.capture import NO_COUNTS
 from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES
 from rollmesh.serve.interception.relay.account import account_of
-from rollmesh.serve.interception.relay.call import Asked, CallState, RelayCall
+from rollmesh.serve.interception.relay.call import ANSWERED, Asked, CallState, RelayCall
+from rollmesh.serve.interception.relay.deeds import RelayPast, Spent
+from rollmesh.serve.interception.relay.scribe import RelayScribe
 from rollmesh.serve.interception.relay.threads import Request, Spot, Threads
 from rollmesh.serve.interception.relay.tips import Following
 from rollmesh.serve.interception.relay.upstreams import Parcel, Upstream, Upstreams
@@ -47,7 +52,10 @@ class RelaySession:
         clock: Clock,
         config: InterceptionConfig,
         totals: RelayTotals,
+        scribe: RelayScribe | None = None,
+        past: RelayPast | None = None,
     ) -> None:
+        """With a `past` it goes on from there."""
         self.session_id = session_id
         self.num_calls = 0
         self.fault = ""
@@ -70,7 +78,16 @@ class RelaySession:
         self._num_answer_bytes = 0
         self._num_blob_bytes = 0
         """Of answers that are long."""
+        self._writing: list[RelayCall] = []
+        """Whole answers on their way to the disk."""
+        self._unwritten: list[RelayCall] = []
+        """Those that it did not take."""
         self._sealed_because = ""
+        self._scribe = scribe
+        if scribe is not None:
+            scribe.on_written = self._written
+        if past is not None:
+            self._regain(past)
 
     def follow(self, num_bytes: int) -> Following:
         """Of the body of the next call, which may have so many bytes; SessionError 410 if the
@@ -113,12 +130,18 @@ class RelaySession:
         if self.held_bytes > (limit := self._config.max_session_bytes):
             held = f"the session holds {self.held_bytes} bytes"
             self.spent_because = f"{held}, interception.max_session_bytes = {limit}"
+            if self._scribe is not None:
+                self._scribe.tell(Spent(self.spent_because))
             raise self._spent()
         key = mark.key.decode("latin-1")
         if mark.is_resent and request is not None:
             known = self._newest.get(request.spot)
             if known is not None and _repeats(known, route, request, key):
+                if known.state is CallState.UNWRITTEN:
+                    self._write_again()
                 return known
+        if self._scribe is not None:
+            self._scribe.check()
         if request is not None and request.fork:
             self.forks = {**self.forks, request.fork: self.forks.get(request.fork, 0) + 1}
         asked = Asked(
@@ -144,10 +167,17 @@ class RelaySession:
         if self._sealed_because:
             raise self._gone()
         asked = Asked(-1, "", None, (), "", 0.0)
-        call = RelayCall(asked, self._config.max_body_bytes, self._live.discard)
+        call = RelayCall(asked, self._config.max_body_bytes, self._passed)
         self._live.add(call)
         self._upstreams.send(call, parcel, self._home)
         return call
+
+    def left(self, call: RelayCall) -> None:
+        """A connection reads `call` no more."""
+        call.leave()
+        if call.asked.number >= 0:
+            is_untaken = call.state in ANSWERED and not call.is_delivered
+            self._tell_untaken(call, is_untaken=is_untaken)
 
     @property
     def is_busy(self) -> bool:
@@ -185,14 +215,17 @@ class RelaySession:
             self._sealed_because = reason
             for call in list(self._live):
                 call.cut(self._gone())
+            if self._writing and self._scribe is not None:
+                self._scribe.write()
             for task in self._coming:
                 task.cancel()
 
     def forget(self) -> None:
         if self._threads is not None:
             self._threads.forget()
-        self._threads = None
-        self._calls.clear()
+        self._threads = self._scribe = None
+        for calls in (self._calls, self._writing, self._unwritten):
+            calls.clear()
         self._newest.clear()
         self._num_answer_bytes = self._num_blob_bytes = 0
 
@@ -201,14 +234,69 @@ class RelaySession:
 
     def _ended(self, call: RelayCall) -> None:
         self._live.discard(call)
-        if call.state is CallState.WHOLE:
+        if self._scribe is not None and not self._sealed_because:
+            self._scribe.ended(call)
+            if call.state is CallState.WRITING:
+                self._writing.append(call)
+        elif call.state is CallState.WRITING:
+            call.move(CallState.WHOLE)
+        self._count(call)
+
+    def _passed(self, call: RelayCall) -> None:
+        """One that is not kept has ended."""
+        self._live.discard(call)
+        if call.state is CallState.WRITING:
+            call.move(CallState.WHOLE)
+
+    def _written(self, failure: SessionError | None) -> None:
+        """What calls have come to is on disk, or why not."""
+        written, self._writing = self._writing, []
+        for call in written:
+            call.move(CallState.UNWRITTEN if failure else CallState.WHOLE, failure)
+            if failure is not None:
+                self.fault = str(failure)
+                self._unwritten.append(call)
+                self._tell_untaken(call, is_untaken=True)
+        if failure is None and self._unwritten:
+            for call in self._unwritten:
+                call.move(CallState.WHOLE)
+            self._unwritten.clear()
+
+    def _tell_untaken(self, call: RelayCall, *, is_untaken: bool) -> None:
+        if self._scribe is not None and is_untaken != call.is_untaken:
+            call.is_untaken = is_untaken
+            self._scribe.tell(Untaken(call.asked.number, is_untaken))
+
+    def _write_again(self) -> None:
+        """What the disk did not take, since somebody asks for it."""
+        for call in self._unwritten:
+            call.move(CallState.WRITING)
+        self._writing += self._unwritten
+        self._unwritten.clear()
+        self.fault = ""
+        if self._scribe is not None:
+            self._scribe.be_due()
+
+    def _count(self, call: RelayCall) -> None:
+        """A call that has ended."""
+        if call.state in ANSWERED:
             if call.num_bytes < MIN_BLOB_BYTES:
                 self._num_answer_bytes += call.num_bytes
             else:
                 self._num_blob_bytes += call.num_bytes
             self.fault = f"the upstream answered {call.status}" if call.status >= 500 else ""
-        elif call.failure is not None and call.failure.status >= 500:
+        if call.failure is not None and call.failure.status >= 500:
             self.fault = str(call.failure)
+
+    def _regain(self, past: RelayPast) -> None:
+        self._threads, self._calls = past.threads, past.calls
+        self.num_calls, self.spent_because = len(past.calls), past.spent_because
+        for call in past.calls:
+            self._count(call)
+            if (request := call.asked.request) is not None:
+                self._newest[request.spot] = call
+                if request.fork:
+                    self.forks = {**self.forks, request.fork: self.forks.get(request.fork, 0) + 1}
 
     def _spent(self) -> SessionError:
         return SessionError(400, OVER_LIMIT, f"this session has ended: {self.spent_because}")

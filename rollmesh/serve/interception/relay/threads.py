@@ -55,7 +55,7 @@ _encode = msgspec.json.Encoder().encode
 class Spot:
     """A history up to and with one message."""
 
-    __slots__ = ("asked", "children", "depth", "is_continued", "parent", "pieces")
+    __slots__ = ("asked", "children", "depth", "is_continued", "number", "parent", "pieces")
 
     def __init__(self, parent: "Spot | None", pieces: tuple[Piece, ...]) -> None:
         self.parent = parent
@@ -68,6 +68,8 @@ class Spot:
         """The newest request that ended here."""
         self.is_continued = False
         """A later request went on from here."""
+        self.number = -1
+        """Of those that deeds have told."""
 
     def messages(self) -> list[tuple[Piece, ...]]:
         """The history, message by message."""
@@ -127,7 +129,7 @@ class Threads:
         """Shorter bodies than `tipped_bytes` are read whole."""
         self.num_blob_bytes = 0
         """Of the blobs held, which other sessions may hold, too."""
-        self._root = Spot(None, ())
+        self.root = Spot(None, ())
         self._tips: deque[Tip] = deque(maxlen=MAX_TIPS)
         self._messages: dict[int, tuple[Piece, ...]] = {}
         """By the hash of their bytes."""
@@ -166,9 +168,21 @@ class Threads:
             return Taken(spot.asked, (joined([*before, read.rest]),))
         return Taken(spot.asked, [*before, read.rest])
 
+    def hold_again(
+        self, spot: Spot, messages: Sequence[bytes], rest: Sequence[bytes], fork: str
+    ) -> tuple[Request, list[Spot]]:
+        """A request that another process held: these messages behind `spot`, with settings, tools
+        and system text; and the spots of the messages."""
+        joint, end = self._go(spot, [(text, 0, len(text)) for text in messages])
+        settings, tools, system = map(self._keep, rest)
+        self._fork(joint, end, tools, system)
+        end.asked = Request(end, settings, tools, system, fork)
+        self._is_first = False
+        return end.asked, _line(end, len(messages))
+
     def forget(self) -> None:
         """Let go of everything, at once and without the garbage collector."""
-        spots = [self._root]
+        spots = [self.root]
         while spots:
             spot = spots.pop()
             spots += (spot.children or {}).values()
@@ -209,14 +223,14 @@ class Threads:
         key = next((key for key in _HISTORIES if key in fields), "")
         history = fields.pop(key) if key else msgspec.Raw(b"[]")
         if bytes(memoryview(history)[:1]) != b"[":
-            joint, spot = self._go(self._root, [_alone(history)])
+            joint, spot = self._go(self.root, [_alone(history)])
             return _Read(fields, joint, spot, None, raw)
         elements = _elements.decode(history)
         is_long = len(raw) >= self._tipped_bytes and elements
         opened = re.search(rb'"%b"\s*:\s*\[' % key.encode(), raw) if is_long else None
         at = opened.end() - 1 if opened else 0
         if not opened or not raw.startswith(history, at):
-            joint, spot = self._go(self._root, map(_alone, elements))
+            joint, spot = self._go(self.root, map(_alone, elements))
             return _Read(fields, joint, spot, None, raw)
         tip = Tip(raw[:at], key)
         return self._walk(tip, raw, at + 1, elements, fields)
@@ -231,7 +245,7 @@ class Threads:
     ) -> _Read:
         """These messages behind those of `tip`, which is the newest then; `text` has them from
         byte `at` on."""
-        start = tip.spots[-1] if tip.spots else self._root
+        start = tip.spots[-1] if tip.spots else self.root
         joint = spot = start
         if elements:
             spans = _spans(text, at, elements)

@@ -14,6 +14,7 @@ from rollmesh.serve.client.asks import (
     Closed,
     Waits,
 )
+from rollmesh.serve.client.entries import GroupTried
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import (
     AnyMessage,
@@ -32,8 +33,8 @@ from rollmesh.wire.messages import (
 ONE, TWO, THREE = GroupId("r1", 1), GroupId("r1", 2), GroupId("r1", 3)
 
 
-def new_asks() -> Asks:
-    return Asks(AsksSettings(client_id="c1", sink="tcp://sink", beat_s=1.0))
+def new_asks(keep: bool = False) -> Asks:
+    return Asks(AsksSettings(client_id="c1", sink="tcp://sink", beat_s=1.0, keep=keep))
 
 
 def met_asks() -> Asks:
@@ -65,6 +66,28 @@ def test_nothing_is_asked_before_a_router_answers_the_hello() -> None:
     assert isinstance(message, AskGroup)
     assert (message.group_id, message.sink, message.attempts) == (ONE, "tcp://sink", 0)
     assert asks.beat_s == 0.5
+
+
+def test_attempts_of_kept_asks_are_to_be_written_down_from_the_second_on() -> None:
+    asks = new_asks(keep=True)
+    ask(asks, ONE)
+    hear(asks, RouterHello(1.0), now_s=0.0)
+    noted = [
+        hear(asks, GroupMoved(ONE, GroupState.RUNNING, attempt, "w1", excused), now_s=1.0)
+        for attempt, excused in ((1, 0), (1, 0), (2, 0), (2, 0), (2, 1), (3, 1))
+    ]
+    tried = [action for actions in noted for action in actions if isinstance(action, GroupTried)]
+    assert tried == [GroupTried(ONE, 2, 0), GroupTried(ONE, 2, 1), GroupTried(ONE, 3, 1)]
+    again = new_asks(keep=True)
+    again.step(Asked(group_id=ONE, env="guess", num_samples=4, attempts=3, excused=1), 0.0)
+    [message] = [m for m in said(hear(again, RouterHello(1.0), 0.0)) if isinstance(m, AskGroup)]
+    assert (message.attempts, message.excused) == (3, 1)
+
+
+def test_attempts_of_asks_that_end_with_their_client_are_not_written_down() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    assert hear(asks, GroupMoved(ONE, GroupState.RUNNING, 2, "w1"), now_s=1.0) == []
 
 
 def test_ask_carries_its_body_unopened() -> None:
@@ -303,6 +326,7 @@ def test_kept_client_leaves_without_a_word() -> None:
     asks = Asks(settings)
     assert said(asks.step(Ticked(), 0.0)) == [ClientHello("c1", 2, True)]
     assert asks.step(Closed(), 1.0) == []
+    assert said(asks.step(Closed(for_good=True), 1.0)) == [ClientLeft("c1")]
 
 
 def test_leaving_is_said() -> None:

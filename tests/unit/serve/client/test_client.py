@@ -47,9 +47,14 @@ def open_client(router: FakeRouter, folder: Path, keep: bool = False) -> Rollout
     return client
 
 
-def ask(client: RolloutClient) -> GroupId:
+def ask(client: RolloutClient, num_drawn: int = 0) -> GroupId:
     return client.ask(
-        Task(id="t", data={"n": 1}), env="guess", num_samples=2, sampling=SamplingPolicy(), seed=5
+        Task(id="t", data={"n": 1}),
+        env="guess",
+        num_samples=2,
+        sampling=SamplingPolicy(),
+        seed=5,
+        num_drawn=num_drawn,
     )
 
 
@@ -108,17 +113,6 @@ def test_untaken_results_are_handed_out_again_after_a_restart(
     assert finished.group_id == waiting
     assert deliver(again.address, trained).duplicate
     assert ask(again).run_id != trained.run_id
-    again.close()
-
-
-def test_freeing_keeps_what_was_not_taken_yet(router: FakeRouter, tmp_path: Path) -> None:
-    client = open_client(router, tmp_path)
-    group_id = ask(client)
-    deliver(client.address, group_id)
-    client.free(2**62)
-    client.close()
-    again = open_client(router, tmp_path)
-    assert [arrival.group_id for arrival in again.take(timeout_s=5)] == [group_id]
     again.close()
 
 
@@ -225,6 +219,22 @@ def test_kept_group_goes_to_a_new_address_where_the_old_one_is_taken(
     assert again.address != address
     again.close()
     squatter.close()
+
+
+@pytest.mark.parametrize("for_good", [True, False])
+def test_a_client_that_keeps_its_groups_leaves_for_good_when_it_says_so(
+    router: FakeRouter, tmp_path: Path, for_good: bool
+) -> None:
+    client = open_client(router, tmp_path, keep=True)
+    ask(client)
+    _, asked, _ = router.expect(AskGroup)
+    client.close(for_good=for_good)
+    other = open_client(router, tmp_path / "other")
+    ask(other)
+    router.expect(AskGroup)
+    other.close()  # which keeps nothing
+    _, left, _ = router.expect(ClientLeft)
+    assert (left.client_id == asked.client_id) is for_good
 
 
 def test_kept_groups_end_where_the_next_client_does_not_keep(

@@ -3,24 +3,27 @@
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 import zmq
 from structlog.testing import capture_logs
 
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.errors import JournalError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Task
 from rollmesh.serve.client import client as client_module
 from rollmesh.serve.client import intake
 from rollmesh.serve.client.client import QUEUE_RESULTS, Dropped, RolloutClient
+from rollmesh.serve.client.entries import Published, StateSaved
 from rollmesh.serve.client.intake import Taken
 from rollmesh.wire.bodies import encode_record
 from rollmesh.wire.frames import Packet, encode
 from rollmesh.wire.messages import AskGroup, GroupAcked, GroupFinished
 from rollmesh.wire.sockets import Dialer
-from tests.disks import full_disk
+from tests.disks import full_disk, small_disk
 from tests.unit.serve.client.fake_router import FakeRouter, deliver, next_ack, send_result
 from tests.unit.serve.client.test_client import ask, open_client
 
@@ -161,3 +164,48 @@ def take_in_vain(client: RolloutClient) -> "weakref.ref[Local]":
     with pytest.raises(TypeError):
         client.take(timeout_s=5)
     return weakref.ref(local)
+
+
+def test_note_that_the_disk_refuses_is_written_when_there_is_room(
+    router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = RolloutClient(router.hub.address, JournalConfig(), tmp_path, keep=True)
+    client.start(StateSaved())
+    with capture_logs() as said, ExitStack() as full:
+        full.enter_context(small_disk(monkeypatch, tmp_path / "journal", 0))
+        with pytest.raises(JournalError, match="No space left"):
+            client.note_step(0, [])
+
+        def make_room() -> bool:
+            full.close()
+            return True
+
+        client.note_published(1, 0, make_room)
+        full.enter_context(small_disk(monkeypatch, tmp_path / "journal", 0))
+        with pytest.raises(JournalError, match="No space left"):
+            client.note_step(1, [], again=lambda: False)
+    assert [each["event"] for each in said] == ["journal.failed"]
+    client.close()
+    again = RolloutClient(router.hub.address, JournalConfig(), tmp_path, keep=True)
+    assert (again.history.steps, again.history.published) == ((), (Published(1, 0),))
+    again.close()
+
+
+def test_asks_that_the_disk_refuses_are_made_in_order_when_there_is_room(
+    router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = open_client(router, tmp_path, keep=True)
+    with capture_logs() as said, ExitStack() as full:
+        full.enter_context(small_disk(monkeypatch, tmp_path / "journal", 0))
+        first, unwanted, last = (ask(client) for _ in range(3))
+        client.cancel(unwanted, "of no use")
+        [cancelled] = client.take(timeout_s=5)
+        assert cancelled == Dropped(unwanted, "cancelled: of no use")
+        full.close()
+        assert [router.expect(AskGroup)[1].group_id for _ in range(2)] == [first, last]
+    assert [each["event"] for each in said] == ["journal.failed"]
+    assert client.take(timeout_s=0) == []
+    client.close()
+    again = RolloutClient(router.hub.address, JournalConfig(), tmp_path, keep=True)
+    assert [each.group_id for each in again.history.open_asks] == [first, last]
+    again.close()

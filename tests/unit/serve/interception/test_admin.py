@@ -217,3 +217,14 @@ async def test_finish_may_be_asked_again_until_the_session_is_deleted(office: Of
 
 def _after(path: str) -> list[Route]:
     return [("POST", f"{path}/finish"), ("GET", path), ("DELETE", path)]
+
+
+async def test_a_session_that_is_set_aside_is_told_so_and_can_be_freed(office: Office) -> None:
+    office.book.set_aside("s7", "DecodeError: no such deed")
+    path = "/admin/sessions/s7"
+    for route in (("GET", path), ("POST", f"{path}/finish")):
+        status, told = await office.ask(*route)
+        assert (status, told["error"]["code"]) == (409, "session_set_aside")
+        assert "(DecodeError: no such deed); DELETE frees it" in told["error"]["message"]
+    assert await office.ask("DELETE", path) == (200, {"session_id": "s7", "deleted": True})
+    assert (await office.ask("GET", path))[0] == 404

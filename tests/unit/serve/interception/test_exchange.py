@@ -11,11 +11,13 @@ import pytest
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.runtime import blobs
+from rollmesh.runtime.diary import Diary
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.history import LONG_BYTES
 from rollmesh.serve.interception import request
 from rollmesh.serve.interception.ending import ExchangeState
 from tests.disks import lose_files, no_room_in_memory
+from tests.unit.runtime.scribe_world import ListScribe
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
 
 USER = {"role": "user", "content": "guess"}
@@ -261,3 +263,24 @@ async def test_a_stop_string_ends_the_answer(make_desk: MakeDesk) -> None:
     _, answer = await desk.answer({**ASK, "stop": ["Observation:"]})
     assert answer["choices"][0]["message"]["content"] == "go on"
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("ask", [ASK, STREAM], ids=["whole", "stream"])
+async def test_an_answer_that_is_not_written_is_not_given_whole(
+    make_desk: MakeDesk, ask: dict[str, Any]
+) -> None:
+    desk, scribe = await make_desk(), ListScribe()
+    desk.opened.session.diary = Diary(scribe)
+    asking = asyncio.ensure_future(told(desk, ask))
+    await started(desk)
+    scribe.is_full = True
+    desk.say("four")
+    text = await asking
+    assert "journal_full" in text
+    assert "four" not in text
+    assert "[DONE]" not in text
+
+
+async def told(desk: Desk, ask: dict[str, Any]) -> str:
+    async with desk.post(ask) as response:
+        return str(await response.text())

@@ -35,11 +35,13 @@ async def test_sessions_are_counted_by_state_and_forks_by_cause() -> None:
     book.open(SessionWish(), b"{}")
     book.finish(book.find(one.session_id), Outcome.COMPLETED)
     book.delete(book.find(other.session_id))
+    book.set_aside("s7", "its deeds are of another time")
     told = {
         (figure.name, *figure.labels.values()): figure.value
         for figure in gateway_figures(book, backend, lag)
     }
     assert told["sessions", "open"] == told["sessions", "finished"] == 1
+    assert told["sessions", "set_aside"] == 1
     assert told["sessions_opened_total",] == 3
     assert told["engines", "ready"] == told["engine_ready", "http://127.0.0.1:9"] == 1
     assert (told["calls_total",], told["live_legs",]) == (0, 0)

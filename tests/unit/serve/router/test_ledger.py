@@ -18,7 +18,6 @@ from rollmesh.wire.messages import (
     EnvFailed,
     GroupDelivered,
     GroupFailed,
-    GroupLost,
     GroupMoved,
     GroupStarted,
     GroupState,
@@ -136,67 +135,11 @@ def test_cancel_stops_a_running_group(story: Story) -> None:
     assert story.is_empty()
 
 
-def test_a_client_that_leaves_takes_its_groups_along(story: Story) -> None:
-    running(story)
-    story.asks(ask(2, client="other"))
-    assert only(story.says("c", ClientLeft("c")), CancelRun, "w0")
-    assert story.state(1) is None
-    assert story.holder(2) == "w0"
-
-
-def test_a_vanished_client_has_a_grace_and_then_its_groups_end(story: Story) -> None:
-    running(story)
-    story.passes(12, "w0")
-    assert story.state(1) is GroupState.RUNNING
-    [failed] = only(story.passes(2, "w0"), GroupFailed)
-    assert failed.reason.startswith("client_left: silent for")
-    assert story.ledger.book.num_in[GroupState.CANCELLED] == 1
-    assert story.is_empty()
-    assert story.ledger.book.clients == {}
-
-
-def test_a_client_that_comes_back_in_time_loses_nothing(story: Story) -> None:
-    running(story)
-    story.passes(12, "w0")
-    story.says(b"new-route", ClientHello("c"))
-    story.passes(12, "w0")
-    [moved] = only(story.says("w0", GroupDelivered(group(1), 1)), GroupMoved, b"new-route")
-    assert moved.state is GroupState.DONE
-
-
 @pytest.mark.parametrize("message", [ClientBeat("c", 3), beat("w0"), ClientHello("c")])
 def test_who_is_not_known_is_greeted_so_that_it_says_all_again(
     story: Story, message: Message
 ) -> None:
     assert only(story.says("peer", message), RouterHello, "peer") == [RouterHello(1.0)]
-
-
-def test_a_client_that_asked_for_it_is_waited_for(story: Story) -> None:
-    story.says("c", ClientHello("c", keep=True))
-    running(story)
-    story.says("c", ClientLeft("c"))
-    story.passes(60, "w0")
-    assert story.state(1) is GroupState.RUNNING
-    story.says("w0", GroupDelivered(group(1), 1))
-    story.passes(1, "w0")
-    assert story.is_empty()
-    assert story.ledger.book.clients == {}, "with nothing left to keep, it is forgotten"
-
-
-def test_a_kept_group_whose_result_nobody_takes_is_not_run_again(story: Story) -> None:
-    story.says("c", ClientHello("c", keep=True))
-    running(story)
-    story.passes(60, "w0")
-    sends = story.says("w0", GroupLost(group(1), 1, "no ack in 600 s"))
-    assert not only(sends, RunGroup)
-    assert only(sends, GroupFailed) == [GroupFailed(group(1), "infra_error: no ack in 600 s")]
-    assert story.is_empty()
-
-
-def test_a_result_that_was_given_up_is_made_again_while_its_client_lives(story: Story) -> None:
-    running(story)
-    sends = story.says("w0", GroupLost(group(1), 1, "no ack in 600 s"))
-    assert [run.attempt for run in only(sends, RunGroup)] == [2]
 
 
 def test_a_client_that_comes_back_elsewhere_is_delivered_there(story: Story) -> None:

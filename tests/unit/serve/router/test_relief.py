@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from rollmesh.serve.router.relief import RELIEVED, SUCCESSOR_S
+from rollmesh.serve.router.relief import SUCCESSOR_S
 from rollmesh.wire.machine import Send
-from rollmesh.wire.messages import DrainWorker, WorkerLeft
+from rollmesh.wire.messages import RELIEVED, DrainWorker, WorkerLeft
 from tests.unit.serve.router.story import Story, beat, only
 
 

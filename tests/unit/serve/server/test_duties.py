@@ -21,6 +21,7 @@ from rollmesh.serve.server.duties import (
 from rollmesh.serve.server.outbox import Forget, OutboxSettings
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import (
+    RELIEVED,
     AnyMessage,
     CancelRun,
     DrainWorker,
@@ -49,7 +50,7 @@ def new_duties(max_unacked_bytes: int = 1000, max_held_bytes: int = 10**6) -> Du
             max_rollouts=8,
             max_unacked_bytes=max_unacked_bytes,
             max_held_bytes=max_held_bytes,
-            outbox=OutboxSettings(resend_s=1.0, delivery_timeout_s=60.0),
+            outbox=OutboxSettings(resend_s=1.0, delivery_timeout_s=60.0, absent_s=10.0),
         )
     )
     hear(duties, RouterHello(1.0))
@@ -247,11 +248,54 @@ def test_draining_worker_finishes_and_leaves() -> None:
     assert duties.state is WorkerState.LEFT
 
 
+def test_draining_worker_whose_sink_is_away_gives_back_what_it_cannot_deliver() -> None:
+    duties = new_duties()
+    run(duties, ONE)
+    run(duties, TWO)
+    end(duties, ONE)
+    hear(duties, DrainWorker("shrink"))
+    assert Left(1) not in duties.step(Ticked(), 59.0), "another group still runs"
+    duties = new_duties()
+    run(duties, ONE)
+    end(duties, ONE)
+    hear(duties, DrainWorker("shrink"))
+    assert duties.state is WorkerState.DRAINING
+    duties.step(Ticked(), 9.9)
+    assert duties.state is WorkerState.DRAINING, "its sink may only be slow"
+    left = Send(ROUTER, WorkerLeft("w1", "drained: shrink"))
+    assert duties.step(Ticked(), 10.0)[-3:] == [Forget(ONE), left, Left(1)]
+    assert (duties.state, duties.holds()) == (WorkerState.LEFT, [])
+
+
+def end_one_when_worn(duties: Duties) -> None:
+    run(duties, ONE)
+    end(duties, ONE)
+    duties.step(WornOut("9 rollouts"), 0.0)
+
+
+def test_worn_worker_waits_for_its_sink_since_nobody_waits_for_it() -> None:
+    duties = new_duties()
+    end_one_when_worn(duties)
+    hear(duties, DrainWorker(RELIEVED))
+    duties.step(Ticked(), 59.0)
+    assert duties.state is WorkerState.DRAINING
+    duties.step(StopAsked("SIGTERM"), 59.0)
+    assert (duties.state, str(duties.leaving)) == (WorkerState.LEFT, "stopped: SIGTERM")
+
+
+def test_worn_worker_that_somebody_drains_waits_for_no_sink_that_is_away() -> None:
+    duties = new_duties()
+    end_one_when_worn(duties)
+    hear(duties, DrainWorker("shrink"))
+    duties.step(Ticked(), 59.0)
+    assert (duties.state, str(duties.leaving)) == (WorkerState.LEFT, "drained: shrink")
+
+
 def test_worn_out_worker_finishes_what_it_has_and_leaves_with_the_reason() -> None:
     duties = new_duties()
     run(duties, ONE)
     assert duties.step(WornOut("9 rollouts"), 0.0) == []
-    assert hear(duties, DrainWorker("it is worn out")) == []
+    assert hear(duties, DrainWorker(RELIEVED)) == []
     [returned] = said(run(duties, TWO))
     assert isinstance(returned, GroupReturned)
     end(duties, ONE)
@@ -261,11 +305,13 @@ def test_worn_out_worker_finishes_what_it_has_and_leaves_with_the_reason() -> No
     ]
 
 
-def test_worn_worker_serves_on_until_it_may_leave() -> None:
+def test_worn_worker_serves_on_until_it_may_leave_or_is_stopped() -> None:
     duties = new_duties()
     duties.step(WornOut("9 rollouts"), 0.0)
     assert (duties.state, duties.accepting) == (WorkerState.WORN, True)
     assert Begin(ONE, 4, b"ask") in run(duties, ONE)
+    duties.step(StopAsked("SIGTERM"), 0.0)
+    assert str(duties.leaving) == "stopped: SIGTERM", "no other follows it"
 
 
 def test_worker_far_past_its_memory_does_not_wait_until_it_may_leave() -> None:
@@ -273,13 +319,6 @@ def test_worker_far_past_its_memory_does_not_wait_until_it_may_leave() -> None:
     duties.step(WornOut("900 MB"), 0.0)
     actions = duties.step(WornOut("990 MB", is_urgent=True), 0.0)
     assert actions == [Send(ROUTER, WorkerLeft("w1", "recycled: 990 MB")), Left()]
-
-
-def test_worn_worker_that_is_stopped_is_not_followed_by_another() -> None:
-    duties = new_duties()
-    duties.step(WornOut("9 rollouts"), 0.0)
-    duties.step(StopAsked("SIGTERM"), 0.0)
-    assert str(duties.leaving) == "stopped: SIGTERM"
 
 
 def test_result_that_its_sink_never_acks_is_given_up_and_the_router_told() -> None:

@@ -27,7 +27,7 @@ def finished(seq: int, attempt: int = 1) -> GroupFinished:
 
 
 def new_outbox() -> Outbox:
-    return Outbox(OutboxSettings(resend_s=1.0, max_resend_s=3.0))
+    return Outbox(OutboxSettings(resend_s=1.0, max_resend_s=3.0, absent_s=10.0))
 
 
 def pack(outbox: Outbox, seq: int, now_s: float = 0.0, sink: str = SINK) -> list[Action]:
@@ -124,6 +124,39 @@ def test_late_ack_of_a_parcel_on_its_second_way_ends_it() -> None:
     outbox.step(Ticked(), 1.0)
     assert Forget(group(1)) in ack(outbox, 1, now_s=1.1)
     assert outbox.step(Ticked(), 9.0) == []
+
+
+def test_sink_that_owes_its_ack_for_long_is_away_and_one_that_acks_anything_is_not() -> None:
+    outbox = new_outbox()
+    pack(outbox, 1)
+    pack(outbox, 2)
+    assert not outbox.is_stuck(9.9)
+    assert outbox.is_stuck(10.0)
+    ack(outbox, 1, now_s=10.0)
+    assert not outbox.is_stuck(19.9)
+    assert outbox.is_stuck(20.0)
+
+
+def test_sending_again_does_not_make_a_silent_sink_a_new_one() -> None:
+    outbox = new_outbox()
+    pack(outbox, 1)
+    assert outbox.step(Ticked(), 9.0)
+    assert outbox.is_stuck(10.0)
+    outbox.readdress(group(1), 1, "tcp://elsewhere")
+    assert not outbox.is_stuck(10.0), "it was not sent there yet"
+    outbox.step(Ticked(), 10.0)
+    assert not outbox.is_stuck(19.9)
+    assert outbox.is_stuck(20.0)
+
+
+def test_what_waits_for_one_sink_is_not_stuck_for_another_that_is_away() -> None:
+    outbox = new_outbox()
+    pack(outbox, 1)
+    pack(outbox, 2, now_s=5.0, sink="tcp://another")
+    assert not outbox.is_stuck(10.0)
+    assert outbox.is_stuck(15.0)
+    assert outbox.give_back() == [Forget(group(1)), Forget(group(2))]
+    assert (outbox.parcels, outbox.unacked_bytes) == ({}, 0)
 
 
 def test_unwanted_parcel_is_forgotten() -> None:

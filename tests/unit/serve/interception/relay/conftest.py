@@ -1,5 +1,6 @@
 """A relay on a free port in front of scripted providers, with one session, and a client for it."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -13,10 +14,13 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.process import listen
 from rollmesh.engine.http import HttpClient
 from rollmesh.serve.interception.account import Rewards
+from rollmesh.serve.interception.archive import filed
+from rollmesh.serve.interception.archive.archive import Archive
 from rollmesh.serve.interception.capture import SessionWish
 from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.capture import RelayCapture
 from rollmesh.serve.interception.relay.edge import RelayEdge, RelayKit
+from rollmesh.serve.interception.relay.session import CALL_BYTES
 from rollmesh.serve.interception.relay.upstreams import Upstreams
 from rollmesh.serve.interception.request import Request
 from rollmesh.serve.interception.server import HttpServer
@@ -51,6 +55,15 @@ class Relay:
         async with self.post(body, path, **headers) as response:
             return response.status, await response.read()
 
+    async def until_heard(self, num_bytes: int) -> None:
+        """Until the call that runs has so many bytes of its answer; nothing tells."""
+        while self._num_heard() < num_bytes:  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0)
+
+    def _num_heard(self) -> int:
+        session = self.session
+        return int(session.held()["answers"] - CALL_BYTES * session.num_calls)
+
     def account(self, **rewards: Any) -> dict[str, Any]:
         """What the sealed session has to show, by way of JSON."""
         self.session.seal("the test is over")
@@ -71,12 +84,13 @@ async def make_relay() -> AsyncIterator[MakeRelay]:
             *providers: ScriptedProvider | str,
             key: str = PROVIDER_KEY,
             config: InterceptionConfig | None = None,
+            archive: Archive | None = None,
         ) -> Relay:
             settings = config or InterceptionConfig()
             http = await stack.enter_async_context(HttpClient())
             urls = [each if isinstance(each, str) else each.url for each in providers]
             upstreams = Upstreams(urls, key, http, SystemClock())
-            capture = RelayCapture(upstreams, SystemClock(), settings)
+            capture = RelayCapture(upstreams, SystemClock(), settings, archive)
             edge = RelayEdge(RelayKit(capture, upstreams, settings))
 
             async def handle(request: Request) -> None:
@@ -84,6 +98,8 @@ async def make_relay() -> AsyncIterator[MakeRelay]:
 
             server = HttpServer(handle, drain_s=0.1)
             relay = Relay(edge, capture, upstreams)
+            if archive is not None:
+                archive.open(filed.opened(relay.opened, b"{}", 0.0))
             relay.base = await server.start(listen("127.0.0.1:0"))
             stack.push_async_callback(server.stop)
             stack.push_async_callback(relay.client.close)

@@ -16,7 +16,14 @@ from tests.unit.serve.interception.relay.conftest import PROVIDER_KEY, MakeRelay
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "guess"}]}
 ANSWER = b'{ "id":"r1",  "choices":[{"message":{"role":"assistant","content":"4"}}]}\n'
-ROUTES = ["/chat/completions", "/completions", "/responses", "/messages"]
+LAST = {
+    "/chat/completions": b"data: [DONE]\n\n",
+    "/completions": b"data: [DONE]\n\n",
+    "/responses": b'event: response.completed\ndata: {"type":"response.completed"}\n\n',
+    "/messages": b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+}
+"""What ends a stream, by route."""
+ROUTES = [*LAST]
 
 
 async def test_an_answer_passes_byte_for_byte_with_its_status_and_headers(
@@ -69,18 +76,29 @@ async def test_without_a_providers_key_none_is_sent(make_relay: MakeRelay) -> No
     assert seen.path == "/v1/chat/completions"
 
 
-async def test_a_streams_events_pass_as_they_come(make_relay: MakeRelay) -> None:
-    told = events(b'{"n":1}', b'{"n":2}', b"[DONE]")
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_streams_pieces_pass_before_the_next_is_sent_and_its_end_when_the_answer_is_whole(
+    make_relay: MakeRelay, route: str
+) -> None:
+    first, second, last = b'data: {"n":1}\n\n', b'data: {"n":2}\n\n', LAST[route]
+    # Behind the last event nothing comes but the end of the answer, which is held, too.
+    told = msgspec.structs.replace(events(), pieces=(first, second, last, b""))
     async with ScriptedProvider([told]) as provider:
         provider.holds = True
         relay = await make_relay(provider)
-        async with relay.post({**ASK, "stream": True}) as response:
+        async with relay.post({**ASK, "stream": True}, f"/v1{route}") as response:
             assert response.headers["Content-Type"] == "text/event-stream"
-            for piece in told.pieces[:2]:
-                assert await response.content.readexactly(len(piece)) == piece
-                await provider.release()
-            assert await response.read() == told.pieces[2]
-    assert relay.edge.num_exchanges == {("chat/completions", "delivered"): 1}
+            assert await response.content.readexactly(len(first)) == first
+            await provider.release()
+            assert await response.content.readexactly(len(second)) == second
+            await provider.release()
+            await relay.until_heard(len(first + second + last))
+            for _ in range(20):  # what was written has arrived by then
+                await asyncio.sleep(0)
+            assert response.content.read_nowait() == b""
+            await provider.release()
+            assert await response.read() == last
+    assert relay.edge.num_exchanges == {(route.strip("/"), "delivered"): 1}
     assert relay.session.is_busy is False
 
 
@@ -169,16 +187,31 @@ async def test_another_upstream_takes_over_what_was_not_begun_to_answer(
 async def test_a_stream_that_the_upstream_cuts_ends_with_an_error_event(
     make_relay: MakeRelay, route: str
 ) -> None:
-    told = msgspec.structs.replace(events(b'{"n":1}'), is_cut=True)
+    told = msgspec.structs.replace(events(b'{"n":1}', b"2"), is_cut=True)
     async with ScriptedProvider([told]) as provider:
+        provider.holds = True
         relay = await make_relay(provider)
-        status, body = await relay.read({**ASK, "stream": True}, f"/v1{route}")
-    first, _, last = body.partition(b"\n\n")
-    assert (status, first) == (200, b'data: {"n":1}')
+        async with relay.post({**ASK, "stream": True}, f"/v1{route}") as response:
+            status, body = response.status, await response.content.readexactly(15)
+            await provider.release()
+            body += await response.read()
+    assert (status, body[:15]) == (200, b'data: {"n":1}\n\n')
+    last = body[15:].removeprefix(b"data: 2\n\n")
     name, _, data = last.strip().rpartition(b"data: ")
     assert "closed before" in msgspec.json.decode(data)["error"]["message"]
     assert name == (b"event: error\n" if route == "/messages" else b"")
     assert relay.account()["calls"][0]["state"] == "cut"
+
+
+async def test_a_stream_of_which_nothing_was_passed_fails_with_its_true_status(
+    make_relay: MakeRelay,
+) -> None:
+    told = msgspec.structs.replace(events(b""), pieces=(b"",), is_cut=True)
+    async with ScriptedProvider([told]) as provider:
+        relay = await make_relay(provider)
+        status, body = await relay.read({**ASK, "stream": True})
+    assert status == 503, "which SDKs retry"
+    assert b"closed before" in body
 
 
 async def test_a_gzipped_request_is_forwarded_plain_and_not_said_to_be_gzipped(

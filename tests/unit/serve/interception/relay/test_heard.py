@@ -11,7 +11,7 @@ from rollmesh.core.errors import EngineUnavailable
 from rollmesh.serve.interception.account import Rewards
 from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.account import account_of
-from rollmesh.serve.interception.relay.call import Asked, RelayCall
+from rollmesh.serve.interception.relay.call import Asked, CallState, RelayCall
 from rollmesh.serve.interception.relay.heard import Heard, hear
 from rollmesh.serve.interception.relay.threads import Threads
 
@@ -280,6 +280,7 @@ def answered(route: str, is_stream: bool, chunks: list[Any]) -> RelayCall:
     for piece in told or [orjson.dumps(chunks[0])]:
         call.on_data(piece)
     call.on_end()
+    call.move(CallState.WHOLE)
     call.is_delivered = True
     return call
 

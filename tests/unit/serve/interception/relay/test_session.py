@@ -6,11 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.core.config import InterceptionConfig
+from rollmesh.core.config import InterceptionConfig, JournalConfig
 from rollmesh.runtime import blobs
+from rollmesh.runtime.deeds import Untaken
 from rollmesh.serve.interception import request
+from rollmesh.serve.interception.archive.archive import Archive
+from rollmesh.serve.interception.relay.deeds import Called, decode
 from rollmesh.testing.provider import ScriptedProvider, Told, events
-from tests.disks import lose_files, no_room_in_memory
+from tests.disks import lose_files, no_room_in_memory, small_disk
 from tests.unit.serve.interception.relay.conftest import MakeRelay
 from tests.unit.serve.interception.relay.test_edge import ANSWER, ASK
 
@@ -47,7 +50,7 @@ async def test_a_marked_retry_joins_the_call_that_still_runs(make_relay: MakeRel
 async def test_sealing_wakes_who_waits_and_refuses_who_comes(
     make_relay: MakeRelay, is_stream: bool
 ) -> None:
-    async with ScriptedProvider(lambda _: events(b"1", b"2")) as provider:
+    async with ScriptedProvider(lambda _: events(b"1", b"2", b"3")) as provider:
         provider.holds, provider.holds_first = True, not is_stream
         relay = await make_relay(provider)
         if is_stream:
@@ -132,3 +135,45 @@ async def test_what_the_disk_has_lost_gives_503_and_no_upstream_is_blamed(
                 assert (status, told["code"]) == (503, "content_lost")
                 assert relay.session.fault == told["message"]
         assert relay.upstreams.all[0].fault == ""
+
+
+@pytest.mark.parametrize("told", [Told((ANSWER,)), events(b'{"n":1}', b'{"n":2}', b"[DONE]")])
+async def test_what_a_full_disk_refuses_has_no_end_and_is_given_when_it_is_written(
+    make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told
+) -> None:
+    archive = Archive(tmp_path / "journal", JournalConfig())
+    async with ScriptedProvider(lambda _: told) as provider:
+        relay = await make_relay(provider, archive=archive)
+        with small_disk(monkeypatch, archive.folder, archive.journal.size_bytes):
+            _, body = await relay.read(ASK)
+            assert b"No space left" in body
+            assert not body.endswith(told.pieces[-1])
+            assert relay.session.fault
+            status, body = await relay.read(ASK, x_stainless_retry_count="1")
+            assert (status, msgspec.json.decode(body)["error"]["code"]) == (507, "journal_full")
+        for _ in range(2):
+            again = await relay.read(ASK, x_stainless_retry_count="2")
+            assert again == (200, b"".join(told.pieces))
+        assert (len(provider.seen), relay.session.fault) == (1, "")
+    [call] = relay.account()["calls"]
+    assert (call["state"], call["delivered"]) == ("whole", True)
+    # What another process would know: one call, and that it was taken in the end.
+    records = [frames for _, frames in archive.journal.replay()]
+    deeds = [deed for frames in records if len(frames) > 1 for deed in decode(frames[1])]
+    assert isinstance(deeds[0], Called)
+    assert deeds[1:] == [Untaken(0, is_untaken=True), Untaken(0, is_untaken=False)]
+    archive.close_journal()
+
+
+async def test_an_answer_that_was_never_written_is_told_as_such(
+    make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = Archive(tmp_path / "journal", JournalConfig())
+    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+        relay = await make_relay(provider, archive=archive)
+        with small_disk(monkeypatch, archive.folder, archive.journal.size_bytes):
+            assert (await relay.read(ASK))[0] == 507
+            [call] = relay.account()["calls"]
+    assert (call["state"], call["delivered"], call["choices"]) == ("unwritten", False, [])
+    assert "No space left" in call["error"]
+    archive.close_journal()

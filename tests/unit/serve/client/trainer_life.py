@@ -1,0 +1,161 @@
+"""A trainer's use of its book, without a mesh, for tests of what its journal tells.
+
+Invariant: it knows by itself what the book should know. Driven by the tests.
+"""
+
+from pathlib import Path
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.ids import GroupId, IntervalSet
+from rollmesh.core.types import GroupRecord, SamplingPolicy, Task
+from rollmesh.serve.client.asks import Asked
+from rollmesh.serve.client.book import Book, open_book
+from rollmesh.serve.client.entries import (
+    Again,
+    GroupParted,
+    GroupTried,
+    Published,
+    RunBegan,
+    StepTaken,
+)
+from rollmesh.trainer.recovery.plan import plan_recovery
+from rollmesh.trainer.savepoints.state import LoopState, Waiting
+from rollmesh.wire.bodies import encode_ask, encode_record
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import GroupAsk, GroupFinished
+
+CONFIG = JournalConfig(segment_bytes=600, max_bytes=10_000)
+BATCH = 2
+EVAL_PERIOD = 5
+"""One ask of so many is of an evaluation; the book does not care what becomes of it."""
+
+
+class Trainer:
+    """A trainer's use of its book, without a mesh: which groups there are, and where."""
+
+    def __init__(self, folder: Path, config: JournalConfig = CONFIG) -> None:
+        self.folder = folder
+        self._config = config
+        self.saved: LoopState | None = None
+        """The newest savepoint that is durable."""
+        self.open: list[GroupId] = []
+        self.ready: list[GroupId] = []
+        self.evals: set[GroupId] = set()
+        self.again: dict[GroupId, Again] = {}
+        """What was asked for again, whatever has become of it."""
+        self.waiting: list[Again] = []
+        """What is to be asked for again."""
+        self.trained: dict[int, tuple[GroupId, ...]] = {}
+        self.gone: dict[str, IntervalSet] = {}
+        self.step_of_version = {0: 0}
+        self.num_lives = self.num_asked = self.num_steps = self.policy_version = 0
+        self.book: Book
+        self.rise()
+
+    def rise(self) -> None:
+        """A new life, of which the one before need not have ended well."""
+        self.book = open_book(self.folder, self._config)
+        self.plan = plan_recovery(self.saved, self.book.history())
+        self.num_lives += 1
+        self.book.begin(RunBegan(f"r{self.num_lives}", "c1", "tcp://sink"), self.plan.saved)
+
+    def do(self, act: str, pick: int) -> None:
+        """One act, if there is anything to do it with."""
+        match act:
+            case "ask":
+                self._ask()
+            case "keep" | "fail" | "drop" if self.open:
+                self._end(act, self.open.pop(pick % len(self.open)))
+            case "try" if self.open:
+                self.book.note(GroupTried(self.open[pick % len(self.open)], pick + 2, 0))
+            case "step" if len(self.ready) >= BATCH:
+                self._step()
+            case "part" if self.ready:
+                self._part(self.ready.pop(pick % len(self.ready)))
+            case "publish":
+                self.policy_version += 1
+                self.step_of_version[self.policy_version] = self.num_steps
+                self.book.note(Published(self.policy_version, self.num_steps))
+            case "copy" | "tell" | "save":
+                self._save(act)
+            case "rise":
+                self.book.close()
+                self.rise()
+
+    def _save(self, act: str) -> None:
+        if act != "tell":
+            self.make_savepoint()
+        if act != "copy":
+            self.tell_of_savepoint()
+
+    def make_savepoint(self) -> None:
+        self.saved = LoopState(
+            num_steps=self.num_steps,
+            policy_version=self.policy_version,
+            step_of_version=dict(self.step_of_version),
+            num_tasks=self.num_asked,
+            waiting=tuple(Waiting(Task(id="t"), each) for each in self._not_ended_again()),
+            ended={run: each.intervals() for run, each in self.gone.items()},
+        )
+
+    def tell_of_savepoint(self) -> None:
+        if self.saved:
+            self.book.cover(self.saved.told())
+
+    def _ask(self) -> None:
+        group_id = GroupId(f"r{self.num_lives}", self.num_asked)
+        self.num_asked += 1
+        again = self.waiting.pop(0) if self.waiting else None
+        if again:
+            self.again[group_id] = again
+        if is_eval := self.num_asked % EVAL_PERIOD == 0:
+            self.evals.add(group_id)
+        ask = GroupAsk(task=Task(id=str(group_id)), sampling=SamplingPolicy(), seed=0)
+        self.book.ask(
+            Asked(
+                group_id=group_id,
+                env="guess",
+                num_samples=4,
+                asked_step=self.num_steps,
+                num_drawn=self.num_asked,
+                is_eval=is_eval,
+                again=again,
+                body=encode_ask(ask),
+            )
+        )
+        self.open.append(group_id)
+
+    def _end(self, act: str, group_id: GroupId) -> None:
+        if act == "drop":
+            self.book.ended[group_id.run_id].add(group_id.seq)
+            self.book.drop(group_id, "deadline: over")
+        else:
+            message = GroupFinished(group_id, 1, "w1", act == "keep")
+            body = encode_record(GroupRecord(task=Task(id="t"), reason="infra_error: no GPU"))
+            self.book.keep(message, Packet(message, "", body, (b"ids!" * 20, b"lps!")))
+            self.book.ended[group_id.run_id].add(group_id.seq)
+        if act == "keep":
+            self.ready.append(group_id)
+        else:
+            self._leave(group_id)
+
+    def _part(self, group_id: GroupId) -> None:
+        self.book.part(GroupParted(group_id, "requeued: age 9", self.num_steps, 1))
+        self.waiting.append(Again(group_id, 1))
+        self._leave(group_id)
+
+    def _not_ended_again(self) -> list[Again]:
+        """What a savepoint must hold: of these asks the journal may not have heard."""
+        return self.waiting + [self.again[each] for each in self.open if each in self.again]
+
+    def _step(self) -> None:
+        taken = tuple(self.ready[:BATCH])
+        del self.ready[:BATCH]
+        self.book.note(StepTaken(self.num_steps, taken))
+        self.trained[self.num_steps] = taken
+        self.num_steps += 1
+        for group_id in taken:
+            self._leave(group_id)
+
+    def _leave(self, group_id: GroupId) -> None:
+        self.gone.setdefault(group_id.run_id, IntervalSet()).add(group_id.seq)

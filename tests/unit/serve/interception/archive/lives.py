@@ -1,0 +1,65 @@
+"""A gateway's book over one journal, life after life, with a scripted sampler behind it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.types import Outcome, SamplingPolicy
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.turns import Turn
+from rollmesh.serve.interception.archive.archive import Archive
+from rollmesh.serve.interception.archive.entries import FORMAT, Began
+from rollmesh.serve.interception.archive.recovery import Recovered, Recovery
+from rollmesh.serve.interception.book import Entry, SessionBook
+from rollmesh.serve.interception.capture import Opened, SessionWish
+from rollmesh.serve.interception.pieces import joined
+from rollmesh.serve.interception.tokens import TokenCapture, TokenSession
+from rollmesh.testing.clock import FakeClock
+from rollmesh.testing.sampler import ScriptedSampler
+from tests.unit.runtime.session_world import Message, call
+
+SEGMENT_BYTES = 16 * 1024
+RETENTION_S = 1e9
+BEGAN = Began("tokens", "m", "q", FORMAT)
+
+
+class Life:
+    """One process's; a kill is to make the next one after `archive.close_journal`."""
+
+    def __init__(
+        self, folder: Path, prompts: Prompts, ids: list[int], max_bytes: int = 2**40
+    ) -> None:
+        self.clock = clock = FakeClock()
+        self.sampler = ScriptedSampler(lambda _: ids, clock=clock)
+        config = JournalConfig(segment_bytes=SEGMENT_BYTES, max_bytes=max_bytes)
+        self.archive = Archive(folder, config)
+        runtime = Runtime(self.sampler, prompts, 10**6, clock)
+        self.runtime = runtime
+        self.capture = TokenCapture(runtime, SamplingPolicy(), self.archive)
+        self.book = SessionBook(self.capture, clock, RETENTION_S, archive=self.archive)
+        self.recovered: Recovered = Recovery(self.archive, self.capture, self.book).run(BEGAN)
+
+    def open(self) -> Opened:
+        return self.book.open(SessionWish(seed=7), b'{"task":1}')
+
+    def entry(self, opened: Opened) -> Entry:
+        return self.book.find(opened.captured.session_id)
+
+    async def say(self, opened: Opened, *texts: str, tools: bytes = b"") -> None:
+        """One call whose history are these texts, each followed by what was answered."""
+        captured = self.entry(opened).captured
+        assert isinstance(captured, TokenSession)
+        messages: list[Message] = []
+        for text in texts:
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": "a"})
+        raws = [msgspec.json.encode(message) for message in messages[:-1]]
+        await call(captured.session, Turn(messages=raws, digest=hash(texts), tools=tools))
+
+    def account(self, opened: Opened) -> dict[str, Any]:
+        told = joined(self.book.finish(self.entry(opened), Outcome.COMPLETED))
+        account: dict[str, Any] = msgspec.json.decode(told)
+        return account
