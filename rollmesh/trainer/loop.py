@@ -1,38 +1,40 @@
 """The train loop: ask, collect, take a batch, step, publish, record; until done or told to stop.
 
-    PUBLISHING -> MEASURING -> TRAINING -> ENDED          (a stop leads to ENDED from anywhere)
+    REDOING -> PUBLISHING -> MEASURING -> TRAINING -> ENDED   (a stop leads to ENDED from anywhere)
 
-Invariants: what a step consumes is in the journal before the step begins; a step never waits for
-its publication, only the next publication does; generation goes on while a step runs, since asks
-are made before it; a step ends when nothing of its batch is held here, and while the loop waits for
-the next one, what it freed goes back to the system. Driven by process.py, on the process's main
-thread.
+Invariants: what a step consumes is in the journal before the step begins; what the journal holds
+beyond the newest savepoint is done again, each step with its own groups, before anything is
+published; a step never waits for its publication, only the next publication does; generation goes
+on while a step runs, since asks are made before it; a step ends when nothing of its batch is held
+here, and while the loop waits for the next one, what it freed goes back to the system. Driven by
+process.py, on the process's main thread.
 """
 
 import collections
+import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any
 
 from rollmesh.core.config import Config
+from rollmesh.core.errors import NoRoom
 from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger
-from rollmesh.serve.client.client import RolloutClient
-from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.exactness import Findings, find
-from rollmesh.trainer.fencing import FenceAsked
-from rollmesh.trainer.pacer import Batch, Pacer, spans_versions, successes_of
-from rollmesh.trainer.policy import StepReport
-from rollmesh.trainer.publisher import Probe
-from rollmesh.trainer.records import RunRecords, Tally, mean, share
-from rollmesh.trainer.rooms import Room
-from rollmesh.trainer.suspicion import Suspicion
-from rollmesh.trainer.weights import Bring, Weights
+from rollmesh.engine.in_memory import Part
+from rollmesh.serve.client.entries import StepTaken
+from rollmesh.trainer.books.records import mean, share
+from rollmesh.trainer.learning.report import StepReport
+from rollmesh.trainer.meter.exactness import Findings, find
+from rollmesh.trainer.meter.fencing import FenceAsked
+from rollmesh.trainer.meter.suspicion import Suspicion
+from rollmesh.trainer.pacing.exits import successes_of
+from rollmesh.trainer.pacing.pacer import Batch
+from rollmesh.trainer.pacing.versions import spans_versions
+from rollmesh.trainer.parts import Parts
+from rollmesh.trainer.recovery.plan import Recovery
+from rollmesh.trainer.saver import Saver
 
 log = get_logger()
 
@@ -40,45 +42,12 @@ TRIM_S = 3.0
 """Between two times that free memory is given back; of a model that trains it takes 25 ms."""
 NUM_NAMED = 4
 """Masked rollouts that a log line names."""
+NOTE_AGAIN_S = 0.5
+"""Between two times that anything is given to a disk that refuses it."""
 COLLECT_S = 0.02
 """How long to wait for arrivals before looking at everything else again."""
-
-
-class Trainee(Protocol):
-    """A policy, in this process or on ranks of its own."""
-
-    @property
-    def room(self) -> Room:
-        """Where it wants samples to lie."""
-
-    def step(self, samples: Sequence[Sample], step: int) -> StepReport:
-        """Train once on a batch; the samples stay until the step ends."""
-
-    def end_step(self, step: int) -> None:
-        """Nothing here looks at the samples of `step` any more: they may be freed everywhere."""
-
-    def save(self, folder: Path, policy_version: int | None = None) -> None:
-        """Write the weights, from now on known as `policy_version`, or as none."""
-
-    def probe(self) -> Probe:
-        """What the weights held now say of a fixed text."""
-
-    def close(self) -> None:
-        """It is not needed any more."""
-
-
-class Parts(msgspec.Struct):
-    """What the loop drives."""
-
-    client: RolloutClient
-    pacer: Pacer
-    policy: Trainee
-    weights: Weights
-    bring: Bring
-    records: RunRecords
-    tally: Tally
-    fence: Callable[[FenceAsked], None]
-    """Have an engine fenced; returns at once."""
+MEASURE_S = 0.2
+"""The same while an evaluation runs, beside which nothing waits."""
 
 
 class TrainLoop:
@@ -89,22 +58,53 @@ class TrainLoop:
         self._parts = parts
         self._stop = stop
         self._suspicion = Suspicion()
+        self._saver = Saver(parts, config.trainer.checkpoint_steps)
+        # Rows, as well as notes: a savepoint under way may be what fills the disk.
+        parts.records.wait_by(self._tries_again)
         self._heap = Heap()
         self._trimmed_s = -math.inf
         self._may_trim_s = math.inf
         """When that is worth its time again; not before a step."""
 
-    def run(self) -> None:
-        """Measure the untrained policy, train `num_steps` steps, save the checkpoint."""
-        trainer = self._config.trainer
+    def run(self, recovery: Recovery) -> bool:
+        """Go on from there: do again what is not in the weights, measure the untrained policy,
+        train until `num_steps` steps are done, save. Whether they are."""
+        self._saver.go_on(recovery.saved)
+        if recovery.next_step and self._parts.tally.measured:
+            self._end_evaluation()  # all of it was there before the first step
+        named = {step: each for each, step in recovery.step_of_version.items()}
+        if not all(self._redo(again, recovery, named.get(again.step)) for again in recovery.redo):
+            return False  # stopped: savepoints and journal hold what the next life needs
+        num_done, num_steps = recovery.next_step, self._config.trainer.num_steps
         # Whatever the engines were started with: from here on they sample from our weights.
-        self._publish(num_steps=0)
-        while self._parts.weights.is_publishing and not self._stop.is_set():
-            self._look_at_publication(timeout_s=0.5)
-        if trainer.eval_rollouts:
-            self._measure(trainer.eval_rollouts)
-        all(self._do(step) for step in range(trainer.num_steps))
-        self._checkpoint()
+        self._publish(num_done)
+        self._await_publication()
+        if num_done or self._has_measured():
+            num_done += sum(1 for _ in itertools.takewhile(self._do, range(num_done, num_steps)))
+            self._saver.finish(num_done)
+        is_done = num_done >= num_steps
+        if is_done:
+            self._parts.pacer.cancel_open("its run is done")
+        return is_done
+
+    def _redo(self, again: StepTaken, recovery: Recovery, policy_version: int | None) -> bool:
+        """A step that an earlier life took; False where the run is to end before it.
+
+        The weights are known by the name that they had: whose gaps are exact depends on it.
+        """
+        if self._stop.is_set():
+            return False
+        self._parts.policy.know_as(policy_version)
+        self._train_again(again, recovery)
+        self._parts.policy.end_step(again.step)
+        # So that a life that ends before the redo does leaves less of it to the next.
+        self._saver.stepped(again.step + 1)
+        return True
+
+    def _train_again(self, again: StepTaken, recovery: Recovery) -> None:
+        batch = self._parts.pacer.retake(again, recovery.results)
+        if batch:
+            self._record(batch, self._train(batch, 0.0))
 
     def _do(self, step: int) -> bool:
         """One step; False where the run is to end before it."""
@@ -112,25 +112,47 @@ class TrainLoop:
         was_done = self._train_next(step)
         if was_done:
             self._parts.policy.end_step(step)
+            self._saver.stepped(step + 1)
         return was_done
 
     def _train_next(self, step: int) -> bool:
         started_s = time.monotonic()
         batch = self._next_batch(step)
-        if batch:
-            self._train(batch, time.monotonic() - started_s)
-        return batch is not None
+        if batch is None:
+            return False
+        wait_s = time.monotonic() - started_s
+        self._parts.client.note_step(step, batch.group_ids(), batch.oldest_step, self._tries_again)
+        told = self._train(batch, wait_s)
+        if (step + 1) % self._config.publish.every_steps == 0:
+            self._publish(step + 1)
+        self._record(batch, told)
+        return True
 
-    def _measure(self, num_rollouts: int) -> None:
-        success = mean(self._parts.pacer.evaluate(num_rollouts, self._stop))
-        self._parts.tally.success_untrained = success
-        self._parts.records.step({"step": -1, "success_untrained": success})
-        self._parts.records.flush()
+    def _has_measured(self) -> bool:
+        """Whether the untrained policy is known, if it is to be; not where the run was stopped."""
+        num_rollouts, tally = self._config.trainer.eval_rollouts, self._parts.tally
+        if not num_rollouts or tally.success_untrained is not None:
+            return True
+        while not self._parts.pacer.measure(num_rollouts):
+            if self._stop.is_set():
+                return False
+            self._saver.tend(0)  # a full journal holds asks back until there is one
+            self._parts.pacer.collect(MEASURE_S)
+        self._end_evaluation()
+        self._saver.save(0)
+        return True
+
+    def _end_evaluation(self) -> None:
+        """Tell what the untrained policy is worth."""
+        tally = self._parts.tally
+        tally.success_untrained, tally.measured = mean(tally.measured), []
+        self._parts.records.step({"step": -1, "success_untrained": tally.success_untrained})
 
     def _next_batch(self, step: int) -> Batch | None:
         pacer, trainer = self._parts.pacer, self._config.trainer
         while not self._stop.is_set():
             self._look_at_publication(0.0)
+            self._saver.tend(step)
             batch = pacer.take(step)
             # Before the step, so that workers are busy while it computes.
             num_steps_left = trainer.num_steps - step - bool(batch)
@@ -147,44 +169,60 @@ class TrainLoop:
             self._heap.trim()
             self._trimmed_s, self._may_trim_s = now_s, math.inf
 
-    def _train(self, batch: Batch, wait_s: float) -> None:
+    def _train(self, batch: Batch, wait_s: float) -> dict[str, Any]:
+        """What is told of the step."""
         started_s = time.monotonic()
-        self._parts.client.note_step(batch.step, batch.group_ids())
-        report = self._parts.policy.step(batch.samples(), batch.step)
+        made = self._parts.pacer.course.versions.steps
+        report = self._parts.policy.step(batch.samples(), batch.step, step_of_version=made)
         step_s = time.monotonic() - started_s
         # Before the weights are published: an engine is fenced for those that it has now.
         findings = self._look_at_gaps(batch, report)
-        num_steps = batch.step + 1
-        if num_steps % self._config.publish.every_steps == 0:
-            self._publish(num_steps)
         times = {"wait_s": round(wait_s, 4), "step_s": round(step_s, 4)}
-        self._record(batch, report.figures() | {"exactness": findings.rows()} | times)
-        self._parts.pacer.trained(batch)
-        self._may_trim_s = self._trimmed_s + TRIM_S
-        self._parts.records.flush()
-        if num_steps % self._config.trainer.checkpoint_steps == 0:
-            self._checkpoint()
+        return report.figures() | {"exactness": findings.rows()} | times
 
     def _publish(self, num_steps: int) -> None:
         weights = self._parts.weights
-        while weights.is_publishing and not self._stop.is_set():
-            self._look_at_publication(timeout_s=0.5)
+        self._await_publication()
         if weights.is_publishing:
             return
         policy, folder = self._parts.policy, weights.next_folder()
-        policy.save(folder, weights.policy_version)
         self._parts.pacer.publishing(weights.policy_version, num_steps)
-        self._parts.client.note_published(weights.policy_version, num_steps)
-        weights.publish(num_steps, folder, self._parts.bring, policy.probe())
+        # Before there is a folder of that name: engines of a later life may begin with it.
+        self._parts.client.note_published(weights.policy_version, num_steps, self._tries_again)
+        parts = self._hand_over(folder, weights.policy_version)
+        if parts is not None:
+            weights.publish(num_steps, folder, parts, self._parts.bring, policy.probe())
+
+    def _hand_over(self, folder: Path, policy_version: int) -> tuple[Part, ...] | None:
+        """As the policy does; a full disk is waited for. None where the run is to end meanwhile."""
+        is_told = False
+        while True:
+            try:
+                return self._parts.policy.hand_over(folder, policy_version)
+            except NoRoom as error:
+                if not is_told:
+                    is_told = True
+                    log.error("weights.wait", error=str(error), fix="make room; nothing is lost")
+            if not self._tries_again():
+                return None
+
+    def _await_publication(self) -> None:
+        """Until it is over, or the run is to end: it may be waiting for room on the disk, which a
+        savepoint that ends makes."""
+        while self._parts.weights.is_publishing and not self._stop.is_set():
+            self._look_at_publication(timeout_s=0.5)
+            self._saver.settle()
+
+    def _tries_again(self) -> bool:
+        """What a full disk has refused, once there may be room; not where the run is to end."""
+        is_stopped = self._stop.wait(NOTE_AGAIN_S)
+        self._saver.settle()
+        return not is_stopped
 
     def _look_at_publication(self, timeout_s: float) -> None:
         step = self._parts.weights.settled(timeout_s)
         if step is not None:
             self._parts.pacer.published(step)
-
-    def _checkpoint(self) -> None:
-        self._parts.policy.save(self._config.run_folder() / "checkpoint")
-        self._parts.client.free(self._parts.pacer.oldest_position())
 
     def _look_at_gaps(self, batch: Batch, report: StepReport) -> Findings:
         """Book them, and say which samples were masked and which engines are not to be trusted."""
@@ -208,14 +246,15 @@ class TrainLoop:
         return findings
 
     def _record(self, batch: Batch, told: dict[str, Any]) -> None:
-        samples = batch.samples()
+        samples, pacer = batch.samples(), self._parts.pacer
         successes = [s for group in batch.groups for s in successes_of(group.record)]
         success = mean(successes) or 0.0
         self._parts.tally.add_step(success)
-        ages = collections.Counter(self._parts.pacer.age(s, batch.step) for s in samples)
+        ages = collections.Counter(pacer.course.versions.age([s], batch.step) for s in samples)
+        made = pacer.course.versions.steps.items()
         row: dict[str, Any] = {
             "step": batch.step,
-            "policy_version": self._parts.weights.policy_version,
+            "policy_version": max(each for each, step in made if step <= batch.step + 1),
             "success": success,
             "reward": mean([sample.reward for sample in samples]),
             "num_samples": len(samples),
@@ -228,3 +267,6 @@ class TrainLoop:
         self._parts.records.step(row | told)
         times = {name: told[name] for name in ("wait_s", "step_s")}
         log.info("step.trained", step=batch.step, success=round(success, 3), **times)
+        pacer.trained(batch)
+        self._may_trim_s = self._trimmed_s + TRIM_S
+        self._parts.records.flush()

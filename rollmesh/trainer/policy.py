@@ -10,65 +10,43 @@ with the recording by more than `max_logprob_gap` do not train, and say so; the 
 Shapes: B rows, T tokens, K kept positions, N trained tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rollmesh.core.config import TrainerConfig
+from rollmesh.engine.in_memory import Part
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.advantages import sample_advantages
-from rollmesh.trainer.attention import PROBE_STRIDE, packed_logits, packs
-from rollmesh.trainer.batches import TokenBatch, nothing, pack
-from rollmesh.trainer.checkpoint import load_model, save_model
-from rollmesh.trainer.descent import Descent
-from rollmesh.trainer.exactness import Gaps, measure
-from rollmesh.trainer.loss import Loss, TokenTerms, policy_loss, token_logprobs
-from rollmesh.trainer.minibatches import minibatches_of, weigh
-from rollmesh.trainer.publisher import Probe
-from rollmesh.trainer.rooms import PlainRoom
-from rollmesh.trainer.team import Alone, Ranks
+from rollmesh.trainer.learning.adapters import Adapters
+from rollmesh.trainer.learning.advantages import sample_advantages
+from rollmesh.trainer.learning.attention import PROBE_STRIDE, packed_logits, packs
+from rollmesh.trainer.learning.batches import TokenBatch, nothing, pack
+from rollmesh.trainer.learning.descent import Descent
+from rollmesh.trainer.learning.importance import Moment
+from rollmesh.trainer.learning.loss import TokenTerms, policy_loss, token_logprobs
+from rollmesh.trainer.learning.minibatches import minibatches_of, weigh
+from rollmesh.trainer.learning.proximal import Sight, needs_forward, proximal_logprobs
+from rollmesh.trainer.learning.report import StepMeter, StepReport
+from rollmesh.trainer.models.checkpoint import (
+    is_written_as_held,
+    load_model,
+    save_face,
+    save_model,
+    told_of,
+    write_face,
+)
+from rollmesh.trainer.pacing.room import PlainRoom
+from rollmesh.trainer.savepoints.imprint import Imprint
+from rollmesh.trainer.team import Alone, Ranks, weights_of
+from rollmesh.trainer.weights.carriers.hold import Hold
+from rollmesh.trainer.weights.events import Probe
 
 PROBE_TOKENS = 32
-NAMELESS = -2
-"""What no token's policy version is."""
-
-
-class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one train step did; means over trained tokens, as they were before the step."""
-
-    loss: float
-    entropy: float
-    """Nats."""
-    kl: float
-    """From the recorded to the current policy: mean of exp(d) - 1 - d, d = current - recorded
-    (Schulman 2020, "Approximating KL divergence")."""
-    clip_fraction: float
-    grad_norm: float
-    """Before clipping; the mean over the step's minibatches."""
-    learning_rate: float
-    logprob_gap_mean: float | None
-    """|recorded - recomputed| over tokens of the weights held as the step began; None if no token
-    is of them."""
-    logprob_gap_max: float | None
-    num_tokens: int
-    num_masked: int
-    """Samples left out because that gap was too large."""
-    held_policy_version: int | None
-    """Of the weights held as the step began; None where they have no name."""
-    gaps: list[Gaps]
-    """Of each sample given, in order: |recorded - recomputed|, of whatever version."""
-
-    def figures(self) -> dict[str, Any]:
-        """All but the gaps, which exactness.py tells in fewer words."""
-        row = msgspec.structs.asdict(self)
-        del row["gaps"]
-        return row
 
 
 class Policy:
@@ -82,32 +60,42 @@ class Policy:
         self._ranks = ranks or Alone()
         self._source = Path(path)
         self._settings = settings
-        self._model = load_model(self._source).to(settings.device)
+        model, rank = load_model(self._source), settings.lora_rank
+        self._adapters = Adapters(model, rank, self._source) if rank else None
+        self._model = model.to(settings.device)
         # A batch of one token at most is one of a single sequence.
         self._max_tokens = settings.microbatch_tokens if packs(self._model) else 1
         self._ranks.share(self._model)
         self._descent = Descent(self._model, settings)
+        self._imprint = Imprint(self._model, self._descent, self._ranks)
+        self._hold = Hold()
         self._policy_version: int | None = 0
 
     def step(
-        self, samples: Sequence[Sample], step: int, minibatches: Sequence[int] | None = None
+        self,
+        samples: Sequence[Sample],
+        step: int,
+        minibatches: Sequence[int] | None = None,
+        step_of_version: Mapping[int, int] | None = None,
     ) -> StepReport:
         """Train once on `samples`, all of one batch, or this rank's whole groups of it.
 
         `step` counts from 0; `minibatches` says which each sample is in, where these are not all.
-        The report is of all ranks.
+        `step_of_version` has after how many steps a policy version was made: tokens of one that is
+        not in it are not old. The report is of all ranks.
         """
         rate = self._descent.warm_up(step)
-        meter = _Meter(samples)
+        meter = StepMeter(samples, Moment(step, step_of_version or {}), self._policy_version)
         if minibatches is None:
             minibatches = minibatches_of(samples, self._settings.num_minibatches)
         plan = self._plan(samples, np.array(minibatches, np.int64))
-        # Batches of a single minibatch meet the very weights that are proximal to them.
-        proximals = self._proximals(plan) if len(plan) > 1 else None
+        began = None
+        if needs_forward(self._settings.proximal, len(plan)):
+            began = self._logprobs(plan)
         for at, batches in enumerate(plan):
-            self._minibatch(batches, proximals[at] if proximals else None, meter)
-        held, self._policy_version = self._policy_version, None
-        return meter.report(rate, self._ranks, held)
+            self._minibatch(at, batches, began[at] if began else None, meter)
+        self._policy_version = None
+        return meter.report(rate, self._ranks)
 
     def end_step(self, step: int) -> None:
         """The samples of `step` are gone when nobody holds them, and were nowhere else."""
@@ -117,11 +105,60 @@ class Policy:
 
         `policy_version` is the name under which these weights will sample, if they will.
         """
-        state = self._ranks.state(self._model)
-        if self._ranks.is_first:
-            save_model(self._model, self._source, folder, state)
+        if self._adapters:
+            self._adapters.save_merged(folder, self._ranks)
+        else:
+            state = self._ranks.state(self._model)
+            if self._ranks.is_first:
+                save_model(self._model, self._source, folder, state)
         if policy_version is not None:
             self._policy_version = policy_version
+
+    def hand_over(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
+        """Lay the weights where carriers find them and write them as `folder`: this rank's part,
+        which stays as it is until the next call; none where the folder is whole at once.
+
+        From now on they are known as `policy_version`. ModelError where the disk refuses them,
+        NoRoom where it is full: then they may be handed over again.
+        """
+        with told_of(folder):
+            return self._lay(folder, policy_version)
+
+    def _lay(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
+        if self._adapters:
+            self._adapters.save(folder, self._ranks)
+            self._policy_version = policy_version
+            return ()
+        if not is_written_as_held(self._model):
+            self.save(folder, policy_version)
+            return ()
+        weights = weights_of(self._model)
+        part = self._hold.lay(weights, self._ranks.own(weights), folder.parent)
+        # Behind what all ranks do together: one whose disk is full leaves no other waiting.
+        if self._ranks.is_first:
+            save_face(self._model, self._source, folder)
+        self._policy_version = policy_version
+        return (part,)
+
+    def snapshot(self, folder: Path) -> None:
+        """As Subject has it; this rank's part. Stock transformers loads `folder/model`, unless it
+        has to convert what such a model holds."""
+        is_plain = is_written_as_held(self._model) and not self._adapters
+        face = functools.partial(write_face, self._model, self._source) if is_plain else None
+        self._imprint.take(folder, face)
+
+    def is_snapshot_written(self) -> bool:
+        """As Subject has it, of all ranks; a collective."""
+        return self._imprint.is_written()
+
+    def restore(self, folder: Path) -> None:
+        """As Subject has it. The weights have no name until they are published anew."""
+        self._imprint.restore(folder)
+        self._policy_version = None
+
+    def know_as(self, policy_version: int | None) -> None:
+        """The weights held now were published under this name, or under none."""
+        self._policy_version = policy_version
 
     @torch.no_grad()
     def probe(self) -> Probe:
@@ -135,7 +172,8 @@ class Policy:
         return Probe(tuple(token_ids), tuple(logprobs_T.tolist()))
 
     def close(self) -> None:
-        """It is of this process, and goes with it."""
+        """What was handed over is gone; the rest is of this process, and goes with it."""
+        self._hold.close()
 
     def _plan(
         self, samples: Sequence[Sample], minibatches: npt.NDArray[np.int64]
@@ -163,27 +201,34 @@ class Policy:
         return batches + [nothing(self._settings.device)] * num_missing
 
     @torch.no_grad()
-    def _proximals(self, plan: list[list[TokenBatch]]) -> list[list[Tensor]]:
+    def _logprobs(self, plan: list[list[TokenBatch]]) -> list[list[Tensor]]:
+        """[N] of each batch, by the weights held now."""
         return [[self._forward(batch)[0] for batch in batches] for batches in plan]
 
     def _minibatch(
-        self, batches: list[TokenBatch], proximals: list[Tensor] | None, meter: "_Meter"
+        self, at: int, batches: list[TokenBatch], began: list[Tensor] | None, meter: StepMeter
     ) -> None:
-        """One optimiser step."""
-        for at, batch in enumerate(batches):
+        """One optimiser step, number `at` of the train step; `began` are log-probs of before it."""
+        for number, batch in enumerate(batches):
             logprobs_N, entropies_N = self._forward(batch)
+            now_N = logprobs_N.detach()
+            began_N = began[number] if began else now_N if at == 0 else None
+            sight = self._sight(at, batch, now_N, began_N, meter)
+            strange_N = self._strange(batch, sight, meter)
+            # What was recorded of those counts no more, be it a number or not.
+            recorded_N = torch.where(strange_N, sight.earliest_N, sight.recorded_N)
+            sight = sight._replace(recorded_N=recorded_N)
             terms = TokenTerms(
                 logprobs_N=logprobs_N,
                 entropies_N=entropies_N if self._settings.entropy_coef else entropies_N.detach(),
-                proximal_N=proximals[at] if proximals else logprobs_N.detach(),
-                recorded_N=batch.recorded_N,
+                proximal_N=proximal_logprobs(self._settings.proximal, sight),
+                recorded_N=recorded_N,
                 advantages_N=batch.advantages_N,
-                weights_N=batch.weights_N,
+                weights_N=batch.weights_N.masked_fill(strange_N, 0.0),
             )
-            terms = self._without_strangers(batch, terms, meter)
             loss = policy_loss(terms, self._settings)
             torch.autograd.backward(loss.value)
-            meter.add(terms, loss)
+            meter.add(batch, terms, sight.earliest_N, loss)
         meter.grad_norms.append(self._descent.step())
 
     def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
@@ -192,85 +237,13 @@ class Policy:
         logprobs_K, entropies_K = token_logprobs(logits_KV, batch.targets_K, batch.temperatures_K)
         return logprobs_K[batch.places_N], entropies_K[batch.places_N]
 
-    def _without_strangers(
-        self, batch: TokenBatch, terms: TokenTerms, meter: "_Meter"
-    ) -> TokenTerms:
-        """Measure the gaps; samples that these very weights did not make weigh nothing.
+    def _sight(
+        self, at: int, batch: TokenBatch, now_N: Tensor, began_N: Tensor | None, meter: StepMeter
+    ) -> Sight:
+        ages_N = meter.moment.ages(batch.policy_versions_N) * self._settings.num_minibatches
+        return Sight(now_N, began_N, batch.recorded_N, ages_N, num_done=at)
 
-        Such a sample was not made by the model that its recording names, so its ratio is noise:
-        what was recorded of it counts no more, be it a number or not.
-        """
-        gaps_N = (terms.proximal_N - terms.recorded_N).abs()
-        held = NAMELESS if self._policy_version is None else self._policy_version
-        own_N = batch.policy_versions_N == held
-        meter.add_gaps(batch, gaps_N, own_N)
-        # Written so that a gap that is no number is past the bound, too.
-        strange_N = own_N & ~(gaps_N <= self._settings.max_logprob_gap)
-        if not strange_N.any():
-            return terms
-        strangers = torch.tensor(sorted(set(batch.samples_N[strange_N].tolist())))
-        meter.num_masked += len(strangers)
-        is_stranger_N = torch.isin(batch.samples_N, strangers.to(batch.samples_N))
-        return terms._replace(
-            weights_N=terms.weights_N.masked_fill(is_stranger_N, 0.0),
-            recorded_N=torch.where(is_stranger_N, terms.proximal_N, terms.recorded_N),
-        )
-
-
-class _Meter:
-    """Sums over the batches of one train step."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self.grad_norms: list[float] = []
-        self.num_masked = 0
-        self._samples = samples
-        self._gaps: list[Gaps] = [[] for _ in samples]
-        self._num_tokens = 0
-        self._num_clipped = 0
-        self._loss = 0.0
-        self._entropy = 0.0
-        self._kl = 0.0
-        self._num_own = 0
-        self._gap = 0.0
-        self._gap_max = 0.0
-
-    def add(self, terms: TokenTerms, loss: Loss) -> None:
-        drift_N = terms.proximal_N - terms.recorded_N
-        self._num_tokens += len(drift_N)
-        self._num_clipped += loss.num_clipped
-        self._loss += float(loss.value.detach())
-        self._entropy += float(terms.entropies_N.detach().sum())
-        self._kl += float((torch.expm1(drift_N) - drift_N).sum())
-
-    def add_gaps(self, batch: TokenBatch, gaps_N: Tensor, own_N: Tensor) -> None:
-        own = gaps_N[own_N]
-        self._num_own += len(own)
-        self._gap += float(own.sum())
-        self._gap_max = max(self._gap_max, float(own.max()) if len(own) else 0.0)
-        rows_N = batch.samples_N.cpu().numpy()
-        rows = rows_N[np.flatnonzero(np.diff(rows_N, prepend=-1))].tolist()
-        samples = [self._samples[row] for row in rows]
-        for row, gaps in zip(rows, measure(gaps_N.cpu().numpy(), samples), strict=True):
-            self._gaps[row] = gaps
-
-    def report(self, learning_rate: float, ranks: Ranks, held: int | None) -> StepReport:
-        """Of all ranks."""
-        counts = [self._num_tokens, self._num_clipped, self._num_own, self.num_masked]
-        num_tokens, num_clipped, num_own, num_masked = map(int, ranks.total(counts))
-        loss, entropy, kl, gap = ranks.total([self._loss, self._entropy, self._kl, self._gap])
-        gap_max = ranks.most(self._gap_max)
-        num = max(1, num_tokens)
-        return StepReport(
-            loss=loss / max(1, len(self.grad_norms)),
-            entropy=entropy / num,
-            kl=kl / num,
-            clip_fraction=num_clipped / num,
-            grad_norm=sum(self.grad_norms) / max(1, len(self.grad_norms)),
-            learning_rate=learning_rate,
-            logprob_gap_mean=gap / num_own if num_own else None,
-            logprob_gap_max=gap_max if num_own else None,
-            num_tokens=num_tokens,
-            num_masked=num_masked,
-            held_policy_version=held,
-            gaps=self._gaps,
-        )
+    def _strange(self, batch: TokenBatch, sight: Sight, meter: StepMeter) -> Tensor:
+        """[N]: whether a token's sample is one that the weights it names did not make."""
+        strangers = meter.strangers(batch, sight.began_N, self._settings.max_logprob_gap)
+        return torch.isin(batch.samples_N, strangers)

@@ -8,25 +8,39 @@ import gc
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
+from rollmesh.core.errors import JournalError, UserError
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, announce
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
-from rollmesh.trainer.device import device_of
-from rollmesh.trainer.fencing import FenceAsked
-from rollmesh.trainer.loop import Parts, Trainee, TrainLoop
-from rollmesh.trainer.pacer import Asking, Pacer
-from rollmesh.trainer.picture import draw_learning
+from rollmesh.trainer.books.picture import draw_learning
+from rollmesh.trainer.books.records import RunRecords, Tally, lives_of, write_summary
+from rollmesh.trainer.learning.device import device_of
+from rollmesh.trainer.loop import TrainLoop
+from rollmesh.trainer.meter.fencing import FenceAsked
+from rollmesh.trainer.pacing.asker import Asking
+from rollmesh.trainer.pacing.pacer import Pacer
+from rollmesh.trainer.pacing.tasks import endless_tasks
+from rollmesh.trainer.parts import Parts, Trainee
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.records import RunRecords, Tally, write_summary
-from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
-from rollmesh.trainer.tasks import endless_tasks
-from rollmesh.trainer.weights import BackgroundLoop, Weights
+from rollmesh.trainer.recovery.revival import (
+    Revival,
+    find,
+    open_client,
+    restored_tally,
+    staleness_of,
+    tell,
+)
+from rollmesh.trainer.savepoints.shelf import Savepoints
+from rollmesh.trainer.staleness import Staleness
+from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
 from rollmesh.wire.keys import read_keys
 
 log = get_logger()
@@ -41,46 +55,92 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
     setup("trainer", folder, on_console=ready_fd is None)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
-    policy = policy_of(config)
-    client = RolloutClient(router, config.journal, folder, read_keys(), bind=config.trainer.bind)
-    client.start()
-    announce(ready_fd, Ready("trainer", os.getpid(), client.address))
-    records, tally = RunRecords(folder, SystemClock()), Tally()
-    tasks = endless_tasks(env, config.env, config.run.seed)
+    client, savepoints, revival = begin(config, router, ready_fd)
+    recovery = revival.recovery
+    staleness = staleness_of(config, revival)
+    policy = policy_of(config, staleness)
+    if revival.saved:
+        savepoints.restore(revival.saved, policy)
+    records = RunRecords(folder, SystemClock(), revival.covered, stop)
+    tally = restored_tally(config, revival)
+    tell(revival, records)
+    tasks = endless_tasks(env, config.env, config.run.seed, recovery.num_tasks)
     books = (records, tally)
-    pacer = Pacer(client, staleness_of(config), tasks, asking_of(config), books, policy.room)
+    pacer = Pacer(client, staleness, tasks, asking_of(config), books, policy.room)
+    pacer.go_on(recovery)
     background = BackgroundLoop("publisher")
-    shell = PublishShell(router, config.publish, read_keys())
-    weights = Weights(folder / "weights", config.publish.keep_versions, background)
+    shell = PublishShell(router, config.publish, read_keys(), client.client_id)
+    weights = Weights(folder / "weights", background, shell.is_loading)
+    weights.policy_version = recovery.policy_version - 1
 
     def fence(asked: FenceAsked) -> None:
         background.post(lambda: shell.fence(asked))
 
-    parts = Parts(client, pacer, policy, weights, shell.publish, records, tally, fence)
+    parts = Parts(
+        client=client,
+        pacer=pacer,
+        policy=policy,
+        weights=weights,
+        bring=shell.publish,
+        records=records,
+        tally=tally,
+        savepoints=savepoints,
+        fence=fence,
+    )
+    is_done = False
     gc.freeze()  # torch alone is 400,000 objects, which no collection need look at
+    # Whoever is late, or fails, keeps none of the others from it.
+    with told_in_one_line(), ExitStack() as leaving:
+        leaving.callback(policy.close)
+        leaving.callback(pacer.close)
+        leaving.callback(write_books, folder, tally, pacer)
+        leaving.callback(records.close)
+        # Of a run that is not done the mesh keeps what runs, for the trainer that comes next.
+        leaving.callback(lambda: client.close(for_good=is_done))
+        leaving.callback(close_publisher, background, shell)
+        is_done = TrainLoop(config, parts, stop).run(recovery)
+
+
+def begin(
+    config: Config, router: str, ready_fd: int | None
+) -> tuple[RolloutClient, Savepoints, Revival]:
+    """Be where results go, and only then look what there is to go on from.
+
+    UserError where another trainer has the journal, its disk is full, or no savepoint is whole.
+    """
+    client, savepoints = open_client(config, router), Savepoints(config.run_folder())
+    with ExitStack() as undo:
+        undo.callback(client.close)
+        # Before a savepoint is proven, which is to read all of it: that may take many minutes.
+        announce(ready_fd, Ready("trainer", os.getpid(), client.address))
+        revival = find(client, savepoints)
+        # What finished while nobody was here is acked and safe before anything is loaded.
+        with told_in_one_line():
+            client.start(revival.recovery.saved)
+        undo.pop_all()
+    return client, savepoints, revival
+
+
+@contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """What the journal's disk refuses is the user's to mend."""
     try:
-        TrainLoop(config, parts, stop).run()
-    finally:
-        tally.num_open = pacer.num_open()
-        background.call(shell.close(), CLOSE_S)
-        background.close()
-        client.close()
-        records.close()
-        write_books(folder, tally)
-        pacer.close()
-        policy.close()
+        yield
+    except JournalError as error:
+        raise UserError(f"{error}; make room there, then --resume") from None
 
 
-def policy_of(config: Config) -> Trainee:
+def policy_of(config: Config, staleness: Staleness) -> Trainee:
     """The policy that the settings ask for, on its own or on several ranks; ConfigError where its
-    device is not there."""
+    device is not there. `staleness` paces what it trains."""
     device_of(config.trainer.device)
     if config.trainer.num_ranks == 1:
         return Policy(config.model.path, config.trainer)
     # Here, since one rank does without the controller and its 37 modules (some 65 ms).
     from rollmesh.trainer.ranked import RankedPolicy  # noqa: PLC0415 - only where it is wanted
 
-    return RankedPolicy(config.model.path, config.trainer, config.run_folder(), read_keys())
+    folder = config.run_folder()
+    return RankedPolicy(config.model.path, config.trainer, folder, read_keys(), staleness)
 
 
 def stop_by_signal() -> threading.Event:
@@ -97,22 +157,25 @@ def stop_by_signal() -> threading.Event:
     return stop
 
 
-def write_books(folder: Path, tally: Tally) -> None:
-    """The trainer's part of what a run leaves."""
-    write_summary(folder, tally.summary())
-    draw_learning(folder)
+def write_books(folder: Path, tally: Tally, pacer: Pacer) -> None:
+    """The trainer's part of what a run leaves; a disk that refuses it hides nothing that came
+    before."""
+    tally.num_open = pacer.num_open()
+    try:
+        write_summary(folder, tally.summary() | lives_of(folder))
+        draw_learning(folder)
+    except OSError as error:
+        log.warning("books.not_written", folder=str(folder), error=error.strerror)
 
 
-def staleness_of(config: Config) -> StalenessManager:
-    """The pacing that the settings ask for."""
-    trainer = config.trainer
-    return StalenessManager(
-        StalenessSettings(
-            batch=trainer.groups_per_step,
-            max_staleness=trainer.max_staleness,
-            max_running=trainer.max_running_groups,
-        )
-    )
+def close_publisher(background: BackgroundLoop, shell: PublishShell) -> None:
+    """Let go of the engines; what takes too long dies with the process."""
+    try:
+        background.call(shell.close(), CLOSE_S)
+    except TimeoutError:
+        log.warning("publisher.late", waited_s=CLOSE_S, fix="none: its leases lapse")
+    else:
+        background.close()
 
 
 def asking_of(config: Config) -> Asking:

@@ -1,16 +1,14 @@
 """The shell of the publisher: asks the router for leases and calls the engines.
 
 Owns a Dialer to the router and an HTTP client, opened by the first publication in the loop that
-awaits it. Invariants: `publish` returns when every engine is updated or fenced; from then on, until
-`close`, engines that come back with other weights are brought up as well. Driven by the trainer, on
-its background loop.
+awaits it. Invariants: an engine is told one thing at a time, and what is undone goes on no more;
+`publish` returns when every engine is updated or fenced; from then on, until `close`, engines that
+come back with other weights are brought up as well. Driven by the trainer, on its background loop.
 """
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 from rollmesh.core.config import PublishConfig
 from rollmesh.core.errors import EngineError, EngineUnavailable
@@ -18,8 +16,13 @@ from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
-from rollmesh.trainer.fencing import FenceAsked, FenceTold, Fencing
-from rollmesh.trainer.publisher import (
+from rollmesh.engine.in_memory import Part
+from rollmesh.trainer.meter.fencing import FenceAsked, FenceTold, Fencing
+from rollmesh.trainer.weights.carriers.adapter import drop_adapters, name_of, swap_adapter
+from rollmesh.trainer.weights.carriers.cargo import Cargo
+from rollmesh.trainer.weights.carriers.modes import carrier_of
+from rollmesh.trainer.weights.carriers.shipping import Shipping
+from rollmesh.trainer.weights.events import (
     Action,
     CallEngine,
     EngineCalled,
@@ -27,11 +30,12 @@ from rollmesh.trainer.publisher import (
     Probe,
     PublishAsked,
     PublishEnded,
-    Publisher,
-    PublisherSettings,
     PublishReport,
+    Superseded,
     UpdatePhase,
 )
+from rollmesh.trainer.weights.publisher import Publisher, PublisherSettings
+from rollmesh.wire.fleet import PublisherLeft
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
@@ -45,34 +49,63 @@ log = get_logger()
 class PublishShell:
     """Used from one event loop."""
 
-    def __init__(self, router: str, settings: PublishConfig, keys: Keys | None = None) -> None:
+    def __init__(
+        self, router: str, settings: PublishConfig, keys: Keys | None = None, name: str = ""
+    ) -> None:
+        """`name` is that of the run, of which at most one life publishes at a time."""
         self._router = router
         self._keys = keys
         self._publisher = Publisher(
-            PublisherSettings(lease_s=settings.lease_s, probe_tolerance=settings.probe_tolerance)
+            PublisherSettings(
+                name=name, lease_s=settings.lease_s, probe_tolerance=settings.probe_tolerance
+            )
         )
+        self._shipping = Shipping(carrier_of(settings.mode), settings.lease_s)
         self._fencing = Fencing()
         self._dialer: Dialer | None = None
         self._http: HttpClient | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._calls: set[asyncio.Task[None]] = set()
+        self._latest: dict[str, asyncio.Task[None]] = {}
+        """By engine: the call that it is told of, of those under way."""
         self._ends: dict[int, asyncio.Future[PublishReport]] = {}
         self._incarnation = ""
 
     async def publish(
-        self, policy_version: int, folder: Path, probe: Probe | None = None
+        self,
+        policy_version: int,
+        folder: Path,
+        probe: Probe | None = None,
+        parts: tuple[Part, ...] = (),
     ) -> PublishReport:
-        """Bring the weights in `folder` to all engines as `policy_version`, newer than any before.
+        """Bring the weights in `folder` to all engines as `policy_version`, newer than any before;
+        where they lie in `parts`, the folder is made whole of them on the way.
 
-        The folder must stay until a later version has replaced it. EngineUnavailable if the shell
-        is closed first.
+        When it returns nobody looks at the parts any more; the folder must stay until a later
+        version has replaced it. EngineUnavailable if the shell is closed first, ModelError where
+        the folder cannot be written and engines wait for it.
         """
         self._open()
-        ask = PublishAsked(policy_version, absolute(folder), probe)
+        cargo = Cargo(policy_version, absolute(folder), parts)
         end: asyncio.Future[PublishReport] = asyncio.get_running_loop().create_future()
         self._ends[policy_version] = end
-        self._step(ask)
-        return await end
+        try:
+            await self._shipping.begin(cargo, self._serving())
+            if not end.done():
+                adapter = name_of(policy_version, folder)
+                self._step(PublishAsked(policy_version, cargo.folder, probe, adapter))
+            return await end
+        finally:
+            self._ends.pop(policy_version, None)
+            await self._shipping.finish()
+
+    def _serving(self) -> list[EngineClient]:
+        assert self._http
+        return [EngineClient(url, self._http) for url in self._publisher.serving()]
+
+    def is_loading(self, folder: Path) -> bool:
+        """Whether an engine may be reading this version's folder; from any thread."""
+        return self._shipping.is_loading(folder)
 
     def fence(self, asked: FenceAsked) -> None:
         """Ask the router to keep everybody from an engine; what becomes of it is logged."""
@@ -80,7 +113,7 @@ class PublishShell:
         self._step_fencing(asked)
 
     async def close(self) -> None:
-        """Stop; a lease still held is undone by the router when it lapses."""
+        """Stop; the router, which is told, undoes what is still leased."""
         log.info("publisher.closed", unfinished=self._publisher.phases())
         if self._timer:
             self._timer.cancel()
@@ -91,7 +124,9 @@ class PublishShell:
             end.set_exception(EngineUnavailable("the publisher stops"))
         self._ends.clear()
         if self._dialer:
+            self._dialer.send(Packet(PublisherLeft(), self._incarnation))
             self._dialer.close()
+        await self._shipping.close()
         if self._http:
             await self._http.close()
 
@@ -133,7 +168,12 @@ class PublishShell:
             case FenceTold(asked, error):
                 log.warning("engine.not_fenced", url=asked.url, why=error)
             case CallEngine():
-                self._spawn(self._call(action))
+                self._spawn(action)
+            case Superseded(policy_version, by):
+                remedy = "end one of the two, or publish under a newer version"
+                log.warning(
+                    "publisher.superseded", policy_version=policy_version, by=by, remedy=remedy
+                )
             case PublishEnded(report):
                 if report.failed:
                     log.warning(
@@ -145,20 +185,30 @@ class PublishShell:
                 if end and not end.done():
                     end.set_result(report)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        call = asyncio.get_running_loop().create_task(work)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+    def _spawn(self, call: CallEngine) -> None:
+        """What is still under way at this engine is over: its answer would change nothing, and what
+        it did from now on would be done behind the machine's back."""
+        before = self._latest.get(call.url)
+        if before:
+            before.cancel()
+        task = asyncio.get_running_loop().create_task(self._call(call, before))
+        self._latest[call.url] = task
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
 
-    async def _call(self, call: CallEngine) -> None:
+    async def _call(self, call: CallEngine, before: asyncio.Task[None] | None) -> None:
         assert self._http
+        if before:
+            await asyncio.wait([before])  # it puts the engine in order first
         client = EngineClient(call.url, self._http)
+        await asyncio.sleep(call.after_s)
         try:
-            logprobs = await carry_out(client, call)
+            called = await carry_out(client, call, self._shipping)
         except EngineError as error:
-            self._step(EngineCalled(call.url, call.serial, False, str(error)))
-        else:
-            self._step(EngineCalled(call.url, call.serial, True, "", logprobs))
+            called = EngineCalled(call.url, call.serial, False, str(error))
+        if self._latest.get(call.url) is asyncio.current_task():
+            del self._latest[call.url]
+            self._step(called)
 
 
 def absolute(folder: Path) -> str:
@@ -166,22 +216,31 @@ def absolute(folder: Path) -> str:
     return str(folder.absolute())
 
 
-async def carry_out(client: EngineClient, call: CallEngine) -> tuple[float, ...]:
-    """Do to the engine what the machine asks for; the probe's log-probs where it asks for them."""
+async def carry_out(client: EngineClient, call: CallEngine, shipping: Shipping) -> EngineCalled:
+    """Do to the engine what the machine asks for; EngineError if it does not."""
     target = call.target
+    logprobs: tuple[float, ...] = ()
+    num_requests = 0
     match call.phase:
+        case UpdatePhase.DRAINING:
+            load = await client.loads()
+            num_requests = load.num_running + load.num_waiting
         case UpdatePhase.PAUSING:
             await client.pause("abort")
         case UpdatePhase.FLUSHING:
             await client.flush()
+        case UpdatePhase.LOADING if target.adapter:
+            folder = Path(target.folder)
+            await swap_adapter(client, target.policy_version, folder, target.adapter)
         case UpdatePhase.LOADING:
-            await client.update_from_disk(Path(target.folder), target.policy_version)
+            await drop_adapters(client)
+            await shipping.load(client, target.policy_version, target.folder)
         case UpdatePhase.RESUMING | UpdatePhase.UNDOING:
             await client.resume()
         case UpdatePhase.SCORING:
             assert target.probe
             key = str(target.policy_version)
-            return tuple(await client.score(target.probe.token_ids, key))
+            logprobs = tuple(await client.score(target.probe.token_ids, key, target.adapter))
         case _:
             raise AssertionError(f"no call belongs to {call.phase}")
-    return ()
+    return EngineCalled(call.url, call.serial, True, "", logprobs, num_requests)

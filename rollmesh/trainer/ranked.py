@@ -19,8 +19,10 @@ import msgspec
 from torch import Tensor
 
 from rollmesh.core.config import TrainerConfig
+from rollmesh.core.errors import CallFailed, NoRoom, SavepointError
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import Branch, Json
+from rollmesh.engine.in_memory import Part
 from rollmesh.serve.client.runs import SampledRun
 from rollmesh.serve.client.sample_memory import arrays_in
 from rollmesh.serve.client.samples import Sample
@@ -30,14 +32,16 @@ from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.trainer.controller.controller import Call, RankPlan, TrainController
 from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.controller.household import Household
-from rollmesh.trainer.controller.meeting import Place
+from rollmesh.trainer.controller.meeting import Place, gather
 from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec
 from rollmesh.trainer.controller.topology import Topology
-from rollmesh.trainer.minibatches import minibatches_of
-from rollmesh.trainer.policy import Policy, StepReport
-from rollmesh.trainer.publisher import Probe
-from rollmesh.trainer.rooms import StoreRoom, moved
+from rollmesh.trainer.learning.minibatches import minibatches_of
+from rollmesh.trainer.learning.report import StepReport
+from rollmesh.trainer.pacing.room import StoreRoom, moved
+from rollmesh.trainer.policy import Policy
+from rollmesh.trainer.staleness import Staleness
 from rollmesh.trainer.team import Team
+from rollmesh.trainer.weights.events import Probe
 from rollmesh.wire.keys import Keys
 
 ROLE = "actor"
@@ -59,13 +63,27 @@ class _Plain(msgspec.Struct, frozen=True):
     """Without names: ranks measure gaps run by run, and never ask whose they are."""
 
 
+class _Laid(msgspec.Struct, frozen=True):
+    """What ranks handed over."""
+
+    parts: tuple[Part, ...] = ()
+    refused: str = ""
+    """By a disk that is full, and in what words; then another try may do."""
+
+
 class RankedPolicy:
     """See the module; what Policy has, on as many ranks as `settings.num_ranks` says."""
 
     def __init__(
-        self, path: str, settings: TrainerConfig, folder: Path, keys: Keys | None = None
+        self,
+        path: str,
+        settings: TrainerConfig,
+        folder: Path,
+        keys: Keys | None = None,
+        staleness: Staleness | None = None,
     ) -> None:
-        """Start the ranks; RankGone where one cannot load the model."""
+        """Start the ranks; RankGone where one cannot load the model. `staleness` paces what they
+        train, to look at."""
         actor = RoleSpec(
             make="rollmesh.trainer.ranked:PolicyRole",
             settings={"path": path, "trainer": msgspec.to_builtins(settings)},
@@ -82,7 +100,7 @@ class RankedPolicy:
         assert self._home.plane.store is not None
         self.room = StoreRoom(self._home.plane.store)
         """Where samples lie that train here."""
-        self._controller = TrainController(plan, self._home, keys)
+        self._controller = TrainController(plan, self._home, keys, staleness)
         self._before = use(self._home.plane)
         """The process's plane before ours."""
         try:
@@ -91,20 +109,32 @@ class RankedPolicy:
             self._leave()
             raise
 
+    @property
+    def staleness(self) -> Staleness | None:
+        """As TrainController has it."""
+        return self._controller.staleness
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def step(self, samples: Sequence[Sample], step: int) -> StepReport:
+    def step(
+        self,
+        samples: Sequence[Sample],
+        step: int,
+        *,
+        step_of_version: Mapping[int, int] | None = None,
+    ) -> StepReport:
         """As Policy has it; RankError where a rank fails or is gone. Samples that lie elsewhere
         than in the room are brought there first."""
         minibatches = minibatches_of(samples, self._num_minibatches)
         groups = [sample.group_id for sample in samples]
         rule = Rule(groups=groups, parts=minibatches, uneven="pad")
         rows = self._rows(samples, minibatches, step)
-        told = self._controller.call(Call(f"{ROLE}.step", rule=rule), rows, step)
+        made = _made(samples, step_of_version or {})
+        told = self._controller.call(Call(f"{ROLE}.step", rule=rule), rows, step, made)
         return msgspec.convert(told, StepReport)
 
     def end_step(self, step: int) -> None:
@@ -114,6 +144,33 @@ class RankedPolicy:
     def save(self, folder: Path, policy_version: int | None = None) -> None:
         """As Policy has it; written by the first rank."""
         self._controller.call(f"{ROLE}.save", str(folder.absolute()), policy_version)
+
+    def hand_over(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
+        """As Policy has it: the parts of all ranks, about as large as each other."""
+        told = self._controller.call(f"{ROLE}.hand_over", str(folder.absolute()), policy_version)
+        laid = msgspec.json.decode(told, type=_Laid)
+        if laid.refused:
+            raise NoRoom(laid.refused)
+        return laid.parts
+
+    def snapshot(self, folder: Path) -> None:
+        """As Subject has it; each rank writes its own rows."""
+        self._controller.call(f"{ROLE}.snapshot", str(folder.absolute()))
+
+    def is_snapshot_written(self) -> bool:
+        """As Subject has it; CallFailed where a rank could not."""
+        return bool(self._controller.call(f"{ROLE}.is_snapshot_written"))
+
+    def restore(self, folder: Path) -> None:
+        """As Subject has it; of any number of ranks."""
+        try:
+            self._controller.call(f"{ROLE}.restore", str(folder.absolute()))
+        except CallFailed as error:
+            raise SavepointError(str(error)) from None
+
+    def know_as(self, policy_version: int | None) -> None:
+        """As Policy has it."""
+        self._controller.call(f"{ROLE}.know_as", policy_version)
 
     def probe(self) -> Probe:
         """As Policy has it."""
@@ -154,12 +211,18 @@ class PolicyRole:
         self._policy = Policy(path, settings, Team(place.mesh["data"]))
 
     def step(
-        self, rows: Sequence[dict[str, Any]], step: int, row_weights: Sequence[float]
+        self,
+        rows: Sequence[dict[str, Any]],
+        step: int,
+        made: Sequence[tuple[int, int]],
+        row_weights: Sequence[float],
     ) -> dict[str, Any]:
-        """Train on this rank's samples; what all ranks report."""
+        """Train on this rank's samples, whose versions were `made` after so many steps; what all
+        ranks report."""
         own = [row for row, weight in zip(rows, row_weights, strict=True) if weight]
         minibatches = [row["minibatch"] for row in own]
-        told = self._policy.step([_sample(row) for row in own], step, minibatches)
+        samples = [_sample(row) for row in own]
+        told = self._policy.step(samples, step, minibatches, dict(made))
         report: dict[str, Any] = msgspec.to_builtins(told)
         report["gaps"] += [[]] * (len(rows) - len(own))  # of padding, which is the last
         return report
@@ -167,6 +230,35 @@ class PolicyRole:
     def save(self, folder: str, policy_version: int | None) -> None:
         """Write the model."""
         self._policy.save(Path(folder), policy_version)
+
+    def hand_over(self, folder: str, policy_version: int) -> str:
+        """Lay this rank's part out; what all of them laid, as JSON."""
+        try:
+            laid = _Laid(self._policy.hand_over(Path(folder), policy_version))
+        except NoRoom as error:  # told by all, since none may miss the gathering
+            laid = _Laid(refused=str(error))
+        all_laid = [
+            msgspec.json.decode(each, type=_Laid) for each in gather(msgspec.json.encode(laid))
+        ]
+        parts = tuple(part for each in all_laid for part in each.parts)
+        refused = next((each.refused for each in all_laid if each.refused), "")
+        return msgspec.json.encode(_Laid(parts, refused)).decode()
+
+    def snapshot(self, folder: str) -> None:
+        """Copy this rank's part, and write it beside what comes next."""
+        self._policy.snapshot(Path(folder))
+
+    def is_snapshot_written(self) -> bool:
+        """Whether all ranks have."""
+        return self._policy.is_snapshot_written()
+
+    def restore(self, folder: str) -> None:
+        """Read this rank's part of what any number of them wrote."""
+        self._policy.restore(Path(folder))
+
+    def know_as(self, policy_version: int | None) -> None:
+        """Name the weights held now."""
+        self._policy.know_as(policy_version)
 
     def probe(self) -> dict[str, Any]:
         """What the weights say of a fixed text."""
@@ -181,6 +273,12 @@ def room_bytes() -> int:
     except OSError:
         return MAX_ROOM_BYTES
     return min(shared.f_blocks * shared.f_frsize or MAX_ROOM_BYTES, MAX_ROOM_BYTES)  # 0 is no bound
+
+
+def _made(samples: Sequence[Sample], step_of_version: Mapping[int, int]) -> list[tuple[int, int]]:
+    """After how many steps each version that sampled something of them was made."""
+    versions = {run.policy_version for sample in samples for run in sample.runs}
+    return sorted((each, step_of_version[each]) for each in versions & step_of_version.keys())
 
 
 def _plain(sample: Sample) -> Any:

@@ -1,43 +1,67 @@
 """Bounded staleness: how many rollouts may be under way, and which may still be trained.
 
-The bound is on age where it counts, when a batch is taken: age = the train step that takes a group
-minus the train step whose weights sampled its oldest token. Two rules keep it without waste:
+The bound is on age where it counts, when a batch is taken: age = the train step that takes a sample
+minus the train step whose weights sampled its oldest token. What keeps it without waste:
 
-    pacing    capacity = min(max_running - running,
+    pacing    capacity = min(max_concurrent - running,
                              (max_staleness + 1) * batch - (ready + training + running))
               counts what is consumed, not what was ever accepted, so it neither drifts with partial
-              batches nor bursts after a recovery (compare AReaL, arXiv 2505.24298, eq. 3);
-    waiting   a step is not taken while a group that would be too old for the next one still runs.
+              batches nor bursts after a recovery (compare known_formula.py). What a step takes
+              beyond a batch is not held against the next, which has its own to fill, and nothing
+              is asked for that is too old for the next step as it begins (docs/staleness.md)
+    taking    oldest first, until the batch is full; then all that the next step could not take
+    waiting   (policy `wait`) no step is taken while a group too old for the next one still runs
 
-What is too old all the same (a straggler that outlived its deadline) is dropped with its age.
+What is too old all the same leaves with its age: under `wait` only what is older than it was asked
+for (of another life, say); under `drop` and `requeue` every straggler; under `mask` what has no
+token left within the bound, and of all others the older tokens do not train.
 
-    ASKED -> READY -> TRAINING -> (gone: its weights are published)
+    ASKED -> READY -> TRAINING -> (consumed: its weights are published)
       |        +----> STALE      (gone: dropped)
       +-------------> (gone: failed, cancelled)
 
-Units: groups; a batch is `batch` groups. Evaluation is never counted here. Pure; driven by the
-trainer's loop and by the simulator.
+Units: rollouts; a group of them is the atom. Evaluation is never counted here. Invariant: what is
+public can be read from any thread. Pure; driven by the trainer's loop and by the simulators.
 """
 
 import collections
 import enum
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import msgspec
 
+from rollmesh.core.config import StalePolicy
 from rollmesh.core.ids import GroupId
+from rollmesh.trainer.staleness_events import (
+    Action,
+    BatchTaken,
+    Event,
+    GroupArrived,
+    GroupAsked,
+    GroupEnded,
+    GroupStale,
+    StepPublished,
+    StepRetaken,
+    TakeBatch,
+)
+
+KNOWN_STEPS = 1000
+"""Of so many published steps the policy versions are known."""
 
 
 class StalenessSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What paces and bounds."""
 
     batch: int
-    """Groups that a step takes."""
+    """Rollouts that a step takes, at least."""
     max_staleness: int
     """In train steps."""
-    max_running: int
-    """Groups asked for and not finished, at most."""
+    max_concurrent: int
+    """Rollouts asked for and not finished, at most."""
+    policy: StalePolicy = "wait"
+    """What becomes of what would be too old."""
 
 
 class Phase(enum.StrEnum):
@@ -48,180 +72,285 @@ class Phase(enum.StrEnum):
     TRAINING = "training"
 
 
-class GroupAsked(msgspec.Struct, frozen=True):
-    group_id: GroupId
+class StalenessState(msgspec.Struct, frozen=True, kw_only=True):
+    """All public numbers, of one moment; see Staleness."""
+
+    capacity: int = 0
+    running: int = 0
+    ready: int = 0
+    training: int = 0
+    consumed: int = 0
+    oldest_version: int | None = None
+    histogram: dict[int, int] = {}
 
 
-class GroupArrived(msgspec.Struct, frozen=True):
-    group_id: GroupId
-    oldest_step: int
-    """Train step whose weights sampled the group's oldest token."""
+class Staleness(Protocol):
+    """What anybody may see of a StalenessManager, who alone steps it; in rollouts."""
 
+    @property
+    def capacity(self) -> int:
+        """May be asked for now; never negative."""
 
-class GroupEnded(msgspec.Struct, frozen=True):
-    """It will not train: failed, cancelled, or nothing in it trains."""
+    @property
+    def running(self) -> int:
+        """Asked for, and not ended."""
 
-    group_id: GroupId
+    @property
+    def ready(self) -> int:
+        """Ended, and waiting for their step."""
 
+    @property
+    def training(self) -> int:
+        """Taken by a step whose weights are not published yet."""
 
-class TakeBatch(msgspec.Struct, frozen=True):
-    """The trainer is free; it is about to do `step`."""
+    @property
+    def consumed(self) -> int:
+        """Trained into weights that are published."""
 
-    step: int
+    @property
+    def oldest_version(self) -> int | None:
+        """The policy version of the oldest token that runs or is ready; None where none is."""
 
-
-class StepPublished(msgspec.Struct, frozen=True):
-    """Weights after `step` train steps are what engines sample with from now on."""
-
-    step: int
-
-
-Event = GroupAsked | GroupArrived | GroupEnded | TakeBatch | StepPublished
-
-
-class BatchTaken(msgspec.Struct, frozen=True):
-    """Train these, oldest first."""
-
-    step: int
-    group_ids: tuple[GroupId, ...]
-
-
-class GroupStale(msgspec.Struct, frozen=True):
-    """Too old for any step; it belongs in the drop ledger."""
-
-    group_id: GroupId
-    age: int
-
-
-Action = BatchTaken | GroupStale
+    @property
+    def histogram(self) -> Mapping[int, int]:
+        """What steps took, by the age of the group's oldest token."""
 
 
 class _Entry(msgspec.Struct):
     phase: Phase
+    num_rollouts: int
     floor_step: int
-    """No token of the group is older than the weights after this many steps."""
+    """No token of the group that may train is older than the weights after so many steps."""
+    newest_steps: tuple[int, ...] = ()
     taken_step: int = -1
 
 
-class Staleness(Protocol):
-    """What anybody may see of a StalenessManager, who alone steps it."""
-
-    @property
-    def capacity(self) -> int: ...
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_ready(self) -> int: ...
-    @property
-    def published_step(self) -> int: ...
-
-
 class StalenessManager:
-    """Counts groups from ask to published step and hands out batches within the age bound."""
+    """Counts rollouts from ask to published step and hands out batches within the age bound."""
 
-    def __init__(self, settings: StalenessSettings, published_step: int = 0) -> None:
-        """`published_step`: steps done by the weights that engines have now (after a recovery)."""
+    def __init__(
+        self,
+        settings: StalenessSettings,
+        published_step: int = 0,
+        policy_version: int | None = None,
+        restored: StalenessState | None = None,
+    ) -> None:
+        """After a recovery: `published_step` and `policy_version` are of the weights that engines
+        have now, and `restored` is what was counted up to the savepoint."""
         self.settings = settings
+        was = restored or StalenessState()
+        self._lock = threading.Lock()
         self._published_step = published_step
+        self._version_of_step = {published_step: _named(published_step, policy_version)}
+        self._batch = settings.batch
+        self._next_step = published_step
         self._entries: dict[GroupId, _Entry] = {}
         self._num = collections.Counter[Phase]()
+        self._taken = collections.Counter[int]()
+        """Rollouts of each step whose weights are not published."""
+        self._consumed = was.consumed + was.training
+        self._histogram = collections.Counter[int](was.histogram)
 
     @property
     def capacity(self) -> int:
-        """Groups that may be asked for now; never negative."""
-        settings, under_way = self.settings, sum(self._num.values())
-        room = (settings.max_staleness + 1) * settings.batch - under_way
-        return max(0, min(settings.max_running - self.num_running, room))
+        with self._lock:
+            return self._capacity()
 
     @property
-    def num_running(self) -> int:
-        return self._num[Phase.ASKED]
+    def running(self) -> int:
+        with self._lock:
+            return self._num[Phase.ASKED]
 
     @property
-    def num_ready(self) -> int:
-        return self._num[Phase.READY]
+    def ready(self) -> int:
+        with self._lock:
+            return self._num[Phase.READY]
+
+    @property
+    def training(self) -> int:
+        with self._lock:
+            return self._num[Phase.TRAINING]
+
+    @property
+    def consumed(self) -> int:
+        with self._lock:
+            return self._consumed
+
+    @property
+    def oldest_version(self) -> int | None:
+        with self._lock:
+            return self._oldest_version()
+
+    @property
+    def histogram(self) -> Mapping[int, int]:
+        with self._lock:
+            return dict(self._histogram)
 
     @property
     def published_step(self) -> int:
-        return self._published_step
+        """Steps done by the weights that engines have."""
+        with self._lock:
+            return self._published_step
+
+    @property
+    def state(self) -> StalenessState:
+        """All of them together."""
+        with self._lock:
+            return StalenessState(
+                capacity=self._capacity(),
+                running=self._num[Phase.ASKED],
+                ready=self._num[Phase.READY],
+                training=self._num[Phase.TRAINING],
+                consumed=self._consumed,
+                oldest_version=self._oldest_version(),
+                histogram=dict(self._histogram),
+            )
 
     def step(self, event: Event) -> list[Action]:
         """Apply `event`; events about unknown groups change nothing."""
-        match event:
-            case GroupAsked():
-                self._enter(event.group_id)
-            case GroupArrived():
-                self._arrive(event)
-            case GroupEnded():
-                self._leave([event.group_id])
-            case TakeBatch():
-                return self._take(event.step)
-            case StepPublished():
-                self._publish(event.step)
+        with self._lock:
+            match event:
+                case GroupAsked():
+                    self._enter(event)
+                case GroupArrived():
+                    self._arrive(event)
+                case GroupEnded():
+                    self._leave([event.group_id])
+                case TakeBatch():
+                    return self._take(event)
+                case StepPublished():
+                    self._publish(event)
+                case StepRetaken():
+                    self._retake(event)
         return []
 
-    def _enter(self, group_id: GroupId) -> None:
-        if group_id not in self._entries:
-            self._entries[group_id] = _Entry(Phase.ASKED, self._published_step)
-            self._num[Phase.ASKED] += 1
+    def _capacity(self) -> int:
+        settings, running = self.settings, self._num[Phase.ASKED]
+        if self._next_step - self._published_step > settings.max_staleness:
+            return 0  # no step could take it any more
+        training = sum(min(num, self._batch) for num in self._taken.values())
+        under_way = self._num[Phase.READY] + training + running
+        room = (settings.max_staleness + 1) * self._batch - under_way
+        return max(0, min(settings.max_concurrent - running, room))
+
+    def _oldest_version(self) -> int | None:
+        waiting = [e.floor_step for e in self._entries.values() if e.phase is not Phase.TRAINING]
+        if not waiting:
+            return None
+        first = min(self._version_of_step)
+        known = (step for step in self._version_of_step if step <= min(waiting))
+        return self._version_of_step[max(known, default=first)]
+
+    def _enter(self, event: GroupAsked) -> None:
+        if event.group_id not in self._entries:
+            floor_step = self._published_step if event.asked_step < 0 else event.asked_step
+            entry = _Entry(Phase.ASKED, event.num_rollouts, floor_step)
+            self._entries[event.group_id] = entry
+            self._num[Phase.ASKED] += event.num_rollouts
 
     def _arrive(self, event: GroupArrived) -> None:
         entry = self._entries.get(event.group_id)
         if entry and entry.phase is Phase.ASKED:
-            entry.floor_step = event.oldest_step
-            self._move(entry, Phase.READY)
+            entry.floor_step, entry.newest_steps = event.oldest_step, event.newest_steps
+            self._move(entry, Phase.READY, event.num_rollouts)
 
-    def _take(self, step: int) -> list[Action]:
-        oldest_allowed = step - self.settings.max_staleness
-        stale = [
-            (group_id, step - entry.floor_step)
-            for group_id, entry in self._entries.items()
-            if entry.phase is Phase.READY and entry.floor_step < oldest_allowed
-        ]
-        self._leave(group_id for group_id, _ in stale)
-        actions: list[Action] = [GroupStale(group_id, age) for group_id, age in stale]
-        if self.num_ready >= self.settings.batch and not self._would_outlive(oldest_allowed):
-            actions.append(BatchTaken(step, self._oldest_ready(step)))
-        return actions
+    def _take(self, event: TakeBatch) -> list[Action]:
+        wanted = event.num_rollouts or self.settings.batch
+        self._batch = max(self.settings.batch, wanted)
+        oldest_allowed = event.step - self.settings.max_staleness
+        actions = self._judge(event.step, oldest_allowed)
+        if self._num[Phase.READY] < wanted or self._is_awaited(oldest_allowed):
+            return actions
+        group_ids = self._oldest_ready(wanted, oldest_allowed)
+        self._train(event.step, group_ids)
+        return [*actions, BatchTaken(event.step, group_ids, oldest_allowed)]
 
-    def _would_outlive(self, oldest_allowed: int) -> bool:
+    def _judge(self, step: int, oldest_allowed: int) -> list[Action]:
+        """Part with what no step can take any more."""
+        stale: list[Action] = []
+        for group_id, entry in list(self._entries.items()):
+            is_past = entry.phase is Phase.READY and entry.floor_step < oldest_allowed
+            is_masked = self.settings.policy == "mask"
+            if is_past and not (is_masked and self._mask(entry, oldest_allowed)):
+                self._leave([group_id])
+                stale.append(GroupStale(group_id, step - entry.floor_step))
+        return stale
+
+    def _mask(self, entry: _Entry, oldest_step: int) -> bool:
+        """Count what is left of a ready group without its older tokens; whether anything is."""
+        num_left = sum(newest >= oldest_step for newest in entry.newest_steps)
+        if num_left:
+            entry.floor_step = oldest_step
+            self._move(entry, Phase.READY, num_left)
+        return num_left > 0
+
+    def _is_awaited(self, oldest_allowed: int) -> bool:
         # Exactly at the bound: it can join this step, and would be too old for the next. One that
-        # is past it already will be dropped when it comes, so nobody waits for it.
-        return any(
+        # is past it already leaves when it comes, so nobody waits for it.
+        return self.settings.policy == "wait" and any(
             entry.phase is Phase.ASKED and entry.floor_step == oldest_allowed
             for entry in self._entries.values()
         )
 
-    def _oldest_ready(self, step: int) -> tuple[GroupId, ...]:
-        ready = [
+    def _oldest_ready(self, wanted: int, oldest_allowed: int) -> tuple[GroupId, ...]:
+        ready = sorted(
             (entry.floor_step, group_id)
             for group_id, entry in self._entries.items()
             if entry.phase is Phase.READY
-        ]
-        taken = tuple(group_id for _, group_id in sorted(ready)[: self.settings.batch])
-        for group_id in taken:
-            entry = self._entries[group_id]
-            entry.taken_step = step
-            self._move(entry, Phase.TRAINING)
-        return taken
-
-    def _publish(self, step: int) -> None:
-        self._published_step = max(self._published_step, step)
-        self._leave(
-            [
-                group_id
-                for group_id, entry in self._entries.items()
-                if entry.phase is Phase.TRAINING and entry.taken_step < self._published_step
-            ]
         )
+        taken, num_taken = [], 0
+        for floor_step, group_id in ready:
+            if num_taken >= wanted and floor_step > oldest_allowed:
+                break
+            taken.append(group_id)
+            num_taken += self._entries[group_id].num_rollouts
+        return tuple(taken)
+
+    def _retake(self, event: StepRetaken) -> None:
+        for group_id in event.group_ids:
+            entry = self._entries.get(group_id)
+            if entry and entry.phase is Phase.READY and entry.floor_step < event.oldest_step:
+                self._mask(entry, event.oldest_step)
+        self._train(event.step, event.group_ids)
+
+    def _train(self, step: int, group_ids: Iterable[GroupId]) -> None:
+        self._next_step = max(self._next_step, step + 1)
+        for group_id in group_ids:
+            entry = self._entries.get(group_id)
+            if entry and entry.phase is not Phase.TRAINING:
+                entry.taken_step = step
+                self._move(entry, Phase.TRAINING, entry.num_rollouts)
+                self._taken[step] += entry.num_rollouts
+                self._histogram[step - entry.floor_step] += entry.num_rollouts
+
+    def _publish(self, event: StepPublished) -> None:
+        self._published_step = max(self._published_step, event.step)
+        done = [
+            group_id
+            for group_id, entry in self._entries.items()
+            if entry.phase is Phase.TRAINING and entry.taken_step < self._published_step
+        ]
+        self._consumed += sum(self._entries[group_id].num_rollouts for group_id in done)
+        self._leave(done)
+        for step in [step for step in self._taken if step < self._published_step]:
+            del self._taken[step]
+        self._version_of_step[event.step] = _named(event.step, event.policy_version)
+        if len(self._version_of_step) > KNOWN_STEPS:
+            del self._version_of_step[min(self._version_of_step)]
 
     def _leave(self, group_ids: Iterable[GroupId]) -> None:
         for group_id in group_ids:
             entry = self._entries.pop(group_id, None)
             if entry:
-                self._num[entry.phase] -= 1
+                self._num[entry.phase] -= entry.num_rollouts
+                if entry.phase is Phase.TRAINING:
+                    self._taken[entry.taken_step] -= entry.num_rollouts
 
-    def _move(self, entry: _Entry, phase: Phase) -> None:
-        self._num[entry.phase] -= 1
-        self._num[phase] += 1
-        entry.phase = phase
+    def _move(self, entry: _Entry, phase: Phase, num_rollouts: int) -> None:
+        self._num[entry.phase] -= entry.num_rollouts
+        self._num[phase] += num_rollouts
+        entry.phase, entry.num_rollouts = phase, num_rollouts
+
+
+def _named(step: int, policy_version: int | None) -> int:
+    return step if policy_version is None else policy_version

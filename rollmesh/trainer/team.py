@@ -10,7 +10,7 @@ and every backward of a shared model is a collective: all ranks do as many, and 
 repeats one that weighs nothing. Driven by the policy, on the step thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -27,6 +27,9 @@ class Ranks(Protocol):
 
     is_first: bool
     """Of all ranks, this one writes files."""
+    rank: int
+    size: int
+    """Which of how many: it holds that part of every weight's rows, as torch.chunk cuts them."""
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Each added up over ranks."""
@@ -40,11 +43,15 @@ class Ranks(Protocol):
     def state(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
         """Its whole weights on the host; None where it holds them itself."""
 
+    def own(self, weights: Mapping[str, Tensor]) -> set[str]:
+        """Which of them this rank hands over; each is handed over by one."""
+
 
 class Alone:
     """See the module."""
 
     is_first = True
+    rank, size = 0, 1
 
     def total(self, values: Sequence[float]) -> list[float]:
         return list(values)
@@ -59,12 +66,16 @@ class Alone:
         del model
         return None
 
+    def own(self, weights: Mapping[str, Tensor]) -> set[str]:
+        return set(weights)
+
 
 class Team:
     """See the module; `mesh` is that of all data-parallel heads."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.is_first = mesh.get_rank() == 0
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self._mesh = mesh
         self._group = mesh.get_group()
 
@@ -85,11 +96,11 @@ class Team:
                 part.set_gradient_divide_factor(1.0)
 
     def state(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
-        # Weights that are tied are one under two names; a folder has them once.
-        names = dict(model.named_parameters(remove_duplicate=False))
-        second = names.keys() - dict(model.named_parameters()).keys()
-        shards = model.state_dict()
-        return {name: whole(shards[name]).cpu() for name in shards if name not in second}
+        return {name: whole(shard).cpu() for name, shard in weights_of(model).items()}
+
+    def own(self, weights: Mapping[str, Tensor]) -> set[str]:
+        sizes = {name: weight.numel() for name, weight in weights.items()}
+        return dealt(sizes, self.size)[self.rank]
 
     def _reduced(self, values: Sequence[float], how: "dist.ReduceOp.RedOpType") -> list[float]:
         reduced = torch.tensor(values, dtype=torch.float64)
@@ -102,6 +113,26 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     """What is gathered at a time: the modules that their author says are not to be split."""
     names = model._no_split_modules or ()  # noqa: SLF001 - transformers has no other word
     return [part for part in model.modules() if type(part).__name__ in names]
+
+
+def dealt(sizes: Mapping[str, int], num: int) -> list[set[str]]:
+    """Names for each of `num`, about as much each: the largest first, to who has least."""
+    totals = [0] * num
+    names: list[set[str]] = [set() for _ in totals]
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        least = totals.index(min(totals))
+        totals[least] += sizes[name]
+        names[least].add(name)
+    return names
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a folder of it has, by name; of a shared model the shards."""
+    # Weights that are tied are one under two names; a folder has them once.
+    names = dict(model.named_parameters(remove_duplicate=False))
+    second = names.keys() - dict(model.named_parameters()).keys()
+    state = model.state_dict()
+    return {name: state[name] for name in state if name not in second}
 
 
 def whole(tensor: Tensor) -> Tensor:

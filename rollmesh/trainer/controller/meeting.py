@@ -30,7 +30,7 @@ from rollmesh.tensors.handles import RTensor
 from rollmesh.trainer.controller.parcels import decode, fill, handles_of
 from rollmesh.trainer.controller.spec import RankSpec
 from rollmesh.trainer.controller.topology import Topology
-from rollmesh.trainer.device import device_of
+from rollmesh.trainer.learning.device import device_of
 
 JOIN_S = 120.0
 COLLECTIVE_S = 24 * 3600.0

@@ -1,7 +1,7 @@
 """A language model as a role: actor of a policy, pupil of texts and preferences, or a reference.
 
     logprobs            what each trained token's log-prob is now; also of a frozen reference
-    train_policy        PPO and GRPO: trainer/loss.py's loss, and a price for leaving the reference
+    train_policy        PPO and GRPO: learning/loss.py's loss, and a price for leaving the reference
     train_preference    DPO, on pairs: the first of each two rows is the better
     train_text          SFT: cross-entropy of the trained tokens
 
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from rollmesh.core.types import Json
-from rollmesh.trainer.checkpoint import load_model
 from rollmesh.trainer.controller.meeting import Place
-from rollmesh.trainer.loss import TokenTerms, policy_loss, token_logprobs
+from rollmesh.trainer.learning.loss import TokenTerms, policy_loss, token_logprobs
+from rollmesh.trainer.models.checkpoint import load_model
 from rollmesh.trainer.roles.divergence import Estimate, divergence
 from rollmesh.trainer.roles.learner import Learner, Terms
 from rollmesh.trainer.roles.losses import duel_loss, preference_margins
@@ -84,6 +84,18 @@ class LanguageModel:
         the train step began), `logprobs` (as recorded when sampled) and `reference`."""
         return self._learner.learn(rows, row_weights, step, self._policy)
 
+    def snapshot(self, folder: str) -> None:
+        """Copy what trains, and write it beside what comes next."""
+        self._learner.snapshot(Path(folder))
+
+    def is_snapshot_written(self) -> bool:
+        """Whether all ranks have."""
+        return self._learner.is_snapshot_written()
+
+    def restore(self, folder: str) -> None:
+        """Read this rank's rows of what any number of them wrote."""
+        self._learner.restore(Path(folder))
+
     def save(self, folder: str) -> None:
         """Write the model."""
         self._learner.save(Path(folder))
@@ -108,7 +120,8 @@ class LanguageModel:
     def _policy(self, batch: RowBatch) -> Terms:
         logprobs_N, entropies_N = self._logprobs(batch)
         before_N = logprobs_N.detach()
-        proximal_N = batch.column("proximal", before_N)
+        is_plain = self._settings.proximal == "recorded"
+        proximal_N = batch.column("logprobs" if is_plain else "proximal", before_N)
         terms = TokenTerms(
             logprobs_N=logprobs_N,
             entropies_N=entropies_N if self._settings.entropy_coef else entropies_N.detach(),

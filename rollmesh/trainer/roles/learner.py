@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.types import Json
-from rollmesh.trainer.attention import packed_logits, packs
-from rollmesh.trainer.checkpoint import save_model
 from rollmesh.trainer.controller.meeting import Place
-from rollmesh.trainer.descent import Descent
+from rollmesh.trainer.learning.attention import packed_logits, packs
+from rollmesh.trainer.learning.descent import Descent
+from rollmesh.trainer.models.checkpoint import save_model
 from rollmesh.trainer.roles.rows import Row, RowBatch, blank, pack_rows
+from rollmesh.trainer.savepoints.imprint import Imprint
 from rollmesh.trainer.team import Team
 
 Terms = Mapping[str, Tensor]
@@ -48,7 +49,11 @@ class Learner:
         # A batch of one token at most is one of a single group.
         self._max_tokens = self.settings.microbatch_tokens if self._packs else 1
         self._ranks.share(self._model)
+        self._place = place
         self._descent = None if trainer is None else Descent(self._model, self.settings)
+        self._imprint: Imprint | None = None
+        if self._descent:
+            self._imprint = Imprint(self._model, self._descent, self._ranks)
 
     def outputs(self, batch: RowBatch, kept_K: Tensor) -> Tensor:
         """[K, V]: what the model says at the kept positions of the batch, which are in order."""
@@ -106,6 +111,21 @@ class Learner:
     def total(self, values: Sequence[float]) -> list[float]:
         """Each added up over all ranks."""
         return self._ranks.total(values)
+
+    def snapshot(self, folder: Path) -> None:
+        """Copy what trains, and write it into `folder` beside what comes next."""
+        if self._imprint and self._place.is_head:  # those beside a head have the same rows
+            folder.mkdir(exist_ok=True)
+            self._imprint.take(folder)
+
+    def is_snapshot_written(self) -> bool:
+        """Of all ranks; a collective."""
+        return self._imprint is None or self._imprint.is_written()
+
+    def restore(self, folder: Path) -> None:
+        """Have what such a folder holds; SavepointError where it is of another model."""
+        if self._imprint:
+            self._imprint.restore(folder)
 
     def save(self, folder: Path) -> None:
         """Write a folder that stock transformers loads, by the first rank."""

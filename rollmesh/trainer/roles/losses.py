@@ -1,4 +1,4 @@
-"""The losses of critics, reward models and preferences; that of a policy is trainer/loss.py's.
+"""The losses of critics, reward models and preferences; that of a policy is learning/loss.py's.
 
 Each gives a loss for each token or pair, which carries the gradient; who calls it sums them over a
 step and divides by their number at all ranks. Invariant: no gradient flows through what was

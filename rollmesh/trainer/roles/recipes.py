@@ -21,10 +21,10 @@ import msgspec
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.types import Json
-from rollmesh.trainer.advantages import group_advantages
 from rollmesh.trainer.controller.controller import Call
 from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.controller.spec import RoleSpec
+from rollmesh.trainer.learning.advantages import group_advantages
 from rollmesh.trainer.roles.rows import Row
 
 Rows = Sequence[Row]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from rollmesh.core.types import Json
-from rollmesh.trainer.checkpoint import load_scorer
 from rollmesh.trainer.controller.meeting import Place
+from rollmesh.trainer.models.checkpoint import load_scorer
 from rollmesh.trainer.roles.divergence import divergence
 from rollmesh.trainer.roles.learner import Learner, Terms
 from rollmesh.trainer.roles.losses import duel_loss, value_loss
@@ -104,6 +104,18 @@ class ScalarModel:
     ) -> dict[str, float]:
         """A step of the reward model; `won` is the share of pairs that it has the right way."""
         return self._learner.learn(rows, row_weights, step, self._duel_terms, group_size=2)
+
+    def snapshot(self, folder: str) -> None:
+        """Copy what trains, and write it beside what comes next."""
+        self._learner.snapshot(Path(folder))
+
+    def is_snapshot_written(self) -> bool:
+        """Whether all ranks have."""
+        return self._learner.is_snapshot_written()
+
+    def restore(self, folder: str) -> None:
+        """Read this rank's rows of what any number of them wrote."""
+        self._learner.restore(Path(folder))
 
     def save(self, folder: str) -> None:
         """Write the model."""

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.trainer.controller.meeting import Place
-from rollmesh.trainer.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.warmstart import texts_of
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.models.warmstart import texts_of
+from tests.unit.trainer.trainer_lives import Lives
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +34,11 @@ def place() -> Iterator[Place]:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
     yield Place(0, 1, mesh, "cpu")
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def begin(tiny_folder: Path, tmp_path: Path) -> Iterator[Lives]:
+    """A new life of one run's trainer, after the one before is over."""
+    lives = Lives(tiny_folder, tmp_path)
+    yield lives
+    lives.close()

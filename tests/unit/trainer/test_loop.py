@@ -1,44 +1,55 @@
-"""After a batch was trained nothing of it is reachable, nor of what did not train.
+"""After a batch was trained nothing of it is reachable, nor of what did not train; a journal or a
+disk that is full holds a run up and does not end it.
 
-A real train loop with a real client, whose worker and router are the test: it ends each group in
-another way, until the loop waits for one that is not answered. Then nothing of them may be left.
+A real train loop with a real client, whose worker and router are the test.
 """
 
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from rollmesh.core.clock import SystemClock
-from rollmesh.core.config import Config, load_config
+from rollmesh.core.config import Config, JournalConfig, load_config
+from rollmesh.core.errors import SavepointError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Outcome, Task
 from rollmesh.serve.client.client import RolloutClient
+from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import ANSWER, PROMPT, rollout
-from rollmesh.trainer.batches import TokenBatch
-from rollmesh.trainer.fencing import FenceAsked
-from rollmesh.trainer.loop import Parts, TrainLoop
-from rollmesh.trainer.pacer import Batch, Pacer
+from rollmesh.trainer.books.records import RunRecords, Tally
+from rollmesh.trainer.learning.batches import TokenBatch
+from rollmesh.trainer.loop import TrainLoop
+from rollmesh.trainer.meter.fencing import FenceAsked
+from rollmesh.trainer.pacing import pacer
+from rollmesh.trainer.pacing.pacer import Batch, Pacer
+from rollmesh.trainer.pacing.room import PlainRoom
+from rollmesh.trainer.pacing.stock import ReadyGroup
+from rollmesh.trainer.parts import Parts
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.process import asking_of, staleness_of
-from rollmesh.trainer.publisher import Probe, PublishReport
-from rollmesh.trainer.records import RunRecords, Tally
-from rollmesh.trainer.stock import ReadyGroup
-from rollmesh.trainer.weights import BackgroundLoop, Weights
+from rollmesh.trainer.process import asking_of
+from rollmesh.trainer.recovery.plan import plan_recovery
+from rollmesh.trainer.recovery.revival import staleness_of
+from rollmesh.trainer.savepoints.shelf import Savepoints
+from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
 from rollmesh.wire.bodies import encode_record
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AskGroup, GroupFailed, GroupFinished
 from rollmesh.wire.sockets import Dialer
+from tests.disks import no_more_bytes, no_new_folders, small_disk
 from tests.leftovers import MARK, assert_none_left
 from tests.unit.serve.client.fake_router import FakeRouter, next_ack
+from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Life, Lives, bring
 
-PATIENCE_S = 30.0
-SAMPLES = 2
+ROOMY = JournalConfig()
+SMALL = JournalConfig(segment_bytes=512, max_bytes=2048)
 ROUGH = (
     "good",
     "failed",
@@ -99,20 +110,32 @@ class Site:
     def __init__(self, config: Config, folder: Path) -> None:
         self.folder = folder
         self.router = FakeRouter()
-        self.client = RolloutClient(self.router.hub.address, config.journal, folder)
-        self.client.start()
+        self.client = RolloutClient(self.router.hub.address, config.journal, folder, keep=True)
+        recovery = plan_recovery(None, self.client.history)
+        self.client.start(recovery.saved)
         self.worker = Dialer(self.client.address, "w1")
         self.records, self.tally = WatchedRecords(folder), Tally()
         tasks = (Task(id=f"t{number}") for number in itertools.count())
         books = (self.records, self.tally)
         pacer = Pacer(self.client, staleness_of(config), tasks, asking_of(config), books)
         self.background = BackgroundLoop("publisher")
-        self.weights = Weights(folder / "weights", 2, self.background)
+        self.weights = Weights(folder / "weights", self.background)
         self.policy = policy = WatchedPolicy(config, self.records)
         self.fenced: list[FenceAsked] = []
-        parts = Parts(self.client, pacer, policy, self.weights, bring, *books, self.fenced.append)
+        parts = Parts(
+            client=self.client,
+            pacer=pacer,
+            policy=policy,
+            weights=self.weights,
+            bring=bring,
+            records=self.records,
+            tally=self.tally,
+            savepoints=Savepoints(folder),
+            fence=self.fenced.append,
+        )
         self.stop = threading.Event()
-        self.loop = threading.Thread(target=TrainLoop(config, parts, self.stop).run)
+        loop = TrainLoop(config, parts, self.stop)
+        self.loop = threading.Thread(target=loop.run, args=[recovery])
         self.loop.start()
 
     def close(self) -> None:
@@ -161,13 +184,6 @@ class Site:
             assert policy.ended.wait_for(lambda: len(policy.ends) >= num_steps, PATIENCE_S)
 
 
-async def bring(policy_version: int, folder: Path, probe: Probe) -> PublishReport:
-    del folder, probe
-    return PublishReport(
-        policy_version=policy_version, updated=(), failed=(), wall_s=0.0, gap_s=0.0
-    )
-
-
 @pytest.fixture
 def site(tiny_folder: Path, tmp_path: Path, young_heap: None) -> Iterator[Site]:
     del young_heap
@@ -204,3 +220,176 @@ def test_of_what_was_trained_or_dropped_nothing_is_reachable(site: Site) -> None
     reasons = (site.folder / "drops.jsonl").read_text()
     for reason in ("env_failed", "infra_error", "malformed", "foreign", "stale"):
         assert reason in reasons
+
+
+@contextmanager
+def running(life: Life) -> Iterator[None]:
+    """Its loop, until it is told to stop."""
+    thread = threading.Thread(target=life.loop.run, args=[life.recovery])
+    thread.start()
+    try:
+        yield
+    finally:
+        life.stop.set()
+        thread.join()
+
+
+def test_an_evaluation_ends_though_the_journal_is_full_of_it(
+    begin: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacer, "EVAL_WINDOW", 4)
+    num_rollouts = 16
+    life = begin(SMALL, f"trainer.eval_rollouts={num_rollouts}")
+    with running(life):
+        for _ in range(num_rollouts):
+            group_id, task = life.hear_ask()
+            life.finish(group_id, task.id, (Outcome.COMPLETED,))
+        life.hear_ask()  # the first that trains
+    assert life.tally.success_untrained == 0.0
+    again = begin(SMALL, "trainer.eval_rollouts=3")
+    assert (again.tally.num_evals, again.pacer.course.num_measuring) == (num_rollouts, 0)
+    assert again.tally.success_untrained == 0.0
+    assert len(again.rows("trajectories.jsonl")) == num_rollouts
+
+
+def test_an_evaluation_goes_on_after_a_savepoint_in_the_middle_of_it(begin: Lives) -> None:
+    life = begin(ROOMY, "trainer.eval_rollouts=4")
+    assert not life.pacer.measure(4)
+    asked = [life.hear_ask() for _ in range(4)]
+    for group_id, task in asked[:2]:
+        life.finish(group_id, task.id, (Outcome.COMPLETED,))
+        life.pacer.collect(PATIENCE_S)
+    life.saver.save(0)
+    life.finish(asked[2][0], asked[2][1].id, (Outcome.COMPLETED,))
+    life.pacer.collect(PATIENCE_S)
+    again = begin(ROOMY, "trainer.eval_rollouts=4")
+    assert again.tally.measured == [0.0] * 3
+    assert not again.pacer.measure(4)
+    again.finish(asked[3][0], asked[3][1].id, (Outcome.COMPLETED,))
+    again.pacer.collect(PATIENCE_S)
+    assert again.pacer.measure(4)
+    assert (again.tally.measured, again.tally.num_evals) == ([0.0] * 4, 4)
+    assert (again.tally.num_asked, again.tally.num_dropped) == (0, 0)
+
+
+@pytest.mark.parametrize("eval_rollouts", [2, 0])
+def test_an_evaluation_that_ended_before_a_step_is_told_though_no_savepoint_knows_it(
+    begin: Lives, eval_rollouts: int
+) -> None:
+    life = begin(ROOMY, "trainer.eval_rollouts=2")
+    assert not life.pacer.measure(2)
+    for group_id, task in [life.hear_ask() for _ in range(2)]:
+        life.finish(group_id, task.id, (Outcome.COMPLETED,))
+        life.pacer.collect(PATIENCE_S)
+    life.take_step(0)
+    again = begin(ROOMY, f"trainer.eval_rollouts={eval_rollouts}")
+    with running(again):
+        again.hear_ask()
+    assert (again.tally.success_untrained, again.tally.measured) == (0.0, [])
+    steps = [(row["step"], row.get("success_untrained")) for row in again.rows("metrics.jsonl")]
+    assert steps == [(-1, 0.0), (0, None)]
+
+
+def test_a_run_that_began_without_an_evaluation_goes_on_without_one(begin: Lives) -> None:
+    life = begin(ROOMY)
+    life.take_step(0)
+    again = begin(ROOMY, "trainer.eval_rollouts=2")
+    with running(again):
+        again.hear_ask()
+    assert (again.tally.success_untrained, again.tally.num_evals) == (None, 0)
+    assert [row["step"] for row in again.rows("metrics.jsonl")] == [0]
+
+
+class FillingRoom(PlainRoom):
+    """Has something done as the batch of the second step is taken from it."""
+
+    def __init__(self, fill: Callable[[], object]) -> None:
+        self.is_full = threading.Event()
+        self._fill = fill
+        self._num_looks = 0
+
+    def holds(self, sample: Sample) -> bool:
+        self._num_looks += 1
+        if self._num_looks > SAMPLES and not self.is_full.is_set():
+            self._fill()
+            self.is_full.set()
+        return super().holds(sample)
+
+
+def test_a_savepoint_is_settled_while_a_full_disk_refuses_a_note(
+    begin: Lives, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with ExitStack() as full:
+        disk = small_disk(monkeypatch, tmp_path / "run" / "journal", 0)
+        room = FillingRoom(lambda: full.enter_context(disk))
+        life = begin(ROOMY, "run.name=run", "trainer.checkpoint_steps=1", room=room)
+        life.policy.may_be_written = room.is_full.is_set
+        with running(life):
+            for _ in range(2):
+                group_id, task = life.hear_ask()
+                life.finish(group_id, task.id)
+            assert life.savepoints.are_durable.wait(PATIENCE_S)
+            life.savepoints.are_durable.clear()
+            full.close()
+            assert life.savepoints.are_durable.wait(PATIENCE_S), "it went on"
+
+
+def test_a_savepoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
+    begin: Lives, tmp_path: Path
+) -> None:
+    rows = tmp_path / "run" / "metrics.jsonl"
+    with ExitStack() as full, capture_logs() as told:
+        room = FillingRoom(lambda: full.enter_context(no_more_bytes(rows)))
+        # Nothing is published between the two steps, which would look after savepoints as well.
+        settings = ("run.name=run", "trainer.checkpoint_steps=1", "publish.every_steps=5")
+        life = begin(ROOMY, *settings, room=room)
+        part = life.savepoints.folder / "000001-step-1.part"
+
+        has_failed = threading.Event()  # what it leaves is removed behind the loop, in its own time
+
+        def finds_no_room() -> bool:
+            if room.is_full.is_set() and not has_failed.is_set():
+                has_failed.set()
+                full.close()
+                raise SavepointError(f"{part}: No space left on device")
+            return room.is_full.is_set()
+
+        life.policy.may_be_written = finds_no_room
+        with running(life):
+            for _ in range(2):
+                group_id, task = life.hear_ask()
+                life.finish(group_id, task.id)
+            assert life.savepoints.are_durable.wait(PATIENCE_S), "it went on"
+    assert [each["event"] for each in told if each["log_level"] == "error"] == [
+        "records.wait",
+        "savepoint.failed",
+    ]
+    assert [row["step"] for row in life.rows("metrics.jsonl")] == [0, 1]
+    assert not part.exists()
+
+
+def test_a_run_stands_still_while_its_weights_find_no_room(
+    begin: Lives, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    life = begin(ROOMY, "run.name=run")
+    folder = tmp_path / "run" / "weights"
+    with ExitStack() as full, capture_logs() as told:
+        has_refused = full.enter_context(no_new_folders(monkeypatch, folder))
+        with running(life):
+            assert has_refused.wait(PATIENCE_S)
+            has_refused.clear()
+            assert has_refused.wait(PATIENCE_S), "it is tried again"
+            full.close()
+            life.hear_ask()
+    assert [each["event"] for each in told].count("weights.wait") == 1
+    assert [path.name for path in folder.iterdir()] == ["v000001.part"]
+
+
+def test_a_stop_is_heard_while_weights_find_no_room(
+    begin: Lives, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    life = begin(ROOMY, "run.name=run")
+    folder = tmp_path / "run" / "weights"
+    with no_new_folders(monkeypatch, folder) as has_refused, running(life):
+        assert has_refused.wait(PATIENCE_S)
+    assert not folder.exists()

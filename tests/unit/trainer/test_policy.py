@@ -1,62 +1,27 @@
 """The policy in training: exact log-probs, honest reports, and steps in the right direction."""
 
-import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Qwen3ForCausalLM,
-)
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from rollmesh.core.config import LossWeight, TrainerConfig
+from rollmesh.core.config import LossWeight, ProximalRule
+from rollmesh.core.errors import ModelError, NoRoom
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.serve.client.runs import SampledRun
-from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.team import Alone
+from rollmesh.trainer.weights.carriers.cargo import Cargo
+from rollmesh.trainer.weights.carriers.shipping import write_folder
+from tests.disks import no_new_folders
+from tests.unit.trainer.exact import LONG, SETTINGS, forwards, pair, recorded, two_groups
 from tests.unit.trainer.samples import new_sample
-
-SETTINGS = TrainerConfig(learning_rate=1e-3, max_logprob_gap=0.05)
-LONG, SHORT = [1, 2, 3, 4, 5, 6], [1, 2, 7, 8]
-
-
-def recorded(
-    folder: Path, token_ids: list[int], temperature: float = 1.0
-) -> npt.NDArray[np.float64]:
-    """Log-probs of `token_ids` by transformers alone; 0 for the first."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        logits = model(torch.tensor([token_ids])).logits[0].double() / temperature
-    logprobs = torch.log_softmax(logits[:-1], -1)[range(len(token_ids) - 1), token_ids[1:]]
-    return np.array([0.0, *logprobs.tolist()])
-
-
-def pair(folder: Path, temperature: float = 1.0, policy_version: int = 0) -> list[Sample]:
-    """A group of two rollouts, the first better, with exact recordings."""
-    masks = [[0, 0, 1, 0, 1, 1], [0, 0, 1, 1]]
-    return [
-        new_sample(
-            token_ids,
-            mask,
-            index=index,
-            reward=1.0 - index,
-            logprobs=recorded(folder, token_ids, temperature),
-            temperature=temperature,
-            policy_version=policy_version,
-        )
-        for index, (token_ids, mask) in enumerate(zip((LONG, SHORT), masks, strict=True))
-    ]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -109,55 +74,6 @@ def test_sample_that_these_weights_did_not_make_is_masked_but_counts_in_the_mean
     assert masked.probe().logprobs == pytest.approx(expected.probe().logprobs, abs=1e-6)
 
 
-def test_gap_is_measured_on_the_weights_held_alone(tiny_folder: Path, tmp_path: Path) -> None:
-    policy = Policy(str(tiny_folder), SETTINGS)
-    samples = pair(tiny_folder)
-    assert policy.step(samples, 0).logprob_gap_max is not None
-    stale = policy.step(samples, 1)  # the weights moved on, under no name
-    assert (stale.logprob_gap_max, stale.logprob_gap_mean, stale.num_masked) == (None, None, 0)
-    assert stale.kl > 0.0
-    policy.save(tmp_path / "v1", policy_version=1)
-    policy.save(tmp_path / "checkpoint")  # a copy does not change what they are called
-    fresh = pair(tmp_path / "v1", policy_version=1)
-    gap = policy.step([*fresh, *samples], 2).logprob_gap_max
-    assert gap is not None
-    assert gap < 1e-4
-
-
-@pytest.mark.parametrize("num_minibatches", [1, 2])
-def test_gaps_come_run_by_run_in_the_order_of_the_samples(
-    tiny_folder: Path, num_minibatches: int
-) -> None:
-    settings = msgspec.structs.replace(SETTINGS, num_minibatches=num_minibatches)
-    samples = []
-    for seq, (long, short) in enumerate([pair(tiny_folder), pair(tiny_folder, policy_version=5)]):
-        off = msgspec.structs.replace(
-            long,
-            rollout_id=RolloutId(GroupId("r", seq), 0),
-            logprobs=long.logprobs - np.array([0, 0, 0.01, 0, 0.02, 0.03], np.float32),
-            runs=(SampledRun(1, 0, "a"), SampledRun(2, 0, "b")),
-        )
-        samples += [off, msgspec.structs.replace(short, rollout_id=RolloutId(GroupId("r", seq), 1))]
-    report = Policy(str(tiny_folder), settings).step(samples, 0)
-    assert (report.held_policy_version, report.num_masked) == (0, 0)
-    for first, second in (report.gaps[:2], report.gaps[2:]):
-        told = [(gap.num_tokens, gap.total, gap.largest) for gap in (*first, *second)]
-        expected = [(1, 0.01, 0.01), (2, 0.05, 0.03), (2, 0.0, 0.0)]
-        assert told == [pytest.approx(each, abs=1e-4) for each in expected]
-
-
-def test_drift_of_older_weights_is_told_and_masks_nothing(tiny_folder: Path) -> None:
-    policy = Policy(str(tiny_folder), SETTINGS)
-    far = [
-        msgspec.structs.replace(sample, logprobs=sample.logprobs - np.float32(0.3))
-        for sample in pair(tiny_folder, policy_version=5)
-    ]
-    report = policy.step(far, 0)
-    assert (report.num_masked, report.logprob_gap_max) == (0, None)
-    largest = [gap.largest for each in report.gaps for gap in each]
-    assert largest == pytest.approx([0.3, 0.3], abs=1e-4)
-
-
 def test_recording_that_is_no_number_is_masked_and_harms_nothing(tiny_folder: Path) -> None:
     good, bad = pair(tiny_folder)
     broken = msgspec.structs.replace(bad, logprobs=np.where(bad.loss_mask, np.nan, 0).astype("f4"))
@@ -183,6 +99,63 @@ def test_minibatches_step_more_often_and_clip_against_the_first_weights(
     assert report.clip_fraction > 0.0
     assert report.kl == pytest.approx(0.0, abs=1e-6)  # the proximal weights made the samples
     assert report.num_tokens == 10
+
+
+FAST = msgspec.structs.replace(
+    SETTINGS, num_minibatches=2, learning_rate=0.05, max_importance_weight=1e9
+)
+
+
+@pytest.mark.parametrize("proximal", ["loglinear", "recorded"])
+def test_tokens_of_the_very_weights_need_no_forward_to_tell_what_is_proximal(
+    proximal: ProximalRule, tiny_folder: Path
+) -> None:
+    """Their recording is that; the step is the one that recomputes, a forward cheaper."""
+    told, samples = [], two_groups(tiny_folder)
+    for rule, num_forwards in (("recompute", 4), (proximal, 2)):
+        policy = Policy(str(tiny_folder), msgspec.structs.replace(FAST, proximal=rule))
+        with forwards() as kept:
+            report = policy.step(samples, 0)
+        assert len(kept) == num_forwards
+        assert report.clip_fraction > 0.0
+        told.append((report.clip_fraction, report.grad_norm, report.loss, *policy.probe().logprobs))
+    assert told[1] == pytest.approx(told[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("proximal", "clipped"), [("recompute", 0.0), ("loglinear", 0.0), ("recorded", 0.6)]
+)
+def test_being_stale_clips_no_token_unless_its_recording_stands_in(
+    proximal: ProximalRule, clipped: float, tiny_folder: Path
+) -> None:
+    settings = msgspec.structs.replace(
+        SETTINGS, proximal=proximal, num_minibatches=2, learning_rate=1e-6
+    )
+    far = [
+        msgspec.structs.replace(each, logprobs=each.logprobs - np.float32(0.4))
+        for each in two_groups(tiny_folder, policy_version=3)
+    ]
+    report = Policy(str(tiny_folder), settings).step(far, 9, step_of_version={3: 7})
+    assert report.importance_by_age.keys() == {"2"}
+    assert report.clip_fraction == pytest.approx(clipped)
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "loglinear", "recorded"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_recording_that_is_no_number_is_masked_in_any_minibatch_and_at_any_age(
+    proximal: ProximalRule, value: float, tiny_folder: Path
+) -> None:
+    policy = Policy(str(tiny_folder), msgspec.structs.replace(FAST, proximal=proximal))
+    samples = two_groups(tiny_folder)
+    for at in (1, 3):
+        broken = np.where(samples[at].loss_mask, value, 0).astype("f4")
+        runs = (SampledRun(2, 8),)
+        samples[at] = msgspec.structs.replace(samples[at], logprobs=broken, runs=runs)
+    report = policy.step(samples, 0)
+    assert report.num_masked == 2
+    assert math.isfinite(report.loss)
+    assert math.isfinite(report.grad_norm)
+    assert np.isfinite(policy.probe().logprobs).all()
 
 
 def test_model_that_does_not_pack_says_what_it_says_alone(tmp_path: Path) -> None:
@@ -224,12 +197,6 @@ def test_step_without_samples_changes_nothing_and_says_so(tiny_folder: Path) -> 
     assert math.isfinite(report.entropy)
 
 
-def test_report_goes_into_a_metrics_row(tiny_folder: Path) -> None:
-    report = Policy(str(tiny_folder), SETTINGS).step(pair(tiny_folder), 0)
-    row = report.figures()
-    assert msgspec.json.decode(msgspec.json.encode(row)) == pytest.approx(row)
-
-
 class Others(Alone):
     """Other ranks: one of them has `most` to do, and each sum is larger by what they have."""
 
@@ -242,20 +209,6 @@ class Others(Alone):
 
     def most(self, value: float) -> float:
         return max(value, self._most)
-
-
-@contextlib.contextmanager
-def forwards() -> Iterator[list[int]]:
-    """At how many positions each forward of the model is read."""
-    kept: list[int] = []
-
-    def note(module: torch.nn.Module, _: object, output: CausalLMOutputWithPast) -> None:
-        if isinstance(module, Qwen3ForCausalLM) and output.logits is not None:
-            kept.append(output.logits.shape[1])
-
-    hook = torch.nn.modules.module.register_module_forward_hook(note)
-    yield kept
-    hook.remove()
 
 
 def test_how_much_a_forward_takes_changes_nothing_but_their_number(tiny_folder: Path) -> None:
@@ -304,3 +257,28 @@ def test_a_ranks_samples_weigh_what_they_are_of_all(
     one = Policy(str(tiny_folder), settings).step(pair(tiny_folder), 0)
     half = Policy(str(tiny_folder), settings, Others(sums=as_many)).step(pair(tiny_folder), 0)
     assert half.grad_norm == pytest.approx(one.grad_norm / 2)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_weights_that_the_disk_refuses_are_told_in_one_line(
+    lora_rank: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "weights").touch()  # where a folder belongs
+    policy = Policy(str(tiny_folder), msgspec.structs.replace(SETTINGS, lora_rank=lora_rank))
+    with pytest.raises(ModelError, match=r"weights/v000001: cannot be written: not a directory"):
+        policy.hand_over(tmp_path / "weights" / "v000001", 1)
+    policy.close()
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_weights_that_a_full_disk_refused_are_handed_over_once_there_is_room(
+    lora_rank: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(str(tiny_folder), msgspec.structs.replace(SETTINGS, lora_rank=lora_rank))
+    folder = tmp_path / "v000001"
+    full = no_new_folders(monkeypatch, tmp_path)
+    with full, pytest.raises(NoRoom, match=r"v000001: cannot be written: no space left on device"):
+        policy.hand_over(folder, 1)
+    write_folder(Cargo(1, str(folder), policy.hand_over(folder, 1)))
+    assert (folder / ("adapter_config.json" if lora_rank else "model.safetensors")).is_file()
+    policy.close()

@@ -3,20 +3,26 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch
 
 from rollmesh.core.config import PublishConfig
 from rollmesh.core.errors import EngineUnavailable
+from rollmesh.engine.client import EngineClient
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, Fleet, ProbeEngine
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.probe import probe_engine
 from rollmesh.testing.engine import ScriptedEngine, logprob_of
+from rollmesh.trainer.models.checkpoint import part_of
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.publisher import Probe
+from rollmesh.trainer.weights.carriers.cargo import Cargo
+from rollmesh.trainer.weights.carriers.hold import Hold
+from rollmesh.trainer.weights.carriers.shipping import Shipping
+from rollmesh.trainer.weights.events import Probe
 from rollmesh.wire.fleet import EnginePhase, JoinEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
@@ -74,10 +80,10 @@ class FleetHub:
 class Mesh:
     """Two engines, their fleet, and a publisher."""
 
-    def __init__(self, *engines: ScriptedEngine) -> None:
+    def __init__(self, *engines: ScriptedEngine, settings: PublishConfig | None = None) -> None:
         self.engines = engines
         self.hub = FleetHub(*(engine.url for engine in engines))
-        self.shell = PublishShell(self.hub.hub.address, PublishConfig())
+        self.shell = PublishShell(self.hub.hub.address, settings or PublishConfig())
 
     def phases(self) -> list[EnginePhase]:
         return [row.phase for row in self.hub.fleet.table().engines]
@@ -151,3 +157,59 @@ async def test_close_ends_a_publication_that_cannot_end(tmp_path: Path) -> None:
         shell.publish(1, tmp_path), shell.close(), return_exceptions=True
     )
     assert isinstance(publication, EngineUnavailable)
+
+
+class StuckWay:
+    """A carrier that comes to no end, and would then have to give the file."""
+
+    name = "stuck"
+
+    def __init__(self, engines: Iterable[ScriptedEngine]) -> None:
+        self.engines = {engine.url: engine for engine in engines}
+        self.was_paused: list[bool] = []
+        """Of each engine, when its load was given up."""
+        self.gate = asyncio.Event()
+
+    async def begin(self, cargo: Cargo, clients: Sequence[EngineClient], timeout_s: float) -> None:
+        """Nothing is needed before."""
+
+    async def load(self, client: EngineClient, _cargo: Cargo, _timeout_s: float) -> None:
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)  # it ends what it has begun
+            self.was_paused.append(self.engines[client.url].is_paused)
+            raise
+        raise EngineUnavailable("too late")
+
+    async def finish(self) -> None:
+        """Nothing is kept."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+async def test_what_is_undone_goes_on_no_more_and_only_then_the_engine_does(
+    tmp_path: Path,
+) -> None:
+    async with ScriptedEngine() as first, ScriptedEngine() as second:
+        way = StuckWay([first, second])
+        mesh = Mesh(first, second, settings=PublishConfig(lease_s=1.0))
+        mesh.shell._shipping = Shipping(way, 1.0)  # noqa: SLF001 - settings name only real ways
+        hold, folder = Hold(), tmp_path / "v000001"
+        part_of(folder).mkdir()
+        part = hold.lay({"w": torch.zeros(4)}, {"w"}, tmp_path)
+        try:
+            publication = asyncio.create_task(mesh.shell.publish(1, folder, None, (part,)))
+            await asyncio.wait([publication], timeout=4)
+            assert publication.done()
+            whys = [each.split(": ", 1)[1] for each in publication.result().failed]
+            assert whys == ["loading: took too long"] * 2
+            assert way.was_paused == [True, True]
+            for engine in mesh.engines:
+                assert not engine.is_paused
+                assert engine.num_seen("/update_weights_from_disk") == 0
+        finally:
+            await mesh.shell.close()
+            await mesh.hub.close()
+            hold.close()

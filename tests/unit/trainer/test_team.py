@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from rollmesh.trainer.controller.meeting import Place
-from rollmesh.trainer.team import Team
+from rollmesh.trainer.team import Team, dealt
 
 VOCAB = 32
 
@@ -64,3 +64,12 @@ def test_a_model_that_names_no_layers_is_gathered_in_one(team: Team) -> None:
     team.share(model)
     assert [isinstance(part, FSDPModule) for part in model.modules()].count(True) == 1
     assert isinstance(model, FSDPModule)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 8])
+def test_weights_are_dealt_once_each_and_evenly(num: int) -> None:
+    sizes = {f"layer.{at}": 1 + at % 7 for at in range(50)}
+    hands = dealt(sizes, num)
+    assert sorted(name for hand in hands for name in hand) == sorted(sizes)
+    totals = [sum(sizes[name] for name in hand) for hand in hands]
+    assert max(totals) - min(totals) <= 1  # the smallest, which are dealt last

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.trainer.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 
 SHAPE = TinyShape(width=32, num_layers=1, mlp_width=64)
 

@@ -1,0 +1,1 @@
+"""From a batch of samples to a step of the optimiser: advantages, attention, losses, descent."""

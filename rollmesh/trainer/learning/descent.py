@@ -1,0 +1,57 @@
+"""One optimiser step: AdamW on a rank's part of a model, its gradient clipped over all ranks.
+
+Invariant: the weights change in `step` alone, and gradients are gone after it. A gradient is the
+sum of what all backward passes since the last step added, over all ranks (team.py). Driven by the
+policy and by the roles, on the step thread.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from rollmesh.core.config import TrainerConfig
+from rollmesh.trainer.team import whole
+
+BETAS = (0.9, 0.95)
+"""AdamW's; the short second memory fits a policy whose gradients change scale as it learns."""
+
+
+class Descent:
+    """See the module; `settings` gives rates and max_grad_norm."""
+
+    def __init__(self, model: nn.Module, settings: TrainerConfig) -> None:
+        """`model` is shared with the other ranks already."""
+        self._model = model
+        self._settings = settings
+        self._optimizer = torch.optim.AdamW(
+            [each for each in model.parameters() if each.requires_grad],
+            lr=settings.learning_rate,
+            betas=BETAS,
+            weight_decay=settings.weight_decay,
+        )
+
+    def warm_up(self, step: int) -> float:
+        """The learning rate of train step `step`, which counts from 0; it holds from now on."""
+        rise = min(1.0, (step + 1) / max(1, self._settings.warmup_steps))
+        rate = self._settings.learning_rate * rise
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """AdamW's state of a parameter: exp_avg, exp_avg_sq and step, which change in place; before
+        the first step, as that begins with."""
+        state: dict[str, Tensor] = self._optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+    def step(self) -> float:
+        """Change the weights; the gradient's norm before it was clipped. A collective."""
+        norm = torch.nn.utils.clip_grad_norm_(
+            self._model.parameters(), self._settings.max_grad_norm
+        )
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(whole(norm))

@@ -1,0 +1,149 @@
+"""What one train step did: a report of all ranks, and the sums that become it.
+
+Invariants: means are over trained tokens, whatever batch or rank they were in; gaps are told of the
+samples that were looked at with the weights that the step began with, and of no others. Driven by
+the policy, batch by batch. Shapes: N trained tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollmesh.serve.client.samples import Sample
+from rollmesh.trainer.learning.batches import TokenBatch
+from rollmesh.trainer.learning.importance import Importance, ImportanceMeter, Moment
+from rollmesh.trainer.learning.loss import Loss, TokenTerms
+from rollmesh.trainer.meter.exactness import Cell, Gaps, exact_gap, is_masked, measure
+from rollmesh.trainer.team import Ranks
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one train step did; means over trained tokens, by the weights that met them."""
+
+    loss: float
+    entropy: float
+    """Nats."""
+    kl: float
+    """From the recorded to the current policy: mean of exp(d) - 1 - d, d = current - recorded
+    (Schulman 2020, "Approximating KL divergence"); current as the step began, where that is
+    known (proximal.py)."""
+    clip_fraction: float
+    importance_mean: float | None
+    """This and the next two as importance.py has them; None of a step without tokens."""
+    truncated_fraction: float | None
+    effective_fraction: float | None
+    importance_by_age: dict[str, Importance]
+    grad_norm: float
+    """Before clipping; the mean over the step's minibatches."""
+    learning_rate: float
+    logprob_gap_mean: float | None
+    """|recorded - recomputed| over tokens of the weights held as the step began; None if no token
+    is of them."""
+    logprob_gap_max: float | None
+    num_tokens: int
+    num_masked: int
+    """Samples left out because that gap was too large."""
+    held_policy_version: int | None
+    """Of the weights held as the step began; None where they have no name."""
+    gaps: list[Gaps]
+    """Of each sample given, in order: |recorded - recomputed|, of whatever version; nothing of one
+    that was not looked at before the weights moved."""
+
+    def figures(self) -> dict[str, Any]:
+        """All but the gaps, which exactness.py tells in fewer words; plain values."""
+        row = msgspec.structs.asdict(self)
+        del row["gaps"]
+        by_age: dict[str, Any] = msgspec.to_builtins(self.importance_by_age)
+        return row | {"importance_by_age": by_age}
+
+
+class StepMeter:
+    """Sums over the batches of one train step."""
+
+    def __init__(self, samples: Sequence[Sample], moment: Moment, held: int | None) -> None:
+        """`held` is the version of the weights that the step begins with, if they have a name."""
+        self.moment = moment
+        self.grad_norms: list[float] = []
+        self._samples = samples
+        self._held = held
+        self._gaps: list[Gaps] = [[] for _ in samples]
+        self._own = Cell()
+        """Tokens of the very weights that the step began with."""
+        self._importance = ImportanceMeter()
+        self._num_masked = 0
+        self._num_tokens = 0
+        self._num_clipped = 0
+        self._loss = 0.0
+        self._entropy = 0.0
+        self._kl = 0.0
+
+    def strangers(self, batch: TokenBatch, began_N: Tensor | None, bound: float) -> Tensor:
+        """Which samples of the batch are to train nothing, by exactness.py; gaps are booked.
+
+        `began_N` are log-probs by the weights that the step began with. Without them nothing is
+        measured, and those are strange whose recording is no number.
+        """
+        if began_N is None:
+            rows = set(batch.samples_N[~torch.isfinite(batch.recorded_N)].tolist())
+        else:
+            rows = self._measured(batch, (began_N - batch.recorded_N).abs(), bound)
+        self._num_masked += len(rows)
+        return torch.tensor(sorted(rows), dtype=torch.int64, device=batch.samples_N.device)
+
+    def _measured(self, batch: TokenBatch, gaps_N: Tensor, bound: float) -> set[int]:
+        rows_N = batch.samples_N.cpu().numpy()
+        rows = rows_N[np.flatnonzero(np.diff(rows_N, prepend=-1))].tolist()
+        samples = [self._samples[row] for row in rows]
+        strange = set()
+        for row, gaps in zip(rows, measure(gaps_N.cpu().numpy(), samples), strict=True):
+            self._gaps[row] = gaps
+            self._own.add(exact_gap(self._samples[row], gaps, self._held))
+            if is_masked(self._samples[row], gaps, self._held, bound):
+                strange.add(row)
+        return strange
+
+    def add(self, batch: TokenBatch, terms: TokenTerms, earliest_N: Tensor, loss: Loss) -> None:
+        """A batch; `earliest_N` are log-probs by the weights nearest to the step's beginning."""
+        drift_N = earliest_N - terms.recorded_N
+        self._num_tokens += len(drift_N)
+        self._num_clipped += loss.num_clipped
+        self._loss += float(loss.value.detach())
+        self._entropy += float(terms.entropies_N.detach().sum())
+        self._kl += float((torch.expm1(drift_N) - drift_N).sum())
+        trains_N = terms.weights_N > 0
+        ages_N = self.moment.ages(batch.policy_versions_N[trains_N])
+        self._importance.add(ages_N, loss.importance_N[trains_N], loss.is_truncated_N[trains_N])
+
+    def report(self, learning_rate: float, ranks: Ranks) -> StepReport:
+        """Of all ranks; a collective."""
+        own = self._own
+        counts = [self._num_tokens, self._num_clipped, own.num_tokens, self._num_masked]
+        num_tokens, num_clipped, num_own, num_masked = map(int, ranks.total(counts))
+        loss, entropy, kl, gap = ranks.total([self._loss, self._entropy, self._kl, own.total])
+        # One that is no number is the largest of all, also for a collective.
+        gap_max = ranks.most(math.inf if math.isnan(own.largest) else own.largest)
+        importance, by_age = self._importance.told(ranks)
+        num = max(1, num_tokens)
+        return StepReport(
+            loss=loss / max(1, len(self.grad_norms)),
+            entropy=entropy / num,
+            kl=kl / num,
+            clip_fraction=num_clipped / num,
+            importance_mean=importance.mean,
+            truncated_fraction=importance.truncated,
+            effective_fraction=importance.effective,
+            importance_by_age=by_age,
+            grad_norm=sum(self.grad_norms) / max(1, len(self.grad_norms)),
+            learning_rate=learning_rate,
+            logprob_gap_mean=gap / num_own if num_own else None,
+            logprob_gap_max=gap_max if num_own else None,
+            num_tokens=num_tokens,
+            num_masked=num_masked,
+            held_policy_version=self._held,
+            gaps=self._gaps,
+        )

@@ -1,0 +1,123 @@
+"""Books every group once, as it leaves: its rows and its counts.
+
+    trained     in a step                       rollouts of it that gave nothing are drops
+    dropped     too old, foreign, or nothing in it trains
+    ended       without a result, for a reason of the mesh
+    measured    by an evaluation; it never counts among those that were asked for to be trained
+
+Invariant: what has not left is in no book, so that a trainer that dies and has it again from its
+journal counts it once. Driven by the pacer.
+"""
+
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.types import GroupRecord, RolloutRecord
+from rollmesh.serve.client.arrivals import seen_of
+from rollmesh.serve.client.entries import GroupBooked
+from rollmesh.trainer.books.ledger import DropLedger
+from rollmesh.trainer.books.records import RunRecords, Tally
+from rollmesh.trainer.pacing.stock import ReadyGroup
+from rollmesh.trainer.pacing.versions import Versions, spans_versions
+
+
+class Exits:
+    """Of a run whose rollouts are of one environment."""
+
+    def __init__(self, books: tuple[RunRecords, Tally], env: str, versions: Versions) -> None:
+        self._records, self._tally = books
+        self._ledger = DropLedger(*books, env)
+        self._env = env
+        self._versions = versions
+
+    def trained(self, group: ReadyGroup, step: int) -> None:
+        """In `step`."""
+        self._look_at(group, step)
+        self._leave(group, step)
+        for samples in group.samples:
+            self._tally.num_trained += bool(samples)
+            self._tally.num_samples += len(samples)
+            for sample in samples:
+                self._tally.ages[self._versions.age([sample], step)] += 1
+                self._tally.num_two_versions += spans_versions(sample)
+
+    def dropped(self, group: ReadyGroup, step: int, reason: str) -> None:
+        """Before `step`, whole: what of it would have trained, for this reason."""
+        self._look_at(group, step)
+        for rollout, samples in group.pairs():
+            if samples:
+                self._lose(group, rollout, step, reason)
+        self._leave(group, None)
+
+    def barren(self, group: ReadyGroup, step: int) -> str:
+        """Nothing in it trains; why."""
+        why = self._look_at(group, step)
+        self._leave(group, None)
+        return why
+
+    def masked(self, group: ReadyGroup, step: int) -> None:
+        """`step` takes it without tokens that are too old: rollouts without others are drops."""
+        for rollout, samples in group.pairs():
+            if not samples and rollout.index in group.num_masked:
+                reason = "masked: no token of it is within the age bound"
+                self._lose(group, rollout, step, reason)
+
+    def ended(self, booked: GroupBooked, num_samples: int) -> None:
+        """A group of which no result came; perhaps some of its rollouts have."""
+        group_id, task_id, reason = booked.group_id, booked.task_id, booked.reason
+        seen = booked.rollouts[:num_samples]
+        for rollout in seen:
+            self._tally.outcomes[rollout.outcome] += 1
+            age = self._versions.age_of(rollout.policy_versions, booked.step)
+            self._ledger.rollout(group_id, task_id, rollout, reason, age)
+        self._ledger.unseen(group_id, task_id, num_samples - len(seen), reason)
+
+    def measured(self, group: ReadyGroup) -> None:
+        """A result of an evaluation."""
+        self._tally.measured += successes_of(group.record)
+        self._leave(group, None)
+
+    def unmeasured(self, group_id: GroupId, task_id: str, reason: str) -> None:
+        """A rollout that an evaluation asked for and did not get."""
+        self._ledger.uncounted(group_id, task_id, 1, f"evaluation: {reason}")
+
+    def strange(self, group_id: GroupId) -> None:
+        """One that nobody asked for here."""
+        self._ledger.uncounted(group_id, "", 0, "of an earlier run")
+
+    def _look_at(self, group: ReadyGroup, step: int) -> str:
+        """Count its rollouts, and book those that gave nothing; why the last of them did not."""
+        why = ""
+        for rollout, samples in group.pairs():
+            self._tally.outcomes[rollout.outcome] += 1
+            self._tally.add_worker(group.worker_id)
+            if not samples and rollout.index not in group.num_masked:
+                why = f"{rollout.outcome}: {rollout.error or 'nothing in it trains'}"
+                self._lose(group, rollout, step, why)
+        return why
+
+    def _lose(self, group: ReadyGroup, rollout: RolloutRecord, step: int, reason: str) -> None:
+        seen = seen_of(rollout)
+        age = self._versions.age_of(seen.policy_versions, step)
+        self._ledger.rollout(group.group_id, group.record.task.id, seen, reason, age)
+
+    def _leave(self, group: ReadyGroup, step: int | None) -> None:
+        for rollout, samples in group.pairs():
+            self._records.rollout(
+                RolloutId(group.group_id, rollout.index),
+                group.record,
+                rollout,
+                samples,
+                step=step,
+                worker_id=group.worker_id,
+                env=self._env,
+                length=rollout.num_logprobs,
+                num_masked=group.num_masked.get(rollout.index, 0),
+            )
+
+
+def successes_of(record: GroupRecord) -> list[float]:
+    """Per rollout with a reward: the environment's `success` metric, or whether reward > 0."""
+    return [
+        r.metrics.get("success", float(r.reward > 0))
+        for r in record.rollouts
+        if r.reward is not None
+    ]

@@ -1,0 +1,1 @@
+"""A policy version on its way to engines: the folder it stands in, the publisher, its carriers."""

@@ -1,0 +1,388 @@
+"""Bringing new weights to every engine of the fleet: one target, and engines driven towards it.
+
+    WAITING -> BEGINNING -> DRAINING -> PAUSING -> FLUSHING -> LOADING -> RESUMING -> SCORING
+    SCORING -> FINISHING --the router agrees--> done, forgotten
+    DRAINING .. SCORING --a call fails or takes too long--> UNDOING -> FAILING -> WAITING (retried)
+    BEGINNING --refused--> WAITING;  FINISHING --the lease lapsed--> WAITING
+
+Invariants: an engine is touched only under a lease and given back before the lease ends; it is
+paused when it has nothing to do, or its drain took too long (workers have heard of the lease: what
+can go on elsewhere has left, what cannot is left to end, and each lease that is renewed meanwhile
+is for the target of then); it counts as updated only when it scored the probe as the trainer does
+and not as before; what fails is resumed, fenced by the router and tried again. A publication ends
+when every engine that is awake is at the target, has failed, or is another publisher's that is
+further; engines that come (back) with other weights are brought up too. Pure; driven by publish.py
+and by the simulator.
+"""
+
+import msgspec
+
+from rollmesh.trainer.weights.events import (
+    Action,
+    CallEngine,
+    EngineCalled,
+    Event,
+    Probe,
+    PublishAsked,
+    PublishEnded,
+    PublishReport,
+    Superseded,
+    UpdatePhase,
+)
+from rollmesh.trainer.weights.verdict import why_not
+from rollmesh.wire.fleet import (
+    BeginUpdate,
+    EnginePhase,
+    EngineRow,
+    FinishUpdate,
+    FleetAnswered,
+    FleetAsk,
+    ReadFleet,
+)
+from rollmesh.wire.machine import ROUTER, Received, Send
+
+NEXT_PHASE = {
+    UpdatePhase.DRAINING: UpdatePhase.PAUSING,
+    UpdatePhase.PAUSING: UpdatePhase.FLUSHING,
+    UpdatePhase.FLUSHING: UpdatePhase.LOADING,
+    UpdatePhase.LOADING: UpdatePhase.RESUMING,
+    UpdatePhase.RESUMING: UpdatePhase.SCORING,
+    UpdatePhase.SCORING: UpdatePhase.FINISHING,
+}
+"""After a call that succeeded."""
+
+
+class PublisherSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Who the publisher is, and how patient."""
+
+    name: str = ""
+    """The same in each life of its run, so that it need not wait for the leases of the last."""
+    lease_s: float = 30.0
+    probe_tolerance: float = 0.1
+    """Mean difference of log-probs that still counts as equal."""
+    repeat_s: float = 0.5
+    """An ask that the router has not answered is sent again."""
+    read_s: float = 1.0
+    """The fleet table is read this often."""
+    retry_s: float = 2.0
+    """Between the beginnings of two tries of an engine that failed: one that was killed, and whose
+    calls waited for its next life, is tried again at once."""
+    lease_share: float = 0.8
+    """Calls that take more of the lease than this are given up; the rest is for undoing."""
+    drain_leases: float = 2.0
+    """Turns that cannot be resumed have so many leases to end, one renewed by the next."""
+    renew_share: float = 0.3
+    """After so much of one, while an engine drains: the rest is for what comes behind."""
+    look_s: float = 0.05
+    """Between two looks at an engine that drains, and before the first: what was sent to it before
+    its senders heard of the lease has arrived by then."""
+
+
+class _Update:
+    """One engine on its way to the target."""
+
+    def __init__(self, url: str, target: PublishAsked) -> None:
+        self.url = url
+        self.target = target
+        self.phase = UpdatePhase.WAITING
+        self.serial = 0
+        self.ask: FleetAsk | None = None
+        """What the router has not answered yet."""
+        self.sent_s = 0.0
+        self.begun_s = 0.0
+        """When its lease was asked for first."""
+        self.renewed_s = 0.0
+        """When the one that is to follow was."""
+        self.drained_from_s = 0.0
+        self.not_before_s = 0.0
+        self.failure = ""
+        """Why the last try failed; '' before the first has."""
+
+
+class Publisher:
+    """See the module."""
+
+    def __init__(self, settings: PublisherSettings | None = None) -> None:
+        self._settings = settings or PublisherSettings()
+        self._target: PublishAsked | None = None
+        self._previous: Probe | None = None
+        self._yielded_for: PublishAsked | None = None
+        """The target of which it was said that another publisher is further."""
+        self._is_open = False
+        """The target's end has not been reported yet."""
+        self._asked_s = 0.0
+        self._gap_s = 0.0
+        self._table: tuple[EngineRow, ...] | None = None
+        """Read since the target was set."""
+        self._first_ask_id = 0
+        self._updates: dict[str, _Update] = {}
+        self._verified: dict[str, int] = {}
+        """What we brought to each engine; an equal number may be another run's weights."""
+        self._failures: dict[str, str] = {}
+        self._num_asks = 0
+        self._num_calls = 0
+        self._read_s = float("-inf")
+
+    def serving(self) -> tuple[str, ...]:
+        """Engines that served when the table was read last; none before a first target."""
+        table = self._table or ()
+        return tuple(row.url for row in table if row.phase is EnginePhase.READY)
+
+    def phases(self) -> dict[str, UpdatePhase]:
+        """Engines that are not at the target yet."""
+        return {url: update.phase for url, update in self._updates.items()}
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        """Take one event; late answers change nothing."""
+        actions: list[Action] = []
+        match event:
+            case PublishAsked():
+                actions += self._on_asked(event, now_s)
+            case EngineCalled():
+                actions += self._on_called(event, now_s)
+            case Received(message=FleetAnswered() as answer):
+                actions += self._on_answered(answer, now_s)
+        return [*actions, *self._tend(now_s), *self._report(now_s)]
+
+    # the target
+
+    def _on_asked(self, target: PublishAsked, now_s: float) -> list[Action]:
+        current = self._target
+        if current and target.policy_version <= current.policy_version:
+            return []
+        ended = self._end(now_s) if self._is_open else []
+        self._previous = current.probe if current else None
+        self._target = target
+        self._is_open = True
+        self._asked_s, self._gap_s = now_s, 0.0
+        self._table = None
+        self._failures.clear()
+        for update in self._updates.values():
+            update.not_before_s = now_s
+        self._first_ask_id = self._num_asks + 1
+        self._read_s = float("-inf")
+        return ended
+
+    def _report(self, now_s: float) -> list[Action]:
+        if not self._is_open or self._table is None:
+            return []
+        if all(self._is_settled(row) for row in self._table):
+            return self._end(now_s)
+        return []
+
+    def _is_settled(self, row: EngineRow) -> bool:
+        if row.phase in (EnginePhase.ASLEEP, EnginePhase.GONE):
+            return True
+        return self._is_current(row) or row.url in self._failures
+
+    def _is_current(self, row: EngineRow) -> bool:
+        assert self._target
+        is_ready = row.phase is EnginePhase.READY
+        versions = {row.policy_version, self._verified.get(row.url)}
+        is_at_it = versions == {self._target.policy_version}
+        return is_ready and is_at_it and row.adapter == self._target.adapter
+
+    def _end(self, now_s: float) -> list[Action]:
+        assert self._target
+        self._is_open = False
+        report = PublishReport(
+            policy_version=self._target.policy_version,
+            updated=tuple(row.url for row in self._table or () if self._is_current(row)),
+            failed=tuple(f"{url}: {why}" for url, why in self._failures.items()),
+            wall_s=now_s - self._asked_s,
+            gap_s=self._gap_s,
+        )
+        return [PublishEnded(report)]
+
+    # the router's answers
+
+    def _on_answered(self, answer: FleetAnswered, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        for update in list(self._updates.values()):
+            if update.ask and update.ask.ask_id == answer.ask_id:
+                update.ask = None
+                actions += self._on_verdict(update, answer, now_s)
+        if self._target and answer.ask_id >= self._first_ask_id:
+            self._table = answer.engines
+            self._reconcile(answer.engines)
+        return actions
+
+    def _on_verdict(self, update: _Update, answer: FleetAnswered, now_s: float) -> list[Action]:
+        """The router's word on the update's own ask."""
+        phase = update.phase
+        if phase is UpdatePhase.BEGINNING and answer.ok:
+            update.drained_from_s = now_s
+            return self._call(update, UpdatePhase.DRAINING, now_s)
+        if phase is UpdatePhase.DRAINING and answer.ok:
+            update.begun_s = update.renewed_s
+            return []
+        if phase is UpdatePhase.FINISHING and answer.ok:
+            self._gap_s = max(self._gap_s, now_s - update.drained_from_s)
+            del self._updates[update.url]
+            self._verified[update.url] = update.target.policy_version
+            self._failures.pop(update.url, None)
+            return []
+        superseded = self._yield(answer.superseded_by)
+        if phase is UpdatePhase.DRAINING:
+            return [*superseded, *self._undo(update, f"{phase.value}: {answer.error}", now_s)]
+        if phase is UpdatePhase.FINISHING or answer.superseded_by >= 0:
+            update.failure = answer.error
+        self._wait(update, now_s)
+        return superseded
+
+    def _yield(self, policy_version: int) -> list[Action]:
+        """Another publisher is further, if this is a version: said once for each target."""
+        assert self._target
+        if policy_version < 0 or self._yielded_for is self._target:
+            return []
+        self._yielded_for = self._target
+        return [Superseded(self._target.policy_version, policy_version)]
+
+    def _reconcile(self, table: tuple[EngineRow, ...]) -> None:
+        """Begin an update of every engine that needs one, forget those that need none."""
+        assert self._target
+        for row in table:
+            is_out = row.phase in (EnginePhase.ASLEEP, EnginePhase.GONE)
+            is_needed = not is_out and not self._is_current(row)
+            update = self._updates.get(row.url)
+            if is_needed and update is None:
+                self._updates[row.url] = _Update(row.url, self._target)
+            elif not is_needed and update and update.phase is UpdatePhase.WAITING:
+                del self._updates[row.url]
+        known = {row.url for row in table}
+        self._verified = {url: at for url, at in self._verified.items() if url in known}
+        for url, update in list(self._updates.items()):
+            if url not in known and update.phase is UpdatePhase.WAITING:
+                del self._updates[url]
+
+    # the engines' answers
+
+    def _on_called(self, called: EngineCalled, now_s: float) -> list[Action]:
+        update = self._updates.get(called.url)
+        if update is None or called.serial != update.serial:
+            return []
+        if update.phase is UpdatePhase.UNDOING:
+            return self._finish(update, UpdatePhase.FAILING, now_s)
+        failure = "" if called.ok else called.detail or "it does not say why"
+        if update.phase is UpdatePhase.SCORING and not failure:
+            failure = self._judge(called.logprobs, update.target)
+        if failure:
+            return self._undo(update, f"{update.phase.value}: {failure}", now_s)
+        if update.phase is UpdatePhase.DRAINING and self._drains_on(update, called, now_s):
+            renewal = self._renew(update, now_s)
+            return [*renewal, *self._call(update, UpdatePhase.DRAINING, now_s)]
+        following = NEXT_PHASE[update.phase]
+        if following is UpdatePhase.SCORING and update.target.probe is None:
+            following = UpdatePhase.FINISHING
+        if following is UpdatePhase.FINISHING:
+            return self._finish(update, following, now_s)
+        return self._call(update, following, now_s)
+
+    def _drains_on(self, update: _Update, called: EngineCalled, now_s: float) -> bool:
+        until_s = update.drained_from_s + self._settings.lease_s * self._settings.drain_leases
+        # What follows wants a lease that the router has confirmed.
+        return update.ask is not None or (called.num_requests > 0 and now_s < until_s)
+
+    def _judge(self, logprobs: tuple[float, ...], target: PublishAsked) -> str:
+        """Why these scores are not those of the target's weights, or ''."""
+        assert target.probe
+        previous = self._previous if target is self._target else None
+        return why_not(logprobs, target.probe, previous, self._settings.probe_tolerance)
+
+    # steps
+
+    def _begin(self, update: _Update, now_s: float) -> list[Action]:
+        update.failure = ""
+        update.begun_s = now_s
+        update.phase = UpdatePhase.BEGINNING
+        return self._lease(update, now_s)
+
+    def _renew(self, update: _Update, now_s: float) -> list[Action]:
+        """Ask for another lease where the one it has gets short, unless that is asked for."""
+        left_from_s = update.begun_s + self._settings.lease_s * self._settings.renew_share
+        if update.ask or now_s < left_from_s:
+            return []
+        update.renewed_s = now_s
+        return self._lease(update, now_s)
+
+    def _lease(self, update: _Update, now_s: float) -> list[Action]:
+        """To bring the engine to what is the target now."""
+        assert self._target
+        update.target = self._target
+        policy_version = update.target.policy_version
+        settings = self._settings
+        ask = BeginUpdate(
+            self._next_ask(), update.url, policy_version, settings.lease_s, settings.name
+        )
+        return self._ask(update, ask, now_s)
+
+    def _call(self, update: _Update, phase: UpdatePhase, now_s: float) -> list[Action]:
+        self._num_calls += 1
+        update.phase, update.serial = phase, self._num_calls
+        after_s = self._settings.look_s if phase is UpdatePhase.DRAINING else 0.0
+        return [CallEngine(update.url, update.serial, phase, update.target, after_s)]
+
+    def _undo(self, update: _Update, failure: str, now_s: float) -> list[Action]:
+        update.failure = failure
+        update.ask = None
+        return self._call(update, UpdatePhase.UNDOING, now_s)
+
+    def _finish(self, update: _Update, phase: UpdatePhase, now_s: float) -> list[Action]:
+        """Give the engine back, updated (FINISHING) or not (FAILING)."""
+        update.phase = phase
+        ok = phase is UpdatePhase.FINISHING
+        policy_version = update.target.policy_version
+        ask = FinishUpdate(
+            self._next_ask(),
+            update.url,
+            policy_version,
+            ok,
+            update.failure,
+            update.target.adapter,
+        )
+        return self._ask(update, ask, now_s)
+
+    def _wait(self, update: _Update, now_s: float) -> None:
+        """Try again later; at once where what failed was on its way to an older target."""
+        is_target = update.target is self._target
+        if update.failure and is_target:
+            self._failures[update.url] = update.failure
+        update.phase = UpdatePhase.WAITING
+        update.serial = 0
+        update.ask = None
+        update.not_before_s = update.begun_s + self._settings.retry_s if is_target else now_s
+
+    def _ask(self, update: _Update, ask: FleetAsk, now_s: float) -> list[Action]:
+        update.ask, update.sent_s = ask, now_s
+        return [Send(ROUTER, ask)]
+
+    def _next_ask(self) -> int:
+        self._num_asks += 1
+        return self._num_asks
+
+    # time
+
+    def _tend(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        if self._target and now_s >= self._read_s + self._settings.read_s:
+            self._read_s = now_s
+            actions.append(Send(ROUTER, ReadFleet(self._next_ask())))
+        for update in list(self._updates.values()):
+            actions += self._tend_update(update, now_s)
+        return actions
+
+    def _tend_update(self, update: _Update, now_s: float) -> list[Action]:
+        if update.phase is UpdatePhase.WAITING:
+            return self._begin(update, now_s) if now_s >= update.not_before_s else []
+        spent_s = now_s - update.begun_s
+        if spent_s >= self._settings.lease_s:
+            # The router has taken the engine back by now.
+            update.failure = update.failure or "the router did not answer in time"
+            self._wait(update, now_s)
+            return []
+        is_late = spent_s >= self._settings.lease_s * self._settings.lease_share
+        if is_late and update.phase in NEXT_PHASE:
+            return self._undo(update, f"{update.phase.value}: took too long", now_s)
+        if update.ask and now_s >= update.sent_s + self._settings.repeat_s:
+            return self._ask(update, update.ask, now_s)
+        return []

@@ -1,0 +1,37 @@
+"""The learning curve is drawn from whatever the run left."""
+
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.trainer.books.picture import draw_learning, moving_mean, read_rows
+
+
+def write(folder: Path, rows: list[dict[str, object]], tail: bytes = b"") -> None:
+    lines = [msgspec.json.encode(row) for row in rows]
+    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n" + tail)
+
+
+def step(number: int) -> dict[str, object]:
+    return {"step": number, "success": 0.5, "age_histogram": {"0": 3, "1": 1}, "num_samples": 4}
+
+
+def test_a_run_with_steps_gets_a_picture(tmp_path: Path) -> None:
+    write(tmp_path, [{"step": -1, "success_untrained": 0.6}, step(0), step(1)])
+    draw_learning(tmp_path)
+    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_steps_gets_none(tmp_path: Path) -> None:
+    write(tmp_path, [])
+    draw_learning(tmp_path)
+    assert not (tmp_path / "learning.png").exists()
+
+
+def test_a_torn_last_row_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, [step(0)], tail=b'{"step": 1, "succ')
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0]
+
+
+def test_moving_mean_looks_back_only() -> None:
+    assert moving_mean([0.0, 1.0, 1.0], 2) == [0.0, 0.5, 1.0]

@@ -1,0 +1,159 @@
+"""What a run leaves can be read back, and its books balance."""
+
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
+from rollmesh.serve.client.samples import Sample
+from rollmesh.testing.clock import FakeClock
+from rollmesh.trainer.books.records import (
+    MAX_WORKERS,
+    OTHER_WORKERS,
+    RunRecords,
+    Tally,
+    write_summary,
+)
+from rollmesh.trainer.meter.exactness import Cell, Findings, Origin
+
+GROUP = GroupId("r1", 3)
+
+
+def sample() -> Sample:
+    return Sample(
+        rollout_id=RolloutId(GROUP, 0),
+        branch="main",
+        token_ids=np.array([5, 6, 7], np.int32),
+        logprobs=np.array([0, -0.5, -1.25], np.float32),
+        loss_mask=np.array([False, True, True]),
+        policy_versions=np.array([-1, 2, 3], np.int32),
+        reward=1.0,
+        weight=1.0,
+        temperature=1.0,
+    )
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+
+
+def test_rollout_row_holds_messages_and_tokens(tmp_path: Path) -> None:
+    records = RunRecords(tmp_path, FakeClock())
+    rollout = RolloutRecord(
+        index=0, outcome=Outcome.COMPLETED, reward=1.0, messages=msgspec.Raw(b'[{"role":"user"}]')
+    )
+    group = GroupRecord(task=Task(id="guess-3"), rollouts=[rollout])
+    records.rollout(RolloutId(GROUP, 0), group, rollout, [sample()], step=4, worker_id="w0")
+    records.close()
+    (row,) = rows(tmp_path / "trajectories.jsonl")
+    assert row["rollout_id"] == "r1/3/0"
+    assert (row["task_id"], row["outcome"], row["step"]) == ("guess-3", "completed", 4)
+    assert row["messages"] == [{"role": "user"}]
+    assert row["samples"] == [
+        {
+            "token_ids": [5, 6, 7],
+            "logprobs": [0.0, -0.5, -1.25],
+            "loss_mask": [0, 1, 1],
+            "policy_versions": [-1, 2, 3],
+            "branch": "main",
+        }
+    ]
+
+
+def test_drops_and_steps_are_rows_of_their_own_files(tmp_path: Path) -> None:
+    records = RunRecords(tmp_path, FakeClock())
+    records.step({"step": 0, "success": 0.5})
+    records.drop(GROUP, 4, "stale: age 3")
+    records.flush()
+    assert rows(tmp_path / "metrics.jsonl")[0]["success"] == 0.5
+    assert rows(tmp_path / "drops.jsonl")[0]["reason"] == "stale: age 3"
+    records.close()
+
+
+def test_summary_counts_as_lost_what_nothing_else_explains() -> None:
+    tally = Tally()
+    tally.num_asked, tally.num_trained, tally.num_dropped, tally.num_open = 100, 80, 12, 5
+    assert tally.summary()["num_lost"] == 3
+
+
+def test_summary_of_a_run_without_a_step_has_no_success() -> None:
+    summary = Tally().summary()
+    assert summary["success_first10"] is None
+    assert summary["share_age_ge_1"] == 0.0
+
+
+def test_summary_shares_and_means() -> None:
+    tally = Tally()
+    for success in [0.0] * 10 + [0.5] * 1000 + [1.0] * 10:
+        tally.add_step(success)
+    tally.ages.update({0: 3, 1: 1})
+    tally.workers.update({"worker-0": 1, "worker-1": 3})
+    tally.outcomes.update({"completed": 4})
+    summary = tally.summary()
+    assert (summary["success_first10"], summary["success_last10"]) == (0.0, 1.0)
+    assert summary["num_steps"] == 1020
+    assert (summary["max_staleness"], summary["share_age_ge_1"]) == (1, 0.25)
+    assert summary["share_by_worker"] == {"worker-0": 0.25, "worker-1": 0.75}
+
+
+def test_workers_are_counted_by_name_up_to_a_bound() -> None:
+    tally = Tally()
+    for number in range(MAX_WORKERS + 5):
+        tally.add_worker(f"worker-{number}")
+        tally.add_worker("worker-0")
+    assert len(tally.workers) == MAX_WORKERS + 1
+    assert tally.workers["worker-0"] == MAX_WORKERS + 6
+    assert tally.workers[OTHER_WORKERS] == 5
+
+
+def test_summary_file_is_whole(tmp_path: Path) -> None:
+    write_summary(tmp_path, {"num_lost": 0})
+    assert msgspec.json.decode((tmp_path / "summary.json").read_bytes()) == {"num_lost": 0}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_later_life_writes_again_what_no_savepoint_covers(tmp_path: Path) -> None:
+    first = RunRecords(tmp_path, FakeClock())
+    first.step({"step": 0})
+    first.drop(GROUP, 4, "stale: age 3")
+    covered = first.offsets()
+    first.step({"step": 1})
+    first.step({"step": 2})
+    first.close()
+    second = RunRecords(tmp_path, FakeClock(), covered)
+    second.step({"step": 1})
+    second.recovery({"life": 2})
+    second.close()
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1]
+    assert len(rows(tmp_path / "drops.jsonl")) == 1
+    third = RunRecords(tmp_path, FakeClock())
+    third.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert rows(tmp_path / "recoveries.jsonl")[0]["life"] == 2
+
+
+def test_a_file_that_is_shorter_than_a_savepoint_says_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b"{}\n")
+    records = RunRecords(tmp_path, FakeClock(), {"metrics.jsonl": 100})
+    assert records.offsets()["metrics.jsonl"] == 3
+    records.close()
+
+
+def test_counts_go_on_from_what_a_savepoint_holds() -> None:
+    tally, again = Tally(), Tally()
+    for success in [0.25] * 12:
+        tally.add_step(success)
+    tally.num_asked, tally.num_trained, tally.success_untrained = 48, 40, 0.5
+    tally.ages.update({0: 3, 2: 1})
+    tally.add_worker("worker-0")
+    origin = Origin(3, "http://e", "chat", "")
+    tally.exactness.add(Findings({origin: Cell(2, math.inf, math.nan, 1, 1)}, {}, [0], {}))
+    again.restore(msgspec.json.decode(msgspec.json.encode(tally.state())))
+    assert repr(again.summary()) == repr(tally.summary())
+    assert repr(again.state()) == repr(tally.state())
+    again.ages[5] += 1
+    again.add_step(1.0)
+    assert (again.num_steps, again.summary()["max_staleness"]) == (13, 5)

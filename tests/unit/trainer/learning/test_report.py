@@ -1,0 +1,118 @@
+"""What a step tells: gaps run by run, of the weights held as it began, and how old tokens are."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.serve.client.runs import SampledRun
+from rollmesh.trainer.policy import Policy
+from tests.unit.trainer.exact import SETTINGS, pair, two_groups
+
+
+def test_gap_is_measured_on_the_weights_held_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    policy = Policy(str(tiny_folder), SETTINGS)
+    samples = pair(tiny_folder)
+    assert policy.step(samples, 0).logprob_gap_max is not None
+    stale = policy.step(samples, 1)  # the weights moved on, under no name
+    assert (stale.logprob_gap_max, stale.logprob_gap_mean, stale.num_masked) == (None, None, 0)
+    assert stale.kl > 0.0
+    policy.save(tmp_path / "v1", policy_version=1)
+    policy.save(tmp_path / "checkpoint")  # a copy does not change what they are called
+    fresh = pair(tmp_path / "v1", policy_version=1)
+    gap = policy.step([*fresh, *samples], 2).logprob_gap_max
+    assert gap is not None
+    assert gap < 1e-4
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_gaps_come_run_by_run_in_the_order_of_the_samples(
+    tiny_folder: Path, num_minibatches: int
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, num_minibatches=num_minibatches)
+    samples = []
+    for seq, (long, short) in enumerate([pair(tiny_folder), pair(tiny_folder, policy_version=5)]):
+        off = msgspec.structs.replace(
+            long,
+            rollout_id=RolloutId(GroupId("r", seq), 0),
+            logprobs=long.logprobs - np.array([0, 0, 0.01, 0, 0.02, 0.03], np.float32),
+            runs=(SampledRun(1, 0, "a"), SampledRun(2, 0, "b")),
+        )
+        samples += [off, msgspec.structs.replace(short, rollout_id=RolloutId(GroupId("r", seq), 1))]
+    report = Policy(str(tiny_folder), settings).step(samples, 0)
+    assert (report.held_policy_version, report.num_masked) == (0, 0)
+    for first, second in (report.gaps[:2], report.gaps[2:]):
+        told = [(gap.num_tokens, gap.total, gap.largest) for gap in (*first, *second)]
+        expected = [(1, 0.01, 0.01), (2, 0.05, 0.03), (2, 0.0, 0.0)]
+        assert told == [pytest.approx(each, abs=1e-4) for each in expected]
+
+
+def test_drift_of_older_weights_is_told_and_masks_nothing(tiny_folder: Path) -> None:
+    policy = Policy(str(tiny_folder), SETTINGS)
+    far = [
+        msgspec.structs.replace(sample, logprobs=sample.logprobs - np.float32(0.3))
+        for sample in pair(tiny_folder, policy_version=5)
+    ]
+    report = policy.step(far, 0)
+    assert (report.num_masked, report.logprob_gap_max) == (0, None)
+    largest = [gap.largest for each in report.gaps for gap in each]
+    assert largest == pytest.approx([0.3, 0.3], abs=1e-4)
+
+
+def test_stale_tokens_are_told_by_age_with_what_their_weight_is(tiny_folder: Path) -> None:
+    settings = msgspec.structs.replace(SETTINGS, max_importance_weight=1.2)
+    policy = Policy(str(tiny_folder), settings)
+    policy.save(tiny_folder.with_name("v7"), policy_version=7)
+    good, bad = pair(tiny_folder, policy_version=7)
+    old = msgspec.structs.replace(
+        bad,
+        logprobs=np.where(bad.loss_mask, bad.logprobs - np.float32(0.5), 0).astype("f4"),
+        policy_versions=np.where(bad.loss_mask, 5, -1).astype(np.int32),
+        runs=(SampledRun(2, 5),),
+    )
+    report = policy.step([good, old], 4, step_of_version={5: 1, 7: 4})
+    fresh, stale = report.importance_by_age["0"], report.importance_by_age["3"]
+    assert (fresh.num_tokens, fresh.truncated) == (3, 0.0)
+    assert fresh.mean == pytest.approx(1.0, abs=1e-4)
+    assert (stale.num_tokens, stale.truncated) == (2, 1.0)
+    assert stale.mean == pytest.approx(1.2)
+    assert report.truncated_fraction == pytest.approx(0.4)
+    assert report.importance_mean == pytest.approx(1.08, abs=1e-3)
+    assert report.effective_fraction == pytest.approx(5.4**2 / (5 * (3 + 2 * 1.44)), abs=1e-3)
+
+
+def test_what_is_masked_has_no_say_in_what_tokens_weigh(tiny_folder: Path) -> None:
+    good, bad = pair(tiny_folder)
+    false = msgspec.structs.replace(good, logprobs=good.logprobs - np.float32(0.5))
+    report = Policy(str(tiny_folder), SETTINGS).step([false, bad], 0)
+    assert (report.num_tokens, report.num_masked) == (5, 1)
+    assert report.importance_by_age["0"].num_tokens == 2
+
+
+def test_minibatches_that_the_weights_have_moved_on_from_are_not_measured(
+    tiny_folder: Path,
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, proximal="loglinear", num_minibatches=2)
+    report = Policy(str(tiny_folder), settings).step(two_groups(tiny_folder), 0)
+    assert [bool(each) for each in report.gaps] == [True, True, False, False]
+    assert report.logprob_gap_max is not None
+    assert report.logprob_gap_max < 1e-4
+
+
+def test_one_token_that_is_a_little_off_masks_no_sample(tiny_folder: Path) -> None:
+    good, bad = pair(tiny_folder)
+    spiked = good.logprobs - np.array([0, 0, 0.12, 0, 0, 0], np.float32)
+    report = Policy(str(tiny_folder), SETTINGS).step(
+        [msgspec.structs.replace(good, logprobs=spiked), bad], 0
+    )
+    assert report.num_masked == 0
+    assert report.logprob_gap_max == pytest.approx(0.12, abs=1e-3)
+
+
+def test_report_goes_into_a_metrics_row(tiny_folder: Path) -> None:
+    report = Policy(str(tiny_folder), SETTINGS).step(pair(tiny_folder), 0)
+    row = report.figures()
+    assert msgspec.json.decode(msgspec.json.encode(row)) == row
+    assert row["importance_by_age"]["0"]["num_tokens"] == 5

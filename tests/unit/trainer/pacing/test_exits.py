@@ -1,0 +1,137 @@
+"""Every rollout that leaves is in one book, once: trained, dropped, or measured."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
+from rollmesh.serve.client.entries import GroupBooked, SeenRollout
+from rollmesh.serve.client.samples import Sample
+from rollmesh.testing.client import rollout
+from rollmesh.testing.clock import FakeClock
+from rollmesh.trainer.books.records import RunRecords, Tally
+from rollmesh.trainer.pacing.exits import Exits, successes_of
+from rollmesh.trainer.pacing.stock import ReadyGroup
+from rollmesh.trainer.pacing.versions import Versions
+from tests.unit.trainer.pacing.test_masking import sampled_by
+
+GROUP = GroupId("r", 3)
+
+
+class Books:
+    """Exits of a run whose weights after each of nine steps are called by that step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.records, self.tally = RunRecords(folder, FakeClock()), Tally()
+        versions = Versions(max_staleness=4)
+        versions.add({step: step for step in range(10)})
+        self.exits = Exits((self.records, self.tally), "guess", versions)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        self.records.flush()
+        lines = (self._folder / name).read_bytes().splitlines()
+        return [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
+
+    def drops(self) -> list[tuple[Any, ...]]:
+        """Who, why, and how old."""
+        rows = self.rows("drops.jsonl")
+        return [(row.get("index"), row["reason"], row.get("age")) for row in rows]
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> Iterator[Books]:
+    books = Books(tmp_path)
+    yield books
+    books.records.close()
+
+
+def group(samples: Sequence[Sequence[Sample]], *rollouts: RolloutRecord) -> ReadyGroup:
+    record = GroupRecord(task=Task(id="t"), rollouts=list(rollouts))
+    return ReadyGroup(GROUP, record, "worker-0", [list(each) for each in samples])
+
+
+def whole(index: int, *policy_versions: int) -> RolloutRecord:
+    return rollout(index, Outcome.COMPLETED, policy_versions)
+
+
+def failed(index: int, *policy_versions: int) -> RolloutRecord:
+    record = rollout(index, Outcome.AGENT_ERROR, policy_versions)
+    record.error = "it broke"
+    return record
+
+
+def test_a_step_books_who_trained_and_who_of_the_group_did_not(books: Books) -> None:
+    trained = [sampled_by(3, 4), sampled_by(4, 4)]
+    books.exits.trained(group([trained, []], whole(0, 3, 4), failed(1, 2)), step=5)
+    tally = books.tally
+    assert (tally.num_trained, tally.num_samples, tally.num_dropped) == (1, 2, 1)
+    assert (tally.ages, tally.num_two_versions) == ({5 - 3: 1, 5 - 4: 1}, 1)
+    assert tally.outcomes == {Outcome.COMPLETED: 1, Outcome.AGENT_ERROR: 1}
+    assert books.drops() == [(1, "agent_error: it broke", 5 - 2)]
+    assert [row["step"] for row in books.rows("trajectories.jsonl")] == [5, 5]
+
+
+def test_of_a_group_that_is_dropped_each_rollout_keeps_its_own_reason(books: Books) -> None:
+    books.exits.dropped(group([[sampled_by(2)], []], whole(0, 2), failed(1, 1)), 6, "stale: age 4")
+    assert sorted(books.drops()) == [(0, "stale: age 4", 4), (1, "agent_error: it broke", 5)]
+    assert (books.tally.num_trained, books.tally.num_dropped) == (0, 2)
+    assert [row["step"] for row in books.rows("trajectories.jsonl")] == [None, None]
+
+
+def test_a_barren_group_says_why(books: Books) -> None:
+    why = books.exits.barren(group([[], []], failed(0, 1), whole(1, 1)), 2)
+    assert why == "completed: nothing in it trains"
+    assert books.drops() == [(0, "agent_error: it broke", 1), (1, why, 1)]
+
+
+def test_a_rollout_that_masking_has_emptied_is_booked_once(books: Books) -> None:
+    masked = group([[], [sampled_by(6)]], whole(0, 1), whole(1, 1, 6))
+    masked.num_masked = {0: 2, 1: 1}
+    books.exits.masked(masked, 7)
+    books.exits.trained(masked, 7)
+    assert books.drops() == [(0, "masked: no token of it is within the age bound", 6)]
+    assert (books.tally.num_trained, books.tally.num_dropped) == (1, 1)
+    rows = books.rows("trajectories.jsonl")
+    assert [row["num_masked"] for row in rows] == [2, 1]
+
+
+def test_of_a_group_without_a_result_those_that_came_are_seen_and_the_rest_is_not(
+    books: Books,
+) -> None:
+    seen = tuple(SeenRollout(at, Outcome.COMPLETED, 7, (4, 2)) for at in range(6))
+    booked = GroupBooked(GROUP, "infra_error: lost", 5, "t", seen)
+    books.exits.ended(booked, num_samples=4)  # of more than were asked for nobody hears
+    assert books.drops() == [(at, "infra_error: lost", 3) for at in range(4)]
+    books.exits.ended(msgspec.structs.replace(booked, rollouts=seen[:1]), num_samples=4)
+    assert books.drops()[4:] == [(0, "infra_error: lost", 3), (None, "infra_error: lost", None)]
+    assert books.rows("drops.jsonl")[-1]["num_rollouts"] == 3
+    assert books.tally.num_dropped == 8
+    assert books.tally.outcomes == {Outcome.COMPLETED: 5}
+
+
+def test_an_evaluation_is_measured_and_never_counted(books: Books) -> None:
+    books.exits.measured(group([[]], whole(0, 0)))
+    books.exits.unmeasured(GROUP, "t", "deadline: over")
+    assert books.tally.measured == [0.0]
+    assert (books.tally.num_dropped, books.tally.outcomes) == (0, {})
+    assert books.drops() == [(None, "evaluation: deadline: over", None)]
+
+
+def test_a_stranger_leaves_a_row_and_no_count(books: Books) -> None:
+    books.exits.strange(GROUP)
+    assert books.drops() == [(None, "of an earlier run", None)]
+    assert books.tally.num_dropped == 0
+
+
+def test_success_is_the_environments_word_or_else_a_reward_above_zero() -> None:
+    rollouts = [rollout(at, Outcome.COMPLETED, (0,)) for at in range(3)]
+    rollouts[1].metrics = {"success": 0.25}
+    rollouts[2].reward = None
+    rollouts[0].reward = 0.5
+    record = GroupRecord(task=Task(id="t"), rollouts=rollouts)
+    assert successes_of(record) == [1.0, 0.25]

@@ -1,0 +1,271 @@
+"""A dead trainer's plan: every group in one place, and no number used twice."""
+
+import collections
+
+import pytest
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.errors import UserError
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import Outcome, Task
+from rollmesh.serve.client.arrivals import Filed
+from rollmesh.serve.client.entries import GroupBooked, Published, StateSaved, StepTaken
+from rollmesh.serve.client.history import History, OpenAsk
+from rollmesh.trainer.pacing.course import Course
+from rollmesh.trainer.pacing.course_events import Arrived, Came, Minted, Retake, StepDone, Turn
+from rollmesh.trainer.recovery.plan import plan_recovery
+from rollmesh.trainer.savepoints.state import LoopState
+from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
+from tests.unit.trainer.trainer_lives import PATIENCE_S, Life, Lives
+
+NUM_ROLLOUTS = 4
+ROOMY = JournalConfig()
+
+
+def group(seq: int, run_id: str = "r1") -> GroupId:
+    return GroupId(run_id, seq)
+
+
+def filed(seq: int) -> Filed:
+    return Filed(group(seq), 1, "w1", 100 * seq, 10)
+
+
+def open_ask(seq: int, *, asked_step: int = 0, is_eval: bool = False) -> OpenAsk:
+    return OpenAsk(
+        group_id=group(seq),
+        task=Task(id=f"t{seq}"),
+        num_samples=NUM_ROLLOUTS,
+        is_eval=is_eval,
+        asked_step=asked_step,
+    )
+
+
+def history() -> History:
+    """Steps 2 and 3 were taken, and version 3 named, after the savepoint of 2 steps."""
+    return History(
+        saved=StateSaved(2, 2, {"r1": [(0, 4)]}),
+        steps=(StepTaken(2, (group(5), group(4))), StepTaken(3, (group(6), group(7)))),
+        published=(Published(3, 3),),
+        results=tuple(map(filed, range(4, 10))),
+        drops=(GroupBooked(group(10), "deadline: over"),),
+        open_asks=(open_ask(11, asked_step=1), open_ask(12, asked_step=3)),
+        num_asked=13,
+        num_drawn=13,
+    )
+
+
+SAVED = LoopState(
+    num_steps=2,
+    policy_version=2,
+    step_of_version={0: 0, 1: 1, 2: 2},
+    num_tasks=6,
+    ended={"r1": [(0, 4)]},
+)
+
+
+def test_steps_after_the_savepoint_are_redone_with_their_own_groups() -> None:
+    plan = plan_recovery(SAVED, history())
+    assert (plan.num_steps, plan.next_step) == (2, 4)
+    assert plan.redo == (StepTaken(2, (group(5), group(4))), StepTaken(3, (group(6), group(7))))
+    assert {each: filed(each.seq) for each in map(group, (4, 5, 6, 7))} == plan.results
+    assert plan.ready == (filed(8), filed(9))
+    assert [each.group_id for each in plan.open_asks] == [group(11), group(12)]
+    assert plan.drops == (GroupBooked(group(10), "deadline: over"),)
+    assert plan.saved == SAVED.told()
+    assert plan.lines == ()
+
+
+def test_tasks_go_on_where_the_journal_says_that_the_last_was_drawn() -> None:
+    # 15 had been drawn, and of these two asks waited for room in the journal and went nowhere.
+    ahead = LoopState(num_steps=2, num_tasks=15)
+    assert plan_recovery(ahead, history()).num_tasks == 13
+    assert plan_recovery(ahead, History()).num_tasks == 15
+
+
+def test_policy_versions_go_on_after_the_highest_that_was_ever_named() -> None:
+    plan = plan_recovery(SAVED, history())
+    assert plan.policy_version == 4
+    assert plan.step_of_version == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert plan_recovery(LoopState(num_steps=2, policy_version=9), history()).policy_version == 10
+    freed = History(saved=StateSaved(8, 7))
+    assert plan_recovery(None, freed).policy_version == 8
+    assert plan_recovery(None, History()).policy_version == 1
+
+
+def test_without_a_savepoint_everything_is_redone_from_the_first_weights() -> None:
+    steps = (StepTaken(0, (group(0),)), StepTaken(1, (group(1),)))
+    told = History(steps=steps, results=(filed(0), filed(1), filed(2)), num_asked=3)
+    plan = plan_recovery(None, told)
+    assert (plan.num_steps, plan.redo, plan.next_step) == (0, steps, 2)
+    assert plan.ready == (filed(2),)
+    assert plan.step_of_version == {0: 0}
+    assert plan.lines == ()
+
+
+def test_what_the_savepoint_knows_to_have_left_does_not_come_back() -> None:
+    # It is durable, and its maker died before the journal heard of it.
+    newer = LoopState(num_steps=3, policy_version=3, ended={"r1": [(0, 6), (8, 9), (10, 12)]})
+    plan = plan_recovery(newer, history())
+    assert plan.redo == (StepTaken(3, (group(6), group(7))),)
+    assert plan.ready == (filed(9),)
+    assert plan.drops == ()
+    assert [each.group_id for each in plan.open_asks] == [group(12)]
+
+
+def test_steps_that_a_broken_savepoint_took_with_it_are_told_and_their_numbers_not_used() -> None:
+    saved = StateSaved(20, 21, {}, {10: 10, 20: 19, 21: 20})
+    freed = History(saved=saved, steps=(StepTaken(20, (group(40),)),))
+    older = LoopState(num_steps=10, policy_version=10, step_of_version={9: 9, 10: 10})
+    plan = plan_recovery(older, freed)
+    assert (plan.num_steps, plan.redo, plan.next_step) == (10, (), 21)
+    assert plan_recovery(older, History(saved=saved)).next_step == 20, "nor where none came after"
+    assert plan.policy_version == 22
+    # Its versions are known, oldest first: results that wait are of these.
+    assert list(plan.step_of_version.items()) == [(9, 9), (10, 10), (20, 19), (21, 20)]
+    [gap, lost] = plan.lines
+    assert gap.startswith("steps 10 to 19 are not in the weights: the savepoint that freed ")
+    assert lost == "step 20 is not redone: r1/40, which the journal has lost"
+
+
+def test_step_is_redone_without_a_group_whose_result_is_lost() -> None:
+    told = History(steps=(StepTaken(0, (group(0), group(1))),), results=(filed(1),))
+    plan = plan_recovery(None, told)
+    assert plan.redo == (StepTaken(0, (group(1),)),)
+    assert plan.lines == ("step 0 is without r1/0, which the journal has lost",)
+
+
+@pytest.mark.parametrize("max_concurrent", [100, 14])
+def test_capacity_after_recovery_follows_the_formula(max_concurrent: int) -> None:
+    plan = plan_recovery(SAVED, history())
+    settings = StalenessSettings(batch=8, max_staleness=4, max_concurrent=max_concurrent)
+    manager = StalenessManager(settings, published_step=plan.num_steps)
+    course = Course(manager, NUM_ROLLOUTS)
+    course.go_on(plan)
+    for step in plan.redo:
+        for group_id in step.group_ids:
+            course.step(Came(group_id, Task(id="t"), (frozenset({2}),) * NUM_ROLLOUTS))
+        course.step(Retake(step))
+        course.step(StepDone())
+    # Steps 2 and 3 train two groups each; two are ready, which count as running until they are
+    # handed out, and two are open.
+    assert (manager.training, manager.running) == (16, 16)
+    assert manager.capacity == max(0, min(max_concurrent - 16, 5 * 8 - 32))
+    course.step(Minted(plan.policy_version, plan.next_step))
+    course.step(Arrived(plan.next_step))
+    assert (manager.training, manager.running) == (0, 16)
+    assert manager.capacity == max(0, min(max_concurrent - 16, 5 * 8 - 16))
+
+
+def test_evaluations_that_are_open_do_not_count() -> None:
+    plan = plan_recovery(None, History(open_asks=(open_ask(0, is_eval=True), open_ask(1))))
+    manager = StalenessManager(StalenessSettings(batch=8, max_staleness=1, max_concurrent=100))
+    Course(manager, NUM_ROLLOUTS).go_on(plan)
+    assert manager.running == NUM_ROLLOUTS
+
+
+def live_through_all_kinds_of_ends(life: Life) -> None:
+    """Up to a step that takes two groups, one of whose rollouts has failed each."""
+    life.pacer.publishing(1, 1)
+    life.client.note_published(1, 1)
+    life.pacer.published(1)
+    life.client.cancel(life.next_ask(), "of no use")
+    life.pacer.collect(PATIENCE_S)
+    ends = (
+        {"reason": "infra_error: its worker is gone", "policy_versions": (0, 1)},
+        {"outcomes": (Outcome.AGENT_ERROR,) * 2},
+        {"policy_versions": (7,)},
+    )
+    for how in ends:
+        life.pacer.ask(num_needed=1)
+        group_id, task = life.hear_ask()
+        life.finish(group_id, task.id, **how)
+        life.pacer.collect(PATIENCE_S)
+    life.pacer.ask(num_needed=3)
+    for policy_version in (0, 1, 1):
+        group_id, task = life.hear_ask()
+        outcomes = (Outcome.COMPLETED, Outcome.AGENT_ERROR)
+        life.finish(group_id, task.id, outcomes, policy_versions=(policy_version,))
+        life.pacer.collect(PATIENCE_S)
+    batch = life.pacer.take(5)  # for which one is too old
+    assert batch is not None
+    life.client.note_step(5, batch.group_ids(), batch.oldest_step)
+    life.pacer.trained(batch)
+
+
+def drops_of(life: Life) -> dict[tuple[str, int | None], dict[str, object]]:
+    rows = life.rows("drops.jsonl")
+    by_rollout = {(row["group_id"], row.get("index")): row for row in rows}
+    assert len(by_rollout) == len(rows), "a rollout is in two rows"
+    return by_rollout
+
+
+def redo(life: Life) -> None:
+    for step in life.recovery.redo:
+        batch = life.pacer.retake(step, life.recovery.results)
+        assert batch is not None
+        life.pacer.trained(batch)
+
+
+@pytest.mark.parametrize("later", ["requeue", "drop", "mask"])
+def test_drops_of_a_trainer_that_was_killed_are_those_of_one_that_was_not(
+    begin: Lives, later: str
+) -> None:
+    life = begin(ROOMY, "trainer.stale_policy=requeue")
+    live_through_all_kinds_of_ends(life)
+    drops, tally = drops_of(life), life.tally
+    reasons = collections.Counter(str(row["reason"]).partition(":")[0] for row in drops.values())
+    assert reasons == {
+        "cancelled": 1,
+        "infra_error": 2,
+        "agent_error": 2 + 3,
+        "foreign": 2,
+        "requeued": 1,
+    }
+    assert [row["age"] for row in drops.values() if "gone" in str(row["reason"])] == [0, 0]
+    again = begin(ROOMY, f"trainer.stale_policy={later}")
+    redo(again)
+    assert drops_of(again) == drops
+    assert again.tally.state() == tally.state()
+    assert again.client.take(0.0) == [], "what was dropped is not handed out again"
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_task_that_came_too_late_is_asked_for_again_once_whoever_dies(
+    begin: Lives, is_saved: bool
+) -> None:
+    requeue = "trainer.stale_policy=requeue"
+    life = begin(ROOMY, requeue)
+    live_through_all_kinds_of_ends(life)
+    [waiting] = life.pacer.course.to_ask_again
+    if is_saved:
+        life.saver.save(6)
+    life = begin(ROOMY, requeue)
+    assert life.pacer.course.to_ask_again == (waiting,)
+    redo(life)
+    life.pacer.publishing(2, 6)
+    life.pacer.published(6)
+    life.pacer.ask(num_needed=1)
+    group_id, task = life.hear_ask()
+    assert task == waiting.task
+    life = begin(ROOMY, requeue)
+    assert life.pacer.course.turn(group_id) == Turn(task, waiting.again)
+    assert life.pacer.course.next_again() is None
+
+
+def test_nothing_is_lost_where_the_newest_savepoint_rots(begin: Lives) -> None:
+    journal = JournalConfig(segment_bytes=256)
+    life = begin(journal)
+    for step in range(4):
+        life.train(step)
+        life.saver.save(step + 1)
+    *_, older, newest = sorted((life.folder / "savepoints").iterdir())
+    (newest / "manifest.json").unlink()
+    life = begin(journal)
+    assert life.recovery.num_steps == 3
+    assert [each.step for each in life.recovery.redo] == [3]
+    assert life.recovery.lines == ()
+    # It is freed all the same: by the one before that.
+    assert life.recovery.saved.num_steps == 3
+    (older / "manifest.json").unlink()
+    with pytest.raises(UserError, match="none of its savepoints is whole"):
+        begin(journal)

@@ -1,0 +1,142 @@
+"""A savepoint is whole or it is refused: any bit, any length, any file."""
+
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.core.errors import SavepointError
+from rollmesh.trainer.savepoints.manifest import MANIFEST, prove, seal, tell, write_pieces
+from tests.disks import full_disk
+
+HALF = b"the rows of one rank, "
+OTHER = b"and those of another"
+
+
+def write(folder: Path) -> Path:
+    """A savepoint of two ranks, one file of which both have written."""
+    (folder / "model").mkdir(parents=True)
+    for rank, (offset, data) in enumerate([(0, HALF), (len(HALF), OTHER)]):
+        own = {f"random-{rank}": write_pieces(folder / f"random-{rank}", [(0, bytes([rank] * 9))])}
+        both = {"model/both": write_pieces(folder / "model/both", [(offset, data)])}
+        tell(folder, str(rank), own | both)
+    tell(folder, "loop", {"empty": write_pieces(folder / "empty", [])})
+    seal(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("manifest") / "whole")
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file())
+
+
+def test_what_two_ranks_wrote_is_one_file_and_proven(whole: Path) -> None:
+    assert (whole / "model/both").read_bytes() == HALF + OTHER
+    assert prove(whole).num_bytes == len(HALF + OTHER) + 18
+    assert files_of(whole) == ["empty", "manifest.json", "model/both", "random-0", "random-1"]
+
+
+@given(st.data())
+def test_any_bit_that_flips_is_found(
+    tmp_path_factory: pytest.TempPathFactory, whole: Path, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("flipped") / "it"
+    shutil.copytree(whole, folder)
+    path = folder / data.draw(st.sampled_from([n for n in files_of(whole) if n != "empty"]))
+    content = bytearray(path.read_bytes())
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    with pytest.raises(SavepointError, match=str(folder)) as caught:
+        prove(folder)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.data())
+def test_any_file_that_is_cut_or_grows_is_found(
+    tmp_path_factory: pytest.TempPathFactory, whole: Path, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("cut") / "it"
+    shutil.copytree(whole, folder)
+    path = folder / data.draw(st.sampled_from(files_of(whole)))
+    size_bytes = path.stat().st_size
+    sizes = st.integers(0, size_bytes + 3).filter(size_bytes.__ne__)
+    os.truncate(path, data.draw(sizes))
+    with pytest.raises(SavepointError, match=str(path)):
+        prove(folder)
+
+
+@pytest.mark.parametrize("name", ["empty", "manifest.json", "model/both", "random-1"])
+def test_a_file_that_is_gone_is_named(whole: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(whole, tmp_path / "it")
+    (tmp_path / "it" / name).unlink()
+    told = "was cut off" if name == MANIFEST else f"{name}: is not there"
+    with pytest.raises(SavepointError, match=told):
+        prove(tmp_path / "it")
+
+
+def test_a_file_that_nobody_wrote_is_not_sealed(tmp_path: Path) -> None:
+    folder = tmp_path / "it"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model/stray").touch()
+    with pytest.raises(SavepointError, match=r"model/stray: does not belong"):
+        seal(folder)
+    assert not (folder / MANIFEST).exists()
+
+
+def test_what_others_put_beside_it_later_breaks_nothing(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "it")
+    for name in ("README", "model/.nfs000000000001"):  # an NFS client's, of what is held open
+        (tmp_path / "it" / name).write_text("mine")
+    assert prove(tmp_path / "it") == prove(whole)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SavepointError, match="cut off"):
+        prove(tmp_path / "absent")
+    (tmp_path / "file").touch()
+    with pytest.raises(SavepointError, match="file"):
+        prove(tmp_path / "file")
+
+
+def test_manifest_of_another_format_says_which(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "it")
+    path = tmp_path / "it" / MANIFEST
+    text = path.read_bytes().replace(b'"format":1', b'"format":2')
+    sealed = msgspec.json.decode(text)
+    sealed["crc32"] = zlib.crc32(msgspec.json.encode(sealed["manifest"]))
+    path.write_bytes(msgspec.json.encode(sealed))
+    with pytest.raises(SavepointError, match="of format 2; this rollmesh reads 1"):
+        prove(tmp_path / "it")
+
+
+def test_bytes_that_no_rank_wrote_are_not_sealed(tmp_path: Path) -> None:
+    folder = tmp_path / "it"
+    folder.mkdir()
+    tell(folder, "1", {"both": write_pieces(folder / "both", [(len(HALF), OTHER)])})
+    with pytest.raises(SavepointError, match=r"both: nobody wrote its bytes from 0 on"):
+        seal(folder)
+    assert not (folder / MANIFEST).exists()
+
+
+def test_bytes_that_two_wrote_are_not_sealed(tmp_path: Path) -> None:
+    folder = tmp_path / "it"
+    folder.mkdir()
+    for rank in ("0", "1"):
+        tell(folder, rank, {"both": write_pieces(folder / "both", [(0, OTHER)])})
+    with pytest.raises(SavepointError, match="nobody wrote its bytes from 20 on"):
+        seal(folder)
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    with full_disk(50), pytest.raises(SavepointError, match=r"file: File too large"):
+        write_pieces(tmp_path / "file", [(0, b"x" * 100)])

@@ -1,0 +1,83 @@
+"""A trainer's process: it is there before it reads savepoints, and leaves whatever is late."""
+
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.core.config import Config, JournalConfig, RunConfig
+from rollmesh.core.errors import UserError
+from rollmesh.core.process import Ready
+from rollmesh.serve.client.entries import StateSaved
+from rollmesh.trainer import process
+from rollmesh.trainer.process import close_publisher, write_books
+from rollmesh.trainer.publish import PublishShell
+from rollmesh.trainer.recovery.revival import open_client
+from rollmesh.trainer.weights.folder import BackgroundLoop
+from tests.disks import small_disk
+from tests.unit.trainer.trainer_lives import Lives
+
+NOWHERE = "tcp://127.0.0.1:1"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(run=RunConfig(name="run", folder=str(tmp_path)))
+
+
+def test_it_says_that_it_is_there_before_it_proves_what_it_goes_on_from(config: Config) -> None:
+    client = open_client(config, NOWHERE)
+    client.start(StateSaved())
+    for num_steps in (4, 5):  # the newest alone frees nothing
+        client.note_saved(StateSaved(num_steps, 5, {"r": [(0, 8)]}))
+    client.close()
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    with pytest.raises(UserError, match="none of its savepoints is whole"):
+        process.begin(config, NOWHERE, writing)
+    ready = msgspec.json.decode(os.read(reading, 1000), type=Ready)
+    os.close(reading)
+    assert (ready.role, ready.pid) == ("trainer", os.getpid())
+    open_client(config, NOWHERE).close()  # it has let go of what it had opened
+
+
+def test_a_publisher_that_is_late_keeps_nobody_from_leaving(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "CLOSE_S", 0.01)
+    background, is_over = BackgroundLoop("publisher"), threading.Event()
+    shell = PublishShell(NOWHERE, config.publish)
+
+    def be_late() -> None:
+        is_over.wait(30.0)
+
+    background.post(be_late)
+    close_publisher(background, shell)
+    assert "publisher.late" in caplog.text
+    is_over.set()
+    background.call(shell.close(), 30.0)  # behind the first, which goes on
+    background.close()  # nobody else has
+
+
+def test_a_journal_that_takes_nothing_is_told_in_one_line(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_client(config, NOWHERE).close()
+    full = small_disk(monkeypatch, config.run_folder() / "journal", 0)
+    with full, pytest.raises(UserError, match=r"journal.*: No space left on device; make room"):
+        process.begin(config, NOWHERE, None)
+    client, _, revival = process.begin(config, NOWHERE, None)
+    assert revival.is_first
+    client.close()
+
+
+def test_books_that_the_disk_refuses_are_a_line_and_hide_no_error_of_before(
+    begin: Lives, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = begin(JournalConfig())
+    (life.folder / "summary.json.part").symlink_to("/dev/full")
+    write_books(life.folder, life.tally, life.pacer)
+    assert "books.not_written" in caplog.text
+    assert "No space left on device" in caplog.text

@@ -1,0 +1,229 @@
+"""Lives of one run's trainer, with its client, journal, policy and savepoints, on a mesh by hand.
+
+Invariant: what a life knows it has from the run's folder. Driven by the tests of what one life
+leaves to the next; conftest.py has `begin`.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config, JournalConfig, load_config
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import GroupRecord, Outcome, Task
+from rollmesh.engine.in_memory import Part
+from rollmesh.serve.client.client import RolloutClient
+from rollmesh.testing.client import ANSWER, PROMPT, rollout
+from rollmesh.trainer.books.records import RunRecords
+from rollmesh.trainer.loop import TrainLoop
+from rollmesh.trainer.pacing.pacer import Batch, Pacer
+from rollmesh.trainer.pacing.room import PlainRoom
+from rollmesh.trainer.parts import Parts
+from rollmesh.trainer.policy import Policy
+from rollmesh.trainer.process import asking_of
+from rollmesh.trainer.recovery.revival import find, restored_tally, staleness_of
+from rollmesh.trainer.savepoints.shelf import Saved, Savepoints
+from rollmesh.trainer.saver import Saver
+from rollmesh.trainer.weights.events import Probe, PublishReport
+from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
+from rollmesh.wire.bodies import decode_ask, encode_record
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import AskGroup, GroupFinished
+from rollmesh.wire.sockets import Dialer
+from tests.unit.serve.client.fake_router import FakeRouter, next_ack
+
+PATIENCE_S = 30.0
+SAMPLES = 2
+PERIOD_STEPS = 2
+COMPLETED = (Outcome.COMPLETED,) * SAMPLES
+
+
+class Killed(Exception):
+    """What ends a life here."""
+
+
+class MortalPolicy(Policy):
+    """Its trainer may die while it redoes a step, and its savepoints may take long."""
+
+    dies_in_step = -1
+    may_be_written: Callable[[], bool] = staticmethod(lambda: True)
+
+    def end_step(self, step: int) -> None:
+        super().end_step(step)
+        if step == self.dies_in_step:
+            raise Killed
+
+    def is_snapshot_written(self) -> bool:
+        return self.may_be_written() and super().is_snapshot_written()
+
+
+class ToldSavepoints(Savepoints):
+    """Tells whoever waits for it that one is durable."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.are_durable = threading.Event()
+
+    def settled(self, timeout_s: float = 0.0) -> Saved | None:
+        saved = super().settled(timeout_s)
+        if saved:
+            self.are_durable.set()
+        return saved
+
+
+class Life:
+    """A trainer without its mesh, which goes on from what the folder holds."""
+
+    def __init__(
+        self,
+        config: Config,
+        journal: JournalConfig,
+        router: FakeRouter,
+        room: PlainRoom | None = None,
+    ) -> None:
+        folder = config.run_folder()
+        self.folder = folder
+        self.router = router
+        self.client = RolloutClient(router.hub.address, journal, folder, keep=True)
+        self.savepoints = ToldSavepoints(folder)
+        with ExitStack() as undo:
+            undo.callback(self.client.close)
+            revival = find(self.client, self.savepoints)
+            undo.pop_all()
+        self.recovery = revival.recovery
+        self.client.start(self.recovery.saved)
+        self.policy = MortalPolicy(config.model.path, config.trainer)
+        self.records = RunRecords(folder, SystemClock(), revival.covered)
+        self.tally = restored_tally(config, revival)
+        num_tasks = self.recovery.num_tasks
+        tasks = (Task(id=f"t{number}") for number in itertools.count(num_tasks))
+        staleness = staleness_of(config, revival)
+        books = (self.records, self.tally)
+        self.pacer = Pacer(self.client, staleness, tasks, asking_of(config), books, room)
+        self.pacer.go_on(self.recovery)
+        self._background = BackgroundLoop("publisher")
+        parts = Parts(
+            client=self.client,
+            pacer=self.pacer,
+            policy=self.policy,
+            weights=Weights(folder / "weights", self._background),
+            bring=bring,
+            records=self.records,
+            tally=self.tally,
+            savepoints=self.savepoints,
+            fence=lambda _: None,
+        )
+        self.stop = threading.Event()
+        self.loop = TrainLoop(config, parts, self.stop)
+        self.saver = Saver(parts, PERIOD_STEPS)
+        self.saver.go_on(self.recovery.saved)
+
+    def end(self) -> None:
+        """As by kill -9: nothing more is saved."""
+        self.client.close()
+        self.records.close()
+        self._background.close()
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Of a record file, but for when they were written."""
+        self.records.flush()
+        lines = (self.folder / name).read_bytes().splitlines()
+        return [msgspec.json.decode(line, type=dict[str, Any]) | {"time_s": 0} for line in lines]
+
+    def next_ask(self) -> GroupId:
+        self.pacer.ask(num_needed=1)
+        return self.hear_ask()[0]
+
+    def hear_ask(self) -> tuple[GroupId, Task]:
+        """What the mesh is asked for next."""
+        _, ask, packet = self.router.expect(AskGroup)
+        return ask.group_id, decode_ask(packet.body).task
+
+    def fail_a_group(self) -> None:
+        self.client.cancel(self.next_ask(), "of no use")
+        self.pacer.collect(PATIENCE_S)
+
+    def finish(
+        self,
+        group_id: GroupId,
+        task_id: str = "t",
+        outcomes: Sequence[Outcome] = COMPLETED,
+        policy_versions: tuple[int, ...] = (0,),
+        reason: str = "",
+    ) -> None:
+        """Bring a result; an incomplete one where there is a reason for that."""
+        rollouts = [rollout(at, outcome, policy_versions) for at, outcome in enumerate(outcomes)]
+        self.deliver(group_id, GroupRecord(task=Task(id=task_id), rollouts=rollouts, reason=reason))
+
+    def deliver(self, group_id: GroupId, record: GroupRecord) -> None:
+        """Bring it as a worker does."""
+        num, worker = len(record.rollouts), Dialer(self.client.address, "w1")
+        token_ids = np.array((PROMPT + ANSWER) * num, np.int32).tobytes()
+        logprobs = np.array((-5.5, -5.25) * num, np.float32).tobytes()
+        message = GroupFinished(group_id, 1, "w1", not record.reason)
+        worker.send(Packet(message, "", encode_record(record), (token_ids, logprobs)))
+        next_ack(worker)
+        worker.close()
+
+    def train(self, step: int) -> None:
+        """All of it, but for the weights."""
+        self.pacer.trained(self.take_step(step))
+
+    def take_step(self, step: int) -> Batch:
+        """Ask for its batch, have it, and write down that it is trained."""
+        self.finish(self.next_ask())
+        self.pacer.collect(PATIENCE_S)
+        batch = self.pacer.take(step)
+        assert batch is not None
+        self.client.note_step(step, batch.group_ids(), batch.oldest_step)
+        return batch
+
+
+class Lives:
+    """Called for a new one, after the one before is over; `config` is the run's."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._settings = [
+            f"model.path={model}",
+            f"run.folder={folder}",
+            "trainer.groups_per_step=1",
+            f"trainer.samples_per_group={SAMPLES}",
+            "trainer.max_staleness=4",
+            "trainer.eval_rollouts=0",
+            f"trainer.checkpoint_steps={PERIOD_STEPS}",
+            "trainer.max_logprob_gap=100",
+        ]
+        self._router = FakeRouter()
+        self._life: Life | None = None
+
+    def __call__(
+        self, journal: JournalConfig, *settings: str, room: PlainRoom | None = None
+    ) -> Life:
+        """With these settings over the run's."""
+        if self._life:
+            self._life.end()
+            self._life = None
+        config = load_config(None, [*self._settings, *settings])
+        self._life = Life(config, journal, self._router, room)
+        return self._life
+
+    def close(self) -> None:
+        if self._life:
+            self._life.end()
+        self._router.hub.close()
+
+
+async def bring(
+    policy_version: int, folder: Path, probe: Probe, parts: tuple[Part, ...]
+) -> PublishReport:
+    del folder, probe, parts
+    return PublishReport(
+        policy_version=policy_version, updated=(), failed=(), wall_s=0.0, gap_s=0.0
+    )

@@ -1,0 +1,115 @@
+"""An adapter takes the place of the last, whatever the engine lets go of by itself."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollmesh.core.errors import EngineRefused
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
+from rollmesh.trainer.weights.carriers.adapter import drop_adapters, name_of, swap_adapter
+
+
+class Sglang:
+    """As SGLang 0.5.21 does with adapters (managers/tokenizer_control_mixin.py): past
+    `max_loaded` it forgets the one used longest ago, and of one that it has not it says 400."""
+
+    def __init__(self, max_loaded: int) -> None:
+        self.max_loaded = max_loaded
+        self.loaded: list[str] = []
+        self.policy_version = ""
+        self.url = ""
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/load_lora_adapter", self._load)
+        app.router.add_post("/unload_lora_adapter", self._unload)
+        app.router.add_post("/update_weight_version", self._rename)
+        return app
+
+    async def _models(self, _: web.Request) -> web.Response:
+        cards = [{"id": name, "parent": "base"} for name in self.loaded]
+        return web.json_response({"data": [{"id": "base", "parent": None}, *cards]})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        if name in self.loaded:
+            return _told(f"LoRA with name {name} already exists")
+        self.loaded = [*self.loaded, name][-self.max_loaded :]
+        return _told()
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        if name not in self.loaded:
+            return _told(f"LoRA with name {name} does not exist")
+        self.loaded.remove(name)
+        return _told()
+
+    async def _rename(self, request: web.Request) -> web.Response:
+        self.policy_version = (await request.json())["new_version"]
+        return _told()
+
+
+def _told(failure: str = "") -> web.Response:
+    said: dict[str, Any] = {"success": not failure, "error_message": failure, "message": failure}
+    return web.json_response(said, status=400 if failure else 200)
+
+
+@pytest.fixture(params=[1, 2, 8])
+async def sglang(request: pytest.FixtureRequest) -> AsyncIterator[Sglang]:
+    sglang = Sglang(request.param)
+    runner = web.AppRunner(sglang.app())
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    sglang.url = f"http://{host}:{port}"
+    yield sglang
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def client(sglang: Sglang) -> AsyncIterator[EngineClient]:
+    async with HttpClient() as http:
+        yield EngineClient(sglang.url, http)
+
+
+async def publish(client: EngineClient, policy_version: int) -> None:
+    name = f"rollmesh-v{policy_version}"
+    await swap_adapter(client, policy_version, Path(f"/v{policy_version}"), name)
+
+
+async def test_next_adapter_takes_the_place_of_the_last(
+    sglang: Sglang, client: EngineClient
+) -> None:
+    for policy_version in (1, 2, 3):
+        await publish(client, policy_version)
+        assert sglang.loaded == [f"rollmesh-v{policy_version}"]
+        assert sglang.policy_version == str(policy_version)
+
+
+async def test_try_that_was_cut_short_is_made_again(sglang: Sglang, client: EngineClient) -> None:
+    await publish(client, 1)
+    await client.load_adapter("rollmesh-v2", Path("/v2"))
+    with pytest.raises(EngineRefused, match="already exists"):
+        await client.load_adapter("rollmesh-v2", Path("/v2"))
+    await publish(client, 2)
+    assert sglang.loaded == ["rollmesh-v2"]
+
+
+async def test_whole_weights_drop_the_adapters_of_ours_alone(
+    sglang: Sglang, client: EngineClient
+) -> None:
+    sglang.loaded = ["my-own", "rollmesh-v1"]
+    await drop_adapters(client)
+    assert sglang.loaded == ["my-own"]
+
+
+def test_folder_without_a_config_of_an_adapter_has_none(tmp_path: Path) -> None:
+    assert name_of(7, tmp_path) == ""
+    (tmp_path / "adapter_config.json").touch()
+    assert name_of(7, tmp_path) == "rollmesh-v7"

@@ -1,0 +1,72 @@
+"""Buckets hold every byte once; the address that all engines reach. Groups: tests/flow."""
+
+from typing import Any
+
+import pytest
+
+from rollmesh.core.errors import EngineRefused
+from rollmesh.engine.in_memory import Part, Piece
+from rollmesh.trainer.weights.carriers.distributed import Roll, buckets, check_ranks, common_address
+
+
+def piece(name: str, num_bytes: int) -> Piece:
+    return Piece(name, "uint8", (num_bytes,), 0, num_bytes)
+
+
+PARTS = [
+    Part("/a", (piece("a", 6), piece("nothing", 0), piece("b", 5), piece("large", 30))),
+    Part("/b", (piece("c", 1), piece("d", 1))),
+    Part("/c", (piece("empty", 0),)),
+]
+
+
+@pytest.mark.parametrize("max_bytes", [1, 11, 12, 1000])
+def test_buckets_hold_every_byte_once_and_in_order(max_bytes: int) -> None:
+    found = [
+        each for bucket in buckets(PARTS, max_bytes) for part in bucket for each in part.pieces
+    ]
+    assert [each.name for each in found] == ["a", "b", "large", "c", "d"]
+    for bucket in buckets(PARTS, max_bytes):
+        pieces = [each for part in bucket for each in part.pieces]
+        assert len(pieces) == 1 or sum(each.num_bytes for each in pieces) <= max_bytes
+
+
+def test_a_bucket_names_the_memory_of_its_rank() -> None:
+    paths = [part.path for bucket in buckets(PARTS, 1000) for part in bucket]
+    assert paths == ["/a", "/b"]
+
+
+def test_engines_of_this_host_are_met_on_loopback() -> None:
+    assert common_address(["http://127.0.0.1:30000", "http://localhost:30001"]) == "127.0.0.1"
+
+
+@pytest.mark.parametrize("info", [{}, {"tp_size": 4}, {"dp_size": 2, "enable_dp_attention": True}])
+def test_ranks_of_one_tensor_parallel_group_are_taken(info: dict[str, Any]) -> None:
+    check_ranks("http://a", info)
+
+
+@pytest.mark.parametrize("info", [{"dp_size": 2}, {"tp_size": 2, "pp_size": 2}])
+def test_replicas_and_pipelines_are_refused_before_a_group_is_formed(info: dict[str, Any]) -> None:
+    with pytest.raises(EngineRefused, match="http://a: "):
+        check_ranks("http://a", info)
+
+
+def test_all_who_came_for_a_version_are_waited_for_at_the_next() -> None:
+    roll = Roll()
+    for policy_version, (first, second) in enumerate([("a", "b"), ("a", "b"), ("b", "a")]):
+        roll.note(first, policy_version)
+        assert not roll.is_complete
+        roll.note(second, policy_version)
+        assert roll.is_complete is (policy_version > 0), "at the first nobody knows"
+
+
+def test_one_that_did_not_come_is_waited_for_once_and_one_that_refused_not_at_all() -> None:
+    roll = Roll()
+    for url in ("a", "b", "c"):
+        roll.note(url, 1)
+    roll.strike("c")
+    told = []
+    for policy_version, url in ((2, "a"), (3, "a"), (3, "b"), (4, "a")):
+        roll.note(url, policy_version)
+        told.append(roll.is_complete)
+    assert told == [False, True, True, False], "b may come; it has not; it is there; it is back"

@@ -1,0 +1,34 @@
+"""Small weights of many kinds, and what lies in a part of a cargo."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollmesh.engine.in_memory import Part
+from rollmesh.tensors.segment import Attached
+
+
+def random_weights(seed: int) -> dict[str, Tensor]:
+    """One of each kind."""
+    chance = torch.Generator().manual_seed(seed)
+    return {
+        "matrix": torch.randn(33, 7, generator=chance),
+        "half": torch.randn(5, 3, generator=chance).to(torch.bfloat16),
+        "vector": torch.randn(11, generator=chance),
+        "counts": torch.randint(0, 9, (4,), generator=chance),
+        "scalar": torch.randn((), generator=chance),
+        "nothing": torch.empty(0, 3),
+    }
+
+
+def read(part: Part) -> dict[str, Tensor]:
+    """What another process sees there."""
+    memory = Attached(part.path)
+    tensors = {}
+    for piece in part.pieces:
+        tensor = torch.empty(piece.shape, dtype=getattr(torch, piece.dtype))
+        data = np.array(memory.view(piece.offset, piece.num_bytes))
+        if len(data):
+            tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(data))
+        tensors[piece.name] = tensor
+    return tensors

@@ -1,0 +1,127 @@
+"""Policy versions are minted once, published one at a time, and their folders pruned."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.errors import EngineUnavailable, ModelError
+from rollmesh.engine.in_memory import Part
+from rollmesh.trainer.weights.events import Probe, PublishReport
+from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
+
+PROBE = Probe((1, 2), (-1.0,))
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def background() -> Iterator[BackgroundLoop]:
+    loop = BackgroundLoop("test")
+    yield loop
+    loop.close()
+
+
+async def bring(
+    policy_version: int, _folder: Path, _probe: Probe, _parts: tuple[Part, ...]
+) -> PublishReport:
+    return PublishReport(
+        policy_version=policy_version, updated=("e",), failed=(), wall_s=0.0, gap_s=0.0
+    )
+
+
+def publish(weights: Weights, step: int) -> Path:
+    folder = weights.next_folder()
+    folder.mkdir(parents=True)
+    weights.publish(step, folder, (), bring, PROBE)
+    assert weights.settled(PATIENCE_S) == step
+    return folder
+
+
+def test_versions_count_up_and_settle_once(tmp_path: Path, background: BackgroundLoop) -> None:
+    weights = Weights(tmp_path, background)
+    assert publish(weights, step=0).name == "v000001"
+    assert weights.settled() is None
+    assert publish(weights, step=1).name == "v000002"
+    assert weights.policy_version == 2
+
+
+def test_old_folders_go_and_the_newest_stay(tmp_path: Path, background: BackgroundLoop) -> None:
+    weights = Weights(tmp_path, background)
+    folders = [publish(weights, step) for step in range(4)]
+    assert [folder.is_dir() for folder in folders] == [False, False, True, True]
+
+
+def test_the_newest_is_so_by_number(tmp_path: Path, background: BackgroundLoop) -> None:
+    weights = Weights(tmp_path, background)
+    weights.policy_version = 999_998
+    folders = [publish(weights, step) for step in range(3)]
+    assert [folder.name for folder in folders] == ["v999999", "v1000000", "v1000001"]
+    assert [folder.is_dir() for folder in folders] == [False, True, True]
+
+
+def test_a_folder_that_an_engine_reads_stays_until_it_has(
+    tmp_path: Path, background: BackgroundLoop
+) -> None:
+    read: set[Path] = {tmp_path / "v000001"}
+    weights = Weights(tmp_path, background, read.__contains__)
+    folders = [publish(weights, step) for step in range(4)]
+    assert [folder.is_dir() for folder in folders] == [True, False, True, True]
+    read.clear()
+    publish(weights, step=4)
+    assert not folders[0].exists()
+
+
+def test_what_a_killed_trainer_had_begun_is_removed_at_the_next_start_and_no_more(
+    tmp_path: Path, background: BackgroundLoop
+) -> None:
+    for name in ("v000003", "v000004", "v000005.part", "v000002.old", "notes"):
+        (tmp_path / name).mkdir()
+    Weights(tmp_path, background)
+    assert {path.name for path in tmp_path.iterdir()} == {"v000003", "v000004", "notes"}
+
+
+def test_weights_that_cannot_be_written_end_the_run(
+    tmp_path: Path, background: BackgroundLoop
+) -> None:
+    async def fails(*_: object) -> PublishReport:
+        raise ModelError("v000001: cannot be written: no space left on device")
+
+    weights = Weights(tmp_path, background)
+    weights.publish(1, weights.next_folder(), (), fails, PROBE)
+    with pytest.raises(ModelError, match="no space"):
+        weights.settled(PATIENCE_S)
+
+
+def test_training_goes_on_while_a_publication_runs(
+    tmp_path: Path, background: BackgroundLoop
+) -> None:
+    gate = threading.Event()
+
+    async def slow(
+        policy_version: int, folder: Path, probe: Probe, parts: tuple[Part, ...]
+    ) -> PublishReport:
+        await asyncio.to_thread(gate.wait, PATIENCE_S)
+        return await bring(policy_version, folder, probe, parts)
+
+    weights = Weights(tmp_path, background)
+    weights.publish(1, weights.next_folder(), (), slow, PROBE)
+    assert weights.is_publishing
+    assert weights.settled(0.0) is None
+    gate.set()
+    assert weights.settled(PATIENCE_S) == 1
+    assert not weights.is_publishing
+
+
+def test_a_failed_publication_leaves_room_for_the_next(
+    tmp_path: Path, background: BackgroundLoop
+) -> None:
+    async def fails(*_: object) -> PublishReport:
+        raise EngineUnavailable("no engine")
+
+    weights = Weights(tmp_path, background)
+    weights.publish(1, weights.next_folder(), (), fails, PROBE)
+    assert weights.settled(PATIENCE_S) is None
+    assert not weights.is_publishing
+    assert publish(weights, step=2).name == "v000002"
