@@ -5,6 +5,7 @@ opened beside the run's own page, or long after it. Driven by people and by laun
 """
 
 from rollmesh.cli.options import parser
+from rollmesh.cli.run_folder import run_folder
 from rollmesh.dashboard.main import Options, add_arguments, run
 
 
@@ -12,5 +13,7 @@ def main(argv: list[str]) -> int:
     """Serve until stopped."""
     arguments = parser("dashboard", "Serve the page of a run: learning, fleet, trajectories.")
     add_arguments(arguments)
-    run(arguments.parse_args(argv, namespace=Options()), print)
+    options = arguments.parse_args(argv, namespace=Options())
+    options.run_folder = run_folder(options.run_folder)
+    run(options, print)
     return 0

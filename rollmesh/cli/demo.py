@@ -4,11 +4,14 @@ Owns the demo's settings. Invariant: nothing is downloaded and no GPU is needed;
 knew before training is said. Driven by people and by `make demo`.
 """
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollmesh.cli.options import add_set, add_view, config_of, parser
+from rollmesh.cli.make_model import is_made
+from rollmesh.cli.options import add_set, add_view, parser
+from rollmesh.cli.resume import add_resume, settings_of
 from rollmesh.core.config import Config
 from rollmesh.launch.run import Order, launch
 
@@ -39,6 +42,7 @@ def main(argv: list[str]) -> int:
     arguments.add_argument("--seed", type=int, help="of weights, tasks and sampling (0)")
     arguments.add_argument("--ranks", type=int, help="processes that train together (1)")
     arguments.set_defaults(config=None)
+    add_resume(arguments)
     add_set(arguments)
     add_view(arguments)
     options = arguments.parse_args(argv)
@@ -46,10 +50,17 @@ def main(argv: list[str]) -> int:
         options.overrides.append(f"run.seed={options.seed}")
     if options.ranks is not None:
         options.overrides.append(f"trainer.num_ranks={options.ranks}")
-    config = with_model(config_of(options, SETTINGS))
+    config = with_model(settings_of(options, SETTINGS))
+    is_there = options.resume and is_made(Path(config.model.path))
     make_model = ("make-model", config.model.path, "--seed", str(config.run.seed))
-    is_live = options.is_live
-    return launch(Order(config=config, make_model=make_model, is_live=is_live, about=ABOUT))
+    order = Order(
+        config=config,
+        make_model=() if is_there else make_model,
+        is_live=options.is_live,
+        about="" if is_there else ABOUT,
+        resume=options.resume,
+    )
+    return launch(order)
 
 
 def with_model(config: Config) -> Config:

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from rollmesh.cli.options import parser
-from rollmesh.cli.standing import of_folder, run_folder
+from rollmesh.cli.run_folder import run_folder
+from rollmesh.cli.standing import of_folder
 from rollmesh.core.errors import AddressError, UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.process import OK

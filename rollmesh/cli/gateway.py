@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
         engines=engines,
         admin_token=read_or_make_secret(options.admin_token_file),
         upstream_key=_upstream_key(options),
+        journal=_journal(options),
         listen_fd=options.listen_fd,
         ready_fd=options.ready_fd,
         say=lambda line: print(line, flush=True),
@@ -80,6 +81,15 @@ def _arguments() -> argparse.ArgumentParser:
         help="tokens: rendered here and sampled as exact tokens; relay: forwarded as they are",
     )
     arguments.add_argument(
+        "--journal",
+        type=Path,
+        metavar="DIR",
+        help="keeps what sessions did, so that they outlive the gateway; beside the token file",
+    )
+    arguments.add_argument(
+        "--no-journal", action="store_true", help="sessions end with the process"
+    )
+    arguments.add_argument(
         "--upstream-key-file",
         type=Path,
         help=f"relay: the provider's key (or set {UPSTREAM_KEY_VARIABLE})",
@@ -101,6 +111,8 @@ def _check_used(options: argparse.Namespace) -> None:
             f"--model-dir {options.model_dir}: a relay renders nothing; "
             "leave it out, or --capture tokens"
         )
+    if options.no_journal and options.journal is not None:
+        raise ConfigError(f"--journal {options.journal}: --no-journal keeps none; leave one out")
     for name in ("host", "port"):
         told = getattr(options, name)
         if options.listen_fd is not None and told is not None:
@@ -140,6 +152,14 @@ def _check(options: argparse.Namespace, engines: tuple[str, ...], model: str) ->
         raise ModelError("--model-dir DIR is needed to capture tokens; --capture relay needs none")
     if options.capture == "tokens" and not Path(model).is_dir():
         raise ModelError(f"--model-dir {model}: no such folder")
+
+
+def _journal(options: argparse.Namespace) -> Path | None:
+    """Beside the token file: whoever may read the one may read the other."""
+    if options.no_journal:
+        return None
+    token_file: Path = options.admin_token_file
+    return options.journal or token_file.with_name(f"{token_file.name}.journal")
 
 
 def _upstream_key(options: argparse.Namespace) -> str:

@@ -33,6 +33,7 @@ VERBS = {
     "init": Verb("rollmesh.cli.init:main", "write a mesh.toml with every setting explained"),
     "eval": Verb("rollmesh.cli.eval:main", "evaluate a model on an environment's tasks"),
     "status": Verb("rollmesh.cli.status:main", "say how a run stands"),
+    "trace": Verb("rollmesh.cli.trace:main", "say whom a run selects against: trace bias RUN"),
     "drain": Verb("rollmesh.cli.drain:main", "let a worker finish what it runs, then leave"),
     "dashboard": Verb("rollmesh.cli.dashboard:main", "serve the page of a run, live or finished"),
     "engine": Verb("rollmesh.cli.rooms:engine", "run the embedded engine alone"),

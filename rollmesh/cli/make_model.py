@@ -23,12 +23,17 @@ def main(argv: list[str]) -> int:
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--keep", action="store_true", help="keep a model that is there")
     options = arguments.parse_args(argv)
-    if options.keep and (options.folder / LAST_FILE).is_file():
+    if options.keep and is_made(options.folder):
         return OK
-    from rollmesh.trainer.warmstart import write_model
+    from rollmesh.trainer.models.warmstart import write_model
 
     try:
         write_model(options.folder, options.seed, LAST_FILE)
     except OSError as error:
         raise UserError(f"{options.folder}: {error.strerror}; name another folder") from None
     return OK
+
+
+def is_made(folder: Path) -> bool:
+    """Whether a whole model stands there."""
+    return (folder / LAST_FILE).is_file()

@@ -8,11 +8,10 @@ Driven by launch, or by hand on another machine.
 # ruff: noqa: PLC0415 - each room is imported by its own verb only
 
 import argparse
-from contextlib import AbstractContextManager
+from pathlib import Path
 
 from rollmesh.cli.options import add_listen, add_room, config_of, parser
 from rollmesh.core.clock import SystemClock
-from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.process import wait_for_go
 
@@ -22,11 +21,12 @@ def engine(argv: list[str]) -> int:
     from rollmesh.engine.embedded.server import main
 
     allow_descriptors(PEERS, "an engine")
-    return main(pass_gate(argv))
+    return main(with_newest(pass_gate(argv)))
 
 
 def router(argv: list[str]) -> int:
     """The router."""
+    from rollmesh.engine.member import UNVERSIONED
     from rollmesh.serve.router.process import Engines, run
 
     arguments = parser("router", "Run a router: asks to workers, and the fleet table.")
@@ -41,17 +41,26 @@ def router(argv: list[str]) -> int:
         action="store_true",
         help="nobody publishes here: engines serve the weights they have, whatever their version",
     )
+    arguments.add_argument(
+        "--least-version",
+        type=int,
+        default=UNVERSIONED,
+        help="engines whose weights are older than this wait for the publisher",
+    )
     options = arguments.parse_args(argv)
     if options.bind:
         options.overrides.append(f"router.bind={options.bind}")
     allow_descriptors(PEERS, "a router")
-    engines = Engines(tuple(options.engines), options.fixed_weights)
+    engines = Engines(tuple(options.engines), options.fixed_weights, options.least_version)
     run(config_of(options), engines, options.listen_fd, options.ready_fd)
     return 0
 
 
 def train(argv: list[str]) -> int:
-    """The trainer."""
+    """The trainer; alone, it does for its run's folder and telemetry what launch does."""
+    from rollmesh.cli.resume import add_go_on, add_resume, settings_of
+    from rollmesh.launch.folder import RunFolder
+    from rollmesh.launch.watch import Watch
     from rollmesh.trainer.process import run
 
     arguments = parser("train", "Train on the rollouts of a mesh.")
@@ -63,22 +72,33 @@ def train(argv: list[str]) -> int:
         metavar="URL",
         help="http:// address of the router, for the run's page; launch needs none",
     )
+    add_resume(arguments)
+    add_go_on(arguments)
     options = arguments.parse_args(pass_gate(argv))
-    config = config_of(options)
+    config = settings_of(options)
     if options.ready_fd is not None:
         run(config, options.router, options.ready_fd)
         return 0
-    with watch_of(config, options.status):
+    folder = RunFolder(config, resume=options.resume)
+    with Watch(options.status, "trainer", folder, SystemClock()):
         run(config, options.router, None)
+    folder.conclude(config.trainer.num_steps)
     return 0
 
 
-def watch_of(config: Config, url: str) -> AbstractContextManager[object]:
-    """For a trainer without launch what launch does: the run's folder, and its telemetry."""
-    from rollmesh.launch.folder import RunFolder
-    from rollmesh.launch.watch import Watch
+def with_newest(argv: list[str]) -> list[str]:
+    """`--newest-of RUN/weights` as the weights that were published last there, if any were.
 
-    return Watch(url, "trainer", RunFolder(config), SystemClock())
+    For launch, which starts an engine again: what is newest is known only by then.
+    """
+    from rollmesh.launch.earlier import newest_published
+    from rollmesh.launch.plan import weights_words
+
+    arguments = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    arguments.add_argument("--newest-of", type=Path)
+    options, rest = arguments.parse_known_args(argv)
+    newest = newest_published(options.newest_of) if options.newest_of else None
+    return [*rest, *weights_words(str(newest.weights), newest.policy_version)] if newest else rest
 
 
 def pass_gate(argv: list[str]) -> list[str]:

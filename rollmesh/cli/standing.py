@@ -16,12 +16,12 @@ import httpx
 import msgspec
 import psutil
 
-from rollmesh.core.errors import AddressError, UserError
+from rollmesh.core.errors import AddressError
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 from rollmesh.core.tail import Tail
 from rollmesh.dashboard.rows import ConfigRow, ProcessRow, RouterRow, StepRow, TelemetryRow
 from rollmesh.dashboard.view import RunPhase, RunView
-from rollmesh.launch.folder import EVAL_MESH, Pid, read_addresses, read_pids, read_summary
+from rollmesh.launch.folder import Pid, read_addresses, read_pids, read_summary
 from rollmesh.serve.client.plan import PLAN
 
 ANSWER_S = 3.0
@@ -65,26 +65,6 @@ class Standing(msgspec.Struct, frozen=True):
     """Its workers, engines and queue; None if it never answered, or the run has ended."""
     processes: list[ProcessRow]
     """Those of the run that are alive."""
-
-
-def newest(runs: Path) -> Path:
-    """The run folder that was begun last; UserError if there is none."""
-    begun = {path.parent: path.stat().st_mtime for path in runs.glob("*/config.json")}
-    if not begun:
-        raise UserError(f"{runs}: no runs there; name a run folder")
-    return max(begun, key=lambda folder: begun[folder])
-
-
-def run_folder(named: Path | None) -> Path:
-    """The folder that is meant, or of an evaluation its mesh's; UserError if it is none."""
-    folder = named or newest(Path("runs"))
-    if (folder / PLAN).is_file():
-        folder = folder / EVAL_MESH
-        if not folder.exists():
-            raise UserError(f"{folder.parent}: it runs on another's mesh; ask that by --router")
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no such run folder; runs stand in runs/NAME")
-    return folder
 
 
 def of_folder(folder: Path, unix_s: float) -> Standing:

@@ -16,7 +16,8 @@ from rich.live import Live
 from rich.text import Text
 
 from rollmesh.cli.options import parser
-from rollmesh.cli.standing import Standing, of_folder, of_router, run_folder
+from rollmesh.cli.run_folder import run_folder
+from rollmesh.cli.standing import Standing, of_folder, of_router
 from rollmesh.cli.tables import paint
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import OK

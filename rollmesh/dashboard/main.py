@@ -14,7 +14,7 @@ from pathlib import Path
 from aiohttp import web
 
 from rollmesh.core.clock import SystemClock
-from rollmesh.core.errors import AddressError, UserError
+from rollmesh.core.errors import AddressError
 from rollmesh.core.process import Ready, announce, http_address, listen, stop_event
 from rollmesh.dashboard.pages import Pages
 from rollmesh.dashboard.reader import RunReader
@@ -43,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: Options, say: Callable[[str], None]) -> None:
-    """Serve until told to stop, and `say` where; UserError if it cannot."""
-    if not options.run_folder.is_dir():
-        raise UserError(f"{options.run_folder}: no such run folder; runs stand in runs/NAME")
+    """Serve until told to stop, and `say` where; AddressError if it cannot."""
     if options.listen_fd is None and options.host not in LOOPBACK:
         raise AddressError(
             f"{options.host}: the page has no login and is served on loopback only; "

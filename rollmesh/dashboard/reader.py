@@ -1,8 +1,9 @@
 """Reads a run folder as it grows and says what the page must be told.
 
 Owns the folder's files as rows and the picture they make. Invariants: a poll reads a bounded
-amount; a run folder that was replaced by a new run's is read anew; what a poll returns brings a
-page that held the state before it to the state after it. Driven by the page's one polling task.
+amount; a run folder that was replaced by a new run's is read anew, and so is one whose trainer
+died and goes on from before its last lines; what a poll returns brings a page that held the state
+before it to the state after it. Driven by the page's one polling task.
 """
 
 from pathlib import Path
@@ -41,6 +42,7 @@ class Mark(NamedTuple):
     """What tells a page's copy of the plots from ours: compared before and after a poll."""
 
     inode: int
+    num_cuts: int
     step_thinnings: int
     telemetry_thinnings: int
 
@@ -51,6 +53,7 @@ class RunReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._inode = 0
+        self._num_cuts = 0
         self._token_text: TokenText | None = None
         self._open()
 
@@ -61,8 +64,11 @@ class RunReader:
         if inode != self._inode:
             self._inode = inode
             self._open()
-        self._read_settings()
-        events = [*self._poll_steps(), *self._poll_telemetry(), *self._poll_trajectories()]
+        events = self._poll_files()
+        if self._steps.num_restarts + self._drops.num_restarts:
+            self._num_cuts += 1
+            self._open()
+            events = self._poll_files()
         if self._mark() != before:
             return [PageEvent("state", self.state(unix_s))]
         head = self.view.head(unix_s)
@@ -103,9 +109,13 @@ class RunReader:
         self._drops = RowFile(self.folder / "drops.jsonl", DropRow)
         self._shelf = Shelf(self.folder / "trajectories.jsonl")
 
+    def _poll_files(self) -> list[PageEvent]:
+        self._read_settings()
+        return [*self._poll_steps(), *self._poll_telemetry(), *self._poll_trajectories()]
+
     def _mark(self) -> Mark:
-        view = self.view
-        return Mark(self._inode, view.steps.num_thinnings, view.telemetry.num_thinnings)
+        view, thinned = self.view, self.view.telemetry.num_thinnings
+        return Mark(self._inode, self._num_cuts, view.steps.num_thinnings, thinned)
 
     def _read_settings(self) -> None:
         view = self.view
@@ -114,6 +124,8 @@ class RunReader:
         if summary := self._changed("summary.json", SummaryRow):
             view.has_summary = True
             view.success_untrained = summary.success_untrained or view.success_untrained
+        elif not (self.folder / "summary.json").exists():
+            view.has_summary = False  # the run goes on
         files = (self._steps, self._telemetry, self._drops, self._shelf)
         view.num_bad_lines = sum(file.num_bad_lines for file in files)
 

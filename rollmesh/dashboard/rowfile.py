@@ -25,6 +25,11 @@ class RowFile(Generic[Row]):
         self._tail = Tail(path)
         self._decoder = msgspec.json.Decoder(row_type)
 
+    @property
+    def num_restarts(self) -> int:
+        """How often the file was replaced or cut."""
+        return self._tail.num_restarts
+
     def read(self) -> list[Row]:
         """The rows that the file gained."""
         rows: list[Row] = []

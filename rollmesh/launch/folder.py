@@ -1,13 +1,16 @@
 """The files of a run that launch itself writes.
 
 Owns the run folder's place, config.json, pids.json, addresses.json, telemetry.jsonl and launch's
-part of summary.json. Invariants: an older run of the same name is moved aside, never overwritten;
-what others read while we write is replaced whole; once the run has begun, a full disk or a folder
-that was removed is remembered as `fault` and ends nothing. Driven by `run` and the supervisor.
+part of summary.json. Invariants: an older run of the same name is moved aside or, where it is to go
+on, gone on with, never overwritten; a folder has one launch at a time; what others read while we
+write is replaced whole; once the run has begun, a full disk or a folder that was removed is
+remembered as `fault` and ends nothing. Driven by `run` and the supervisor.
 """
 
+import fcntl
 import os
 import socket
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +18,20 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.core.config import Config, write_config
+from rollmesh.core.config import Config
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.process import Ready
 
 ADDRESSES = "addresses.json"
+SUMMARY = "summary.json"
+LOCK = "lock"
+LAUNCH = "launch"
+DONE = "done"
+"""What a run whose goal was reached has ended as."""
 EVAL_MESH = "mesh"
 """The run folder of an evaluation's own mesh, in the evaluation's folder."""
+JOURNAL = "journal"
+"""Of the folder's client, a trainer's or an evaluation's, which holds a lock there."""
 MAX_PIDS = 1000
 """A worker that dies again and again adds one each time."""
 
@@ -39,25 +49,32 @@ class Pid(msgspec.Struct, frozen=True):
 class RunFolder:
     """Where one run leaves its files."""
 
-    def __init__(self, config: Config) -> None:
-        """Make the folder, moving an older one aside, and write the settings.
+    def __init__(self, config: Config, *, resume: bool = False) -> None:
+        """Make the folder, moving an older one aside, or go on with the one that is there.
 
-        ConfigError if that cannot be.
+        Then write the settings. ConfigError if that cannot be.
         """
         self.path = config.run_folder()
         self.fault = ""
         """What could not be written since, in one line."""
-        self._pids: list[Pid] = []
         self._ready: dict[str, Ready] = {}
+        if resume:
+            check_unfinished(config)
         try:
-            move_aside(self.path)
-            self.logs.mkdir(parents=True)
-            write_config(config, config_path(config))
+            if not resume:
+                move_aside(self.path)
+            self.logs.mkdir(parents=True, exist_ok=resume)
+            self._unlock = weakref.finalize(self, os.close, locked(self.path))
+            (self.path / SUMMARY).unlink(missing_ok=True)
+            settings = msgspec.json.format(msgspec.json.encode(config), indent=2)
+            replace(config_path(config), settings + b"\n")
         except OSError as error:
+            verb = "go on with" if resume else "make"
             raise ConfigError(
-                f"run.folder = {config.run.folder}: cannot make {self.path} there: {why(error)}; "
+                f"run.folder = {config.run.folder}: cannot {verb} {self.path} there: {why(error)}; "
                 "name another"
             ) from None
+        self._pids = read_pids(self.path)
 
     @property
     def logs(self) -> Path:
@@ -65,9 +82,11 @@ class RunFolder:
         return self.path / "logs"
 
     def add_pid(self, role: str, pid: int, unix_s: float) -> None:
-        """Record a process that was started; the first, launch, and the last MAX_PIDS stay."""
+        """Record a process that was started; every launch and the last MAX_PIDS others stay."""
         self._pids.append(Pid(role, pid, unix_s, socket.gethostname()))
-        del self._pids[1:-MAX_PIDS]
+        others = [at for at, row in enumerate(self._pids) if row.role != LAUNCH]
+        if len(others) > MAX_PIDS:
+            del self._pids[others[0]]
         with self._writing("pids.json"):
             replace(self.path / "pids.json", msgspec.json.encode(self._pids))
 
@@ -85,11 +104,16 @@ class RunFolder:
 
     def add_to_summary(self, more: dict[str, Any]) -> dict[str, Any]:
         """Put `more` into summary.json beside what the trainer wrote; the whole."""
-        path = self.path / "summary.json"
+        path = self.path / SUMMARY
         summary = read_summary(path) | more
         with self._writing(path.name):
             replace(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         return summary
+
+    def conclude(self, num_steps: int) -> None:
+        """Say how a run ended whose trainer was started by hand and has ended in order."""
+        num_done = read_summary(self.path / SUMMARY).get("num_steps") or 0
+        self.add_to_summary({"ended": DONE if num_done >= num_steps else "stopped"})
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -104,10 +128,51 @@ def config_path(config: Config) -> Path:
     return config.run_folder() / "config.json"
 
 
+def check_unfinished(config: Config) -> None:
+    """ConfigError if the folder holds no run, or one that has reached its goal."""
+    path, num_steps = config.run_folder(), config.trainer.num_steps
+    if not config_path(config).is_file():
+        raise ConfigError(f"{path}: no run to go on with; begin one without --resume")
+    told = read_summary(path / SUMMARY)
+    num_done = told.get("num_steps") or 0
+    if told.get("ended") == DONE and num_done >= num_steps:
+        raise ConfigError(
+            f"{path}: this run is done, with {num_done} of {num_steps} steps; to go on, raise "
+            "trainer.num_steps, and else begin anew without --resume"
+        )
+
+
+def was_cut_off(config: Config) -> bool:
+    """Whether the folder holds a run whose end nobody has written down: it died, or goes on."""
+    told = read_summary(config.run_folder() / SUMMARY)
+    return config_path(config).is_file() and "ended" not in told
+
+
+def locked(folder: Path, inside: str = "") -> int:
+    """A descriptor that its one launch holds while it lives; ConfigError if there is one.
+
+    `inside` names a folder there whose lock is meant.
+    """
+    lock = os.open(folder / inside / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(f"{folder}: another process runs this; end that first") from None
+    return lock
+
+
 def move_aside(folder: Path) -> None:
-    """Rename `folder`, if it is there, to `folder.N` with the next free N."""
+    """Rename `folder`, if it is there, to `folder.N` with the next free N.
+
+    ConfigError if its run or evaluation goes on: that has files open there, and would go on beside
+    ours.
+    """
     if not folder.exists():
         return
+    for inside in ("", EVAL_MESH, JOURNAL):
+        if (folder / inside / LOCK).exists():
+            os.close(locked(folder, inside))
     numbers = [
         int(each.suffix[1:]) for each in folder.parent.glob(f"{folder.name}.*") if is_old(each)
     ]

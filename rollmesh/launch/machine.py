@@ -38,6 +38,11 @@ SPARE_S = 1.0
 """The part of stop_timeout_s that the others have when the trainer uses up its own."""
 
 
+OUTLAST = (OnDeath.RESTART, OnDeath.REPLACE, OnDeath.GIVE_UP)
+"""Whose mistakes, once they have served, are a death like others."""
+STARTED_AGAIN = (*OUTLAST, OnDeath.FINISH)
+
+
 class ChildState(enum.Enum):
     """Where one process stands."""
 
@@ -220,12 +225,13 @@ class Supervision:
             return []
         if event.code == OK and child.plan.on_death is OnDeath.FINISH:
             return self._stop(End(OK, "done"), now_s)
-        starts_again = child.plan.on_death in (OnDeath.RESTART, OnDeath.REPLACE, OnDeath.GIVE_UP)
-        if event.code == USAGE and not (child.has_served and starts_again):
+        # What a trainer complains of, however late, is its user's to mend.
+        may_outlast = child.has_served and child.plan.on_death in OUTLAST
+        if event.code == USAGE and not may_outlast:
             return self._stop(End(USAGE, event.last_line.removeprefix("rollmesh: ")), now_s)
         if event.code == OK and child.plan.on_death is OnDeath.REPLACE:
             return [Note(f"{event.role} has left and is not started again")]
-        if starts_again:
+        if child.plan.on_death in STARTED_AGAIN:
             return self._restart(child, event, now_s)
         return self._stop(End(FAILED, how_it_ended(event)), now_s)
 

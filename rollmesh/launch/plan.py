@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.core.config import Config
+from rollmesh.launch.earlier import Earlier, weights_of
 
 
 class OnDeath(enum.Enum):
@@ -29,7 +30,8 @@ class OnDeath(enum.Enum):
     GIVE_UP = "give_up"
     """It is started again, with back-off; in a crash loop the run goes on without it."""
     FINISH = "finish"
-    """With exit code 0 the run has reached its goal."""
+    """With exit code 0 the run has reached its goal; else it is started again, with back-off, and
+    goes on from what it wrote down. In a crash loop the run ends."""
     NEXT = "next"
     """With exit code 0 it is done, and those that wait for it start."""
 
@@ -62,12 +64,20 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 MODEL_ROLE = "warm-start"
 ROLLMESH = (sys.executable, "-m", "rollmesh.cli.main")
+LEAST_VERSION = ("--least-version", "1")
+"""Of a run that is gone on with: weights that were never published sample nothing for it."""
 
 
 def plan_mesh(
-    config: Config, config_path: Path, make_model: tuple[str, ...] = ()
+    config: Config,
+    config_path: Path,
+    make_model: tuple[str, ...] = (),
+    earlier: Earlier | None = None,
 ) -> list[ChildPlan]:
-    """The processes of a run; `make_model` is the verb that writes the model first, if any."""
+    """The processes of a run; `make_model` is the verb that writes the model first, if any.
+
+    `earlier` is what there is of a run that is gone on with.
+    """
     model_first = (MODEL_ROLE,) if make_model else ()
     plans = []
     if make_model:
@@ -75,7 +85,7 @@ def plan_mesh(
             ChildPlan(role=MODEL_ROLE, argv=(*ROLLMESH, *make_model), on_death=OnDeath.NEXT)
         )
     settings = ("--config", str(config_path))
-    plans += plan_serving(config, settings, model_first)
+    plans += plan_serving(config, settings, model_first, LEAST_VERSION if earlier else (), earlier)
     plans.append(
         ChildPlan(
             role="trainer",
@@ -95,9 +105,10 @@ def plan_serving(
     settings: tuple[str, ...],
     gate: tuple[str, ...] = (),
     router_words: tuple[str, ...] = (),
+    earlier: Earlier | None = None,
 ) -> list[ChildPlan]:
     """What rolls out: engines where none are named, a router and workers."""
-    engines = [] if config.engine.urls else plan_engines(config, gate)
+    engines = [] if config.engine.urls else plan_engines(config, gate, earlier)
     urls = [*config.engine.urls, *(f"{{{plan.role}}}" for plan in engines)]
     workers = [
         plan_worker(config, settings, f"worker-{number}", gate)
@@ -106,10 +117,17 @@ def plan_serving(
     return [*engines, plan_router(config, (*settings, *router_words), urls), *workers]
 
 
-def plan_engines(config: Config, gate: tuple[str, ...]) -> list[ChildPlan]:
-    """The embedded engines; the publisher brings one that was started again up to date."""
-    engine = config.engine
-    argv = [*ROLLMESH, "engine", "--model-dir", config.model.path, "--weight-version", "0"]
+def plan_engines(
+    config: Config, gate: tuple[str, ...], earlier: Earlier | None = None
+) -> list[ChildPlan]:
+    """The embedded engines. One that was started again begins with the newest weights that there
+    are by then, whether or not the trainer lives; the publisher brings it further.
+
+    Those of an earlier run begin with its newest weights: they roll out while the trainer recovers.
+    """
+    engine, untrained = config.engine, weights_words(config.model.path, 0)
+    first = weights_words(str(earlier.weights), earlier.policy_version) if earlier else untrained
+    argv = [*ROLLMESH, "engine", *first]
     argv += ["--incremental-streaming-output", "--skip-tokenizer-init"]
     argv += ["--max-running-requests", str(engine.max_running)]
     argv += ["--max-total-tokens", str(engine.kv_tokens)]
@@ -119,12 +137,19 @@ def plan_engines(config: Config, gate: tuple[str, ...]) -> list[ChildPlan]:
         ChildPlan(
             role=f"engine-{number}",
             argv=(*argv, "--role", f"engine-{number}"),
+            # The weights of an earlier run may be gone by then.
+            again=(*untrained, "--newest-of", str(weights_of(config))),
             on_death=OnDeath.RESTART,
             gate=gate,
             bind="127.0.0.1:0",
         )
         for number in range(engine.num_embedded)
     ]
+
+
+def weights_words(folder: str, policy_version: int) -> tuple[str, ...]:
+    """What an engine begins with."""
+    return ("--model-dir", folder, "--weight-version", str(policy_version))
 
 
 def plan_router(config: Config, settings: tuple[str, ...], urls: list[str]) -> ChildPlan:

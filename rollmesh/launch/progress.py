@@ -40,8 +40,12 @@ class Progress:
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
-        self.success_untrained: float | None = None
         self.num_bad_lines = 0
+        self.start_over()
+
+    def start_over(self) -> None:
+        """The lines come anew: a trainer that died went on from before its last ones."""
+        self.success_untrained: float | None = None
         self._ages: Counter[str] = Counter()
         self._recent: deque[MetricsRow] = deque(maxlen=ETA_STEPS)
 

@@ -19,10 +19,13 @@ from rollmesh.core.logs import setup
 from rollmesh.core.process import FAILED, USAGE
 from rollmesh.core.tail import Tail
 from rollmesh.launch.checks import check
+from rollmesh.launch.complaints import Complaints
+from rollmesh.launch.earlier import find_earlier
 from rollmesh.launch.folder import RunFolder, config_path
 from rollmesh.launch.machine import End
 from rollmesh.launch.plan import plan_mesh
 from rollmesh.launch.progress import Progress
+from rollmesh.launch.recoveries import Recoveries
 from rollmesh.launch.sampler import Sampler
 from rollmesh.launch.screen import Scene, Screen, screen_for, summary_table, unread
 from rollmesh.launch.supervisor import Supervisor, open_mesh
@@ -42,6 +45,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """A live view, where stdout is a terminal."""
     about: str = ""
     """Said first."""
+    resume: bool = False
+    """Go on with the run that is there."""
 
 
 def launch(order: Order) -> int:
@@ -66,8 +71,10 @@ class Run:
         if self._order.about:
             with unread():
                 self._console.print(self._order.about, markup=False)
-        mesh = open_mesh(plan_mesh(config, config_path(config), self._order.make_model))
-        folder = RunFolder(config)
+        earlier = find_earlier(config) if self._order.resume else None
+        plans = plan_mesh(config, config_path(config), self._order.make_model, earlier)
+        mesh = open_mesh(plans)
+        folder = RunFolder(config, resume=self._order.resume)
         setup("launch", folder.path, on_console=False)
         supervisor = Supervisor(mesh, config.launch, folder, self._clock)
         sampler = Sampler(supervisor, folder, self._clock)
@@ -86,9 +93,16 @@ class Run:
         return end.code
 
     async def _watch(self, scene: Scene, screen: Screen, folder: RunFolder) -> None:
-        metrics = Tail(folder.path / "metrics.jsonl")
+        metrics, num_restarts = Tail(folder.path / "metrics.jsonl"), 0
+        recoveries, complaints = Recoveries(folder.path), Complaints(folder)
         while True:
-            scene.progress.add(line.data for line in metrics.read())
+            for note in (*recoveries.new(), *complaints.new()):
+                scene.supervisor.note(note)
+            lines = metrics.read()
+            if metrics.num_restarts > num_restarts:
+                num_restarts = metrics.num_restarts
+                scene.progress.start_over()
+            scene.progress.add(line.data for line in lines)
             screen.look(self._elapsed_s())
             await asyncio.sleep(LOOK_S)
 

@@ -11,8 +11,8 @@ import msgspec
 import psutil
 import pytest
 
-from rollmesh.cli.standing import Standing, newest, of_folder, of_router, run_folder
-from rollmesh.core.errors import AddressError, UserError
+from rollmesh.cli.standing import Standing, of_folder, of_router
+from rollmesh.core.errors import AddressError
 from rollmesh.launch.folder import Pid
 from rollmesh.testing.run_folder import FakeRun
 
@@ -108,32 +108,14 @@ def test_a_run_that_has_just_begun_is_told_too(tmp_path: Path) -> None:
     assert (standing.run.phase, standing.time_s, standing.router) == ("waiting", None, None)
 
 
-def test_the_newest_run_is_taken(tmp_path: Path) -> None:
-    for number, name in enumerate(("b", "a", "c")):
-        config = FakeRun(tmp_path / name).folder / "config.json"
-        os.utime(config, (100 - number, 100 - number))
-    assert newest(tmp_path) == tmp_path / "b"
-
-
-def test_of_an_evaluation_its_mesh_is_meant(tmp_path: Path) -> None:
-    mesh = FakeRun(tmp_path / "eval" / "mesh")
+def test_an_evaluation_is_told_by_its_name_and_has_no_steps(tmp_path: Path) -> None:
+    (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "eval.json").write_text("{}")
+    mesh = FakeRun(tmp_path / "eval" / "mesh")
     mesh.add_steps(1)
-    assert run_folder(tmp_path / "eval") == mesh.folder
-    standing = of_folder(run_folder(tmp_path / "eval"), mesh.now_s)
+    standing = look(mesh)
     assert standing.run
     assert (standing.run.name, standing.run.num_steps) == ("eval", 0)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "eval.json").write_text("{}")
-    with pytest.raises(UserError, match="it runs on another's mesh; ask that by --router"):
-        run_folder(tmp_path / "other")
-
-
-def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no runs there"):
-        newest(tmp_path)
-    with pytest.raises(UserError, match="no such run folder"):
-        run_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -115,3 +115,20 @@ def test_the_state_goes_into_json(run: FakeRun) -> None:
     reader = RunReader(run.folder)
     reader.poll(run.now_s)
     assert msgspec.json.decode(msgspec.json.encode(reader.state(run.now_s)))["steps"]
+
+
+def test_a_run_that_goes_on_from_before_its_last_steps_is_read_anew(run: FakeRun) -> None:
+    run.add_steps(2)
+    metrics = run.folder / "metrics.jsonl"
+    kept = metrics.read_bytes()
+    run.add_steps(4)
+    run.finish()
+    reader = RunReader(run.folder)
+    reader.poll(run.now_s)
+    metrics.write_bytes(kept)
+    (run.folder / "summary.json").unlink()
+    [event] = reader.poll(run.now_s)
+    assert event.name == "state"
+    assert [row["step"] for row in event.data["steps"]] == [0, 1]
+    assert event.data["run"]["phase"] == "running"
+    assert reader.poll(run.now_s) == []

@@ -1,5 +1,6 @@
 """The run folder: nothing is overwritten, and readers see whole files."""
 
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -7,11 +8,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.core.config import Config, RunConfig, load_config
+from rollmesh.core.config import Config, RunConfig, TrainerConfig, load_config
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.process import Ready
 from rollmesh.launch import folder as folder_module
-from rollmesh.launch.folder import RunFolder, config_path, read_addresses, read_pids
+from rollmesh.launch.folder import (
+    DONE,
+    EVAL_MESH,
+    JOURNAL,
+    SUMMARY,
+    RunFolder,
+    config_path,
+    locked,
+    read_addresses,
+    read_pids,
+    read_summary,
+    was_cut_off,
+)
 
 
 @pytest.fixture
@@ -52,14 +65,15 @@ def test_every_process_that_was_started_is_recorded(config: Config) -> None:
     assert [row.pid for row in read_pids(folder.path)] == [11, 12]
 
 
-def test_of_very_many_processes_launch_and_the_last_are_recorded(
+def test_of_very_many_processes_each_launch_and_the_last_are_recorded(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_module, "MAX_PIDS", 3)
     folder = RunFolder(config)
+    folder.add_pid("launch", 100, 0.0)
     for pid in range(10):
         folder.add_pid("worker-0", pid, 0.0)
-    assert [row.pid for row in read_pids(folder.path)] == [0, 7, 8, 9]
+    assert [row.pid for row in read_pids(folder.path)] == [100, 7, 8, 9]
 
 
 def test_where_a_process_serves_is_recorded_and_its_successor_replaces_it(config: Config) -> None:
@@ -100,3 +114,100 @@ def test_a_folder_that_is_removed_ends_nothing(config: Config) -> None:
     folder.add_telemetry(b"{}")
     assert folder.add_to_summary({"wall_s": 2.5}) == {"wall_s": 2.5}
     assert folder.fault.endswith("summary.json could not be written: no such file or directory")
+
+
+def resumed(config: Config) -> RunFolder:
+    return RunFolder(config, resume=True)
+
+
+def test_a_run_that_goes_on_keeps_what_is_there(config: Config, tmp_path: Path) -> None:
+    first = RunFolder(config)
+    first.add_pid("launch", 11, 100.0)
+    first.add_telemetry(b"{}")
+    first.add_to_summary({"ended": "stopped", "num_steps": 3})
+    del first
+    folder = resumed(config)
+    folder.add_pid("launch", 12, 200.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+    assert [row.pid for row in read_pids(folder.path)] == [11, 12]
+    assert (folder.path / "telemetry.jsonl").read_bytes() == b"{}\n"
+    assert not (folder.path / "summary.json").exists()  # it has not ended any more
+
+
+def test_a_run_that_goes_on_leaves_the_settings_it_goes_on_with(config: Config) -> None:
+    RunFolder(config)
+    longer = msgspec.structs.replace(config, trainer=TrainerConfig(num_steps=9))
+    resumed(longer)
+    assert load_config(config_path(config)) == longer
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_there_must_be_a_run_to_go_on_with(config: Config, has_folder: bool) -> None:
+    if has_folder:
+        config.run_folder().mkdir()
+    with pytest.raises(ConfigError, match=r"demo: no run to go on with; begin one without"):
+        resumed(config)
+    assert config.run_folder().exists() == has_folder
+
+
+def test_a_run_that_reached_its_goal_is_done(config: Config) -> None:
+    RunFolder(config).add_to_summary({"ended": "done", "num_steps": 200})
+    with pytest.raises(ConfigError, match=r"this run is done, with 200 of 200 steps; .* raise"):
+        resumed(config)
+    longer = msgspec.structs.replace(config, trainer=TrainerConfig(num_steps=201))
+    assert resumed(longer).path == config.run_folder()
+
+
+def test_a_run_of_a_trainer_by_hand_is_done_when_its_steps_are(config: Config) -> None:
+    folder = RunFolder(config)
+    (folder.path / "summary.json").write_text('{"num_steps": 7}')
+    folder.conclude(num_steps=8)
+    assert read_summary(folder.path / "summary.json")["ended"] == "stopped"
+    folder.conclude(num_steps=7)
+    assert read_summary(folder.path / "summary.json")["ended"] == "done"
+
+
+def test_a_folder_has_one_launch_at_a_time(config: Config) -> None:
+    folder = RunFolder(config)
+    with pytest.raises(ConfigError, match=r"demo: another process runs this; end that first"):
+        resumed(config)
+    del folder
+    resumed(config)
+
+
+@pytest.mark.parametrize("inside", [EVAL_MESH, JOURNAL])
+def test_an_evaluation_that_goes_on_is_not_moved_aside_by_whoever_names_its_folder(
+    config: Config, tmp_path: Path, inside: str
+) -> None:
+    """Which has no lock of its own: the mesh in it has one, and the journal."""
+    held = config.run_folder() / inside
+    held.mkdir(parents=True)
+    lock = locked(held)
+    with pytest.raises(ConfigError, match=r"demo: another process runs this; end that first"):
+        RunFolder(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+    os.close(lock)
+    RunFolder(config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "demo.1"]
+
+
+def test_a_run_was_cut_off_where_nobody_has_written_down_its_end(config: Config) -> None:
+    was_so = [was_cut_off(config)]
+    folder = RunFolder(config)
+    was_so.append(was_cut_off(config))
+    (folder.path / SUMMARY).write_text('{"num_steps": 3}')  # of a trainer that failed
+    was_so.append(was_cut_off(config))
+    folder.conclude(num_steps=3)
+    assert read_summary(folder.path / SUMMARY)["ended"] == DONE
+    assert [*was_so, was_cut_off(config)] == [False, True, True, False]
+
+
+def test_a_run_that_goes_on_is_not_moved_aside(config: Config, tmp_path: Path) -> None:
+    folder = RunFolder(config)
+    with pytest.raises(ConfigError, match=r"demo: another process runs this; end that first"):
+        RunFolder(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+    assert load_config(config_path(config)) == config
+    del folder
+    RunFolder(config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "demo.1"]

@@ -80,8 +80,7 @@ def stage() -> Stage:
 
 
 @pytest.fixture
-def running() -> Stage:
-    stage = Stage()
+def running(stage: Stage) -> Stage:
     stage.run_all()
     assert stage.mesh() is MeshState.RUNNING
     return stage
@@ -175,9 +174,8 @@ def test_what_a_worker_complains_of_when_it_is_started_again_is_a_death_like_oth
     assert note.line.endswith("stale file handle; started again in 1 s")
     running.tell(Ticked(), after_s=1.0)
     running.tell(Exited("worker", 2, complaint))
-    assert running.machine.end == End(
-        1, f"worker ended with code 2: {complaint}, the death number 3 within a minute"
-    )
+    reason = f"worker ended with code 2: {complaint}, the death number 3 within a minute"
+    assert running.machine.end == End(1, reason)
 
 
 def test_what_a_trainer_complains_of_late_is_still_its_users_to_mend(running: Stage) -> None:
@@ -203,9 +201,11 @@ def test_the_death_of_what_cannot_be_replaced_ends_the_run(running: Stage, role:
     assert running.machine.end == End(1, f"{role} was ended by signal 9")
 
 
-def test_a_trainer_that_fails_ends_the_run_as_failed(running: Stage) -> None:
-    running.tell(Exited("trainer", 1, "RuntimeError: nan"))
-    assert running.machine.end == End(1, "trainer ended with code 1: RuntimeError: nan")
+@pytest.mark.parametrize("code", [1, -9])
+def test_a_trainer_that_dies_is_started_again_beside_all_others(running: Stage, code: int) -> None:
+    running.tell(Exited("trainer", code))
+    assert running.tell(Ticked(), after_s=0.6) == [Start("trainer")]
+    assert running.machine.end is None
 
 
 def test_a_trainer_that_is_done_ends_the_run_well(running: Stage) -> None:
@@ -226,14 +226,14 @@ def test_a_worker_that_dies_starts_again_after_a_pause_that_grows(running: Stage
     assert running.machine.end is None
 
 
-def test_a_worker_in_a_crash_loop_ends_the_run_with_the_reason(running: Stage) -> None:
+@pytest.mark.parametrize("role", ["worker", "trainer"])
+def test_a_crash_loop_ends_the_run_with_the_reason(running: Stage, role: str) -> None:
     for _ in range(SETTINGS.max_restarts):
-        running.tell(Exited("worker", 1, "boom"))
+        running.tell(Exited(role, 1, "boom"))
         running.tell(Ticked(), after_s=5.0)
-    running.tell(Exited("worker", 1, "boom"))
-    assert running.machine.end == End(
-        1, "worker ended with code 1: boom, the death number 3 within a minute"
-    )
+    running.tell(Exited(role, 1, "boom"))
+    reason = f"{role} ended with code 1: boom, the death number 3 within a minute"
+    assert running.machine.end == End(1, reason)
 
 
 @pytest.fixture

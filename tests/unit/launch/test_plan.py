@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.config import Config, DashboardConfig, EngineConfig, ModelConfig, WorkerConfig
+from rollmesh.launch.earlier import Earlier
 from rollmesh.launch.plan import ChildPlan, OnDeath, fill, plan_mesh
 
 CONFIG = Config(model=ModelConfig(path="some/model"), worker=WorkerConfig(num_workers=3))
 PATH = Path("runs/mesh/config.json")
+EARLIER = Earlier(Path("some/model"))
 
 
 def by_role(plans: list[ChildPlan]) -> dict[str, ChildPlan]:
@@ -72,3 +74,23 @@ def test_only_whole_words_are_filled_in() -> None:
 def test_an_unknown_address_is_our_own_mistake() -> None:
     with pytest.raises(KeyError):
         fill(("{nobody}",), {})
+
+
+def test_engines_of_a_run_that_goes_on_begin_with_its_newest_weights() -> None:
+    plans = by_role(plan_mesh(CONFIG, PATH, earlier=Earlier(Path("runs/mesh/weights/v000007"), 7)))
+    engine = plans["engine-0"]
+    words = " ".join(engine.argv)
+    assert "--model-dir runs/mesh/weights/v000007 --weight-version 7" in words
+    assert engine.again[:4] == ("--model-dir", "some/model", "--weight-version", "0")
+
+
+def test_an_engine_that_is_started_again_begins_with_the_newest_weights_of_the_run() -> None:
+    again = by_role(plan_mesh(CONFIG, PATH))["engine-0"].again
+    assert again[-2:] == ("--newest-of", "runs/mesh/weights")
+
+
+def test_weights_that_were_never_published_sample_nothing_for_a_run_that_goes_on() -> None:
+    new, again = (by_role(plan_mesh(CONFIG, PATH, earlier=each)) for each in (None, EARLIER))
+    assert "--least-version" not in new["router"].argv
+    assert " --least-version 1 " in " ".join(again["router"].argv)
+    assert again["trainer"].argv == new["trainer"].argv  # what is there, it finds itself

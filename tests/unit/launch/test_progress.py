@@ -70,3 +70,11 @@ def test_cpu_is_the_share_of_a_core_between_samples() -> None:
     before, after = telemetry(10.0, 0, cpu_s=4.0), telemetry(12.0, 0, cpu_s=5.0)
     assert cpu_shares(before, after) == {7: 0.5}
     assert cpu_shares(Telemetry(0.0, [], None), after) == {}
+
+
+def test_steps_that_are_done_again_count_once() -> None:
+    progress = Progress(num_steps=10)
+    progress.add([row(step, success=0.5, age_histogram={"0": 4}) for step in range(5)])
+    progress.start_over()
+    progress.add([row(step, success=1.0, age_histogram={"1": 4}) for step in range(2)])
+    assert (progress.num_done, progress.success(), progress.ages()) == (2, 1.0, {"1": 1.0})

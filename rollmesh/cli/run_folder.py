@@ -1,0 +1,51 @@
+"""Which run folder a verb means: the one that is named, or the newest, or an evaluation's mesh's.
+
+Invariant: a folder with other settings than ours is none, such as a model's, whose file of them has
+the same name. Driven by the verbs that look at runs.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.core.errors import UserError
+from rollmesh.dashboard.rows import RunSection
+from rollmesh.launch.folder import EVAL_MESH
+from rollmesh.serve.client.plan import PLAN
+
+SETTINGS = "config.json"
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    """What every run's has."""
+
+    run: RunSection
+
+
+def newest(runs: Path) -> Path:
+    """The run folder that was begun last; UserError if there is none."""
+    folders = (path.parent for path in runs.glob(f"*/{SETTINGS}"))
+    begun = {each: (each / SETTINGS).stat().st_mtime for each in folders if _is_run(each)}
+    if not begun:
+        raise UserError(f"{runs}: no runs there; name a run folder")
+    return max(begun, key=lambda folder: begun[folder])
+
+
+def run_folder(named: Path | None) -> Path:
+    """The folder that is meant, or of an evaluation its mesh's; UserError if it is none."""
+    folder = named or newest(Path("runs"))
+    if (folder / PLAN).is_file():
+        folder = folder / EVAL_MESH
+        if not folder.exists():
+            raise UserError(f"{folder.parent}: it runs on another's mesh; ask that by --router")
+    if not _is_run(folder):
+        raise UserError(f"{folder}: no such run folder; runs stand in runs/NAME")
+    return folder
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        msgspec.json.decode((folder / SETTINGS).read_bytes(), type=_Settings)
+    except (OSError, msgspec.MsgspecError):
+        return False
+    return True

@@ -1,0 +1,101 @@
+"""A run goes on with its own settings, but for those of the command line that it may change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.cli.options import add_set, parser
+from rollmesh.cli.resume import FIXED, add_go_on, add_resume, setting, settings_of
+from rollmesh.core.config import Config, load_config, write_config
+from rollmesh.core.errors import ConfigError
+
+DEFAULTS: dict[str, Any] = {"env": "echo", "trainer": {"num_steps": 7}}
+
+
+def settings(folder: Path, *words: str) -> Config:
+    """Of a verb that was called with these words, beside `--set run.folder`."""
+    arguments = parser("demo", "")
+    arguments.set_defaults(config=None)
+    add_resume(arguments)
+    add_go_on(arguments)
+    add_set(arguments)
+    options = arguments.parse_args(["--set", f"run.folder={folder}", *words])
+    return settings_of(options, DEFAULTS)
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """Where a run of 30 steps stands."""
+    overrides = [f"run.folder={tmp_path}", "trainer.num_steps=30", "run.seed=5"]
+    config = load_config(None, overrides, DEFAULTS)
+    write_config(config, config.run_folder() / "config.json")
+    return tmp_path
+
+
+def test_without_it_the_verbs_own_defaults_count(begun: Path) -> None:
+    assert settings(begun).trainer.num_steps == 7
+
+
+def test_a_run_goes_on_with_the_settings_that_it_began_with(begun: Path) -> None:
+    config = settings(begun, "--resume")
+    assert (config.trainer.num_steps, config.run.seed) == (30, 5)
+
+
+def test_a_setting_of_the_command_line_lies_over_the_runs(begun: Path) -> None:
+    config = settings(begun, "--resume", "--set", "trainer.num_steps=60")
+    assert (config.trainer.num_steps, config.run.seed) == (60, 5)
+
+
+def test_a_folder_that_was_moved_is_gone_on_with_where_it_is(begun: Path, tmp_path: Path) -> None:
+    (begun / "mesh").rename(tmp_path / "later")
+    config = settings(begun, "--resume", "--set", "run.name=later")
+    assert config.run_folder() == tmp_path / "later"
+    assert config.run.seed == 5
+
+
+def test_who_goes_on_by_himself_begins_where_no_run_is_or_one_has_ended(
+    begun: Path, tmp_path: Path
+) -> None:
+    assert settings(begun, "--go-on").trainer.num_steps == 30
+    (begun / "mesh" / "summary.json").write_text('{"ended": "stopped"}')
+    assert settings(begun, "--go-on").trainer.num_steps == 7
+    assert settings(tmp_path / "nowhere", "--go-on").trainer.num_steps == 7
+
+
+def test_where_no_run_is_that_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mesh: no run to go on with; name it by run\.folder"):
+        settings(tmp_path, "--resume")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("run.seed=6", "run.seed = 6: the run began with 5 and keeps that"),
+        ("trainer.samples_per_group=8", "trainer.samples_per_group = 8: the run began with 16"),
+        ("env=guess", 'env = "guess": the run began with "echo"'),
+    ],
+)
+def test_what_a_run_keeps_is_not_changed(begun: Path, override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        settings(begun, "--resume", "--set", override)
+    assert str(told.value).startswith(line)
+    assert settings(begun, "--set", override) != settings(begun)  # a new run may have it
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_a_run_keeps_are_settings(name: str) -> None:
+    assert setting(Config(), name) is not None
+
+
+def test_what_has_changed_is_told_in_one_line(
+    begun: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["--set", "trainer.num_steps=60", "--set", "publish.mode=tensor"]
+    settings(begun, "--resume", *overrides)
+    changed = 'trainer.num_steps = 60 (was 30), publish.mode = "tensor" (was "disk")'
+    assert capsys.readouterr().out == (
+        f"{begun / 'mesh'} goes on, with changed settings: {changed}\n"
+    )
+    settings(begun, "--resume")
+    assert capsys.readouterr().out == ""

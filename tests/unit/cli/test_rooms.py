@@ -1,0 +1,31 @@
+"""An engine that takes the place of another begins with what was published by then."""
+
+from pathlib import Path
+
+import pytest
+
+from rollmesh.cli.rooms import with_newest
+from rollmesh.launch.checks import MODEL_FILES
+
+UNTRAINED = ["--model-dir", "the/model", "--weight-version", "0"]
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    for number in (7, 8):
+        folder = tmp_path / f"v{number:06d}"
+        folder.mkdir()
+        for name in (*MODEL_FILES, "model.safetensors"):
+            (folder / name).write_text("")
+    return tmp_path
+
+
+def test_the_newest_weights_take_the_place_of_the_untrained(weights: Path) -> None:
+    words = with_newest([*UNTRAINED, "--newest-of", str(weights), "--num-threads", "1"])
+    newest = ["--model-dir", str(weights / "v000008"), "--weight-version", "8"]
+    assert words == [*UNTRAINED, "--num-threads", "1", *newest]
+
+
+def test_where_nothing_was_published_it_begins_untrained(tmp_path: Path) -> None:
+    assert with_newest([*UNTRAINED, "--newest-of", str(tmp_path / "weights")]) == UNTRAINED
+    assert with_newest(UNTRAINED) == UNTRAINED

@@ -1,0 +1,83 @@
+"""The trace verb says whom a run selects against, in numbers and in words."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.cli.trace import main, sentence
+from rollmesh.core.errors import UserError
+from rollmesh.testing.run_folder import FakeRun
+from rollmesh.trainer.books.bias import Verdict
+from rollmesh.trainer.books.ranksum import RankSum
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    run = FakeRun(tmp_path / "demo")
+    run.add_steps(160)
+    for number in range(10):
+        run.add_drop(f"stale-{number}", length=5000, age=4)
+    return run
+
+
+def test_it_tells_shares_and_what_they_mean(
+    run: FakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bias", str(run.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "170 rollouts came to an end: 160 trained, 10 stale"
+    rows = [line.split() for line in lines]
+    assert ["6", "to", "5,000", "60", "83.3%", "0.0%", "0.0%", "16.7%"] in rows
+    assert ["guess", "170", "94.1%", "0.0%", "0.0%", "5.9%"] in rows
+    [said] = [line for line in lines if "longer" in line]
+    assert said.startswith("stale (10 groups, 4.0 steps old on average): longer than those that")
+    assert "5,000 against" in said
+    assert "in 100% of pairs (p = " in said
+    assert "Mann-Whitney U" in lines[-1]
+
+
+def test_programs_get_one_line_of_json(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bias", "--json", str(run.folder)]) == 0
+    told = msgspec.json.decode(capsys.readouterr().out)
+    assert told["fates"] == {"trained": 160, "stale": 10}
+
+
+def test_a_run_that_lost_nothing_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun(tmp_path / "demo")
+    run.add_steps(3)
+    assert main(["bias", str(run.folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("all that came was trained")
+
+
+def test_a_run_that_has_not_begun_is_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun(tmp_path / "demo")
+    assert main(["bias", str(run.folder)]) == 0
+    assert capsys.readouterr().out == "0 rollouts came to an end\n"
+
+
+def test_a_folder_of_something_else_is_a_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such run folder"):
+        main(["bias", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("share", "p", "said"),
+    [
+        (0.9, 0.001, "longer than those that trained, median 90 against 50 tokens, and so in 90%"),
+        (0.2, 0.001, "shorter than those that trained, median 90 against 50 tokens, and so in 80%"),
+        (0.6, 0.2, "by length no other than those that trained (p = 0.2)"),
+    ],
+)
+def test_a_difference_is_told_where_there_is_one(share: float, p: float, said: str) -> None:
+    verdict = Verdict("stale", "length", 10, 20, 90, 50, RankSum(share, p))
+    assert f"stale (10 groups): {said}" in sentence(verdict, None)
+
+
+def test_too_few_are_not_compared() -> None:
+    verdict = Verdict("stale", "difficulty", 3, 20, 0.5, 0.4, None)
+    assert sentence(verdict, 2.0) == "stale (3 groups): too few to compare by difficulty"
