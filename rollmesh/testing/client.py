@@ -4,6 +4,8 @@ Invariant: like a RolloutClient it mints ids at once and hands every ending out 
 tests of what stands on a client.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from rollmesh.core.ids import GroupId
@@ -17,7 +19,8 @@ from rollmesh.core.types import (
     Task,
     VersionRun,
 )
-from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
+from rollmesh.serve.client.arrivals import Arrival, Dropped, Filed, Finished, Unopened
+from rollmesh.serve.client.entries import Again, GroupParted
 
 PROMPT = (7, 8, 9)
 ANSWER = (1, 2)
@@ -29,6 +32,12 @@ class ScriptedClient:
     def __init__(self) -> None:
         self.run_id = "run"
         self.asked: dict[GroupId, tuple[Task, int]] = {}
+        self.again: dict[GroupId, Again] = {}
+        """Of `asked`, and of what has ended, what asks for a task again."""
+        self.parted: list[GroupParted] = []
+        """What its program has dropped."""
+        self.filed: dict[int, Arrival] = {}
+        """Results that an earlier client left, by their positions."""
         self._num_asked = 0
         self._arrivals: list[Arrival] = []
 
@@ -41,10 +50,15 @@ class ScriptedClient:
         sampling: SamplingPolicy,
         seed: int,
         is_eval: bool = False,
+        asked_step: int = 0,
+        num_drawn: int = 0,
+        again: Again | None = None,
     ) -> GroupId:
         """Mint an id."""
-        del env, sampling, seed, is_eval
+        del env, sampling, seed, is_eval, asked_step, num_drawn
         group_id = GroupId(self.run_id, self._num_asked)
+        if again:
+            self.again[group_id] = again
         self._num_asked += 1
         self.asked[group_id] = (task, num_samples)
         return group_id
@@ -55,20 +69,47 @@ class ScriptedClient:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
+    def cancel(self, group_id: GroupId, reason: str) -> None:
+        """End it, if it has not ended."""
+        if group_id in self.asked:
+            self.drop(group_id, f"cancelled: {reason}")
+
+    def done_with(
+        self, group_ids: Iterable[GroupId], reason: str = "", step: int = 0, times: int = 0
+    ) -> None:
+        """Remember it, as a journal does."""
+        self.parted += [GroupParted(each, reason, step, times) for each in group_ids]
+
+    def open(self, arrival: Unopened) -> Arrival:
+        """Of an earlier life's: what stands at its place on the disk, which is `filed`."""
+        assert isinstance(arrival, Filed)
+        return self.filed[arrival.position]
+
+    def hand_out(self, position: int) -> None:
+        """What an earlier client left there arrives."""
+        self._arrivals.append(self.filed[position])
+
     def finish(
         self,
         group_id: GroupId,
         outcomes: dict[int, Outcome] | None = None,
         policy_versions: tuple[int, ...] = (0,),
+        of_rollout: dict[int, tuple[int, ...]] | None = None,
     ) -> None:
         """End the group: siblings complete unless `outcomes` says otherwise.
 
-        A sibling's answer is sampled by `policy_versions`, one token each, the last for the rest.
+        A sibling's answer is sampled by `policy_versions`, one token each, the last for the rest;
+        that of some by others, as `of_rollout` says.
         """
+        special = of_rollout or {}
         task, num_samples = self.asked.pop(group_id)
         named = outcomes or {}
         rollouts = [
-            rollout(index, named.get(index, Outcome.COMPLETED), policy_versions)
+            rollout(
+                index,
+                named.get(index, Outcome.COMPLETED),
+                special.get(index, policy_versions),
+            )
             for index in range(num_samples)
         ]
         self._arrivals.append(

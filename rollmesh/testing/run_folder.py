@@ -75,9 +75,27 @@ class FakeRun:
             "worker_id": f"worker-{self.num_rollouts % 2}",
             "messages": told if messages is None else messages,
             "samples": [sample],
+            "env": "guess",
+            "length": sum(sample["loss_mask"]),
+            "num_masked": 0,
         }
         self.append("trajectories.jsonl", row)
         return rollout_id
+
+    def add_drop(self, task_id: str, length: int, age: int) -> None:
+        """A group of one rollout that was too old to train."""
+        row = {
+            "time_s": self.now_s,
+            "group_id": f"dropped/{task_id}",
+            "num_rollouts": 1,
+            "reason": f"stale: age {age}",
+            "index": 0,
+            "task_id": task_id,
+            "env": "guess",
+            "length": length,
+            "age": age,
+        }
+        self.append("drops.jsonl", row)
 
     def finish(self) -> None:
         """The summary that ends a run."""

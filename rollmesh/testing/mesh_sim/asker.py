@@ -7,6 +7,7 @@ asked for, and what a result is to them.
 
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.client.asks import Action, Arrived, AskEnded, Asks, Event
+from rollmesh.serve.client.entries import GroupTried
 from rollmesh.serve.client.sink import Action as SinkAction
 from rollmesh.serve.client.sink import Book, Keep, Kept, Sink
 from rollmesh.testing.mesh_sim.endings import Endings
@@ -37,8 +38,12 @@ class Asker(Node):
         message = keep.message
         self.endings.add(message.group_id, "" if message.complete else "incomplete")
 
-    def _booked(self, group_id: GroupId) -> None:
+    def _booked(self, group_id: GroupId, reason: str) -> None:
         """The group ended without a result."""
+        self.endings.add(group_id, reason)
+
+    def _tried(self, tried: GroupTried) -> None:
+        """More attempts at a group have begun."""
 
     def _tell(self, event: Event) -> None:
         """Step the asks, and do what they say."""
@@ -62,6 +67,8 @@ class Asker(Node):
                 case AskEnded():
                     for booked in self.sink.step(action, self._kernel.now_s(self)):
                         self._do_sink(booked)
+                case GroupTried():
+                    self._tried(action)
 
     def _do_sink(self, action: SinkAction) -> None:
         match action:
@@ -72,8 +79,7 @@ class Asker(Node):
                 if not self._network.strikes("not_kept"):
                     self._keep(action)
             case Book(group_id, reason):
-                self.endings.add(group_id, reason)
-                self._booked(group_id)
+                self._booked(group_id, reason)
 
     def _keep(self, keep: Keep) -> None:
         for action in self.sink.step(Kept(keep), self._kernel.now_s(self)):

@@ -1,40 +1,31 @@
-"""What must hold in the simulated mesh: of each group that trains, and once it has come to rest.
+"""What must hold in the simulated mesh once it has come to rest.
 
-(Of each end endings.py says it, of the router's tables router.py.) Invariant: a check raises
-AssertionError, as soon as it happens, in words that name the group or the node. Driven by mesh.py.
+(Of each end endings.py says it, of what trains witness.py, of the router's tables router.py.)
+Invariant: a check raises AssertionError, in words that name the group or the node. Driven by
+mesh.py.
 """
 
 import re
 
-from rollmesh.core.ids import GroupId
-from rollmesh.testing.mesh_sim.client import SimClient, Trained
+from rollmesh.testing.mesh_sim.disk import SEGMENT_BYTES
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.errands import POISON
 from rollmesh.testing.mesh_sim.launch import SimLaunch
 from rollmesh.testing.mesh_sim.router import SimRouter
+from rollmesh.testing.mesh_sim.trainer import SimTrainer
 from rollmesh.testing.mesh_sim.visitor import Visitor
 from rollmesh.testing.mesh_sim.worker import SimWorker
 
 CULPRIT_DEATHS = 2
+UNDER_WAY_BYTES = 8000
+"""As much as the results of all that may run at once, and what a savepoint takes to be written."""
 NAMED_WORKER = re.compile(r"worker-\d+")
 
 
-class TrainingChecks:
-    """Looks at each group that trains."""
-
-    def __init__(self, client: SimClient) -> None:
-        self._client = client
-        self._trained: set[GroupId] = set()
-
-    def look(self, trained: Trained) -> None:
-        """Nothing trains twice, or before it ended; no sample is older than the bound."""
-        client = self._client
-        group_id, age = trained.group_id, trained.step - trained.oldest_step
-        assert group_id not in self._trained, f"{group_id} was trained twice"
-        assert group_id in client.endings, f"{group_id} was trained before it ended"
-        bound = client.staleness.settings.max_staleness
-        assert age <= bound, f"{group_id} was trained at age {age}"
-        self._trained.add(group_id)
+def look_at_journal(client: SimTrainer) -> None:
+    """It never held much more than its budget: what was asked for by then had to go somewhere."""
+    most = client.disk.most_bytes
+    assert most <= client.max_bytes + UNDER_WAY_BYTES, f"the journal held {most} bytes"
 
 
 def look_at_ends(visitors: list[Visitor], workers: list[SimWorker], launch: SimLaunch) -> None:
@@ -54,7 +45,7 @@ def look_at_ends(visitors: list[Visitor], workers: list[SimWorker], launch: SimL
 
 
 def unsettled(
-    client: SimClient,
+    client: SimTrainer,
     visitors: list[Visitor],
     router: SimRouter,
     workers: list[SimWorker],
@@ -62,15 +53,16 @@ def unsettled(
 ) -> list[str]:
     """What is not at rest yet, in words; empty when everything asked for has ended everywhere."""
     found = []
-    if client.wants_more:
-        found.append(f"only {len(client.asked)} groups were asked for")
-    if client.open_groups():
-        waiting = [str(each) for each in client.asked if each not in client.endings]
+    if client.wants_more or client.is_busy:
+        found.append(f"{len(client.witness.asked)} groups were asked for, and more is to be done")
+    if waiting := [str(each) for each in client.witness.asked if each not in client.endings]:
         found.append(f"asked and not ended: {waiting}")
+    if client.disk.size_bytes > client.max_bytes + _waiting_bytes(client) + SEGMENT_BYTES:
+        found.append(f"the journal holds {client.disk.size_bytes} bytes")
     if client.asks.open or client.asks.num_cancels:
         found.append(f"asks: {len(client.asks.open)} open, {client.asks.num_cancels} cancels")
-    if client.staleness.num_running:
-        found.append(f"staleness counts {client.staleness.num_running} as running")
+    if client.staleness.running:
+        found.append(f"staleness counts {client.staleness.running} as running")
     for visitor in visitors:
         if not visitor.is_gone and not visitor.is_done:
             waiting = [str(each) for each in visitor.asked if each not in visitor.endings]
@@ -86,3 +78,9 @@ def unsettled(
     found += [f"{e.name} runs {len(e.running)} requests" for e in engines if e.running]
     found += [f"{e.name} is paused" for e in engines if e.paused]
     return found
+
+
+def _waiting_bytes(client: SimTrainer) -> int:
+    """Of the results that no step has taken, which alone a journal over its budget cannot free."""
+    results = client.book.history().results
+    return sum(each.num_bytes for each in results if each.group_id in client.waiting)

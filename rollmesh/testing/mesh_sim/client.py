@@ -1,134 +1,197 @@
-"""The trainer's side of the simulated mesh: asks, sink, staleness, and steps that take time.
+"""The trainer's client in the simulated mesh: asks and a sink over the real book, on a SimDisk.
 
-An asker (asker.py) with a StalenessManager, as the train loop is. What a group brings
-is its record of turns (see worker.py), which checks.py verifies before it trains. Driven by the
-kernel: ticks, messages, and the ends of its own writes and steps.
+    one life: begin (replay, plan, say again what is open) -> ask, receive, note -> killed
+
+What RolloutClient and its intake do, without threads and sockets. Invariant: all that a new life
+knows, the disk and the savepoints told it; a result is on the disk before it is acked, and what the
+disk does not take is not acked. trainer.py says what is asked for and what becomes of it. Driven by
+the kernel's messages and ticks.
 """
 
-from collections.abc import Callable
+from collections import deque
 
 import msgspec
 
-from rollmesh.core.ids import GroupId, IntervalSet
-from rollmesh.serve.client.asks import Asked, Asks, AsksSettings, Cancelled
-from rollmesh.serve.client.sink import Keep
-from rollmesh.testing.mesh_sim.asker import BEAT_S, TICK_S, Asker
-from rollmesh.testing.mesh_sim.kernel import Kernel
+from rollmesh.core.errors import JournalError
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import SamplingPolicy
+from rollmesh.serve.client.arrivals import Filed
+from rollmesh.serve.client.asks import Arrived, Asked, Asks, AsksSettings
+from rollmesh.serve.client.book import Book
+from rollmesh.serve.client.entries import (
+    GroupParted,
+    GroupTried,
+    Published,
+    RunBegan,
+    StateSaved,
+    StepTaken,
+)
+from rollmesh.serve.client.history import History
+from rollmesh.serve.client.sink import Keep, Kept
+from rollmesh.testing.mesh_sim.asker import BEAT_S, Asker
+from rollmesh.testing.mesh_sim.disk import SimDisk
+from rollmesh.testing.mesh_sim.kernel import Kernel, Killed
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.turns import GroupTurns
-from rollmesh.trainer.staleness import (
-    BatchTaken,
-    GroupArrived,
-    GroupAsked,
-    GroupEnded,
-    GroupStale,
-    StalenessManager,
-    StalenessSettings,
-    StepPublished,
-    TakeBatch,
-)
-from rollmesh.wire.machine import Ticked
+from rollmesh.trainer.pacing.course_events import Turn
+from rollmesh.wire.bodies import encode_ask
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import GroupAsk
+
+MAX_BYTES = (4_000, 24_000, 24_000)
+"""Of the journal; every third seed comes to it often."""
+NUM_SAMPLES = 2
+"""Of a group; all of them train."""
 
 
-class Trained(msgspec.Struct, frozen=True):
-    """One group in one step."""
+class Ended(msgspec.Struct, frozen=True):
+    """A group, as the program takes it from its client."""
 
     group_id: GroupId
-    step: int
-    oldest_step: int
+    turns: GroupTurns | None = None
+    """None where it ended without a result."""
+    reason: str = ""
+    """Why it did."""
 
 
 class SimClient(Asker):
-    """One client with one sink; it freezes but does not crash (recovery is a later machine's)."""
+    """See the module."""
 
-    def __init__(self, kernel: Kernel, network: Network, num_groups: int) -> None:
+    def __init__(self, kernel: Kernel, network: Network) -> None:
         super().__init__("client", kernel, network)
-        self._num_to_ask = num_groups
-        self.asks = Asks(AsksSettings(client_id=self.name, sink=self.name, beat_s=BEAT_S))
-        self.sink = network.machines.sink({"run": IntervalSet()})
-        self.staleness = StalenessManager(
-            StalenessSettings(batch=2, max_staleness=2, max_running=6)
-        )
-        self.asked: list[GroupId] = []
-        self.trained: list[Trained] = []
-        self.on_training: Callable[[Trained], None] = lambda _trained: None
-        """Looks at each, as it happens."""
-        self.num_steps = 0
-        self.step_of_version = {0: 0}
-        self.to_publish: list[int] = []
-        """Steps whose weights wait for the publisher."""
-        self._turns: dict[GroupId, GroupTurns] = {}
-        self._is_training = False
-
-    def start(self) -> None:
-        self._tick()
-
-    def open_groups(self) -> int:
-        """Asked and not ended."""
-        return len(self.asked) - len(self.endings)
+        self.disk = SimDisk(self, network)
+        self.arrivals: deque[Ended | Filed] = deque()
+        self._held_asks: deque[Asked] = deque()
+        self._num_asked = 0
+        self.max_bytes = MAX_BYTES[kernel.seed % len(MAX_BYTES)]
+        self.book = self._open_book()
+        self.asks = self._new_asks()
+        self.sink = network.machines.sink(self.book.ended)
 
     @property
-    def wants_more(self) -> bool:
-        return len(self.asked) < self._num_to_ask
+    def run_id(self) -> str:
+        return f"run-{self.life}"
 
-    def published(self, step: int) -> None:
-        """The publisher brought the weights after `step` steps to the fleet."""
-        self.staleness.step(StepPublished(step))
+    def open_book(self) -> History:
+        """What earlier lives have left."""
+        self.book = self._open_book()
+        return self.book.history()
 
-    def _tick(self) -> None:
-        self._tell(Ticked())
-        while self.wants_more and self.staleness.capacity:
-            self._ask()
-        if self.asks.open and self._network.strikes("cancel"):
-            group_id = self._kernel.rng.choice(list(self.asks.open))
-            self._tell(Cancelled(group_id, "cancelled: why not"))
-        self._train()
-        self._kernel.after(TICK_S, self._tick, self)
+    def begin(self, saved: StateSaved) -> None:
+        """Go on with what is open, and hand out what no step took."""
+        self.arrivals.clear()
+        self._held_asks.clear()
+        self._num_asked = 0
+        self.asks = self._new_asks()
+        try:
+            self.arrivals += self.book.begin(RunBegan(self.run_id, self.name, self.name), saved)
+        except JournalError:
+            raise Killed(self) from None
+        self.sink = self._network.machines.sink(self.book.ended)
+        for asked in self.book.reopened():
+            self._tell(asked)
 
-    def _ask(self) -> None:
-        group_id = GroupId("run", len(self.asked))
-        self.asked.append(group_id)
-        self.staleness.step(GroupAsked(group_id))
-        self._tell(Asked(group_id=group_id, env="guess", num_samples=2, body=b"task"))
+    def ask(self, turn: Turn, asked_step: int, num_drawn: int) -> GroupId:
+        """Ask for a group."""
+        group_id = GroupId(self.run_id, self._num_asked)
+        self._num_asked += 1
+        body = GroupAsk(task=turn.task, sampling=SamplingPolicy(), seed=0, is_eval=turn.is_eval)
+        asked = Asked(
+            group_id=group_id,
+            env="guess",
+            num_samples=NUM_SAMPLES,
+            asked_step=asked_step,
+            num_drawn=num_drawn,
+            is_eval=turn.is_eval,
+            again=turn.again,
+            body=encode_ask(body),
+        )
+        is_first = not self._held_asks
+        self._held_asks.append(asked)
+        if is_first:
+            self.say_held_asks()
+        self._network.num["held_ask"] += bool(self._held_asks)
+        return group_id
 
-    def _kept(self, keep: Keep) -> None:
-        group_id = keep.message.group_id
+    def say_held_asks(self) -> None:
+        """Those for which there is room again."""
+        while self._held_asks and not self.book.is_full and self._say(self._held_asks[0]):
+            self._held_asks.popleft()
+
+    def take(self, most: int) -> list[Ended]:
+        """What has ended, some of it at a time."""
+        num = min(most, len(self.arrivals))
+        return [self._open(self.arrivals.popleft()) for _ in range(num)]
+
+    def open(self, filed: Filed) -> GroupTurns:
+        """A result that stands on the disk."""
+        return msgspec.msgpack.decode(self.book.load(filed).body, type=GroupTurns)
+
+    def note(self, entry: StepTaken | Published) -> None:
+        """Before the act; a trainer whose disk does not take it ends."""
+        try:
+            self.book.note(entry)
+        except JournalError:
+            raise Killed(self) from None
+
+    def part(self, parted: GroupParted) -> None:
+        """With a result that no step takes."""
+        try:
+            self.book.part(parted)
+        except JournalError:
+            self._network.num["owed"] += 1
+
+    def note_saved(self, saved: StateSaved) -> None:
+        """A savepoint is durable."""
+        try:
+            self.book.cover(saved)
+        except JournalError:
+            self._network.num["owed"] += 1
+
+    def _new_asks(self) -> Asks:
+        settings = AsksSettings(client_id=self.name, sink=self.name, beat_s=BEAT_S, keep=True)
+        return Asks(settings)
+
+    def _open_book(self) -> Book:
+        return self._network.machines.book(self.disk, self.max_bytes)
+
+    def _open(self, arrival: Ended | Filed) -> Ended:
+        if isinstance(arrival, Filed):
+            return Ended(arrival.group_id, self.open(arrival))
+        return arrival
+
+    def _say(self, asked: Asked) -> bool:
+        try:
+            self.book.ask(asked)
+        except JournalError:
+            self._network.num["refused_ask"] += 1
+            return False
+        self._tell(asked)
+        return True
+
+    def _tried(self, tried: GroupTried) -> None:
+        try:
+            self.book.note(tried)
+        except JournalError:
+            self._network.num["owed"] += 1
+
+    def _keep(self, keep: Keep) -> None:
+        message = keep.message
+        try:
+            self.book.keep(message, Packet(message, "", keep.body))
+        except JournalError:
+            return  # not acked: its worker sends it again
         turns = msgspec.msgpack.decode(keep.body, type=GroupTurns)
-        assert all(turn.is_exact() for turn in turns.turns), f"{group_id}: tokens are not exact"
-        self.endings.add(group_id, turns.reason)
-        if turns.reason:
-            self.staleness.step(GroupEnded(group_id))
-            return
-        self._turns[group_id] = turns
-        oldest_step = self.step_of_version[turns.oldest_version()]
-        self.staleness.step(GroupArrived(group_id, oldest_step))
+        for action in self.sink.step(Kept(keep), self._kernel.now_s(self)):
+            self._do_sink(action)
+        self._tell(Arrived(message.group_id))
+        self.arrivals.append(
+            Ended(message.group_id, turns if message.complete else None, turns.reason)
+        )
 
-    def _booked(self, group_id: GroupId) -> None:
-        self.staleness.step(GroupEnded(group_id))
-
-    def _train(self) -> None:
-        if self._is_training:
-            return
-        for action in self.staleness.step(TakeBatch(self.num_steps)):
-            match action:
-                case GroupStale(group_id):
-                    self._network.num["stale"] += 1
-                    self._turns.pop(group_id)
-                case BatchTaken(step, group_ids):
-                    self._is_training = True
-                    for group_id in group_ids:
-                        self._book_training(group_id, step)
-                    delay_s = self._kernel.rng.uniform(0.05, 0.4)
-                    self._kernel.after(delay_s, self._end_step, self)
-
-    def _book_training(self, group_id: GroupId, step: int) -> None:
-        turns = self._turns.pop(group_id)
-        oldest_step = self.step_of_version[turns.oldest_version()]
-        trained = Trained(group_id, step, oldest_step)
-        self.trained.append(trained)
-        self.on_training(trained)
-
-    def _end_step(self) -> None:
-        self._is_training = False
-        self.num_steps += 1
-        self.to_publish.append(self.num_steps)
+    def _booked(self, group_id: GroupId, reason: str) -> None:
+        try:
+            self.book.drop(group_id, reason)
+        except JournalError:
+            self._network.num["owed"] += 1
+        self.arrivals.append(Ended(group_id, None, reason))

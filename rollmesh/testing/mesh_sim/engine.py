@@ -16,6 +16,10 @@ from rollmesh.testing.mesh_sim.network import Network
 STOP_TOKEN = 0
 STEP_S = 0.004
 """Time between two tokens of one request."""
+BOUND_STEP_S = 0.015
+"""Of one whose turn cannot be resumed: so that it outlasts the publisher's first look."""
+SLOW_STEP_S = 0.3
+"""Of a straggler: so that its group grows old."""
 
 
 class EngineChunk(msgspec.Struct, frozen=True):
@@ -38,8 +42,17 @@ class _Request(msgspec.Struct):
     num_left: int
     answer: Callable[[EngineChunk], None]
     caller: Node
+    is_bound: bool
+    """Its turn cannot be resumed elsewhere."""
+    is_slow: bool
     life: int
     """The caller's, when it called: an answer to the dead reaches nobody."""
+
+    @property
+    def step_s(self) -> float:
+        if self.is_slow:
+            return SLOW_STEP_S
+        return BOUND_STEP_S if self.is_bound else STEP_S
 
 
 class SimEngine(Node):
@@ -54,6 +67,11 @@ class SimEngine(Node):
         self.running: dict[str, _Request] = {}
         self._held: list[tuple[str, _Request]] = []
         self._hangups: list[tuple[Node, int, Callable[[], None]]] = []
+
+    @property
+    def num_requests(self) -> int:
+        """That run here, or wait."""
+        return len(self.running) + len(self._held)
 
     @property
     def incarnation(self) -> str:
@@ -78,12 +96,13 @@ class SimEngine(Node):
         self,
         caller: Node,
         rid: str,
-        request: tuple[Sequence[int], int],
+        request: tuple[Sequence[int], int, bool, bool],
         answer: Callable[[EngineChunk], None],
         hang_up: Callable[[], None],
     ) -> None:
-        """Sample `request` = (context, most tokens); `hang_up` if the connection breaks."""
-        context, num_left = request
+        """Sample `request` = (context, most tokens, whether its turn cannot be resumed, whether it
+        is slow); `hang_up` if the connection breaks."""
+        context, num_left, is_bound, is_slow = request
         life = caller.life
 
         def arrive() -> None:
@@ -92,7 +111,7 @@ class SimEngine(Node):
                 return
             if caller.life != life:
                 return
-            entry = _Request(list(context), num_left, answer, caller, life)
+            entry = _Request(list(context), num_left, answer, caller, is_bound, is_slow, life)
             self._hangups.append((caller, life, hang_up))
             if self.paused:
                 self._held.append((rid, entry))
@@ -108,6 +127,7 @@ class SimEngine(Node):
     def pause(self) -> None:
         """SGLang's mode `abort`: what runs ends as aborted, what comes waits."""
         self.paused = True
+        self._network.num["turn_cut"] += sum(each.is_bound for each in self.running.values())
         for rid in list(self.running):
             self._abort(rid)
 
@@ -119,7 +139,7 @@ class SimEngine(Node):
 
     def _begin(self, rid: str, entry: _Request) -> None:
         self.running[rid] = entry
-        self._kernel.after(STEP_S, lambda: self._advance(rid, entry), self)
+        self._kernel.after(entry.step_s, lambda: self._advance(rid, entry), self)
 
     def _advance(self, rid: str, entry: _Request) -> None:
         if self.running.get(rid) is not entry:
@@ -140,7 +160,7 @@ class SimEngine(Node):
         if finish:
             del self.running[rid]
         else:
-            self._kernel.after(STEP_S, lambda: self._advance(rid, entry), self)
+            self._kernel.after(entry.step_s, lambda: self._advance(rid, entry), self)
 
     def _abort(self, rid: str) -> None:
         entry = self.running.pop(rid, None)

@@ -40,6 +40,14 @@ class Node:
         self.alive = True
 
 
+class Killed(Exception):
+    """The process of `node` was killed in the middle of what it does."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(f"{node.name} was killed")
+        self.node = node
+
+
 class Kernel:
     """The agenda, the clock and the dice."""
 
@@ -48,6 +56,7 @@ class Kernel:
         self.rng = random.Random(seed)
         self.time_s = 0.0
         self.num_events = 0
+        self.on_killed: Callable[[Node], None] = lambda node: node.crash()
         self._agenda: list[tuple[float, int, Node | None, int, Callable[[], None]]] = []
         self._count = 0
 
@@ -83,6 +92,9 @@ class Kernel:
                     heapq.heappush(agenda, entry)
                     continue
             self.num_events += 1
-            call()
+            try:
+                call()
+            except Killed as killed:
+                self.on_killed(killed.node)
         if self.time_s < until_s < math.inf:
             self.time_s = until_s

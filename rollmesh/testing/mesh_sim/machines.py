@@ -4,12 +4,21 @@ Invariant: the defaults are the machines that the processes run. Driven by mesh.
 to the nodes.
 """
 
+from collections.abc import Callable
+
 import msgspec
 
 from rollmesh.engine.fleet import Fleet
 from rollmesh.runtime.generation import GenerationMachine
+from rollmesh.serve.client.book import Book
+from rollmesh.serve.client.history import History
 from rollmesh.serve.client.sink import Sink
 from rollmesh.serve.router.ledger import Ledger
+from rollmesh.trainer.pacing.course import Course
+from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
+from rollmesh.trainer.savepoints.due import Due
+from rollmesh.trainer.savepoints.state import LoopState
+from rollmesh.trainer.staleness import StalenessManager
 
 
 class Machines(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +28,11 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
     fleet: type[Fleet] = Fleet
     sink: type[Sink] = Sink
     generation: type[GenerationMachine] = GenerationMachine
+    book: type[Book] = Book
+    staleness: type[StalenessManager] = StalenessManager
+    course: type[Course] = Course
+    due: type[Due] = Due
+    plan: Callable[[LoopState | None, History], Recovery] = plan_recovery
 
 
 REAL = Machines()

@@ -65,6 +65,22 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """Per second of the publisher: what an engine sampled is found not to be of its weights."""
     nonsense: float = 0.0
     """Per second: a message about nothing real, to anybody."""
+    straggler: float = 0.0
+    """Per rollout: its tokens come slowly."""
+    agent_failed: float = 0.0
+    """Per rollout: its agent ends in an error, and nothing of it trains."""
+    killed_before_write: float = 0.0
+    """Per entry of the trainer's journal: it is killed instead."""
+    killed_after_write: float = 0.0
+    """Per entry: it is killed before it acts on it."""
+    disk_full: float = 0.0
+    """Per entry: there is no room for it."""
+    save_failed: float = 0.0
+    """Per savepoint: it cannot be written."""
+    save_broke: float = 0.0
+    """Per life of the trainer: the newest savepoint is no longer whole."""
+    zombie: float = 0.0
+    """Per death of the trainer: its publisher is frozen for a while, and goes on."""
 
 
 class Network:

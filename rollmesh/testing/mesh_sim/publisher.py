@@ -1,15 +1,19 @@
-"""The simulated publisher: the Publisher machine, its calls to engines, and a crash now and then.
+"""The simulated publisher: the Publisher machine and its calls to engines.
 
-A new life publishes the newest weights again under a fresh version, as a restarted trainer would.
-Driven by the kernel: ticks, the router's answers, the engines' answers.
+One for each life of the trainer, under a name of its own, as each has its own route to the router.
+An old one may outlive its trainer for a while: what it says then is from another time. Driven by
+the trainer and the kernel: ticks, the router's answers, the engines' answers.
 """
 
-from rollmesh.testing.mesh_sim.client import SimClient
+from collections.abc import Callable
+
+import msgspec
+
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.trainer.fencing import FenceAsked, FenceTold, Fencing
-from rollmesh.trainer.publisher import (
+from rollmesh.trainer.meter.fencing import FenceAsked, FenceTold, Fencing
+from rollmesh.trainer.weights.events import (
     Action,
     CallEngine,
     EngineCalled,
@@ -17,37 +21,44 @@ from rollmesh.trainer.publisher import (
     Probe,
     PublishAsked,
     PublishEnded,
-    Publisher,
-    PublisherSettings,
+    Superseded,
     UpdatePhase,
 )
+from rollmesh.trainer.weights.publisher import Publisher, PublisherSettings
+from rollmesh.wire.fleet import BeginUpdate
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 
 TICK_S = 0.1
-SETTINGS = PublisherSettings(lease_s=1.5, repeat_s=0.2, read_s=0.3, retry_s=0.3)
+SETTINGS = PublisherSettings(
+    lease_s=1.5, drain_leases=0.8, repeat_s=0.2, read_s=0.3, retry_s=0.3, look_s=0.03
+)
 
 
 class SimPublisher(Node):
-    """One publisher, in the trainer's process but mortal on its own."""
+    """The publisher of one life of the trainer."""
 
     def __init__(
         self,
+        name: str,
         kernel: Kernel,
         network: Network,
         engines: dict[str, SimEngine],
-        client: SimClient,
+        on_end: Callable[[int], None],
+        run: str,
     ) -> None:
-        super().__init__("publisher")
+        """`on_end` is told the policy version whose publication is over; publishers of one `run`
+        live one after the other."""
+        super().__init__(name)
         self._kernel = kernel
         self._network = network
         self._engines = engines
-        self._client = client
-        self._publisher = Publisher(SETTINGS)
+        self._on_end = on_end
+        self._publisher = Publisher(msgspec.structs.replace(SETTINGS, name=run))
         self._fencing = Fencing()
-        self._step = 0
-        self._is_publishing = False
-        self.num_published = 0
+        self.is_publishing = False
+        self._drains: dict[str, tuple[float, bool]] = {}
+        """When each began, and whether its last look saw nothing run."""
         network.attach(self, self._receive)
 
     def start(self) -> None:
@@ -55,32 +66,24 @@ class SimPublisher(Node):
 
     def crash(self) -> None:
         super().crash()
-        self._network.transitions.forget("publisher")
+        self._network.transitions.forget(self._watched)
 
-    def restart(self) -> None:
-        super().restart()
-        self._publisher, self._fencing = Publisher(SETTINGS), Fencing()
-        self._is_publishing = False
-        if self._step and self._step not in self._client.to_publish:
-            self._client.to_publish.insert(0, self._step)
-        self.start()
+    def publish(self, policy_version: int) -> None:
+        """Bring the newest weights to the engines, under this name."""
+        self.is_publishing = True
+        self._give(PublishAsked(policy_version, f"v{policy_version}", probe_of(policy_version)))
+
+    @property
+    def _watched(self) -> str:
+        return f"publisher@{self.name}"
 
     def _tick(self) -> None:
-        if self._client.to_publish and not self._is_publishing:
-            self._publish(self._client.to_publish.pop(0))
         if self._network.strikes("lie", TICK_S):
             engine = self._kernel.rng.choice(list(self._engines.values()))
             self._fence(FenceAsked(engine.name, engine.policy_version, "lies"))
         self._give(Ticked())
         self._fence(Ticked())
         self._kernel.after(TICK_S, self._tick, self)
-
-    def _publish(self, step: int) -> None:
-        steps = self._client.step_of_version
-        policy_version = max(steps) + 1
-        steps[policy_version] = step
-        self._step, self._is_publishing = step, True
-        self._give(PublishAsked(policy_version, f"v{policy_version}", probe_of(policy_version)))
 
     def _receive(self, source: str, packet: Packet) -> None:
         assert source == "router"
@@ -98,30 +101,58 @@ class SimPublisher(Node):
 
     def _give(self, event: Event) -> None:
         actions: list[Action] = self._publisher.step(event, self._kernel.now_s(self))
-        self._network.transitions.watch("publisher", self._publisher.phases())
+        self._network.transitions.watch(self._watched, self._publisher.phases())
         for action in actions:
             match action:
-                case Send():
-                    self._network.send(self, "router", Packet(action.message))
+                case Send(message=message):
+                    if isinstance(message, BeginUpdate):
+                        self._note_lease(message.url)
+                    self._network.send(self, "router", Packet(message))
                 case CallEngine():
                     self._call(action)
-                case PublishEnded():
-                    self.num_published += 1
-                    self._is_publishing = False
-                    self._client.published(self._step)
+                case Superseded(policy_version, by):
+                    assert policy_version < by, f"{self.name} gives way to older weights"
+                    self._network.num["superseded"] += 1
+                case PublishEnded(report):
+                    self.is_publishing = False
+                    self._on_end(report.policy_version)
+
+    def _note_lease(self, url: str) -> None:
+        """One that is renewed is no new drain."""
+        if self._publisher.phases()[url] is UpdatePhase.BEGINNING:
+            self._drains.pop(url, None)
+        else:
+            self._network.num["leases_renewed"] += 1
 
     def _call(self, call: CallEngine) -> None:
         engine, life = self._engines[call.url], self.life
+        if call.phase is UpdatePhase.PAUSING:
+            self._check_drain(engine)
+        elif call.phase is UpdatePhase.DRAINING:
+            self._drains.setdefault(call.url, (self._kernel.now_s(self), False))
+        else:
+            self._drains.pop(call.url, None)
 
         def arrive() -> None:
             ok = engine.alive and not self._network.strikes("call_error")
             if ok:
+                before = engine.policy_version
                 carry_out(engine, call)
+                self._network.num["older_weights"] += engine.policy_version < before
             logprobs = probe_of(engine.policy_version).logprobs
-            called = EngineCalled(call.url, call.serial, ok, "" if ok else "no answer", logprobs)
+            why, num_requests = "" if ok else "no answer", engine.num_requests
+            called = EngineCalled(call.url, call.serial, ok, why, logprobs, num_requests)
+            if ok and call.phase is UpdatePhase.DRAINING and call.url in self._drains:
+                self._drains[call.url] = (self._drains[call.url][0], not num_requests)
             self._network.answer(self, life, lambda: self._give(called))
 
-        self._kernel.after(self._kernel.rng.uniform(0.001, 0.05), arrive)
+        self._kernel.after(call.after_s + self._kernel.rng.uniform(0.001, 0.05), arrive)
+
+    def _check_drain(self, engine: SimEngine) -> None:
+        """What runs is cut only when nothing ran, or when it had its time."""
+        begun_s, was_idle = self._drains[engine.name]
+        spent_s = self._kernel.now_s(self) - begun_s
+        assert was_idle or spent_s >= SETTINGS.lease_s * SETTINGS.drain_leases
 
 
 def carry_out(engine: SimEngine, call: CallEngine) -> None:

@@ -31,6 +31,8 @@ SETTINGS = GenerationSettings(
     abort_timeout_s=0.5,
 )
 MAX_RESTARTS = 50
+BOUND_SHARE = 0.2
+"""Of turns that cannot be resumed: these have a penalty."""
 
 
 class Runner(Protocol):
@@ -63,12 +65,16 @@ class SimRollout:
         self.index = index
         self.turns: list[Turn] = []
         self.error = ""
+        self.is_slow = run.strikes("straggler")
+        self.has_failed = run.strikes("agent_failed")
         self.machine: GenerationMachine
         self._kernel = kernel
         self._run = run
         self._num_turns = kernel.rng.randint(1, 3)
         self._num_begun = 0
         self._min_policy_version = -1
+        self._newest = -1
+        """That a turn of it was sampled with."""
 
     @property
     def session_key(self) -> str:
@@ -85,7 +91,11 @@ class SimRollout:
             generation_id=f"{self.session_key}/{len(self.turns)}",
             session_key=self.session_key,
             prompt_ids=self._context(),
-            params=SamplingParams(max_tokens=12, stop_token_ids=(STOP_TOKEN,)),
+            params=SamplingParams(
+                max_tokens=12,
+                stop_token_ids=(STOP_TOKEN,),
+                presence_penalty=0.5 if self._kernel.rng.random() < BOUND_SHARE else 0.0,
+            ),
             min_policy_version=self._min_policy_version,
             stream=self._kernel.rng.random() < 0.5,
         )
@@ -122,6 +132,9 @@ class SimRollout:
         self._min_policy_version = machine.min_policy_version
         if machine.state is GenerationState.COMMITTED:
             sampled = machine.sampled
+            assert all(run.policy_version >= self._newest for run in sampled.policy_versions), (
+                f"{self.session_key} went back to older weights"
+            )
             turn = Turn(
                 tuple(machine.request.prompt_ids),
                 tuple(sampled.token_ids),
@@ -130,6 +143,7 @@ class SimRollout:
                 tuple(sampled.engines),
             )
             self.turns.append(turn)
+            self._newest = max(self._newest, *(run.policy_version for run in turn.policy_versions))
         elif self._num_begun >= MAX_RESTARTS:
             self.error = f"infra_error: {machine.error}"
         if self.is_over:

@@ -19,6 +19,11 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     finish: str
     engines: tuple[str, ...]
 
+    @property
+    def index(self) -> int:
+        """Of its rollout, which begins every context."""
+        return self.context[1]
+
     def is_exact(self) -> bool:
         """Whether every token is what its version's weights sample after what stands before.
 
@@ -45,7 +50,27 @@ class GroupTurns(msgspec.Struct, frozen=True):
     turns: tuple[Turn, ...] = ()
     reason: str = ""
     """Why there are no turns."""
+    failed: tuple[int, ...] = ()
+    """Rollouts of which nothing trains, by their index."""
 
-    def oldest_version(self) -> int:
-        """The oldest policy version of any token."""
-        return min(run.policy_version for turn in self.turns for run in turn.policy_versions)
+    def are_exact(self) -> bool:
+        """Whether all turns are, and no session has seen older weights after newer ones."""
+        if not all(turn.is_exact() for turn in self.turns):
+            return False
+        seen: dict[tuple[int, ...], int] = {}
+        for turn in self.turns:
+            session = turn.context[:2]
+            versions = [run.policy_version for run in turn.policy_versions]
+            if versions and versions[0] < seen.get(session, 0):
+                return False
+            seen[session] = max(versions, default=seen.get(session, 0))
+        return True
+
+    def rollouts(self) -> tuple[frozenset[int], ...]:
+        """The policy versions of the tokens of each rollout that may train."""
+        versions: dict[int, set[int]] = {}
+        for turn in self.turns:
+            known = versions.setdefault(turn.index, set())
+            known |= {run.policy_version for run in turn.policy_versions}
+        kept = (each for at, each in sorted(versions.items()) if at not in self.failed)
+        return tuple(map(frozenset, kept))

@@ -12,6 +12,7 @@ import msgspec
 
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.serve.client.asks import Asked, Asks, AsksSettings, Cancelled, Closed
+from rollmesh.serve.client.entries import GroupTried
 from rollmesh.testing.mesh_sim.asker import BEAT_S, TICK_S, Asker
 from rollmesh.testing.mesh_sim.errands import PLAIN, POISON
 from rollmesh.testing.mesh_sim.kernel import Kernel
@@ -19,7 +20,8 @@ from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.wire.machine import Ticked
 
 MAX_OPEN = 4
-PATIENCE_S = 5.0
+PATIENCE_S = 10.0
+"""With a full router: longer than all workers take to restart, one after the other."""
 
 
 class Visitor(Asker):
@@ -41,6 +43,7 @@ class Visitor(Asker):
         self.keep = keep
         self.asked: dict[GroupId, Asked] = {}
         """With the endings its journal: what it wanted."""
+        self._tries: dict[GroupId, GroupTried] = {}
         self._num_to_ask = num_groups
         self._weight = kernel.rng.randint(1, 3)
         self._begin_life()
@@ -64,8 +67,10 @@ class Visitor(Asker):
         self._begin_life()
         for group_id, asked in self.asked.items():
             if group_id not in self.endings:
-                # How many attempts have begun, no journal says.
-                again = msgspec.structs.replace(asked, attempts=1)
+                tried = self._tries.get(group_id, GroupTried(group_id, 1, 0))
+                again = msgspec.structs.replace(
+                    asked, attempts=tried.attempts, excused=tried.excused
+                )
                 self._tell(again)
         self.start()
 
@@ -73,6 +78,9 @@ class Visitor(Asker):
         """It ends in good order."""
         self._tell(Closed())
         self.crash()
+
+    def _tried(self, tried: GroupTried) -> None:
+        self._tries[tried.group_id] = tried
 
     def _begin_life(self) -> None:
         settings = AsksSettings(

@@ -13,7 +13,7 @@ import msgspec
 
 from rollmesh.core.ids import GroupId
 from rollmesh.engine.answers import Finish
-from rollmesh.engine.view import FleetView
+from rollmesh.engine.view import FleetView, is_lost
 from rollmesh.runtime.generation import Action as LegAction
 from rollmesh.runtime.generation import GenerationMachine
 from rollmesh.runtime.generation_events import (
@@ -27,7 +27,9 @@ from rollmesh.runtime.generation_events import (
     ReportFault,
     Sealed,
     StartLeg,
+    UpdateBegun,
 )
+from rollmesh.runtime.leg import is_resumable
 from rollmesh.serve.server.duties import (
     Abort,
     Begin,
@@ -47,7 +49,7 @@ from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.rollouts import SimRollout
 from rollmesh.testing.mesh_sim.turns import GroupTurns
-from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChanged
+from rollmesh.wire.fleet import EngineFaulted, EnginePhase, FleetChanged
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import EnvFailed, WorkerBeat
@@ -179,7 +181,9 @@ class SimWorker(Node):
                 pid=self._pid,
                 started_s=float(self._pid),
                 host=self._host,
-                outbox=OutboxSettings(resend_s=0.5, max_resend_s=2.0, delivery_timeout_s=10.0),
+                outbox=OutboxSettings(
+                    resend_s=0.5, max_resend_s=2.0, delivery_timeout_s=10.0, absent_s=0.8
+                ),
             )
         )
 
@@ -237,10 +241,13 @@ class SimWorker(Node):
         for rollout in [each for group in self.groups.values() for each in group]:
             machine = rollout.machine
             row = self.view.find(machine.leg_url) if machine.leg_url else None
-            if machine.leg_url and is_lost(row, machine.leg_incarnation):
+            if machine.leg_url and (row is None or is_lost(row, machine.leg_incarnation)):
                 rollout.step(EngineLost(machine.leg_url))
+            is_updating = row is not None and row.phase is EnginePhase.UPDATING
             paused = self.view.is_paused(rollout.machine.min_policy_version)
-            rollout.step(FleetMoved(paused))
+            rollout.step(FleetMoved(is_updating if machine.leg_url and row else paused))
+            if row and is_updating:
+                rollout.step(UpdateBegun(row.url))
 
     def _do(self, actions: list[DutyAction]) -> None:
         self._watch()
@@ -256,7 +263,9 @@ class SimWorker(Node):
                 case Forget(group_id):
                     self.groups.pop(group_id, None)
                     self.payloads.pop(group_id, None)
-                case Left():
+                case Left(num_given_back):
+                    if num_given_back:
+                        self._network.num["given_back"] += num_given_back
                     self.end("exit code 75")
 
     def _begin(self, begin: Begin) -> None:
@@ -323,7 +332,8 @@ class SimWorker(Node):
             return
         error = next((each.error for each in siblings if each.error), "")
         turns = () if error else tuple(turn for each in siblings for turn in each.turns)
-        payload = msgspec.msgpack.encode(GroupTurns(turns, error))
+        failed = tuple(each.index for each in siblings if each.has_failed)
+        payload = msgspec.msgpack.encode(GroupTurns(turns, error, failed))
         del self.groups[rollout.group_id]
         self._tell_ended(rollout.group_id, complete=not error, payload=payload)
 
@@ -357,7 +367,8 @@ class SimWorker(Node):
         def hang_up() -> None:
             self._tell(rollout, machine, LegFailed(leg.leg, "the connection broke"))
 
-        request = (machine.context(), leg.max_new_tokens)
+        is_bound = not is_resumable(machine.request.params)
+        request = (machine.context(), leg.max_new_tokens, is_bound, rollout.is_slow)
         self._engines[leg.url].generate(self, leg.rid, request, answer, hang_up)
 
     def _tell(
@@ -370,10 +381,3 @@ class SimWorker(Node):
             rollout.step(event)
         else:
             machine.step(event, self._kernel.now_s(self))
-
-
-def is_lost(row: EngineRow | None, incarnation: str) -> bool:
-    """Whether a leg that began at `incarnation` has nothing more to expect there."""
-    if row is None or row.phase in (EnginePhase.FENCED, EnginePhase.GONE):
-        return True
-    return row.incarnation != incarnation

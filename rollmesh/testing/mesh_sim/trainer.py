@@ -1,0 +1,381 @@
+"""The trainer of the simulated mesh: a client, steps that take time, savepoints, and its recovery.
+
+    RISING (savepoint + journal -> plan) -> REDOING (steps of the plan) -> RENAMING (the weights are
+    published under a new version) -> MEASURING (an evaluation, in some seeds) -> TRAINING (asks
+    again) --killed at any moment--> RISING
+
+A shell of the course, as pacer and train loop are: what becomes of each group that says, and this
+carries it out. Its weights are the steps that they are made of, so that witness.py can tell whether
+any is missing, doubled or of other groups. Invariant: over a life's end it keeps the journal, its
+ledger and the savepoints that were whole by then, nothing else. Driven by the kernel.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import Task
+from rollmesh.serve.client.asks import Cancelled
+from rollmesh.serve.client.entries import GroupParted, Published, StepTaken, num_in
+from rollmesh.serve.client.history import History
+from rollmesh.testing.mesh_sim.asker import TICK_S
+from rollmesh.testing.mesh_sim.client import NUM_SAMPLES, Ended, SimClient
+from rollmesh.testing.mesh_sim.engine import SimEngine
+from rollmesh.testing.mesh_sim.kernel import Kernel
+from rollmesh.testing.mesh_sim.network import Network
+from rollmesh.testing.mesh_sim.publisher import SimPublisher
+from rollmesh.testing.mesh_sim.witness import Witness
+from rollmesh.trainer.pacing.course import Course
+from rollmesh.trainer.pacing.course_events import (
+    Action,
+    Arrived,
+    Asked,
+    Came,
+    Failed,
+    Fate,
+    Keep,
+    Leave,
+    Minted,
+    Parted,
+    Retake,
+    StepDone,
+    Take,
+    Train,
+    Turn,
+)
+from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
+from rollmesh.trainer.savepoints.state import LoopState
+from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
+from rollmesh.wire.machine import Ticked
+
+WAIT = StalenessSettings(
+    batch=2 * NUM_SAMPLES, max_staleness=2, max_concurrent=6 * NUM_SAMPLES, policy="wait"
+)
+POLICIES = [
+    WAIT,
+    *(
+        # One step sooner, so that more is too old.
+        msgspec.structs.replace(WAIT, policy=policy, max_staleness=1)
+        for policy in ("drop", "mask", "requeue")
+    ),
+]
+SAVE_STEPS = (1, 2, 50)
+"""Between savepoints; the last is only for those that a full journal forces."""
+PUBLISH_STEPS = (1, 2)
+"""Between publications; by two some steps train what those before have left them room for."""
+NUM_EVALS = (0, 3)
+"""Groups of the evaluation before all steps."""
+NUM_SAVES = 2
+"""Savepoints that are kept."""
+STEP_S = (0.05, 0.4)
+SAVE_S = (0.02, 0.8)
+MOST_AT_ONCE = 3
+"""Results that the client hands out in a turn."""
+
+
+class Save(msgspec.Struct, frozen=True):
+    """A savepoint."""
+
+    state: LoopState
+    weights: tuple[StepTaken, ...]
+    num_left: int
+    """How much of the ledger it covers."""
+
+
+class SimTrainer(SimClient):
+    """See the module."""
+
+    staleness: StalenessManager
+    course: Course
+    waiting: set[GroupId]
+    """Groups whose results are here, and have not left."""
+
+    def __init__(
+        self, kernel: Kernel, network: Network, engines: dict[str, SimEngine], num_groups: int
+    ) -> None:
+        super().__init__(kernel, network)
+        self._settings = POLICIES[kernel.seed // 2 % len(POLICIES)]
+        self.witness = Witness(self._settings, NUM_SAMPLES)
+        self.disk.on_write = self.witness.wrote
+        self.endings = self.witness.endings
+        self.publisher: SimPublisher | None = None
+        self.zombies: list[SimPublisher] = []
+        """Publishers whose trainer is dead."""
+        self.ledger: list[Leave] = []
+        """How groups have left; a life goes on from what its savepoint covers of it."""
+        self._engines = engines
+        self._num_to_ask = num_groups
+        # One without a name takes nothing over: leases alone free what its dead one held. One with
+        # a name has the word of its journal's lock that the life before is dead.
+        self._run = self.name if kernel.seed % 2 else ""
+        self._save_steps = SAVE_STEPS[kernel.seed // 3 % len(SAVE_STEPS)]
+        self._publish_steps = PUBLISH_STEPS[kernel.seed // 8 % len(PUBLISH_STEPS)]
+        self._num_to_measure = NUM_EVALS[kernel.seed // 4 % len(NUM_EVALS)]
+        self._forget_all(plan_recovery(None, History()), [])
+        self._shelf: list[Save] = []
+        """Whole savepoints, the newest last."""
+
+    # what remains to be done
+
+    @property
+    def wants_more(self) -> bool:
+        return self._num_drawn < self._num_to_ask or bool(self.course.to_ask_again)
+
+    @property
+    def is_busy(self) -> bool:
+        """It has something to do that nobody else needs to begin."""
+        is_before = not self._is_admitting or self._is_measuring
+        return bool(self._redo or self.arrivals or self._is_training or is_before)
+
+    # lives
+
+    def start(self) -> None:
+        """Rise, for the first time or again."""
+        save = self._newest_save()
+        history = self.open_book()
+        plan = self._network.machines.plan(save.state if save else None, history)
+        del self.ledger[save.num_left if save else 0 :]
+        self._forget_all(plan, list(save.weights) if save else [])
+        self.witness.recovered(history, plan)
+        self._do(self.course.go_on(plan))
+        for entry in plan.parted:
+            self._stay_parted(entry, plan)
+        self.begin(plan.saved)
+        assert {each.group_id for each in self.arrivals} >= {each.group_id for each in plan.ready}
+        self.publisher = SimPublisher(
+            f"publisher-{self.life}",
+            self._kernel,
+            self._network,
+            self._engines,
+            partial(self._published, self.life),
+            run=self._run,
+        )
+        self.publisher.start()
+        if not self._redo:
+            self._publish(self._num_steps)
+        self._tick()
+
+    def restart(self) -> None:
+        super().restart()
+        self.start()
+
+    def crash(self) -> None:
+        super().crash()
+        publisher, self.publisher = self.publisher, None
+        if publisher is None:
+            return
+        if not self._run and self._network.strikes("zombie"):
+            self.zombies.append(publisher)
+            publisher.freeze(self._kernel.now_s() + self._kernel.rng.expovariate(1.0))
+        else:
+            publisher.crash()
+
+    def freeze(self, until_s: float) -> None:
+        super().freeze(until_s)
+        if self.publisher:
+            self.publisher.freeze(until_s)
+
+    def lay_zombies(self) -> None:
+        """Those that still walk are killed at last."""
+        for each in self.zombies:
+            if each.alive:
+                each.crash()
+
+    def look_at_ledger(self) -> None:
+        """At rest."""
+        self.witness.look_at_ledger(self.ledger, self.waiting)
+
+    def _newest_save(self) -> Save | None:
+        if self._shelf and self._network.strikes("save_broke"):
+            self._shelf.pop()
+        return self._shelf[-1] if self._shelf else None
+
+    def _forget_all(self, plan: Recovery, weights: list[StepTaken]) -> None:
+        machines = self._network.machines
+        newest, step = max(plan.step_of_version.items())
+        self.staleness = machines.staleness(self._settings, step, newest)
+        self.course = machines.course(self.staleness, NUM_SAMPLES)
+        self._weights = weights
+        self._num_steps = plan.num_steps if plan.redo else plan.next_step
+        self._redo = deque(plan.redo)
+        self._filed = plan.results
+        self._next_step = plan.next_step
+        self._policy_version = plan.policy_version - 1
+        self._num_drawn = plan.num_tasks
+        self._num_evals = num_in(plan.evals)
+        self.waiting = set()
+        self._due = machines.due(self._save_steps, num_in(plan.saved.gone))
+        self._is_training = self._is_saving = self._is_admitting = False
+
+    # the loop
+
+    def _tick(self) -> None:
+        self._tell(Ticked())
+        self.say_held_asks()
+        if self.asks.open and self._network.strikes("cancel"):
+            group_id = self._kernel.rng.choice(list(self.asks.open))
+            self._tell(Cancelled(group_id, "cancelled: why not"))
+        if not self._is_training:
+            self._turn()
+        self._kernel.after(TICK_S, self._tick, self)
+
+    def _turn(self) -> None:
+        if self._redo:
+            self._save_if_due()
+            self._take_again(self._redo.popleft())
+            return
+        if not self._is_admitting:
+            self._save_if_due()
+            return
+        for ended in self.take(self._kernel.rng.randint(1, MOST_AT_ONCE)):
+            self._book(ended)
+        if self._is_measuring:
+            self._measure()
+            self._save_if_due()
+            return
+        while self.course.may_ask(self._num_to_ask) and (turn := self._next_turn()):
+            group_id = self.ask(turn, self.staleness.published_step, self._num_drawn)
+            self.course.step(Asked(group_id, turn))
+        self._save_if_due()
+        self._do(self.course.step(Take(self._num_steps)))
+
+    @property
+    def _is_measuring(self) -> bool:
+        return self._num_evals < self._num_to_measure or self.course.num_measuring > 0
+
+    def _measure(self) -> None:
+        while self._num_evals < self._num_to_measure:
+            self._num_evals += 1
+            turn = Turn(self._draw(), is_eval=True)
+            group_id = self.ask(turn, self.staleness.published_step, self._num_drawn)
+            self.course.step(Asked(group_id, turn))
+
+    def _next_turn(self) -> Turn | None:
+        again = self.course.next_again()
+        if again or self._num_drawn >= self._num_to_ask:
+            return again
+        return Turn(self._draw())
+
+    def _draw(self) -> Task:
+        self._num_drawn += 1
+        return Task(id=str(self._num_drawn))
+
+    def _stay_parted(self, entry: GroupParted, plan: Recovery) -> None:
+        turns = self.open(plan.results[entry.group_id])
+        task = Task(id=self.witness.asked[entry.group_id])
+        self._do(self.course.step(Parted(entry, task, len(turns.rollouts()))))
+
+    def _take_again(self, again: StepTaken) -> None:
+        for group_id in again.group_ids:
+            self._book(Ended(group_id, self.open(self._filed[group_id])))
+        self._do(self.course.step(Retake(again)))
+        assert self._is_training, f"step {again.step} is not redone"
+
+    def _book(self, ended: Ended) -> None:
+        group_id, turns = ended.group_id, ended.turns
+        if turns is None:
+            self._do(self.course.step(Failed(group_id, ended.reason)))
+            return
+        task = Task(id=self.witness.asked[group_id])
+        self.waiting.add(group_id)
+        self._do(self.course.step(Came(group_id, task, turns.rollouts())))
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Keep():
+                    pass
+                case Leave():
+                    self._leave(action)
+                case Train(taken):
+                    if taken.step >= self._next_step:
+                        self.note(taken)
+                    self._network.num["masked"] += self.witness.trains(action)
+                    self._train(taken)
+
+    def _leave(self, leave: Leave) -> None:
+        assert leave.fate not in (Fate.STRANGE, Fate.FOREIGN), f"{leave.group_id}: {leave.why}"
+        self._network.num[f"left_{leave.fate}"] += 1
+        self.ledger.append(leave)
+        if leave.group_id in self.waiting:
+            self.waiting.discard(leave.group_id)
+            if leave.fate is not Fate.TRAINED:
+                why = leave.why or leave.fate
+                self.part(GroupParted(leave.group_id, why, self._num_steps, leave.times))
+
+    def _train(self, taken: StepTaken) -> None:
+        self._is_training = True
+        delay_s = self._kernel.rng.uniform(*STEP_S)
+        self._kernel.after(delay_s, lambda: self._end_step(taken), self)
+
+    def _end_step(self, taken: StepTaken) -> None:
+        self._weights.append(taken)
+        self.witness.trained(self._weights)
+        num_steps = taken.step + 1
+        if taken.step >= self._next_step and num_steps % self._publish_steps == 0:
+            self._publish(num_steps, and_then=lambda: self._book_step(num_steps))
+        else:
+            self._book_step(num_steps)
+
+    def _book_step(self, num_steps: int) -> None:
+        self._is_training = False
+        self._do(self.course.step(StepDone()))
+        self._due.stepped(num_steps)
+        self._num_steps = num_steps
+        if num_steps <= self._next_step and not self._redo:
+            self._num_steps = self._next_step
+            self._publish(self._num_steps)
+
+    def _publish(self, num_steps: int, and_then: Callable[[], None] = lambda: None) -> None:
+        """As soon as the publication before is over; the loop goes on as this one begins."""
+        assert self.publisher
+        if self.publisher.is_publishing:
+            self._kernel.after(TICK_S, lambda: self._publish(num_steps, and_then), self)
+            return
+        self._policy_version += 1
+        self.course.step(Minted(self._policy_version, num_steps))
+        self.note(Published(self._policy_version, num_steps))
+        self.publisher.publish(self._policy_version)
+        and_then()
+
+    def _published(self, life: int, policy_version: int) -> None:
+        if life != self.life or not self.alive:
+            return  # its publisher has outlived it
+        self.course.step(Arrived(self.course.versions.steps[policy_version]))
+        if not self._is_admitting:
+            self._is_admitting = True
+            self.witness.admitted(self.course.gone, self.staleness)
+
+    # savepoints
+
+    def _save_if_due(self) -> None:
+        now_s, is_full = self._kernel.now_s(), self.book.is_full
+        self._network.num["journal_full"] += is_full
+        if self._is_saving or not self._due.is_now(self.course.num_gone, now_s, is_full=is_full):
+            return
+        self._is_saving = True
+        self._due.begun(now_s)
+        state = LoopState(
+            num_steps=self._num_steps,
+            policy_version=self._policy_version,
+            step_of_version=dict(self.course.versions.steps),
+            num_tasks=self._num_drawn,
+            ended=self.course.gone,
+            waiting=self.course.to_ask_again,
+        )
+        save = Save(state, tuple(self._weights), len(self.ledger))
+        delay_s = self._kernel.rng.uniform(*SAVE_S)
+        self._kernel.after(delay_s, lambda: self._end_save(save), self)
+
+    def _end_save(self, save: Save) -> None:
+        self._is_saving = False
+        if self._network.strikes("save_failed"):
+            return
+        self._due.settled(num_in(save.state.ended))
+        self._shelf = [*self._shelf, save][-NUM_SAVES:]
+        # It is whole now; whether its maker lives to say so is another matter.
+        delay_s = self._kernel.rng.uniform(0.0, 0.1)
+        self._kernel.after(delay_s, lambda: self.note_saved(save.state.told()), self)

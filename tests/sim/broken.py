@@ -1,0 +1,257 @@
+"""Machines that break one rule each, for the simulator to find.
+
+Invariant: each is the real one but for that rule. Driven by test_mesh.py.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.ids import GroupId
+from rollmesh.engine.fleet import Action as FleetAction
+from rollmesh.engine.fleet import Event as FleetEvent
+from rollmesh.engine.fleet import Fleet
+from rollmesh.runtime.generation import Action as GenerationAction
+from rollmesh.runtime.generation import Event as GenerationEvent
+from rollmesh.runtime.generation import GenerationMachine
+from rollmesh.serve.client.arrivals import Filed, RawResult
+from rollmesh.serve.client.asks import Asked
+from rollmesh.serve.client.book import Book, Records
+from rollmesh.serve.client.entries import GroupsTaken, GroupTried, Published, StateSaved, StepTaken
+from rollmesh.serve.client.history import History
+from rollmesh.serve.client.sink import Sink
+from rollmesh.serve.router.ledger import Ledger
+from rollmesh.testing.mesh_sim.machines import Machines
+from rollmesh.trainer.pacing.course import Course
+from rollmesh.trainer.pacing.course_events import Action as CourseAction
+from rollmesh.trainer.pacing.course_events import Asked as CourseAsked
+from rollmesh.trainer.pacing.course_events import Came, Failed, Fate, Keep, Leave, Train, Turn
+from rollmesh.trainer.pacing.course_events import Event as CourseEvent
+from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
+from rollmesh.trainer.savepoints.due import Due
+from rollmesh.trainer.savepoints.state import LoopState
+from rollmesh.trainer.staleness import StalenessManager
+from rollmesh.trainer.staleness_events import Action as StalenessAction
+from rollmesh.wire.fleet import EnginePhase
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.messages import GroupFinished
+
+
+class SinkThatTakesEverything(Sink):
+    def has_ended(self, _group_id: GroupId) -> bool:
+        return False
+
+
+class LegThatForgetsAToken(GenerationMachine):
+    def context(self) -> list[int]:
+        return [*self.request.prompt_ids, *self.sampled.token_ids[1:]]
+
+
+class LedgerWithoutATick(Ledger):
+    def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
+        return [] if isinstance(event, Ticked) else super().step(event, now_s)
+
+
+class LedgerThatForgivesKillers(Ledger):
+    def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
+        for group in self.book.groups.values():
+            group.deaths = ()
+        return super().step(event, now_s)
+
+
+class LedgerThatExcusesAll(Ledger):
+    def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
+        for group in self.book.groups.values():
+            group.excused = group.attempt
+        return super().step(event, now_s)
+
+
+class FleetWhoseLeasesLast(Fleet):
+    def step(self, event: FleetEvent, now_s: float) -> list[FleetAction]:
+        for engine in self._engines.values():
+            if engine.row.phase is EnginePhase.UPDATING:
+                engine.until_s = math.inf
+        return super().step(event, now_s)
+
+
+class LegThatTakesOlderWeights(GenerationMachine):
+    def step(self, event: GenerationEvent, now_s: float) -> list[GenerationAction]:
+        self.min_policy_version = -1
+        return super().step(event, now_s)
+
+
+class BookThatForgetsWhatStepsTook(Book):
+    def note(self, entry: StepTaken | Published | GroupTried) -> None:
+        super().note(entry)
+        if isinstance(entry, StepTaken):
+            super().note(GroupsTaken(entry.group_ids))  # type: ignore[arg-type]
+
+
+class BookThatWritesAfterTheAct(Book):
+    def __init__(self, journal: Records, max_bytes: int) -> None:
+        super().__init__(journal, max_bytes)
+        self._late: StepTaken | Published | GroupTried | None = None
+
+    def note(self, entry: StepTaken | Published | GroupTried) -> None:
+        late, self._late = self._late, entry
+        if late:
+            super().note(late)
+
+
+class BookThatAsksUnwritten(Book):
+    def ask(self, asked: Asked) -> None:
+        pass
+
+
+class BookThatAcksUnwritten(Book):
+    def keep(self, message: GroupFinished, packet: Packet) -> RawResult:
+        return RawResult(message.group_id, 1, "", True, packet.body, (), 0)
+
+
+class BookThatLetsGoOfAll(Book):
+    def cover(self, saved: StateSaved) -> None:
+        super().cover(saved)
+        self._journal.drop_before(self._journal.end)
+
+
+class BookThatLetsGoOfNothing(Book):
+    def cover(self, saved: StateSaved) -> None:
+        self.note(saved)  # type: ignore[arg-type]
+
+
+class BookThatForgetsWhatWasPublished(Book):
+    """As soon as a savepoint covers it."""
+
+    def cover(self, saved: StateSaved) -> None:
+        super().cover(msgspec.structs.replace(saved, step_of_version={}))
+
+
+class BookThatIsNeverFull(Book):
+    is_full = False
+
+
+class StalenessThatJudgesNobody(StalenessManager):
+    def _judge(self, _step: int, _oldest_allowed: int) -> list[StalenessAction]:
+        return []
+
+
+class CourseThatMasksNothing(Course):
+    def _train(self, taken: StepTaken) -> Train:
+        return Train(super()._train(taken).taken)
+
+
+class CourseThatMasksAll(Course):
+    """Of groups that have anything old, what is not."""
+
+    def _train(self, taken: StepTaken) -> Train:
+        train = super()._train(taken)
+        return Train(taken, frozenset(self.versions.steps) if train.stale else train.stale)
+
+
+class CourseThatForgetsWhoLeft(Course):
+    """But for those that were trained."""
+
+    def _leave(self, group_id: GroupId, fate: Fate, *told: Any) -> Leave:
+        return (super()._leave if fate is Fate.TRAINED else Leave)(group_id, fate, *told)
+
+
+class CourseThatForgetsWhatItTrained(Course):
+    def _leave(self, group_id: GroupId, fate: Fate, *told: Any) -> Leave:
+        return (Leave if fate is Fate.TRAINED else super()._leave)(group_id, fate, *told)
+
+
+class CourseThatAsksNothingAgain(Course):
+    to_ask_again = ()
+
+    def next_again(self) -> None:
+        """Whatever came too late."""
+
+
+class CourseThatTrainsWhatFailed(Course):
+    """As if what no rollout of it gives were something."""
+
+    def _come(self, came: Came, turn: Turn) -> Keep | Leave:
+        every = frozenset(self.versions.steps)
+        return super()._come(
+            msgspec.structs.replace(came, rollouts=came.rollouts or (every,)), turn
+        )
+
+
+class CourseThatCountsEvaluations(Course):
+    """As if they were to train."""
+
+    def _ask(self, asked: CourseAsked) -> None:
+        super()._ask(CourseAsked(asked.group_id, Turn(asked.turn.task)))
+
+
+class CourseThatCountsWhatFailed(Course):
+    """For ever, among those that run."""
+
+    def step(self, event: CourseEvent) -> list[CourseAction]:
+        if isinstance(event, Failed):
+            self._open.pop(event.group_id)
+            return [Leave(event.group_id, Fate.FAILED)]
+        return super().step(event)
+
+
+class DueWhenItsTimeComes(Due):
+    """And not for a full journal."""
+
+    def is_now(self, num_gone: int, now_s: float, **_told: bool) -> bool:
+        return super().is_now(num_gone, now_s, is_full=False)
+
+
+def plan_that(**otherwise: Callable[[Recovery], Any]) -> Machines:
+    """One whose plan is wrong in one thing."""
+
+    def plan(saved: LoopState | None, history: History) -> Recovery:
+        right = plan_recovery(saved, history)
+        wrong = {name: value(right) for name, value in otherwise.items()}
+        return msgspec.structs.replace(right, **wrong)
+
+    return Machines(plan=plan)
+
+
+def ready_and_taken(plan: Recovery) -> tuple[Filed, ...]:
+    return (*plan.ready, *plan.results.values())
+
+
+BROKEN = [
+    Machines(sink=SinkThatTakesEverything),
+    Machines(generation=LegThatForgetsAToken),
+    Machines(ledger=LedgerWithoutATick),
+    Machines(ledger=LedgerThatForgivesKillers),
+    Machines(ledger=LedgerThatExcusesAll),
+    Machines(fleet=FleetWhoseLeasesLast),
+    Machines(generation=LegThatTakesOlderWeights),
+    Machines(book=BookThatForgetsWhatStepsTook),
+    Machines(book=BookThatWritesAfterTheAct),
+    Machines(book=BookThatAsksUnwritten),
+    Machines(book=BookThatAcksUnwritten),
+    Machines(book=BookThatLetsGoOfAll),
+    Machines(book=BookThatLetsGoOfNothing),
+    Machines(book=BookThatForgetsWhatWasPublished),
+    Machines(book=BookThatIsNeverFull),
+    Machines(staleness=StalenessThatJudgesNobody),
+    Machines(course=CourseThatMasksNothing),
+    Machines(course=CourseThatMasksAll),
+    Machines(course=CourseThatForgetsWhoLeft),
+    Machines(course=CourseThatForgetsWhatItTrained),
+    Machines(course=CourseThatAsksNothingAgain),
+    Machines(course=CourseThatTrainsWhatFailed),
+    Machines(course=CourseThatCountsEvaluations),
+    Machines(course=CourseThatCountsWhatFailed),
+    Machines(due=DueWhenItsTimeComes),
+    plan_that(redo=lambda _: ()),
+    plan_that(redo=lambda plan: plan.redo[::-1]),
+    plan_that(ready=ready_and_taken),
+    plan_that(ready=lambda plan: plan.ready[1:]),
+    plan_that(open_asks=lambda plan: plan.open_asks[1:]),
+    plan_that(next_step=lambda plan: plan.num_steps),
+    plan_that(policy_version=lambda plan: plan.policy_version - 1),
+    plan_that(num_tasks=lambda plan: plan.num_tasks - 1),
+    plan_that(step_of_version=lambda plan: dict.fromkeys(plan.step_of_version, plan.num_steps)),
+]

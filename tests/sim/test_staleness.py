@@ -1,0 +1,161 @@
+"""Whatever the lengths and the speeds, no policy trains a sample that is too old, and all end."""
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks._staleness_arms import FAR, Managed, Taken, arms
+from benchmarks._staleness_shape import Group, Shape
+from benchmarks._staleness_world import Outcome, World
+from rollmesh.core.config import StalePolicy
+from rollmesh.core.ids import GroupId
+from rollmesh.trainer.staleness import StalenessManager, StalenessState
+from rollmesh.trainer.staleness_events import GroupArrived, GroupAsked, StepRetaken
+
+NUM_ARMS = len(arms(Shape()))
+
+
+def some(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(low, high, allow_nan=False)
+
+
+SHAPES = st.builds(
+    Shape,
+    group_size=st.integers(1, 4),
+    batch_groups=st.integers(1, 4),
+    max_staleness=st.integers(0, 4),
+    max_groups=st.integers(1, 12),
+    task_spread=some(0.0, 2.0),
+    sibling_spread=some(0.0, 1.0),
+    rare_share=some(0.0, 0.5),
+    rare_factor=some(1.0, 100.0),
+    trained_tokens_per_s=some(100.0, 10**6),
+    step_s=some(0.0, 30.0),
+    publish_s=some(0.0, 60.0),
+)
+
+
+@pytest.mark.parametrize("at", range(NUM_ARMS))
+@settings(max_examples=25, deadline=None)
+@given(shape=SHAPES, seed=st.integers(0, 2**32))
+def test_no_sample_is_older_than_the_bound_and_all_that_is_asked_for_ends(
+    at: int, shape: Shape, seed: int
+) -> None:
+    arm = arms(shape)[at]
+    outcome = World(shape, arm, seed).run(20)
+    assert max(outcome.ages) <= arm.bound
+    num_again = outcome.num_requeued if arm.requeues else 0
+    num_ended = outcome.num_trained + outcome.num_dropped + outcome.num_requeued
+    assert num_ended == outcome.num_asked + num_again
+
+
+@settings(max_examples=50, deadline=None)
+@given(shape=SHAPES, seed=st.integers(0, 2**32))
+def test_who_waits_drops_nothing_and_prefers_no_length(shape: Shape, seed: int) -> None:
+    arm = Managed("wait", "wait", shape, shape.max_staleness)
+    outcome = World(shape, arm, seed).run(20)
+    assert (outcome.num_dropped, outcome.num_requeued, outcome.tokens_masked) == (0, 0, 0)
+    assert (outcome.num_trained, outcome.tokens_trained) == (
+        outcome.num_asked,
+        outcome.tokens_asked,
+    )
+
+
+def test_the_known_formula_bounds_no_age() -> None:
+    outcome = run("known formula", num_steps=100)
+    assert max(outcome.ages) > 10 * Shape().max_staleness
+
+
+def test_dropping_and_masking_select_against_long_rollouts() -> None:
+    for name in ("drop", "mask"):
+        assert run(name).figures()["length_bias"] < 0.9, name
+
+
+def run(name: str, num_steps: int = 60) -> Outcome:
+    [arm] = [each for each in arms(Shape()) if each.name == name]
+    return World(Shape(), arm, 0).run(num_steps)
+
+
+def test_every_arm_is_asked_the_same_and_a_seed_tells_the_same_twice() -> None:
+    told = [msgspec.to_builtins(run("drop", 20).figures()) for _ in range(2)]
+    assert told[0] == told[1]
+    bounds = [arm.bound for arm in arms(Shape())]
+    assert bounds.count(FAR) == 2
+
+
+class Crashing(Managed):
+    """Killed between any two events, and made again from what a journal has."""
+
+    def __init__(self, policy: StalePolicy, shape: Shape, seed: int) -> None:
+        super().__init__(policy, policy, shape, shape.max_staleness)
+        self._chance = random.Random(seed)
+        self._asked: dict[GroupId, Group] = {}
+        self._arrived: dict[GroupId, Group] = {}
+        self._steps: dict[int, list[GroupId]] = {}
+        self._published = 0
+        self.num_lives = 1
+
+    def asked(self, group: Group) -> None:
+        super().asked(group)
+        self._asked[group.group_id] = group
+        self._crash()
+
+    def arrived(self, group: Group, newest_steps: tuple[int, ...]) -> None:
+        super().arrived(group, newest_steps)
+        self._arrived[group.group_id] = group
+        self._crash()
+
+    def take(self, step: int, num_rollouts: int) -> Taken:
+        taken = super().take(step, num_rollouts)
+        for group_id in taken.stale:
+            del self._asked[group_id]
+        if taken.batch:
+            self._steps[step] = taken.batch
+        self._crash()
+        return taken
+
+    def published(self, step: int) -> None:
+        super().published(step)
+        self._published = step
+        for done in [each for each in self._steps if each < step]:
+            for group_id in self._steps.pop(done):
+                del self._asked[group_id]
+        self._crash()
+
+    def _crash(self) -> None:
+        if self._chance.random() > 1 / 8:
+            return
+        self.num_lives += 1
+        was = self._manager
+        told = StalenessState(consumed=was.consumed)
+        self._manager = StalenessManager(was.settings, self._published, restored=told)
+        for group in self._asked.values():
+            event = GroupAsked(group.group_id, len(group.lengths), group.asked_step)
+            self._manager.step(event)
+            if group.group_id in self._arrived:
+                num = len(group.lengths)
+                self._manager.step(GroupArrived(group.group_id, num, group.asked_step))
+        for step, group_ids in self._steps.items():
+            self._manager.step(StepRetaken(step, tuple(group_ids)))
+        assert counts(self._manager.state) == counts(was.state)
+
+
+def counts(state: StalenessState) -> tuple[int, ...]:
+    return state.capacity, state.running, state.ready, state.training, state.consumed
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop"])
+@settings(max_examples=25, deadline=None)
+@given(shape=SHAPES, seed=st.integers(0, 2**32))
+def test_a_trainer_that_rises_from_its_journal_has_the_room_that_it_had(
+    policy: StalePolicy, shape: Shape, seed: int
+) -> None:
+    arm = Crashing(policy, shape, seed)
+    outcome = World(shape, arm, seed).run(20)
+    assert arm.num_lives > 1
+    assert max(outcome.ages) <= shape.max_staleness
+    assert outcome.num_trained + outcome.num_dropped == outcome.num_asked
+    assert policy == "drop" or not outcome.num_dropped
