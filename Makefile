@@ -2,7 +2,7 @@
 #
 #   make demo ARGS="--seed 0"   train the tiny agent, watch it learn
 #   make test ARGS="-k ledger"  the whole test suite, or a part of it
-#   make chaos                  faults, searched for long: 5,000 rollouts, then 100,000 simulated meshes
+#   make chaos                  faults, searched for long: 5,000 rollouts, 50 trainers, 100,000 simulated meshes
 #   make check                  format, lint, types, arrows, house rules
 #   make bench BENCH=name       every benchmark, or one
 #   make bench-peers            other gateways for the interception benchmark, in .venv-peers (1.4 GB)
@@ -36,8 +36,10 @@ help:
 demo: $(STAMP)
 	@$(BIN)/python -m rollmesh.cli.main demo $(ARGS)
 
+# Two processes share the test files, in the order of their folders: the long files of tests/flow
+# come early, so that neither is left alone with one. ARGS="-n0" is one process, which a debugger needs.
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-clients: $(STAMP) clients
 	@sh tests/clients/offline $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
@@ -49,7 +51,7 @@ test-ray: $(VENV)/.ray
 	@$(BIN)/python -m pytest tests/contract/test_tensor_backends.py $(ARGS)
 
 chaos: $(STAMP)
-	@nice -n 15 $(BIN)/python -m pytest -m chaos -s tests/flow/test_chaos.py
+	@nice -n 15 $(BIN)/python -m pytest -m chaos -s tests/flow/test_chaos.py tests/flow/test_recovery.py tests/contract/test_pauses.py
 	@$(BIN)/python -m tests.sim.search $(ARGS)
 
 check: format lint types arrows house

@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import gc
 import inspect
-from collections.abc import AsyncIterator, Generator, Iterator
+import signal
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,15 @@ LEFT: pytest.StashKey[list[str]] = pytest.StashKey()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Mark our environment, so that the processes that tests start can be told."""
-    config.stash[MARK] = mark_this_run()
+    """Mark our environment, so that the processes that tests start can be told.
+
+    pytest-xdist's workers inherit the mark of the process that started them, which asks for all.
+    """
+    if not hasattr(config, "workerinput"):
+        config.stash[MARK] = mark_this_run()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell has its background jobs ignore Ctrl-C, and what they start inherits that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -52,6 +60,17 @@ def _judge(report: pytest.TestReport | pytest.CollectReport) -> None:
     if line is not None:
         report.outcome = "failed"
         report.longrepr = line
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays until the end: no collection looks at it, now or in any test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -88,17 +107,19 @@ async def _no_task_left() -> AsyncIterator[None]:
 
 
 @pytest.fixture
-def young_heap() -> Iterator[None]:
+def young_heap() -> None:
     """The collector, and who asks it for every object, sees those that are made from now on."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
+@pytest.hookimpl(trylast=True)  # when the workers, which are marked as well, are gone
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A process that outlives the tests fails the run, and is ended."""
-    left = end_leftovers(session.config.stash[MARK])
+    mark = session.config.stash.get(MARK, None)
+    if mark is None:
+        return
+    left = end_leftovers(mark)
     session.config.stash[LEFT] = left
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,14 +41,52 @@ def small_disk(monkeypatch: pytest.MonkeyPatch, folder: Path, size: int) -> Iter
         yield
 
 
+@contextmanager
+def no_more_bytes(path: Path) -> Iterator[None]:
+    """The disk takes no byte more of a file that this process has open (full(4))."""
+    [number] = descriptors_in(path)
+    own, full = os.dup(number), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, number)
+    try:
+        yield
+    finally:
+        os.dup2(own, number)
+        os.close(own)
+        os.close(full)
+
+
+@contextmanager
+def no_new_folders(monkeypatch: pytest.MonkeyPatch, within: Path) -> Iterator[threading.Event]:
+    """The disk of `within` is so full that it takes no folder more; set once it has refused one."""
+    mkdir, has_refused = os.mkdir, threading.Event()
+
+    def refuses(path: Path, *more: int) -> None:
+        if Path(path).is_relative_to(within):
+            has_refused.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        mkdir(path, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", refuses)
+        yield has_refused
+
+
 def lose_files(folder: Path, process: int | str = "self") -> None:
     """The disk loses all bytes of the files in `folder` that a process has open, though they have
     no name."""
-    descriptors = Path(f"/proc/{process}/fd")
-    for name in os.listdir(descriptors):
+    for number in descriptors_in(folder, process):
+        with suppress(FileNotFoundError):  # closed by now
+            os.truncate(f"/proc/{process}/fd/{number}", 0)
+
+
+def descriptors_in(path: Path, process: int | str = "self") -> list[int]:
+    """Of this file, or of those in this folder, though they have no name."""
+    found, folder = [], Path(f"/proc/{process}/fd")
+    for name in os.listdir(folder):
         with suppress(FileNotFoundError):  # the listing's own
-            if str((descriptors / name).readlink()).startswith(str(folder)):
-                os.truncate(descriptors / name, 0)
+            if str((folder / name).readlink()).startswith(str(path)):
+                found.append(int(name))
+    return found
 
 
 @contextmanager

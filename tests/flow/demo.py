@@ -1,7 +1,8 @@
 """`rollmesh demo`, made short, for tests of the whole.
 
-Owns how a test starts it and reads what it leaves. Invariant: it is the real command in a process
-of its own; the one who starts it ends it. Driven by test_run.py and test_page.py.
+Owns how a test starts it, or the same run of a model that is there, and reads what it leaves.
+Invariant: it is the real command in a process of its own; the one who starts it ends it. Driven by
+test_run.py, test_resume.py, test_adapters.py and test_page.py.
 """
 
 import subprocess
@@ -12,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from rollmesh.cli.demo import SETTINGS
+
 SHORT = {
     "trainer.num_steps": 6,
     "trainer.groups_per_step": 2,
@@ -21,13 +24,23 @@ SHORT = {
 }
 
 
-def start(folder: Path, **settings: object) -> subprocess.Popen[str]:
-    """`rollmesh demo` in `folder`."""
-    words = [sys.executable, "-m", "rollmesh.cli.main", "demo", "--no-live", "--seed", "1"]
+def start(folder: Path, *more: str, **settings: object) -> subprocess.Popen[str]:
+    """`rollmesh demo` in `folder`, with `more` words and these settings."""
+    return _started(folder, "demo", "--seed", "1", *more, **settings)
+
+
+def start_with(model: Path, folder: Path, **settings: object) -> subprocess.Popen[str]:
+    """The same run of a model that is there: to make one takes as long as all that follows."""
+    (folder / "mesh.json").write_bytes(msgspec.json.encode(SETTINGS))
+    return _started(folder, "up", "mesh.json", **{"model.path": model, "run.seed": 1}, **settings)
+
+
+def _started(folder: Path, *words: str, **settings: object) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "rollmesh.cli.main", *words, "--no-live"]
     for key, value in (SHORT | settings).items():
-        words += ["--set", f"{key}={value}"]
+        argv += ["--set", f"{key}={value}"]
     return subprocess.Popen(
-        words, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True
+        argv, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
 
 

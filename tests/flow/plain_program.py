@@ -16,7 +16,8 @@ from rollmesh.trainer.controller.answers import Reduce
 from rollmesh.trainer.controller.controller import Call
 from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.controller.plain import PlainRank
-from rollmesh.trainer.staleness import GroupAsked, StalenessManager, StalenessSettings
+from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
+from rollmesh.trainer.staleness_events import GroupAsked
 from tests.flow.rank_crew import plan
 
 PAD = Rule(uneven="pad")
@@ -25,7 +26,7 @@ PAD = Rule(uneven="pad")
 def main() -> None:
     """See the module."""
     rank = int(os.environ["RANK"])
-    manager = StalenessManager(StalenessSettings(batch=2, max_staleness=1, max_running=8))
+    manager = StalenessManager(StalenessSettings(batch=2, max_staleness=1, max_concurrent=8))
     said: dict[str, object] = {}
     with PlainRank(plan(2), manager) as controller:
         rows = [{"x": torch.full((3,), float(rank + n))} for n in range(rank + 1)]
@@ -48,7 +49,7 @@ def main() -> None:
             said["held"] = [len(held.processes), len(held.leaks), held.num_cleared]
         assert controller.staleness is not None
         before = controller.staleness.capacity
-        manager.step(GroupAsked(GroupId("loop", 0)))
+        manager.step(GroupAsked(GroupId("loop", 0), 1))
         said["capacity"] = [before, controller.staleness.capacity]
     if rank == 0:
         sys.stdout.write(json.dumps(said) + "\n")

@@ -22,8 +22,8 @@ from rollmesh.core.errors import AddressError
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.serve.server.worker import FAREWELL_S
 from rollmesh.testing.model_folder import write_model_folder
-from rollmesh.trainer.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.warmstart import texts_of
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.models.warmstart import texts_of
 from rollmesh.wire.keys import check_bind
 from tests.flow.compose import DOCKER, Build, Compose, Service, read_compose
 from tests.flow.containers import Container, Containers
@@ -182,6 +182,12 @@ def test_who_is_stopped_has_the_time_to_end_in_order(compose: Compose) -> None:
     assert services["worker"].grace_s() >= 2 * takes_s
     gpu, plain = (read_compose(name, MODEL).services["trainer"] for name in reversed(FILES))
     assert gpu.grace_s() > plain.grace_s() >= services["router"].grace_s()
+
+
+def test_a_trainer_that_dies_is_started_again_and_goes_on(compose: Compose) -> None:
+    trainer = compose.services["trainer"]
+    assert trainer.restart.partition(":")[0] == "on-failure"
+    assert "--go-on" in trainer.command
 
 
 def test_ports_are_this_machines_and_serve_what_the_settings_bind(compose: Compose) -> None:

@@ -38,7 +38,7 @@ from rollmesh.runtime.stops import StopStrings
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.client.samples import Sample, cut
 from rollmesh.serve.interception.edge import Edge
-from rollmesh.trainer.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 
 GROUP = GroupId("r", 0)

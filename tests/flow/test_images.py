@@ -24,6 +24,7 @@ from rollmesh.testing.provider import ScriptedProvider, Told
 from tests.clients.exactness import calls_of, faults
 from tests.disks import lose_files
 from tests.flow.gateway_process import PATIENCE_S, Gateway, finish, serving
+from tests.flow.lasting_gateway import lasting
 
 Json = dict[str, Any]
 
@@ -367,3 +368,29 @@ async def test_a_relay_passes_images_on_and_keeps_each_once(
         row = (await gateway.admin("GET", f"/admin/sessions/{opened['session_id']}"))[1]
     assert [request.body for request in provider.seen] == sent
     assert len(shot(1)) < row["held_bytes"] < len(shot(1)) + 10_000
+
+
+@pytest.mark.parametrize("kind", AGENTS)
+async def test_a_gateway_that_is_killed_at_every_turn_knows_the_screenshots_and_the_talk(
+    kind: type[Chat], folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    accounts = []
+    async with ScriptedEngine(ScriptedAgent(tokenizer, SCRIPT).next_token) as engine:
+        words = ["--model-dir", str(folder), "--engine", engine.url]
+        async with lasting(tmp_path, *words) as gateway:
+            for is_shaken in (False, True):
+                agent, opened = kind(), await gateway.gateway.open(seed=7)
+                agent.ask(agent.text("look"), agent.image(shot(1)))
+                for number in (2, 3, 4):
+                    status, raw = await send(gateway.gateway, opened, agent)
+                    assert status == 200
+                    (call,) = agent.hear(orjson.loads(raw))
+                    agent.answer(call, agent.image(shot(number)))
+                    if is_shaken:
+                        await gateway.restart()
+                assert (await send(gateway.gateway, opened, agent))[0] == 200
+                accounts.append(await finish(gateway.gateway, opened))
+    calm, shaken = ({k: a[k] for k in ("samples", "forks", "healed", "images")} for a in accounts)
+    assert shaken == calm
+    asked = [request.body for request in engine.seen if request.path == "/generate"]
+    assert asked[4:] == [{**body, "rid": asked[4 + n]["rid"]} for n, body in enumerate(asked[:4])]

@@ -13,19 +13,21 @@ from rollmesh.tensors.plane import current
 from rollmesh.tensors.store import StorageStats
 from rollmesh.testing.client import ScriptedClient
 from rollmesh.testing.clock import FakeClock
+from rollmesh.trainer.books.records import RunRecords, Tally
 from rollmesh.trainer.controller.controller import Call, TrainController
 from rollmesh.trainer.controller.dispatch import Rule
-from rollmesh.trainer.pacer import Asking, Batch, Pacer
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.pacing.asker import Asking
+from rollmesh.trainer.pacing.pacer import Batch, Pacer
+from rollmesh.trainer.pacing.room import Room, StoreRoom, moved
 from rollmesh.trainer.ranked import RankedPolicy
-from rollmesh.trainer.records import RunRecords, Tally
-from rollmesh.trainer.rooms import Room, StoreRoom, moved
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
-from rollmesh.trainer.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.warmstart import texts_of
 from tests.flow.intake_roles import where
 from tests.flow.rank_crew import household, plan
 
 GROUPS, SAMPLES = 3, 4
+PACE = StalenessSettings(batch=GROUPS * SAMPLES, max_staleness=1, max_concurrent=400)
 SETTINGS = TrainerConfig(max_logprob_gap=1e9, num_ranks=2)
 ASKING = Asking(
     env="guess", num_samples=SAMPLES, sampling=SamplingPolicy(), seed=0, branches=("main",)
@@ -35,13 +37,10 @@ ASKING = Asking(
 class Intake:
     """A pacer whose groups the test ends."""
 
-    def __init__(self, folder: Path, room: Room) -> None:
+    def __init__(self, folder: Path, room: Room, staleness: StalenessManager) -> None:
         self.client, self.records = ScriptedClient(), RunRecords(folder, FakeClock())
-        staleness = StalenessSettings(batch=GROUPS, max_staleness=1, max_running=100)
         tasks = (Task(id=f"t{number}") for number in itertools.count())
-        self.pacer = Pacer(
-            self.client, StalenessManager(staleness), tasks, ASKING, (self.records, Tally()), room
-        )
+        self.pacer = Pacer(self.client, staleness, tasks, ASKING, (self.records, Tally()), room)
 
     def batch(self, step: int) -> Batch:
         """All that is asked for has come."""
@@ -69,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
 def test_two_ranks_look_at_the_very_bytes_that_the_intake_wrote(folder: Path) -> None:
     with household() as home:
         assert home.plane.store is not None
-        intake = Intake(folder, StoreRoom(home.plane.store))
+        intake = Intake(folder, StoreRoom(home.plane.store), StalenessManager(PACE))
         with TrainController(plan(2, make="tests.flow.intake_roles:Witness"), home) as controller:
             samples = intake.batch(0).samples()
             written = [where(sample.token_ids.ctypes.data) for sample in samples]
@@ -89,8 +88,12 @@ def test_a_step_takes_what_the_intake_wrote_and_nothing_is_left_of_it(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_tiny_model(tmp_path / "model", texts_of(GuessEnv()), TinyShape(), seed=0)
-    with RankedPolicy(str(tmp_path / "model"), SETTINGS, folder) as policy:
-        intake = Intake(folder, policy.room)
+    staleness = StalenessManager(PACE)
+    model = str(tmp_path / "model")
+    with RankedPolicy(model, SETTINGS, folder, staleness=staleness) as policy:
+        intake = Intake(folder, policy.room, staleness)
+        assert policy.staleness is staleness
+        assert staleness.capacity == 2 * GROUPS * SAMPLES
         for step in range(3):
             batch = intake.batch(step)
             before = stored()

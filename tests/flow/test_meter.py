@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from rollmesh.envs.guess import GuessEnv
-from rollmesh.trainer.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.warmstart import texts_of
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.models.warmstart import texts_of
 from tests.flow.lying_engine import Lie, honest, running
 
 OFF = 0.5

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.process import listen
+from rollmesh.testing.run_folder import FakeRun
+from tests.flow.router_process import RouterProcess
 
 
 def rollmesh(*words: str, cwd: Path) -> tuple[int, str]:
@@ -112,8 +114,11 @@ def test_a_port_that_is_taken(tmp_path: Path, mesh_toml: Path) -> None:
         ("pathlib:Path", "pathlib:Path"),
     ],
 )
-def test_an_environment_that_cannot_be_loaded(tmp_path: Path, env: str, told: str) -> None:
-    words = ["worker", "--router", "tcp://127.0.0.1:9", "--model-dir", "."]
+def test_an_environment_that_cannot_be_loaded(
+    tmp_path: Path, router: RouterProcess, env: str, told: str
+) -> None:
+    # The router is told as well; for one that is away a worker waits.
+    words = ["worker", "--router", router.ready.address, "--model-dir", "."]
     code, err = rollmesh(*words, "--set", f"env={env}", cwd=tmp_path)
     assert (code, err.count("\n")) == (2, 1)
     assert told in err
@@ -125,12 +130,14 @@ def test_an_engine_whose_model_folder_is_not_one(tmp_path: Path) -> None:
     assert err.startswith(f"rollmesh: {tmp_path}")
 
 
-def test_a_run_folder_that_is_not_there(tmp_path: Path) -> None:
-    code, err = rollmesh("dashboard", "runs/none", cwd=tmp_path)
+@pytest.mark.parametrize("verb", [("dashboard",), ("status",), ("trace", "bias")])
+def test_a_run_folder_that_is_not_there(verb: tuple[str, ...], tmp_path: Path) -> None:
+    code, err = rollmesh(*verb, "runs/none", cwd=tmp_path)
     assert (code, err) == (2, "rollmesh: runs/none: no such run folder; runs stand in runs/NAME\n")
 
 
 def test_a_page_for_the_whole_network(tmp_path: Path) -> None:
-    code, err = rollmesh("dashboard", str(tmp_path), "--host", "0.0.0.0", cwd=tmp_path)
+    run = FakeRun(tmp_path / "demo").folder
+    code, err = rollmesh("dashboard", str(run), "--host", "0.0.0.0", cwd=tmp_path)
     assert (code, err.count("\n")) == (2, 1)
     assert "loopback only" in err

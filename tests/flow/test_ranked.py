@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from rollmesh.core.config import LossWeight, TrainerConfig
+from rollmesh.core.config import LossWeight, ProximalRule, TrainerConfig
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.policy import Policy, StepReport
+from rollmesh.trainer.learning.report import StepReport
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.ranked import RankedPolicy
-from rollmesh.trainer.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.warmstart import texts_of
+from rollmesh.trainer.weights.carriers.cargo import Cargo
+from rollmesh.trainer.weights.carriers.shipping import write_folder
 from tests.unit.trainer.samples import new_sample
 
 SETTINGS = TrainerConfig(
@@ -26,6 +29,10 @@ SETTINGS = TrainerConfig(
 )
 ALIKE = 1e-4
 """The bound of the promise; 20 steps were within 3e-7 by loss, 2e-5 by gradient norm."""
+
+
+STEPS = {policy_version: 2 - policy_version for policy_version in range(5)}
+"""After how many steps each version that the batches name was made: none of them is the newest."""
 
 
 def batch(step: int) -> list[Sample]:
@@ -55,7 +62,7 @@ def gaps_of(report: StepReport) -> list[list[tuple[float, ...]]]:
 
 
 def step_and_end(policy: RankedPolicy, step: int) -> StepReport:
-    report = policy.step(batch(step), step)
+    report = policy.step(batch(step), step, step_of_version=STEPS)
     policy.end_step(step)
     return report
 
@@ -77,20 +84,28 @@ def alone(model_folder: Path) -> Alone:
     @functools.cache
     def of(settings: TrainerConfig) -> tuple[list[StepReport], Policy]:
         policy = Policy(str(model_folder), settings)
-        return [policy.step(batch(step), step) for step in range(settings.num_steps)], policy
+        steps = range(settings.num_steps)
+        return [policy.step(batch(each), each, step_of_version=STEPS) for each in steps], policy
 
     return of
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_ranks", "num_minibatches", "loss_weight", "num_steps"),
-    [(2, 1, "token", 20), (4, 1, "token", 20), (2, 3, "token", 6), (4, 3, "rollout", 6)],
+    ("num_ranks", "num_minibatches", "loss_weight", "proximal", "num_steps"),
+    [
+        (2, 1, "token", "recompute", 20),
+        (4, 1, "token", "recompute", 20),
+        (2, 3, "token", "recompute", 6),
+        (4, 3, "rollout", "loglinear", 6),
+        (2, 3, "rollout", "recorded", 6),
+    ],
 )
 def test_any_number_of_ranks_gives_the_curve_of_one(
     num_ranks: int,
     num_minibatches: int,
     loss_weight: LossWeight,
+    proximal: ProximalRule,
     num_steps: int,
     model_folder: Path,
     alone: Alone,
@@ -98,17 +113,26 @@ def test_any_number_of_ranks_gives_the_curve_of_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     settings = msgspec.structs.replace(
-        SETTINGS, num_minibatches=num_minibatches, loss_weight=loss_weight, num_steps=num_steps
+        SETTINGS,
+        num_minibatches=num_minibatches,
+        loss_weight=loss_weight,
+        proximal=proximal,
+        num_steps=num_steps,
     )
     expected, one = alone(settings)
     settings = msgspec.structs.replace(settings, num_ranks=num_ranks)
     with RankedPolicy(str(model_folder), settings, tmp_path) as policy:
         reports = [step_and_end(policy, step) for step in range(num_steps)]
         policy.save(tmp_path / "many", 1)
+        parts = policy.hand_over(tmp_path / "parts", 2)
+        write_folder(Cargo(2, str(tmp_path / "parts"), parts))
         probe = policy.probe()
     for report, other in zip(reports, expected, strict=True):
-        for name, value in other.figures().items():
-            assert getattr(report, name) == pytest.approx(value, abs=ALIKE), name
+        figures, of_one = report.figures(), other.figures()
+        ages, of_one_by_age = figures.pop("importance_by_age"), of_one.pop("importance_by_age")
+        assert figures == pytest.approx(of_one, abs=ALIKE)
+        assert ages.keys() == of_one_by_age.keys()
+        assert all(ages[age] == pytest.approx(of_one_by_age[age], abs=ALIKE) for age in ages)
         # Sample by sample and run by run, in the order in which the samples were given.
         assert [[run[0] for run in each] for each in gaps_of(report)] == [
             [run[0] for run in each] for each in gaps_of(other)
@@ -122,4 +146,37 @@ def test_any_number_of_ranks_gives_the_curve_of_one(
     weights, others = (load_file(tmp_path / n / "model.safetensors") for n in ("many", "one"))
     assert weights.keys() == others.keys()
     assert all((weights[name] - others[name]).abs().max() < ALIKE for name in weights)
+    handed = load_file(tmp_path / "parts" / "model.safetensors")
+    assert all(handed[name].equal(weights[name]) for name in weights | handed)
+    totals = [sum(piece.num_bytes for piece in part.pieces) for part in parts]
+    assert len(totals) == num_ranks
+    assert max(totals) < 2 * min(totals)
     assert [each.message for each in caplog.records if "tensors." in each.message] == []
+
+
+@pytest.mark.slow
+def test_ranks_train_and_write_the_adapters_of_one(
+    model_folder: Path, alone: Alone, tmp_path: Path
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, lora_rank=4, learning_rate=0.01, num_steps=4)
+    expected, one = alone(settings)
+    one.hand_over(tmp_path / "one", 1)
+    one.save(tmp_path / "one-checkpoint")
+    settings = msgspec.structs.replace(settings, num_ranks=2)
+    with RankedPolicy(str(model_folder), settings, tmp_path) as policy:
+        reports = [step_and_end(policy, step) for step in range(4)]
+        assert policy.hand_over(tmp_path / "two", 1) == ()
+        policy.save(tmp_path / "two-checkpoint")
+    for report, other in zip(reports, expected, strict=True):
+        assert report.loss == pytest.approx(other.loss, abs=ALIKE)
+        assert report.grad_norm == pytest.approx(other.grad_norm, abs=ALIKE)
+    assert reports[0].grad_norm > 0.0
+    for name in ("one/adapter_model.safetensors", "one-checkpoint/model.safetensors"):
+        weights, others = (
+            load_file(tmp_path / name),
+            load_file(tmp_path / name.replace("one", "two")),
+        )
+        assert weights.keys() == others.keys()
+        assert all((weights[each] - others[each]).abs().max() < ALIKE for each in weights)
+    config = "adapter_config.json"
+    assert (tmp_path / "one" / config).read_text() == (tmp_path / "two" / config).read_text()

@@ -14,8 +14,8 @@ from rollmesh.core.config import TrainerConfig
 from rollmesh.trainer.controller.controller import Call, Held, RankPlan, TrainController
 from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.roles.recipes import RECIPES, Report, role_specs
-from rollmesh.trainer.tiny import TinyShape, write_tiny_model
 from tests.flow.rank_crew import SMALL, household
 from tests.unit.trainer.roles.rows import drawn
 from tests.unit.trainer.roles.stock import one_by_one, write_soft_capped

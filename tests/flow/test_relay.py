@@ -133,7 +133,9 @@ async def test_real_sdks_find_every_dialect_behind_a_relay(tmp_path: Path) -> No
                 counted = await other.messages.count_tokens(model="m", messages=hi)
                 assert counted.input_tokens > 0
             account = await finish(outer, opened)
-    routes = [call["route"] for call in account["calls"] if call["delivered"]]
+    # What an SDK tried before is delivered as well: a 503 of a gateway that was busy.
+    answered = [call for call in account["calls"] if call["delivered"] and call["status"] == 200]
+    routes = [call["route"] for call in answered]
     assert routes == [r for r in ("/chat/completions", "/responses", "/messages") for _ in "ab"]
 
 

@@ -4,9 +4,13 @@ Real processes and real sockets, through the command that users type.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.flow.demo import follow, read, start
+from tests.flow.demo import follow, read, start, start_with
 
 STOPS_WITHIN_S = 5.0
 
@@ -25,11 +29,30 @@ STOPS_WITHIN_S = 5.0
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a short run that came to its end."""
     folder = tmp_path_factory.mktemp("demo")
-    with start(folder, **{"publish.keep_versions": 10}) as process:
+    run = folder / "runs" / "demo"
+    with start(folder) as process, kept(run / "weights", run / "all_weights"):
         out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
     assert "num_lost" in out
-    return folder / "runs" / "demo"
+    return run
+
+
+@contextmanager
+def kept(versions: Path, copies: Path) -> Iterator[None]:
+    """Link every version's folder elsewhere while a run prunes them: each stands for two more."""
+    ended = threading.Event()
+
+    def keep() -> None:
+        while not ended.wait(0.02):
+            for folder in versions.glob("v*[0-9]"):
+                if not (copies / folder.name).exists():
+                    shutil.copytree(folder, copies / folder.name, copy_function=os.link)
+
+    watcher = threading.Thread(target=keep)
+    watcher.start()
+    yield
+    ended.set()
+    watcher.join()
 
 
 def test_a_run_loses_nothing_and_says_so(ended: Path) -> None:
@@ -62,7 +85,7 @@ def test_every_recorded_token_is_exact_under_the_weights_of_its_version(ended: P
         for sample in msgspec.json.decode(line)["samples"]:
             for policy_version in set(sample["policy_versions"]) - {-1}:
                 if policy_version not in models:
-                    folder = ended / "weights" / f"v{policy_version:06d}"
+                    folder = ended / "all_weights" / f"v{policy_version:06d}"
                     models[policy_version] = AutoModelForCausalLM.from_pretrained(folder)
                 gaps = logprob_gaps(models[policy_version], sample, policy_version)
                 assert max(gaps) <= 1e-3
@@ -83,6 +106,30 @@ def logprob_gaps(model: Any, sample: dict[str, Any], policy_version: int) -> lis
         )
         if sampled_by == policy_version
     ]
+
+
+@pytest.mark.parametrize("mode", ["tensor", "distributed"])
+def test_a_run_brings_its_weights_without_a_file_and_writes_it_all_the_same(
+    mode: str, ended: Path, tmp_path: Path
+) -> None:
+    settings = {"publish.mode": mode, "trainer.num_steps": 3}
+    with start_with(ended / "model", tmp_path, **settings) as process:
+        out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, out
+    run = tmp_path / "runs" / "demo"
+    told = [line["event"] for line in map(msgspec.json.decode, log_lines(run / "logs"))]
+    assert told.count("weights.published") >= 3
+    assert not {"engine.takes_files", "engine.gets_file", "group.torn_down"} & set(told)
+    assert not {"weights.failed", "engine.update_failed"} & set(told)
+    newest = max((run / "weights").iterdir())
+    assert AutoModelForCausalLM.from_pretrained(newest)
+    pids = [row["pid"] for row in read(run / "pids.json")]
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+
+
+def log_lines(logs: Path) -> list[bytes]:
+    """Of the trainer's log."""
+    return (logs / "trainer.log").read_bytes().splitlines()
 
 
 def test_a_run_leaves_no_process(ended: Path) -> None:
@@ -112,8 +159,8 @@ def test_ctrl_c_in_mid_run_ends_everything_in_time(tmp_path: Path) -> None:
     assert (run / "checkpoint" / "config.json").is_file()
 
 
-def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
-    with start(tmp_path) as process:
+def test_a_run_goes_on_when_nobody_reads_what_it_says(ended: Path, tmp_path: Path) -> None:
+    with start_with(ended / "model", tmp_path, **{"trainer.num_steps": 3}) as process:
         assert process.stdout
         process.stdout.readline()
         process.stdout.close()
@@ -123,10 +170,10 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_run_that_loses_its_processes_loses_no_rollout(tmp_path: Path) -> None:
+def test_a_run_that_loses_its_processes_loses_no_rollout(ended: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "demo"
     blows = {3: "worker-1", 12: "router", 21: "engine-0"}
-    with start(tmp_path, **{"trainer.num_steps": 40}) as process:
+    with start_with(ended / "model", tmp_path, **{"trainer.num_steps": 40}) as process:
         for step, role in blows.items():
             next(row for row in follow(run / "metrics.jsonl") if row["step"] == step)
             pids = {row["role"]: row["pid"] for row in read(run / "pids.json")}

@@ -268,7 +268,9 @@ async def stage_in_tokens(folder: Path) -> AsyncIterator[Stage]:
 
 @asynccontextmanager
 async def stage_by_relay(folder: Path) -> AsyncIterator[Stage]:
-    async with ScriptedProvider(lambda _: events(b'{"n":1}', b"[DONE]")) as provider:
+    # Longer than one read, since of a stream the newest piece does not pass.
+    told = events(b"1" * 2**20, b"[DONE]")
+    async with ScriptedProvider(lambda _: told) as provider:
         provider.holds = provider.holds_first = True
         config = load_config(None, [f"run.folder={folder}"])
         stage = Stage(RelayBackend(config, (provider.url,), ""), provider)

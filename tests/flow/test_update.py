@@ -20,6 +20,7 @@ import orjson
 import pytest
 
 from rollmesh.core.config import PublishConfig
+from rollmesh.core.errors import EngineUnavailable
 from rollmesh.core.process import Ready
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine.client import EngineClient
@@ -28,13 +29,15 @@ from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.runtime.generation_view import Generation
 from rollmesh.runtime.legs import Sampler, SamplerParts
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.publisher import Probe
-from rollmesh.trainer.tiny import TinyShape, write_tiny_model
-from rollmesh.wire.fleet import BeginUpdate, FleetChanged
+from rollmesh.trainer.weights.events import Probe
+from rollmesh.trainer.weights.publisher import Publisher, PublisherSettings
+from rollmesh.wire.fleet import BeginUpdate, EnginePhase, FleetChanged
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import WorkerBeat, WorkerHello
 from rollmesh.wire.sockets import Dialer
+from tests.unit.engine.embedded.tiny_adapters import write_adapter
 
 PROMPT = tuple(range(5, 30))
 SHAPE = TinyShape()
@@ -117,12 +120,15 @@ class Worker:
         self.dialer.send(Packet(WorkerBeat("worker-0", 0, True, 0, 0.0, 0, 0, 0, 0)))
         self.timer = asyncio.get_running_loop().call_later(0.1, self.beat)
 
-    def start(self, key: str, *, stream: bool, num_tokens: int) -> Generation:
+    def start(self, key: str, *, stream: bool, num_tokens: int, penalty: float = 0.0) -> Generation:
+        """With a penalty it cannot be resumed."""
         request = GenerationRequest(
             generation_id=key,
             session_key=key,
             prompt_ids=PROMPT,
-            params=SamplingParams(max_tokens=num_tokens, seed=zlib.crc32(key.encode())),
+            params=SamplingParams(
+                max_tokens=num_tokens, seed=zlib.crc32(key.encode()), frequency_penalty=penalty
+            ),
             min_policy_version=0,
             stream=stream,
         )
@@ -199,6 +205,112 @@ async def test_running_turns_go_on_with_new_weights_from_their_exact_tokens(
         await check_part(engine, turn, 2, 0, turn.policy_versions[0].num_tokens)
 
 
+async def test_turn_that_cannot_resume_ends_before_its_engine_gets_new_weights(
+    worker: Worker, shell: PublishShell, engine: str, models: list[Path]
+) -> None:
+    bound = [
+        worker.start(f"b{n}", stream=n % 2 == 0, num_tokens=300, penalty=0.1) for n in range(4)
+    ]
+    free = [worker.start(f"f{n}", stream=n % 2 == 0, num_tokens=300) for n in range(4)]
+    for turn in (bound[0], free[0]):
+        assert await turn.wait(20)
+    report = await shell.publish(1, models[1])
+    assert report.updated == (engine,)
+    for turn in (*bound, *free):
+        await turn.wait(TO_THE_END)
+        assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", 300, None)
+    assert {run.policy_version for turn in bound for run in turn.policy_versions} == {0}
+    assert [[run.policy_version for run in turn.policy_versions] for turn in free] == [[0, 1]] * 4
+
+
+def draining_shell(router: str, seconds: float) -> PublishShell:
+    """Engines of one publisher may drain so long, under leases of two seconds."""
+    shell = PublishShell(router, PublishConfig(lease_s=2.0))
+    settings = PublisherSettings(lease_s=2.0, drain_leases=seconds / 2.0)
+    shell._publisher = Publisher(settings)  # noqa: SLF001 - nobody sets it but tests
+    return shell
+
+
+async def test_streamed_turn_ends_whole_though_it_takes_longer_than_one_lease_allows(
+    worker: Worker, router_address: str, engine: str, models: list[Path]
+) -> None:
+    shell = draining_shell(router_address, PATIENCE_S)
+    turns = [worker.start(f"t{n}", stream=True, num_tokens=900, penalty=0.1) for n in range(6)]
+    assert await turns[0].wait(20)
+    report = await shell.publish(1, models[1])
+    assert report.updated == (engine,)
+    for turn in turns:
+        await turn.wait(TO_THE_END)
+        assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", 900, None)
+    assert {run.policy_version for turn in turns for run in turn.policy_versions} == {0}
+    await shell.close()
+
+
+async def test_turn_that_takes_too_long_to_end_is_never_cut_to_a_shorter_one(
+    worker: Worker, router_address: str, engine: str, models: list[Path]
+) -> None:
+    shell = draining_shell(router_address, 0.6)
+    crowd = [worker.start(f"c{n}", stream=False, num_tokens=900, penalty=0.1) for n in range(12)]
+    streamed = worker.start("streamed", stream=True, num_tokens=900, penalty=0.1)
+    assert await streamed.wait(20)
+    report = await shell.publish(1, models[1])
+    assert report.updated == (engine,)
+    await streamed.wait(TO_THE_END)
+    assert isinstance(streamed.error, EngineUnavailable)
+    assert "cannot be resumed" in str(streamed.error)
+    assert streamed.finish_reason == ""
+    for plain in crowd:
+        await plain.wait(TO_THE_END)
+        assert (plain.finish_reason, len(plain.token_ids)) == ("length", 900)
+        assert [run.policy_version for run in plain.policy_versions] == [1]
+    await shell.close()
+
+
+async def test_adapter_is_published_and_every_turn_goes_on_under_it(
+    worker: Worker, shell: PublishShell, engine: str, models: list[Path], tmp_path: Path
+) -> None:
+    adapters = [write_adapter(tmp_path / f"a{seed}", models[0], seed) for seed in range(2)]
+    turns = [worker.start(f"turn {n}", stream=n % 2 == 0, num_tokens=300) for n in range(4)]
+    assert await turns[0].wait(20)
+    for at, adapter in enumerate(adapters):
+        report = await shell.publish(at + 1, adapter)
+        assert report.updated == (engine,)
+        assert await turns[0].wait(len(turns[0].token_ids) + 10)
+    for turn in turns:
+        await turn.wait(TO_THE_END)
+        assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", 300, None)
+        assert [run.policy_version for run in turn.policy_versions] == [0, 1, 2]
+    async with HttpClient() as http:
+        client = EngineClient(engine, http, VOCAB_SIZE)
+        assert await client.adapters() == ["rollmesh-v2"]
+        for turn in turns:
+            last = turn.policy_versions[-1].num_tokens
+            told = await client.score([*PROMPT, *turn.token_ids], "2", "rollmesh-v2")
+            assert turn.logprobs[-last:].tolist() == pytest.approx(told[-last:], abs=1e-3)
+    await shell.publish(3, models[1])
+    whole = worker.start("whole", stream=False, num_tokens=20)
+    await whole.wait(TO_THE_END)
+    await check_part(engine, whole, 3, 0, 20)
+
+
+async def test_of_two_publishers_the_newer_wins_and_the_older_is_told(
+    worker: Worker, router_address: str, shell: PublishShell, engine: str, models: list[Path]
+) -> None:
+    turn = worker.start("turn", stream=True, num_tokens=400)
+    assert await turn.wait(20)
+    assert (await shell.publish(5, models[1])).updated == (engine,)
+    late = PublishShell(router_address, PublishConfig())
+    report = await late.publish(4, models[0])
+    assert report.updated == ()
+    assert (
+        f"{engine}: {engine}: a publisher that still runs has published version 5"
+        in report.failed[0]
+    )
+    await late.close()
+    await turn.wait(TO_THE_END)
+    assert [run.policy_version for run in turn.policy_versions] == [0, 5]
+
+
 async def test_probe_of_other_weights_fences_the_engine_until_the_right_ones_come(
     worker: Worker, shell: PublishShell, engine: str, models: list[Path]
 ) -> None:
@@ -208,6 +320,35 @@ async def test_probe_of_other_weights_fences_the_engine_until_the_right_ones_com
     assert "log-probs differ" in report.failed[0]
     report = await shell.publish(3, models[1], truth)
     assert report.updated == (engine,)
+
+
+async def test_engine_that_cannot_load_is_fenced_reported_and_given_no_turn(
+    engine: str, models: list[Path], tmp_path: Path
+) -> None:
+    write_tiny_model(tmp_path / "wide", ["higher lower correct"] * 50, TinyShape(width=96), 0)
+    serves_wide = ["--model-dir", str(tmp_path / "wide"), "--weight-version", "0"]
+    other = Process("rollmesh.engine.embedded", *serves_wide)
+    words = ["--set", f"run.folder={tmp_path}", "--set", "router.beat_s=0.1", "--engine", engine]
+    process = Process("rollmesh.cli.main", "router", *words, "--engine", other.ready.address)
+    worker = Worker(process.ready.address)
+    shell = PublishShell(process.ready.address, PublishConfig())
+    report = await shell.publish(1, models[1])
+    assert report.updated == (engine,)
+    assert [text.split(": ")[:2] for text in report.failed] == [[other.ready.address, "loading"]]
+    row = worker.view.find(other.ready.address)
+    assert row
+    assert row.phase is not EnginePhase.READY
+    for n in range(20):
+        turn = worker.start(f"turn {n}", stream=False, num_tokens=5)
+        await turn.wait(TO_THE_END)
+        assert (turn.engines, [run.policy_version for run in turn.policy_versions]) == (
+            [engine],
+            [1],
+        )
+    await shell.close()
+    await worker.close()
+    process.end()
+    other.end()
 
 
 async def test_publisher_that_vanishes_in_mid_update_wedges_no_turn(

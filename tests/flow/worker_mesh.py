@@ -150,6 +150,12 @@ class Mesh:
             status: dict[str, Any] = msgspec.json.decode(reply.read())
         return status
 
+    def told(self, role: str, event: str) -> list[dict[str, Any]]:
+        """What the log of `role` has of that event."""
+        [path] = self.folder.rglob(f"logs/{role}.log")
+        rows = map(msgspec.json.decode, path.read_bytes().splitlines())
+        return [row for row in rows if row["event"] == event]
+
     def worker_status(self, worker_id: str) -> dict[str, Any]:
         """Its line there; empty where the router does not know it."""
         lines = self.status()["workers"]

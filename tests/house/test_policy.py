@@ -15,13 +15,14 @@ CONFTEST = "from tests.conftest import *\n"
 SETTINGS = "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
 
 
-def run_pytest(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
     """A pytest of its own over one test file, under our conftest."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(SETTINGS)
     (folder / "test_it.py").write_text(text)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    argv += ["-p", "pytest_asyncio.plugin", *words, str(folder)]
     return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -60,6 +61,24 @@ def test_process_and_task_left_behind_fail_the_run(tmp_path: Path) -> None:
     assert "processes left behind by the tests (killed)" in answer.stdout
     assert "a-stray" in answer.stdout
     assert "tasks left behind: <coroutine object test_task.<locals>.stray" in answer.stdout
+
+
+def test_several_processes_that_share_the_tests_are_held_to_the_same(tmp_path: Path) -> None:
+    answer = run_pytest(
+        tmp_path,
+        "import pytest, subprocess, sys\n"
+        "STRAYS = []\n"
+        "def test_process():\n"
+        "    code = 'import time; time.sleep(60)'\n"
+        "    STRAYS.append(subprocess.Popen([sys.executable, '-c', code, 'a-stray']))\n"
+        "def test_inside(): pytest.skip('no reason')\n",
+        *("-p", "xdist.plugin", "-n", "1"),
+    )
+    assert answer.returncode == 1, answer.stdout
+    assert "processes left behind by the tests (killed)" in answer.stdout
+    assert answer.stdout.count("a-stray") == 1
+    assert "test_inside was skipped (no reason), and tests/skips.toml" in answer.stdout
+    assert "1 failed, 1 passed" in answer.stdout
 
 
 def test_task_left_behind_by_a_module_that_shares_a_loop_fails_the_run(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def _is_plain_base(name: str, ours: set[str]) -> bool:
 def _uses(modules: Iterable[Module]) -> Counter[str]:
     total: Counter[str] = Counter()
     for module in modules:
-        total += _reads(module.tree)
+        total.update(_reads(module.tree))
     return total
 
 

@@ -1,0 +1,103 @@
+"""A gateway that is killed and started again on one socket, as a supervisor does it."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+
+from rollmesh.core.process import Ready, listen
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.model_folder import write_model_folder
+from tests.flow.gateway_process import PATIENCE_S, Gateway, argv_of
+
+
+class LastingGateway:
+    """`start` and `kill` as often as wanted; clients meanwhile wait in the socket's backlog."""
+
+    def __init__(self, folder: Path, words: list[str]) -> None:
+        self.folder = folder
+        self.listening: socket.socket = listen("127.0.0.1:0")
+        self.lives: list[Gateway] = []
+        self._words = words
+
+    @property
+    def gateway(self) -> Gateway:
+        """The one that lives."""
+        return self.lives[-1]
+
+    @property
+    def journal(self) -> Path:
+        return self.folder / "token.journal"
+
+    async def start(self) -> None:
+        reading, writing = os.pipe()
+        fds = [writing, self.listening.fileno()]
+        argv = argv_of(*self._words, "--admin-token-file", str(self.folder / "token"))
+        argv += ["--listen-fd", str(fds[1]), "--ready-fd", str(writing)]
+        argv += ["--set", f"run.folder={self.folder}"]
+        process = await asyncio.create_subprocess_exec(
+            *argv, pass_fds=fds, stdout=asyncio.subprocess.DEVNULL
+        )
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            told = await asyncio.to_thread(pipe.readline)
+        address = msgspec.json.decode(told, type=Ready).address
+        self.lives.append(Gateway(process, address, (self.folder / "token").read_text().strip()))
+
+    async def kill(self) -> None:
+        process = self.gateway.process
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+
+    async def restart(self) -> None:
+        await self.kill()
+        await self.start()
+
+    def num_journal_bytes(self) -> int:
+        return sum(each.stat().st_size for each in self.journal.glob("*.journal"))
+
+    def wait_for_growth(self, num_bytes: int, tasks: Sequence[asyncio.Task[None]] = ()) -> None:
+        """Until the journal has more than so many, or one of `tasks`, that make it grow, is done;
+        looked at again and again, as nothing tells."""
+        while self.num_journal_bytes() <= num_bytes and not any(task.done() for task in tasks):
+            pass
+
+    def recovered(self) -> dict[str, Any]:
+        """What the newest life said of that."""
+        lines = (self.folder / "mesh/logs/gateway.log").read_bytes().splitlines()
+        events = [orjson.loads(line) for line in lines]
+        return [dict(each) for each in events if each["event"] == "gateway.recovered"][-1]
+
+    async def close(self) -> None:
+        for each in self.lives:
+            await each.client.close()
+        if self.gateway.process.returncode is None:
+            self.gateway.process.terminate()
+            async with asyncio.timeout(PATIENCE_S):
+                assert await self.gateway.process.wait() == 0
+        self.listening.close()
+
+
+@asynccontextmanager
+async def lasting(folder: Path, *words: str) -> AsyncIterator[LastingGateway]:
+    await asyncio.to_thread(folder.mkdir, exist_ok=True)
+    gateway = LastingGateway(folder, list(words))
+    await gateway.start()
+    try:
+        yield gateway
+    finally:
+        await gateway.close()
+
+
+def sampling_words(folder: Path, engine: ScriptedEngine) -> list[str]:
+    """For a gateway that samples at `engine`."""
+    model = write_model_folder(folder / "model")
+    words = ["--model-dir", str(model), "--engine", engine.url, "--set", "sampling.max_tokens=8"]
+    return [*words, "--set", "model.max_context_tokens=4096"]

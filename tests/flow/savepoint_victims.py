@@ -1,0 +1,203 @@
+"""Lives that kill -9 ends in mid-savepoint: python -m tests.flow.savepoint_victims FOLDER
+
+A life finds two savepoints, begins a third and is killed just before it runs a certain line of
+savepoints/ or checkpoint.py, on whichever thread that is. Then another life looks: it finds the
+second savepoint or the third, whole, restores that, and saves once more. There is a pair of lives
+for each state in which the disk is on the way, by names and sizes: where the first line runs that
+finds it so, the first of them ends. Prints a row for each pair: the line, the step that was found,
+and what is wrong, if anything is. Lives are forks of this process, which never starts a thread.
+"""
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from rollmesh.trainer import savepoints
+from rollmesh.trainer.models import checkpoint
+from rollmesh.trainer.savepoints.manifest import prove
+from rollmesh.trainer.savepoints.shelf import Savepoints
+from rollmesh.trainer.savepoints.state import LoopState
+from tests.unit.trainer.savepoints.subjects import Trained, same
+
+WATCHED = (str(Path(savepoints.__file__).parent), str(checkpoint.__file__))
+FIRST, EARLIER, LATER, AGAIN = 1, 2, 3, 4
+"""Steps done at the savepoints."""
+WAIT_S = 60.0
+
+Line = tuple[str, int]
+Moment = tuple[str, int, int]
+"""A line, and how often it ran before."""
+
+
+class Row(msgspec.Struct):
+    """Of one pair of lives."""
+
+    line: str
+    was_killed: bool
+    found_step: int
+    fault: str
+
+
+class Fuse:
+    """A trace function (sys.settrace) that sees each watched line before it runs."""
+
+    def __init__(self, run: Path, at: Moment | None = None) -> None:
+        self.stages: dict[frozenset[tuple[str, int]], Moment] = {}
+        """By what the disk has, the first moment that found it so."""
+        self._run = run
+        self._at = at
+        self._counts = Counter[Line]()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Fuse":
+        threading.settrace(self)
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        threading.settrace(None)
+
+    def leave_this_thread(self) -> None:
+        """To those that write: a thread that only waits runs its lines as often as it comes to."""
+        sys.settrace(None)
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> "Fuse | None":
+        if not frame.f_code.co_filename.startswith(WATCHED):
+            return None
+        if event == "line":
+            line = (frame.f_code.co_filename, frame.f_lineno)
+            with self._lock:
+                moment = (*line, self._counts[line])
+                if moment == self._at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self._counts[line] += 1
+                if not self._at:
+                    self.stages.setdefault(frozenset(found(self._run)), moment)
+        return self
+
+
+class Subject(Trained):
+    """What it writes is a model folder, as far as savepoints know."""
+
+    def snapshot(self, folder: Path) -> None:
+        self.imprint.take(folder, lambda model: (model / "config.json").touch())
+
+
+def found(run: Path) -> Iterator[tuple[str, int]]:
+    """All files and folders, each with its size; what is removed meanwhile may be in it, or not."""
+    for folder, names, files in os.walk(run):
+        for name in (*names, *files):
+            with contextlib.suppress(FileNotFoundError):
+                yield f"{folder}/{name}", os.stat(f"{folder}/{name}").st_size
+
+
+def subject(num_steps: int) -> Subject:
+    """As it is after so many steps."""
+    trained = Subject()
+    trained.train(num_steps)
+    return trained
+
+
+def begun(run: Path, num_steps: int, trained: Trained) -> Savepoints:
+    """As the loop does it."""
+    shelf = Savepoints(run)
+    shelf.newest()
+    assert shelf.begin(LoopState(num_steps=num_steps), trained)
+    return shelf
+
+
+def save(run: Path, num_steps: int, trained: Trained) -> None:
+    """To the end."""
+    assert begun(run, num_steps, trained).settled(WAIT_S) is not None
+
+
+def look(run: Path, expected: dict[int, Any]) -> int:
+    """What the next life finds; AssertionError where that is not good."""
+    shelf, trained = Savepoints(run), Subject()
+    newest = shelf.newest()
+    assert newest is not None, "nothing was found"
+    num_steps = shelf.restore(newest, trained).num_steps
+    assert same(trained.values(), expected[num_steps]), "other weights were restored"
+    assert shelf.begin(LoopState(num_steps=AGAIN), trained)
+    saved = shelf.settled(WAIT_S)
+    assert saved is not None, "the next savepoint failed"
+    left = sorted(path.name for path in (run / "savepoints").iterdir())
+    assert saved.folder.name == left[-1], left
+    assert len(left) == 2, left
+    for name in left:
+        prove(run / "savepoints" / name)
+    assert {path.name for path in run.iterdir()} == {"savepoints", "checkpoint"}
+    weights = "model/model.safetensors"
+    assert (run / "checkpoint" / Path(weights).name).samefile(saved.folder / weights)
+    return num_steps
+
+
+def in_a_fork(life: Callable[[], object]) -> tuple[int, bytes]:
+    """Its wait status, and what it returned or raised."""
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            told = msgspec.json.encode(life())
+        except BaseException:  # noqa: BLE001 - door: a fork tells all
+            told = msgspec.json.encode("".join(traceback.format_exc(limit=-2)))
+        os.write(writing, told)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        told = pipe.read()
+    return os.waitpid(pid, 0)[1], told
+
+
+def main() -> None:
+    """See the module."""
+    folder = Path(sys.argv[1])
+    trained = {steps: subject(steps) for steps in (FIRST, EARLIER, LATER)}
+    expected = {steps: each.values() for steps, each in trained.items()}
+    for steps in (FIRST, EARLIER):
+        in_a_fork(functools.partial(save, folder / "template", steps, trained[steps]))
+
+    def victim(run: Path, at: Moment | None) -> list[Moment]:
+        with Fuse(run, at) as fuse:
+            shelf = begun(run, LATER, trained[LATER])
+            fuse.leave_this_thread()
+            assert shelf.settled(WAIT_S) is not None
+        return list(fuse.stages.values())
+
+    def new(name: str) -> Path:
+        shutil.copytree(folder / "template", folder / name)
+        return folder / name
+
+    run = new("rehearsal")
+    _, answer = in_a_fork(functools.partial(victim, run, None))
+    for number, moment in enumerate(msgspec.json.decode(answer, type=list[Moment])):
+        run = new(str(number))
+        status, _ = in_a_fork(functools.partial(victim, run, moment))
+        _, answer = in_a_fork(functools.partial(look, run, expected))
+        told = msgspec.json.decode(answer)
+        is_good = isinstance(told, int)
+        row = Row(
+            line=f"{Path(moment[0]).name}:{moment[1]}, {moment[2]} times before",
+            was_killed=os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
+            found_step=told if is_good else 0,
+            fault="" if is_good else told,
+        )
+        sys.stdout.write(msgspec.json.encode(row).decode() + "\n")
+        sys.stdout.flush()
+        shutil.rmtree(run)
+
+
+if __name__ == "__main__":
+    main()

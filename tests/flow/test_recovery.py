@@ -1,0 +1,150 @@
+"""A trainer may die at any time: nothing that finished is lost, and nothing is trained twice.
+
+Trainers on a living mesh, killed (-9) at instants that a seed decides, each a life of one run; then
+the journal, the records and the summary are held against each other.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.core.process import OK
+from rollmesh.envs.guess import GuessEnv
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.models.warmstart import texts_of
+from tests.flow.trained_mesh import Story, TrainedMesh
+
+NUM_KILLS = 5
+MOST_STEPS = 4
+"""That a life does beyond those that are known, before it is killed."""
+LONGEST_PAUSE_S = 0.4
+"""Between the last of them and the kill: of a step's length, or of a trainer's beginning."""
+CURVE = ("loss", "entropy", "kl", "grad_norm", "success", "reward", "num_tokens", "age_histogram")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny one with random weights."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    write_tiny_model(folder, texts_of(GuessEnv()), TinyShape(), seed=0)
+    return folder
+
+
+@pytest.fixture
+def mesh(tmp_path: Path, model: Path) -> Iterator[TrainedMesh]:
+    mesh = TrainedMesh(tmp_path, model)
+    yield mesh
+    mesh.close()
+
+
+def curve(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """By step, what a step that is done again must bring again."""
+    return {row["step"]: {name: row[name] for name in CURVE} for row in rows}
+
+
+def test_a_trainer_that_is_killed_five_times_loses_nothing_and_trains_nothing_twice(
+    mesh: TrainedMesh,
+) -> None:
+    check(mesh, kill_often(mesh, NUM_KILLS, seed=1))
+
+
+def test_a_journal_at_its_byte_budget_forces_savepoints_and_loses_nothing(
+    tmp_path: Path, model: Path
+) -> None:
+    journal = {"segment_bytes": 2**14, "max_bytes": 2**16}
+    mesh = TrainedMesh(tmp_path, model, {"journal": journal}, checkpoint_steps=1000)
+    try:
+        pid = mesh.begin()
+        mesh.until(num_rows=12)
+        assert mesh.kill(pid) == -9
+        mesh.begin()
+        assert mesh.end() == OK, mesh.told()
+        check_rows(mesh)
+        log = (mesh.run / "logs" / "trainer.log").read_text()
+        num_forced = log.count("savepoint.saved") - log.count("publisher.closed")
+        assert num_forced >= 2, "it is never due but at the end"
+        sizes = [path.stat().st_size for path in (mesh.run / "journal").glob("*.journal")]
+        assert sum(sizes) < 2 * journal["max_bytes"]
+    finally:
+        mesh.close()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3600)
+def test_fifty_kills_lose_nothing_either(tmp_path: Path, model: Path) -> None:
+    mesh = TrainedMesh(tmp_path, model, num_steps=300)
+    try:
+        check(mesh, kill_often(mesh, 50, seed=2))
+    finally:
+        mesh.close()
+
+
+def kill_often(mesh: TrainedMesh, num_kills: int, seed: int) -> list[dict[str, Any]]:
+    """Then let it come to its end; the rows that were there before each kill."""
+    chance, seen = random.Random(seed), list[dict[str, Any]]()
+    lives = [num_told(mesh)]
+    for _ in range(num_kills):
+        pid, num_steps = mesh.begin(), len(curve(seen)) + chance.randint(0, MOST_STEPS)
+        mesh.until(num_steps)
+        assert mesh.outlives(chance.uniform(0.0, LONGEST_PAUSE_S)), mesh.told()
+        assert mesh.kill(pid) == -9
+        rows = mesh.rows("metrics.jsonl")
+        is_first = not lives[-1] and not seen
+        lives.append(num_told(mesh))
+        # Who is killed before it has found what there is, is no life; who has trained, is one.
+        has_trained = len(curve(seen + rows)) > len(curve(seen))
+        num_new = lives[-1] - lives[-2]
+        assert num_new <= 1
+        assert num_new or is_first or not has_trained
+        seen += rows
+    mesh.begin()
+    assert mesh.end() == OK, mesh.told()
+    assert num_told(mesh) == lives[-1] + 1
+    assert mesh.summary()["num_lives"] == num_told(mesh) + 1
+    assert mesh.summary()["num_steps_redone"] > 0
+    return seen
+
+
+def num_told(mesh: TrainedMesh) -> int:
+    """Lives that have said what they go on from."""
+    return len(mesh.rows("recoveries.jsonl"))
+
+
+def check(mesh: TrainedMesh, seen: list[dict[str, Any]]) -> None:
+    """The run is whole, whatever happened; `seen` are rows that earlier lives had written."""
+    story, summary = Story(mesh.run), mesh.summary()
+    num_steps, samples = mesh.config.trainer.num_steps, mesh.config.trainer.samples_per_group
+    # Each step stands in the history once, and each group in one step.
+    assert story.num_steps_taken == dict.fromkeys(range(num_steps), 1)
+    trained = story.trained()
+    assert len(set(trained)) == len(trained)
+    assert sorted(set(story.policy_versions)) == story.policy_versions
+    rows, rollouts = check_rows(mesh)
+    steps = {str(group_id): step for step, ids in story.steps.items() for group_id in ids}
+    for row in rollouts:
+        assert row["step"] == steps.get(row["rollout_id"].rpartition("/")[0])
+    assert summary["num_asked"] == len(story.asked) * samples
+    # The curve goes on: what was done again came out as it was.
+    final = curve(rows)
+    for step, figures in curve(seen).items():
+        assert final[step] == figures
+    # And so do the tasks: none was passed over, and none came twice.
+    env, seed = GuessEnv(), mesh.config.run.seed
+    assert story.tasks == list(itertools.islice(env.tasks("train", seed), len(story.tasks)))
+
+
+def check_rows(mesh: TrainedMesh) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Steps and rollouts: each once, and what was asked for is trained, dropped or open."""
+    rows, rollouts = mesh.rows("metrics.jsonl"), mesh.rows("trajectories.jsonl")
+    assert [row["step"] for row in rows] == list(range(mesh.config.trainer.num_steps))
+    assert len({row["rollout_id"] for row in rollouts}) == len(rollouts)
+    summary = mesh.summary()
+    assert summary["num_lost"] == 0
+    parts = [summary[name] for name in ("num_trained", "num_dropped", "num_open")]
+    assert sum(parts) == summary["num_asked"]
+    assert summary["num_rollouts"] == len(rollouts)
+    return rows, rollouts

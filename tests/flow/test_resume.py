@@ -1,0 +1,73 @@
+"""A demo that is killed goes on: by itself where its trainer died, by `--resume` where all did."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from rollmesh.launch.folder import read_pids
+from tests.flow.demo import follow, read, start
+from tests.flow.trained_mesh import Story
+
+SETTINGS = {"trainer.num_steps": 10_000, "trainer.checkpoint_steps": 3, "publish.lease_s": 3.0}
+"""More steps than are done before a kill, however fast the machine."""
+NUM_MORE = 6
+"""Steps of the last life, or some less."""
+
+
+def pids(run: Path) -> dict[str, int]:
+    """The latest process of each role."""
+    return {row.role: row.pid for row in read_pids(run)}
+
+
+def until(run: Path, step: int) -> None:
+    """Until that step is done."""
+    next(row for row in follow(run / "metrics.jsonl") if row["step"] >= step)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """How, and what it said."""
+    out, _ = process.communicate(timeout=100)
+    return process.returncode, out
+
+
+@pytest.mark.timeout(240)
+def test_a_run_goes_on_when_its_trainer_is_killed_and_when_all_of_it_is(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "demo"
+    with start(tmp_path, **SETTINGS) as process:
+        until(run, 2)
+        os.kill(pids(run)["trainer"], signal.SIGKILL)
+        next(follow(run / "recoveries.jsonl"))
+        processes = [psutil.Process(each) for each in pids(run).values() if psutil.pid_exists(each)]
+        os.kill(pids(run)["launch"], signal.SIGKILL)
+        ended(process)
+    assert psutil.wait_procs(processes, timeout=10.0)[1] == []
+    num_steps = max(Story(run).num_steps_taken) + NUM_MORE
+    settings = SETTINGS | {"trainer.num_steps": num_steps}
+    with start(tmp_path, "--resume", **settings) as process:
+        code, out = ended(process)
+    assert code == 0, out
+    assert "the trainer goes on from savepoint" in out
+    check_whole(run, num_steps)
+    with start(tmp_path, "--resume", **settings) as process:
+        assert ended(process)[0] == 2, "there is nothing to go on with"
+
+
+def check_whole(run: Path, num_steps: int) -> None:
+    story, summary = Story(run), read(run / "summary.json")
+    assert story.num_steps_taken == dict.fromkeys(range(num_steps), 1)
+    assert len(set(story.trained())) == len(story.trained())
+    assert (summary["num_steps"], summary["num_lives"], summary["num_lost"]) == (num_steps, 3, 0)
+    assert summary["ended"] == "done"
+    assert summary["success_untrained"] is not None
+    rows = (run / "metrics.jsonl").read_bytes().splitlines()
+    steps = [msgspec.json.decode(row)["step"] for row in rows]
+    assert steps == list(range(-1, num_steps)), (
+        "the untrained policy is measured once, each step told once"
+    )
+    roles = [row.role for row in read_pids(run)]
+    assert (roles.count("launch"), roles.count("warm-start")) == (2, 1)

@@ -1,0 +1,202 @@
+"""A broadcast to engines of which one is stopped, dead or away: nobody waits for it long.
+
+Two engines in processes of their own, and a third for the test that kills it.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.torch import load_file
+from structlog.testing import capture_logs
+
+from rollmesh.core.errors import EngineUnavailable
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.trainer.models.checkpoint import part_of
+from rollmesh.trainer.weights.carriers import distributed
+from rollmesh.trainer.weights.carriers.cargo import Cargo
+from rollmesh.trainer.weights.carriers.distributed import MUSTER_S, DistributedCarrier
+from rollmesh.trainer.weights.carriers.ferry import Ferry, Meet, Open
+from rollmesh.trainer.weights.carriers.hold import Hold
+from rollmesh.trainer.weights.carriers.shipping import Shipping
+from tests.contract.model import write_contract_model
+from tests.contract.processes import EngineProcess, embedded_engine
+
+PROBE = [7, 8, 9, 10, 11, 12]
+TIMEOUT_S = 10.0
+PATIENCE_S = 60.0
+"""Of a load that must not be given up: on a busy machine a group alone takes seconds to open."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same model with two sets of weights."""
+    folder = tmp_path_factory.mktemp("models")
+    return [write_contract_model(folder / str(seed), seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def engines(folders: list[Path]) -> Iterator[list[EngineProcess]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(embedded_engine(folders[0])) for _ in range(2)]
+
+
+@pytest.fixture
+async def clients(engines: list[EngineProcess]) -> AsyncIterator[list[EngineClient]]:
+    async with HttpClient() as http:
+        yield [EngineClient(engine.address, http) for engine in engines]
+
+
+@pytest.fixture
+def cargo(folders: list[Path], tmp_path: Path) -> Iterator[Cargo]:
+    """The second set, as a policy hands it over."""
+    weights = load_file(folders[1] / "model.safetensors")
+    folder, hold = tmp_path / "v000005", Hold()
+    shutil.copytree(folders[1], part_of(folder), ignore=shutil.ignore_patterns("*.safetensors"))
+    yield Cargo(5, str(folder), (hold.lay(weights, set(weights), tmp_path),))
+    hold.close()
+
+
+@pytest.fixture
+async def shipping(cargo: Cargo) -> AsyncIterator[Shipping]:
+    shipping = Shipping(DistributedCarrier(), TIMEOUT_S)
+    await shipping.begin(cargo)
+    yield shipping
+    await shipping.close()
+
+
+async def scores(client: EngineClient) -> list[float]:
+    return await client.score(PROBE, "probe")
+
+
+async def test_all_who_come_together_are_in_one_group(
+    clients: list[EngineClient], shipping: Shipping, cargo: Cargo, folders: list[Path]
+) -> None:
+    await clients[0].update_from_disk(folders[1], 1)
+    expected = await scores(clients[0])
+    await asyncio.gather(*(shipping.load(client, 5, cargo.folder) for client in clients))
+    for client in clients:
+        assert await scores(client) == expected
+        info = await client.model_info()
+        assert info.policy_version == 5
+    assert (await clients[1].model_info()).model_path == str(folders[0])
+
+
+async def test_one_that_knows_no_bracket_gets_the_file_and_the_others_cross(
+    clients: list[EngineClient], shipping: Shipping, cargo: Cargo
+) -> None:
+    """As SGLang before 0.5.21; it is asked once."""
+    async with ScriptedEngine() as older, HttpClient() as http:
+        all_three = [EngineClient(older.url, http), *clients]
+        with capture_logs() as told:
+            for _ in range(2):
+                await asyncio.gather(*(shipping.load(each, 5, cargo.folder) for each in all_three))
+        assert older.weight_version == "5"
+        assert older.num_seen("/begin_weight_update") == 1
+    for client in clients:
+        info = await client.model_info()
+        assert info.policy_version == 5
+        assert info.model_path != cargo.folder
+    assert [each["event"] for each in told] == ["engine.takes_files"]
+
+
+async def test_one_that_is_stopped_keeps_nobody_and_the_others_get_the_file(
+    engines: list[EngineProcess],
+    clients: list[EngineClient],
+    shipping: Shipping,
+    cargo: Cargo,
+) -> None:
+    os.kill(engines[0].pid, signal.SIGSTOP)
+    try:
+        with capture_logs() as told:
+            async with asyncio.timeout(2 * TIMEOUT_S):
+                stopped = asyncio.create_task(shipping.load(clients[0], 5, cargo.folder))
+                await shipping.load(clients[1], 5, cargo.folder)
+    finally:
+        os.kill(engines[0].pid, signal.SIGCONT)
+    assert (await clients[1].model_info()).policy_version == 5
+    assert (await clients[1].model_info()).model_path == cargo.folder
+    events = [event["event"] for event in told]
+    assert events.count("group.torn_down") == 1
+    await asyncio.wait([stopped])
+
+
+async def test_one_that_dies_keeps_nobody(
+    folders: list[Path], clients: list[EngineClient], shipping: Shipping, cargo: Cargo
+) -> None:
+    with embedded_engine(folders[0]) as doomed:
+        async with HttpClient() as http:
+            group = [EngineClient(doomed.address, http), clients[1]]
+            await asyncio.gather(*(shipping.load(each, 5, cargo.folder) for each in group))
+            doomed.child.kill()
+            doomed.child.wait()
+            loads = [shipping.load(each, 5, cargo.folder) for each in group]
+            async with asyncio.timeout(2 * TIMEOUT_S):
+                dead, alive = await asyncio.gather(*loads, return_exceptions=True)
+    assert alive is None
+    assert isinstance(dead, EngineUnavailable)
+    assert (await clients[1].model_info()).model_path == cargo.folder
+
+
+async def test_a_ferry_that_has_ended_is_an_error_and_no_wait() -> None:
+    ferry = await Ferry.started()
+    opened = await ferry.order(Open("group", "gloo", "127.0.0.1", 2, TIMEOUT_S))
+    assert opened.port
+    await ferry.close()
+    with pytest.raises(EngineUnavailable, match="the ferry has ended"):
+        await ferry.order(Meet())
+
+
+async def test_one_that_is_away_is_not_waited_for_longer_than_the_muster(
+    clients: list[EngineClient], shipping: Shipping, cargo: Cargo
+) -> None:
+    await asyncio.gather(*(shipping.load(client, 5, cargo.folder) for client in clients))
+    await shipping.load(clients[1], 5, cargo.folder)
+    assert (await clients[1].model_info()).policy_version == 5
+
+
+async def test_after_one_came_late_all_cross_together_again(
+    clients: list[EngineClient], cargo: Cargo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "MUSTER_S", 0.1)
+    carrier = DistributedCarrier()
+    await carrier.load(clients[1], cargo, PATIENCE_S)
+    await carrier.load(clients[0], cargo, PATIENCE_S)
+    monkeypatch.setattr(distributed, "MUSTER_S", PATIENCE_S)
+    newer = msgspec.structs.replace(cargo, policy_version=6)
+    first = asyncio.create_task(carrier.load(clients[0], newer, PATIENCE_S))
+    await asyncio.wait([first], timeout=0.6)
+    assert not first.done(), "it waits for the other"
+    async with asyncio.timeout(PATIENCE_S / 2):
+        await asyncio.gather(first, carrier.load(clients[1], newer, PATIENCE_S))
+    for client in clients:
+        assert (await client.model_info()).policy_version == 6
+    await carrier.close()
+
+
+async def test_a_load_that_is_given_up_ends_the_crossing_for_all(
+    engines: list[EngineProcess], clients: list[EngineClient], cargo: Cargo
+) -> None:
+    """Its engine is no more the publisher's; the others are not held by it."""
+    carrier = DistributedCarrier()
+    await carrier.begin(cargo, clients, 60.0)
+    stuck, other = (asyncio.create_task(carrier.load(each, cargo, 60.0)) for each in clients)
+    os.kill(engines[0].pid, signal.SIGSTOP)
+    try:
+        await asyncio.wait([stuck, other], timeout=MUSTER_S + 0.5)
+        stuck.cancel()
+        async with asyncio.timeout(2.0):
+            with pytest.raises(EngineUnavailable, match=f"{clients[0].url}: its load was given up"):
+                await other
+    finally:
+        os.kill(engines[0].pid, signal.SIGCONT)
+    assert stuck.cancelled()
+    await carrier.close()

@@ -1,0 +1,190 @@
+"""A mesh with an embedded engine, and a trainer whose every life is the test's to begin and end.
+
+Owns the processes and the run folder. Invariants: mesh and folder outlive each trainer; what is
+told of a run is read from its files. Driven by test_recovery.py.
+"""
+
+import collections
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.config import Config, load_config
+from rollmesh.core.ids import GroupId
+from rollmesh.core.journal import Journal
+from rollmesh.core.process import Ready
+from rollmesh.core.types import Task
+from rollmesh.launch.folder import read_addresses
+from rollmesh.launch.plan import plan_serving
+from rollmesh.serve.client.entries import AnyEntry, GroupAsked, Published, StepTaken
+from rollmesh.wire.bodies import decode_ask
+
+HERE = Path(__file__).parent
+ENDS_WITHIN_S = 60.0
+LOOK_S = 0.01
+"""A trainer tells nobody when it has done a step."""
+SETTINGS = {
+    "env": "guess",
+    "run": {"name": "run"},
+    "model": {"max_context_tokens": 512},
+    "sampling": {"max_tokens": 4},
+    "worker": {"max_rollouts": 16},
+    "publish": {"lease_s": 3.0},  # so long an engine waits that a dead trainer was updating
+    "trainer": {
+        "num_steps": 25,
+        "groups_per_step": 2,
+        "samples_per_group": 4,
+        "max_running_groups": 4,
+        "checkpoint_steps": 4,
+        "max_logprob_gap": 1.0,
+    },
+}
+
+
+class TrainedMesh:
+    """`run` is its run folder."""
+
+    def __init__(
+        self, folder: Path, model: Path, sections: dict[str, Any] | None = None, **trainer: object
+    ) -> None:
+        """`trainer` are more of its settings, `sections` whole others."""
+        self.run = folder / "run"
+        tree = SETTINGS | {
+            "run": {"name": "run", "folder": str(folder)},
+            "model": {"path": str(model), "max_context_tokens": 512},
+            "trainer": SETTINGS["trainer"] | trainer,  # type: ignore[operator]
+            **(sections or {}),
+        }
+        settings = folder / "mesh.json"
+        settings.write_bytes(msgspec.json.encode(tree))
+        self.config: Config = load_config(settings)
+        described = folder / "plans.json"
+        plans = plan_serving(self.config, ("--config", str(settings)))
+        described.write_bytes(msgspec.json.encode(plans))
+        words = [str(HERE / "launch_program.py"), str(self.run), str(described), str(settings)]
+        nowhere = subprocess.DEVNULL
+        self._mesh = subprocess.Popen(
+            [sys.executable, *words], stdout=nowhere, start_new_session=True
+        )
+        self._settings = settings
+        self._zygote: subprocess.Popen[str] | None = None
+        self._told = (folder / "trainer.err").open("w")
+
+    def begin(self) -> int:
+        """Start a trainer; its pid."""
+        self._say("begin")
+        return int(self._hear())
+
+    def end(self) -> int:
+        """Wait for the trainer's end; its exit code."""
+        return int(self._hear())
+
+    def outlives(self, pause_s: float) -> bool:
+        """Whether the trainer lives on after this time; at once where it does not."""
+        assert self._zygote
+        assert self._zygote.stdout
+        return not select.select([self._zygote.stdout], [], [], pause_s)[0]
+
+    def until(self, num_rows: int) -> None:
+        """Until there are rows of so many steps, or the trainer has ended."""
+        while len(self.rows("metrics.jsonl")) < num_rows and self.outlives(LOOK_S):
+            pass
+
+    def kill(self, pid: int) -> int:
+        """End the trainer now, if it has not ended; how it did."""
+        os.kill(pid, signal.SIGKILL)
+        return self.end()
+
+    def told(self) -> str:
+        """What trainers said on stderr."""
+        return (self.run.parent / "trainer.err").read_text()
+
+    def close(self) -> None:
+        """Whatever happened, leave nothing."""
+        if self._zygote:
+            with self._zygote:
+                self._zygote.kill()
+        self._mesh.terminate()
+        self._mesh.wait(ENDS_WITHIN_S)
+        self._told.close()
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Of one of the run's files; a torn last one is left out."""
+        path = self.run / name
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [msgspec.json.decode(line) for line in lines]
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = msgspec.json.decode((self.run / "summary.json").read_bytes())
+        return summary
+
+    def _say(self, word: str) -> None:
+        if self._zygote is None:
+            router = wait_for(self.run, "router").address
+            words = [str(HERE / "trainer_zygote.py"), str(self._settings), router]
+            self._zygote = subprocess.Popen(
+                [sys.executable, *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._told,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        assert self._zygote.stdin
+        self._zygote.stdin.write(f"{word}\n")
+        self._zygote.stdin.flush()
+
+    def _hear(self) -> str:
+        assert self._zygote
+        assert self._zygote.stdout
+        return self._zygote.stdout.readline()
+
+
+class Story:
+    """What the journal of a run tells, from its first record to its last."""
+
+    def __init__(self, run: Path) -> None:
+        self.steps: dict[int, tuple[GroupId, ...]] = {}
+        self.policy_versions: list[int] = []
+        self.asked: list[GroupId] = []
+        self.tasks: list[Task] = []
+        """That were trained on, or would have been, in the order in which they were drawn."""
+        self.num_steps_taken = collections.Counter[int]()
+        decode = msgspec.msgpack.Decoder(AnyEntry).decode
+        journal = Journal(run / "journal", segment_bytes=2**25)
+        for _, frames in journal.replay():
+            self._add(decode(frames[0]), frames[1:])
+        journal.close()
+
+    def _add(self, entry: AnyEntry, frames: list[bytes]) -> None:
+        match entry:
+            case StepTaken(step, group_ids):
+                self.num_steps_taken[step] += 1
+                self.steps[step] = group_ids
+            case Published(policy_version):
+                self.policy_versions.append(policy_version)
+            case GroupAsked(group_id):
+                self.asked.append(group_id)
+                self.tasks.append(decode_ask(frames[0]).task)
+
+    def trained(self) -> list[GroupId]:
+        """All ids of all steps."""
+        return [group_id for group_ids in self.steps.values() for group_id in group_ids]
+
+
+def wait_for(run: Path, role: str) -> Ready:
+    """Where a process of the mesh serves, once it does."""
+    tail = ["tail", "-n", "+1", "-F", str(run / "logs" / "launch.log")]
+    with subprocess.Popen(tail, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as told:
+        assert told.stdout
+        for line in told.stdout:
+            event = msgspec.json.decode(line)
+            if event["event"] == "child.ready" and event["child"] == role:
+                told.terminate()
+    return read_addresses(run)[role]

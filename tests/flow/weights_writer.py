@@ -1,0 +1,39 @@
+"""A policy that hands over two versions and gets no further than it is told with the second.
+
+Run by test_weights_killed.py, which kills it there: argv is the model's folder, the versions'
+folder and the stage. It says where the weights lie when it is there, and stays.
+"""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from rollmesh.core.config import TrainerConfig
+from rollmesh.trainer.models.checkpoint import part_of
+from rollmesh.trainer.policy import Policy
+from rollmesh.trainer.weights.carriers.cargo import Cargo
+from rollmesh.trainer.weights.carriers.shards import write_shards
+from rollmesh.trainer.weights.carriers.shipping import write_folder
+
+
+def main() -> None:
+    """Write the first, begin the second."""
+    model, versions, stage = sys.argv[1:]
+    policy = Policy(model, TrainerConfig())
+    first, second = (Path(versions) / f"v{number:06d}" for number in (1, 2))
+    write_folder(Cargo(1, str(first), policy.hand_over(first, 1)))
+    cargo = Cargo(2, str(second), policy.hand_over(second, 2))
+    if stage == "written":
+        write_shards(part_of(second), cargo.parts)
+    else:  # a pipe without a reader: who opens it to write waits for one
+        os.mkfifo(part_of(second) / "model.safetensors")
+        threading.Thread(target=write_folder, args=[cargo]).start()
+    sys.stdout.write(f"{cargo.parts[0].path}\n")
+    sys.stdout.flush()
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()
