@@ -189,13 +189,19 @@ def start_bare(engine: Child) -> Arm:
     return Arm("bare", Child(argv, cores()[0]))
 
 
-def start_gateway(capture: str, engine: Child, model: Path, folder: Path) -> Arm:
-    """Ours, in one of its two modes; its admin token is kept in `folder`."""
+def start_gateway(
+    capture: str, engine: Child, model: Path, folder: Path, journal: Path | None = None
+) -> Arm:
+    """Ours, in one of its two modes; its admin token is kept in `folder`.
+
+    Without a journal it is the interception server that workers have.
+    """
     token_file = folder / f"{capture}.token"
     token_file.touch(0o600)
     token_file.write_text(token := secrets.token_urlsafe(32))
     argv = [sys.executable, "-m", "rollmesh.cli.main", "gateway", "--engine", engine.ready.address]
     argv += ["--capture", capture, "--host", "127.0.0.1", "--port", "0"]
     argv += ["--model-dir", str(model)] if capture == "tokens" else []
+    argv += ["--journal", str(journal)] if journal else ["--no-journal"]
     child = Child([*argv, "--admin-token-file", str(token_file)], cores()[0])
-    return GatewayArm(capture, child, token)
+    return GatewayArm(f"{capture}_kept" if journal else capture, child, token)

@@ -88,7 +88,7 @@ def read_canned(folder: Path) -> Canned:
 
 
 def _make(folder: Path) -> None:
-    from rollmesh.trainer.tiny import train_tokenizer  # noqa: PLC0415 - loads torch
+    from rollmesh.trainer.models.tiny import train_tokenizer  # noqa: PLC0415 - loads torch
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer([sources()], VOCAB_SIZE)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.advantages import sample_advantages
-from rollmesh.trainer.checkpoint import load_model
-from rollmesh.trainer.descent import Descent
-from rollmesh.trainer.loss import TokenTerms, policy_loss, token_logprobs
+from rollmesh.trainer.learning.advantages import sample_advantages
+from rollmesh.trainer.learning.descent import Descent
+from rollmesh.trainer.learning.loss import TokenTerms, policy_loss, token_logprobs
+from rollmesh.trainer.models.checkpoint import load_model
 
 
 class PaddedPolicy:

@@ -66,11 +66,16 @@ class Bench:
         self.tokens = self.new_gateway("tokens")
         self.relay = self.new_gateway("relay")
 
-    def new_gateway(self, capture: str) -> Arm:
-        """A gateway that has served nothing yet."""
-        arm = start_gateway(capture, self.engine, self.model, self._folder)
+    def new_gateway(self, capture: str, *, journal: str = "") -> Arm:
+        """A gateway that has served nothing yet; its sessions outlive it in a journal, if named."""
+        folder = self.journal(journal) if journal else None
+        arm = start_gateway(capture, self.engine, self.model, self._folder, folder)
         self._kept(arm.child)
         return arm
+
+    def journal(self, name: str) -> Path:
+        """Where the journal of this name stands."""
+        return self._folder / f"{name}.journal"
 
     def new_peers(self) -> list[Arm]:
         """The peers that are installed."""

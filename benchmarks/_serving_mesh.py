@@ -108,6 +108,7 @@ class Mesh:
         """So many groups, `window` of them at a time; RuntimeError if one does not finish."""
         asked_s: dict[GroupId, float] = {}
         groups_s: list[float] = []
+        ended: list[GroupId] = []
         last: Finished | None = None
         cpu_s, began_s = self._cpu_s(), time.perf_counter()
         num_asked = 0
@@ -122,12 +123,13 @@ class Mesh:
                     raise RuntimeError(f"a group was dropped: {arrival.reason}")
                 groups_s.append(time.perf_counter() - asked_s.pop(arrival.group_id))
                 last = arrival
+            ended += [arrival.group_id for arrival in arrivals]
             if not arrivals:
                 raise RuntimeError(f"nothing ended for {TAKE_S:g} s")
         wall_s = time.perf_counter() - began_s
         spent_s = {role: now_s - cpu_s[role] for role, now_s in self._cpu_s().items()}
         assert last is not None
-        self.client.free(last.position)
+        self.client.done_with(ended)
         num_bytes = last.token_ids.nbytes + last.logprobs.nbytes
         num_bytes += len(msgspec.json.encode(last.record))
         return Lap(groups_s, wall_s, spent_s, num_bytes)

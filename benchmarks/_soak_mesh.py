@@ -222,7 +222,7 @@ class SoakMesh:
     def _count(self, arrival: Arrival, wave: Wave) -> None:
         if isinstance(arrival, Finished):
             wave.num_finished += 1
-            self._client.free(arrival.position)
+            self._client.done_with([arrival.group_id])
         else:
             wave.num_dropped += 1
             reason = str(arrival.reason)[:60]

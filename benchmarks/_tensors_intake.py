@@ -36,8 +36,8 @@ from rollmesh.serve.client.sample_memory import BYTES_PER_TOKEN, Lay, lay_plainl
 from rollmesh.serve.client.samples import Sample
 from rollmesh.tensors.handles import RTensor, pack
 from rollmesh.tensors.store import OwnerStore, StoreSettings
-from rollmesh.trainer.rooms import StoreRoom, moved
-from rollmesh.trainer.stock import cut_group
+from rollmesh.trainer.pacing.room import StoreRoom, moved
+from rollmesh.trainer.pacing.stock import cut_group
 
 SIZES = {"small": (512, 5_120), "big": (1_024, 23_600)}
 """Samples, and tokens of each."""

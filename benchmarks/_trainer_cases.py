@@ -16,8 +16,9 @@ import numpy as np
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Task
-from rollmesh.serve.client.book import Book, RunBegan
+from rollmesh.serve.client.book import open_book
 from rollmesh.serve.client.client import RolloutClient
+from rollmesh.serve.client.entries import RunBegan
 from rollmesh.wire.bodies import encode_record
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import GroupFinished
@@ -43,8 +44,8 @@ def reset_peak() -> None:
 def save(folder: Path, size_mb: int) -> dict[str, float]:
     """A model of so many megabytes is written twice, as a checkpoint and its successor."""
     # Here, since torch would be nine tenths of what the other cases measure.
-    from rollmesh.trainer.checkpoint import save_model  # noqa: PLC0415 - see above
-    from rollmesh.trainer.tiny import TinyShape, write_tiny_model  # noqa: PLC0415 - see above
+    from rollmesh.trainer.models.checkpoint import save_model  # noqa: PLC0415 - see above
+    from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model  # noqa: PLC0415 - see above
 
     num_layers = max(1, round(size_mb * MB / (4 * (4 * WIDTH**2 + 3 * WIDTH * 4 * WIDTH))))
     shape = TinyShape(
@@ -73,8 +74,8 @@ def save(folder: Path, size_mb: int) -> dict[str, float]:
 
 def journal(folder: Path, size_mb: int) -> dict[str, float]:
     """A client's book with so much that nobody took."""
-    book = Book(folder, JournalConfig())
-    book.begin(RunBegan("r1"))
+    book = open_book(folder, JournalConfig())
+    book.begin(RunBegan("r1"), saved=None)
     body = encode_record(GroupRecord(task=Task(id="t")))
     token_ids = np.random.default_rng(0).bytes(RESULT_MB * MB)
     for seq in range(size_mb // RESULT_MB):

@@ -14,6 +14,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -33,16 +34,23 @@ from rollmesh.core.types import (
     Task,
     VersionRun,
 )
-from rollmesh.serve.client.arrivals import Arrival, Finished
-from rollmesh.trainer.fencing import FenceAsked
-from rollmesh.trainer.loop import Parts, TrainLoop
-from rollmesh.trainer.pacer import Pacer
+from rollmesh.engine.in_memory import Part
+from rollmesh.serve.client.arrivals import Arrival, Finished, Unopened
+from rollmesh.serve.client.entries import StateSaved
+from rollmesh.serve.client.history import History
+from rollmesh.trainer.books.records import RunRecords, Tally
+from rollmesh.trainer.loop import TrainLoop
+from rollmesh.trainer.meter.fencing import FenceAsked
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.pacing.pacer import Pacer
+from rollmesh.trainer.parts import Parts
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.process import asking_of, staleness_of
-from rollmesh.trainer.publisher import Probe, PublishReport
-from rollmesh.trainer.records import RunRecords, Tally
-from rollmesh.trainer.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.weights import BackgroundLoop, Weights
+from rollmesh.trainer.process import asking_of
+from rollmesh.trainer.recovery.plan import plan_recovery
+from rollmesh.trainer.recovery.revival import staleness_of
+from rollmesh.trainer.savepoints.shelf import Savepoints
+from rollmesh.trainer.weights.events import Probe, PublishReport
+from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
 
 SHORTEST = 64
 GROUPS, SAMPLES = 2, 4
@@ -90,9 +98,12 @@ class Lengths:
         sampling: SamplingPolicy,
         seed: int,
         is_eval: bool = False,
+        asked_step: int = 0,
+        num_drawn: int = 0,
+        again: object = None,
     ) -> GroupId:
         """Mint an id."""
-        del task, env, num_samples, sampling, seed, is_eval
+        del task, env, num_samples, sampling, seed, is_eval, asked_step, num_drawn, again
         group_id = GroupId(self.run_id, self._num_asked)
         self._num_asked += 1
         self._asked.append(group_id)
@@ -112,18 +123,34 @@ class Lengths:
         asked, self._asked = self._asked, []
         return [self._finish(group_id) for group_id in asked]
 
-    def note_step(self, step: int, group_ids: list[GroupId]) -> None:
+    def note_step(
+        self, step: int, group_ids: list[GroupId], oldest_step: int = 0, again: object = None
+    ) -> None:
         """A step begins."""
-        del group_ids
+        del group_ids, oldest_step, again
         self._num_steps = step + 1
 
-    def note_published(self, policy_version: int, step: int) -> None:
+    def note_published(self, policy_version: int, step: int, again: object = None) -> None:
         """What is sampled from now on is of this version."""
-        del step
+        del step, again
         self._policy_version = policy_version
 
-    def free(self, position: int) -> None:
+    def cancel(self, group_id: GroupId, reason: str) -> None:
+        """Nothing is ever open for long."""
+
+    def open(self, arrival: Unopened) -> Arrival:
+        """Nothing is ever left on a disk."""
+        raise AssertionError(arrival)
+
+    def done_with(
+        self, group_ids: Iterable[GroupId], reason: str = "", step: int = 0, times: int = 0
+    ) -> None:
         """There is no journal."""
+
+    def note_saved(self, saved: StateSaved) -> None:
+        """There is no journal."""
+
+    is_journal_full = False
 
     def _finish(self, group_id: GroupId) -> Finished:
         shortest, longest = np.log2(SHORTEST), np.log2(self._longest)
@@ -169,9 +196,11 @@ def tell_rest(num_steps: int) -> None:
     print(msgspec.json.encode(rest).decode(), flush=True)
 
 
-async def bring(policy_version: int, folder: Path, probe: Probe) -> PublishReport:
+async def bring(
+    policy_version: int, folder: Path, probe: Probe, parts: tuple[Part, ...]
+) -> PublishReport:
     """To no engine at all."""
-    del folder, probe
+    del folder, probe, parts
     return PublishReport(
         policy_version=policy_version, updated=(), failed=(), wall_s=0.0, gap_s=0.0
     )
@@ -206,10 +235,20 @@ def main() -> None:
     tasks = (Task(id=str(number)) for number in itertools.count())
     asking = asking_of(config)
     pacer = Pacer(client, staleness_of(config), tasks, asking, books)
-    weights = Weights(folder / "weights", 2, BackgroundLoop("publisher"))
+    weights = Weights(folder / "weights", BackgroundLoop("publisher"))
     policy = Policy(config.model.path, config.trainer)
-    parts = Parts(client, pacer, policy, weights, bring, *books, fence)  # type: ignore[arg-type]
-    TrainLoop(config, parts, threading.Event()).run()
+    parts = Parts(
+        client=client,  # type: ignore[arg-type]
+        pacer=pacer,
+        policy=policy,
+        weights=weights,
+        bring=bring,
+        records=books[0],
+        tally=books[1],
+        savepoints=Savepoints(folder),
+        fence=fence,
+    )
+    TrainLoop(config, parts, threading.Event()).run(plan_recovery(None, History()))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
 The servers have one core, the load and a canned engine the other; each case runs all its servers
 in turns. `<case>.<server>.calls_per_s` is by the wall, `.cpu_us` the server's CPU per call;
 `<case>.<server>_vs_bare` is the ratio of calls/s, `_vs_bare.by_cpu` the ratio by CPU, which other
-work on the machine disturbs less. The shapes are in _shapes.py, the cases in _calls.py, _streams.py
-and _sessions.py. Invariant: no goal is easier or absent under --quick; `--only` judges the goals of
+work on the machine disturbs less. Servers keep no journal, as in a worker, but for the cases `kept`
+and `recovered`. The shapes are in _shapes.py, the cases in _calls.py, _streams.py, _sessions.py and
+_kept.py. Invariant: no goal is easier or absent under --quick; `--only` judges the goals of
 the cases that it names. Driven by `make bench`.
 """
 
@@ -16,7 +17,7 @@ from contextlib import ExitStack
 
 import uvloop
 
-from benchmarks import _calls, _sessions, _streams
+from benchmarks import _calls, _kept, _sessions, _streams
 from benchmarks._arms import pin_load
 from benchmarks._report import Goal, parser, report
 from benchmarks._rounds import Bench
@@ -32,6 +33,8 @@ CASES: dict[str, Callable[[Bench], Awaitable[None]]] = {
     "opened": _sessions.opened,
     "long": _sessions.long,
     "fifty": _sessions.fifty,
+    "kept": _kept.kept,
+    "recovered": _kept.recovered,
     "peers": _calls.peers,
 }
 
@@ -52,6 +55,10 @@ GOALS = [
     Goal("opened.sessions_mb", "<=", 60.0),
     Goal("opened.after_one_call_mb", "<=", 120.0),
     Goal("long.turn_400_vs_40", "<=", 3.0),
+    Goal("kept.growing_tokens_vs_unkept", ">=", 0.9),
+    Goal("kept.growing_relay_vs_unkept", ">=", 0.9),
+    Goal("kept.distinct_tokens_vs_unkept", ">=", 0.9),
+    Goal("recovered.us_per_call", "<=", 500.0),
 ]
 PEER_GOAL = Goal("peers.tokens_vs_fastest", ">=", 15.0)
 

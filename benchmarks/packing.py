@@ -28,10 +28,10 @@ from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.batches import pack
+from rollmesh.trainer.learning.batches import pack
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.models.warmstart import GameTokens, random_games, texts_of
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.warmstart import GameTokens, random_games, texts_of
 
 GROUPS, SIBLINGS = 16, 16
 """The demo's."""

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from rollmesh.core.ids import GroupId
-from rollmesh.trainer.staleness import (
+from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
+from rollmesh.trainer.staleness_events import (
     BatchTaken,
     GroupArrived,
     GroupAsked,
-    StalenessManager,
-    StalenessSettings,
     StepPublished,
     TakeBatch,
 )
@@ -27,7 +26,7 @@ class Ahead(Generic[_Batch]):
     def __init__(self, draw: Callable[[int], _Batch], max_staleness: int) -> None:
         """A step may train what weights of up to `max_staleness` steps before have sampled."""
         self.staleness = StalenessManager(
-            StalenessSettings(batch=1, max_staleness=max_staleness, max_running=8)
+            StalenessSettings(batch=1, max_staleness=max_staleness, max_concurrent=8)
         )
         self._draw = draw
         self._num_drawn = 0
@@ -37,10 +36,10 @@ class Ahead(Generic[_Batch]):
         """What `step` trains."""
         while self.staleness.capacity:
             group_id = GroupId("ahead", self._num_drawn)
-            self.staleness.step(GroupAsked(group_id))
+            self.staleness.step(GroupAsked(group_id, 1))
             self._drawn[group_id] = self._draw(self._num_drawn)
             self._num_drawn += 1
-            self.staleness.step(GroupArrived(group_id, self.staleness.published_step))
+            self.staleness.step(GroupArrived(group_id, 1, self.staleness.published_step))
         for action in self.staleness.step(TakeBatch(step)):
             if isinstance(action, BatchTaken):
                 return self._drawn.pop(action.group_ids[0])

@@ -90,7 +90,7 @@ def train(num_ranks: int, num_steps: int) -> None:
 def told(step: int, report: dict[str, float], held: Held, staleness: Staleness | None) -> None:
     """A line of a step."""
     left = sum(each.stored.total_bytes + each.buffered.total_bytes for each in held.processes)
-    num_ready = staleness.num_ready if staleness else 0
+    num_ready = staleness.ready if staleness else 0
     say(
         f"step {step:2d}  loss {report['loss']:.4f}  {report['num_tokens']:.0f} tokens  "
         f"{left} bytes left in {len(held.processes)} processes  {num_ready} batches drawn ahead"

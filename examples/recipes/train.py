@@ -1,9 +1,10 @@
 """Trains a tiny model, made on the spot, by one of the field's recipes, on several ranks.
 
-    python -m examples.recipes.train --recipe ppo|grpo|dpo|sft|reward --ranks 2
+    python -m examples.recipes.train --recipe ppo|grpo|dpo|sft|reward --ranks 2 [--run FOLDER]
 
 Before and after: how many unseen pairs the model rates the right way round, by its log-probs or, as
-a reward model, by its rewards. After each step nothing of its batch is left in any process.
+a reward model, by its rewards. After each step nothing of its batch is left in any process. With
+--run it leaves savepoints there, and goes on from the newest.
 """
 
 import argparse
@@ -19,16 +20,21 @@ from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.controller.household import Household
 from rollmesh.trainer.controller.spec import PlaneSpec
 from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.roles.recipes import RECIPES, Report, Rows, role_specs
-from rollmesh.trainer.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.roles.saved import SavedRoles
+from rollmesh.trainer.savepoints.shelf import Savepoints
+from rollmesh.trainer.savepoints.state import LoopState
 
 TRAINER = TrainerConfig(learning_rate=3e-3)
 LOSSES = {"actor": {"kl_coef": 0.005}, "critic": {"kl_coef": 0.005}}
+FROZEN = "reference"
+SETTLE_S = 60.0
 UNSEEN = 1_000_000
 """A seed that no step has."""
 
 
-def train(recipe: str, num_ranks: int, num_steps: int, folder: Path) -> None:
+def train(recipe: str, num_ranks: int, num_steps: int, folder: Path, run: Path | None) -> None:
     """Print a line of each step, and what it was good for."""
     write_tiny_model(folder, ["a"], TinyShape(), seed=0)
     roles = role_specs(RECIPES[recipe].roles, str(folder), TRAINER, LOSSES)
@@ -38,11 +44,18 @@ def train(recipe: str, num_ranks: int, num_steps: int, folder: Path) -> None:
         TrainController(plan, home) as controller,
     ):
         use(home.plane)
+        subject = SavedRoles(controller, [each for each in RECIPES[recipe].roles if each != FROZEN])
+        savepoints = Savepoints(run) if run else None
+        newest = savepoints.newest() if savepoints else None
+        if savepoints and newest:
+            savepoints.restore(newest, subject)
         before = share_right(controller, home.plane, recipe)
-        for step in range(num_steps):
+        for step in range(newest.state.num_steps if newest else 0, num_steps):
             rows = controller.take(home.plane.remotize(rows_for(recipe, step)), step)
             report = RECIPES[recipe].step(controller, rows, step)
             tell(step, report, controller.end_step(step))
+        if savepoints and savepoints.begin(LoopState(num_steps=num_steps), subject):
+            savepoints.settled(SETTLE_S)
         after = share_right(controller, home.plane, recipe)
     print(f"unseen pairs that it rates the right way round: {before:.0%} before, {after:.0%} now")
 
@@ -84,9 +97,10 @@ def main() -> None:
     parser.add_argument("--recipe", choices=RECIPES, default="ppo")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--run", type=Path, help="a folder for savepoints, to go on from")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        train(options.recipe, options.ranks, options.steps, Path(folder))
+        train(options.recipe, options.ranks, options.steps, Path(folder), options.run)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,174 @@
+"""From a train step to an engine: what the train thread pays, and what the engine is paused for.
+
+    python -m benchmarks.weights [--quick] [--json] [--check] [--only demo,large]
+
+Cases: `demo`, the demo's model, and `large`, one of some 100 MB; each is handed over, written and
+brought to an engine of ours by every `publish.mode`. `save` is what the thread paid before, `copy`
+its floor: the same bytes copied in memory that was used before. `gap` is a load alone, for which an
+engine is paused; `engine_cpu` goes on to its first scores, since it maps a file and reads what it
+needs; `served` is from the call to those. Invariant: modes take turns, the first round does not
+count; what the thread pays is its CPU, the rest wall time on an idle machine; medians; the scores
+change with every version. Driven by `make bench`.
+"""
+
+import asyncio
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from benchmarks._arms import Child, cores
+from benchmarks._report import Goal, parser, report
+from rollmesh.core.config import PublishMode, TrainerConfig
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
+from rollmesh.envs.guess import GuessEnv
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.policy import Policy
+from rollmesh.trainer.team import weights_of
+from rollmesh.trainer.weights.carriers.cargo import Cargo
+from rollmesh.trainer.weights.carriers.modes import carrier_of
+from rollmesh.trainer.weights.carriers.shipping import Shipping
+
+MODES: tuple[PublishMode, ...] = ("disk", "tensor", "distributed")
+SHAPES = {
+    "demo": TinyShape(),
+    "large": TinyShape(
+        width=512,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+        mlp_width=1408,
+        init_std=0.02,
+    ),
+}
+TIMEOUT_S = 60.0
+PROBE = [5, 6, 7, 8, 9]
+GOALS = [Goal("large.hand_over_over_save", "<=", 0.5)]
+"""The train thread pays less than half of what a folder costs."""
+
+
+class Stepped(Policy):
+    """A policy whose weights change without a step."""
+
+    @torch.no_grad()
+    def nudge(self) -> None:
+        """Every weight, a little."""
+        for each in self._model.parameters():
+            each.add_(torch.randn_like(each), alpha=0.01)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What a folder has."""
+        return list(weights_of(self._model).values())
+
+
+class Bench:
+    """A policy and an engine, and versions on their way from one to the other."""
+
+    def __init__(self, policy: Stepped, engine: Child, client: EngineClient, folder: Path) -> None:
+        self._policy = policy
+        self._engine = engine
+        self._client = client
+        self._folder = folder
+        self._shippings = {mode: Shipping(carrier_of(mode), TIMEOUT_S) for mode in MODES}
+        self._policy_version = 0
+        self.times_s: dict[str, list[float]] = defaultdict(list)
+
+    async def round(self) -> None:
+        """A version by each mode, and a folder as it was written before."""
+        for mode in MODES:
+            await self._publish(mode)
+        with self._timed("save", time.thread_time):
+            self._policy.save(self._folder / "saved")
+        weights = self._policy.tensors()
+        copies = [each.clone() for each in weights]
+        with self._timed("copy", time.thread_time):
+            for copy, each in zip(copies, weights, strict=True):
+                copy.copy_(each)
+
+    async def _publish(self, mode: PublishMode) -> None:
+        shipping, self._policy_version = self._shippings[mode], self._policy_version + 1
+        folder = self._folder / f"v{self._policy_version:06d}"
+        before = await self._client.score(PROBE, "")
+        self._policy.nudge()
+        with self._timed(f"{mode}.served"):
+            with self._timed("hand_over", time.thread_time):
+                parts = self._policy.hand_over(folder, self._policy_version)
+            cargo = Cargo(self._policy_version, str(folder), parts)
+            await shipping.begin(cargo, [self._client])
+            await self._client.pause()
+            await self._client.flush()
+            with self._timed(f"{mode}.engine_cpu", self._engine.cpu_s):
+                with self._timed(f"{mode}.gap"):
+                    await shipping.load(self._client, self._policy_version, str(folder))
+                await self._client.resume()
+                after = await self._client.score(PROBE, "")
+        await shipping.finish()
+        assert after != before, "the weights did not arrive"
+        shutil.rmtree(folder)
+
+    @contextmanager
+    def _timed(self, name: str, clock_s: Callable[[], float] = time.perf_counter) -> Iterator[None]:
+        started_s = clock_s()
+        yield
+        self.times_s[name].append(clock_s() - started_s)
+
+    async def close(self) -> None:
+        """Let go of engine and memory."""
+        for shipping in self._shippings.values():
+            await shipping.close()
+        self._policy.close()
+
+
+async def measured(case: str, folder: Path, num_rounds: int) -> dict[str, float]:
+    """The figures of a case."""
+    model = write_tiny_model(folder / "model", texts_of(GuessEnv()), SHAPES[case], seed=0)
+    num_bytes = sum(each.nbytes for each in model.parameters())
+    argv = [sys.executable, "-m", "rollmesh.engine.embedded", "--model-dir", str(folder / "model")]
+    engine = Child([*argv, "--max-total-tokens", "1024"], cores()[0])
+    policy = Stepped(str(folder / "model"), TrainerConfig())
+    try:
+        async with HttpClient() as http:
+            client = EngineClient(engine.ready.address, http)
+            bench = Bench(policy, engine, client, folder)
+            for number in range(num_rounds + 1):
+                await bench.round()
+                if number == 0:
+                    bench.times_s.clear()
+            await bench.close()
+    finally:
+        engine.end()
+    times = {name: statistics.median(each) for name, each in bench.times_s.items()}
+    return {
+        "megabytes": num_bytes / 1e6,
+        **{f"{name}_ms": 1e3 * took_s for name, took_s in times.items()},
+        "hand_over_over_save": times["hand_over"] / times["save"],
+        "hand_over_over_copy": times["hand_over"] / times["copy"],
+        "tensor.gap_over_disk": times["tensor.gap"] / times["disk.gap"],
+        "distributed.gap_over_disk": times["distributed.gap"] / times["disk.gap"],
+    }
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parser("weights", SHAPES).parse_args()
+    cases = options.only or list(SHAPES)
+    figures: dict[str, float] = {}
+    for case in cases:
+        with tempfile.TemporaryDirectory() as name:
+            told = asyncio.run(measured(case, Path(name), 3 if options.quick else 15))
+        figures |= {f"{case}.{figure}": value for figure, value in told.items()}
+    report(options, figures, [goal for goal in GOALS if goal.figure.split(".")[0] in cases])
+
+
+if __name__ == "__main__":
+    main()

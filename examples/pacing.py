@@ -1,0 +1,159 @@
+"""Paces a train loop in two ways: by the names that AReaL's users know, and by a StalenessManager.
+
+    python -m examples.pacing
+
+No model: rollouts are durations, most of them short, one as long as twenty steps, and one in eight
+is rejected; after half of the steps the trainer begins anew while its rollouts go on. Invariant:
+both loops are given the same rollouts. Driven by people who have a loop of their own to pace.
+"""
+
+import random
+
+import msgspec
+
+from rollmesh.core.ids import GroupId
+from rollmesh.trainer.compat import KnownStaleness
+from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
+from rollmesh.trainer.staleness_events import (
+    BatchTaken,
+    GroupArrived,
+    GroupAsked,
+    GroupEnded,
+    StepPublished,
+    TakeBatch,
+)
+
+BATCH, MAX_STALENESS, MAX_RUNNING, STEPS = 4, 2, 64, 40
+LONG = 5
+"""Which rollout is the long one."""
+
+
+class Rollout(msgspec.Struct):
+    """One that runs elsewhere."""
+
+    number: int
+    asked_step: int
+    left: int
+    is_good: bool
+
+    @property
+    def group_id(self) -> GroupId:
+        return GroupId("pacing", self.number)
+
+
+class Elsewhere:
+    """Engines and environments, in turns."""
+
+    def __init__(self) -> None:
+        self.running: list[Rollout] = []
+        self._chance = random.Random(0)
+        self._num_asked = 0
+
+    def ask(self, step: int) -> Rollout:
+        """Begin another."""
+        num, chance = self._num_asked, self._chance
+        left = 30 if num == LONG else chance.randint(1, 5)
+        self.running.append(Rollout(num, step, left, num == LONG or chance.random() > 1 / 8))
+        self._num_asked += 1
+        return self.running[-1]
+
+    def go_on(self) -> list[Rollout]:
+        """A turn later; those that have ended."""
+        for each in self.running:
+            each.left -= 1
+        ended = [each for each in self.running if not each.left]
+        self.running = [each for each in self.running if each.left]
+        return ended
+
+
+class Trained:
+    """Steps done, as both ways of pacing want to be told."""
+
+    def __init__(self) -> None:
+        self.ages: list[int] = []
+        self.step = 0
+
+    def get_version(self) -> int:
+        """As KnownStaleness asks for it."""
+        return self.step
+
+    def train(self, batch: list[Rollout]) -> None:
+        """One step."""
+        self.ages += [self.step - each.asked_step for each in batch]
+        self.step += 1
+
+
+def known() -> Trained:
+    """A loop as it may stand in your code."""
+    trained, elsewhere, ready = Trained(), Elsewhere(), list[Rollout]()
+    staleness = KnownStaleness(trained, MAX_RUNNING, BATCH, MAX_STALENESS)
+    while trained.step < STEPS:
+        for _ in range(min(staleness.get_capacity(), staleness.get_pending_limit())):
+            staleness.on_rollout_enqueued()
+            staleness.on_rollout_submitted()
+            elsewhere.ask(trained.step)
+        for each in elsewhere.go_on():
+            if each.is_good:
+                staleness.on_rollout_accepted()
+                ready.append(each)
+            else:
+                staleness.on_rollout_rejected()
+        if len(ready) >= BATCH:
+            ready.sort(key=lambda each: each.asked_step)
+            trained.train(ready[:BATCH])
+            del ready[:BATCH]
+            if trained.step == STEPS // 2:
+                staleness = KnownStaleness(trained, MAX_RUNNING, BATCH, MAX_STALENESS)
+                staleness.on_version_recovered(trained.step)
+                for _ in elsewhere.running:
+                    staleness.on_rollout_enqueued()
+                    staleness.on_rollout_submitted()
+    print(f"known names:      {staleness.get_stats()}")
+    return trained
+
+
+def ours() -> Trained:
+    """The same loop, told to a StalenessManager."""
+    trained, elsewhere, ready = Trained(), Elsewhere(), dict[GroupId, Rollout]()
+    settings = StalenessSettings(
+        batch=BATCH, max_staleness=MAX_STALENESS, max_concurrent=MAX_RUNNING
+    )
+    staleness = StalenessManager(settings)
+    while trained.step < STEPS:
+        for _ in range(staleness.capacity):
+            staleness.step(GroupAsked(elsewhere.ask(trained.step).group_id, num_rollouts=1))
+        for each in elsewhere.go_on():
+            if each.is_good:
+                staleness.step(GroupArrived(each.group_id, 1, each.asked_step))
+                ready[each.group_id] = each
+            else:
+                staleness.step(GroupEnded(each.group_id))
+        for action in staleness.step(TakeBatch(trained.step)):
+            assert isinstance(action, BatchTaken), "who waits loses nothing"
+            trained.train([ready.pop(group_id) for group_id in action.group_ids])
+            staleness.step(StepPublished(trained.step))
+            if trained.step == STEPS // 2:
+                staleness = StalenessManager(settings, trained.step, None, staleness.state)
+                for each in [*elsewhere.running, *ready.values()]:
+                    staleness.step(GroupAsked(each.group_id, 1, each.asked_step))
+                for each in ready.values():
+                    staleness.step(GroupArrived(each.group_id, 1, each.asked_step))
+    print(
+        f"StalenessManager: {staleness.consumed} consumed, {staleness.running} running, the "
+        f"oldest by policy version {staleness.oldest_version}"
+    )
+    return trained
+
+
+def main() -> None:
+    """Both, and how old what they trained was."""
+    by_known, by_ours = known(), ours()
+    for name, trained in (("known names", by_known), ("StalenessManager", by_ours)):
+        print(
+            f"{name}: {len(trained.ages)} rollouts in {trained.step} steps, at most "
+            f"{max(trained.ages)} steps old; {MAX_STALENESS} were meant"
+        )
+
+
+if __name__ == "__main__":
+    main()
