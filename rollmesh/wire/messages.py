@@ -13,8 +13,8 @@ in tests/golden. Headers stay small: tasks and results travel in the body, array
     sink -> worker     GroupAcked
     cli <-> router <- launch   AskDrain DrainAnswered, WorkerExited
 
-What is said of engines stands in fleet.py, of a trainer's ranks in ranks.py, several news at once
-in GroupNews (news.py).
+What is said of engines stands in fleet.py, of a trainer's ranks in ranks.py, of GPUs between
+pipelines in scheduling.py, several news at once in GroupNews (news.py).
 
 A GroupFailed's reason begins with a code: attempts_exhausted, env_failed, bad_ask, overloaded,
 quarantined, deadline, client_left, cancelled or infra_error, then a colon. Driven by the shells in
@@ -30,6 +30,7 @@ from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.wire.fleet import EngineFaulted, FleetAnswered, FleetAsk, FleetChanged, PublisherLeft
 from rollmesh.wire.header import Message
 from rollmesh.wire.ranks import RankMessage
+from rollmesh.wire.scheduling import SchedulingMessage
 
 # what stands in messages
 
@@ -332,4 +333,5 @@ AnyMessage = (
     | DrainAnswered
     | GroupNews
     | RankMessage
+    | SchedulingMessage
 )

@@ -1,0 +1,180 @@
+"""What the planner knows: nodes, pipelines, who asks for GPUs, and whose each GPU is.
+
+Invariants: a GPU is owned by whom it is promised to. A worker that goes to sleep owns nothing from
+then on, one that wakes owns its GPUs though another may stand there for a moment: who really does
+is the service's to know, which waits for it. A LOST worker owns its GPUs until somebody tells the
+truth of it. `now_s` is part of the state, nothing here reads a clock. Changed by ops.apply and by
+the service's machine alone; read by everybody.
+
+    worker   ASLEEP -> WAKING -> AWAKE -> SLEEPING -> ASLEEP;  any -> LOST -> ASLEEP
+    pipeline REGISTERED -> ADMITTED <-> QUARANTINED;  any -> LEAVING -> forgotten
+    node     UP -> DRAINING;  UP, DRAINING -> DOWN -> UP
+"""
+
+import enum
+from typing import NamedTuple
+
+import msgspec
+
+from rollmesh.wire.scheduling import PipelineSpec, WorkerPhase
+
+FIXED = -1
+"""The rank of an owner that is not a generation worker."""
+AWAKE_PHASES = frozenset({WorkerPhase.AWAKE, WorkerPhase.WAKING})
+
+
+class Owner(NamedTuple):
+    """Whose a GPU is."""
+
+    pipeline_id: str
+    cluster: str
+    rank: int
+    """FIXED, or of the generation worker."""
+
+
+class NodePhase(enum.StrEnum):
+    """See the module."""
+
+    UP = "up"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+class Node(msgspec.Struct, kw_only=True):
+    """A machine with GPUs."""
+
+    name: str
+    gpus: tuple[int, ...]
+    """Numbers that are the fleet's; a node that comes back has the same."""
+    labels: tuple[str, ...] = ()
+    phase: NodePhase = NodePhase.UP
+
+
+class Worker(msgspec.Struct, kw_only=True):
+    """One engine of a pipeline: the unit that wakes and sleeps."""
+
+    rank: int
+    gpus: tuple[int, ...]
+    phase: WorkerPhase = WorkerPhase.ASLEEP
+    epoch: int = 0
+    """Grows with each resize that names it: an older one is refused by its coordinator."""
+    since_s: float = float("-inf")
+    """When it entered its phase."""
+    kv_tokens: int = 0
+    """What its sleep would lose."""
+
+
+class Hold(msgspec.Struct, frozen=True, kw_only=True):
+    """GPUs that a fixed cluster has, or has been promised."""
+
+    key: str
+    """Of the ask."""
+    cluster: str
+    priority: int
+    since_s: float
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A fixed cluster waits for all of its GPUs."""
+
+    key: str
+    pipeline_id: str
+    cluster: str
+    priority: int
+    seq: int
+    """In the order in which they were asked."""
+    asked_s: float
+
+
+class Demand(msgspec.Struct, kw_only=True):
+    """A pipeline wants to generate: opened when it asks, closed when it releases, when all streams
+    of its progress are retired, or when it leaves."""
+
+    key: str
+    estimate: int
+    """Rollouts that are to come, as it said when it asked; 0: unknown."""
+    opened_s: float
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """Of one stream of rollouts."""
+
+    batch: int
+    target: int
+    completed: int
+    is_retired: bool = False
+
+    @property
+    def remaining(self) -> int:
+        return 0 if self.is_retired else max(0, self.target - self.completed)
+
+
+class PipelinePhase(enum.StrEnum):
+    """See the module."""
+
+    REGISTERED = "registered"
+    ADMITTED = "admitted"
+    QUARANTINED = "quarantined"
+    LEAVING = "leaving"
+
+
+class Pipeline(msgspec.Struct, kw_only=True):
+    """One tenant of the fleet."""
+
+    spec: PipelineSpec
+    workers: list[Worker]
+    phase: PipelinePhase = PipelinePhase.REGISTERED
+    holds: dict[str, Hold] = {}
+    """By cluster."""
+    releasing: dict[str, str] = {}
+    """By cluster that is given up and not taken back yet, the key of the ask: the next plan takes a
+    fixed one back, and puts all workers of the generation cluster to sleep."""
+    demand: Demand | None = None
+    progress: dict[str, Progress] = {}
+    """By stream."""
+    credit_gpu_s: float = 0.0
+    """GPU seconds of generation that it should have had and has not (negative: has had too much),
+    as the policy counts: what it has in `State.credited_s`."""
+    waiting_s: float | None = None
+    """Since when it has demand and no worker that is awake or wakes."""
+
+    @property
+    def pipeline_id(self) -> str:
+        return self.spec.pipeline_id
+
+    @property
+    def remaining(self) -> int | None:
+        """Rollouts that are left, None if nobody knows: what progress says where there is some, for
+        it corrects the estimate and is never added to it."""
+        if self.progress:
+            return sum(each.remaining for each in self.progress.values())
+        return (self.demand.estimate or None) if self.demand else 0
+
+
+class State(msgspec.Struct, kw_only=True):
+    """See the module."""
+
+    now_s: float = 0.0
+    nodes: dict[str, Node] = {}
+    pipelines: dict[str, Pipeline] = {}
+    """In the order of their registration."""
+    requests: dict[str, Request] = {}
+    """By key, in the order of `seq`."""
+    owners: dict[int, Owner] = {}
+    """By GPU; who is not in it is free."""
+    credited_s: float = 0.0
+    """Until when credits are counted."""
+    node_of: dict[int, Node] = {}
+    """By GPU, of all nodes."""
+
+    def add_node(self, node: Node) -> None:
+        self.nodes[node.name] = node
+        self.node_of.update(dict.fromkeys(node.gpus, node))
+
+    def add_pipeline(self, spec: PipelineSpec) -> Pipeline:
+        """Register it; its workers are asleep. The spec was checked by admission."""
+        starts = range(0, len(spec.generation), spec.tp)
+        bundles = [spec.generation[start : start + spec.tp] for start in starts]
+        workers = [Worker(rank=rank, gpus=gpus) for rank, gpus in enumerate(bundles)]
+        self.pipelines[spec.pipeline_id] = Pipeline(spec=spec, workers=workers)
+        return self.pipelines[spec.pipeline_id]

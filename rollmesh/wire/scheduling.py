@@ -1,0 +1,304 @@
+"""What is said of GPUs: who asks the scheduler for them, and who gives them up.
+
+    hooks -> scheduler         HooksWired RequestGpus NotifyReleaseGpus NotifyReleaseThenRequestGpus
+                               WithdrawRequest ReportProgress ClearProgress ReportPreempt
+    scheduler -> hooks         SchedulerHello TicketMoved
+    coordinator -> scheduler   CoordinatorHello (each second as well) WorkersResized
+    scheduler -> coordinator   SchedulerHello ResizeWorkers
+    admission -> scheduler     RegisterPipeline AdmitPipeline KillPipeline UnregisterPipeline
+    node agent, cli -> scheduler   JoinNode NodeBeat DrainNode ReadScheduler
+    scheduler -> any of these  SchedulerAnswered (its body: JSON where something was read)
+
+Invariants: that of messages.py, whose vocabulary holds these too; an ask with a key may be said
+again at any time, and is done once; whoever waits for a ticket says its ask again each second, and
+what nobody has said for long is forgotten, so that a lost client leaves nothing behind. Driven by
+scheduler/ and by serve/coordinator/.
+"""
+
+import enum
+
+import msgspec
+
+from rollmesh.wire.header import Message
+
+GENERATION_CLUSTER = "actor_infer"
+"""The name of the one cluster of a pipeline that is elastic."""
+
+
+class GpuPriority(enum.IntEnum):
+    """Lower is first; all but GENERATION want all of a device set, and keep it."""
+
+    INITIALIZATION = 0
+    ACTOR_TRAINING = 1
+    CRITIC_TRAINING = 2
+    OLD_LOG_PROBS = 3
+    REF_LOG_PROBS = 4
+    VALUE_COMPUTE = 5
+    GENERATION = 6
+
+
+class TicketState(enum.StrEnum):
+    """QUEUED -> GRANTED -> RELEASED; QUEUED -> REFUSED | WITHDRAWN"""
+
+    QUEUED = "queued"
+    GRANTED = "granted"
+    RELEASED = "released"
+    REFUSED = "refused"
+    WITHDRAWN = "withdrawn"
+
+
+class PipelineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A pipeline's place on the fleet."""
+
+    pipeline_id: str
+    clusters: dict[str, tuple[int, ...]]
+    """By name (actor_train, critic, reference...), the GPUs that it needs all of."""
+    generation: tuple[int, ...]
+    """GPUs of its engines: worker r has generation[r * tp : (r + 1) * tp], inside one node."""
+    tp: int = 1
+    """GPUs of a worker."""
+    weight: float = 1.0
+    """Its share against that of the others."""
+    max_gpus: int = 0
+    """Of generation, at most so many at a time; 0: no limit."""
+    min_gpus: int = 0
+    """Of generation, what it has for certain while it has demand, once fixed clusters allow."""
+    is_preemptible: bool = True
+    """Whether its generation gives way to other pipelines; to its own clusters it always does."""
+    rollouts_per_worker: int = 0
+    """So many rollouts keep a worker busy: fewer left need fewer workers; 0: unknown."""
+
+
+class WorkerPhase(enum.StrEnum):
+    """ASLEEP -> WAKING -> AWAKE -> SLEEPING -> ASLEEP; any -> LOST (nobody knows) -> ASLEEP"""
+
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    AWAKE = "awake"
+    SLEEPING = "sleeping"
+    LOST = "lost"
+
+
+class WorkerTruth(msgspec.Struct, frozen=True, array_like=True):
+    """What a coordinator knows of one of its engines."""
+
+    rank: int
+    phase: WorkerPhase
+    epoch: int
+    """Of the newest resize that it was told of; an older one is refused."""
+    kv_tokens: int = 0
+    """What a sleep would lose now."""
+    detail: str = ""
+    """Why it is LOST, or has not done what it was told to."""
+
+
+class WorkerChange(msgspec.Struct, frozen=True, array_like=True):
+    """To one engine."""
+
+    rank: int
+    wakes: bool
+    epoch: int
+
+
+# hooks
+
+
+class HooksWired(Message, frozen=True, tag="hooks_wired"):
+    """Its rollouts will report; said again each second."""
+
+    pipeline_id: str
+
+
+class RequestGpus(Message, frozen=True, tag="request_gpus"):
+    """For GENERATION: open the demand; granted as soon as a worker is awake, with what is held."""
+
+    key: str
+    pipeline_id: str
+    cluster: str
+    priority: int
+    global_step: int = -1
+    step_target_estimate: int = 0
+    """Rollouts (not groups) that are to come; 0 is unknown, and gets the floor."""
+
+
+class NotifyReleaseGpus(Message, frozen=True, tag="notify_release_gpus"):
+    """Of the generation cluster: close the demand, and answer when its workers are asleep."""
+
+    key: str
+    pipeline_id: str
+    cluster: str
+    global_step: int = -1
+
+
+class NotifyReleaseThenRequestGpus(Message, frozen=True, tag="notify_release_then_request_gpus"):
+    """Both at once: nobody else is planned for in between."""
+
+    key: str
+    pipeline_id: str
+    release_cluster: str
+    cluster: str
+    priority: int
+    release_global_step: int = -1
+    global_step: int = -1
+    step_target_estimate: int = 0
+
+
+class WithdrawRequest(Message, frozen=True, tag="withdraw_request"):
+    key: str
+
+
+class ReportProgress(Message, frozen=True, tag="report_progress"):
+    """Corrects the estimate of an open demand, and never opens one."""
+
+    pipeline_id: str
+    stream: str
+    """`train`, `eval`, or an adapter's name."""
+    batch: int
+    """Grows from one batch of the stream to the next; older news is ignored."""
+    target: int
+    """Rollouts."""
+    completed: int
+
+
+class ClearProgress(Message, frozen=True, tag="clear_progress"):
+    """The stream is retired; the demand is closed when all are."""
+
+    pipeline_id: str
+    stream: str
+    batch: int
+
+
+class ReportPreempt(Message, frozen=True, tag="report_preempt"):
+    """A rollout has lost its engine and goes on elsewhere."""
+
+    pipeline_id: str
+    rank: int
+    url: str
+
+
+class TicketMoved(Message, frozen=True, tag="ticket_moved"):
+    key: str
+    state: TicketState
+    gpus: tuple[int, ...] = ()
+    reason: str = ""
+    """Why it waits, and who holds what it waits for; or why it was refused."""
+
+
+class SchedulerHello(Message, frozen=True, tag="scheduler_hello"):
+    """Answers every hello."""
+
+    scheduler: str
+    """Its incarnation."""
+
+
+# coordinators
+
+
+class CoordinatorHello(Message, frozen=True, tag="coordinator_hello"):
+    pipeline_id: str
+    workers: tuple[WorkerTruth, ...]
+
+
+class ResizeWorkers(Message, frozen=True, tag="resize_workers"):
+    """All wake or all sleep."""
+
+    pipeline_id: str
+    resize_id: int
+    changes: tuple[WorkerChange, ...]
+    deadline_s: float
+    """From when it is heard."""
+
+
+class WorkersResized(Message, frozen=True, tag="workers_resized"):
+    """Done or not: the workers that it named, as they are now."""
+
+    pipeline_id: str
+    resize_id: int
+    workers: tuple[WorkerTruth, ...]
+    error: str = ""
+
+
+# admission
+
+
+class RegisterPipeline(Message, frozen=True, tag="register_pipeline"):
+    """Said again with the same spec it changes nothing."""
+
+    key: str
+    spec: PipelineSpec
+
+
+class AdmitPipeline(Message, frozen=True, tag="admit_pipeline"):
+    key: str
+    pipeline_id: str
+
+
+class KillPipeline(Message, frozen=True, tag="kill_pipeline"):
+    """Its processes are dead: its GPUs are free, whatever its coordinator said last."""
+
+    key: str
+    pipeline_id: str
+
+
+class UnregisterPipeline(Message, frozen=True, tag="unregister_pipeline"):
+    """Put its workers to sleep, free what it holds, forget it."""
+
+    key: str
+    pipeline_id: str
+
+
+# nodes, and those who look
+
+
+class JoinNode(Message, frozen=True, tag="join_node"):
+    """A node of that name gets the GPU numbers again that it had."""
+
+    key: str
+    name: str
+    num_gpus: int
+    labels: tuple[str, ...] = ()
+    beats: bool = True
+    """It will say NodeBeat each second, and is dead when it does not."""
+
+
+class NodeBeat(Message, frozen=True, tag="node_beat"):
+    name: str
+
+
+class DrainNode(Message, frozen=True, tag="drain_node"):
+    """Nothing new starts there; what sleeps stays asleep."""
+
+    key: str
+    name: str
+
+
+class ReadScheduler(Message, frozen=True, tag="read_scheduler"):
+    """The answer's body is what scheduler/service/explain.py says, of one pipeline or ('') of all."""
+
+    key: str
+    pipeline_id: str = ""
+
+
+class SchedulerAnswered(Message, frozen=True, tag="scheduler_answered"):
+    key: str
+    ok: bool
+    error: str = ""
+
+
+HookMessage = (
+    HooksWired
+    | RequestGpus
+    | NotifyReleaseGpus
+    | NotifyReleaseThenRequestGpus
+    | WithdrawRequest
+    | ReportProgress
+    | ClearProgress
+    | ReportPreempt
+    | TicketMoved
+    | SchedulerHello
+)
+CoordinatorMessage = CoordinatorHello | ResizeWorkers | WorkersResized
+AdmissionMessage = RegisterPipeline | AdmitPipeline | KillPipeline | UnregisterPipeline
+NodeMessage = JoinNode | NodeBeat | DrainNode | ReadScheduler | SchedulerAnswered
+
+SchedulingMessage = HookMessage | CoordinatorMessage | AdmissionMessage | NodeMessage
