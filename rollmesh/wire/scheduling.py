@@ -273,7 +273,7 @@ class DrainNode(Message, frozen=True, tag="drain_node"):
 
 
 class ReadScheduler(Message, frozen=True, tag="read_scheduler"):
-    """The answer's body is what scheduler/service/explain.py says, of one pipeline or ('') of all."""
+    """The answer's body is what service/explain.py says, of one pipeline or ('') of all."""
 
     key: str
     pipeline_id: str = ""
