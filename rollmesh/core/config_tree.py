@@ -14,23 +14,29 @@ import msgspec
 from rollmesh.core.errors import ConfigError
 
 
-def explain(message: str) -> str:
-    """msgspec's words, with the key in the notation that users write."""
+EVERY_KEY = "`rollmesh init` writes a file with every key"
+WRITES_ONE = "`rollmesh init` writes one"
+
+
+def explain(message: str, every_key: str = EVERY_KEY) -> str:
+    """msgspec's words, with the key in the notation that users write; `every_key` says where an
+    unknown one could be looked up."""
     text, _, where = message.partition(" - at `")
     key = where.rstrip("`").removeprefix("$").lstrip(".")
     if "unknown field" in text:
         name = text.split("`")[1]
         full = f"{key}.{name}" if key else name
-        return f"unknown key {full!r}; `rollmesh init` writes a file with every key"
+        return f"unknown key {full!r}; {every_key}"
     return f"{key}: {text[0].lower()}{text[1:]}" if key else text
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The tree of a TOML or JSON file; ConfigError if it is missing or does not parse."""
+def read_file(path: Path, writes_one: str = WRITES_ONE) -> dict[str, Any]:
+    """The tree of a TOML or JSON file; ConfigError if it does not parse, or is missing, which ends
+    with where one comes from."""
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; `rollmesh init` writes one") from None
+        raise ConfigError(f"{path}: {error.strerror}; {writes_one}") from None
     try:
         if path.suffix == ".json":
             return msgspec.json.decode(raw, type=dict[str, Any])

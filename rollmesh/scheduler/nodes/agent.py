@@ -1,0 +1,120 @@
+"""A node's agent: it says each second that its machine is there, with so many GPUs.
+
+    JOINING --answered--> JOINED --the scheduler forgot it--> JOINING;  any --refused--> REFUSED
+
+Owns one node's name and its place in the scheduler. Invariants: a join is said again until it is
+answered, and now and then after that, for a scheduler whose journal was lost knows no node; a
+refusal ends the agent with its reason; a scheduler that is away is waited for. What a silent agent
+means is the scheduler's to say. `Agent` is pure; driven by `serve`, the shell of
+`rollmesh scheduler agent` and of Ray's actors.
+"""
+
+import enum
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from rollmesh.core.errors import UserError
+from rollmesh.core.ids import new_id
+from rollmesh.core.logs import get_logger
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.keys import check_dial, read_keys
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.scheduling import JoinNode, NodeBeat, SchedulerAnswered
+from rollmesh.wire.sockets import Dialer, wait
+
+log = get_logger()
+
+BEAT_S = 1.0
+REJOIN_S = 10.0
+"""A scheduler that has never heard of the node learns of it after so long."""
+SCHEDULER = b""
+"""The route of an agent's only peer."""
+_NVIDIA_SMI = ("nvidia-smi", "-L")
+
+
+class AgentPhase(enum.StrEnum):
+    """See the module."""
+
+    JOINING = "joining"
+    JOINED = "joined"
+    REFUSED = "refused"
+
+
+class Agent:
+    """See the module."""
+
+    def __init__(self, name: str, num_gpus: int, labels: tuple[str, ...] = ()) -> None:
+        self.phase = AgentPhase.JOINING
+        self.why = ""
+        """It was refused."""
+        self._join = JoinNode(new_id("join"), name, num_gpus, labels, beats=True)
+        self._next_beat_s = self._next_join_s = float("-inf")
+
+    def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
+        """Take one event; foreign messages change nothing."""
+        if isinstance(event, Received):
+            self._on_message(event)
+        if self.phase is AgentPhase.REFUSED or now_s < self._next_beat_s:
+            return []
+        self._next_beat_s = now_s + BEAT_S
+        joins = self.phase is AgentPhase.JOINING or now_s >= self._next_join_s
+        if not joins:
+            return [Send(SCHEDULER, NodeBeat(self._join.name))]
+        self._next_join_s = now_s + REJOIN_S
+        return [Send(SCHEDULER, self._join)]
+
+    def _on_message(self, event: Received) -> None:
+        match event.message:
+            case SchedulerAnswered(key, ok, error) if key == self._join.key:
+                self.phase = AgentPhase.JOINED if ok else AgentPhase.REFUSED
+                self.why = error
+
+
+def serve(scheduler: str, agent: Agent, stop: threading.Event) -> None:
+    """Beat until `stop` is set; UserError with the scheduler's reason if it refuses the node."""
+    keys = read_keys()
+    check_dial(scheduler, keys)
+    dialer = Dialer(scheduler, new_id("node"), keys)
+    try:
+        phase = agent.phase
+        while not stop.is_set():
+            heard = [Received(SCHEDULER, each.message) for each in dialer.receive()]
+            events: list[Received | Ticked] = [*heard, Ticked()]
+            for event in events:
+                for send in agent.step(event, time.monotonic()):
+                    dialer.send(Packet(send.message))
+            if agent.phase is AgentPhase.REFUSED:
+                raise UserError(agent.why)
+            if agent.phase is not phase:
+                phase = agent.phase
+                log.info(f"node.{phase}", scheduler=scheduler)
+            wait([dialer], None, BEAT_S / 4)
+    finally:
+        dialer.close()
+
+
+def num_gpus(
+    environment: Mapping[str, str] = os.environ,
+    list_gpus: Callable[[], str] | None = None,
+) -> int:
+    """GPUs of this machine that we may use; UserError where nobody says how many."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        found = len([word for word in visible.split(",") if word.strip()])
+    else:
+        lines = (list_gpus or _listed)().splitlines()
+        found = sum(line.startswith("GPU ") for line in lines)
+    if not found:
+        raise UserError("no GPU is seen here; say how many by --gpus N")
+    return found
+
+
+def _listed() -> str:
+    try:
+        told = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return told.stdout if told.returncode == 0 else ""

@@ -1,0 +1,134 @@
+"""An agent joins until it is heard, beats each second, and tells why it was refused."""
+
+import threading
+
+import pytest
+
+from rollmesh.core.errors import AddressError, UserError
+from rollmesh.scheduler.nodes.agent import (
+    BEAT_S,
+    REJOIN_S,
+    SCHEDULER,
+    Agent,
+    AgentPhase,
+    num_gpus,
+    serve,
+)
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import Received, Ticked
+from rollmesh.wire.scheduling import JoinNode, NodeBeat, SchedulerAnswered
+from rollmesh.wire.sockets import Hub, wait
+
+PROMPT_S = 30.0
+
+
+def joined(agent: Agent, now_s: float, *, ok: bool = True, error: str = "") -> JoinNode:
+    """What it said first, answered."""
+    (send,) = agent.step(Ticked(), now_s)
+    assert isinstance(send.message, JoinNode)
+    answer = SchedulerAnswered(send.message.key, ok, error)
+    assert agent.step(Received(SCHEDULER, answer), now_s) == []
+    return send.message
+
+
+def test_a_join_is_said_again_with_its_key_until_it_is_answered() -> None:
+    agent = Agent("a", 4, ("h200",))
+    said = [send.message for at in range(5) for send in agent.step(Ticked(), at * BEAT_S / 2)]
+    assert len(said) == 3
+    assert len(set(said)) == 1
+    join = said[0]
+    assert isinstance(join, JoinNode)
+    assert (join.name, join.num_gpus, join.labels, join.beats) == ("a", 4, ("h200",), True)
+
+
+def test_who_has_joined_beats_each_second() -> None:
+    agent = Agent("a", 4)
+    joined(agent, 0.0)
+    assert agent.phase is AgentPhase.JOINED
+    times = [at / 4 for at in range(1, 4 * int(REJOIN_S))]
+    said = [(at, send.message) for at in times for send in agent.step(Ticked(), at)]
+    assert said == [(float(at), NodeBeat("a")) for at in range(1, int(REJOIN_S))]
+
+
+def test_a_scheduler_that_lost_its_journal_hears_of_the_node_again() -> None:
+    agent = Agent("a", 4)
+    join = joined(agent, 0.0)
+    (send,) = agent.step(Ticked(), REJOIN_S)
+    assert send.message == join
+
+
+def test_an_answer_to_somebody_else_is_not_ours() -> None:
+    agent = Agent("a", 4)
+    agent.step(Ticked(), 0.0)
+    agent.step(Received(SCHEDULER, SchedulerAnswered("other", False, "no")), 0.1)
+    assert agent.phase is AgentPhase.JOINING
+
+
+def test_who_is_refused_says_nothing_more() -> None:
+    agent = Agent("a", 4)
+    joined(agent, 0.0, ok=False, error="a has 8 GPUs")
+    assert (agent.phase, agent.why) == (AgentPhase.REFUSED, "a has 8 GPUs")
+    assert agent.step(Ticked(), 99.0) == []
+
+
+class Answering(threading.Thread):
+    """A scheduler that answers one join as it is told to."""
+
+    def __init__(self, answer: str) -> None:
+        super().__init__(daemon=True)
+        self.hub = Hub("tcp://127.0.0.1:0")
+        self.beaten = threading.Event()
+        self._answer = answer
+
+    def run(self) -> None:
+        while not self.beaten.is_set():
+            wait([self.hub], None, 0.1)
+            for route, packet in self.hub.receive():
+                if isinstance(packet.message, NodeBeat):
+                    self.beaten.set()
+                elif isinstance(packet.message, JoinNode):
+                    key, error = packet.message.key, self._answer
+                    self.hub.send(route, Packet(SchedulerAnswered(key, not error, error)))
+                    if error:
+                        return
+
+
+def test_over_a_socket_it_joins_and_beats_until_it_is_stopped() -> None:
+    scheduler, stop = Answering(""), threading.Event()
+    scheduler.start()
+    agent = Agent("a", 4)
+    serving = threading.Thread(target=serve, args=(scheduler.hub.address, agent, stop))
+    serving.start()
+    assert scheduler.beaten.wait(PROMPT_S)
+    stop.set()
+    serving.join(PROMPT_S)
+    scheduler.join(PROMPT_S)
+    scheduler.hub.close()
+    assert agent.phase is AgentPhase.JOINED
+    assert not serving.is_alive()
+
+
+def test_over_a_socket_a_refusal_ends_it_with_the_reason() -> None:
+    scheduler = Answering("a: it has 8 GPUs, and had 4")
+    scheduler.start()
+    with pytest.raises(UserError, match="it has 8 GPUs"):
+        serve(scheduler.hub.address, Agent("a", 8), threading.Event())
+    scheduler.join(PROMPT_S)
+    scheduler.hub.close()
+
+
+def test_another_machine_is_not_dialled_without_keys() -> None:
+    with pytest.raises(AddressError, match="lets in nobody without keys"):
+        serve("tcp://10.0.0.1:7070", Agent("a", 4), threading.Event())
+
+
+def test_gpus_are_those_that_cuda_may_see() -> None:
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": "0,3, 5"}) == 3
+    listed = "GPU 0: H200 (UUID: x)\n  MIG 1g.18gb\nGPU 1: H200 (UUID: y)\n"
+    assert num_gpus({}, lambda: listed) == 2
+
+
+@pytest.mark.parametrize("environment", [{"CUDA_VISIBLE_DEVICES": ""}, {}])
+def test_a_machine_without_gpus_is_told_to_say_how_many(environment: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="--gpus N"):
+        num_gpus(environment, lambda: "")

@@ -1,0 +1,171 @@
+"""Whoever waits is told for which GPUs, who has them, and what ends it."""
+
+import msgspec
+import pytest
+
+from rollmesh.scheduler.planning.ops import Expand, Grant, Shrink, apply
+from rollmesh.scheduler.planning.state import (
+    Demand,
+    Node,
+    NodePhase,
+    PipelinePhase,
+    Request,
+    State,
+)
+from rollmesh.scheduler.service.explain import FleetView, Known, PipelineView, UnderWay, view
+from rollmesh.wire.scheduling import GENERATION_CLUSTER, GpuPriority, PipelineSpec, WorkerPhase
+
+
+@pytest.fixture
+def state() -> State:
+    """Two pipelines on four GPUs, both generate on all."""
+    state = State(now_s=100.0)
+    state.add_node(Node(name="a", gpus=(0, 1, 2, 3)))
+    for name, train in (("math", (0, 1)), ("code", (2, 3))):
+        spec = PipelineSpec(
+            pipeline_id=name, clusters={"actor_train": train}, generation=(0, 1, 2, 3)
+        )
+        state.add_pipeline(spec).phase = PipelinePhase.ADMITTED
+    return state
+
+
+def ask(state: State, name: str, seq: int, cluster: str = "actor_train") -> str:
+    key = f"{name}-{seq}"
+    state.requests[key] = Request(
+        key=key,
+        pipeline_id=name,
+        cluster=cluster,
+        priority=GpuPriority.ACTOR_TRAINING,
+        seq=seq,
+        asked_s=state.now_s,
+    )
+    return key
+
+
+def wake(state: State, name: str, *ranks: int) -> None:
+    for rank in ranks:
+        apply(state, Expand(name, rank))
+        state.pipelines[name].workers[rank].phase = WorkerPhase.AWAKE
+
+
+def told(state: State, name: str, known: Known | None = None) -> PipelineView:
+    (only,) = view(state, known or Known(), name).pipelines
+    return only
+
+
+def test_each_missing_gpu_names_who_has_it_since_when(state: State) -> None:
+    wake(state, "code", 0)
+    state.now_s = 104.0
+    ask(state, "math", 1)
+    state.now_s = 107.5
+    math = told(state, "math", Known(reserve_after_s=30.0))
+    (wait,) = math.waits
+    assert (wait.cluster, wait.priority, wait.for_s) == ("actor_train", "actor_training", 3.5)
+    assert wait.missing == {0: "code generation worker 0, awake for 7.5 s"}
+    assert wait.until == "their holders release them; after 26.5 s more nothing may bypass it"
+    assert "  GPU 0: code generation worker 0, awake for 7.5 s" in math.lines
+    assert told(state, "code").lines[-1] == "waits for nothing"
+
+
+def test_a_fixed_holder_is_named_by_its_cluster(state: State) -> None:
+    spec = PipelineSpec(pipeline_id="third", clusters={"critic": (1, 2)}, generation=())
+    state.add_pipeline(spec).phase = PipelinePhase.ADMITTED
+    apply(state, Grant(ask(state, "third", 1, "critic")))
+    state.now_s = 109.0
+    ask(state, "math", 2)
+    assert told(state, "math").waits[0].missing == {1: "third critic, for 9.0 s"}
+    assert "has critic on GPUs 1 2, 9.0 s" in told(state, "third").lines
+
+
+def test_who_comes_before_is_named_only_where_it_wants_the_same_gpus(state: State) -> None:
+    spec = PipelineSpec(pipeline_id="third", clusters={"critic": (1, 2)}, generation=())
+    state.add_pipeline(spec).phase = PipelinePhase.ADMITTED
+    ask(state, "third", 1, "critic")
+    ask(state, "code", 2)
+    ask(state, "math", 3)
+    until = told(state, "math", Known(reserve_after_s=0.0)).waits[0].until
+    assert "before it comes third critic; nothing new may bypass it" in until
+    assert "code" not in until
+
+
+def test_a_promise_waits_for_those_who_go_to_sleep_there(state: State) -> None:
+    wake(state, "code", 0, 2)
+    key = ask(state, "math", 1)
+    apply(state, Shrink("code", 0, key))
+    apply(state, Grant(key))
+    under_way = (
+        UnderWay(pipeline_id="math", cluster="actor_train", stage="planned", since_s=100.0),
+        UnderWay(
+            pipeline_id="code",
+            cluster=GENERATION_CLUSTER,
+            rank=0,
+            stage="sent",
+            since_s=100.0,
+            until_s=160.0,
+        ),
+    )
+    state.now_s = 101.0
+    math = told(state, "math", Known(under_way=under_way))
+    (wait,) = math.waits
+    assert wait.until == "they are clear: it is promised them (planned)"
+    assert wait.missing == {
+        0: "code generation worker 0 goes to sleep (sent 1.0 s ago, at most 59.0 s more)"
+    }
+    assert not any(line.startswith("has ") for line in math.lines)
+    assert any(line.startswith("has actor_train") for line in told(state, "math").lines)
+
+
+def test_generation_that_waits_is_told_its_share_and_when_it_is_looked_at(state: State) -> None:
+    wake(state, "code", 0, 1, 2, 3)
+    math = state.pipelines["math"]
+    math.demand = Demand(key="k", estimate=64, opened_s=100.0)
+    math.waiting_s, math.credit_gpu_s = 100.0, 12.0
+    state.now_s = 102.0
+    seen = told(state, "math", Known(again_s=105.0))
+    (wait,) = seen.waits
+    assert wait.cluster == GENERATION_CLUSTER
+    assert wait.until.endswith("looked at again in 3.0 s at the latest")
+    assert len(wait.missing) == 4
+    assert "generates 64 rollouts more on 0 of 4 workers, owed 12.0 GPU seconds" in seen.lines
+
+
+@pytest.mark.parametrize(
+    ("phase", "until"),
+    [
+        (PipelinePhase.REGISTERED, "it is admitted: rollmesh scheduler admit"),
+        (PipelinePhase.QUARANTINED, "its coordinator says again how its workers are"),
+        (PipelinePhase.LEAVING, "never: it is leaving"),
+    ],
+)
+def test_a_pipeline_that_gets_nothing_is_told_why(
+    state: State, phase: PipelinePhase, until: str
+) -> None:
+    ask(state, "math", 1)
+    state.pipelines["math"].phase = phase
+    seen = told(state, "math", Known(faults={"math": "no answer to a resize for 60 s"}))
+    assert seen.waits[0].until == until
+    assert seen.lines[0] == f"math: {phase}: no answer to a resize for 60 s"
+
+
+def test_gpus_that_nobody_may_have_say_why(state: State) -> None:
+    wake(state, "code", 0)
+    state.pipelines["code"].workers[0].phase = WorkerPhase.LOST
+    state.nodes["a"].phase = NodePhase.DRAINING
+    ask(state, "math", 1)
+    missing = told(state, "math").waits[0].missing
+    assert missing[0].endswith(", fenced until its coordinator tells")
+    assert missing[1] == "its node a is draining"
+
+
+def test_the_fleet_is_told_whole_and_an_unknown_name_is_refused(state: State) -> None:
+    wake(state, "code", 3)
+    seen = view(state, Known(policy="fair", scheduler="i1", troubles=("a plan failed",)))
+    assert [each.pipeline_id for each in seen.pipelines] == ["math", "code"]
+    assert (seen.num_free, seen.policy, seen.troubles) == (3, "fair", ("a plan failed",))
+    assert view(state, Known(), "maths").error == "no pipeline 'maths'; math, code known"
+
+
+def test_a_view_goes_through_json_as_it_is(state: State) -> None:
+    ask(state, "math", 1)
+    seen = view(state, Known())
+    assert msgspec.json.decode(msgspec.json.encode(seen), type=FleetView) == seen
