@@ -38,7 +38,9 @@ class GpuPriority(enum.IntEnum):
 
 
 class TicketState(enum.StrEnum):
-    """QUEUED -> GRANTED -> RELEASED; QUEUED -> REFUSED | WITHDRAWN"""
+    """QUEUED -> GRANTED -> RELEASED; QUEUED -> REFUSED | WITHDRAWN
+
+    The ticket of a NotifyReleaseGpus is QUEUED until all is given up, and then RELEASED."""
 
     QUEUED = "queued"
     GRANTED = "granted"
@@ -154,7 +156,8 @@ class ReportProgress(Message, frozen=True, tag="report_progress"):
     stream: str
     """`train`, `eval`, or an adapter's name."""
     batch: int
-    """Grows from one batch of the stream to the next; older news is ignored."""
+    """Grows from one batch of the stream to the next, also over the lives of who reports; older
+    news is ignored."""
     target: int
     """Rollouts."""
     completed: int
@@ -197,6 +200,8 @@ class SchedulerHello(Message, frozen=True, tag="scheduler_hello"):
 class CoordinatorHello(Message, frozen=True, tag="coordinator_hello"):
     pipeline_id: str
     workers: tuple[WorkerTruth, ...]
+    started_s: float = 0.0
+    """Unix time; tells a process from an earlier one of its pipeline, whose news is ignored."""
 
 
 class ResizeWorkers(Message, frozen=True, tag="resize_workers"):
@@ -207,6 +212,8 @@ class ResizeWorkers(Message, frozen=True, tag="resize_workers"):
     changes: tuple[WorkerChange, ...]
     deadline_s: float
     """From when it is heard."""
+    started_s: float = 0.0
+    """Of the coordinator that it was told to: a later one refuses what was meant for it."""
 
 
 class WorkersResized(Message, frozen=True, tag="workers_resized"):

@@ -15,11 +15,24 @@ from rollmesh.core.ids import GroupId
 from rollmesh.wire import fleet as f
 from rollmesh.wire import messages as m
 from rollmesh.wire import ranks as r
+from rollmesh.wire import scheduling as s
 from rollmesh.wire.frames import Packet, encode
 
 FILE = Path(__file__).with_name("wire.txt")
 GROUP = GroupId("r7f3a9c1", 300)
 ENGINE = f.EngineRow("http://e:1", "i1", f.EnginePhase.READY, 12, 3, 4, "busy", "a12")
+SPEC = s.PipelineSpec(
+    pipeline_id="p1",
+    clusters={"actor_train": (0, 1)},
+    generation=(0, 1, 2, 3),
+    tp=2,
+    weight=2.5,
+    max_gpus=4,
+    min_gpus=2,
+    is_preemptible=False,
+    rollouts_per_worker=64,
+)
+TRUTH = s.WorkerTruth(1, s.WorkerPhase.LOST, 7, 4096, "no answer")
 HELD = r.HeldTensors(4, 4096, 512, ((-1, 1024), (18, 3072)))
 
 SAMPLES: tuple[m.AnyMessage, ...] = (
@@ -104,6 +117,28 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     r.CallEnded(3, 5, "ValueError: no"),
     r.ReadTensors(17, 6),
     r.TensorsTold(3, 6, 17, 2, HELD, HELD, "owner gone"),
+    s.HooksWired("p1"),
+    s.RequestGpus("k1", "p1", "actor_train", 1, 5, 128),
+    s.NotifyReleaseGpus("k1", "p1", "actor_train", 5),
+    s.NotifyReleaseThenRequestGpus("k1", "p1", "actor_train", "actor_infer", 6, 5, 6, 128),
+    s.WithdrawRequest("k1"),
+    s.ReportProgress("p1", "train", 6, 128, 17),
+    s.ClearProgress("p1", "train", 6),
+    s.ReportPreempt("p1", 1, "http://e:1"),
+    s.TicketMoved("k1", s.TicketState.GRANTED, (0, 1), "held"),
+    s.SchedulerHello("s5d1e"),
+    s.CoordinatorHello("p1", (TRUTH,), 1.5e9),
+    s.ResizeWorkers("p1", 9, (s.WorkerChange(1, True, 7),), 120.0, 1.5e9),
+    s.WorkersResized("p1", 9, (TRUTH,), "no answer"),
+    s.RegisterPipeline("k1", SPEC),
+    s.AdmitPipeline("k1", "p1"),
+    s.KillPipeline("k1", "p1"),
+    s.UnregisterPipeline("k1", "p1"),
+    s.JoinNode("k1", "node-3", 8, ("h200",), False),
+    s.NodeBeat("node-3"),
+    s.DrainNode("k1", "node-3"),
+    s.ReadScheduler("k1", "p1"),
+    s.SchedulerAnswered("k1", False, "no p1"),
 )
 
 

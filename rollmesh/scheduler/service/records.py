@@ -1,0 +1,198 @@
+"""What the scheduler must find again after its death, as values: one record for each row.
+
+    ticket   QUEUED -> GRANTED -> RELEASED;  QUEUED -> REFUSED | WITHDRAWN
+    intent   PLANNED -> SENT -> ACKED -> COMMITTED | FAILED
+             a grant, and what is called off: PLANNED -> COMMITTED | FAILED
+
+An intent is PLANNED while others stand on its GPUs, or its coordinator is busy; SENT with an epoch
+and a deadline; ACKED when its coordinator has said that it is done, which commits it in that step.
+Invariant: whose a GPU is, and who stands there, follows from the records alone. Driven by book.py,
+which writes them, journal.py, which keeps them, and revival.py, which reads them.
+"""
+
+import enum
+
+import msgspec
+
+from rollmesh.scheduler.planning.state import (
+    FIXED,
+    Demand,
+    Hold,
+    Node,
+    PipelinePhase,
+    Progress,
+    Request,
+)
+from rollmesh.wire.scheduling import PipelineSpec, TicketState, WorkerPhase
+
+
+class Ticket(msgspec.Struct, kw_only=True):
+    """An ask with a key."""
+
+    key: str
+    pipeline_id: str
+    cluster: str
+    gives_up: bool = False
+    """It is a release, and waits for its end; else a request."""
+    state: TicketState = TicketState.QUEUED
+    reason: str = ""
+    """Why it was refused."""
+    asked_s: float
+    closed_s: float = 0.0
+    """When it came to its last state."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in (TicketState.QUEUED, TicketState.GRANTED)
+
+
+class IntentKind(enum.StrEnum):
+    """What an op becomes."""
+
+    SLEEP = "sleep"
+    WAKE = "wake"
+    GRANT = "grant"
+
+
+class IntentPhase(enum.StrEnum):
+    """See the module."""
+
+    PLANNED = "planned"
+    SENT = "sent"
+    ACKED = "acked"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+class Intent(msgspec.Struct, kw_only=True):
+    """An op that is under way, of one worker or one fixed cluster."""
+
+    intent_id: int
+    kind: IntentKind
+    pipeline_id: str
+    cluster: str
+    rank: int = FIXED
+    for_: str = ""
+    """Of a SLEEP, as the planner says it."""
+    request: Request | None = None
+    """Of a GRANT: it waits again where the promise cannot be kept."""
+    phase: IntentPhase = IntentPhase.PLANNED
+    planned_s: float
+    epoch: int = 0
+    resize_id: int = 0
+    """From SENT on: those of one message have the same."""
+    until_s: float = float("inf")
+    """From SENT on: its pipeline is quarantined if it is not done by then."""
+    detail: str = ""
+    """Why it failed."""
+
+
+class Tenant(msgspec.Struct, kw_only=True):
+    """What the service knows of a pipeline, beside what the planner does."""
+
+    pipeline_id: str
+    seq: int
+    """In the order of registration."""
+    spec: PipelineSpec
+    phase: PipelinePhase = PipelinePhase.REGISTERED
+    releasing: str = ""
+    """The key of who gives generation up, until all workers are asleep."""
+    waiting_s: float | None = None
+    is_wired: bool = False
+    """Its hooks have been heard."""
+    why: str = ""
+    """Why it is quarantined."""
+    num_faults: int = 0
+    """Since its last resize that was done."""
+    started_s: float = 0.0
+    """Of its coordinator."""
+    told: list[int] = []
+    """Ranks that this coordinator has been told to resize: of these it must know the epoch."""
+
+
+class Engine(msgspec.Struct, kw_only=True):
+    """A worker of a pipeline."""
+
+    pipeline_id: str
+    rank: int
+    phase: WorkerPhase
+    epoch: int
+    since_s: float
+
+
+class Held(msgspec.Struct, kw_only=True):
+    """A hold of a pipeline, kept or promised."""
+
+    pipeline_id: str
+    hold: Hold
+
+
+class Wish(msgspec.Struct, kw_only=True):
+    """A pipeline's demand, and what it must not be mistaken for."""
+
+    pipeline_id: str
+    demand: Demand | None = None
+    step: int = -1
+    """The rollout that opened it."""
+    floors: dict[str, int] = {}
+    """By stream, the newest batch of demands before: its news is old."""
+
+
+class Stream(msgspec.Struct, kw_only=True):
+    """A stream's progress."""
+
+    pipeline_id: str
+    stream: str
+    progress: Progress
+
+
+class Machine(msgspec.Struct, kw_only=True):
+    """A node, and whether it says that it lives."""
+
+    node: Node
+    beats: bool
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """To an ask of admission or of a node, which is done once."""
+
+    key: str
+    ok: bool
+    error: str = ""
+    at_s: float
+
+
+class Numbers(msgspec.Struct, kw_only=True):
+    """What only grows, and the credits, as one row."""
+
+    num_lives: int = 0
+    now_s: float = 0.0
+    """Of the last step that wrote."""
+    seq: int = 0
+    intent_id: int = 0
+    resize_id: int = 0
+    next_gpu: int = 0
+    credited_s: float = 0.0
+    credits: dict[str, float] = {}
+
+
+TABLES: dict[str, type[msgspec.Struct]] = {
+    "nodes": Machine,
+    "pipelines": Tenant,
+    "workers": Engine,
+    "holds": Held,
+    "requests": Request,
+    "demands": Wish,
+    "progress": Stream,
+    "tickets": Ticket,
+    "intents": Intent,
+    "answers": Answer,
+    "numbers": Numbers,
+}
+"""By name, what stands in it."""
+
+
+class Revived(msgspec.Struct):
+    """All rows of a journal, by table and key."""
+
+    tables: dict[str, dict[str, msgspec.Struct]]
