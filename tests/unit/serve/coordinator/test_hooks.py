@@ -1,0 +1,212 @@
+"""Hooks on a real socket, whose scheduler is the test."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import TypeVar
+
+import pytest
+from structlog.testing import capture_logs
+
+from rollmesh.core.errors import AddressError, UserError
+from rollmesh.serve.coordinator import claims
+from rollmesh.serve.coordinator.hooks import PipelineHooks
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import AnyMessage
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    ClearProgress,
+    GpuPriority,
+    HooksWired,
+    NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
+    ReportPreempt,
+    ReportProgress,
+    RequestGpus,
+    SchedulerHello,
+    TicketMoved,
+    TicketState,
+    WithdrawRequest,
+)
+from rollmesh.wire.sockets import Hub, wait
+
+M = TypeVar("M")
+PATIENCE_S = 30.0
+TRAIN = GpuPriority.ACTOR_TRAINING
+
+
+class Scheduler:
+    """A hub that says only what it is told to."""
+
+    def __init__(self, bind: str = "tcp://127.0.0.1:0", incarnation: str = "s1") -> None:
+        self.hub = Hub(bind)
+        self.incarnation = incarnation
+        self.heard: list[AnyMessage] = []
+        self.known: set[AnyMessage] = set()
+        self.route = b""
+
+    def expect(self, kind: type[M], *, is_again: bool = False) -> M:
+        """The next message of this kind that is news, or is none; hellos are answered."""
+        for _ in range(300):
+            while self.heard:
+                message = self.heard.pop(0)
+                if isinstance(message, kind) and (message in self.known) is is_again:
+                    self.known.add(message)
+                    return message
+            wait([self.hub], None, 0.1)
+            for route, packet in self.hub.receive():
+                self.route = route
+                self.heard.append(packet.message)
+                if isinstance(packet.message, HooksWired):
+                    self.say(SchedulerHello(self.incarnation))
+        raise AssertionError(f"no {kind.__name__}")
+
+    def say(self, message: AnyMessage) -> None:
+        self.hub.send(self.route, Packet(message))
+
+    def say_granted(self, key: str, gpus: tuple[int, ...]) -> None:
+        self.say(TicketMoved(key, TicketState.GRANTED, gpus))
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    scheduler = Scheduler()
+    yield scheduler
+    scheduler.hub.close()
+
+
+@pytest.fixture
+def hooks(scheduler: Scheduler) -> Iterator[PipelineHooks]:
+    with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
+        yield hooks
+
+
+@contextmanager
+def waiting(hooks: PipelineHooks, stop: threading.Event | None = None) -> Iterator[list[bool]]:
+    """A thread in signal_rollout_demand; what it came back with, once it has."""
+    ends: list[bool] = []
+    thread = threading.Thread(target=lambda: ends.append(hooks.signal_rollout_demand(7, 64, stop)))
+    thread.start()
+    yield ends
+    thread.join(PATIENCE_S)
+
+
+def test_a_signal_returns_when_an_engine_is_awake(
+    scheduler: Scheduler, hooks: PipelineHooks
+) -> None:
+    with waiting(hooks) as ends:
+        ask = scheduler.expect(RequestGpus)
+        assert (ask.pipeline_id, ask.cluster, ask.priority) == ("p", GENERATION_CLUSTER, 6)
+        assert (ask.global_step, ask.step_target_estimate) == (7, 64)
+        scheduler.say(TicketMoved(ask.key, TicketState.QUEUED, (), "all are busy"))
+        assert scheduler.expect(RequestGpus, is_again=True) == ask
+        assert ends == []
+        scheduler.say(TicketMoved(ask.key, TicketState.GRANTED, (2,)))
+    assert ends == [True]
+
+
+def test_who_is_told_to_stop_waits_no_longer_and_withdraws(
+    scheduler: Scheduler, hooks: PipelineHooks
+) -> None:
+    stop = threading.Event()
+    with waiting(hooks, stop) as ends:
+        ask = scheduler.expect(RequestGpus)
+        stop.set()
+        assert scheduler.expect(WithdrawRequest) == WithdrawRequest(ask.key)
+    assert ends == [False]
+
+
+def test_gpus_are_asked_for_handed_over_and_released(
+    scheduler: Scheduler, hooks: PipelineHooks
+) -> None:
+    asked = hooks.request_gpus("actor_train", TRAIN, 3)
+    scheduler.say_granted(scheduler.expect(RequestGpus).key, (0, 1))
+    assert asked.wait() == (0, 1)
+    handed = hooks.notify_release_then_request_gpus(
+        "actor_train", GENERATION_CLUSTER, GpuPriority.GENERATION, step_target_estimate=8
+    )
+    both = scheduler.expect(NotifyReleaseThenRequestGpus)
+    assert (both.release_cluster, both.cluster) == ("actor_train", GENERATION_CLUSTER)
+    scheduler.say_granted(both.key, (3,))
+    assert handed.wait() == (3,)
+    released = hooks.notify_release_gpus(GENERATION_CLUSTER)
+    scheduler.say(TicketMoved(scheduler.expect(NotifyReleaseGpus).key, TicketState.RELEASED))
+    assert released.wait() == ()
+
+
+def test_no_two_asks_have_one_key_in_whatever_life(scheduler: Scheduler) -> None:
+    keys = set()
+    for _ in range(2):
+        with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
+            for _ in range(2):
+                hooks.request_gpus("actor_train", TRAIN)
+                keys.add(scheduler.expect(RequestGpus).key)
+    assert len(keys) == 4
+
+
+def test_what_is_refused_is_the_users_mistake_in_one_line(
+    scheduler: Scheduler, hooks: PipelineHooks
+) -> None:
+    asked = hooks.request_gpus("actor_train", TRAIN)
+    key = scheduler.expect(RequestGpus).key
+    scheduler.say(TicketMoved(key, TicketState.REFUSED, (), "it is not registered"))
+    with pytest.raises(UserError, match=r"pipeline 'p', actor_train: it is not registered"):
+        asked.wait()
+
+
+def test_progress_is_told_in_rollouts_of_batches_that_grow(
+    scheduler: Scheduler, hooks: PipelineHooks
+) -> None:
+    hooks.begin_progress_batch(4)
+    hooks.bump_completed(3)
+    hooks.bump_completed()
+    begun, three, all_ = (scheduler.expect(ReportProgress) for _ in range(3))
+    assert [each.completed for each in (begun, three, all_)] == [0, 3, 4]
+    assert {(each.stream, each.target, each.batch) for each in (begun, three, all_)} == {
+        ("train", 4, begun.batch)
+    }
+    hooks.begin_progress_batch(8, 2)
+    second = scheduler.expect(ReportProgress)
+    assert (second.target, second.completed) == (8, 2)
+    assert second.batch > begun.batch
+    hooks.end_progress_batch()
+    hooks.bump_completed()
+    assert scheduler.expect(ClearProgress) == ClearProgress("p", "train", second.batch)
+
+
+def test_batches_grow_from_life_to_life(scheduler: Scheduler) -> None:
+    batches = []
+    for _ in range(2):
+        with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
+            hooks.begin_progress_batch(4)
+            batches.append(scheduler.expect(ReportProgress).batch)
+    assert batches[0] < batches[1]
+
+
+def test_a_preemption_is_reported(scheduler: Scheduler, hooks: PipelineHooks) -> None:
+    hooks.report_preempt(1, "http://e1")
+    assert scheduler.expect(ReportPreempt) == ReportPreempt("p", 1, "http://e1")
+
+
+def test_a_wait_goes_on_through_the_scheduler_s_next_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(claims, "SILENT_S", 0.5)
+    first = Scheduler()
+    with closing(PipelineHooks(first.hub.address, "p")) as hooks, capture_logs() as told:
+        ticket = hooks.request_gpus("actor_train", TRAIN)
+        key = first.expect(RequestGpus).key
+        address = first.hub.address
+        first.hub.close()
+        assert ticket.wait(timeout_s=2.0) is None
+        second = Scheduler(address, "s2")
+        assert second.expect(RequestGpus).key == key
+        second.say_granted(key, (0,))
+        assert ticket.wait(timeout_s=PATIENCE_S) == (0,)
+    second.hub.close()
+    assert [each["event"] for each in told] == ["scheduler.unreachable", "scheduler.reachable"]
+
+
+def test_an_address_that_is_none_is_the_users_mistake() -> None:
+    with pytest.raises(AddressError, match="nowhere"):
+        PipelineHooks("nowhere", "p")
