@@ -1,8 +1,11 @@
 """A plan in the making: ops upon a state that stays as it is, and can be taken back.
 
-Owns what differs from the state. Invariants: a worker is moved at most once in a plan, and none
-that already is on its way; what is rolled back leaves nothing. Driven by plan.py and by policies.
+Owns what differs from the state, and what fixed requests reserve. Invariants: a worker is moved at
+most once in a plan, and none that already is on its way; what is rolled back leaves nothing; what
+`can_` allows, invariants.py finds nothing against. Driven by plan.py and by policies.
 """
+
+import msgspec
 
 from rollmesh.scheduler.planning.ops import Expand, Grant, Op, Release, Shrink
 from rollmesh.scheduler.planning.state import (
@@ -11,10 +14,24 @@ from rollmesh.scheduler.planning.state import (
     NodePhase,
     Owner,
     Pipeline,
+    PipelinePhase,
     State,
     Worker,
 )
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    """A fixed request's claim to its GPUs, of which it cannot have all now."""
+
+    key: str
+    is_settling: bool
+    """It gets them all as soon as workers that wake have come to rest: nobody else starts there."""
+    awaited: frozenset[str] = frozenset()
+    """Pipelines that it waits for, which may take what they need to come to their end."""
+
+    def allows(self, pipeline_id: str, gives_way: bool) -> bool:
+        return not self.is_settling and (gives_way or pipeline_id in self.awaited)
 
 
 class Draft:
@@ -27,6 +44,8 @@ class Draft:
         """Of GPUs whose owner is another than in the state."""
         self._moved: dict[tuple[str, int], bool] = {}
         """Workers that an op moves: whether it wakes."""
+        self._num_awake: dict[str, int] = {}
+        self._reserved: dict[int, list[Reservation]] = {}
         self._undo: list[tuple[Op, list[tuple[int, Owner | None]]]] = []
 
     # what is so, with the ops so far
@@ -36,47 +55,92 @@ class Draft:
 
     def is_open(self, gpu: int) -> bool:
         """Whether something new may start there: it is free, on a node that takes work."""
-        node = self.state.node_of.get(gpu)
-        return self.owner(gpu) is None and node is not None and node.phase is NodePhase.UP
+        return self.owner(gpu) is None and self._is_up(gpu)
+
+    def may_start(self, pipeline_id: str, gpu: int, gives_way: bool) -> bool:
+        """Whether reservations leave the GPU to it; `gives_way`: it is taken back at any time."""
+        return gpu not in self._reserved or all(
+            each.allows(pipeline_id, gives_way) for each in self._reserved[gpu]
+        )
 
     def is_awake(self, pipeline_id: str, worker: Worker) -> bool:
         """Whether it serves, or will."""
         return self._moved.get((pipeline_id, worker.rank), worker.phase in AWAKE_PHASES)
 
     def num_awake(self, pipeline: Pipeline) -> int:
-        return sum(self.is_awake(pipeline.pipeline_id, each) for each in pipeline.workers)
+        pipeline_id = pipeline.pipeline_id
+        if pipeline_id not in self._num_awake:
+            awake = [self.is_awake(pipeline_id, each) for each in pipeline.workers]
+            self._num_awake[pipeline_id] = sum(awake)
+        return self._num_awake[pipeline_id]
 
     def can_shrink(self, pipeline_id: str, worker: Worker) -> bool:
-        """Whether it serves and stands still: not on its way, not moved by this plan."""
-        is_still = (pipeline_id, worker.rank) not in self._moved
-        return is_still and worker.phase is WorkerPhase.AWAKE
+        """Whether it serves and stands still: not on its way, not moved by this plan, not of a
+        pipeline in quarantine."""
+        if worker.phase is not WorkerPhase.AWAKE or (pipeline_id, worker.rank) in self._moved:
+            return False
+        owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
+        pipeline = self.state.pipelines[pipeline_id]
+        owns_all = all(self.owner(gpu) == owner for gpu in worker.gpus)
+        return owns_all and pipeline.phase is not PipelinePhase.QUARANTINED
+
+    def can_evict(self, pipeline_id: str, worker: Worker, to: str) -> bool:
+        """Whether it can shrink, and may for the pipeline `to`."""
+        return self.can_shrink(pipeline_id, worker) and self.yields_to(pipeline_id, to)
+
+    def yields_to(self, pipeline_id: str, to: str) -> bool:
+        """Whether generation of the one gives way to the other."""
+        return pipeline_id == to or self.state.pipelines[pipeline_id].spec.is_preemptible
 
     def can_expand(self, pipeline_id: str, worker: Worker) -> bool:
-        """The same of one that sleeps; its GPUs may be somebody's."""
-        is_still = (pipeline_id, worker.rank) not in self._moved
-        return is_still and worker.phase is WorkerPhase.ASLEEP
+        """Whether it sleeps and stands still, and may wake once nobody is on its GPUs: nodes,
+        quota and reservations are for it. Whose they are now is not asked."""
+        if worker.phase is not WorkerPhase.ASLEEP or (pipeline_id, worker.rank) in self._moved:
+            return False
+        pipeline = self.state.pipelines[pipeline_id]
+        if pipeline.phase is not PipelinePhase.ADMITTED or self._has_enough(pipeline):
+            return False
+        gives_way = pipeline.spec.is_preemptible
+        return all(
+            self._is_up(gpu) and self.may_start(pipeline_id, gpu, gives_way) for gpu in worker.gpus
+        )
+
+    def _has_enough(self, pipeline: Pipeline) -> bool:
+        if GENERATION_CLUSTER in pipeline.releasing:
+            return True
+        spec = pipeline.spec
+        return 0 < spec.max_gpus < (self.num_awake(pipeline) + 1) * spec.tp
+
+    def _is_up(self, gpu: int) -> bool:
+        node = self.state.node_of.get(gpu)
+        return node is not None and node.phase is NodePhase.UP
 
     # ops
 
     def shrink(self, pipeline_id: str, worker: Worker, for_: str) -> None:
         assert self.can_shrink(pipeline_id, worker)
-        self._moved[pipeline_id, worker.rank] = False
+        self._move(pipeline_id, worker, wakes=False)
         self._do(Shrink(pipeline_id, worker.rank, for_), worker.gpus, None)
 
     def expand(self, pipeline_id: str, worker: Worker) -> None:
         assert self.can_expand(pipeline_id, worker)
-        self._moved[pipeline_id, worker.rank] = True
+        self._move(pipeline_id, worker, wakes=True)
         owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
         self._do(Expand(pipeline_id, worker.rank), worker.gpus, owner)
 
     def grant(self, key: str) -> None:
         request = self.state.requests[key]
-        gpus = self.state.pipelines[request.pipeline_id].spec.clusters[request.cluster]
-        self._do(Grant(key), gpus, Owner(request.pipeline_id, request.cluster, FIXED))
+        owner = Owner(request.pipeline_id, request.cluster, FIXED)
+        self._do(Grant(key), self.state.gpus_of(request), owner)
 
     def release(self, pipeline_id: str, cluster: str) -> None:
         gpus = self.state.pipelines[pipeline_id].spec.clusters[cluster]
         self._do(Release(pipeline_id, cluster), gpus, None)
+
+    def reserve(self, gpus: tuple[int, ...], reservation: Reservation) -> None:
+        """Not an op: it holds for the rest of this plan."""
+        for gpu in gpus:
+            self._reserved.setdefault(gpu, []).append(reservation)
 
     def mark(self) -> int:
         """Where `rollback` may come back to."""
@@ -90,6 +154,12 @@ class Draft:
             self._owners.update(before)
             if isinstance(op, Shrink | Expand):
                 del self._moved[op.pipeline_id, op.rank]
+                self._num_awake[op.pipeline_id] += 1 if isinstance(op, Shrink) else -1
+
+    def _move(self, pipeline_id: str, worker: Worker, wakes: bool) -> None:
+        num_awake = self.num_awake(self.state.pipelines[pipeline_id])
+        self._num_awake[pipeline_id] = num_awake + (1 if wakes else -1)
+        self._moved[pipeline_id, worker.rank] = wakes
 
     def _do(self, op: Op, gpus: tuple[int, ...], owner: Owner | None) -> None:
         self._undo.append((op, [(gpu, self.owner(gpu)) for gpu in gpus]))

@@ -1,15 +1,30 @@
 """What a plan is made of, and what each op does to the state.
 
 Owns the four ops. Invariants: an op is applied to a state in which it holds (invariants.py proves
-it first); a Shrink names for whom, and that one's Expand or Grant stands in the same plan or was
-planned before: nobody is evicted for nothing. Driven by the planner's draft, by the service's
-machine and by the simulator.
+it first); a Shrink names for whom, and that one's Expand or Grant stands in the same plan: nobody
+is evicted for nothing. Driven by the planner's draft, by the service's machine and by the
+simulator.
 """
+
+import enum
 
 import msgspec
 
 from rollmesh.scheduler.planning.state import FIXED, Hold, Owner, State
-from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
+from rollmesh.wire.scheduling import WorkerPhase
+
+
+class ShrinkReason(enum.StrEnum):
+    """Why a worker goes to sleep though nobody wants its GPUs."""
+
+    RELEASE = "release"
+    """Its pipeline has given generation up."""
+    DRAIN = "drain"
+    """Its node takes leave."""
+    LEAVE = "leave"
+    """Its pipeline does."""
+    QUOTA = "quota"
+    """Its pipeline has more than `max_gpus`."""
 
 
 class Shrink(msgspec.Struct, frozen=True):
@@ -18,8 +33,8 @@ class Shrink(msgspec.Struct, frozen=True):
     pipeline_id: str
     rank: int
     for_: str
-    """Why: the key of the request or `pipeline/rank` of the worker that gets its GPUs; or what asks
-    for it without wanting them: `release`, `drain`, `leave`, `quota`."""
+    """Why: the key of the request or `pipeline/rank` of the worker that gets its GPUs; or a
+    ShrinkReason."""
 
 
 class Expand(msgspec.Struct, frozen=True):
@@ -62,18 +77,12 @@ def worker_name(pipeline_id: str, rank: int) -> str:
 
 
 def apply(state: State, op: Op) -> None:
-    """Do to the state what the op says."""
+    """Do to the state what the op says; a Release is no longer in `releasing` then."""
     match op:
         case Shrink(pipeline_id, rank, _):
-            worker = state.pipelines[pipeline_id].workers[rank]
-            worker.phase, worker.since_s = WorkerPhase.SLEEPING, state.now_s
-            for gpu in worker.gpus:
-                del state.owners[gpu]
+            state.move_worker(pipeline_id, rank, WorkerPhase.SLEEPING)
         case Expand(pipeline_id, rank):
-            worker = state.pipelines[pipeline_id].workers[rank]
-            worker.phase, worker.since_s = WorkerPhase.WAKING, state.now_s
-            owner = Owner(pipeline_id, GENERATION_CLUSTER, rank)
-            state.owners.update(dict.fromkeys(worker.gpus, owner))
+            state.move_worker(pipeline_id, rank, WorkerPhase.WAKING)
         case Grant(key):
             request = state.requests.pop(key)
             pipeline = state.pipelines[request.pipeline_id]
@@ -81,10 +90,10 @@ def apply(state: State, op: Op) -> None:
                 key=key, cluster=request.cluster, priority=request.priority, since_s=state.now_s
             )
             owner = Owner(request.pipeline_id, request.cluster, FIXED)
-            gpus = pipeline.spec.clusters[request.cluster]
-            state.owners.update(dict.fromkeys(gpus, owner))
+            state.owners.update(dict.fromkeys(state.gpus_of(request), owner))
         case Release(pipeline_id, cluster):
             pipeline = state.pipelines[pipeline_id]
             del pipeline.holds[cluster]
+            pipeline.releasing.pop(cluster, None)
             for gpu in pipeline.spec.clusters[cluster]:
                 del state.owners[gpu]

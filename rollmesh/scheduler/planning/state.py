@@ -2,13 +2,15 @@
 
 Invariants: a GPU is owned by whom it is promised to. A worker that goes to sleep owns nothing from
 then on, one that wakes owns its GPUs though another may stand there for a moment: who really does
-is the service's to know, which waits for it. A LOST worker owns its GPUs until somebody tells the
-truth of it. `now_s` is part of the state, nothing here reads a clock. Changed by ops.apply and by
-the service's machine alone; read by everybody.
+is the service's to know, which waits for it. A LOST worker owns its GPUs, but for those that are
+promised to somebody already, until somebody tells the truth of it. On a node that is DOWN whatever
+was not asleep is lost, and what was held stays held until it is given up: nothing new starts there,
+so it costs nobody anything. `now_s` is part of the state, nothing here reads a clock. Changed by
+its own methods, by ops.apply and by the service's machine; read by everybody.
 
-    worker   ASLEEP -> WAKING -> AWAKE -> SLEEPING -> ASLEEP;  any -> LOST -> ASLEEP
+    worker   ASLEEP -> WAKING -> AWAKE -> SLEEPING -> ASLEEP;  any -> LOST -> ASLEEP, AWAKE
     pipeline REGISTERED -> ADMITTED <-> QUARANTINED;  any -> LEAVING -> forgotten
-    node     UP -> DRAINING;  UP, DRAINING -> DOWN -> UP
+    node     UP -> DRAINING -> UP;  UP, DRAINING -> DOWN -> UP
 """
 
 import enum
@@ -16,11 +18,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollmesh.wire.scheduling import PipelineSpec, WorkerPhase
+from rollmesh.wire.scheduling import GENERATION_CLUSTER, PipelineSpec, WorkerPhase
 
 FIXED = -1
 """The rank of an owner that is not a generation worker."""
 AWAKE_PHASES = frozenset({WorkerPhase.AWAKE, WorkerPhase.WAKING})
+OWNING_PHASES = AWAKE_PHASES | {WorkerPhase.LOST}
 
 
 class Owner(NamedTuple):
@@ -167,14 +170,82 @@ class State(msgspec.Struct, kw_only=True):
     node_of: dict[int, Node] = {}
     """By GPU, of all nodes."""
 
+    # nodes
+
     def add_node(self, node: Node) -> None:
+        """A new one, or one that is back: it has the GPUs that it had, and what is lost there stays
+        so until its coordinator is heard."""
         self.nodes[node.name] = node
         self.node_of.update(dict.fromkeys(node.gpus, node))
 
+    def drain_node(self, name: str) -> None:
+        """Nothing new starts there, and the next plan puts its workers to sleep."""
+        self.nodes[name].phase = NodePhase.DRAINING
+
+    def lose_node(self, name: str) -> None:
+        """It is dead, or cannot be heard, which nobody can tell apart."""
+        node = self.nodes[name]
+        node.phase = NodePhase.DOWN
+        there = frozenset(node.gpus)
+        for pipeline_id, pipeline in self.pipelines.items():
+            if there.isdisjoint(pipeline.spec.generation):
+                continue
+            for worker in pipeline.workers:
+                if worker.phase is not WorkerPhase.ASLEEP and not there.isdisjoint(worker.gpus):
+                    self.move_worker(pipeline_id, worker.rank, WorkerPhase.LOST)
+
+    # pipelines
+
     def add_pipeline(self, spec: PipelineSpec) -> Pipeline:
-        """Register it; its workers are asleep. The spec was checked by admission."""
+        """Register it; its workers are asleep. The spec was checked by placement.check."""
         starts = range(0, len(spec.generation), spec.tp)
         bundles = [spec.generation[start : start + spec.tp] for start in starts]
         workers = [Worker(rank=rank, gpus=gpus) for rank, gpus in enumerate(bundles)]
         self.pipelines[spec.pipeline_id] = Pipeline(spec=spec, workers=workers)
         return self.pipelines[spec.pipeline_id]
+
+    def remove_pipeline(self, pipeline_id: str) -> None:
+        """Forget it, with all that it has and asks for."""
+        spec = self.pipelines.pop(pipeline_id).spec
+        for gpu in {*spec.generation, *(gpu for gpus in spec.clusters.values() for gpu in gpus)}:
+            if gpu in self.owners and self.owners[gpu].pipeline_id == pipeline_id:
+                del self.owners[gpu]
+        for key in [k for k, each in self.requests.items() if each.pipeline_id == pipeline_id]:
+            del self.requests[key]
+
+    def move_worker(self, pipeline_id: str, rank: int, phase: WorkerPhase) -> None:
+        """It enters the phase now, and owns its GPUs or nothing as the phase has it.
+
+        Not for one that serves on GPUs that are promised to another: it is SLEEPING here, and is
+        told so again.
+        """
+        pipeline = self.pipelines[pipeline_id]
+        worker = pipeline.workers[rank]
+        if worker.phase is not phase:
+            worker.phase, worker.since_s = phase, self.now_s
+        owner = Owner(pipeline_id, GENERATION_CLUSTER, rank)
+        for gpu in worker.gpus:
+            if phase in OWNING_PHASES:
+                self.owners.setdefault(gpu, owner)
+            elif self.owners.get(gpu) == owner:
+                del self.owners[gpu]
+        self.note_waiting(pipeline)
+
+    def note_waiting(self, pipeline: Pipeline) -> None:
+        """Since when it waits for a worker, if it does: to be said when its demand has changed."""
+        is_served = any(worker.phase in AWAKE_PHASES for worker in pipeline.workers)
+        if pipeline.demand is None or is_served:
+            pipeline.waiting_s = None
+        elif pipeline.waiting_s is None:
+            pipeline.waiting_s = self.now_s
+
+    # views
+
+    def gpus_of(self, request: Request) -> tuple[int, ...]:
+        return self.pipelines[request.pipeline_id].spec.clusters[request.cluster]
+
+    def worker_of(self, owner: Owner) -> Worker | None:
+        """The generation worker that this is, if it is one."""
+        return (
+            None if owner.rank == FIXED else self.pipelines[owner.pipeline_id].workers[owner.rank]
+        )
