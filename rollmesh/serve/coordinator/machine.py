@@ -1,0 +1,198 @@
+"""The coordinator's machine: what the scheduler wants of a pipeline's engines, done at the engines.
+
+    resize   heard -> in line -> under way -> answered;  the deadline passes -> answered, not done
+                                           a newer one names the same engine -> answered, not done
+
+Invariants: resizes are carried out one after another; one with an older epoch than its engine has
+heard of is refused, one said again is answered again; the scheduler hears the truth each second,
+and at once when it changes or the scheduler is another; while there is none, nothing changes and
+leases are renewed. An engine's own way is drawn in worker.py. Pure; driven by process.py and by
+the simulator, with a tick at least every tenth of a second.
+"""
+
+from collections import deque
+
+import msgspec
+
+from rollmesh.serve.coordinator.events import (
+    SCHEDULER,
+    Action,
+    CoordinatorSettings,
+    EngineDone,
+    Event,
+)
+from rollmesh.serve.coordinator.table import Table
+from rollmesh.serve.coordinator.worker import Step, Worker
+from rollmesh.wire.fleet import FleetAnswered
+from rollmesh.wire.machine import Received, Send
+from rollmesh.wire.scheduling import (
+    CoordinatorHello,
+    ResizeWorkers,
+    SchedulerHello,
+    WorkersResized,
+    WorkerTruth,
+)
+
+KEPT_ANSWERS = 64
+"""So many resizes are remembered, to be answered again."""
+
+
+class _Resize(msgspec.Struct):
+    """One that is not answered yet."""
+
+    ask: ResizeWorkers
+    until_s: float
+
+    @property
+    def ranks(self) -> set[int]:
+        return {change.rank for change in self.ask.changes}
+
+
+class Coordinator:
+    """See the module."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self._settings = settings
+        self.workers = [Worker(rank, url, settings) for rank, url in enumerate(settings.urls)]
+        self._table = Table(settings)
+        self._line: deque[_Resize] = deque()
+        """The first is under way."""
+        self._is_begun = False
+        self._errors: dict[int, str] = {}
+        """Of resizes that were answered, '' where they were done, the oldest first."""
+        self._num_calls = 0
+        self._began_s: float | None = None
+        self._said: tuple[WorkerTruth, ...] = ()
+        self._said_s = float("-inf")
+        self._scheduler = ""
+
+    def truths(self) -> tuple[WorkerTruth, ...]:
+        """How the engines are, by rank."""
+        return tuple(worker.truth() for worker in self.workers)
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        """Take one event; what is late or foreign changes nothing."""
+        if self._began_s is None:
+            self._began_s = now_s
+        actions: list[Action] = []
+        match event:
+            case EngineDone():
+                self._on_done(event, now_s)
+            case Received(message=FleetAnswered() as answer):
+                self._table.take(answer, event.router)
+            case Received(message=SchedulerHello(scheduler)):
+                if scheduler != self._scheduler:
+                    self._scheduler, self._said_s = scheduler, float("-inf")
+            case Received(message=ResizeWorkers() as ask):
+                actions += self._on_resize(ask, now_s)
+        return [*actions, *self._tend(now_s)]
+
+    # resizes
+
+    def _on_resize(self, ask: ResizeWorkers, now_s: float) -> list[Action]:
+        if ask.pipeline_id != self._settings.pipeline_id:
+            return []
+        if ask.resize_id in self._errors:
+            return [self._answer(ask, self._errors[ask.resize_id])]
+        if any(each.ask.resize_id == ask.resize_id for each in self._line):
+            return []
+        if error := self._refusal(ask):
+            return [self._answer(ask, error)]
+        actions: list[Action] = []
+        for each in [each for each in self._line if each.ranks & {c.rank for c in ask.changes}]:
+            actions += self._end(each, f"overtaken by resize {ask.resize_id}")
+        for change in ask.changes:
+            self.workers[change.rank].epoch = change.epoch
+        self._line.append(_Resize(ask, now_s + ask.deadline_s))
+        return actions
+
+    def _refusal(self, ask: ResizeWorkers) -> str:
+        for change in ask.changes:
+            if not 0 <= change.rank < len(self.workers):
+                return f"there is no worker {change.rank}; there are {len(self.workers)}"
+            known = self.workers[change.rank].epoch
+            if change.epoch < known:
+                return f"worker {change.rank} has heard of epoch {known}, this is {change.epoch}"
+        return ""
+
+    def _tend_line(self, now_s: float) -> list[Action]:
+        """Begin the first that waits; end what is done, or late."""
+        actions: list[Action] = []
+        while self._line:
+            first = self._line[0]
+            if not self._is_begun:
+                self._is_begun = True
+                for change in first.ask.changes:
+                    self.workers[change.rank].want(change.wakes)
+            if all(self.workers[rank].is_there for rank in first.ranks):
+                actions += self._end(first, "")
+            elif now_s >= first.until_s:
+                actions += self._give_up(first)
+            else:
+                break
+        return actions
+
+    def _give_up(self, resize: _Resize) -> list[Action]:
+        late = [w for w in self.workers if w.rank in resize.ranks and not w.is_there]
+        for worker in late:
+            worker.give_up(f"{worker.step.value}: took too long")
+        return self._end(resize, "; ".join(f"worker {w.rank}: {w.detail}" for w in late))
+
+    def _end(self, resize: _Resize, error: str) -> list[Action]:
+        if resize is self._line[0]:
+            self._is_begun = False
+        self._line.remove(resize)
+        self._errors[resize.ask.resize_id] = error
+        if len(self._errors) > KEPT_ANSWERS:
+            del self._errors[next(iter(self._errors))]
+        return [self._answer(resize.ask, error)]
+
+    def _answer(self, ask: ResizeWorkers, error: str) -> Send:
+        truths = self.truths()
+        ranks = {change.rank for change in ask.changes}
+        named = tuple(truth for truth in truths if truth.rank in ranks)
+        return Send(SCHEDULER, WorkersResized(ask.pipeline_id, ask.resize_id, named, error))
+
+    # engines
+
+    def _on_done(self, done: EngineDone, now_s: float) -> None:
+        for worker in self.workers:
+            if worker.url == done.url:
+                worker.on_done(done, self._table.row(worker.url), now_s)
+
+    def _tend(self, now_s: float) -> list[Action]:
+        for worker in self.workers:
+            worker.tend(self._table.row(worker.url), now_s)
+        actions = self._tend_line(now_s)
+        waits = any(w.step in (Step.LEAVING, Step.JOINING) for w in self.workers)
+        actions += self._table.tend(self.workers, waits, now_s)
+        if self._table.is_read:
+            actions += self._calls(now_s)
+        return [*self._hello(now_s), *actions]
+
+    def _calls(self, now_s: float) -> list[Action]:
+        calls: list[Action] = []
+        for worker in self.workers:
+            if call := worker.call(self._num_calls + 1, now_s):
+                self._num_calls += 1
+                calls.append(call)
+        return calls
+
+    # the truth
+
+    def _hello(self, now_s: float) -> list[Action]:
+        """Each beat, and when it is another than was said, but for what a sleep would lose."""
+        assert self._began_s is not None
+        is_settled = all(worker.is_settled for worker in self.workers)
+        if not is_settled and now_s < self._began_s + self._settings.settle_s:
+            return []
+        truths = self.truths()
+        is_news = [_state(each) for each in truths] != [_state(each) for each in self._said]
+        if not is_news and now_s < self._said_s + self._settings.beat_s:
+            return []
+        self._said, self._said_s = truths, now_s
+        return [Send(SCHEDULER, CoordinatorHello(self._settings.pipeline_id, truths))]
+
+
+def _state(truth: WorkerTruth) -> tuple[object, ...]:
+    return (truth.phase, truth.epoch)
