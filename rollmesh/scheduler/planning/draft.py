@@ -63,14 +63,10 @@ class Draft:
             each.allows(pipeline_id, gives_way) for each in self._reserved[gpu]
         )
 
-    def is_awake(self, pipeline_id: str, worker: Worker) -> bool:
-        """Whether it serves, or will."""
-        return self._moved.get((pipeline_id, worker.rank), worker.phase in AWAKE_PHASES)
-
     def num_awake(self, pipeline: Pipeline) -> int:
         pipeline_id = pipeline.pipeline_id
         if pipeline_id not in self._num_awake:
-            awake = [self.is_awake(pipeline_id, each) for each in pipeline.workers]
+            awake = [self._is_awake(pipeline_id, each) for each in pipeline.workers]
             self._num_awake[pipeline_id] = sum(awake)
         return self._num_awake[pipeline_id]
 
@@ -86,11 +82,7 @@ class Draft:
 
     def can_evict(self, pipeline_id: str, worker: Worker, to: str) -> bool:
         """Whether it can shrink, and may for the pipeline `to`."""
-        return self.can_shrink(pipeline_id, worker) and self.yields_to(pipeline_id, to)
-
-    def yields_to(self, pipeline_id: str, to: str) -> bool:
-        """Whether generation of the one gives way to the other."""
-        return pipeline_id == to or self.state.pipelines[pipeline_id].spec.is_preemptible
+        return self.can_shrink(pipeline_id, worker) and self.state.gives_way(pipeline_id, to)
 
     def can_expand(self, pipeline_id: str, worker: Worker) -> bool:
         """Whether it sleeps and stands still, and may wake once nobody is on its GPUs: nodes,
@@ -104,6 +96,10 @@ class Draft:
         return all(
             self._is_up(gpu) and self.may_start(pipeline_id, gpu, gives_way) for gpu in worker.gpus
         )
+
+    def _is_awake(self, pipeline_id: str, worker: Worker) -> bool:
+        """Whether it serves, or will."""
+        return self._moved.get((pipeline_id, worker.rank), worker.phase in AWAKE_PHASES)
 
     def _has_enough(self, pipeline: Pipeline) -> bool:
         if GENERATION_CLUSTER in pipeline.releasing:

@@ -115,7 +115,7 @@ def _gives_way(draft: Draft, owner: Owner, to: str) -> bool:
     if draft.can_evict(owner.pipeline_id, worker, to):
         return True
     is_waking = worker.phase is WorkerPhase.WAKING
-    return is_waking and draft.yields_to(owner.pipeline_id, to)
+    return is_waking and draft.state.gives_way(owner.pipeline_id, to)
 
 
 def _awaited(draft: Draft, pipeline_ids: set[str]) -> set[str]:

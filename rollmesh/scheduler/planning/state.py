@@ -249,3 +249,7 @@ class State(msgspec.Struct, kw_only=True):
         return (
             None if owner.rank == FIXED else self.pipelines[owner.pipeline_id].workers[owner.rank]
         )
+
+    def gives_way(self, pipeline_id: str, to: str) -> bool:
+        """Whether generation of the one makes room for the other: for its own clusters always."""
+        return pipeline_id == to or self.pipelines[pipeline_id].spec.is_preemptible
