@@ -250,7 +250,7 @@ def test_segment_that_the_disk_did_not_take_begins_when_there_is_room(
         for _ in range(3):
             with pytest.raises(JournalError, match="File too large"):
                 journal.append([b"two"])
-    assert num_descriptors() == before
+    assert num_descriptors() <= before
     second = journal.append([b"two"])
     assert list(journal.replay()) == [(first, [b"one" * 20]), (second, [b"two"])]
     journal.close()
@@ -281,7 +281,7 @@ def test_segment_that_cannot_be_read_is_an_error_and_gives_the_journal_back(tmp_
     before = num_descriptors()
     with pytest.raises(JournalError, match=r"journal: Is a directory"):
         Journal(tmp_path, BIG)
-    assert num_descriptors() == before
+    assert num_descriptors() <= before
     segment.rmdir()
     Journal(tmp_path, BIG).close()
 

@@ -155,7 +155,7 @@ async def test_descriptors_are_given_back(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         await run(tmp_path, "")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_excerpt_in_small_pieces_is_that_of_the_whole() -> None:

@@ -120,6 +120,12 @@ def opened() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
+def is_closed_since(before: tuple[int, int]) -> bool:
+    """Whether all is closed that was opened since; an earlier test's last may have ended too."""
+    now = opened()
+    return now[0] <= before[0] and now[1] <= before[1]
+
+
 def soon(is_so: Callable[[], bool]) -> None:
     """Assert that it is so before long."""
     deadline_s = time.monotonic() + PATIENCE_S

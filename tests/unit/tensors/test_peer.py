@@ -27,6 +27,7 @@ from tests.unit.tensors.owners import (
     Owned,
     content_of,
     handles_of,
+    is_closed_since,
     opened,
     owned,
     scripted,
@@ -322,7 +323,7 @@ def test_nothing_is_left_open() -> None:
                 handles = owner.put(SIZES)
                 assert data_of(peers.fetch(owner.address, handles)) == expected(SIZES)
     del owner, peers
-    assert opened() == before
+    assert is_closed_since(before)
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
