@@ -1,0 +1,247 @@
+"""The policy `fair`: everybody's weighted max-min share of the GPUs that it can use.
+
+    share     by weight, of feasible GPUs (shares.py), between min_gpus and what it can fill:
+              its quota, and remaining / rollouts_per_worker; without an estimate one bundle
+    rounding  whole bundles for certain, the rest as slices in turn (slices.py)
+    order     who has demand and nobody awake; then who lacks a whole bundle; then whose slice it is
+    taking    open bundles; then from who has more than its share or whose slice is over, the
+              fewest KV tokens first; then by trades; what is still open goes to who can use it
+
+Nobody gives way in its first `hold_s`, nor loses its only worker before `quantum_s`, but who has no
+use for it gives it at once. Who has a worker and lacks another evicts for it when it lacks what a
+switch costs. In the long tail of a step a pipeline can fill fewer bundles, and its share of them
+goes to those that can. Credit is counted while there is demand, at the share of now, and lasts as
+long as the demand.
+
+Bound: where those who want GPUs stay the same, and bundles are of one size, nobody comes to lack
+more than one quantum and one switch of one bundle: credit <= tp * (quantum_s + switch_s).
+
+Invariant: deterministic, and nothing is kept from one plan to the next. Driven by plan.py.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from rollmesh.scheduler.planning.draft import Draft
+from rollmesh.scheduler.planning.plan import Outlook
+from rollmesh.scheduler.planning.policies.claims import Claim, read_claims, read_pools
+from rollmesh.scheduler.planning.policies.moves import Moves, Victim
+from rollmesh.scheduler.planning.policies.slices import Turn
+from rollmesh.scheduler.planning.shares import Share, max_min
+from rollmesh.scheduler.planning.state import AWAKE_PHASES
+
+GONE = Turn(0.0, 0.0)
+"""Of who has no demand any more."""
+
+
+class FairSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What it trades wakes against waiting by."""
+
+    quantum_s: float = 20.0
+    """A slice: an only worker is left alone so long."""
+    hold_s: float = 5.0
+    """So long any worker is left alone, once it serves."""
+    switch_s: float = 5.0
+    """What a sleep and a wake cost, about."""
+    reserve_after_s: float = 60.0
+    """A fixed request that waited so long is not bypassed."""
+
+
+class Fair:
+    """See the module."""
+
+    name = "fair"
+
+    def __init__(self, settings: FairSettings | None = None) -> None:
+        self.settings = settings or FairSettings()
+
+    @property
+    def reserve_after_s(self) -> float:
+        return self.settings.reserve_after_s
+
+    def generate(self, draft: Draft) -> Outlook:
+        claims = read_claims(draft)
+        credits = {
+            name: 0.0 for name, each in draft.state.pipelines.items() if each.credit_gpu_s != 0.0
+        }
+        turns: dict[str, Turn] = {}
+        for claim, gpus in zip(claims, ideal_gpus(claims), strict=True):
+            credit = self._credit(draft, claim, gpus)
+            credits[claim.pipeline_id] = credit
+            turns[claim.pipeline_id] = Turn(gpus / claim.tp, credit / claim.tp)
+        again_s = _Round(draft, claims, turns, self.settings).share_out() if claims else math.inf
+        return Outlook(credits, again_s)
+
+    def _credit(self, draft: Draft, claim: Claim, gpus: float) -> float:
+        """What it lacks now; a fault in it is forgotten in the end."""
+        demand = claim.pipeline.demand
+        assert demand is not None
+        passed_s = draft.state.now_s - max(draft.state.credited_s, demand.opened_s)
+        num_awake = sum(each.phase in AWAKE_PHASES for each in claim.pipeline.workers)
+        # What it has beyond its slice is what nobody else has asked for yet, and costs it nothing.
+        had = min(num_awake, Turn(gpus / claim.tp, 0.0).upper) * claim.tp
+        credit = claim.pipeline.credit_gpu_s + (gpus - had) * max(0.0, passed_s)
+        most = 2.0 * claim.tp * (self.settings.quantum_s + self.settings.switch_s)
+        return min(most, max(-most, credit))
+
+
+def ideal_gpus(claims: Sequence[Claim]) -> list[float]:
+    """The weighted max-min share of each, in GPUs."""
+    shares = []
+    for claim in claims:
+        most = claim.num_wanted * claim.tp
+        floor = min(most, claim.pipeline.spec.min_gpus)
+        shares.append(Share(claim.pipeline.spec.weight, floor, most))
+    return max_min(shares, read_pools(list(claims)))
+
+
+class _Round:
+    """One plan's sharing out."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        claims: Sequence[Claim],
+        turns: dict[str, Turn],
+        settings: FairSettings,
+    ) -> None:
+        self._draft = draft
+        self._claims = claims
+        self._turns = turns
+        self._settings = settings
+        self._slice_s = settings.quantum_s + settings.switch_s
+        self._moves = Moves(draft, claims, spares_others=True)
+        self._keepers: set[str] = set()
+        """Whose slice it is, of those that have one and those that wait for one."""
+        self._again_s = math.inf
+
+    def share_out(self) -> float:
+        """Draft the moves; when to look again."""
+        lacking = self._open_up(lambda claim: self._turn(claim).upper)
+        if lacking:
+            self._keepers = self._find_keepers()
+        for claim in sorted(lacking, key=self._place):
+            while self._takes(claim):
+                pass
+        self._open_up(lambda claim: claim.num_usable)
+        if any(self._num_awake(each) < self._turn(each).upper for each in self._claims):
+            self._later(self._settings.quantum_s)
+        return self._again_s
+
+    def _open_up(self, most: Callable[[Claim], int]) -> list[Claim]:
+        """Give open bundles to who has less than so many; those that still have."""
+        waiting = [
+            (*self._place(claim), place, claim)
+            for place, claim in enumerate(self._claims)
+            if self._num_awake(claim) < most(claim)
+        ]
+        heapq.heapify(waiting)
+        lacking = []
+        while waiting:
+            *_, place, claim = heapq.heappop(waiting)
+            if not self._moves.open_one(claim):
+                lacking.append(claim)
+            elif self._num_awake(claim) < most(claim):
+                heapq.heappush(waiting, (*self._place(claim), place, claim))
+        return lacking
+
+    def _place(self, claim: Claim) -> tuple[int, float]:
+        """In the line for a bundle."""
+        turn, num_awake = self._turn(claim), self._num_awake(claim)
+        if num_awake == 0:
+            return 0, turn.deadline_s(self._slice_s)
+        if num_awake < turn.lower:
+            return 1, num_awake * claim.tp / claim.pipeline.spec.weight
+        if num_awake < turn.upper:
+            return 2, turn.deadline_s(self._slice_s)
+        return 3, num_awake * claim.tp / claim.pipeline.spec.weight
+
+    def _find_keepers(self) -> set[str]:
+        """As many as have a slice: those that would first be a slice behind without one."""
+        parted = [each for each in self._claims if self._turn(each).upper > self._turn(each).lower]
+        num = sum(self._num_awake(each) > self._turn(each).lower for each in parted)
+        parted.sort(key=lambda each: self._turn(each).order(self._slice_s))
+        return {each.pipeline_id for each in parted[:num]}
+
+    def _takes(self, claim: Claim) -> bool:
+        """Whether it got one more of those that are not open."""
+        turn, num_awake = self._turn(claim), self._num_awake(claim)
+        if num_awake >= turn.upper:
+            return False
+        if num_awake >= turn.lower and not turn.may_have(self._slice_s):
+            return self._later(self._settings.hold_s)
+        if 0 < num_awake < turn.lower and turn.credit_s < self._settings.switch_s:
+            return self._later((self._settings.switch_s - turn.credit_s) / (turn.share - num_awake))
+        before_s, self._again_s = self._again_s, math.inf
+        is_done = self._moves.take_one(claim, self._gives_way)
+        will_be = self._again_s < math.inf
+        self._again_s = min(before_s, self._again_s)
+        if is_done or will_be:
+            return is_done
+        if self._moves.take_one(claim, self._cedes):
+            return True
+        is_owed = num_awake < turn.lower or num_awake == 0
+        return is_owed and self._moves.trade_one(claim, self._gives_way, self._may_trade)
+
+    def _later(self, after_s: float) -> bool:
+        self._again_s = min(self._again_s, self._draft.state.now_s + after_s)
+        return False
+
+    def _gives_way(self, taker: Claim, victims: Sequence[Victim]) -> tuple[float, ...] | None:
+        """Who has more than its share, or a slice that is over."""
+        price, kv_tokens, num_left = 0, 0, dict[str, int]()
+        for victim in victims:
+            name = victim.pipeline.pipeline_id
+            num_awake = num_left.setdefault(name, self._draft.num_awake(victim.pipeline))
+            num_left[name] -= 1
+            turn = self._turns.get(name, GONE)
+            if num_awake <= turn.lower or (num_awake <= turn.upper and name in self._keepers):
+                return None
+            price = max(price, (turn is not GONE) + (num_awake <= turn.upper))
+            kv_tokens += victim.worker.kv_tokens
+        is_over = [self._has_served(taker, each, num_left) for each in victims]
+        return (price, kv_tokens, len(victims)) if all(is_over) else None
+
+    def _cedes(self, taker: Claim, victims: Sequence[Victim]) -> tuple[float, ...] | None:
+        """Whose slice it is, but less than it is the taker's, who has nowhere else to go."""
+        own, names = self._turn(taker), {each.pipeline.pipeline_id for each in victims}
+        turn = self._turns[names.pop()]
+        pipeline = victims[0].pipeline
+        if names or len(victims) > 1 or self._draft.num_awake(pipeline) <= turn.lower:
+            return None
+        is_owed = self._num_awake(taker) < own.lower
+        if not is_owed and not own.order(self._slice_s) < turn.order(self._slice_s):
+            return None
+        num_left = {pipeline.pipeline_id: self._draft.num_awake(pipeline) - 1}
+        is_over = self._has_served(taker, victims[0], num_left)
+        return (-turn.deadline_s(self._slice_s),) if is_over else None
+
+    def _may_trade(self, _: Claim, victims: Sequence[Victim]) -> tuple[float, ...] | None:
+        is_held = any(self._is_younger(each, self._settings.hold_s) for each in victims)
+        return None if is_held else ()
+
+    def _has_served(self, taker: Claim, victim: Victim, num_left: dict[str, int]) -> bool:
+        """Long enough: an only worker its quantum, and one that another has too to one that has."""
+        name = victim.pipeline.pipeline_id
+        turn = self._turns.get(name, GONE)
+        if turn is GONE:
+            return True
+        is_slice = num_left[name] < turn.upper and (self._num_awake(taker) or not num_left[name])
+        held_s = self._settings.quantum_s if is_slice else self._settings.hold_s
+        return not self._is_younger(victim, held_s)
+
+    def _is_younger(self, victim: Victim, held_s: float) -> bool:
+        until_s = victim.worker.since_s + held_s
+        if until_s <= self._draft.state.now_s:
+            return False
+        self._again_s = min(self._again_s, until_s)
+        return True
+
+    def _turn(self, claim: Claim) -> Turn:
+        return self._turns[claim.pipeline_id]
+
+    def _num_awake(self, claim: Claim) -> int:
+        return self._draft.num_awake(claim.pipeline)

@@ -1,0 +1,135 @@
+"""The policy `gap-ratio`: GPUs in proportion to the work that is left, as a known peer does it.
+
+    weight    remaining x tp; without an estimate as if one rollout were left
+    ratio     weight / sum of weights;  target = ratio x GPUs in whole bundles, at least one
+    gap       ratio - GPUs that it has / GPUs
+    takes     the largest gap / ratio first: open bundles, then of those with a gap below zero and
+              more than their target, from whom has the most of its work left
+
+GPUs are those that some pipeline with demand can use, and estimates are corrected by progress,
+never added to it. It knows neither weights nor time: with more pipelines than bundles those that
+have one keep it to the end of their step, and the others wait. `fair` does not.
+
+Invariants: a worker moves once in a plan; deterministic. Driven by plan.py.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollmesh.scheduler.planning.draft import Draft
+from rollmesh.scheduler.planning.plan import Outlook
+from rollmesh.scheduler.planning.policies.claims import Claim, read_claims
+from rollmesh.scheduler.planning.policies.moves import Moves, Victim
+
+
+class _Standing(NamedTuple):
+    """What one pipeline should have."""
+
+    ratio: float
+    num_target: int
+    """Bundles."""
+    left_share: float
+    """Of its step's work."""
+
+
+NOTHING = _Standing(0.0, 0, 0.0)
+
+
+class GapRatio:
+    """See the module."""
+
+    name = "gap-ratio"
+
+    def __init__(self, reserve_after_s: float = 60.0) -> None:
+        self._reserve_after_s = reserve_after_s
+
+    @property
+    def reserve_after_s(self) -> float:
+        return self._reserve_after_s
+
+    def generate(self, draft: Draft) -> Outlook:
+        claims = read_claims(draft)
+        num_gpus = self.count_gpus(draft, claims)
+        if num_gpus:
+            _Gaps(draft, claims, num_gpus).close()
+        return Outlook()
+
+    def count_gpus(self, draft: Draft, claims: Sequence[Claim]) -> int:
+        """Those that some claim can use."""
+        return len({g for claim in claims for worker in claim.bundles for g in worker.gpus})
+
+
+class _Gaps:
+    """One plan's gaps."""
+
+    def __init__(self, draft: Draft, claims: Sequence[Claim], num_gpus: int) -> None:
+        self._draft = draft
+        self._claims = claims
+        self._num_gpus = num_gpus
+        self._moves = Moves(draft, claims, spares_others=False)
+        weights = [(each.pipeline.remaining or 1) * each.tp for each in claims]
+        total = sum(weights)
+        self._standings = {
+            claim.pipeline_id: _standing(claim, weight / total, num_gpus)
+            for claim, weight in zip(claims, weights, strict=True)
+        }
+
+    def close(self) -> None:
+        """Until nobody gets anything more."""
+        while self._pass():
+            pass
+
+    def _pass(self) -> bool:
+        waiting = [
+            (*self._place(claim), place, claim)
+            for place, claim in enumerate(self._claims)
+            if self._accepts(claim)
+        ]
+        heapq.heapify(waiting)
+        has_moved = False
+        while waiting:
+            *_, place, claim = heapq.heappop(waiting)
+            if not self._moves.open_one(claim) and not self._moves.take_one(claim, self._gives):
+                continue
+            has_moved = True
+            if self._accepts(claim):
+                heapq.heappush(waiting, (*self._place(claim), place, claim))
+        return has_moved
+
+    def _accepts(self, claim: Claim) -> bool:
+        num_awake = self._draft.num_awake(claim.pipeline)
+        is_short = num_awake < self._standings[claim.pipeline_id].num_target
+        return is_short and self._gap(claim.pipeline_id) > 0
+
+    def _place(self, claim: Claim) -> tuple[float, float, str]:
+        gap = self._gap(claim.pipeline_id)
+        ratio = self._standings[claim.pipeline_id].ratio
+        return -gap / ratio, -gap, claim.pipeline_id
+
+    def _gap(self, pipeline_id: str) -> float:
+        pipeline = self._draft.state.pipelines[pipeline_id]
+        has = self._draft.num_awake(pipeline) * pipeline.spec.tp / self._num_gpus
+        return self._standings.get(pipeline_id, NOTHING).ratio - has
+
+    def _gives(self, taker: Claim, victims: Sequence[Victim]) -> tuple[float, ...] | None:
+        num_asked = dict[str, int]()
+        left_share = 0.0
+        for victim in victims:
+            name = victim.pipeline.pipeline_id
+            num_asked[name] = num_asked.get(name, 0) + 1
+            standing = self._standings.get(name, NOTHING)
+            num_spare = self._draft.num_awake(victim.pipeline) - standing.num_target
+            if self._gap(name) >= 0 or num_asked[name] > num_spare or name == taker.pipeline_id:
+                return None
+            left_share += standing.left_share
+        return (-left_share,)
+
+
+def _standing(claim: Claim, ratio: float, num_gpus: int) -> _Standing:
+    num_target = max(1, math.floor(ratio * num_gpus / claim.tp + 0.5))
+    progress = claim.pipeline.progress.values()
+    target = sum(each.target for each in progress if not each.is_retired)
+    remaining = claim.pipeline.remaining or 0
+    return _Standing(ratio, num_target, remaining / target if target else 1.0)

@@ -1,0 +1,153 @@
+"""How a pipeline comes to one more worker: where it stands open, or who gives way for it.
+
+    open      nobody is on its GPUs
+    taken     whoever is there gives way now, says the policy: the cheapest such bundle
+    traded    who is there wakes a worker elsewhere first, where it is open or again taken
+
+Owns the choice between bundles. Of open ones it takes the first, or (`spares_others`) what the
+fewest others could use, so that who can go elsewhere does. Invariants: a worker moves once in a
+plan, a shrink stands in it with the expand that it is for, and a trade that does not come off
+leaves nothing. Driven by the policies.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from rollmesh.scheduler.planning.draft import Draft
+from rollmesh.scheduler.planning.ops import worker_name
+from rollmesh.scheduler.planning.policies.claims import Claim
+from rollmesh.scheduler.planning.state import FIXED, Pipeline, Worker
+
+MAX_TRADES = 3
+"""Pipelines that step aside for one another, at most."""
+MAX_TRADED_BUNDLES = 16
+"""Bundles that are tried for each of them."""
+
+
+class Victim(NamedTuple):
+    """A worker that is in the way."""
+
+    pipeline: Pipeline
+    worker: Worker
+
+
+class GivesWay(Protocol):
+    """The policy's word on one bundle."""
+
+    def __call__(self, taker: Claim, victims: Sequence[Victim], /) -> tuple[float, ...] | None:
+        """Its price, the lower the better; None: not now."""
+
+
+class Moves:
+    """See the module."""
+
+    def __init__(self, draft: Draft, claims: Sequence[Claim], *, spares_others: bool) -> None:
+        self._draft = draft
+        self._spares_others = spares_others
+        self._claims = {claim.pipeline_id: claim for claim in claims}
+        self._num_takers = Counter[int]()
+        if spares_others:
+            for claim in claims:
+                for worker in claim.bundles:
+                    self._num_takers.update(worker.gpus)
+        self._open: dict[str, Iterator[Worker]] = {}
+
+    def open_one(self, claim: Claim) -> bool:
+        """Wake one of its workers where nobody is."""
+        pipeline_id = claim.pipeline_id
+        if pipeline_id not in self._open:
+            self._open[pipeline_id] = iter(self._by_use(claim))
+        for worker in self._open[pipeline_id]:
+            if self._is_open(worker) and self._draft.can_expand(pipeline_id, worker):
+                self._draft.expand(pipeline_id, worker)
+                return True
+        return False
+
+    def take_one(self, claim: Claim, gives_way: GivesWay) -> bool:
+        """Wake one of its workers where others sleep for it."""
+        best: tuple[tuple[float, ...], Worker, list[Victim]] | None = None
+        for worker, victims in self._candidates(claim):
+            price = gives_way(claim, victims)
+            if price is None:
+                continue
+            price = (*price, worker.rank)
+            if best is None or price < best[0]:
+                best = (price, worker, victims)
+        if best is not None:
+            self._swap(claim, *best[1:])
+        return best is not None
+
+    def trade_one(
+        self, claim: Claim, gives_way: GivesWay, may_trade: GivesWay, num_trades: int = MAX_TRADES
+    ) -> bool:
+        """Wake one of its workers where another goes elsewhere, who then has as much as before."""
+        num_tried = 0
+        for worker, victims in self._candidates(claim):
+            other = self._partner(claim, victims)
+            if other is None or may_trade(claim, victims) is None:
+                continue
+            mark, num_tried = self._draft.mark(), num_tried + 1
+            self._swap(claim, worker, victims)
+            if all(self._go_on(other, gives_way, may_trade, num_trades) for _ in victims):
+                return True
+            self._draft.rollback(mark)
+            if num_tried == MAX_TRADED_BUNDLES:
+                break
+        return False
+
+    def _go_on(
+        self, claim: Claim, gives_way: GivesWay, may_trade: GivesWay, num_trades: int
+    ) -> bool:
+        pipeline_id = claim.pipeline_id
+        for worker in claim.bundles:
+            if self._is_open(worker) and self._draft.can_expand(pipeline_id, worker):
+                self._draft.expand(pipeline_id, worker)
+                return True
+        if self.take_one(claim, gives_way):
+            return True
+        return num_trades > 1 and self.trade_one(claim, gives_way, may_trade, num_trades - 1)
+
+    def _partner(self, claim: Claim, victims: Sequence[Victim]) -> Claim | None:
+        """The one other claim that is in the way."""
+        names = {each.pipeline.pipeline_id for each in victims}
+        name = names.pop()
+        return None if names or name == claim.pipeline_id else self._claims.get(name)
+
+    def _candidates(self, claim: Claim) -> Iterator[tuple[Worker, list[Victim]]]:
+        """Its sleeping workers with those that are on their GPUs, all of whom can sleep."""
+        pipeline_id, draft = claim.pipeline_id, self._draft
+        for worker in claim.bundles:
+            if not draft.can_expand(pipeline_id, worker):
+                continue
+            victims = self._victims(worker)
+            if victims and all(
+                draft.can_evict(each.pipeline.pipeline_id, each.worker, pipeline_id)
+                for each in victims
+            ):
+                yield worker, victims
+
+    def _victims(self, worker: Worker) -> list[Victim]:
+        owners = dict.fromkeys(self._draft.owner(gpu) for gpu in worker.gpus)
+        pipelines = self._draft.state.pipelines
+        return [
+            Victim(pipelines[owner.pipeline_id], pipelines[owner.pipeline_id].workers[owner.rank])
+            for owner in owners
+            if owner is not None and owner.rank != FIXED
+        ]
+
+    def _swap(self, claim: Claim, worker: Worker, victims: Sequence[Victim]) -> None:
+        for victim in victims:
+            name = worker_name(claim.pipeline_id, worker.rank)
+            self._draft.shrink(victim.pipeline.pipeline_id, victim.worker, name)
+        self._draft.expand(claim.pipeline_id, worker)
+
+    def _is_open(self, worker: Worker) -> bool:
+        return all(self._draft.owner(gpu) is None for gpu in worker.gpus)
+
+    def _by_use(self, claim: Claim) -> list[Worker]:
+        here = [worker for worker in claim.bundles if self._is_open(worker)]
+        if not self._spares_others:
+            return here
+        num_takers = self._num_takers
+        return sorted(here, key=lambda each: (max(num_takers[g] for g in each.gpus), each.rank))
