@@ -62,6 +62,16 @@ class TracePipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """How many it takes until it leaves."""
         return len(self.rollouts_s) or self.num_steps
 
+    @property
+    def slot_gpus(self) -> float:
+        """What a rollout has of a worker's GPUs."""
+        return self.tp / self.rollouts_per_worker
+
+    @property
+    def fixed_gpu_s(self) -> float:
+        """GPU seconds of a step's phases."""
+        return sum(len(self.clusters.get(each.cluster, ())) * each.seconds for each in self.phases)
+
     def spec(self) -> PipelineSpec:
         """As it is registered."""
         names = PipelineSpec.__struct_fields__
@@ -95,6 +105,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def num_gpus(self) -> int:
         return sum(self.nodes)
+
+    def work_gpu_s(self, pipeline: TracePipeline, num_steps: int) -> float:
+        """GPU seconds of its first steps where every worker is full and none is ever woken."""
+        rollouts_s = sum(sum(self.rollouts(pipeline, step)) for step in range(num_steps))
+        return rollouts_s * pipeline.slot_gpus + num_steps * pipeline.fixed_gpu_s
 
     def rollouts(self, pipeline: TracePipeline, step: int) -> tuple[float, ...]:
         """Seconds of each rollout of the step."""
