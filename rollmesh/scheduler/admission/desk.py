@@ -1,0 +1,156 @@
+"""The admission desk: registers a pipeline where it fits, lets it in, kills it, forgets it.
+
+Owns nothing: what it does stands in the scheduler's journal, and each question is answered from
+what the scheduler says at that moment, so that the desk may die at any time. Invariants: nobody is
+registered whose GPUs are not there; a pipeline that is there keeps its place when it is registered
+again; GPUs of a killed pipeline are called free only when all of its processes have ended. Driven
+by process.py with questions of the verbs.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from rollmesh.core.errors import ConfigError, UserError
+from rollmesh.core.ids import new_id
+from rollmesh.scheduler.admission.asking import Answer, Question
+from rollmesh.scheduler.admission.fleet_file import PipelineTable
+from rollmesh.scheduler.admission.killing import Doomed, end
+from rollmesh.scheduler.planning.placement import Placed, Wish, check, place
+from rollmesh.scheduler.planning.state import Node, NodePhase, State
+from rollmesh.wire.frames import UNREADABLE, Buffer
+from rollmesh.wire.scheduling import (
+    AdmissionMessage,
+    KillPipeline,
+    PipelineSpec,
+    ReadScheduler,
+    RegisterPipeline,
+)
+
+Ask = Callable[[Question], Answer]
+"""The scheduler, asked."""
+_Body = TypeVar("_Body")
+
+
+class NodeSeen(msgspec.Struct, frozen=True):
+    """Of a node what placement looks at."""
+
+    name: str
+    gpus: tuple[int, ...]
+    labels: tuple[str, ...]
+    phase: NodePhase
+
+
+class PipelineSeen(msgspec.Struct, frozen=True):
+    """The same of a pipeline."""
+
+    spec: PipelineSpec
+
+
+class FleetSeen(msgspec.Struct, frozen=True):
+    """The part of what the scheduler answers to ReadScheduler that matters here."""
+
+    nodes: tuple[NodeSeen, ...]
+    pipelines: tuple[PipelineSeen, ...]
+
+    def state(self) -> State:
+        """The planner's, of the places alone."""
+        state = State()
+        for node in self.nodes:
+            state.add_node(
+                Node(name=node.name, gpus=node.gpus, labels=node.labels, phase=node.phase)
+            )
+        for pipeline in self.pipelines:
+            state.add_pipeline(pipeline.spec)
+        return state
+
+
+class Desk:
+    """See the module."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    def on(self, message: AdmissionMessage, body: Buffer) -> Answer:
+        """What came of it; UserError where that is the asker's mistake."""
+        match message:
+            case RegisterPipeline():
+                return self._register(message, body)
+            case KillPipeline():
+                num = end(_decoded(body, list[Doomed]))
+                answer = self._ask(message)
+                return msgspec.structs.replace(answer, body=msgspec.json.encode(num))
+            case _:
+                return self._ask(message)
+
+    def _register(self, message: RegisterPipeline, body: Buffer) -> Answer:
+        """The spec, and the table in the body, which has sizes; the spec as placed goes back."""
+        state = self._seen().state()
+        spec = message.spec
+        before = state.pipelines.pop(spec.pipeline_id, None)
+        if body:
+            table = _decoded(body, PipelineTable)
+            spec = placed(spec.pipeline_id, table, state, before.spec if before else None)
+        check(spec, state)
+        answer = self._ask(RegisterPipeline(message.key, spec))
+        return msgspec.structs.replace(answer, body=msgspec.json.encode(spec))
+
+    def _seen(self) -> FleetSeen:
+        answer = self._ask(ReadScheduler(new_id("read")))
+        if not answer.ok:
+            raise UserError(answer.error)
+        return _decoded(answer.body, FleetSeen)
+
+
+def placed(
+    pipeline_id: str, table: PipelineTable, others: State, before: PipelineSpec | None = None
+) -> PipelineSpec:
+    """The table with GPUs by their numbers; one that is there already stays where it is.
+
+    UserError in one line that names what does not fit.
+    """
+    if before and _is_met(table, before):
+        return _spec_of(pipeline_id, table, Placed(before.clusters, before.generation))
+    wish = Wish(
+        pipeline_id=pipeline_id,
+        clusters=table.clusters,
+        generation=table.generation or table.workers,
+        tp=table.tp,
+        labels=table.labels,
+    )
+    return _spec_of(pipeline_id, table, place(wish, others))
+
+
+def _is_met(table: PipelineTable, spec: PipelineSpec) -> bool:
+    """Whether the places that it has are what the table asks for."""
+    generation = table.generation or table.workers * table.tp
+    has_all = table.clusters.keys() == spec.clusters.keys() and table.tp == spec.tp
+    return has_all and all(
+        len(gpus) == wanted if isinstance(wanted, int) else gpus == wanted
+        for wanted, gpus in (
+            (generation, spec.generation),
+            *((table.clusters[name], gpus) for name, gpus in spec.clusters.items()),
+        )
+    )
+
+
+def _spec_of(pipeline_id: str, table: PipelineTable, places: Placed) -> PipelineSpec:
+    return PipelineSpec(
+        pipeline_id=pipeline_id,
+        clusters=places.clusters,
+        generation=places.generation,
+        tp=table.tp,
+        weight=table.weight,
+        max_gpus=table.max_gpus,
+        min_gpus=table.min_gpus,
+        is_preemptible=table.preemptible,
+        rollouts_per_worker=table.rollouts_per_worker,
+    )
+
+
+def _decoded(body: Buffer, kind: type[_Body]) -> _Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNREADABLE as error:
+        raise ConfigError(f"not what an admission desk is told: {error}") from None

@@ -1,0 +1,80 @@
+"""The admission process: one loop that takes a question, does it, and answers.
+
+Owns its Hub. Invariants: nothing outlives an answer here, so that kill -9 loses at most what is
+being asked at that moment, which its asker says again; a question that is said twice is done
+once, for the scheduler knows its key; whatever is asked, the loop goes on. Driven by
+`rollmesh scheduler admission`.
+"""
+
+import os
+import signal
+from typing import Any
+
+from rollmesh.core.errors import AddressError, RollmeshError
+from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.process import Ready, announce
+from rollmesh.scheduler.admission.asking import Answer, Question, ask
+from rollmesh.scheduler.admission.desk import Desk
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.keys import read_keys
+from rollmesh.wire.scheduling import AdmissionMessage, SchedulerAnswered
+from rollmesh.wire.sockets import MAX_ASK_FRAME_BYTES, Doorbell, Hub, wait
+
+log = get_logger()
+
+SCHEDULER_S = 5.0
+"""So long the scheduler may take; whoever asks us waits longer."""
+IDLE_S = 1.0
+
+
+def run(bind: str, scheduler: str, ready_fd: int | None) -> None:
+    """Answer at `bind`, for the scheduler at that address, until SIGTERM or SIGINT.
+
+    AddressError if `bind` is taken, or can be reached by others without keys.
+    """
+    try:
+        hub = Hub(bind, read_keys(), MAX_ASK_FRAME_BYTES)
+    except AddressError as error:
+        raise AddressError(f"admission = {error}") from None
+    setup("admission", None)
+    bell, stops = Doorbell(), list[int]()
+
+    def on_signal(number: int, _: Any) -> None:
+        stops.append(number)
+        bell.ring()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+
+    def ask_scheduler(question: Question) -> Answer:
+        return ask(scheduler, question, patience_s=SCHEDULER_S)
+
+    desk = Desk(ask_scheduler)
+    announce(ready_fd, Ready("admission", os.getpid(), hub.address))
+    log.info("admission.started", address=hub.address, scheduler=scheduler)
+    while not stops:
+        wait([hub], bell, IDLE_S)
+        turn(hub, desk)
+    hub.close()
+    log.info("admission.stopped")
+
+
+def turn(hub: Hub, desk: Desk) -> None:
+    """Answer what has arrived, each key once."""
+    answered: dict[str, Answer] = {}
+    for route, packet in hub.receive():
+        question = packet.message
+        if not isinstance(question, AdmissionMessage):
+            continue
+        key, kind = question.key, type(question).__name__
+        if key not in answered:
+            try:
+                answered[key] = desk.on(question, packet.body)
+            except RollmeshError as error:
+                answered[key] = Answer(ok=False, error=str(error))
+            except Exception as error:  # door: one question must not end the process
+                log.exception("question.failed", kind=kind)
+                answered[key] = Answer(ok=False, error=f"admission failed at it: {error!r}")
+            log.info("question.answered", kind=kind, error=answered[key].error)
+        answer = answered[key]
+        hub.send(route, Packet(SchedulerAnswered(key, answer.ok, answer.error), body=answer.body))

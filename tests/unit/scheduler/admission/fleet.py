@@ -1,0 +1,44 @@
+"""A fleet that answers an admission desk as the service does, by the service's own words.
+
+Invariant: what it says of itself is explain's view, as JSON; it keeps what was registered, by key.
+Driven by the tests of the desk and of its process.
+"""
+
+import msgspec
+
+from rollmesh.scheduler.admission.asking import Answer, Question
+from rollmesh.scheduler.planning.state import Node, PipelinePhase, State
+from rollmesh.scheduler.service.explain import Known, view
+from rollmesh.wire.scheduling import (
+    AdmitPipeline,
+    KillPipeline,
+    ReadScheduler,
+    RegisterPipeline,
+    UnregisterPipeline,
+)
+
+
+class Fleet:
+    """Two nodes of four GPUs."""
+
+    def __init__(self) -> None:
+        self.state = State()
+        self.state.add_node(Node(name="a", gpus=(0, 1, 2, 3), labels=("h200",)))
+        self.state.add_node(Node(name="b", gpus=(4, 5, 6, 7), labels=("l40",)))
+        self.asked: list[Question] = []
+
+    def ask(self, question: Question) -> Answer:
+        self.asked.append(question)
+        match question:
+            case ReadScheduler():
+                return Answer(ok=True, body=msgspec.json.encode(view(self.state, Known())))
+            case RegisterPipeline(_, spec):
+                if spec.pipeline_id not in self.state.pipelines:
+                    self.state.add_pipeline(spec)
+            case AdmitPipeline(_, pipeline_id):
+                if pipeline_id not in self.state.pipelines:
+                    return Answer(ok=False, error=f"no pipeline {pipeline_id!r}")
+                self.state.pipelines[pipeline_id].phase = PipelinePhase.ADMITTED
+            case KillPipeline(_, pipeline_id) | UnregisterPipeline(_, pipeline_id):
+                self.state.pipelines.pop(pipeline_id, None)
+        return Answer(ok=True)

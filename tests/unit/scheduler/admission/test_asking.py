@@ -1,0 +1,41 @@
+"""A question is asked until it is answered, with one key, and not for ever."""
+
+import threading
+
+import pytest
+
+from rollmesh.core.errors import AddressError
+from rollmesh.scheduler.admission.asking import ask
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.scheduling import ReadScheduler, SchedulerAnswered
+from rollmesh.wire.sockets import Hub, wait
+
+PROMPT_S = 30.0
+
+
+def test_it_is_said_again_with_its_key_until_there_is_an_answer_to_it() -> None:
+    hub, asked = Hub("tcp://127.0.0.1:0"), list[ReadScheduler]()
+
+    def answer_the_third() -> None:
+        while len(asked) < 3:
+            wait([hub], None, 0.1)
+            for route, packet in hub.receive():
+                assert isinstance(packet.message, ReadScheduler)
+                asked.append(packet.message)
+                key = "another" if len(asked) < 3 else packet.message.key
+                hub.send(route, Packet(SchedulerAnswered(key, True), body=b"seen"))
+
+    answering = threading.Thread(target=answer_the_third)
+    answering.start()
+    answer = ask(hub.address, ReadScheduler("k"), patience_s=PROMPT_S)
+    answering.join(PROMPT_S)
+    hub.close()
+    assert (answer.ok, bytes(answer.body)) == (True, b"seen")
+    assert set(asked) == {ReadScheduler("k")}
+
+
+def test_nobody_there_is_one_line_that_names_where() -> None:
+    hub = Hub("tcp://127.0.0.1:0")
+    hub.close()
+    with pytest.raises(AddressError, match=rf"{hub.address}: nobody answers there within 0.2 s"):
+        ask(hub.address, ReadScheduler("k"), patience_s=0.2)

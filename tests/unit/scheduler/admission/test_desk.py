@@ -1,0 +1,129 @@
+"""A pipeline is registered where it fits, keeps its place, and is killed before it is forgotten."""
+
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+
+from rollmesh.core.errors import ConfigError, UserError
+from rollmesh.scheduler.admission.asking import Answer
+from rollmesh.scheduler.admission.desk import Desk, FleetSeen
+from rollmesh.scheduler.admission.fleet_file import PipelineTable
+from rollmesh.scheduler.admission.killing import Doomed
+from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.wire.scheduling import (
+    AdmitPipeline,
+    KillPipeline,
+    PipelineSpec,
+    RegisterPipeline,
+    UnregisterPipeline,
+)
+from tests.unit.scheduler.admission.fleet import Fleet
+
+
+def register(fleet: Fleet, name: str, table: PipelineTable, key: str = "k") -> PipelineSpec:
+    unplaced = PipelineSpec(pipeline_id=name, clusters={}, generation=())
+    answer = Desk(fleet.ask).on(RegisterPipeline(key, unplaced), msgspec.json.encode(table))
+    assert answer.ok
+    spec = msgspec.json.decode(answer.body, type=PipelineSpec)
+    assert fleet.state.pipelines[name].spec == spec
+    return spec
+
+
+def test_sizes_are_placed_on_nodes_with_the_labels() -> None:
+    fleet = Fleet()
+    table = PipelineTable(clusters={"actor_train": 2}, workers=2, tp=2, labels=("l40",), weight=3.0)
+    spec = register(fleet, "math", table)
+    assert spec.generation == (4, 5, 6, 7)
+    assert set(spec.clusters["actor_train"]) < {4, 5, 6, 7}
+    assert (spec.tp, spec.weight) == (2, 3.0)
+
+
+def test_a_map_that_was_written_by_hand_is_kept() -> None:
+    table = PipelineTable(clusters={"actor_train": (0, 1)}, generation=(0, 1, 2, 3))
+    spec = register(Fleet(), "math", table)
+    assert (spec.clusters, spec.generation) == ({"actor_train": (0, 1)}, (0, 1, 2, 3))
+
+
+def test_a_pipeline_that_is_there_keeps_its_place() -> None:
+    fleet, table = Fleet(), PipelineTable(clusters={"actor_train": 2}, workers=4)
+    before = register(fleet, "math", table)
+    for number in range(4):
+        register(fleet, f"other-{number}", table)
+    assert register(fleet, "math", table) == before
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        (PipelineTable(clusters={"actor_train": (0, 9)}), "9"),
+        (PipelineTable(generation=(3, 4), tp=2), "math"),
+        (PipelineTable(workers=5, labels=("h200",)), "math"),
+        (PipelineTable(workers=1, labels=("b200",)), "b200"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_scheduler_hears_of_it(
+    table: PipelineTable, told: str
+) -> None:
+    fleet = Fleet()
+    with pytest.raises(UserError, match=told) as caught:
+        register(fleet, "math", table)
+    assert "\n" not in str(caught.value)
+    assert not any(isinstance(each, RegisterPipeline) for each in fleet.asked)
+
+
+def test_a_body_that_is_none_of_ours_is_refused() -> None:
+    unplaced = PipelineSpec(pipeline_id="math", clusters={}, generation=())
+    with pytest.raises(ConfigError, match="admission desk"):
+        Desk(Fleet().ask).on(RegisterPipeline("k", unplaced), b"{'")
+
+
+def test_the_other_questions_are_the_schedulers() -> None:
+    fleet = Fleet()
+    desk = Desk(fleet.ask)
+    refused = desk.on(AdmitPipeline("a", "math"), b"")
+    assert (refused.ok, refused.error) == (False, "no pipeline 'math'")
+    register(fleet, "math", PipelineTable(workers=2))
+    assert desk.on(AdmitPipeline("b", "math"), b"").ok
+    assert fleet.state.pipelines["math"].phase is PipelinePhase.ADMITTED
+    assert desk.on(UnregisterPipeline("c", "math"), b"").ok
+    assert not fleet.state.pipelines
+
+
+def test_gpus_are_called_free_only_when_the_processes_are_dead() -> None:
+    fleet = Fleet()
+    waits = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        seen: list[int | None] = []
+
+        def ask(question: object) -> Answer:
+            seen.append(child.poll())
+            return Answer(ok=True)
+
+        doomed = [Doomed(child.pid, time.time(), socket.gethostname())]
+        answer = Desk(ask).on(KillPipeline("k", "math"), msgspec.json.encode(doomed))
+        assert (answer.ok, msgspec.json.decode(answer.body)) == (True, 1)
+    assert seen == [-9]
+    assert fleet.asked == []
+
+
+def test_processes_that_cannot_be_ended_keep_their_gpus() -> None:
+    fleet = Fleet()
+    elsewhere = msgspec.json.encode([Doomed(1, time.time(), "another-machine")])
+    with pytest.raises(UserError, match="another-machine"):
+        Desk(fleet.ask).on(KillPipeline("k", "math"), elsewhere)
+    assert fleet.asked == []
+
+
+def test_the_desk_reads_what_the_service_says_of_itself() -> None:
+    fleet = Fleet()
+    register(fleet, "math", PipelineTable(clusters={"actor_train": 1}, workers=2))
+    answer = fleet.ask(fleet.asked[0])
+    state = msgspec.json.decode(answer.body, type=FleetSeen).state()
+    assert [node.gpus for node in state.nodes.values()] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert state.pipelines["math"].spec == fleet.state.pipelines["math"].spec
