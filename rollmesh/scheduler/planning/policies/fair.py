@@ -22,6 +22,7 @@ Invariant: deterministic, and nothing is kept from one plan to the next. Driven 
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -35,6 +36,10 @@ from rollmesh.scheduler.planning.state import AWAKE_PHASES
 
 GONE = Turn(0.0, 0.0)
 """Of who has no demand any more."""
+KEPT = 3
+"""The cost of a slice to whom it belongs."""
+OWN = 4
+"""Of what is certain."""
 
 
 class FairSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +186,7 @@ class _Round:
         self._again_s = min(before_s, self._again_s)
         if is_done or will_be:
             return is_done
-        if self._moves.take_one(claim, self._cedes):
+        if self._moves.take_one(claim, partial(self._gives_way, cedes=True)):
             return True
         is_owed = num_awake < turn.lower or num_awake == 0
         return is_owed and self._moves.trade_one(claim, self._gives_way, self._may_trade)
@@ -190,34 +195,38 @@ class _Round:
         self._again_s = min(self._again_s, self._draft.state.now_s + after_s)
         return False
 
-    def _gives_way(self, taker: Claim, victims: Sequence[Victim]) -> tuple[float, ...] | None:
-        """Who has more than its share, or a slice that is over."""
-        price, kv_tokens, num_left = 0, 0, dict[str, int]()
+    def _gives_way(
+        self, taker: Claim, victims: Sequence[Victim], cedes: bool = False
+    ) -> tuple[float, ...] | None:
+        """Who has more than its share, or a slice that is over; `cedes`: or that is less its own
+        than the taker's."""
+        price, deadline_s, kv_tokens, num_left = 0, math.inf, 0, dict[str, int]()
         for victim in victims:
             name = victim.pipeline.pipeline_id
             num_awake = num_left.setdefault(name, self._draft.num_awake(victim.pipeline))
             num_left[name] -= 1
             turn = self._turns.get(name, GONE)
-            if num_awake <= turn.lower or (num_awake <= turn.upper and name in self._keepers):
+            cost = self._cost(turn, num_awake, name in self._keepers)
+            if cost == KEPT and cedes and self._goes_before(taker, turn):
+                deadline_s = min(deadline_s, turn.deadline_s(self._slice_s))
+            elif cost >= KEPT:
                 return None
-            price = max(price, (turn is not GONE) + (num_awake <= turn.upper))
-            kv_tokens += victim.worker.kv_tokens
+            price, kv_tokens = max(price, cost), kv_tokens + victim.worker.kv_tokens
         is_over = [self._has_served(taker, each, num_left) for each in victims]
-        return (price, kv_tokens, len(victims)) if all(is_over) else None
+        return (price, -deadline_s, kv_tokens, len(victims)) if all(is_over) else None
 
-    def _cedes(self, taker: Claim, victims: Sequence[Victim]) -> tuple[float, ...] | None:
-        """Whose slice it is, but less than it is the taker's, who has nowhere else to go."""
-        own, names = self._turn(taker), {each.pipeline.pipeline_id for each in victims}
-        turn = self._turns[names.pop()]
-        pipeline = victims[0].pipeline
-        if names or len(victims) > 1 or self._draft.num_awake(pipeline) <= turn.lower:
-            return None
+    def _cost(self, turn: Turn, num_awake: int, is_keeper: bool) -> int:
+        """Of one worker, to the pipeline that has that many."""
+        if num_awake <= turn.lower:
+            return OWN
+        if num_awake > turn.upper:
+            return 0 if turn is GONE else 1
+        return KEPT if is_keeper else 2
+
+    def _goes_before(self, taker: Claim, turn: Turn) -> bool:
+        own = self._turn(taker)
         is_owed = self._num_awake(taker) < own.lower
-        if not is_owed and not own.order(self._slice_s) < turn.order(self._slice_s):
-            return None
-        num_left = {pipeline.pipeline_id: self._draft.num_awake(pipeline) - 1}
-        is_over = self._has_served(taker, victims[0], num_left)
-        return (-turn.deadline_s(self._slice_s),) if is_over else None
+        return is_owed or own.order(self._slice_s) < turn.order(self._slice_s)
 
     def _may_trade(self, _: Claim, victims: Sequence[Victim]) -> tuple[float, ...] | None:
         is_held = any(self._is_younger(each, self._settings.hold_s) for each in victims)
