@@ -45,8 +45,8 @@ class Draft:
         self._moved: dict[tuple[str, int], bool] = {}
         """Workers that an op moves: whether it wakes."""
         self._num_awake: dict[str, int] = {}
+        """Of pipelines that were asked about."""
         self._reserved: dict[int, list[Reservation]] = {}
-        self._undo: list[tuple[Op, list[tuple[int, Owner | None]]]] = []
 
     # what is so, with the ops so far
 
@@ -64,7 +64,8 @@ class Draft:
         )
 
     def num_awake(self, pipeline: Pipeline) -> int:
-        pipeline_id = pipeline.pipeline_id
+        """Its workers that serve, or will."""
+        pipeline_id = pipeline.spec.pipeline_id
         if pipeline_id not in self._num_awake:
             awake = [self._is_awake(pipeline_id, each) for each in pipeline.workers]
             self._num_awake[pipeline_id] = sum(awake)
@@ -75,10 +76,10 @@ class Draft:
         pipeline in quarantine."""
         if worker.phase is not WorkerPhase.AWAKE or (pipeline_id, worker.rank) in self._moved:
             return False
+        if self.state.pipelines[pipeline_id].phase is PipelinePhase.QUARANTINED:
+            return False
         owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
-        pipeline = self.state.pipelines[pipeline_id]
-        owns_all = all(self.owner(gpu) == owner for gpu in worker.gpus)
-        return owns_all and pipeline.phase is not PipelinePhase.QUARANTINED
+        return all(self.owner(gpu) == owner for gpu in worker.gpus)
 
     def can_evict(self, pipeline_id: str, worker: Worker, to: str) -> bool:
         """Whether it can shrink, and may for the pipeline `to`."""
@@ -92,13 +93,14 @@ class Draft:
         pipeline = self.state.pipelines[pipeline_id]
         if pipeline.phase is not PipelinePhase.ADMITTED or self._has_enough(pipeline):
             return False
+        if not all(map(self._is_up, worker.gpus)):
+            return False
         gives_way = pipeline.spec.is_preemptible
-        return all(
-            self._is_up(gpu) and self.may_start(pipeline_id, gpu, gives_way) for gpu in worker.gpus
+        return not self._reserved or all(
+            self.may_start(pipeline_id, gpu, gives_way) for gpu in worker.gpus
         )
 
     def _is_awake(self, pipeline_id: str, worker: Worker) -> bool:
-        """Whether it serves, or will."""
         return self._moved.get((pipeline_id, worker.rank), worker.phase in AWAKE_PHASES)
 
     def _has_enough(self, pipeline: Pipeline) -> bool:
@@ -114,24 +116,25 @@ class Draft:
     # ops
 
     def shrink(self, pipeline_id: str, worker: Worker, for_: str) -> None:
-        assert self.can_shrink(pipeline_id, worker)
-        self._move(pipeline_id, worker, wakes=False)
-        self._do(Shrink(pipeline_id, worker.rank, for_), worker.gpus, None)
+        """One that can."""
+        self.ops.append(Shrink(pipeline_id, worker.rank, for_))
+        self._move(pipeline_id, worker, None)
 
     def expand(self, pipeline_id: str, worker: Worker) -> None:
-        assert self.can_expand(pipeline_id, worker)
-        self._move(pipeline_id, worker, wakes=True)
-        owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
-        self._do(Expand(pipeline_id, worker.rank), worker.gpus, owner)
+        """One that can, on GPUs that nobody has."""
+        self.ops.append(Expand(pipeline_id, worker.rank))
+        self._move(pipeline_id, worker, Owner(pipeline_id, GENERATION_CLUSTER, worker.rank))
 
     def grant(self, key: str) -> None:
         request = self.state.requests[key]
         owner = Owner(request.pipeline_id, request.cluster, FIXED)
-        self._do(Grant(key), self.state.gpus_of(request), owner)
+        self.ops.append(Grant(key))
+        self._owners.update(dict.fromkeys(self.state.gpus_of(request), owner))
 
     def release(self, pipeline_id: str, cluster: str) -> None:
         gpus = self.state.pipelines[pipeline_id].spec.clusters[cluster]
-        self._do(Release(pipeline_id, cluster), gpus, None)
+        self.ops.append(Release(pipeline_id, cluster))
+        self._owners.update(dict.fromkeys(gpus))
 
     def reserve(self, gpus: tuple[int, ...], reservation: Reservation) -> None:
         """Not an op: it holds for the rest of this plan."""
@@ -145,19 +148,33 @@ class Draft:
     def rollback(self, mark: int) -> None:
         """Take back all ops since."""
         while len(self.ops) > mark:
-            op, before = self._undo.pop()
-            self.ops.pop()
-            self._owners.update(before)
-            if isinstance(op, Shrink | Expand):
-                del self._moved[op.pipeline_id, op.rank]
-                self._num_awake[op.pipeline_id] += 1 if isinstance(op, Shrink) else -1
+            self._undo(self.ops.pop())
 
-    def _move(self, pipeline_id: str, worker: Worker, wakes: bool) -> None:
-        num_awake = self.num_awake(self.state.pipelines[pipeline_id])
-        self._num_awake[pipeline_id] = num_awake + (1 if wakes else -1)
-        self._moved[pipeline_id, worker.rank] = wakes
+    def _move(self, pipeline_id: str, worker: Worker, owner: Owner | None) -> None:
+        """It wakes as the owner of its GPUs, or goes to sleep and leaves them to nobody."""
+        target = (pipeline_id, worker.rank)
+        assert target not in self._moved
+        self._moved[target] = owner is not None
+        self._count(pipeline_id, -1 if owner is None else 1)
+        for gpu in worker.gpus:
+            self._owners[gpu] = owner
 
-    def _do(self, op: Op, gpus: tuple[int, ...], owner: Owner | None) -> None:
-        self._undo.append((op, [(gpu, self.owner(gpu)) for gpu in gpus]))
-        self.ops.append(op)
+    def _count(self, pipeline_id: str, change: int) -> None:
+        if pipeline_id in self._num_awake:
+            self._num_awake[pipeline_id] += change
+
+    def _undo(self, op: Op) -> None:
+        state, owner = self.state, None
+        match op:
+            case Shrink(pipeline_id, rank) | Expand(pipeline_id, rank):
+                was_awake = isinstance(op, Shrink)
+                owner = Owner(pipeline_id, GENERATION_CLUSTER, rank) if was_awake else None
+                gpus = state.pipelines[pipeline_id].workers[rank].gpus
+                del self._moved[pipeline_id, rank]
+                self._count(pipeline_id, 1 if was_awake else -1)
+            case Grant(key):
+                gpus = state.gpus_of(state.requests[key])
+            case Release(pipeline_id, cluster):
+                owner = Owner(pipeline_id, cluster, FIXED)
+                gpus = state.pipelines[pipeline_id].spec.clusters[cluster]
         self._owners.update(dict.fromkeys(gpus, owner))

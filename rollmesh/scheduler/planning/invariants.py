@@ -29,6 +29,8 @@ from rollmesh.scheduler.planning.state import (
 )
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 
+_REASONS = frozenset(str(reason) for reason in ShrinkReason)
+
 
 class Invariant(enum.StrEnum):
     """By name, as PlanError has it."""
@@ -101,63 +103,54 @@ class _Proof:
         """By GPU, what takes it: the key of a request, or a worker's name."""
         self._shrunk: dict[tuple[str, int], Shrink] = {}
         self._expanded: set[tuple[str, int]] = set()
-        self._granted: dict[str, tuple[str, str]] = {}
-        """By key, the pipeline and cluster."""
+        self._granted: set[tuple[str, str]] = set()
         self._released: set[tuple[str, str]] = set()
 
     def release(self, op: Release) -> None:
-        target = (op.pipeline_id, op.cluster)
-        name = f"{op.pipeline_id} {op.cluster}"
-        pipeline = self._pipeline(op.pipeline_id)
-        self._hold(Invariant.ELASTIC_IS_GENERATION, op.cluster != GENERATION_CLUSTER, name)
-        self._hold(Invariant.ONE_OP_EACH, target not in self._released, name)
-        self._hold(Invariant.ONE_WAY, target not in self._granted.values(), name)
-        self._hold(Invariant.EXISTS, op.cluster in pipeline.holds, f"{name} is not held")
+        target, pipeline = (op.pipeline_id, op.cluster), self._pipeline(op.pipeline_id)
+        _hold(Invariant.ELASTIC_IS_GENERATION, op.cluster != GENERATION_CLUSTER, target)
+        _hold(Invariant.ONE_OP_EACH, target not in self._released, target)
+        _hold(Invariant.ONE_WAY, target not in self._granted, target)
+        _hold(Invariant.EXISTS, op.cluster in pipeline.holds, target)
         self._released.add(target)
         self._free(pipeline.spec.clusters[op.cluster], Owner(op.pipeline_id, op.cluster, FIXED))
 
     def grant(self, op: Grant) -> None:
-        self._hold(Invariant.ONE_OP_EACH, op.key not in self._granted, op.key)
         request = self._state.requests.get(op.key)
-        self._hold(Invariant.EXISTS, request is not None, f"nobody asked for {op.key}")
-        assert request
-        name = f"{request.pipeline_id} {request.cluster}"
-        is_fixed = request.cluster != GENERATION_CLUSTER
-        self._hold(Invariant.ELASTIC_IS_GENERATION, is_fixed, name)
-        pipeline = self._pipeline(request.pipeline_id)
-        self._hold(Invariant.EXISTS, request.cluster in pipeline.spec.clusters, name)
-        target = (request.pipeline_id, request.cluster)
-        self._hold(Invariant.ONE_OP_EACH, target not in self._granted.values(), name)
+        if request is None:
+            raise PlanError(Invariant.EXISTS, f"nobody asked for {op.key}")
+        target, pipeline = (
+            (request.pipeline_id, request.cluster),
+            self._pipeline(request.pipeline_id),
+        )
+        _hold(Invariant.ELASTIC_IS_GENERATION, request.cluster != GENERATION_CLUSTER, target)
+        _hold(Invariant.EXISTS, request.cluster in pipeline.spec.clusters, target)
         is_held = request.cluster in pipeline.holds and target not in self._released
-        self._hold(Invariant.ONE_OP_EACH, not is_held, f"{name} is held already")
-        self._granted[op.key] = target
+        _hold(Invariant.ONE_OP_EACH, target not in self._granted and not is_held, target)
+        self._granted.add(target)
         gpus = pipeline.spec.clusters[request.cluster]
-        self._hold(Invariant.WHOLE_BUNDLE, len(gpus) == len(set(gpus)) > 0, f"{name} {gpus}")
+        _hold(Invariant.WHOLE_BUNDLE, len(gpus) == len(set(gpus)) > 0, target)
         self._take(pipeline, gpus, Owner(*target, FIXED), op.key)
 
     def shrink(self, op: Shrink) -> None:
-        name = worker_name(op.pipeline_id, op.rank)
         pipeline, worker = self._worker(op.pipeline_id, op.rank)
         target = (op.pipeline_id, op.rank)
-        self._hold(Invariant.ONE_OP_EACH, target not in self._shrunk, name)
-        self._hold(Invariant.ONE_WAY, target not in self._expanded, name)
-        is_awake = worker.phase is WorkerPhase.AWAKE
-        self._hold(Invariant.STANDS_STILL, is_awake, f"{name} is {worker.phase}")
-        is_well = pipeline.phase is not PipelinePhase.QUARANTINED
-        self._hold(Invariant.IS_ADMITTED, is_well, f"{name} is in quarantine")
+        _hold(Invariant.ONE_OP_EACH, target not in self._shrunk, target)
+        _hold(Invariant.ONE_WAY, target not in self._expanded, target)
+        _hold(Invariant.STANDS_STILL, worker.phase is WorkerPhase.AWAKE, target)
+        _hold(Invariant.IS_ADMITTED, pipeline.phase is not PipelinePhase.QUARANTINED, target)
         self._shrunk[target] = op
         self._free(worker.gpus, Owner(op.pipeline_id, GENERATION_CLUSTER, op.rank))
 
     def expand(self, op: Expand) -> None:
-        name = worker_name(op.pipeline_id, op.rank)
         pipeline, worker = self._worker(op.pipeline_id, op.rank)
         target = (op.pipeline_id, op.rank)
-        self._hold(Invariant.ONE_OP_EACH, target not in self._expanded, name)
-        self._hold(Invariant.ONE_WAY, target not in self._shrunk, name)
-        is_asleep = worker.phase is WorkerPhase.ASLEEP
-        self._hold(Invariant.STANDS_STILL, is_asleep, f"{name} is {worker.phase}")
+        _hold(Invariant.ONE_OP_EACH, target not in self._expanded, target)
+        _hold(Invariant.ONE_WAY, target not in self._shrunk, target)
+        _hold(Invariant.STANDS_STILL, worker.phase is WorkerPhase.ASLEEP, target)
         self._expanded.add(target)
-        self._take(pipeline, worker.gpus, Owner(op.pipeline_id, GENERATION_CLUSTER, op.rank), name)
+        owner = Owner(op.pipeline_id, GENERATION_CLUSTER, op.rank)
+        self._take(pipeline, worker.gpus, owner, worker_name(*target))
 
     def finish(self) -> None:
         """What only the whole plan shows."""
@@ -167,18 +160,18 @@ class _Proof:
             self._prove_quota(self._state.pipelines[pipeline_id])
 
     def _prove_reason(self, shrink: Shrink) -> None:
-        name = worker_name(shrink.pipeline_id, shrink.rank)
-        pipeline, worker = self._worker(shrink.pipeline_id, shrink.rank)
-        if shrink.for_ in set(ShrinkReason):
-            holds = self._is_so(ShrinkReason(shrink.for_), pipeline, worker)
-            self._hold(Invariant.EVICTION_HAS_GRANT, holds, f"{name} for no {shrink.for_}")
+        target = (shrink.pipeline_id, shrink.rank)
+        pipeline = self._state.pipelines[shrink.pipeline_id]
+        worker = pipeline.workers[shrink.rank]
+        if shrink.for_ in _REASONS:
+            is_so = self._is_so(ShrinkReason(shrink.for_), pipeline, worker)
+            _hold(Invariant.EVICTION_HAS_GRANT, is_so, (*target, shrink.for_))
             return
         taken = [gpu for gpu in worker.gpus if self._takers.get(gpu) == shrink.for_]
-        why = f"{name} for {shrink.for_}, which takes none of {worker.gpus}"
-        self._hold(Invariant.EVICTION_HAS_GRANT, bool(taken), why)
+        _hold(Invariant.EVICTION_HAS_GRANT, bool(taken), (*target, shrink.for_))
         taker = self._owners[taken[0]]
         is_own = taker is not None and taker.pipeline_id == shrink.pipeline_id
-        self._hold(Invariant.GIVES_WAY, is_own or pipeline.spec.is_preemptible, name)
+        _hold(Invariant.GIVES_WAY, is_own or pipeline.spec.is_preemptible, target)
 
     def _is_so(self, reason: ShrinkReason, pipeline: Pipeline, worker: Worker) -> bool:
         match reason:
@@ -193,13 +186,12 @@ class _Proof:
                 return 0 < pipeline.spec.max_gpus < awake * pipeline.spec.tp
 
     def _prove_quota(self, pipeline: Pipeline) -> None:
-        """Counts a worker once, however it came to be awake."""
         spec, pipeline_id = pipeline.spec, pipeline.pipeline_id
-        num_awake = sum(self._is_awake(pipeline_id, worker) for worker in pipeline.workers)
-        num_gpus = num_awake * spec.tp
-        over = f"{pipeline_id} has {num_gpus} GPUs"
-        self._hold(Invariant.WITHIN_MAPPING, num_gpus <= len(spec.generation), over)
-        self._hold(Invariant.WITHIN_QUOTA, not 0 < spec.max_gpus < num_gpus, over)
+        num_mapped = len(pipeline.workers) * spec.tp
+        _hold(Invariant.WITHIN_MAPPING, num_mapped <= len(spec.generation), pipeline_id)
+        if spec.max_gpus:
+            num_awake = sum(self._is_awake(pipeline_id, worker) for worker in pipeline.workers)
+            _hold(Invariant.WITHIN_QUOTA, num_awake * spec.tp <= spec.max_gpus, pipeline_id)
 
     def _is_awake(self, pipeline_id: str, worker: Worker) -> bool:
         target = (pipeline_id, worker.rank)
@@ -208,19 +200,18 @@ class _Proof:
 
     def _worker(self, pipeline_id: str, rank: int) -> tuple[Pipeline, Worker]:
         pipeline = self._pipeline(pipeline_id)
-        name, spec = worker_name(pipeline_id, rank), pipeline.spec
-        is_one = 0 <= rank < len(pipeline.workers) and rank != FIXED
-        self._hold(Invariant.ELASTIC_IS_GENERATION, is_one, f"{name} is no generation worker")
+        spec, target = pipeline.spec, (pipeline_id, rank)
+        _hold(Invariant.ELASTIC_IS_GENERATION, 0 <= rank < len(pipeline.workers), target)
         worker = pipeline.workers[rank]
         bundle = spec.generation[rank * spec.tp : (rank + 1) * spec.tp]
         is_whole = worker.gpus == bundle and len(set(bundle)) == spec.tp
-        self._hold(Invariant.WHOLE_BUNDLE, is_whole, f"{name} on {worker.gpus}")
+        _hold(Invariant.WHOLE_BUNDLE, is_whole, target)
         return pipeline, worker
 
     def _pipeline(self, pipeline_id: str) -> Pipeline:
         known = self._state.pipelines.get(pipeline_id)
-        self._hold(Invariant.EXISTS, known is not None, f"no pipeline {pipeline_id}")
-        assert known
+        if known is None:
+            raise PlanError(Invariant.EXISTS, f"no pipeline {pipeline_id}")
         return known
 
     def _owner(self, gpu: int) -> Owner | None:
@@ -232,22 +223,20 @@ class _Proof:
 
     def _free(self, gpus: Iterable[int], owner: Owner) -> None:
         for gpu in gpus:
-            is_own = self._owner(gpu) == owner
-            self._hold(Invariant.FREES_ITS_OWN, is_own, f"GPU {gpu} is not of {owner}")
+            _hold(Invariant.FREES_ITS_OWN, self._owner(gpu) == owner, (gpu, owner))
             self._owners[gpu] = None
 
     def _take(self, pipeline: Pipeline, gpus: Iterable[int], owner: Owner, name: str) -> None:
-        is_admitted = pipeline.phase is PipelinePhase.ADMITTED
-        self._hold(Invariant.IS_ADMITTED, is_admitted, f"{name} is {pipeline.phase}")
+        _hold(Invariant.IS_ADMITTED, pipeline.phase is PipelinePhase.ADMITTED, name)
         for gpu in gpus:
-            self._hold(Invariant.KNOWN_GPUS, gpu in self._state.node_of, f"GPU {gpu} of {name}")
-            self._hold(Invariant.NODE_IS_UP, self._is_up(gpu), f"GPU {gpu} of {name}")
-            self._hold(Invariant.ONE_OWNER, gpu not in self._takers, f"GPU {gpu} of {name}")
-            now = self._owner(gpu)
-            self._hold(Invariant.TAKES_FREE, now is None, f"GPU {gpu} of {name} is of {now}")
+            _hold(Invariant.KNOWN_GPUS, gpu in self._state.node_of, (gpu, name))
+            _hold(Invariant.NODE_IS_UP, self._is_up(gpu), (gpu, name))
+            _hold(Invariant.ONE_OWNER, gpu not in self._takers, (gpu, name))
+            _hold(Invariant.TAKES_FREE, self._owner(gpu) is None, (gpu, name))
             self._owners[gpu] = owner
             self._takers[gpu] = name
 
-    def _hold(self, invariant: Invariant, holds: bool, why: str) -> None:
-        if not holds:
-            raise PlanError(invariant, why)
+
+def _hold(invariant: Invariant, holds: bool, what: object) -> None:
+    if not holds:
+        raise PlanError(invariant, f"not of {what}")
