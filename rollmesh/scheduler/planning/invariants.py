@@ -239,4 +239,4 @@ class _Proof:
 
 def _hold(invariant: Invariant, holds: bool, what: object) -> None:
     if not holds:
-        raise PlanError(invariant, f"not of {what}")
+        raise PlanError(invariant, f"broken by {what}")
