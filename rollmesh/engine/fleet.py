@@ -2,22 +2,25 @@
 
     JOINING --good probe of a trusted, current version--> READY --BeginUpdate--> UPDATING
     JOINING, FENCED --BeginUpdate--> UPDATING --FinishUpdate ok--> READY, not ok--> FENCED
-    UPDATING, ASLEEP --lease lapsed, holder left--> JOINING (continued, probed) <--Wake-- ASLEEP
-    READY --Sleep--> ASLEEP;  READY --faults or failed probes--> FENCED --cool-down--> JOINING
+    UPDATING --lease lapsed, holder left--> JOINING (continued, probed) <--Wake-- ASLEEP
+    any but UPDATING --Sleep--> ASLEEP (sleeping.py);  READY --faults or failed probes--> FENCED
+    FENCED --cool-down--> JOINING
     READY --Fence, beside another READY one--> FENCED, until an update succeeds
     READY --restart or unknown weights--> JOINING;  any --Remove--> GONE --a while--> forgotten
 
-Invariants: only a leased ask changes weights or sleep, and a lapsed lease ends in an engine that is
-continued and probed, or fenced: a publisher killed in mid-update wedges nobody, and its run's next
-life takes over at once. A version counts only if its publisher verified it or a fresh process came
-up with it. Of two publishers that run the newer version wins. Whoever asks to fence never takes the
-last engine away. Pure; driven by the router's fleet shell and by the simulator.
+Invariants: only a leased ask changes weights or sleep, and an update's lapsed lease ends in an
+engine that is continued and probed, or fenced: a publisher killed in mid-update wedges nobody, and
+its run's next life takes over at once. A version counts only if its publisher verified it or a
+fresh process came up with it. Of two publishers that run the newer version wins. Whoever asks to
+fence never takes the last engine away. Pure; driven by the router's fleet shell and by the
+simulator.
 """
 
 import msgspec
 
 from rollmesh.engine.incumbent import Incumbent
 from rollmesh.engine.member import UNVERSIONED, Member, Trust
+from rollmesh.engine.sleeping import put_to_sleep, sleep_on
 from rollmesh.wire.fleet import (
     BeginUpdate,
     EngineFaulted,
@@ -140,7 +143,7 @@ class Fleet:
                 self._on_faulted(fault, now_s)
             case Received(route=route, message=PublisherLeft()):
                 self._incumbent.leave(route)
-                for engine in (e for e in self._engines.values() if e.is_held_by(route)):
+                for engine in (e for e in self._engines.values() if e.is_updated_by(route)):
                     self._rejoin(engine, "its publisher left", now_s)
             case Received(route=route, message=message) if isinstance(message, FleetAsk):
                 answers = [Send(route, self._on_asked(route, message, now_s))]
@@ -189,8 +192,8 @@ class Fleet:
         """Carry out `ask`; the reason where it is refused, else ''."""
         if isinstance(ask, ReadFleet):
             return ""
-        if isinstance(ask, JoinEngine):
-            return self._on_join(ask.url)
+        if isinstance(ask, JoinEngine | SleepEngine):
+            self._on_join(ask.url)
         engine = self._engines.get(ask.url)
         if engine is None or engine.row.phase is EnginePhase.GONE:
             return f"{ask.url} is not in the fleet; join it first"
@@ -200,7 +203,7 @@ class Fleet:
             case FinishUpdate():
                 return self._on_finish(engine, route, ask, now_s)
             case SleepEngine():
-                return self._on_sleep(engine, route, ask, now_s)
+                return put_to_sleep(engine, route, ask, now_s)
             case WakeEngine():
                 return self._on_wake(engine, ask, now_s)
             case FenceEngine():
@@ -210,11 +213,10 @@ class Fleet:
                 engine.until_s = now_s + self._settings.gone_s
         return ""
 
-    def _on_join(self, url: str) -> str:
+    def _on_join(self, url: str) -> None:
         engine = self._engines.get(url)
         if engine is None or engine.row.phase is EnginePhase.GONE:
             self._engines[url] = Member(url)
-        return ""
 
     def _on_begin(self, engine: Member, route: bytes, ask: BeginUpdate, now_s: float) -> str:
         if engine.row.phase is EnginePhase.ASLEEP:
@@ -243,16 +245,6 @@ class Fleet:
         engine.trusted = Trust.BROKEN
         engine.is_suspect = True
         self._fence(engine, f"update failed: {ask.detail}", now_s)
-        return ""
-
-    def _on_sleep(self, engine: Member, route: bytes, ask: SleepEngine, now_s: float) -> str:
-        asleep = engine.row.phase is EnginePhase.ASLEEP and engine.holder == route
-        if engine.row.phase is not EnginePhase.READY and not asleep:
-            return f"{ask.url} is {engine.row.phase.value}, not ready"
-        engine.set(EnginePhase.ASLEEP, "asleep")
-        engine.holder = route
-        engine.until_s = now_s + ask.lease_s
-        engine.probe_serial = None
         return ""
 
     def _on_wake(self, engine: Member, ask: WakeEngine, now_s: float) -> str:
@@ -359,7 +351,10 @@ class Fleet:
                 if now_s >= engine.until_s:
                     del self._engines[url]
                 continue
-            if phase in (EnginePhase.UPDATING, EnginePhase.ASLEEP):
+            if phase is EnginePhase.ASLEEP:
+                sleep_on(engine, now_s)
+                continue
+            if phase is EnginePhase.UPDATING:
                 if now_s < engine.until_s:
                     continue
                 self._rejoin(engine, f"the lease lapsed while {phase.value}", now_s)

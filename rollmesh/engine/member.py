@@ -53,10 +53,9 @@ class Member:
         self.is_suspect = False
         """Maybe left paused: the next probe resumes it first."""
 
-    def is_held_by(self, route: bytes) -> bool:
-        """Whether it is under that one's lease."""
-        is_leased = self.row.phase in (EnginePhase.UPDATING, EnginePhase.ASLEEP)
-        return is_leased and self.holder == route
+    def is_updated_by(self, route: bytes) -> bool:
+        """Whether it is under that publisher's lease."""
+        return self.row.phase is EnginePhase.UPDATING and self.holder == route
 
     def is_held_from(self, route: bytes, ask: BeginUpdate) -> bool:
         """Whether another publisher updates it, and not an earlier life of the run that asks, which

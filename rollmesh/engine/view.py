@@ -109,11 +109,12 @@ class FleetView:
         return self._rows.get(url)
 
     def is_paused(self, min_policy_version: int) -> bool:
-        """No engine is fit now, and one that is being updated will be."""
+        """No engine is fit now, and one will be that is being updated, or sleeps while its GPUs are
+        lent: whoever waits for it has all the time that this takes."""
         rows = self._rows.values()
         if any(_is_fit(row, min_policy_version) for row in rows):
             return False
-        return any(row.phase is EnginePhase.UPDATING for row in rows)
+        return any(is_leased(row) for row in rows)
 
     def why_never(self, min_policy_version: int) -> str:
         """Why weights so new will not come any more, in a line; '' where they may."""
@@ -174,6 +175,11 @@ class FleetView:
 
 def _is_fit(row: EngineRow, min_policy_version: int) -> bool:
     return row.phase is EnginePhase.READY and row.policy_version >= min_policy_version
+
+
+def is_leased(row: EngineRow) -> bool:
+    """Whether it will serve again, and what can go on elsewhere leaves it until then."""
+    return row.phase in (EnginePhase.UPDATING, EnginePhase.ASLEEP)
 
 
 def is_lost(row: EngineRow, incarnation: str) -> bool:

@@ -23,7 +23,7 @@ from rollmesh.engine.client import EngineClient
 from rollmesh.engine.connection import Call
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.leg import LegRequest
-from rollmesh.engine.view import FleetView, is_lost
+from rollmesh.engine.view import FleetView, is_leased, is_lost
 from rollmesh.runtime.generation import Action, Event, GenerationMachine
 from rollmesh.runtime.generation_events import (
     KIND_OF_ERROR,
@@ -46,7 +46,7 @@ from rollmesh.runtime.generation_events import (
 )
 from rollmesh.runtime.generation_view import Generation
 from rollmesh.runtime.patience import GenerationSettings
-from rollmesh.wire.fleet import EngineFaulted, EnginePhase
+from rollmesh.wire.fleet import EngineFaulted
 from rollmesh.wire.machine import Ticked
 
 TICK_S = 0.1
@@ -145,7 +145,9 @@ class Sampler:
         )
         generation = Generation(machine, self._drive, self._loop)
         self._live.add(generation)
-        self._drive(generation, self._chosen(machine) or Ticked())
+        # Where all sleep, or are updated, no table may come that says so anew.
+        moved = FleetMoved(self._parts.view.is_paused(machine.min_policy_version))
+        self._drive(generation, self._chosen(machine) or moved)
         if self._timer is None:
             self._timer = self._loop.call_later(TICK_S, self._tick)
         return generation
@@ -227,11 +229,11 @@ class Sampler:
             if machine.leg_url and (row is None or is_lost(row, machine.leg_incarnation)):
                 self._drive(generation, EngineLost(machine.leg_url))
             if machine.leg_url and row:
-                is_paused = row.phase is EnginePhase.UPDATING
+                is_paused = is_leased(row)
             else:
                 is_paused = view.is_paused(machine.min_policy_version)
             self._drive(generation, FleetMoved(is_paused))
-            if machine.leg_url and row and row.phase is EnginePhase.UPDATING:
+            if machine.leg_url and row and is_leased(row):
                 self._drive(generation, UpdateBegun(row.url))
 
     # actions

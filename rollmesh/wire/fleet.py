@@ -1,7 +1,7 @@
 """What is said of engines: their table, and the asks that change it.
 
     router -> worker   FleetChanged             worker -> router   EngineFaulted
-    publisher, launch, scheduler -> router   JoinEngine BeginUpdate FinishUpdate SleepEngine
+    publisher, launch, coordinator -> router   JoinEngine BeginUpdate FinishUpdate SleepEngine
                                              WakeEngine FenceEngine RemoveEngine ReadFleet:
                                              FleetAnswered
     publisher -> router   PublisherLeft
@@ -18,7 +18,8 @@ from rollmesh.wire.header import Message
 
 
 class EnginePhase(enum.StrEnum):
-    """JOINING -> READY <-> UPDATING; READY <-> ASLEEP; any -> FENCED -> JOINING; any -> GONE"""
+    """JOINING -> READY <-> UPDATING; READY, JOINING, FENCED -> ASLEEP -> JOINING; any -> FENCED ->
+    JOINING; any -> GONE"""
 
     JOINING = "joining"
     READY = "ready"
@@ -89,12 +90,17 @@ class FinishUpdate(Message, frozen=True, tag="finish_update"):
 
 
 class SleepEngine(Message, frozen=True, tag="sleep_engine"):
+    """Send nobody there, until WakeEngine; one that is not in the table joins it asleep."""
+
     ask_id: int
     url: str
     lease_s: float
+    """After that the table says that nobody knows of it; it sleeps on."""
 
 
 class WakeEngine(Message, frozen=True, tag="wake_engine"):
+    """It has its memory, and verified weights of that version."""
+
     ask_id: int
     url: str
     policy_version: int

@@ -13,7 +13,7 @@ import msgspec
 
 from rollmesh.core.ids import GroupId
 from rollmesh.engine.answers import Finish
-from rollmesh.engine.view import FleetView, is_lost
+from rollmesh.engine.view import FleetView, is_leased, is_lost
 from rollmesh.runtime.generation import Action as LegAction
 from rollmesh.runtime.generation import GenerationMachine
 from rollmesh.runtime.generation_events import (
@@ -49,7 +49,7 @@ from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.rollouts import SimRollout
 from rollmesh.testing.mesh_sim.turns import GroupTurns
-from rollmesh.wire.fleet import EngineFaulted, EnginePhase, FleetChanged
+from rollmesh.wire.fleet import EngineFaulted, FleetChanged
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import EnvFailed, WorkerBeat
@@ -243,7 +243,7 @@ class SimWorker(Node):
             row = self.view.find(machine.leg_url) if machine.leg_url else None
             if machine.leg_url and (row is None or is_lost(row, machine.leg_incarnation)):
                 rollout.step(EngineLost(machine.leg_url))
-            is_updating = row is not None and row.phase is EnginePhase.UPDATING
+            is_updating = row is not None and is_leased(row)
             paused = self.view.is_paused(rollout.machine.min_policy_version)
             rollout.step(FleetMoved(is_updating if machine.leg_url and row else paused))
             if row and is_updating:

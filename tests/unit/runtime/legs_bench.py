@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation_events import GenerationRequest
@@ -22,6 +24,8 @@ from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChan
 PROMPT = [5, 6, 7]
 TO_THE_END = 2**31
 PATIENCE_S = 10.0
+PAUSES = pytest.mark.parametrize("phase", [EnginePhase.UPDATING, EnginePhase.ASLEEP])
+"""In which what can go on leaves an engine, and what has none waits."""
 
 
 class Bench:

@@ -19,7 +19,7 @@ from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.testing.faults import Fault
 from rollmesh.wire.fleet import EnginePhase, FleetChanged
 from tests.unit.engine.http_peer import Unread
-from tests.unit.runtime.legs_bench import TO_THE_END, Bench, expected, until
+from tests.unit.runtime.legs_bench import PAUSES, TO_THE_END, Bench, expected, until
 
 
 @pytest.fixture
@@ -62,22 +62,23 @@ async def test_streamed_tokens_reach_the_reader_as_they_come(
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@PAUSES
 async def test_update_in_mid_turn_resumes_from_the_exact_tokens(
-    engine: ScriptedEngine, bench: Bench, stream: bool
+    engine: ScriptedEngine, bench: Bench, stream: bool, phase: EnginePhase
 ) -> None:
     engine.hold()
     generation = bench.start(stream=stream)
     await engine.allow(2)
     await engine.until(lambda: engine.num_sampled == 2)
-    bench.push(EnginePhase.UPDATING)
+    bench.push(phase)
     await engine.update(1)
     bench.push()
     await engine.release()
     await generation.wait(TO_THE_END)
     assert list(generation.token_ids) == expected(6, 0, 0, 1, 1, 1, 1)
     assert generation.policy_versions == [VersionRun(0, 2, 0), VersionRun(1, 4, 0)]
-    assert generation.finish_reason == "length"
-    assert [r.body["extra_key"] for r in engine.seen if r.path == "/generate"][-1] == "1"
+    keys = [r.body["extra_key"] for r in engine.seen if r.path == "/generate"]
+    assert (generation.finish_reason, keys[-1]) == ("length", "1")
 
 
 async def test_reader_who_leaves_parks_the_turn_and_its_retry_resumes_it(
@@ -181,13 +182,12 @@ async def test_seal_wakes_every_waiter_and_aborts_the_leg(
     await engine.until(lambda: engine.num_live == 0)
 
 
-async def test_no_engine_in_time_is_an_error_that_time_in_updates_does_not_bring() -> None:
-    clock = FakeClock()
+@PAUSES
+async def test_no_engine_in_time_is_an_error_that_no_pause_brings(phase: EnginePhase) -> None:
     async with ScriptedEngine() as engine:
-        bench = Bench(engine, clock=clock)
-        bench.push(EnginePhase.UPDATING)
+        bench = Bench(engine, clock=(clock := FakeClock()))
+        bench.push(phase)
         generation = bench.start()
-        bench.push(EnginePhase.UPDATING)
         clock.advance(1000.0)
         bench.push(EnginePhase.FENCED)
         assert generation.state is GenerationState.RUNNING
