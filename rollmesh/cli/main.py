@@ -41,6 +41,7 @@ VERBS = {
     "worker": Verb("rollmesh.cli.worker:main", "run an env worker alone"),
     "gateway": Verb("rollmesh.cli.gateway:main", "serve sessions to agents that run elsewhere"),
     "train": Verb("rollmesh.cli.rooms:train", "run a trainer alone"),
+    "scheduler": Verb("rollmesh.cli.scheduler:main", "several pipelines on one GPU fleet"),
     "keys": Verb("rollmesh.cli.keys:main", "write the keys of a mesh that spans machines"),
     "healthy": Verb("rollmesh.cli.healthy:main", "say whether the process at an address serves"),
     "make-model": Verb("rollmesh.cli.make_model:main", "write the demo's warm-started tiny model"),

@@ -33,6 +33,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 _Table = TypeVar("_Table", bound=Table)
+_Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
 class NodeTable(Table, frozen=True):
@@ -82,8 +83,10 @@ class FleetTables(Table, frozen=True):
     """The folder of the scheduler's journal; as the others, told from where it is started."""
     policy: Policy = "fair"
     """Who generates where: weighted max-min, the known formula, or fixed parts."""
+    fair: dict[str, float] = {}
+    """Of the policy `fair`, what FairSettings has: quantum_s, hold_s..."""
     service: dict[str, float] = {}
-    """How patient the scheduler is: docs/scheduler.md lists them."""
+    """How patient the scheduler is, as SchedulerSettings has it: patience_s, node_grace_s..."""
     nodes: tuple[NodeTable, ...] = ()
     """Others may join by agents."""
     pipelines: dict[str, PipelineTable] = {}
@@ -117,6 +120,17 @@ def pipeline_of(name: str, tree: dict[str, Any], source: str) -> PipelineTable:
     if why := _contradiction(table):
         raise ConfigError(f"{source}: {where}.{why}")
     return table
+
+
+def settings_of(told: dict[str, float], kind: type[_Settings], where: str) -> _Settings:
+    """A table of seconds, as the struct that has them; ConfigError names the key and all others."""
+    known = kind.__struct_fields__
+    for key, value in told.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}; there are {', '.join(known)}")
+        if value < 0:
+            raise ConfigError(f"{where}.{key}: {value:g} is no time; make it 0 or more")
+    return kind(**told)
 
 
 def _contradiction(table: PipelineTable) -> str:
