@@ -15,7 +15,8 @@ class Put(msgspec.Struct, frozen=True):
 
     table: str
     key: str
-    record: msgspec.Struct
+    raw: bytes
+    """The record, msgpack: what a row says does not change with what it was taken from."""
 
 
 class Drop(msgspec.Struct, frozen=True):

@@ -11,6 +11,8 @@ which writes them, journal.py, which keeps them, and revival.py, which reads the
 """
 
 import enum
+from collections.abc import Iterable
+from typing import TypeVar
 
 import msgspec
 
@@ -23,7 +25,10 @@ from rollmesh.scheduler.planning.state import (
     Progress,
     Request,
 )
+from rollmesh.scheduler.service.actions import Drop, Put, Row
 from rollmesh.wire.scheduling import PipelineSpec, TicketState, WorkerPhase
+
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 class Ticket(msgspec.Struct, kw_only=True):
@@ -108,6 +113,8 @@ class Tenant(msgspec.Struct, kw_only=True):
     """Of its coordinator."""
     told: list[int] = []
     """Ranks that this coordinator has been told to resize: of these it must know the epoch."""
+    leavers: list[str] = []
+    """Keys of those who asked that it leaves."""
 
 
 class Engine(msgspec.Struct, kw_only=True):
@@ -176,23 +183,21 @@ class Numbers(msgspec.Struct, kw_only=True):
     credits: dict[str, float] = {}
 
 
-TABLES: dict[str, type[msgspec.Struct]] = {
-    "nodes": Machine,
-    "pipelines": Tenant,
-    "workers": Engine,
-    "holds": Held,
-    "requests": Request,
-    "demands": Wish,
-    "progress": Stream,
-    "tickets": Ticket,
-    "intents": Intent,
-    "answers": Answer,
-    "numbers": Numbers,
-}
-"""By name, what stands in it."""
-
-
 class Revived(msgspec.Struct):
-    """All rows of a journal, by table and key."""
+    """What a journal holds, by table and key."""
 
-    tables: dict[str, dict[str, msgspec.Struct]]
+    tables: dict[str, dict[str, bytes]] = {}
+
+    def keep(self, rows: Iterable[Row]) -> None:
+        """What a journal does with them; what happened is of no use to who rises."""
+        for row in rows:
+            if isinstance(row, Put):
+                self.tables.setdefault(row.table, {})[row.key] = row.raw
+            elif isinstance(row, Drop):
+                self.tables.get(row.table, {}).pop(row.key, None)
+
+    def read(self, table: str, kind: type[R]) -> list[R]:
+        """All records of a table."""
+        return [
+            msgspec.msgpack.decode(raw, type=kind) for raw in self.tables.get(table, {}).values()
+        ]

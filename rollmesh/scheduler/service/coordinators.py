@@ -1,0 +1,249 @@
+"""What coordinators say of their engines, and what follows: done, said again, or quarantine.
+
+    pipeline   ADMITTED -> QUARANTINED   a resize failed or is late, an engine is lost, or is awake
+                                         where it must not be; its coordinator is silent
+               QUARANTINED -> ADMITTED   its coordinator tells of all its workers, and none is lost
+
+Invariants: a pipeline in quarantine keeps the GPUs that its workers may be on, and the others go
+on; what a coordinator says is believed of workers whose newest epoch it knows, or that it was never
+told of; what it does not know the truth of, it is made to put to sleep before it is let in again.
+Driven by scheduler.py.
+"""
+
+from rollmesh.scheduler.planning.state import Owner, Pipeline, PipelinePhase, Worker
+from rollmesh.scheduler.service.book import Book
+from rollmesh.scheduler.service.intents import Intents, is_down
+from rollmesh.scheduler.service.records import IntentKind, IntentPhase
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    CoordinatorHello,
+    SchedulerHello,
+    WorkerPhase,
+    WorkersResized,
+    WorkerTruth,
+)
+
+_SETTLED = frozenset({WorkerPhase.ASLEEP, WorkerPhase.AWAKE})
+_DONE = {IntentKind.SLEEP: WorkerPhase.ASLEEP, IntentKind.WAKE: WorkerPhase.AWAKE}
+
+
+class Coordinators:
+    """See the module."""
+
+    def __init__(self, book: Book, intents: Intents) -> None:
+        self._book = book
+        self._intents = intents
+
+    # what they say
+
+    def on_hello(self, route: bytes, hello: CoordinatorHello) -> None:
+        """All of the truth."""
+        book = self._book
+        book.send(route, SchedulerHello(book.incarnation))
+        pipeline = book.state.pipelines.get(hello.pipeline_id)
+        if pipeline is None:
+            return
+        tenant, link = book.tenants[hello.pipeline_id], book.links[hello.pipeline_id]
+        if hello.started_s < tenant.started_s:
+            return  # of a process that was before
+        if hello.started_s > tenant.started_s:
+            tenant.started_s, tenant.told = hello.started_s, []
+            book.mark("pipelines", hello.pipeline_id)
+        if not link.is_known:
+            link.is_known = book.wants_plan = True
+        link.route, link.heard_s = route, book.now_s
+        self._hear(pipeline, hello.workers)
+
+    def on_resized(self, resized: WorkersResized) -> None:
+        """One resize is done, or is not."""
+        book, name = self._book, resized.pipeline_id
+        truths = {truth.rank: truth for truth in resized.workers}
+        sent = [each for each in self._intents.of(name) if each.resize_id == resized.resize_id]
+        for intent in sent:
+            truth = truths.get(intent.rank)
+            if truth and (truth.phase, truth.epoch) == (_DONE[intent.kind], intent.epoch):
+                self._intents.commit(intent)
+            elif intent.intent_id in book.intents:
+                detail = truth.detail if truth else ""
+                why = resized.error or detail or "its coordinator says that it is not done"
+                self.quarantine(name, f"worker {intent.rank} cannot {intent.kind.value}: {why}")
+                return
+
+    def _hear(self, pipeline: Pipeline, truths: tuple[WorkerTruth, ...]) -> None:
+        name, faults = pipeline.pipeline_id, []
+        is_unheard = is_doubtful = False
+        for truth in truths:
+            if not 0 <= truth.rank < len(pipeline.workers):
+                continue
+            worker = pipeline.workers[truth.rank]
+            worker.kv_tokens = truth.kv_tokens
+            if self._is_sent(name, truth.rank):
+                fault, says_nothing = self._hear_of_resize(name, truth)
+                is_unheard |= says_nothing
+                faults.append(fault)
+            elif self._is_trusted(name, worker, truth):
+                faults.append(self._hear_of(name, worker, truth))
+            else:
+                is_doubtful = True
+        faults.append(self._doubt(name, is_doubtful))
+        fault = next(filter(None, faults), "")
+        if fault and not self._is_out(pipeline):
+            self.quarantine(name, fault)
+        elif is_unheard:
+            self._intents.repeat(name)
+        if self._is_out(pipeline):
+            self._let_in(pipeline, {truth.rank: truth for truth in truths})
+
+    def _doubt(self, name: str, is_doubtful: bool) -> str:
+        """Old news may still be on its way, but not for long."""
+        book, link = self._book, self._book.links[name]
+        if not is_doubtful:
+            link.doubt_s = None
+        elif link.doubt_s is None:
+            link.doubt_s = book.now_s
+        elif book.now_s - link.doubt_s > book.settings.slack_s:
+            return "its coordinator does not know what it was told"
+        return ""
+
+    def _hear_of_resize(self, name: str, truth: WorkerTruth) -> tuple[str, bool]:
+        """Of a worker that was told to move: what is wrong, and whether it has to be told again."""
+        intent = self._intents.of_worker(name, truth.rank)
+        assert intent
+        if truth.epoch != intent.epoch:
+            return "", True
+        if truth.phase is _DONE[intent.kind]:
+            self._intents.commit(intent)
+        elif truth.phase is WorkerPhase.LOST:
+            return self._lost(truth), False
+        return "", truth.phase in _SETTLED
+
+    def _hear_of(self, name: str, worker: Worker, truth: WorkerTruth) -> str:
+        """Of a worker that nobody has told to move: what is wrong, or ''."""
+        if is_down(self._book, worker):
+            return ""
+        if truth.phase is WorkerPhase.LOST:
+            return self._lost(truth)
+        if worker.phase is WorkerPhase.LOST:
+            if truth.phase in _SETTLED and not self._book.tenants[name].why:
+                self._intents.settle(name, worker.rank, truth.phase)  # its node is back
+            return ""
+        if truth.phase is WorkerPhase.AWAKE and worker.phase in (
+            WorkerPhase.ASLEEP,
+            WorkerPhase.WAKING,
+        ):
+            return self._on_stray(name, worker)
+        if truth.phase is WorkerPhase.ASLEEP and worker.phase in (
+            WorkerPhase.AWAKE,
+            WorkerPhase.SLEEPING,
+        ):
+            if intent := self._intents.of_worker(name, worker.rank):
+                self._intents.commit(intent)
+            else:
+                self._intents.settle(name, worker.rank, WorkerPhase.ASLEEP)
+        return ""
+
+    def _on_stray(self, name: str, worker: Worker) -> str:
+        """It is awake and was not woken: it may be, where nobody else is or will be."""
+        book, owner = self._book, Owner(name, GENERATION_CLUSTER, worker.rank)
+        is_planned = self._intents.of_worker(name, worker.rank) is not None
+        is_nobodys = all(book.state.owners.get(gpu, owner) == owner for gpu in worker.gpus)
+        if book.is_clear(worker.gpus):
+            if is_nobodys and not is_planned:
+                self._intents.settle(name, worker.rank, WorkerPhase.AWAKE)
+                return ""
+            book.stand(owner, worker.gpus, WorkerPhase.LOST.value)
+        return f"worker {worker.rank} is awake on GPUs that it was not given"
+
+    def _lost(self, truth: WorkerTruth) -> str:
+        return f"worker {truth.rank} is lost: {truth.detail or 'nobody knows why'}"
+
+    def _is_sent(self, name: str, rank: int) -> bool:
+        intent = self._intents.of_worker(name, rank)
+        return intent is not None and intent.phase is IntentPhase.SENT
+
+    def _is_trusted(self, name: str, worker: Worker, truth: WorkerTruth) -> bool:
+        return truth.epoch == worker.epoch or worker.rank not in self._book.tenants[name].told
+
+    # out and in
+
+    def quarantine(self, name: str, why: str) -> None:
+        """Fence its GPUs; what others had been promised there they wait for anew."""
+        book, tenant = self._book, self._book.tenants[name]
+        settings, pipeline = book.settings, self._book.state.pipelines[name]
+        tenant.why = why
+        tenant.num_faults += 1
+        wait_s = settings.retry_s * 2 ** min(tenant.num_faults - 1, 16)
+        book.links[name].retry_s = book.now_s + min(settings.max_retry_s, wait_s)
+        if pipeline.phase is PipelinePhase.ADMITTED:
+            pipeline.phase = PipelinePhase.QUARANTINED
+        self._intents.fail(name, why)
+        book.mark("pipelines", name)
+        book.wants_plan = True
+        book.note("pipeline.quarantined", name, why)
+
+    def _is_out(self, pipeline: Pipeline) -> bool:
+        """Something is wrong with it."""
+        return bool(self._book.tenants[pipeline.pipeline_id].why)
+
+    def _let_in(self, pipeline: Pipeline, truths: dict[int, WorkerTruth]) -> None:
+        """Once it is known of each worker how it is, or that it sleeps."""
+        book, name = self._book, pipeline.pipeline_id
+        here = self._here(pipeline)
+        if any(self._is_sent(name, worker.rank) for worker in here):
+            return
+        if any(truths.get(worker.rank, _UNKNOWN).phase not in _SETTLED for worker in here):
+            return
+        unknown = [w.rank for w in here if not self._is_good(name, w, truths[w.rank])]
+        if unknown:
+            self._intents.reconcile(name, unknown)
+            return
+        if book.now_s < book.links[name].retry_s:
+            return
+        for worker in here:
+            if worker.phase is not truths[worker.rank].phase:
+                self._intents.settle(name, worker.rank, truths[worker.rank].phase)
+        book.tenants[name].why = ""
+        if pipeline.phase is PipelinePhase.QUARANTINED:
+            pipeline.phase = PipelinePhase.ADMITTED
+        book.mark("pipelines", name)
+        book.note("pipeline.readmitted", name, "its coordinator is well", is_warning=False)
+        book.wants_plan = True
+
+    def _is_good(self, name: str, worker: Worker, truth: WorkerTruth) -> bool:
+        """It can be believed, and is nowhere where it must not be."""
+        if not self._is_trusted(name, worker, truth):
+            return False
+        is_stray = truth.phase is WorkerPhase.AWAKE and worker.phase is WorkerPhase.ASLEEP
+        return not is_stray
+
+    def _here(self, pipeline: Pipeline) -> list[Worker]:
+        """Its workers, but for those on nodes that are down."""
+        return [each for each in pipeline.workers if not is_down(self._book, each)]
+
+    # time
+
+    def on_tick(self) -> None:
+        """Resizes that are late, coordinators that are silent."""
+        self.fence_silent()
+        book = self._book
+        late = {i.pipeline_id: i for i in book.intents.values() if book.now_s >= i.until_s}
+        for name, intent in late.items():
+            what = f"worker {intent.rank} did not {intent.kind.value}"
+            self.quarantine(name, f"{what} within {book.now_s - intent.planned_s:.0f} s")
+
+    def fence_silent(self) -> None:
+        """Pipelines that have workers, or want some, and whose coordinator is not heard."""
+        book = self._book
+        silent_s = book.now_s - book.settings.coordinator_grace_s
+        for name, link in book.links.items():
+            if link.heard_s >= silent_s or book.tenants[name].why:
+                continue
+            pipeline = book.state.pipelines[name]
+            wants = pipeline.demand is not None and pipeline.phase is PipelinePhase.ADMITTED
+            if wants or any(each.phase is not WorkerPhase.ASLEEP for each in pipeline.workers):
+                link.is_known = False
+                still_s = book.now_s - link.heard_s
+                self.quarantine(name, f"its coordinator is silent for {still_s:.0f} s")
+
+
+_UNKNOWN = WorkerTruth(-1, WorkerPhase.LOST, 0)

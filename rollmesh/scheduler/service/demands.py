@@ -1,0 +1,145 @@
+"""Durable demand: which pipelines want to generate, and how much is left of it.
+
+    demand   opened by an ask for generation; closed by a release, when all streams of its progress
+             are retired, or with its pipeline
+    stream   reported -> retired -> forgotten with its demand
+
+Invariants: progress corrects a demand's estimate, is never added to it, and never opens one; a
+batch that began before the demand did is no news of it, so that what comes late closes nothing;
+a plan is wanted where a demand opens, closes, or has got on by a bucket of 2 %, and of the last no
+more often than `progress_plan_s`. Driven by tickets.py and scheduler.py.
+"""
+
+import math
+
+from rollmesh.scheduler.planning.state import Demand, Pipeline, Progress
+from rollmesh.scheduler.service.book import Book
+from rollmesh.scheduler.service.records import Wish
+from rollmesh.wire.scheduling import ClearProgress, ReportProgress
+
+NUM_BUCKETS = 50
+
+
+class Demands:
+    """See the module."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+
+    def open(self, pipeline: Pipeline, key: str, estimate: int, step: int) -> None:
+        """It asks: of another rollout than before, what was reported so far is old."""
+        book, name = self._book, pipeline.pipeline_id
+        wish = book.wishes.setdefault(name, Wish(pipeline_id=name))
+        is_same = pipeline.demand is not None and step >= 0 and step == wish.step
+        if not is_same:
+            self._retire(pipeline, wish)
+            pipeline.demand = Demand(key=key, estimate=max(0, estimate), opened_s=book.now_s)
+            wish.demand, wish.step = pipeline.demand, step
+            book.links[name].progressed_s = book.now_s
+            book.links[name].is_stalled = False
+        self._changed(pipeline)
+
+    def close(self, pipeline: Pipeline) -> None:
+        """It wants no more; what is said of it from now on is old."""
+        wish = self._book.wishes.get(pipeline.pipeline_id)
+        if pipeline.demand is None or wish is None:
+            return
+        self._retire(pipeline, wish)
+        pipeline.demand = wish.demand = None
+        self._changed(pipeline)
+
+    def on_report(self, report: ReportProgress) -> None:
+        """How far a stream is."""
+        pipeline = self._wanting(report)
+        if pipeline is None:
+            return
+        book, known = self._book, pipeline.progress.get(report.stream)
+        if known and known.batch == report.batch:
+            if known.is_retired or report.completed < known.completed:
+                return  # said before what we know
+            if (known.target, known.completed) == (report.target, report.completed):
+                return
+        completed = max(0, report.completed)
+        pipeline.progress[report.stream] = Progress(
+            batch=report.batch, target=max(0, report.target), completed=completed
+        )
+        book.mark("progress", pipeline.pipeline_id, report.stream)
+        link = book.links[pipeline.pipeline_id]
+        link.progressed_s, link.is_stalled = book.now_s, False
+        self._corrected(pipeline)
+
+    def on_clear(self, clear: ClearProgress) -> bool:
+        """A stream is retired; whether that closed the demand."""
+        pipeline = self._wanting(clear)
+        if pipeline is None:
+            return False
+        known = pipeline.progress.get(clear.stream)
+        progress = Progress(batch=clear.batch, target=0, completed=0, is_retired=True)
+        if known and known.batch == clear.batch:
+            progress.target, progress.completed = known.target, known.completed
+        pipeline.progress[clear.stream] = progress
+        self._book.mark("progress", pipeline.pipeline_id, clear.stream)
+        if all(each.is_retired for each in pipeline.progress.values()):
+            self.close(pipeline)
+            return True
+        self._corrected(pipeline)
+        return False
+
+    def tell_stalled(self, holders: str, pipeline: Pipeline) -> None:
+        """Its rollouts stand still: say so once, and who has the GPUs."""
+        link = self._book.links[pipeline.pipeline_id]
+        link.is_stalled = True
+        still_s = self._book.now_s - link.progressed_s
+        self._book.note(
+            "rollout.stalled",
+            pipeline.pipeline_id,
+            f"no progress for {still_s:.0f} s; its GPUs: {holders or 'nobody has them'}",
+        )
+
+    def is_stalled(self, pipeline: Pipeline) -> bool:
+        """Whether that is so, and was not told."""
+        link = self._book.links[pipeline.pipeline_id]
+        if pipeline.demand is None or link.is_stalled or not pipeline.progress:
+            return False
+        still_s = self._book.now_s - link.progressed_s
+        return still_s >= self._book.settings.stall_s and pipeline.remaining != 0
+
+    def _wanting(self, said: ReportProgress | ClearProgress) -> Pipeline | None:
+        """The pipeline, if this is news of its demand."""
+        pipeline = self._book.state.pipelines.get(said.pipeline_id)
+        if pipeline is None or pipeline.demand is None:
+            return None
+        floors = self._book.wishes[said.pipeline_id].floors
+        known = pipeline.progress.get(said.stream)
+        is_old = said.batch <= floors.get(said.stream, -1)
+        return None if is_old or (known and said.batch < known.batch) else pipeline
+
+    def _retire(self, pipeline: Pipeline, wish: Wish) -> None:
+        """All that was reported is of a demand before."""
+        name = pipeline.pipeline_id
+        for stream, progress in pipeline.progress.items():
+            wish.floors[stream] = max(progress.batch, wish.floors.get(stream, -1))
+            self._book.mark("progress", name, stream)
+        pipeline.progress.clear()
+
+    def _changed(self, pipeline: Pipeline) -> None:
+        self._book.state.note_waiting(pipeline)
+        self._book.mark("demands", pipeline.pipeline_id)
+        self._book.mark("pipelines", pipeline.pipeline_id)
+        self._book.wants_plan = True
+
+    def _corrected(self, pipeline: Pipeline) -> None:
+        """Perhaps a plan, but not at once: reports come often."""
+        book, link = self._book, self._book.links[pipeline.pipeline_id]
+        bucket = _bucket(pipeline)
+        if bucket != link.bucket:
+            link.bucket = bucket
+            due_s = book.planned_s + book.settings.progress_plan_s
+            book.again_s = min(book.again_s, max(book.now_s, due_s))
+
+
+def _bucket(pipeline: Pipeline) -> int:
+    """The part that is left, in steps of 2 %; 0 only if nothing is."""
+    target = sum(each.target for each in pipeline.progress.values())
+    remaining = sum(each.remaining for each in pipeline.progress.values())
+    return math.ceil(NUM_BUCKETS * remaining / max(1, target))

@@ -1,0 +1,229 @@
+"""The scheduler's machine: what is heard goes to its part, then is planned, carried out and told.
+
+    tickets.py       asks with a key, and who waits      demands.py        who wants to generate
+    intents.py       ops under way, until they are so    coordinators.py   what engines truly are
+    tenants.py       pipelines and nodes                 book.py           what is known; its rows
+
+Invariants: what a step has changed is in its Write, before any message of it; a plan that fails is
+told, and the next event plans again; a step that changes nothing a plan looks at makes none. After
+a restart nothing is planned until every coordinator has said its truth, or `settle_s` has gone by.
+Pure: no clock, no socket. Driven by process.py and by the simulator, with a tick at least every
+`tick_s`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from rollmesh.scheduler.planning.ops import Plan
+from rollmesh.scheduler.planning.plan import Policy, plan
+from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.scheduler.service.actions import Action, Event
+from rollmesh.scheduler.service.book import Book
+from rollmesh.scheduler.service.coordinators import Coordinators
+from rollmesh.scheduler.service.demands import Demands
+from rollmesh.scheduler.service.explain import Known, UnderWay, view
+from rollmesh.scheduler.service.intents import Intents
+from rollmesh.scheduler.service.records import Revived
+from rollmesh.scheduler.service.revival import revive
+from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.scheduler.service.tenants import Tenants
+from rollmesh.scheduler.service.tickets import Tickets, holders
+from rollmesh.wire.machine import Ticked
+from rollmesh.wire.scheduling import (
+    AdmitPipeline,
+    ClearProgress,
+    CoordinatorHello,
+    DrainNode,
+    HooksWired,
+    JoinNode,
+    KillPipeline,
+    NodeBeat,
+    NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
+    ReadScheduler,
+    RegisterPipeline,
+    ReportPreempt,
+    ReportProgress,
+    RequestGpus,
+    SchedulerAnswered,
+    UnregisterPipeline,
+    WithdrawRequest,
+    WorkersResized,
+)
+
+_QUIET = frozenset({"progress", "numbers"})
+"""Tables that nobody waits for a change of."""
+
+
+class Scheduler:
+    """See the module; `book` is its read-only view."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        policy: Policy,
+        revived: Revived | None = None,
+        incarnation: str = "",
+    ) -> None:
+        """Goes on with what a life before has left; `incarnation` differs from any before."""
+        self.policy = policy
+        self.book = revive(Book(settings, incarnation), revived or Revived())
+        self.demands = Demands(self.book)
+        self.intents = Intents(self.book)
+        self.tickets = Tickets(self.book, self.demands, self.intents)
+        self.coordinators = Coordinators(self.book, self.intents)
+        self.tenants = Tenants(self.book, self.tickets, self.demands, self.intents)
+        self._began_s: float | None = None
+        self._is_settled = revived is None
+        self._handlers: dict[type, Callable[[bytes, Any], object]] = {
+            HooksWired: self.tenants.on_wired,
+            RequestGpus: self.tickets.on_ask,
+            NotifyReleaseGpus: self.tickets.on_ask,
+            NotifyReleaseThenRequestGpus: self.tickets.on_ask,
+            WithdrawRequest: self.tickets.on_withdraw,
+            ReportProgress: self._on_report,
+            ClearProgress: self._on_clear,
+            ReportPreempt: self._on_preempt,
+            CoordinatorHello: self.coordinators.on_hello,
+            WorkersResized: self._on_resized,
+            RegisterPipeline: self.tenants.on_ask,
+            AdmitPipeline: self.tenants.on_ask,
+            KillPipeline: self.tenants.on_ask,
+            UnregisterPipeline: self.tenants.on_ask,
+            JoinNode: self.tenants.on_ask,
+            DrainNode: self.tenants.on_ask,
+            NodeBeat: self._on_beat,
+            ReadScheduler: self._on_read,
+        }
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        """Take one event; what is foreign changes nothing. Time does not run back here."""
+        self._start(now_s)
+        if isinstance(event, Ticked):
+            self._on_tick()
+        elif handler := self._handlers.get(type(event.message)):
+            handler(event.route, event.message)
+        self._settle()
+        self.tickets.tell()
+        return self.book.take()
+
+    def known(self) -> Known:
+        """What explain.py needs beside the state."""
+        book = self.book
+        return Known(
+            scheduler=book.incarnation,
+            policy=self.policy.name,
+            reserve_after_s=self.policy.reserve_after_s,
+            again_s=book.again_s,
+            under_way=tuple(
+                UnderWay(
+                    pipeline_id=intent.pipeline_id,
+                    cluster=intent.cluster,
+                    rank=intent.rank,
+                    stage=intent.phase.value,
+                    since_s=intent.planned_s,
+                    until_s=intent.until_s,
+                )
+                for intent in book.intents.values()
+            ),
+            faults={name: each.why for name, each in book.tenants.items() if each.why},
+            troubles=tuple(book.troubles),
+        )
+
+    # the end of a step
+
+    def _start(self, now_s: float) -> None:
+        book = self.book
+        book.now_s = book.state.now_s = max(now_s, book.now_s)
+        if self._began_s is None:
+            self._began_s = book.now_s
+            for asker in book.askers.values():
+                asker.heard_s = book.now_s
+            for link in book.links.values():
+                link.heard_s = link.progressed_s = book.now_s
+            book.beats_s = dict.fromkeys(book.machines, book.now_s)
+            limit_s = book.now_s + book.settings.resize_deadline_s + book.settings.slack_s
+            for intent in book.intents.values():
+                intent.until_s = limit_s if intent.resize_id else intent.until_s
+
+    def _settle(self) -> None:
+        """Plan if something asks for it, do what can be done, say who has what now."""
+        book = self.book
+        if (book.wants_plan or book.now_s >= book.again_s) and self._may_plan():
+            self._plan()
+        elif not book.has_moved(_QUIET):
+            return
+        self.intents.drive()
+        self.tickets.settle_grants()
+        self.tickets.settle_releases()
+        self.tenants.settle_leavers()
+
+    def _may_plan(self) -> bool:
+        """Not before those have said their truth who can."""
+        book = self.book
+        if not self._is_settled:
+            assert self._began_s is not None
+            is_late = book.now_s >= self._began_s + book.settings.settle_s
+            self._is_settled = is_late or all(
+                book.links[name].is_known
+                for name, each in book.state.pipelines.items()
+                if each.phase is PipelinePhase.ADMITTED and each.workers
+            )
+        return self._is_settled
+
+    def _plan(self) -> None:
+        book = self.book
+        self.coordinators.fence_silent()
+        book.wants_plan, book.planned_s = False, book.now_s
+        made = self._make()
+        for op in made.ops:
+            self.intents.promise(op)
+        book.again_s = max(made.again_s, book.now_s + book.settings.tick_s)
+        if made.credits:
+            book.numbers.credits = made.credits
+            for name, credit in made.credits.items():
+                book.state.pipelines[name].credit_gpu_s = credit
+        book.state.credited_s = book.numbers.credited_s = book.now_s
+        book.mark("numbers", "1")
+
+    def _make(self) -> Plan:
+        """A plan; an empty one where ours is wrong, which is tried again."""
+        try:
+            return plan(self.book.state, self.policy)
+        except Exception as error:  # noqa: BLE001 - door: one bad plan must not end the fleet
+            self.book.trouble(f"no plan: {type(error).__name__}: {error}")
+            return Plan(again_s=self.book.now_s + self.book.settings.settle_s)
+
+    # what is heard
+
+    def _on_report(self, _: bytes, report: ReportProgress) -> None:
+        self.demands.on_report(report)
+
+    def _on_clear(self, _: bytes, clear: ClearProgress) -> None:
+        if self.demands.on_clear(clear):
+            self.tickets.close_generation(clear.pipeline_id)
+
+    def _on_preempt(self, _: bytes, __: ReportPreempt) -> None:
+        self.book.num["preempted_rollouts"] += 1
+
+    def _on_resized(self, _: bytes, resized: WorkersResized) -> None:
+        self.coordinators.on_resized(resized)
+
+    def _on_beat(self, _: bytes, beat: NodeBeat) -> None:
+        self.tenants.on_beat(beat)
+
+    def _on_read(self, route: bytes, ask: ReadScheduler) -> None:
+        told = view(self.book.state, self.known(), ask.pipeline_id)
+        answer = SchedulerAnswered(ask.key, not told.error, told.error)
+        self.book.send(route, answer, msgspec.json.encode(told))
+
+    def _on_tick(self) -> None:
+        self.tickets.on_tick()
+        self.tenants.on_tick()
+        self.coordinators.on_tick()
+        for pipeline in self.book.state.pipelines.values():
+            if self.demands.is_stalled(pipeline):
+                gpus = pipeline.spec.generation
+                self.demands.tell_stalled(holders(self.book, gpus), pipeline)

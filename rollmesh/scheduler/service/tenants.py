@@ -1,0 +1,278 @@
+"""Pipelines and nodes: who comes and who goes, as admission, node agents and people say.
+
+    pipeline   REGISTERED -> ADMITTED <-> QUARANTINED;  any -> LEAVING -> forgotten
+               any but LEAVING, its processes killed -> REGISTERED
+    node       UP -> DRAINING;  UP, DRAINING -> DOWN -> UP
+
+Invariants: an ask with a key is done once, and its answer is known for `memory_s`; a pipeline that
+is registered again with the same spec stays as it is, and another spec is refused; who leaves is
+forgotten, and its ask answered, when all its workers sleep; a node that comes back has the GPU
+numbers that it had. Driven by scheduler.py.
+"""
+
+from rollmesh.core.errors import UserError
+from rollmesh.scheduler.planning.placement import check
+from rollmesh.scheduler.planning.state import Node, NodePhase, Pipeline, PipelinePhase
+from rollmesh.scheduler.service.book import Asker, Book, Link
+from rollmesh.scheduler.service.demands import Demands
+from rollmesh.scheduler.service.intents import Intents
+from rollmesh.scheduler.service.records import Answer, Machine, Tenant
+from rollmesh.scheduler.service.tickets import Tickets
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    AdmitPipeline,
+    DrainNode,
+    HooksWired,
+    JoinNode,
+    KillPipeline,
+    NodeBeat,
+    RegisterPipeline,
+    SchedulerAnswered,
+    SchedulerHello,
+    UnregisterPipeline,
+    WorkerPhase,
+)
+
+Ask = RegisterPipeline | AdmitPipeline | KillPipeline | UnregisterPipeline | JoinNode | DrainNode
+
+
+class Tenants:
+    """See the module."""
+
+    def __init__(self, book: Book, tickets: Tickets, demands: Demands, intents: Intents) -> None:
+        self._book = book
+        self._tickets = tickets
+        self._demands = demands
+        self._intents = intents
+
+    def on_ask(self, route: bytes, ask: Ask) -> None:
+        """Do it, or say how it went when it was done."""
+        book = self._book
+        if ask.key not in book.answers:
+            if isinstance(ask, UnregisterPipeline):
+                self._on_unregister(route, ask)
+                return
+            self._answer(ask.key, self._error(ask))
+        answer = book.answers[ask.key]
+        book.send(route, SchedulerAnswered(ask.key, answer.ok, answer.error))
+
+    def _error(self, ask: Ask) -> str:
+        """Why it was not done, or ''."""
+        match ask:
+            case RegisterPipeline():
+                return self._on_register(ask)
+            case JoinNode():
+                return self._on_join(ask)
+            case DrainNode(name=name):
+                return self._on_drain(name)
+            case AdmitPipeline(pipeline_id=name):
+                return self._on_admit(name)
+            case KillPipeline(pipeline_id=name):
+                return self._on_kill(name)
+        raise AssertionError(ask)
+
+    def _answer(self, key: str, error: str) -> None:
+        book = self._book
+        book.answers[key] = Answer(key=key, ok=not error, error=error, at_s=book.now_s)
+        book.mark("answers", key)
+
+    def _unknown(self, name: str) -> str:
+        known = ", ".join(self._book.state.pipelines) or "none is"
+        return f"no pipeline {name!r}; {known} registered"
+
+    # pipelines
+
+    def on_wired(self, route: bytes, wired: HooksWired) -> None:
+        """Its rollouts will report."""
+        book = self._book
+        book.send(route, SchedulerHello(book.incarnation))
+        tenant = book.tenants.get(wired.pipeline_id)
+        if tenant and not tenant.is_wired:
+            tenant.is_wired = True
+            book.mark("pipelines", wired.pipeline_id)
+
+    def _on_register(self, ask: RegisterPipeline) -> str:
+        book, spec, name = self._book, ask.spec, ask.spec.pipeline_id
+        if known := book.tenants.get(name):
+            if known.phase is PipelinePhase.LEAVING:
+                return f"{name} is leaving; register it again once it has"
+            differs = [
+                f for f in spec.__struct_fields__ if getattr(spec, f) != getattr(known.spec, f)
+            ]
+            if not differs:
+                return ""
+            fields = ", ".join(differs)
+            return f"{name} is registered with another spec ({fields}); unregister it first"
+        if "/" in name or not name or GENERATION_CLUSTER in spec.clusters:
+            return f"{name!r}: a name without slashes, and {GENERATION_CLUSTER} as `generation`"
+        try:
+            check(spec, book.state)
+        except UserError as error:
+            return str(error)
+        book.numbers.seq += 1
+        book.tenants[name] = Tenant(pipeline_id=name, seq=book.numbers.seq, spec=spec)
+        book.links[name] = Link(heard_s=book.now_s)
+        pipeline = book.state.add_pipeline(spec)
+        book.mark("pipelines", name)
+        for worker in pipeline.workers:
+            book.mark("workers", name, worker.rank)
+        return ""
+
+    def _on_admit(self, name: str) -> str:
+        book = self._book
+        pipeline = book.state.pipelines.get(name)
+        if pipeline is None:
+            return self._unknown(name)
+        if pipeline.phase is PipelinePhase.LEAVING:
+            return f"{name} is leaving"
+        if pipeline.phase is PipelinePhase.REGISTERED:
+            is_ill = bool(book.tenants[name].why)
+            pipeline.phase = PipelinePhase.QUARANTINED if is_ill else PipelinePhase.ADMITTED
+            book.mark("pipelines", name)
+            book.wants_plan = True
+        return ""
+
+    def _on_kill(self, name: str) -> str:
+        book = self._book
+        pipeline = book.state.pipelines.get(name)
+        if pipeline is None:
+            return self._unknown(name)
+        self._strip(pipeline, "its processes were killed")
+        self._intents.forget(name, "its processes were killed")
+        tenant = book.tenants[name]
+        tenant.why, tenant.num_faults, tenant.is_wired, tenant.told = "", 0, False, []
+        if pipeline.phase is not PipelinePhase.LEAVING:
+            pipeline.phase = PipelinePhase.REGISTERED
+        book.links[name] = Link(heard_s=book.now_s)
+        book.mark("pipelines", name)
+        return ""
+
+    def _strip(self, pipeline: Pipeline, why: str) -> None:
+        """It has no fixed cluster any more, and asks for nothing."""
+        name = pipeline.pipeline_id
+        self._demands.close(pipeline)
+        self._tickets.refuse_all(name, f"{name}: {why}")
+        for cluster in pipeline.spec.clusters:
+            self._tickets.take_back(name, cluster)
+        self._book.tenants[name].releasing = ""
+        pipeline.releasing.clear()
+
+    def _on_unregister(self, route: bytes, ask: UnregisterPipeline) -> None:
+        book, name = self._book, ask.pipeline_id
+        pipeline = book.state.pipelines.get(name)
+        if pipeline is None:
+            self._answer(ask.key, self._unknown(name))
+            book.send(route, SchedulerAnswered(ask.key, False, self._unknown(name)))
+            return
+        book.askers[ask.key] = Asker(route, book.now_s)
+        tenant = book.tenants[name]
+        if ask.key not in tenant.leavers:
+            tenant.leavers.append(ask.key)
+            book.mark("pipelines", name)
+        if pipeline.phase is PipelinePhase.LEAVING:
+            return
+        self._strip(pipeline, "it is leaving")
+        self._intents.call_off(name, "it is leaving")
+        pipeline.phase = PipelinePhase.LEAVING
+        book.wants_plan = True
+
+    def settle_leavers(self) -> None:
+        """Forget who has left."""
+        book = self._book
+        for name, pipeline in list(book.state.pipelines.items()):
+            if pipeline.phase is not PipelinePhase.LEAVING:
+                continue
+            if any(each.phase is not WorkerPhase.ASLEEP for each in pipeline.workers):
+                continue
+            leavers = book.tenants[name].leavers
+            self._forget(pipeline)
+            for key in leavers:
+                self._answer(key, "")
+                if asker := book.askers.pop(key, None):
+                    book.send(asker.route, SchedulerAnswered(key, True))
+
+    def _forget(self, pipeline: Pipeline) -> None:
+        book, name = self._book, pipeline.pipeline_id
+        self._intents.forget(name, "it has left")
+        book.state.remove_pipeline(name)
+        for rank in range(len(pipeline.workers)):
+            book.mark("workers", name, rank)
+        del book.tenants[name], book.links[name]
+        book.wishes.pop(name, None)
+        book.mark("pipelines", name)
+        book.mark("demands", name)
+        book.wants_plan = True
+
+    # nodes
+
+    def _on_join(self, ask: JoinNode) -> str:
+        book = self._book
+        known = book.machines.get(ask.name)
+        if ask.num_gpus < 1:
+            return f"node {ask.name!r} has {ask.num_gpus} GPUs; at least 1"
+        if known and len(known.node.gpus) != ask.num_gpus:
+            had = len(known.node.gpus)
+            return f"node {ask.name!r} had {had} GPUs and comes back with {ask.num_gpus}; rename it"
+        if known:
+            known.beats, known.node.labels = ask.beats, ask.labels
+            node = known.node
+            node.phase = NodePhase.UP
+        else:
+            first = book.numbers.next_gpu
+            book.numbers.next_gpu += ask.num_gpus
+            gpus = tuple(range(first, first + ask.num_gpus))
+            node = Node(name=ask.name, gpus=gpus, labels=ask.labels)
+            book.machines[ask.name] = Machine(node=node, beats=ask.beats)
+        book.state.add_node(node)
+        book.beats_s[ask.name] = book.now_s
+        book.mark("nodes", ask.name)
+        book.wants_plan = True
+        return ""
+
+    def on_beat(self, beat: NodeBeat) -> None:
+        """It lives; one that was given up does again."""
+        book = self._book
+        machine = book.machines.get(beat.name)
+        if machine is None:
+            return
+        book.beats_s[beat.name] = book.now_s
+        if machine.node.phase is NodePhase.DOWN:
+            machine.node.phase = NodePhase.UP
+            book.state.add_node(machine.node)
+            book.mark("nodes", beat.name)
+            book.note("node.returned", "", f"{beat.name} beats again", is_warning=False)
+            book.wants_plan = True
+
+    def _on_drain(self, name: str) -> str:
+        book = self._book
+        machine = book.machines.get(name)
+        if machine is None:
+            return f"no node {name!r}; {', '.join(book.machines) or 'none is'} known"
+        if machine.node.phase is NodePhase.UP:
+            book.state.drain_node(name)
+            book.mark("nodes", name)
+            book.wants_plan = True
+        return ""
+
+    def on_tick(self) -> None:
+        """Nodes that are silent; answers that nobody asks for any more."""
+        book, settings = self._book, self._book.settings
+        for name, machine in book.machines.items():
+            silent_s = book.now_s - book.beats_s.get(name, book.now_s)
+            is_down = machine.node.phase is NodePhase.DOWN
+            if machine.beats and not is_down and silent_s >= settings.node_grace_s:
+                self._lose(machine.node)
+        for key in [k for k, a in book.answers.items() if a.at_s < book.now_s - settings.memory_s]:
+            del book.answers[key]
+            book.mark("answers", key)
+
+    def _lose(self, node: Node) -> None:
+        """What is on it nobody can use, nor knows anything of."""
+        book, there = self._book, frozenset(node.gpus)
+        node.phase = NodePhase.DOWN
+        for pipeline in book.state.pipelines.values():
+            self._intents.leave(pipeline, there)
+        book.state.lose_node(node.name)
+        book.mark("nodes", node.name)
+        book.note("node.lost", "", f"{node.name} does not beat")
+        book.wants_plan = True
