@@ -36,7 +36,11 @@ def _next(trace: Trace, pipeline: TracePipeline, taken: set[int]) -> Bundle:
     kept_off = taken | (others - own)
     free = [each for each in _bundles(pipeline) if kept_off.isdisjoint(each)]
     home = min(own, default=0)
-    return min(free, key=lambda each: (own.isdisjoint(each), abs(each[0] - home)), default=())
+    return min(
+        free,
+        key=lambda each: (own.isdisjoint(each), each[0] < home, abs(each[0] - home)),
+        default=(),
+    )
 
 
 def _bundles(pipeline: TracePipeline) -> list[Bundle]:

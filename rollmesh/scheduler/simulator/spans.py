@@ -10,12 +10,14 @@ import msgspec
 
 
 class Use(enum.StrEnum):
-    """What a GPU does, WAKE > SERVE > SLEEP for generation and FIXED for all else."""
+    """What a GPU does, WAKE > SERVE > SLEEP for generation and FIXED for all else;
+    LOST where nobody knows."""
 
     WAKE = "wake"
     SERVE = "serve"
     SLEEP = "sleep"
     FIXED = "fixed"
+    LOST = "lost"
 
 
 class Span(msgspec.Struct, frozen=True):

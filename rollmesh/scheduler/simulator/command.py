@@ -1,0 +1,125 @@
+"""`rollmesh scheduler simulate` and `rollmesh scheduler gantt`: figures and pictures.
+
+Owns their arguments and the files that they write. Invariant: what is asked for wrongly is one
+line, a UserError. Driven by cli/scheduler.py.
+
+    simulate [TRACE.json] [--policy P ...] [--json] [--out FOLDER]
+    gantt JOURNAL [--out FOLDER]
+
+    FOLDER   gantt.html  gantt.png  perfetto.json (ui.perfetto.dev)  and, of simulate, trace.json
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.errors import UserError
+from rollmesh.core.process import OK
+from rollmesh.scheduler.simulator import history
+from rollmesh.scheduler.simulator.chart import Chart
+from rollmesh.scheduler.simulator.comparison import POLICIES, Comparison, Result, summary
+from rollmesh.scheduler.simulator.page import page
+from rollmesh.scheduler.simulator.perfetto import perfetto
+from rollmesh.scheduler.simulator.picture import picture
+from rollmesh.scheduler.simulator.table import lines
+from rollmesh.scheduler.simulator.trace import Trace, read
+from rollmesh.scheduler.simulator.workload import SHAPES, generate
+from rollmesh.scheduler.simulator.world import Run
+
+
+def simulate(argv: Sequence[str]) -> int:
+    """Compare policies on a trace."""
+    options = _simulate_options(argv)
+    trace = read(options.trace) if options.trace else _generated(options)
+    comparison = Comparison(trace)
+    policies: list[str] = options.policy or list(POLICIES)
+    runs = {policy: comparison.run(policy) for policy in dict.fromkeys(policies)}
+    results = {policy: comparison.result(policy, done) for policy, done in runs.items()}
+    by_policy = {policy: summary([result]) for policy, result in results.items()}
+    bound = comparison.bound()
+    if options.json:
+        _say(msgspec.json.encode(_spoken(trace, results, bound)).decode())
+    else:
+        _say("\n".join([trace.name, "", *lines(by_policy, bound)]))
+    if options.out:
+        charts = [_chart(trace, policy, done) for policy, done in runs.items()]
+        _write(options.out, charts, trace)
+    return OK
+
+
+def gantt(argv: Sequence[str]) -> int:
+    """Draw what a journal remembers."""
+    arguments = argparse.ArgumentParser(
+        prog="rollmesh scheduler gantt", description="Draw who was on which GPU, by a journal."
+    )
+    arguments.add_argument("journal", type=Path, help="the scheduler's journal, or its folder")
+    arguments.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
+    options = arguments.parse_args(argv)
+    _write(options.out, [history.chart(options.journal)], None)
+    return OK
+
+
+def _simulate_options(argv: Sequence[str]) -> argparse.Namespace:
+    arguments = argparse.ArgumentParser(
+        prog="rollmesh scheduler simulate",
+        description="Compare policies on a trace, in simulated time.",
+    )
+    add = arguments.add_argument
+    add("trace", type=Path, nargs="?", metavar="TRACE.json", help="default: a generated one")
+    add("--policy", action="append", choices=POLICIES, help="may be said again; default: all")
+    add("--json", action="store_true", help="the figures as one JSON object")
+    add("--out", type=Path, metavar="FOLDER", help="write the charts and the trace there")
+    add("--shape", choices=SHAPES, default="mixed", help="of a generated trace")
+    add("--pipelines", type=int, default=4, metavar="N", help="of a generated trace")
+    add("--seed", type=int, default=0, metavar="N", help="of a generated trace")
+    return arguments.parse_args(argv)
+
+
+def _generated(options: argparse.Namespace) -> Trace:
+    if options.pipelines < 1:
+        raise UserError(f"--pipelines {options.pipelines}: give at least 1")
+    return generate(SHAPES[options.shape], options.pipelines, options.seed)
+
+
+def _spoken(trace: Trace, results: dict[str, Result], bound: float) -> dict[str, Any]:
+    names = [each.pipeline_id for each in trace.pipelines]
+    policies = {
+        policy: msgspec.structs.asdict(summary([result]))
+        | {"slowdowns": dict(zip(names, result.slowdowns, strict=True))}
+        for policy, result in results.items()
+    }
+    return {"trace": trace.name, "bound_steps_per_h_gpu": bound, "policies": policies}
+
+
+def _chart(trace: Trace, policy: str, done: Run) -> Chart:
+    return Chart(
+        title=f"{policy}: {trace.name}",
+        gpus=tuple(range(trace.num_gpus)),
+        spans=done.spans,
+        end_s=done.ended_s,
+    )
+
+
+def _write(folder: Path, charts: list[Chart], trace: Trace | None) -> None:
+    files = {
+        "gantt.html": page(charts).encode(),
+        "gantt.png": picture(charts),
+        "perfetto.json": perfetto(charts),
+    }
+    if trace:
+        files["trace.json"] = msgspec.json.format(msgspec.json.encode(trace), indent=1)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+    except OSError as error:
+        raise UserError(f"cannot write into {folder}: {error.strerror}") from None
+    _say(f"wrote {', '.join(files)} into {folder}")
+
+
+def _say(words: str) -> None:
+    sys.stdout.write(words + "\n")
