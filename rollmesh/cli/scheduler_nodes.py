@@ -53,6 +53,8 @@ def ray(argv: list[str]) -> int:
     what.add_argument("--status", action="store_true", help="say how its agents stand")
     what.add_argument("--down", action="store_true", help="end it; its journal stays")
     options = arguments.parse_args(argv)
+    if not options.status and not options.down:
+        _check_port(options.fleet)
     try:
         from rollmesh.scheduler.nodes import ray as cluster
     except ModuleNotFoundError as error:
@@ -65,7 +67,6 @@ def ray(argv: list[str]) -> int:
         for node_id, (phase, why) in cluster.standing(options.cluster).items():
             print(f"{node_id} {phase}{f': {why}' if why else ''}")
     else:
-        _check_port(options.fleet)
         print(f"serves at {cluster.up(options.cluster, options.fleet, options.resource)}")
     return OK
 

@@ -1,0 +1,72 @@
+"""The scheduler's verbs are found, and its two processes are started by the fleet's file."""
+
+from pathlib import Path
+
+import pytest
+
+from rollmesh.cli.main import load, main
+from rollmesh.cli.scheduler import VERBS
+from rollmesh.scheduler.admission.fleet_file import read_fleet
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scheduler", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in VERBS)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_is_where_the_table_says(name: str) -> None:
+    assert callable(load(VERBS[name]))
+
+
+def test_an_unknown_verb_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scheduler", "dance"]) == 2
+    assert capsys.readouterr().err.startswith("rollmesh: no verb 'dance' of the scheduler; `rollm")
+
+
+def test_init_writes_a_fleet_and_never_over_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "scheduler.toml"
+    assert main(["scheduler", "init", str(path)]) == 0
+    assert list(read_fleet(path).pipelines) == ["math", "code"]
+    path.write_text("")
+    assert main(["scheduler", "init", str(path)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("verb", ["serve", "admission", "up"])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("polcy = 'fair'", "unknown key 'polcy'"),
+        ("bind = 'tcp://0.0.0.0:0'\nadmission = 'tcp://0.0.0.0:0'", "others can reach it"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(
+    verb: str, text: str, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "scheduler.toml"
+    path.write_text(f'http_bind = "127.0.0.1:0"\njournal = "{tmp_path / "journal"}"\n{text}')
+    assert main(["scheduler", verb, str(path)]) == 2
+    told_lines = capfd.readouterr().err.splitlines()
+    assert told in told_lines[0]
+    assert all(line.startswith("rollmesh: ") for line in told_lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[fair]\nquantum = 3", "[fair]: unknown key 'quantum'; there are quantum_s, "),
+        ("[service]\nstall_s = -3", "[service].stall_s: -3 is no time"),
+    ],
+)
+def test_seconds_are_checked_before_the_service_serves(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "scheduler.toml"
+    path.write_text(text)
+    assert main(["scheduler", "serve", str(path)]) == 2
+    assert f"{path}: {told}" in capsys.readouterr().err

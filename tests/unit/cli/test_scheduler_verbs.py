@@ -1,0 +1,191 @@
+"""The verbs that ask: they show what the service says, and tell a refusal in one line."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from rollmesh.cli.main import main
+from rollmesh.cli.scheduler_verbs import doomed_of
+from rollmesh.core.errors import UserError
+from rollmesh.launch.folder import Pid
+from rollmesh.scheduler.admission.asking import Answer, Question
+from rollmesh.scheduler.admission.desk import Desk
+from rollmesh.scheduler.planning.state import PipelinePhase, Request
+from rollmesh.scheduler.service.explain import Known, view
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.scheduling import (
+    AdmissionMessage,
+    DrainNode,
+    GpuPriority,
+    ReadScheduler,
+    SchedulerAnswered,
+)
+from rollmesh.wire.sockets import Hub, wait
+from tests.unit.scheduler.admission.fleet import Fleet
+
+FILE = """
+bind = "{address}"
+admission = "{address}"
+
+[pipelines.math]
+clusters.actor_train = [0, 1]
+workers = 4
+
+[pipelines.big]
+workers = 99
+"""
+
+
+class Town(Fleet):
+    """A scheduler and its admission, at one address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hub = Hub("tcp://127.0.0.1:0")
+        self._desk = Desk(self.ask)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def ask(self, question: Question) -> Answer:
+        if isinstance(question, ReadScheduler):
+            seen = view(self.state, Known(scheduler="i1", policy="fair"), question.pipeline_id)
+            return Answer(ok=True, body=msgspec.json.encode(seen))
+        if isinstance(question, DrainNode) and question.name not in self.state.nodes:
+            return Answer(ok=False, error=f"no node {question.name!r}")
+        return super().ask(question)
+
+    def phase(self, name: str) -> PipelinePhase:
+        return self.state.pipelines[name].phase
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(30)
+        self.hub.close()
+
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            wait([self.hub], None, 0.02)
+            for route, packet in self.hub.receive():
+                question = packet.message
+                assert isinstance(question, AdmissionMessage | DrainNode | ReadScheduler)
+                try:
+                    if isinstance(question, AdmissionMessage):
+                        answer = self._desk.on(question, packet.body)
+                    else:
+                        answer = self.ask(question)
+                except UserError as error:
+                    answer = Answer(ok=False, error=str(error))
+                told = SchedulerAnswered(question.key, answer.ok, answer.error)
+                self.hub.send(route, Packet(told, body=answer.body))
+
+
+@pytest.fixture
+def town(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Town]:
+    """Its fleet's file stands in the folder where we are."""
+    town = Town()
+    monkeypatch.chdir(tmp_path)
+    Path("scheduler.toml").write_text(FILE.format(address=town.hub.address))
+    yield town
+    town.close()
+
+
+def test_pipelines_are_placed_by_the_file_and_let_in(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["scheduler", "register", "math"]) == 0
+    told = capsys.readouterr().out
+    assert told == "math: actor_train on 0 1; generation on 0-3\n"
+    assert town.phase("math") is PipelinePhase.REGISTERED
+    assert main(["scheduler", "admit", "math"]) == 0
+    assert town.phase("math") is PipelinePhase.ADMITTED
+    assert main(["scheduler", "unregister", "math"]) == 0
+    assert not town.state.pipelines
+
+
+def test_all_of_the_file_are_registered_up_to_the_first_that_does_not_fit(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["scheduler", "register", "--admit"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.endswith("generation on 0-3, admitted\n")
+    assert "big" in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert list(town.state.pipelines) == ["math"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["register", "maths"], "the fleet's file has no pipeline 'maths'; it has math, big"),
+        (["admit", "maths"], "no pipeline 'maths'"),
+        (["explain", "maths"], "no pipeline 'maths'; none is known"),
+        (["drain", "c"], "no node 'c'"),
+        (["kill", "math", "--run", "nowhere"], "nowhere: no pids.json of a run there"),
+        (["kill", "math", "--pid", "4194304"], "--pid 4194304: no such process"),
+        (["status", "--fleet", "other.toml"], "`rollmesh scheduler init` writes one"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], told: str, town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["scheduler", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert not town.state.pipelines
+
+
+def test_status_shows_nodes_and_pipelines(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["scheduler", "register", "math"])
+    capsys.readouterr()
+    assert main(["scheduler", "status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "scheduler i1: fair, 8 of 8 GPUs free"
+    assert [line.split() for line in lines if line.startswith("a ")] == [["a", "up", "0-3", "h200"]]
+    (math,) = [line.split() for line in lines if line.startswith("math")]
+    assert math == ["math", "registered", "0", "of", "4"]
+    assert main(["scheduler", "status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_free"] == 8
+
+
+def test_explain_says_why_a_pipeline_waits(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["scheduler", "register", "math"])
+    town.state.requests["k"] = Request(
+        key="k",
+        pipeline_id="math",
+        cluster="actor_train",
+        priority=GpuPriority.ACTOR_TRAINING,
+        seq=1,
+        asked_s=town.state.now_s,
+    )
+    capsys.readouterr()
+    assert main(["scheduler", "explain", "math"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "math: registered"
+    assert "  until it is admitted: rollmesh scheduler admit" in lines
+    assert main(["scheduler", "explain", "math", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pipelines"][0]["lines"] == lines
+
+
+def test_a_killed_pipeline_has_no_processes_left(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["scheduler", "register", "math"])
+    assert main(["scheduler", "kill", "math", "--dead"]) == 0
+    assert "math: 0 processes ended, and its GPUs are free" in capsys.readouterr().out
+    assert not town.state.pipelines
+
+
+def test_a_runs_folder_names_its_processes(tmp_path: Path) -> None:
+    row = Pid("launch", os.getpid(), time.time(), "here")
+    (tmp_path / "pids.json").write_bytes(msgspec.json.encode([row]))
+    (doomed,) = doomed_of(tmp_path)
+    assert (doomed.pid, doomed.started_s, doomed.host) == (row.pid, row.started_s, "here")
+    assert psutil.pid_exists(doomed.pid)
