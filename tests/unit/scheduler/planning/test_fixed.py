@@ -1,0 +1,327 @@
+"""Who waits for a fixed cluster, who gives way to it, and who may not bypass it."""
+
+import math
+
+import pytest
+
+from rollmesh.scheduler.planning import fixed
+from rollmesh.scheduler.planning.draft import Draft, Reservation
+from rollmesh.scheduler.planning.invariants import Invariant, PlanError, validate
+from rollmesh.scheduler.planning.ops import Expand, Grant, Op, Release, Shrink, apply
+from rollmesh.scheduler.planning.plan import plan
+from rollmesh.scheduler.planning.state import NodePhase, PipelinePhase, State
+from rollmesh.wire.scheduling import GpuPriority, WorkerPhase
+from tests.unit.scheduler.planning.fleets import (
+    TRAIN,
+    Greedy,
+    Idle,
+    add,
+    ask,
+    carry_out,
+    demand,
+    fleet,
+    settle,
+    wake,
+)
+
+RESERVE_S = Idle.reserve_after_s
+
+
+def served(state: State) -> tuple[Op, ...]:
+    return plan(state, Idle()).ops
+
+
+def trains(state: State, pipeline_id: str, *gpus: int) -> None:
+    """A pipeline that only trains, and holds its GPUs already."""
+    add(state, pipeline_id, train=gpus)
+    key = ask(state, pipeline_id)
+    apply(state, Grant(key))
+
+
+# who gives way
+
+
+def test_a_request_takes_its_gpus_from_whoever_generates_there() -> None:
+    state = fleet(4)
+    add(state, "p", generation=(0, 1), train=(0, 1, 2))
+    add(state, "q", generation=(2, 3), tp=2)
+    wake(state, "p", 0, 1)
+    wake(state, "q", 0)
+    key = ask(state, "p")
+    shrinks = {Shrink("p", 0, key), Shrink("p", 1, key), Shrink("q", 0, key)}
+    assert set(served(state)) == {*shrinks, Grant(key)}
+
+
+def test_gpus_of_a_worker_that_goes_to_sleep_count_as_free() -> None:
+    state = fleet(2)
+    add(state, "p", generation=(0, 1), train=(0, 1))
+    wake(state, "p", 0)
+    state.move_worker("p", 0, WorkerPhase.SLEEPING)
+    key = ask(state, "p")
+    assert served(state) == (Grant(key),)
+
+
+@pytest.mark.parametrize("phase", [WorkerPhase.WAKING, WorkerPhase.LOST])
+def test_nobody_is_evicted_while_another_worker_is_in_the_way(phase: WorkerPhase) -> None:
+    state = fleet(2)
+    add(state, "p", train=(0, 1))
+    add(state, "q", generation=(0, 1))
+    wake(state, "q", 0, 1)
+    state.move_worker("q", 1, phase)
+    ask(state, "p")
+    assert served(state) == ()
+
+
+def test_what_is_not_preemptible_gives_way_to_its_own_clusters_alone() -> None:
+    state = fleet(2)
+    add(state, "p", train=(0, 1))
+    add(state, "q", generation=(0, 1), train=(0, 1), is_preemptible=False)
+    wake(state, "q", 0, 1)
+    ask(state, "p")
+    assert served(state) == ()
+    key = ask(state, "q")
+    assert set(served(state)) == {Shrink("q", 0, key), Shrink("q", 1, key), Grant(key)}
+
+
+def test_a_pipeline_in_quarantine_is_left_alone_and_gets_nothing() -> None:
+    state = fleet(2)
+    add(state, "p", train=(0,))
+    add(state, "q", generation=(0,), train=(1,))
+    wake(state, "q", 0)
+    state.pipelines["q"].phase = PipelinePhase.QUARANTINED
+    ask(state, "p")
+    ask(state, "q")
+    assert served(state) == ()
+
+
+def test_a_pipeline_that_is_only_registered_gets_nothing() -> None:
+    state = fleet(1)
+    add(state, "p", train=(0,)).phase = PipelinePhase.REGISTERED
+    ask(state, "p")
+    assert served(state) == ()
+
+
+@pytest.mark.parametrize("phase", [NodePhase.DRAINING, NodePhase.DOWN])
+def test_a_request_waits_for_its_node_and_is_in_nobodys_way(phase: NodePhase) -> None:
+    state = fleet(1, 1)
+    add(state, "p", train=(0, 1))
+    add(state, "q", train=(1,))
+    state.nodes["a"].phase = phase
+    mine, other = ask(state, "p"), ask(state, "q")
+    state.now_s = 2 * RESERVE_S
+    assert served(state) == (Grant(other),)
+    state.requests.pop(other)
+    state.nodes["a"].phase = NodePhase.UP
+    assert served(state) == (Grant(mine),)
+
+
+# the line
+
+
+def test_the_line_is_by_priority_and_then_as_they_came() -> None:
+    state = fleet(1)
+    for name in ("p", "q", "r", "s"):
+        add(state, name, train=(0,))
+    low = ask(state, "p", priority=GpuPriority.REF_LOG_PROBS)
+    first = ask(state, "q", priority=GpuPriority.ACTOR_TRAINING)
+    second = ask(state, "r", priority=GpuPriority.ACTOR_TRAINING)
+    top = ask(state, "s", priority=GpuPriority.INITIALIZATION)
+    line = [request.key for request in fixed.in_line(state, RESERVE_S)]
+    assert line == [top, first, second, low]
+    assert served(state) == (Grant(top),)
+
+
+def test_who_has_waited_long_comes_before_a_higher_priority() -> None:
+    state = fleet(1)
+    add(state, "p", train=(0,))
+    add(state, "q", train=(0,))
+    old = ask(state, "p", priority=GpuPriority.VALUE_COMPUTE)
+    state.now_s = RESERVE_S
+    ask(state, "q", priority=GpuPriority.INITIALIZATION)
+    assert served(state) == (Grant(old),)
+
+
+def test_a_plan_says_when_age_will_change_the_line() -> None:
+    state = fleet(2)
+    trains(state, "q", 0)
+    add(state, "p", train=(0, 1))
+    state.now_s = 5.0
+    ask(state, "p")
+    assert plan(state, Idle()).again_s == 5.0 + RESERVE_S
+    state.now_s = 5.0 + RESERVE_S
+    assert plan(state, Idle()).again_s == math.inf
+
+
+# W5: an eviction without a grant
+
+
+class KeepsShrinks(Draft):
+    """The fault: what was shrunk for a request that cannot be granted stays shrunk."""
+
+    def rollback(self, mark: int) -> None:
+        pass
+
+
+def evictions(draft_type: type[Draft]) -> int:
+    """Of q in six cycles, while p waits for GPU 0, which r trains on."""
+    state = fleet(4)
+    trains(state, "r", 0)
+    add(state, "p", train=(2, 0))
+    add(state, "q", generation=(2, 3))
+    demand(state, "q")
+    wake(state, "q", 0, 1)
+    ask(state, "p")
+    count = 0
+    for _ in range(6):
+        draft = draft_type(state)
+        fixed.serve(draft, RESERVE_S)
+        count += sum(isinstance(op, Shrink) for op in draft.ops)
+        Greedy().generate(draft)
+        for op in draft.ops:
+            apply(state, op)
+        settle(state)
+    return count
+
+
+def test_a_request_that_cannot_be_granted_evicts_nobody() -> None:
+    assert evictions(Draft) == 0
+    assert evictions(KeepsShrinks) >= 3
+
+
+def test_an_eviction_without_a_grant_is_refused_by_the_proof() -> None:
+    state = fleet(2)
+    trains(state, "r", 0)
+    add(state, "p", train=(1, 0))
+    add(state, "q", generation=(1,))
+    wake(state, "q", 0)
+    ask(state, "p")
+    draft = KeepsShrinks(state)
+    fixed.serve(draft, RESERVE_S)
+    with pytest.raises(PlanError) as caught:
+        validate(state, draft.ops)
+    assert caught.value.invariant is Invariant.EVICTION_HAS_GRANT
+
+
+# W10: a big request that small ones pass by for ever
+
+
+class NeverReserves(Idle):
+    """The fault: no request is ever old enough for its GPUs to be kept for it."""
+
+    reserve_after_s = math.inf
+
+
+def hand_offs(policy: Idle, num: int) -> int | None:
+    """After how many hand-offs of GPUs 0 and 1 between small ones a big one has both; a second
+    each, and never are both free at once."""
+    state = fleet(2)
+    add(state, "big", train=(0, 1))
+    for gpu, name in ((0, "a"), (1, "b"), (0, "c"), (1, "d")):
+        add(state, name, train=(gpu,))
+    apply(state, Grant(ask(state, "a")))
+    apply(state, Grant(ask(state, "b")))
+    big = ask(state, "big")
+    pairs = [("a", "c"), ("b", "d"), ("c", "a"), ("d", "b")]
+    for count in range(num):
+        giver, taker = pairs[count % 4]
+        state.now_s += 1.0
+        if TRAIN in state.pipelines[giver].holds:
+            state.pipelines[giver].releasing[TRAIN] = "release"
+        if not any(request.pipeline_id == taker for request in state.requests.values()):
+            ask(state, taker)
+        carry_out(state, policy)
+        if big not in state.requests:
+            return count
+    return None
+
+
+def test_small_requests_do_not_pass_a_big_one_by_for_ever() -> None:
+    assert hand_offs(NeverReserves(), 200) is None
+    waited = hand_offs(Idle(), 200)
+    assert waited is not None
+    assert RESERVE_S <= waited <= RESERVE_S + 2
+
+
+def test_until_it_is_old_a_request_may_be_passed_by() -> None:
+    state = fleet(2)
+    trains(state, "r", 0)
+    add(state, "big", train=(0, 1))
+    add(state, "small", train=(1,))
+    ask(state, "big")
+    small = ask(state, "small")
+    assert served(state) == (Grant(small),)
+    state.now_s = RESERVE_S
+    assert served(state) == ()
+
+
+# what is reserved
+
+
+def test_what_big_ones_wait_for_may_go_on_until_it_is_done() -> None:
+    """Else they would wait for each other: big for r, r for s, and s for a GPU of big."""
+    state = fleet(4)
+    add(state, "r", train=(0,)).spec.clusters["critic"] = (3,)
+    add(state, "s", train=(3,)).spec.clusters["critic"] = (1,)
+    apply(state, Grant(ask(state, "r")))
+    apply(state, Grant(ask(state, "s")))
+    add(state, "big", train=(0, 1))
+    add(state, "small", train=(1,))
+    ask(state, "big")
+    state.now_s = RESERVE_S
+    ask(state, "small")
+    ask(state, "r", "critic")
+    needed = ask(state, "s", "critic")
+    assert served(state) == (Grant(needed),)
+
+
+def test_while_something_settles_nothing_else_starts_there() -> None:
+    state = fleet(2)
+    add(state, "p", train=(0, 1))
+    add(state, "q", generation=(0, 1))
+    add(state, "r", train=(1,))
+    demand(state, "q")
+    state.move_worker("q", 0, WorkerPhase.WAKING)
+    key = ask(state, "p", priority=GpuPriority.ACTOR_TRAINING)
+    ask(state, "r", priority=GpuPriority.REF_LOG_PROBS)
+    assert carry_out(state, Greedy()).ops == ()
+    settle(state)
+    assert carry_out(state, Greedy()).ops == (Shrink("q", 0, key), Grant(key))
+
+
+def test_generation_that_gives_way_uses_what_is_reserved_and_another_does_not() -> None:
+    state = fleet(2)
+    trains(state, "r", 0)
+    add(state, "big", train=(0, 1))
+    add(state, "keeps", generation=(1,), is_preemptible=False)
+    add(state, "yields", generation=(1,))
+    demand(state, "keeps")
+    demand(state, "yields")
+    ask(state, "big")
+    assert plan(state, Greedy()).ops == (Expand("keeps", 0),)
+    state.now_s = RESERVE_S
+    assert plan(state, Greedy()).ops == (Expand("yields", 0),)
+
+
+def test_a_reservation_is_over_with_its_grant() -> None:
+    state = fleet(2)
+    trains(state, "r", 0)
+    add(state, "big", train=(0, 1))
+    add(state, "small", train=(1,))
+    big = ask(state, "big")
+    state.now_s = RESERVE_S
+    small = ask(state, "small")
+    state.pipelines["r"].releasing[TRAIN] = "release"
+    assert carry_out(state, Idle()).ops == (Release("r", TRAIN), Grant(big))
+    state.pipelines["big"].releasing[TRAIN] = "release"
+    assert carry_out(state, Idle()).ops == (Release("big", TRAIN), Grant(small))
+
+
+def test_of_two_reservations_each_must_allow() -> None:
+    draft = Draft(fleet(1))
+    draft.reserve((0,), Reservation("a", is_settling=False, awaited=frozenset({"p", "q"})))
+    draft.reserve((0,), Reservation("b", is_settling=False, awaited=frozenset({"p"})))
+    assert draft.may_start("p", 0, gives_way=False)
+    assert not draft.may_start("q", 0, gives_way=False)
+    assert draft.may_start("q", 0, gives_way=True)
+    draft.reserve((0,), Reservation("c", is_settling=True))
+    assert not draft.may_start("p", 0, gives_way=True)

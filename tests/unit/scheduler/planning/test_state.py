@@ -1,0 +1,175 @@
+"""Whose a GPU is, as workers move, pipelines come and go, and nodes die and come back."""
+
+import pytest
+
+from rollmesh.scheduler.planning.ops import Expand, Grant
+from rollmesh.scheduler.planning.plan import plan
+from rollmesh.scheduler.planning.state import (
+    FIXED,
+    OWNING_PHASES,
+    Node,
+    NodePhase,
+    Owner,
+    Progress,
+    State,
+)
+from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
+from tests.unit.scheduler.planning.fleets import (
+    TRAIN,
+    Greedy,
+    Idle,
+    add,
+    ask,
+    carry_out,
+    demand,
+    fleet,
+    settle,
+    wake,
+)
+
+
+def phases(state: State, pipeline_id: str) -> list[WorkerPhase]:
+    return [worker.phase for worker in state.pipelines[pipeline_id].workers]
+
+
+@pytest.mark.parametrize("phase", WorkerPhase)
+def test_a_worker_owns_its_gpus_or_nothing_as_its_phase_has_it(phase: WorkerPhase) -> None:
+    state = fleet(4)
+    add(state, "p", generation=range(4), tp=2)
+    wake(state, "p", 1)
+    state.now_s = 3.0
+    state.move_worker("p", 1, phase)
+    owner = Owner("p", GENERATION_CLUSTER, 1)
+    owns = {2: owner, 3: owner} if phase in OWNING_PHASES else {}
+    assert state.owners == owns
+    worker = state.pipelines["p"].workers[1]
+    assert worker.since_s == (0.0 if phase is WorkerPhase.AWAKE else 3.0)
+
+
+def test_a_worker_that_is_lost_leaves_what_is_promised_to_whom_it_is_promised() -> None:
+    state = fleet(2)
+    add(state, "p", train=(0,))
+    add(state, "q", generation=(0, 1), tp=2)
+    wake(state, "q", 0)
+    ask(state, "p")
+    carry_out(state, Idle())
+    state.move_worker("q", 0, WorkerPhase.LOST)
+    assert state.owners == {0: Owner("p", TRAIN, FIXED), 1: Owner("q", GENERATION_CLUSTER, 0)}
+    state.move_worker("q", 0, WorkerPhase.ASLEEP)
+    assert state.owners == {0: Owner("p", TRAIN, FIXED)}
+
+
+def test_a_pipeline_waits_from_its_demand_until_a_worker_wakes() -> None:
+    state = fleet(1)
+    pipeline = add(state, "p", generation=(0,))
+    state.now_s = 2.0
+    demand(state, "p")
+    seen = [pipeline.waiting_s]
+    state.now_s = 3.0
+    state.note_waiting(pipeline)
+    seen.append(pipeline.waiting_s)
+    carry_out(state, Greedy())
+    seen.append(pipeline.waiting_s)
+    state.move_worker("p", 0, WorkerPhase.LOST)
+    seen.append(pipeline.waiting_s)
+    pipeline.demand = None
+    state.note_waiting(pipeline)
+    assert [*seen, pipeline.waiting_s] == [2.0, 2.0, None, 3.0, None]
+
+
+def test_a_pipeline_that_is_forgotten_leaves_nothing() -> None:
+    state = fleet(4)
+    add(state, "p", generation=(0, 1), train=(1, 2))
+    add(state, "q", generation=(0, 3), train=(3,))
+    wake(state, "p", 0)
+    wake(state, "q", 1)
+    state.move_worker("p", 1, WorkerPhase.LOST)
+    ask(state, "p")
+    key = ask(state, "q")
+    state.remove_pipeline("p")
+    assert state.owners == {3: Owner("q", GENERATION_CLUSTER, 1)}
+    assert list(state.requests) == [key]
+    assert list(state.pipelines) == ["q"]
+
+
+# nodes
+
+
+def stage() -> State:
+    """p may generate on both nodes and q only on a; both have demand, r trains on a."""
+    state = fleet(4, 2)
+    add(state, "p", generation=(0, 1, 4, 5))
+    add(state, "q", generation=(2,))
+    add(state, "r", train=(3,))
+    demand(state, "p")
+    demand(state, "q")
+    ask(state, "r")
+    carry_out(state, Greedy())
+    settle(state)
+    return state
+
+
+def test_a_node_that_drains_is_left_and_nothing_starts_there() -> None:
+    state = stage()
+    state.drain_node("a")
+    asleep = [WorkerPhase.ASLEEP, WorkerPhase.ASLEEP]
+    carry_out(state, Greedy())
+    settle(state)
+    assert phases(state, "p") == [*asleep, WorkerPhase.AWAKE, WorkerPhase.AWAKE]
+    assert phases(state, "q") == asleep[:1]
+    assert plan(state, Greedy()).ops == ()
+    assert state.owners[3].pipeline_id == "r", "a held cluster stays until it is given up"
+
+
+def test_what_was_awake_on_a_dead_node_is_lost_and_its_gpus_with_it() -> None:
+    state = stage()
+    state.move_worker("p", 1, WorkerPhase.SLEEPING)
+    state.move_worker("q", 0, WorkerPhase.ASLEEP)
+    state.lose_node("a")
+    lost, awake = WorkerPhase.LOST, WorkerPhase.AWAKE
+    assert phases(state, "p") == [lost, lost, awake, awake]
+    assert phases(state, "q") == [WorkerPhase.ASLEEP]
+    assert plan(state, Greedy()).ops == ()
+
+
+def test_a_node_that_comes_back_has_its_gpus_and_what_is_lost_there_waits_for_the_truth() -> None:
+    state = stage()
+    state.lose_node("a")
+    state.add_node(Node(name="a", gpus=(0, 1, 2, 3)))
+    assert state.nodes["a"].phase is NodePhase.UP
+    assert plan(state, Greedy()).ops == ()
+    state.move_worker("p", 1, WorkerPhase.ASLEEP)
+    assert plan(state, Greedy()).ops == (Expand("p", 1),)
+    state.move_worker("p", 1, WorkerPhase.AWAKE)
+    assert plan(state, Greedy()).ops == ()
+
+
+def test_a_node_that_joins_later_is_used_by_who_may() -> None:
+    state = fleet(1)
+    add(state, "p", generation=(0, 1), train=(0, 1))
+    demand(state, "p")
+    assert plan(state, Greedy()).ops == (Expand("p", 0),)
+    key = ask(state, "p")
+    assert plan(state, Idle()).ops == ()
+    state.add_node(Node(name="b", gpus=(1, 2, 3)))
+    assert plan(state, Idle()).ops == (Grant(key),)
+    del state.requests[key]
+    assert plan(state, Greedy()).ops == (Expand("p", 0), Expand("p", 1))
+
+
+# what is left
+
+
+def test_progress_corrects_the_estimate_and_is_not_added_to_it() -> None:
+    state = fleet(1)
+    pipeline = add(state, "p", generation=(0,))
+    seen = [pipeline.remaining]
+    for estimate in (0, 8):
+        demand(state, "p", estimate)
+        seen.append(pipeline.remaining)
+    pipeline.progress["train"] = Progress(batch=1, target=10, completed=4)
+    seen.append(pipeline.remaining)
+    pipeline.progress["eval"] = Progress(batch=1, target=3, completed=5)
+    seen.append(pipeline.remaining)
+    pipeline.progress["train"].is_retired = True
+    assert [*seen, pipeline.remaining] == [0, None, 8, 6, 6, 0]
