@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from rollmesh.core.config import Config, load_config
+from rollmesh.core.errors import ConfigError
 
 
 def parser(verb: str, description: str) -> argparse.ArgumentParser:
@@ -40,6 +41,25 @@ def add_room(parser: argparse.ArgumentParser) -> None:
 def add_listen(parser: argparse.ArgumentParser) -> None:
     """`--listen-fd`, for processes with an HTTP face."""
     parser.add_argument("--listen-fd", type=int, help="serve HTTP on this inherited socket")
+
+
+def add_share(parser: argparse.ArgumentParser) -> None:
+    """`--scheduler` and `--pipeline`, for `share_of`."""
+    parser.add_argument(
+        "--scheduler",
+        default="",
+        metavar="ADDRESS",
+        help="tcp:// address of the scheduler of a fleet that other runs share",
+    )
+    parser.add_argument("--pipeline", default="", metavar="ID", help="this run's name there")
+
+
+def share_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """The scheduler's address and the pipeline's name; () for a run that shares nothing."""
+    if bool(options.scheduler) != bool(options.pipeline):
+        lacking = "--pipeline" if options.scheduler else "--scheduler"
+        raise ConfigError(f"--scheduler and --pipeline go together: name {lacking}, too")
+    return (options.scheduler, options.pipeline) if options.scheduler else ()
 
 
 def add_model_dir(parser: argparse.ArgumentParser) -> None:

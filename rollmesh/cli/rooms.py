@@ -10,7 +10,14 @@ Driven by launch, or by hand on another machine.
 import argparse
 from pathlib import Path
 
-from rollmesh.cli.options import add_listen, add_room, config_of, parser
+from rollmesh.cli.options import (
+    add_listen,
+    add_room,
+    add_share,
+    config_of,
+    parser,
+    share_of,
+)
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.process import wait_for_go
@@ -62,6 +69,7 @@ def train(argv: list[str]) -> int:
     from rollmesh.launch.folder import RunFolder
     from rollmesh.launch.watch import Watch
     from rollmesh.trainer.process import run
+    from rollmesh.trainer.tenancy import Share
 
     arguments = parser("train", "Train on the rollouts of a mesh.")
     add_room(arguments)
@@ -72,16 +80,18 @@ def train(argv: list[str]) -> int:
         metavar="URL",
         help="http:// address of the router, for the run's page; launch needs none",
     )
+    add_share(arguments)
     add_resume(arguments)
     add_go_on(arguments)
     options = arguments.parse_args(pass_gate(argv))
+    share = Share(*share_of(options)) if share_of(options) else None
     config = settings_of(options)
     if options.ready_fd is not None:
-        run(config, options.router, options.ready_fd)
+        run(config, options.router, options.ready_fd, share)
         return 0
     folder = RunFolder(config, resume=options.resume)
     with Watch(options.status, "trainer", folder, SystemClock()):
-        run(config, options.router, None)
+        run(config, options.router, None, share)
     folder.conclude(config.trainer.num_steps)
     return 0
 

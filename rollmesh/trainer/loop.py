@@ -46,6 +46,8 @@ NOTE_AGAIN_S = 0.5
 """Between two times that anything is given to a disk that refuses it."""
 COLLECT_S = 0.02
 """How long to wait for arrivals before looking at everything else again."""
+UNTRAINED = -1
+"""The step of what the untrained policy is measured by, in the books."""
 MEASURE_S = 0.2
 """The same while an evaluation runs, beside which nothing waits."""
 
@@ -70,6 +72,7 @@ class TrainLoop:
         """Go on from there: do again what is not in the weights, measure the untrained policy,
         train until `num_steps` steps are done, save. Whether they are."""
         self._saver.go_on(recovery.saved)
+        self._parts.tenancy.settle_in()
         if recovery.next_step and self._parts.tally.measured:
             self._end_evaluation()  # all of it was there before the first step
         named = {step: each for each, step in recovery.step_of_version.items()}
@@ -92,11 +95,12 @@ class TrainLoop:
 
         The weights are known by the name that they had: whose gaps are exact depends on it.
         """
-        if self._stop.is_set():
+        if self._stop.is_set() or not self._may_train(again.step):
             return False
         self._parts.policy.know_as(policy_version)
         self._train_again(again, recovery)
         self._parts.policy.end_step(again.step)
+        self._parts.tenancy.trained(again.step, 0)
         # So that a life that ends before the redo does leaves less of it to the next.
         self._saver.stepped(again.step + 1)
         return True
@@ -118,13 +122,15 @@ class TrainLoop:
     def _train_next(self, step: int) -> bool:
         started_s = time.monotonic()
         batch = self._next_batch(step)
-        if batch is None:
+        if batch is None or not self._may_train(step):
             return False
         wait_s = time.monotonic() - started_s
         self._parts.client.note_step(step, batch.group_ids(), batch.oldest_step, self._tries_again)
         told = self._train(batch, wait_s)
         if (step + 1) % self._config.publish.every_steps == 0:
             self._publish(step + 1)
+        # Once the weights are handed over, which is done where they are.
+        self._parts.tenancy.trained(step, self._num_to_come(step + 1))
         self._record(batch, told)
         return True
 
@@ -133,11 +139,14 @@ class TrainLoop:
         num_rollouts, tally = self._config.trainer.eval_rollouts, self._parts.tally
         if not num_rollouts or tally.success_untrained is not None:
             return True
-        while not self._parts.pacer.measure(num_rollouts):
+        pacer, tenancy = self._parts.pacer, self._parts.tenancy
+        while num_to_come := pacer.num_to_measure(num_rollouts):
             if self._stop.is_set():
                 return False
+            if tenancy.may_ask(UNTRAINED, num_to_come, "eval"):
+                pacer.measure(num_rollouts)
             self._saver.tend(0)  # a full journal holds asks back until there is one
-            self._parts.pacer.collect(MEASURE_S)
+            pacer.collect(MEASURE_S)
         self._end_evaluation()
         self._saver.save(0)
         return True
@@ -146,7 +155,7 @@ class TrainLoop:
         """Tell what the untrained policy is worth."""
         tally = self._parts.tally
         tally.success_untrained, tally.measured = mean(tally.measured), []
-        self._parts.records.step({"step": -1, "success_untrained": tally.success_untrained})
+        self._parts.records.step({"step": UNTRAINED, "success_untrained": tally.success_untrained})
 
     def _next_batch(self, step: int) -> Batch | None:
         pacer, trainer = self._parts.pacer, self._config.trainer
@@ -156,12 +165,26 @@ class TrainLoop:
             batch = pacer.take(step)
             # Before the step, so that workers are busy while it computes.
             num_steps_left = trainer.num_steps - step - bool(batch)
-            pacer.ask(num_steps_left * trainer.groups_per_step)
+            if self._parts.tenancy.may_ask(step, self._num_to_come(step + bool(batch))):
+                pacer.ask(num_steps_left * trainer.groups_per_step)
             if batch:
                 return batch
             self._trim(time.monotonic())
             pacer.collect(COLLECT_S)
         return None
+
+    def _num_to_come(self, step: int) -> int:
+        """Rollouts that are to come for this step and, as far as may be known, for later ones."""
+        trainer = self._config.trainer
+        return self._parts.pacer.num_to_come((trainer.num_steps - step) * trainer.groups_per_step)
+
+    def _may_train(self, step: int) -> bool:
+        """Once the GPUs for it are there; not where the run is to end meanwhile."""
+        while not self._parts.tenancy.may_train(step):
+            if self._stop.is_set():
+                return False
+            self._saver.settle()
+        return True
 
     def _trim(self, now_s: float) -> None:
         """Have the system take back what steps have freed."""

@@ -19,6 +19,7 @@ from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.pacing.room import Room
 from rollmesh.trainer.savepoints.shelf import Savepoints, Subject
+from rollmesh.trainer.tenancy import Tenancy, Unshared
 from rollmesh.trainer.weights.events import Probe
 from rollmesh.trainer.weights.folder import Bring, Weights
 
@@ -70,3 +71,5 @@ class Parts(msgspec.Struct):
     savepoints: Savepoints
     fence: Callable[[FenceAsked], None]
     """Have an engine fenced; returns at once."""
+    tenancy: Tenancy = Unshared()
+    """Whose GPUs these are."""

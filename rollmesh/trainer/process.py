@@ -40,6 +40,7 @@ from rollmesh.trainer.recovery.revival import (
 )
 from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.staleness import Staleness
+from rollmesh.trainer.tenancy import Share, tenancy_of
 from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
 from rollmesh.wire.keys import read_keys
 
@@ -49,12 +50,14 @@ CLOSE_S = 2.0
 """How long the publisher may take to let go of the engines."""
 
 
-def run(config: Config, router: str, ready_fd: int | None) -> None:
-    """Train until done or told to stop by SIGTERM or SIGINT."""
+def run(config: Config, router: str, ready_fd: int | None, share: Share | None = None) -> None:
+    """Train until done or told to stop by SIGTERM or SIGINT; `share` is of a fleet that other runs
+    train on, too."""
     folder = config.run_folder()
     setup("trainer", folder, on_console=ready_fd is None)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
+    tenancy = tenancy_of(share, read_keys(), stop)
     client, savepoints, revival = begin(config, router, ready_fd)
     recovery = revival.recovery
     staleness = staleness_of(config, revival)
@@ -86,17 +89,20 @@ def run(config: Config, router: str, ready_fd: int | None) -> None:
         tally=tally,
         savepoints=savepoints,
         fence=fence,
+        tenancy=tenancy,
     )
     is_done = False
     gc.freeze()  # torch alone is 400,000 objects, which no collection need look at
     # Whoever is late, or fails, keeps none of the others from it.
     with told_in_one_line(), ExitStack() as leaving:
+        leaving.callback(lambda: tenancy.close(is_done=is_done))
         leaving.callback(policy.close)
         leaving.callback(pacer.close)
         leaving.callback(write_books, folder, tally, pacer)
         leaving.callback(records.close)
         # Of a run that is not done the mesh keeps what runs, for the trainer that comes next.
         leaving.callback(lambda: client.close(for_good=is_done))
+        leaving.callback(tenancy.leave)
         leaving.callback(close_publisher, background, shell)
         is_done = TrainLoop(config, parts, stop).run(recovery)
 

@@ -78,11 +78,10 @@ class Ticket:
         does not. UserError, in one line, where the scheduler refuses it.
         """
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._is_settled.wait(LOOK_S):
+        while not self._is_settled.wait(LOOK_S if timeout_s is None else min(LOOK_S, timeout_s)):
             self._hooks.check_alive()
             if stop is not None and stop.is_set():
-                if not isinstance(self._claim, NotifyReleaseGpus):
-                    self._hooks.say(WithdrawRequest(self._claim.key))
+                self.withdraw()
                 return None
             if ends_s is not None and time.monotonic() >= ends_s:
                 return None
@@ -93,6 +92,11 @@ class Ticket:
                 f"pipeline {claim.pipeline_id!r}, {claim.cluster}: {self._answer.reason}"
             )
         return self._answer.gpus
+
+    def withdraw(self) -> None:
+        """Nobody waits for it any more; a release stays one."""
+        if not isinstance(self._claim, NotifyReleaseGpus):
+            self._hooks.say(WithdrawRequest(self._claim.key))
 
     def settle(self, answer: Settled) -> None:
         """The hooks' thread has heard of it."""
@@ -124,6 +128,8 @@ class PipelineHooks:
 
     def close(self) -> None:
         """Say what was still to be said and end the thread; what was granted stays granted."""
+        if self._is_closing:
+            return
         self._is_closing = True
         self._bell.ring()
         self._thread.join(JOIN_S)

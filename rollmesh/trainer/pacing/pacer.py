@@ -148,12 +148,24 @@ class Pacer:
     def measure(self, num_rollouts: int) -> bool:
         """Ask for single rollouts that do not train until there are `num_rollouts`, those that
         earlier lives asked for among them; whether all have ended."""
-        # Not what was asked for less what was measured: a savepoint that broke may have taken some.
         num_out = self.course.num_measuring
         num_left = num_rollouts - self._tally.num_evals
         for _ in range(min(num_left, EVAL_WINDOW - num_out)):
             self.asker.evaluate(self._staleness.published_step)
         return num_out <= 0 and num_left <= 0
+
+    def num_to_measure(self, num_rollouts: int) -> int:
+        """Of an evaluation of so many, those that have not ended or are still to be asked for."""
+        # Not what was asked for less what was measured: a savepoint that broke may have taken some.
+        return self.course.num_measuring + max(0, num_rollouts - self._tally.num_evals)
+
+    def num_to_come(self, num_needed: int) -> int:
+        """Rollouts that run or may be asked for now, of `num_needed` groups that the run takes; and
+        at least those that the next batch lacks, for which there may be no room yet."""
+        staleness, ready = self._staleness, self._staleness.ready
+        most = max(0, num_needed * self._asking.num_samples - ready)
+        num_lacking = staleness.settings.batch - ready
+        return min(most, max(num_lacking, staleness.running + staleness.capacity))
 
     def cancel_open(self, reason: str) -> None:
         """Nobody will want what is asked for and has not ended."""

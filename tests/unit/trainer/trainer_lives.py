@@ -109,7 +109,7 @@ class Life:
         self.pacer = Pacer(self.client, staleness, tasks, asking_of(config), books, room)
         self.pacer.go_on(self.recovery)
         self._background = BackgroundLoop("publisher")
-        parts = Parts(
+        self.parts = Parts(
             client=self.client,
             pacer=self.pacer,
             policy=self.policy,
@@ -121,8 +121,8 @@ class Life:
             fence=lambda _: None,
         )
         self.stop = threading.Event()
-        self.loop = TrainLoop(config, parts, self.stop)
-        self.saver = Saver(parts, PERIOD_STEPS)
+        self.loop = TrainLoop(config, self.parts, self.stop)
+        self.saver = Saver(self.parts, PERIOD_STEPS)
         self.saver.go_on(self.recovery.saved)
 
     def end(self) -> None:

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import TypeVar
 
 import pytest
 from structlog.testing import capture_logs
@@ -11,72 +10,34 @@ from structlog.testing import capture_logs
 from rollmesh.core.errors import AddressError, UserError
 from rollmesh.serve.coordinator import claims
 from rollmesh.serve.coordinator.hooks import PipelineHooks
-from rollmesh.wire.frames import Packet
-from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     ClearProgress,
     GpuPriority,
-    HooksWired,
     NotifyReleaseGpus,
     NotifyReleaseThenRequestGpus,
     ReportPreempt,
     ReportProgress,
     RequestGpus,
-    SchedulerHello,
     TicketMoved,
     TicketState,
     WithdrawRequest,
 )
-from rollmesh.wire.sockets import Hub, wait
+from tests.unit.serve.coordinator.fake_scheduler import FakeScheduler
 
-M = TypeVar("M")
 PATIENCE_S = 30.0
 TRAIN = GpuPriority.ACTOR_TRAINING
 
 
-class Scheduler:
-    """A hub that says only what it is told to."""
-
-    def __init__(self, bind: str = "tcp://127.0.0.1:0", incarnation: str = "s1") -> None:
-        self.hub = Hub(bind)
-        self.incarnation = incarnation
-        self.heard: list[AnyMessage] = []
-        self.known: set[AnyMessage] = set()
-        self.route = b""
-
-    def expect(self, kind: type[M], *, is_again: bool = False) -> M:
-        """The next message of this kind that is news, or is none; hellos are answered."""
-        for _ in range(300):
-            while self.heard:
-                message = self.heard.pop(0)
-                if isinstance(message, kind) and (message in self.known) is is_again:
-                    self.known.add(message)
-                    return message
-            wait([self.hub], None, 0.1)
-            for route, packet in self.hub.receive():
-                self.route = route
-                self.heard.append(packet.message)
-                if isinstance(packet.message, HooksWired):
-                    self.say(SchedulerHello(self.incarnation))
-        raise AssertionError(f"no {kind.__name__}")
-
-    def say(self, message: AnyMessage) -> None:
-        self.hub.send(self.route, Packet(message))
-
-    def say_granted(self, key: str, gpus: tuple[int, ...]) -> None:
-        self.say(TicketMoved(key, TicketState.GRANTED, gpus))
-
-
 @pytest.fixture
-def scheduler() -> Iterator[Scheduler]:
-    scheduler = Scheduler()
+def scheduler() -> Iterator[FakeScheduler]:
+    scheduler = FakeScheduler()
     yield scheduler
     scheduler.hub.close()
 
 
 @pytest.fixture
-def hooks(scheduler: Scheduler) -> Iterator[PipelineHooks]:
+def hooks(scheduler: FakeScheduler) -> Iterator[PipelineHooks]:
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
         yield hooks
 
@@ -92,7 +53,7 @@ def waiting(hooks: PipelineHooks, stop: threading.Event | None = None) -> Iterat
 
 
 def test_a_signal_returns_when_an_engine_is_awake(
-    scheduler: Scheduler, hooks: PipelineHooks
+    scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
     with waiting(hooks) as ends:
         ask = scheduler.expect(RequestGpus)
@@ -106,7 +67,7 @@ def test_a_signal_returns_when_an_engine_is_awake(
 
 
 def test_who_is_told_to_stop_waits_no_longer_and_withdraws(
-    scheduler: Scheduler, hooks: PipelineHooks
+    scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
     stop = threading.Event()
     with waiting(hooks, stop) as ends:
@@ -117,7 +78,7 @@ def test_who_is_told_to_stop_waits_no_longer_and_withdraws(
 
 
 def test_gpus_are_asked_for_handed_over_and_released(
-    scheduler: Scheduler, hooks: PipelineHooks
+    scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
     asked = hooks.request_gpus("actor_train", TRAIN, 3)
     scheduler.say_granted(scheduler.expect(RequestGpus).key, (0, 1))
@@ -134,7 +95,7 @@ def test_gpus_are_asked_for_handed_over_and_released(
     assert released.wait() == ()
 
 
-def test_no_two_asks_have_one_key_in_whatever_life(scheduler: Scheduler) -> None:
+def test_no_two_asks_have_one_key_in_whatever_life(scheduler: FakeScheduler) -> None:
     keys = set()
     for _ in range(2):
         with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
@@ -145,7 +106,7 @@ def test_no_two_asks_have_one_key_in_whatever_life(scheduler: Scheduler) -> None
 
 
 def test_what_is_refused_is_the_users_mistake_in_one_line(
-    scheduler: Scheduler, hooks: PipelineHooks
+    scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
     asked = hooks.request_gpus("actor_train", TRAIN)
     key = scheduler.expect(RequestGpus).key
@@ -155,7 +116,7 @@ def test_what_is_refused_is_the_users_mistake_in_one_line(
 
 
 def test_progress_is_told_in_rollouts_of_batches_that_grow(
-    scheduler: Scheduler, hooks: PipelineHooks
+    scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
     hooks.begin_progress_batch(4)
     hooks.bump_completed(3)
@@ -174,7 +135,7 @@ def test_progress_is_told_in_rollouts_of_batches_that_grow(
     assert scheduler.expect(ClearProgress) == ClearProgress("p", "train", second.batch)
 
 
-def test_batches_grow_from_life_to_life(scheduler: Scheduler) -> None:
+def test_batches_grow_from_life_to_life(scheduler: FakeScheduler) -> None:
     batches = []
     for _ in range(2):
         with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
@@ -183,7 +144,7 @@ def test_batches_grow_from_life_to_life(scheduler: Scheduler) -> None:
     assert batches[0] < batches[1]
 
 
-def test_a_preemption_is_reported(scheduler: Scheduler, hooks: PipelineHooks) -> None:
+def test_a_preemption_is_reported(scheduler: FakeScheduler, hooks: PipelineHooks) -> None:
     hooks.report_preempt(1, "http://e1")
     assert scheduler.expect(ReportPreempt) == ReportPreempt("p", 1, "http://e1")
 
@@ -192,14 +153,14 @@ def test_a_wait_goes_on_through_the_scheduler_s_next_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(claims, "SILENT_S", 0.5)
-    first = Scheduler()
+    first = FakeScheduler()
     with closing(PipelineHooks(first.hub.address, "p")) as hooks, capture_logs() as told:
         ticket = hooks.request_gpus("actor_train", TRAIN)
         key = first.expect(RequestGpus).key
         address = first.hub.address
         first.hub.close()
         assert ticket.wait(timeout_s=2.0) is None
-        second = Scheduler(address, "s2")
+        second = FakeScheduler(address, "s2")
         assert second.expect(RequestGpus).key == key
         second.say_granted(key, (0,))
         assert ticket.wait(timeout_s=PATIENCE_S) == (0,)

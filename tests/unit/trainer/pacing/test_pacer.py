@@ -262,3 +262,37 @@ def test_what_is_open_when_a_run_is_done_is_cancelled(stage: Stage) -> None:
     stage.pacer.cancel_open("its run is done")
     stage.pacer.collect(0.0)
     assert (stage.open(), stage.tally.num_dropped, stage.lost()) == ([], 12, 0)
+
+
+def test_what_is_to_come_is_what_runs_or_may_be_asked_for_and_no_more_than_the_run_takes(
+    stage: Stage,
+) -> None:
+    assert [stage.pacer.num_to_come(needed) for needed in (MANY, 3, 0)] == [16, 12, 0]
+    stage.pacer.ask(MANY)
+    assert stage.pacer.num_to_come(MANY) == 16
+    first, *_ = stage.open()
+    stage.client.finish(first)
+    stage.pacer.collect(0.0)
+    assert [stage.pacer.num_to_come(needed) for needed in (MANY, 3)] == [12, 8]
+
+
+def test_what_the_next_batch_lacks_is_to_come_though_there_is_no_room_for_it_yet(
+    stage: Stage,
+) -> None:
+    stage.pacer.ask(MANY)
+    for group_id in stage.open():
+        stage.client.finish(group_id)
+    stage.pacer.collect(0.0)
+    for step in range(2):
+        stage.pacer.trained(stage.batch(step))
+    assert stage.pacer.pacing.capacity == 0
+    assert [stage.pacer.num_to_come(needed) for needed in (MANY, 1)] == [8, 4]
+
+
+def test_what_is_to_be_measured_shrinks_as_it_ends(stage: Stage) -> None:
+    assert stage.pacer.num_to_measure(3) == 3
+    stage.pacer.measure(3)
+    for group_id in stage.open()[:2]:
+        stage.client.finish(group_id)
+    stage.pacer.collect(0.0)
+    assert stage.pacer.num_to_measure(3) == 1

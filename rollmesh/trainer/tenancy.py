@@ -1,0 +1,201 @@
+"""Whose GPUs a run computes on: its own, or those of a fleet that it shares.
+
+    Unshared   nobody is asked, nothing is told
+    Tenant     a scheduler is asked for engines before anything is asked of them, and for the
+               trainer's GPUs before a step; it is told how many rollouts are to come
+
+    a step   DEMANDED -> ROLLING OUT -> ASKED (for the trainer's GPUs) -> TRAINING -> handed over:
+             what the step had goes back as the next step's demand is opened, in one ask
+
+Owns what this life has asked for. Invariants: generation goes on while a step waits for GPUs or
+trains, on engines that no step needs; what an earlier life held is given up before anything is
+asked for; a clean end leaves neither hold nor demand. Rollouts are counted, never groups. Driven by
+the train loop and by process.py, on one thread.
+"""
+
+import contextlib
+import threading
+import time
+from typing import Literal, Protocol
+
+import msgspec
+
+from rollmesh.core.errors import UserError
+from rollmesh.core.logs import get_logger
+from rollmesh.serve.coordinator.hooks import PipelineHooks, Ticket
+from rollmesh.wire.keys import Keys
+from rollmesh.wire.scheduling import GENERATION_CLUSTER, GpuPriority
+
+log = get_logger()
+
+TRAIN_CLUSTER = "actor_train"
+"""The name of the cluster that a train step needs all of."""
+LOOK_S = 0.25
+"""So long `may_train` waits before it says that it is not yet time."""
+SLEEP_S = 30.0
+"""So long a run that is done waits for its engines to sleep: those who run them end next."""
+STOP_S = 1.0
+"""The same for one that is told to stop, which is not given long."""
+
+Stream = Literal["train", "eval"]
+
+
+class Share(msgspec.Struct, frozen=True):
+    """Where a run's share of a fleet is kept."""
+
+    scheduler: str
+    """tcp:// address"""
+    pipeline_id: str
+
+
+class Tenancy(Protocol):
+    """What a train loop asks of it."""
+
+    def settle_in(self) -> None:
+        """Give up what an earlier life held."""
+
+    def may_ask(self, step: int, num_to_come: int, stream: Stream = "train") -> bool:
+        """Whether rollouts of `step` may be asked for: an engine is awake for them, or the run has
+        GPUs of its own. The first call waits for that, or for a stop, unless the step before has
+        asked already. `num_to_come` rollouts are."""
+
+    def may_train(self, step: int) -> bool:
+        """Whether the trainer's GPUs are there; waits a moment for them."""
+
+    def trained(self, step: int, num_to_come: int) -> None:
+        """The step needs them no more; `num_to_come` rollouts at least are to come after it."""
+
+    def leave(self) -> None:
+        """Give up everything; returns at once."""
+
+    def close(self, *, is_done: bool) -> None:
+        """Wait, not for long, until that is done."""
+
+
+class Unshared:
+    """See the module."""
+
+    def settle_in(self) -> None:
+        """Nobody has anything of it."""
+
+    def may_ask(self, step: int, num_to_come: int, stream: Stream = "train") -> bool:
+        del step, num_to_come, stream
+        return True
+
+    def may_train(self, step: int) -> bool:
+        del step
+        return True
+
+    def trained(self, step: int, num_to_come: int) -> None:
+        del step, num_to_come
+
+    def leave(self) -> None:
+        """Nobody waits for it."""
+
+    def close(self, *, is_done: bool) -> None:
+        del is_done
+
+
+class Tenant:
+    """See the module."""
+
+    def __init__(self, hooks: PipelineHooks, stop: threading.Event) -> None:
+        """`stop` ends every wait."""
+        self._hooks = hooks
+        self._stop = stop
+        self._begun: tuple[Stream, int] | None = None
+        """The stream and step that progress is told of."""
+        self._awake_for: tuple[Stream, int] | None = None
+        """Those that an engine is awake for."""
+        self._target = self._left = 0
+        """Rollouts of the batch that progress is told of."""
+        self._handed: Ticket | None = None
+        """The next step's demand, opened as the last step ended."""
+        self._train: Ticket | None = None
+        self._releases: list[Ticket] = []
+
+    def settle_in(self) -> None:
+        self._hooks.notify_release_gpus(TRAIN_CLUSTER).wait(self._stop)
+
+    def may_ask(self, step: int, num_to_come: int, stream: Stream = "train") -> bool:
+        if self._awake_for != (stream, step):
+            if not self._has_engine(step, num_to_come):
+                return False
+            self._awake_for = stream, step
+        if self._begun != (stream, step):  # after the demand, which forgets what was told before
+            self._begin(stream, step, num_to_come)
+        self._progress(stream, num_to_come)
+        return True
+
+    def may_train(self, step: int) -> bool:
+        if self._train is None:
+            self._train = self._hooks.request_gpus(TRAIN_CLUSTER, GpuPriority.ACTOR_TRAINING, step)
+        return self._train.wait(self._stop, LOOK_S) is not None
+
+    def trained(self, step: int, num_to_come: int) -> None:
+        self._train = None
+        if not num_to_come:
+            self._releases.append(self._hooks.notify_release_gpus(TRAIN_CLUSTER, step))
+            return
+        self._handed = self._hooks.notify_release_then_request_gpus(
+            TRAIN_CLUSTER,
+            GENERATION_CLUSTER,
+            GpuPriority.GENERATION,
+            release_global_step=step,
+            global_step=step + 1,
+            step_target_estimate=num_to_come,
+        )
+        self._begin("train", step + 1, num_to_come)
+
+    def leave(self) -> None:
+        for ticket in (self._handed, self._train):
+            if ticket:
+                ticket.withdraw()
+        if self._begun:
+            self._hooks.end_progress_batch(self._begun[0])
+        clusters = (TRAIN_CLUSTER, GENERATION_CLUSTER)
+        self._releases = [self._hooks.notify_release_gpus(cluster) for cluster in clusters]
+
+    def close(self, *, is_done: bool) -> None:
+        ends_s = time.monotonic() + (SLEEP_S if is_done else STOP_S)
+        with contextlib.suppress(UserError):  # of one that is not known any more nothing is held
+            for ticket in self._releases:
+                if ticket.wait(timeout_s=max(0.0, ends_s - time.monotonic())) is None:
+                    fix = "none, once its engines have ended; else: rollmesh scheduler kill"
+                    log.warning("gpus.not_released", pipeline=self._hooks.pipeline_id, fix=fix)
+                    break
+        self._hooks.close()
+
+    def _has_engine(self, step: int, num_to_come: int) -> bool:
+        """Whether one is awake for the step's rollouts, whose demand is opened where it is not."""
+        if self._handed is None:
+            return self._hooks.signal_rollout_demand(step, num_to_come, self._stop)
+        if self._handed.wait(self._stop, 0.0) is None:
+            return False
+        self._handed = None
+        return True
+
+    def _begin(self, stream: Stream, step: int, num_to_come: int) -> None:
+        """A batch of progress; the stream before ends only then, so that demand does not."""
+        before, self._begun = self._begun, (stream, step)
+        self._target = self._left = num_to_come
+        self._hooks.begin_progress_batch(num_to_come, stream=stream)
+        if before and before[0] != stream:
+            self._hooks.end_progress_batch(before[0])
+
+    def _progress(self, stream: Stream, num_to_come: int) -> None:
+        num_more = num_to_come - self._left
+        self._left = num_to_come
+        if num_more > 0:  # weights were published, say, and there is room for more
+            self._target += num_more
+            self._hooks.begin_progress_batch(self._target, self._target - num_to_come, stream)
+        elif num_more < 0:
+            self._hooks.bump_completed(-num_more, stream)
+
+
+def tenancy_of(share: Share | None, keys: Keys | None, stop: threading.Event) -> Tenancy:
+    """What a run is on the fleet, where it shares one; AddressError where the scheduler's address
+    is none."""
+    if share is None:
+        return Unshared()
+    return Tenant(PipelineHooks(share.scheduler, share.pipeline_id, keys), stop)

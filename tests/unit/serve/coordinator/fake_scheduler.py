@@ -1,0 +1,90 @@
+"""A scheduler by hand, for tests of those who ask for GPUs."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import AnyMessage
+from rollmesh.wire.scheduling import (
+    HooksWired,
+    NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
+    RequestGpus,
+    SchedulerHello,
+    TicketMoved,
+    TicketState,
+)
+from rollmesh.wire.sockets import Hub, wait
+
+M = TypeVar("M")
+
+
+class FakeScheduler:
+    """A hub that says only what it is told to."""
+
+    def __init__(self, bind: str = "tcp://127.0.0.1:0", incarnation: str = "s1") -> None:
+        self.hub = Hub(bind)
+        self.incarnation = incarnation
+        self.heard: list[AnyMessage] = []
+        self.known: set[AnyMessage] = set()
+        self.route = b""
+
+    def expect(self, kind: type[M], *, is_again: bool = False) -> M:
+        """The next message of this kind that is news, or is none; hellos are answered."""
+        for _ in range(300):
+            while self.heard:
+                message = self.heard.pop(0)
+                if isinstance(message, kind) and (message in self.known) is is_again:
+                    self.known.add(message)
+                    return message
+            wait([self.hub], None, 0.1)
+            for route, packet in self.hub.receive():
+                self.route = route
+                self.heard.append(packet.message)
+                if isinstance(packet.message, HooksWired):
+                    self.say(SchedulerHello(self.incarnation))
+        raise AssertionError(f"no {kind.__name__}")
+
+    def say(self, message: AnyMessage) -> None:
+        self.hub.send(self.route, Packet(message))
+
+    def say_granted(self, key: str, gpus: tuple[int, ...]) -> None:
+        self.say(TicketMoved(key, TicketState.GRANTED, gpus))
+
+    @contextmanager
+    def granting(self, *clusters: str) -> Iterator[list[AnyMessage]]:
+        """In a thread of its own, grant what is asked of these clusters and take back all that is
+        given up; what is heard, each once and progress only of new batches."""
+        told: list[AnyMessage] = []
+        is_over = threading.Event()
+
+        def serve() -> None:
+            while not is_over.is_set():
+                wait([self.hub], None, 0.05)
+                for route, packet in self.hub.receive():
+                    self.route = route
+                    self._answer(packet.message, clusters, told)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield told
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _answer(
+        self, message: AnyMessage, clusters: tuple[str, ...], told: list[AnyMessage]
+    ) -> None:
+        match message:
+            case HooksWired():
+                self.say(SchedulerHello(self.incarnation))
+                return
+            case RequestGpus() | NotifyReleaseThenRequestGpus() if message.cluster in clusters:
+                self.say_granted(message.key, (0,))
+            case NotifyReleaseGpus(key):
+                self.say(TicketMoved(key, TicketState.RELEASED))
+        if message not in told:
+            told.append(message)

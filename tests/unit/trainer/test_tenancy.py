@@ -1,0 +1,241 @@
+"""A run on a shared fleet asks before it computes, hands over what it had, and leaves nothing."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.errors import UserError
+from rollmesh.serve.coordinator.hooks import PipelineHooks
+from rollmesh.trainer.tenancy import TRAIN_CLUSTER, Share, Tenant, Unshared, tenancy_of
+from rollmesh.wire.messages import AnyMessage
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    ClearProgress,
+    GpuPriority,
+    NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
+    ReportProgress,
+    RequestGpus,
+    TicketMoved,
+    TicketState,
+    WithdrawRequest,
+)
+from tests.unit.serve.coordinator.fake_scheduler import FakeScheduler
+from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Lives
+
+ALL = (TRAIN_CLUSTER, GENERATION_CLUSTER)
+
+
+@pytest.fixture
+def scheduler() -> Iterator[FakeScheduler]:
+    scheduler = FakeScheduler()
+    yield scheduler
+    scheduler.hub.close()
+
+
+@pytest.fixture
+def stop() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def tenant(scheduler: FakeScheduler, stop: threading.Event) -> Iterator[Tenant]:
+    with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
+        yield Tenant(hooks, stop)
+
+
+def leave(tenant: Tenant) -> None:
+    """Once that is answered all that was said before was heard."""
+    tenant.leave()
+    tenant.close(is_done=True)
+
+
+def asks(told: list[AnyMessage]) -> list[tuple[str, int]]:
+    """(cluster, rollouts to come) of what was asked for, in order."""
+    kinds = RequestGpus | NotifyReleaseThenRequestGpus
+    return [(m.cluster, m.step_target_estimate) for m in told if isinstance(m, kinds)]
+
+
+def targets(told: list[AnyMessage]) -> list[tuple[str, int, int]]:
+    """(stream, target, completed) of progress, in order, as often as it changed."""
+    reports = [m for m in told if isinstance(m, ReportProgress)]
+    return [(each.stream, each.target, each.completed) for each in reports]
+
+
+def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
+    scheduler: FakeScheduler, tenant: Tenant
+) -> None:
+    with scheduler.granting(*ALL) as told:
+        tenant.settle_in()
+        for step in range(2):
+            while not tenant.may_ask(step, 8):
+                pass
+            while not tenant.may_train(step):
+                pass
+            tenant.trained(step, 8 * (1 - step))
+        tenant.leave()
+        tenant.close(is_done=True)
+    assert asks(told) == [
+        (GENERATION_CLUSTER, 8),
+        (TRAIN_CLUSTER, 0),
+        (GENERATION_CLUSTER, 8),
+        (TRAIN_CLUSTER, 0),
+    ]
+    [handed] = [m for m in told if isinstance(m, NotifyReleaseThenRequestGpus)]
+    assert (handed.release_cluster, handed.priority) == (TRAIN_CLUSTER, GpuPriority.GENERATION)
+    assert (handed.release_global_step, handed.global_step) == (0, 1)
+    released = [m.cluster for m in told if isinstance(m, NotifyReleaseGpus)]
+    assert released == [TRAIN_CLUSTER, TRAIN_CLUSTER, TRAIN_CLUSTER, GENERATION_CLUSTER]
+    assert isinstance(told[0], NotifyReleaseGpus), "what an earlier life held, before all else"
+    assert any(isinstance(m, ClearProgress) for m in told)
+
+
+def test_nothing_is_asked_of_engines_before_one_is_awake(
+    scheduler: FakeScheduler, tenant: Tenant
+) -> None:
+    with scheduler.granting(*ALL):
+        assert tenant.may_ask(0, 8)
+        while not tenant.may_train(0):
+            pass
+    tenant.trained(0, 8)
+    assert not tenant.may_ask(1, 8)
+    handed = scheduler.expect(NotifyReleaseThenRequestGpus)
+    scheduler.say_granted(handed.key, (0,))
+    while not tenant.may_ask(1, 8):
+        pass
+    assert tenant.may_ask(1, 8)
+
+
+def test_progress_is_what_is_left_and_grows_where_there_is_room_for_more(
+    scheduler: FakeScheduler, tenant: Tenant
+) -> None:
+    with scheduler.granting(*ALL) as told:
+        for num_to_come in (8, 8, 5, 9, 0):
+            assert tenant.may_ask(0, num_to_come)
+        tenant.may_ask(1, 4)
+        leave(tenant)
+    assert targets(told) == [
+        ("train", 8, 0),
+        ("train", 8, 3),
+        ("train", 12, 3),
+        ("train", 12, 12),
+        ("train", 4, 0),
+    ]
+
+
+def test_an_evaluation_is_a_stream_of_its_own_and_ends_when_the_next_has_begun(
+    scheduler: FakeScheduler, tenant: Tenant
+) -> None:
+    with scheduler.granting(*ALL) as told:
+        assert tenant.may_ask(-1, 100, "eval")
+        assert tenant.may_ask(-1, 0, "eval")
+        assert tenant.may_ask(0, 8)
+        leave(tenant)
+    streams = [(type(m), m.stream) for m in told if isinstance(m, ReportProgress | ClearProgress)]
+    assert streams == [
+        (ReportProgress, "eval"),
+        (ReportProgress, "eval"),
+        (ReportProgress, "train"),
+        (ClearProgress, "eval"),
+        (ClearProgress, "train"),
+    ]
+
+
+def test_who_is_told_to_stop_waits_neither_for_engines_nor_for_gpus(
+    scheduler: FakeScheduler, tenant: Tenant, stop: threading.Event
+) -> None:
+    stop.set()
+    tenant.settle_in()
+    assert not tenant.may_ask(0, 8)
+    assert not tenant.may_train(0)
+    key = scheduler.expect(RequestGpus).key
+    assert scheduler.expect(WithdrawRequest) == WithdrawRequest(key)
+
+
+def test_who_leaves_in_mid_step_leaves_nothing(scheduler: FakeScheduler, tenant: Tenant) -> None:
+    with scheduler.granting(GENERATION_CLUSTER) as told:
+        assert tenant.may_ask(0, 8)
+        assert not tenant.may_train(0)
+        tenant.leave()
+        tenant.close(is_done=False)
+    [train] = [m for m in told if isinstance(m, RequestGpus) and m.cluster == TRAIN_CLUSTER]
+    assert WithdrawRequest(train.key) in told
+    released = [m.cluster for m in told if isinstance(m, NotifyReleaseGpus)]
+    assert released == [TRAIN_CLUSTER, GENERATION_CLUSTER]
+
+
+def test_a_pipeline_that_is_unknown_is_the_users_mistake(
+    scheduler: FakeScheduler, tenant: Tenant, stop: threading.Event
+) -> None:
+    refusing = threading.Thread(target=refuse, args=[scheduler])
+    refusing.start()
+    with pytest.raises(UserError, match="'p', actor_train: no such pipeline"):
+        tenant.settle_in()
+    refusing.join()
+
+
+def refuse(scheduler: FakeScheduler) -> None:
+    key = scheduler.expect(NotifyReleaseGpus).key
+    scheduler.say(TicketMoved(key, TicketState.REFUSED, (), "no such pipeline"))
+
+
+def test_a_loop_asks_for_engines_first_and_trains_on_gpus_that_it_was_given(
+    scheduler: FakeScheduler, begin: Lives
+) -> None:
+    life = begin(JournalConfig())
+    with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
+        life.parts.tenancy = Tenant(hooks, life.stop)
+        loop = threading.Thread(target=life.loop.run, args=[life.recovery])
+        loop.start()
+        held = scheduler.expect(NotifyReleaseGpus)
+        scheduler.say(TicketMoved(held.key, TicketState.RELEASED))
+        demand = scheduler.expect(RequestGpus)
+        assert (demand.cluster, demand.global_step) == (GENERATION_CLUSTER, 0)
+        assert demand.step_target_estimate == 5 * SAMPLES, "of max_staleness + 1 steps"
+        assert not life.pacer.course.open_ids
+        scheduler.say_granted(demand.key, (2,))
+        group_id, task = life.hear_ask()
+        life.finish(group_id, task.id)
+        step = scheduler.expect(RequestGpus)
+        assert (step.cluster, step.priority) == (TRAIN_CLUSTER, GpuPriority.ACTOR_TRAINING)
+        assert not life.tally.num_steps
+        scheduler.say_granted(step.key, (0, 1))
+        handed = scheduler.expect(NotifyReleaseThenRequestGpus)
+        assert (handed.release_global_step, handed.global_step) == (0, 1)
+        life.stop.set()
+        loop.join()
+    assert [row["step"] for row in life.rows("metrics.jsonl")] == [0]
+
+
+def test_a_loop_that_is_stopped_waits_for_no_gpus(scheduler: FakeScheduler, begin: Lives) -> None:
+    life = begin(JournalConfig())
+    with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
+        life.parts.tenancy = Tenant(hooks, life.stop)
+        loop = threading.Thread(target=life.loop.run, args=[life.recovery])
+        loop.start()
+        with scheduler.granting(GENERATION_CLUSTER):
+            group_id, task = life.hear_ask()
+            life.finish(group_id, task.id)
+        scheduler.expect(RequestGpus)
+        life.stop.set()
+        loop.join(PATIENCE_S)
+        assert not loop.is_alive()
+    assert not life.tally.num_steps
+
+
+def test_a_run_that_shares_nothing_asks_nobody(stop: threading.Event) -> None:
+    tenancy = tenancy_of(None, None, stop)
+    assert isinstance(tenancy, Unshared)
+    assert tenancy.may_ask(0, 8)
+    assert tenancy.may_train(0)
+
+
+def test_a_run_with_a_share_is_a_tenant(scheduler: FakeScheduler, stop: threading.Event) -> None:
+    tenancy = tenancy_of(Share(scheduler.hub.address, "p"), None, stop)
+    assert isinstance(tenancy, Tenant)
+    with scheduler.granting():
+        tenancy.leave()
+        tenancy.close(is_done=True)
