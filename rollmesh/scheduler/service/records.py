@@ -183,6 +183,21 @@ class Numbers(msgspec.Struct, kw_only=True):
     credits: dict[str, float] = {}
 
 
+TABLES = (
+    "nodes",
+    "pipelines",
+    "workers",
+    "holds",
+    "requests",
+    "demands",
+    "progress",
+    "tickets",
+    "intents",
+    "answers",
+    "numbers",
+)
+
+
 class Revived(msgspec.Struct):
     """What a journal holds, by table and key."""
 
