@@ -108,6 +108,7 @@ class _Update(msgspec.Struct):
 class _Load(msgspec.Struct):
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
+    num_used_tokens: int = 0
 
 
 class _Loads(msgspec.Struct):
@@ -129,6 +130,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     model_path: str
     policy_version: int
+    weight_version: str = ""
+    """As the engine calls it."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
@@ -136,6 +139,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
 
     num_running: int
     num_waiting: int
+    num_tokens: int = 0
+    """Whose keys and values are held for what runs."""
 
 
 _answers = msgspec.json.Decoder(Answer)
@@ -251,7 +256,8 @@ def model_info_of(raw: bytes) -> ModelInfo:
         info = _model_infos.decode(raw)
     except msgspec.MsgspecError as error:
         raise EngineUnavailable(f"answered what is no model info: {error}") from None
-    return ModelInfo(info.model_path, policy_version_of(info.weight_version))
+    called = info.weight_version
+    return ModelInfo(info.model_path, policy_version_of(called), called)
 
 
 def server_info_of(raw: bytes) -> dict[str, Any]:
@@ -269,7 +275,8 @@ def load_of(raw: bytes) -> EngineLoad:
     except msgspec.MsgspecError as error:
         raise EngineUnavailable(f"answered what is no load: {error}") from None
     running = sum(load.num_running_reqs for load in loads)
-    return EngineLoad(running, sum(load.num_waiting_reqs for load in loads))
+    waiting = sum(load.num_waiting_reqs for load in loads)
+    return EngineLoad(running, waiting, sum(load.num_used_tokens for load in loads))
 
 
 def update_of(raw: bytes) -> str:

@@ -2,6 +2,7 @@
 
     /generate /abort_request /pause_generation /continue_generation /flush_cache
     /update_weights_from_disk /update_weight_version /load_lora_adapter /unload_lora_adapter
+    /release_memory_occupation /resume_memory_occupation
     /model_info /server_info /v1/loads /v1/models
 
 Invariant: every failure is EngineUnavailable (worth a retry) or EngineRefused (it would fail
@@ -88,6 +89,17 @@ class EngineClient:
     async def flush(self) -> None:
         """Forget all prefixes; EngineRefused while requests run."""
         await self._post("/flush_cache", {}, CONTROL_TIMEOUT_S)
+
+    async def release_memory(self) -> None:
+        """Give up the memory of weights, keys and values; the weights are lost.
+
+        Only while it is paused and has flushed: SGLang falls over a request that still runs.
+        """
+        await self._post("/release_memory_occupation", {}, CONTROL_TIMEOUT_S)
+
+    async def resume_memory(self) -> None:
+        """Take the memory again; weights must be loaded before it generates."""
+        await self._post("/resume_memory_occupation", {}, CONTROL_TIMEOUT_S)
 
     async def order(
         self, path: str, body: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S

@@ -10,6 +10,7 @@ opens. Driven by tests and benchmarks.
 """
 
 import asyncio
+import enum
 import types
 import zlib
 from collections import deque
@@ -44,6 +45,14 @@ def endless_token(policy_version: int, context: Sequence[int]) -> int:
 def logprob_of(policy_version: int, token_id: int) -> float:
     """What the scripted engine says of a token, exact in float32."""
     return -(1 + policy_version % 8) / 8 - token_id / 512
+
+
+class Tenure(enum.Enum):
+    """Whether the engine has its memory, as in the embedded one: BARE is without weights."""
+
+    HELD = "held"
+    RELEASED = "released"
+    BARE = "bare"
 
 
 class SeenRequest(msgspec.Struct, frozen=True):
@@ -90,6 +99,7 @@ class ScriptedEngine:
         self.num_deaf_aborts = 0
         """So many aborts do nothing, as one does that comes before its request."""
         self.is_paused = False
+        self.tenure = Tenure.HELD
         self.num_sampled = 0
         self.lives = 0
         self._start_version = weight_version
@@ -170,6 +180,7 @@ class ScriptedEngine:
         await self.die()
         self.weight_version = self._weights = self._start_version
         self.is_paused = False
+        self.tenure = Tenure.HELD
         await self._serve()
 
     async def _serve(self) -> None:
@@ -204,11 +215,11 @@ class ScriptedEngine:
         await self._notify()
         if request.path == "/generate":
             return await self._on_generate(request, body)
-        answer = await self._control(request.path, body)
+        answer = self._control(request.path, body)
         await self._notify()
         return answer
 
-    async def _control(self, path: str, body: dict[str, Any]) -> web.Response:
+    def _control(self, path: str, body: dict[str, Any]) -> web.Response:
         match path:
             case "/abort_request":
                 self._on_abort(body.get("rid", ""))
@@ -219,29 +230,44 @@ class ScriptedEngine:
             case "/continue_generation":
                 self.is_paused = False
             case "/flush_cache":
-                pass
+                return web.Response(status=400 if self._live and not self.is_paused else 200)
+            case "/release_memory_occupation":
+                return self._release()
+            case "/resume_memory_occupation":
+                self.tenure = Tenure.BARE if self.tenure is Tenure.RELEASED else self.tenure
             case "/update_weights_from_disk":
                 return self._update(body)
+            case _:
+                return self._tell(path, body)
+        return web.Response()
+
+    def _tell(self, path: str, body: dict[str, Any]) -> web.Response:
+        match path:
+            case "/update_weight_version":
+                self.weight_version = body["new_version"]
+                return _json({"success": True, "message": "renamed"})
             case "/model_info":
                 return _json({"model_path": "scripted", "weight_version": self.weight_version})
             case "/server_info":
-                return _json(
-                    {
-                        "random_seed": self.lives,
-                        "is_paused": self.is_paused,
-                        "incremental_streaming_output": self.is_incremental,
-                    }
-                )
+                told = {"random_seed": self.lives, "is_paused": self.is_paused}
+                return _json({**told, "incremental_streaming_output": self.is_incremental})
             case "/v1/loads":
-                load = {"num_running_reqs": len(self._live), "num_waiting_reqs": 0}
+                tokens = sum(len(live.prompt) + len(live.output) for live in self._live.values())
+                load = {"num_running_reqs": len(self._live), "num_used_tokens": tokens}
                 return _json({"loads": [load]})
-            case _:
-                return web.Response(status=404)
+        return web.Response(status=404)
+
+    def _release(self) -> web.Response:
+        if self._live:
+            return _json({"error": {"message": "requests run; SGLang would fall over them"}}, 400)
+        self.tenure = Tenure.RELEASED
         return web.Response()
 
     def _update(self, body: dict[str, Any]) -> web.Response:
-        if self.update_error:
-            return _json({"success": False, "message": self.update_error}, 400)
+        error = "its memory is released" if self.tenure is Tenure.RELEASED else self.update_error
+        if error:
+            return _json({"success": False, "message": error}, 400)
+        self.tenure = Tenure.HELD
         self.weight_version = body["weight_version"]
         if not self.update_is_idle:
             self._weights = self.weight_version
@@ -298,7 +324,7 @@ class ScriptedEngine:
         return response
 
     def _may_sample(self) -> bool:
-        return not self.is_paused and self._allowed != 0
+        return not self.is_paused and self.tenure is Tenure.HELD and self._allowed != 0
 
     def _sample(self, request: _Request) -> None:
         if request.is_aborted:

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from rollmesh.core.errors import EngineRefused, ModelError
 from rollmesh.engine.embedded.adapters import Shelf
-from rollmesh.engine.embedded.engine import Engine
+from rollmesh.engine.embedded.engine import Engine, Tenure
 from rollmesh.engine.embedded.peft import read_adapter
 from rollmesh.engine.embedded.replies import read_body, reply, told
 from rollmesh.engine.embedded.steploop import StepLoop
@@ -68,6 +68,8 @@ class AdapterRoutes:
 
     async def _load(self, request: web.BaseRequest) -> web.StreamResponse:
         body = read_body(await request.read(), LoadBody)
+        if self._engine.tenure is not Tenure.HELD:
+            return self._told("there are no weights for it to stand over")
         model = self._engine.runner.model
         read = partial(read_adapter, body.lora_name, Path(body.lora_path), model)
         try:

@@ -5,6 +5,7 @@ every token was sampled by exactly one policy version; an update never cuts a re
 told to end or to wait. Driven by the step loop (steploop.py) and directly by tests.
 
     RUNNING --pause--> PAUSED --resume--> RUNNING
+    HELD --release--> RELEASED --retake--> BARE (no weights) --update--> HELD
 
 A pause in mode `abort` ends all requests, `retract` sends them back to the queue without their
 memory, `in_place` leaves them where they are; what arrives while paused waits. The modes and what
@@ -28,6 +29,15 @@ class Pace(enum.Enum):
 
     RUNNING = "running"
     PAUSED = "paused"
+
+
+class Tenure(enum.Enum):
+    """Whether the engine has its memory."""
+
+    HELD = "held"
+    RELEASED = "released"
+    BARE = "bare"
+    """Taken again, and without weights."""
 
 
 class PauseMode(enum.StrEnum):
@@ -73,6 +83,7 @@ class Engine:
         self.scheduler = Scheduler(self.memory, limits.max_step_tokens)
         self.runner = Runner(model, self.memory)
         self.pace = Pace.RUNNING
+        self.tenure = Tenure.HELD
         self._update: Update | None = None
         self._held: list[Request] = []
         """Arrived while an update waited for those before them to end."""
@@ -81,7 +92,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would compute something."""
-        return self.pace is Pace.RUNNING and not self.scheduler.is_idle
+        may_step = self.pace is Pace.RUNNING and self.tenure is Tenure.HELD
+        return may_step and not self.scheduler.is_idle
 
     def step(self) -> list[Progress]:
         """Compute one batch; what readers should know, of this step and of orders before it."""
@@ -127,11 +139,29 @@ class Engine:
 
     def flush(self) -> bool:
         """Forget all prefixes; False, and nothing done, while requests run or are about to."""
-        waits = self.scheduler.waiting and self.pace is Pace.RUNNING
+        waits = self.scheduler.waiting and self.has_work
         if self.scheduler.running or waits:
             return False
         self.memory.reset()
         return True
+
+    def release(self) -> str:
+        """Give up the memory of weights, keys and values; '' or why not. Again does nothing."""
+        if self.tenure is Tenure.RELEASED:
+            return ""
+        if self._update is not None or not self.flush():
+            return "release_memory_occupation should be called only when no ongoing request"
+        self.tenure = Tenure.RELEASED
+        self.memory.release_slots()
+        self.runner.model.drop_weights()
+        return ""
+
+    def retake(self) -> str:
+        """Have room for keys and values again; the weights are gone until an update brings some."""
+        if self.tenure is Tenure.RELEASED:
+            self.tenure = Tenure.BARE
+            self.memory.retake_slots()
+        return ""
 
     def rename(self, policy_version: str) -> None:
         """What it serves is called so from the next token on."""
@@ -145,12 +175,15 @@ class Engine:
         if self._update is not None:
             update.when_done("another weight update is waiting")
             return
+        if self.tenure is Tenure.RELEASED:
+            update.when_done("its memory is released; resume_memory_occupation comes first")
+            return
         self._update = update
         self._update_when_drained()
 
     def _update_when_drained(self) -> None:
         update = self._update
-        if update is None or (self.pace is Pace.RUNNING and not self.scheduler.is_idle):
+        if update is None or self.has_work:
             return
         self._update = None
         update.when_done(self._swap(update))
@@ -165,6 +198,7 @@ class Engine:
                 "cannot flush the cache while paused requests hold it; ask with flush_cache false"
             )
         self.runner.model = update.model
+        self.tenure = Tenure.HELD
         if update.policy_version is not None:
             self.policy_version = update.policy_version
         return ""

@@ -26,13 +26,24 @@ class Memory:
     ) -> None:
         arch = architecture
         shape = (arch.num_layers, num_slots, 2, arch.num_kv_heads, arch.head_dim)
-        # Zeros, not empty: masked positions are still read, and a stray NaN would spread.
-        self.kv = torch.zeros(shape, dtype=dtype)
+        self._shape = shape
+        self.kv = torch.empty(0, dtype=dtype)
+        self.retake_slots()
         self.num_slots = num_slots
         self.table: NDArray[np.int64] = np.zeros((num_rows, arch.max_context), dtype=np.int64)
         """Slot of each position of each row; stale past a row's num_computed."""
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self.reset()
+
+    def release_slots(self) -> None:
+        """Give the tensor up; only when nothing is held, as after a reset."""
+        assert self._num_free == self.num_slots, "keys are held"
+        self.kv = torch.empty(0, dtype=self.kv.dtype)
+
+    def retake_slots(self) -> None:
+        """Have it again, or for the first time."""
+        # Zeros, not empty: masked positions are still read, and a stray NaN would spread.
+        self.kv = torch.zeros(self._shape, dtype=self.kv.dtype)
 
     def reset(self) -> None:
         """Forget all prefixes; only when no request is running."""

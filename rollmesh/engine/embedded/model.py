@@ -113,6 +113,12 @@ class Model:
                     f"architecture, which has {shape}"
                 )
 
+    def drop_weights(self) -> None:
+        """Give their memory up: what is left knows its architecture, and computes nothing."""
+        empty = torch.empty(0, dtype=self.dtype)
+        self._embed_VW = self._norm_W = self._head_VW = self._rotation = empty
+        self._layers = []
+
     def projections(self, index: int) -> dict[str, Tensor]:
         """The weights of layer `index` that adapters may add to."""
         layer = self._layers[index]

@@ -22,6 +22,7 @@ from rollmesh.engine.embedded.answers import Answer, Answering
 from rollmesh.engine.embedded.asks import Ask, AskDecoder, Asks, GenerateBody
 from rollmesh.engine.embedded.engine import Engine, PauseMode
 from rollmesh.engine.embedded.grammars import GrammarRefused
+from rollmesh.engine.embedded.memory_routes import MemoryRoutes
 from rollmesh.engine.embedded.params import SamplingBody
 from rollmesh.engine.embedded.replies import read_body, reply
 from rollmesh.engine.embedded.request import Finish, Progress
@@ -87,6 +88,7 @@ class Routes:
             "/health_generate": {"GET": self._health_generate},
             **self._weights.handlers(),
             **self._adapters.handlers(),
+            **MemoryRoutes(steps).handlers(),
         }
 
     async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -211,6 +213,7 @@ class Routes:
                 "version": "rollmesh-embedded",
                 "incarnation": self._incarnation,
                 "weight_version": self._engine.policy_version,
+                "memory_occupation": self._engine.tenure.value,
                 "context_length": self._engine.runner.model.architecture.max_context,
                 "incremental_streaming_output": self._face.is_incremental,
                 "weight_load_formats": [LOAD_FORMAT],

@@ -32,6 +32,7 @@ from rollmesh.engine.embedded.params import ParamsReader
 from rollmesh.engine.embedded.routes import Face, Routes
 from rollmesh.engine.embedded.steploop import StepLoop
 from rollmesh.engine.embedded.text import load_tokenizer
+from rollmesh.engine.occupation import Occupation, name_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _MAX_BODY_BYTES = 64 * 2**20
@@ -49,6 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ready_fd: int | None = None
     weight_version: str = "default"
     """The name of the weights it starts with; SGLang's default."""
+    is_asleep: bool = False
+    """It begins without its memory, until it is told to take it: its GPUs are somebody else's."""
     dtype: str = "float32"
     is_incremental: bool = False
     skips_tokenizer: bool = False
@@ -69,6 +72,9 @@ async def serve(settings: Settings) -> None:
         torch.set_num_threads(settings.num_threads)
         model = Model(settings.model_dir, DTYPES[settings.dtype])
         engine = Engine(model, settings.limits, settings.weight_version)
+        if settings.is_asleep:
+            engine.release()
+            engine.rename(name_of(Occupation.RELEASED, settings.weight_version))
         setup(settings.role, settings.run_folder)
         await run(settings, engine, listening)
 
@@ -156,6 +162,9 @@ def parse(argv: Sequence[str] | None) -> Settings:
     parser.add_argument("--run-folder", type=Path, help="log to a file in this folder")
     parser.add_argument("--role", default="engine", help="this process's name in logs and reports")
     parser.add_argument("--weight-version", default="default")
+    parser.add_argument(
+        "--asleep", action="store_true", help="begin without memory, until a coordinator wakes it"
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--incremental-streaming-output", action="store_true")
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="answer without text")
@@ -174,6 +183,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
         run_folder=given.run_folder,
         role=given.role,
         weight_version=given.weight_version,
+        is_asleep=given.asleep,
         dtype=given.dtype,
         is_incremental=given.incremental_streaming_output,
         skips_tokenizer=given.skip_tokenizer_init,

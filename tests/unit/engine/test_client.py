@@ -212,12 +212,31 @@ async def test_update_changes_the_weights(engine: ScriptedEngine, client: Engine
     await client.update_from_disk(Path("weights"), 7)
     await client.resume()
     assert not (await client.server_info())["is_paused"]
-    assert await client.model_info() == ModelInfo("scripted", 7)
+    assert await client.model_info() == ModelInfo("scripted", 7, "7")
     ear = LegEar()
     client.generate(leg(), ear)
     await ear.until_over()
     assert ear.token_ids == expected(5, policy_version=7)
     assert ear.chunks[0].policy_version == 7
+
+
+async def test_an_engine_without_its_memory_holds_what_comes_until_it_has_weights_again(
+    engine: ScriptedEngine, client: EngineClient
+) -> None:
+    await client.pause()
+    await client.flush()
+    await client.release_memory()
+    await client.resume()
+    with pytest.raises(EngineRefused, match="memory"):
+        await client.update_from_disk(Path("weights"), 7)
+    ear = LegEar()
+    client.generate(leg(), ear)
+    await engine.until(lambda: engine.num_live == 1)
+    await client.resume_memory()
+    assert engine.num_sampled == 0
+    await client.update_from_disk(Path("weights"), 7)
+    await ear.until_over()
+    assert ear.token_ids == expected(5, policy_version=7)
 
 
 async def test_failed_update_says_why(engine: ScriptedEngine, client: EngineClient) -> None:

@@ -1,8 +1,11 @@
 """Orders between steps: aborts, pauses, updates; and draws that depend on the seed alone."""
 
-import pytest
+from pathlib import Path
 
-from rollmesh.engine.embedded.engine import Engine, Pace, PauseMode, Update
+import pytest
+import torch
+
+from rollmesh.engine.embedded.engine import Engine, Pace, PauseMode, Tenure, Update
 from rollmesh.engine.embedded.model import Model
 from rollmesh.engine.embedded.request import ABORTED, QUEUE_FULL, Phase
 from tests.unit.engine.embedded.driving import ask, finish_all, make_engine, output, random_prompt
@@ -243,3 +246,38 @@ def test_what_finds_the_queue_full_ends_at_once_and_harms_nobody(model: Model) -
     assert (progress.request.rid, progress.finish) == ("3", QUEUE_FULL)
     ended = {each.request.rid: each.finish for each in finish_all(engine) if each.finish}
     assert [finish.type for finish in ended.values()] == ["length", "length"]
+
+
+def test_memory_that_is_given_up_is_gone_until_weights_come_again(folder: Path) -> None:
+    prompt = random_prompt(20)
+    expected = ask(prompt, "before", new=8, seed=5)
+    model = Model(folder, torch.float32)
+    engine = make_engine(model)
+    finish_all(engine, expected)
+    assert engine.release() == ""
+    assert engine.release() == ""
+    assert engine.memory.kv.numel() == 0
+    with pytest.raises(IndexError):
+        model.projections(0)
+    after = ask(prompt, "after", new=8, seed=5)
+    engine.submit(after)
+    assert update(engine, model, "2") == [
+        "its memory is released; resume_memory_occupation comes first"
+    ]
+    assert engine.retake() == ""
+    assert engine.tenure is Tenure.BARE
+    assert not engine.has_work
+    assert update(engine, Model(folder, torch.float32), "2") == [""]
+    finish_all(engine)
+    assert output(after) == output(expected)
+
+
+def test_memory_is_not_given_up_while_requests_run(folder: Path) -> None:
+    engine = make_engine(Model(folder, torch.float32))
+    engine.submit(ask(random_prompt(10), "1", new=50))
+    engine.step()
+    assert "no ongoing request" in engine.release()
+    assert engine.tenure is Tenure.HELD
+    engine.pause(PauseMode.ABORT)
+    assert engine.memory.num_held == 0
+    assert engine.release() == ""
