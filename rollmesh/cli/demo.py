@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.cli.make_model import is_made
-from rollmesh.cli.options import add_set, add_view, parser
+from rollmesh.cli.options import add_set, add_share, add_view, parser, share_of
 from rollmesh.cli.resume import add_resume, settings_of
 from rollmesh.core.config import Config
 from rollmesh.launch.run import Order, launch
@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
     arguments.add_argument("--seed", type=int, help="of weights, tasks and sampling (0)")
     arguments.add_argument("--ranks", type=int, help="processes that train together (1)")
     arguments.set_defaults(config=None)
+    add_share(arguments)
     add_resume(arguments)
     add_set(arguments)
     add_view(arguments)
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
         is_live=options.is_live,
         about="" if is_there else ABOUT,
         resume=options.resume,
+        share=share_of(options),
     )
     return launch(order)
 

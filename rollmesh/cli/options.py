@@ -12,6 +12,7 @@ import orjson
 
 from rollmesh.core.config import Config, load_config
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.share import Share
 
 
 def parser(verb: str, description: str) -> argparse.ArgumentParser:
@@ -54,12 +55,15 @@ def add_share(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline", default="", metavar="ID", help="this run's name there")
 
 
-def share_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """The scheduler's address and the pipeline's name; () for a run that shares nothing."""
-    if bool(options.scheduler) != bool(options.pipeline):
-        lacking = "--pipeline" if options.scheduler else "--scheduler"
+def share_of(options: argparse.Namespace) -> Share | None:
+    """What they say; None for a run that shares nothing, ConfigError where one is missing."""
+    address, pipeline = options.scheduler, options.pipeline
+    if bool(address) != bool(pipeline):
+        lacking = "--pipeline" if address else "--scheduler"
         raise ConfigError(f"--scheduler and --pipeline go together: name {lacking}, too")
-    return (options.scheduler, options.pipeline) if options.scheduler else ()
+    if address and not address.startswith("tcp://"):
+        raise ConfigError(f"--scheduler {address}: write it as tcp://HOST:PORT")
+    return Share(address, pipeline) if address else None
 
 
 def add_model_dir(parser: argparse.ArgumentParser) -> None:

@@ -69,7 +69,6 @@ def train(argv: list[str]) -> int:
     from rollmesh.launch.folder import RunFolder
     from rollmesh.launch.watch import Watch
     from rollmesh.trainer.process import run
-    from rollmesh.trainer.tenancy import Share
 
     arguments = parser("train", "Train on the rollouts of a mesh.")
     add_room(arguments)
@@ -84,8 +83,7 @@ def train(argv: list[str]) -> int:
     add_resume(arguments)
     add_go_on(arguments)
     options = arguments.parse_args(pass_gate(argv))
-    share = Share(*share_of(options)) if share_of(options) else None
-    config = settings_of(options)
+    share, config = share_of(options), settings_of(options)
     if options.ready_fd is not None:
         run(config, options.router, options.ready_fd, share)
         return 0

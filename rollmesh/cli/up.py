@@ -6,7 +6,7 @@ the run went. Driven by people, and in containers as the main process.
 
 from pathlib import Path
 
-from rollmesh.cli.options import add_set, add_view, parser
+from rollmesh.cli.options import add_set, add_share, add_view, parser, share_of
 from rollmesh.cli.resume import add_resume, settings_of
 from rollmesh.launch.run import Order, launch
 
@@ -21,10 +21,16 @@ def main(argv: list[str]) -> int:
         default=Path("mesh.toml"),
         help="mesh.toml of this folder if left out; `rollmesh init` writes one",
     )
+    add_share(arguments)
     add_resume(arguments)
     add_set(arguments)
     add_view(arguments)
     options = arguments.parse_args(argv)
     return launch(
-        Order(config=settings_of(options), is_live=options.is_live, resume=options.resume)
+        Order(
+            config=settings_of(options),
+            is_live=options.is_live,
+            resume=options.resume,
+            share=share_of(options),
+        )
     )

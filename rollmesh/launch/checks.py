@@ -13,8 +13,8 @@ from rollmesh.core.descriptors import PER_CHILD, PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import AddressError, ModelError
 
 ANSWER_S = 5.0
-NUM_OTHERS = 4
-"""Warm start, router, trainer, page."""
+NUM_OTHERS = 5
+"""Warm start, router, coordinator, trainer, page."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MODEL_FILES = ("config.json", "tokenizer.json")
 

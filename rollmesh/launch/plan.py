@@ -5,7 +5,11 @@ is written `{role}` and filled in when it is known. Driven by `run` and the supe
 
     warm-start ==gate==> engine-0 (its socket is ours, so its address is known before it serves)
                ==gate==> worker-0, worker-1, trainer <--needs-- router
+                                             trainer <--gate-- coordinator <--needs-- router
     dashboard
+
+The coordinator is there where engines stand on GPUs that other runs share: until it has put them to
+sleep nobody asks anything of them.
 """
 
 import enum
@@ -15,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.core.config import Config
+from rollmesh.core.share import Share
 from rollmesh.launch.earlier import Earlier, weights_of
 
 
@@ -63,6 +68,7 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MODEL_ROLE = "warm-start"
+COORDINATOR = "coordinator"
 ROLLMESH = (sys.executable, "-m", "rollmesh.cli.main")
 LEAST_VERSION = ("--least-version", "1")
 """Of a run that is gone on with: weights that were never published sample nothing for it."""
@@ -73,10 +79,11 @@ def plan_mesh(
     config_path: Path,
     make_model: tuple[str, ...] = (),
     earlier: Earlier | None = None,
+    share: Share | None = None,
 ) -> list[ChildPlan]:
     """The processes of a run; `make_model` is the verb that writes the model first, if any.
 
-    `earlier` is what there is of a run that is gone on with.
+    `earlier` is what there is of a run that is gone on with, `share` of whose GPUs it has a part.
     """
     model_first = (MODEL_ROLE,) if make_model else ()
     plans = []
@@ -86,13 +93,14 @@ def plan_mesh(
         )
     settings = ("--config", str(config_path))
     plans += plan_serving(config, settings, model_first, LEAST_VERSION if earlier else (), earlier)
+    plans += [plan_coordinator(config, settings, share)] if share else []
     plans.append(
         ChildPlan(
             role="trainer",
-            argv=(*ROLLMESH, "train", *settings, "--router", "{router}"),
+            argv=(*ROLLMESH, "train", *settings, "--router", "{router}", *share_words(share)),
             on_death=OnDeath.FINISH,
             needs=("router",),
-            gate=model_first,
+            gate=(*model_first, *([COORDINATOR] if share else [])),
         )
     )
     if config.dashboard.enabled:
@@ -109,12 +117,11 @@ def plan_serving(
 ) -> list[ChildPlan]:
     """What rolls out: engines where none are named, a router and workers."""
     engines = [] if config.engine.urls else plan_engines(config, gate, earlier)
-    urls = [*config.engine.urls, *(f"{{{plan.role}}}" for plan in engines)]
     workers = [
         plan_worker(config, settings, f"worker-{number}", gate)
         for number in range(config.worker.num_workers)
     ]
-    return [*engines, plan_router(config, (*settings, *router_words), urls), *workers]
+    return [*engines, plan_router(config, (*settings, *router_words)), *workers]
 
 
 def plan_engines(
@@ -135,16 +142,27 @@ def plan_engines(
     argv += ["--random-seed", str(config.run.seed), "--run-folder", str(config.run_folder())]
     return [
         ChildPlan(
-            role=f"engine-{number}",
-            argv=(*argv, "--role", f"engine-{number}"),
+            role=role,
+            argv=(*argv, "--role", role),
             # The weights of an earlier run may be gone by then.
             again=(*untrained, "--newest-of", str(weights_of(config))),
             on_death=OnDeath.RESTART,
             gate=gate,
             bind="127.0.0.1:0",
         )
-        for number in range(engine.num_embedded)
+        for role in engine_roles(config)
     ]
+
+
+def engine_roles(config: Config) -> list[str]:
+    """Those of the engines that are ours to start."""
+    return [f"engine-{number}" for number in range(config.engine.num_embedded)]
+
+
+def engine_words(config: Config) -> tuple[str, ...]:
+    """`--engine` for each engine of the mesh, in one order: a user's, or else ours."""
+    urls = config.engine.urls or [f"{{{role}}}" for role in engine_roles(config)]
+    return tuple(word for url in urls for word in ("--engine", url))
 
 
 def weights_words(folder: str, policy_version: int) -> tuple[str, ...]:
@@ -152,20 +170,36 @@ def weights_words(folder: str, policy_version: int) -> tuple[str, ...]:
     return ("--model-dir", folder, "--weight-version", str(policy_version))
 
 
-def plan_router(config: Config, settings: tuple[str, ...], urls: list[str]) -> ChildPlan:
+def plan_router(config: Config, settings: tuple[str, ...]) -> ChildPlan:
     """The router, which is told where the engines are before they are up.
 
     The next one listens where the last one did; peers dial again and say what they hold.
     """
-    engines = tuple(word for url in urls for word in ("--engine", url))
     return ChildPlan(
         role="router",
-        argv=(*ROLLMESH, "router", *settings, *engines),
+        argv=(*ROLLMESH, "router", *settings, *engine_words(config)),
         again=("--bind", "{router}"),
         on_death=OnDeath.RESTART,
         bind=config.router.http_bind,
         bind_key="router.http_bind",
     )
+
+
+def plan_coordinator(config: Config, settings: tuple[str, ...], share: Share) -> ChildPlan:
+    """Who wakes engines and puts them to sleep, as the scheduler says; what is awake when it dies
+    stays so, and the next one finds out."""
+    words = (*settings, *share_words(share), "--router", "{router}", *engine_words(config))
+    return ChildPlan(
+        role=COORDINATOR,
+        argv=(*ROLLMESH, "coordinator", *words, "--weights", str(weights_of(config))),
+        on_death=OnDeath.RESTART,
+        needs=("router",),
+    )
+
+
+def share_words(share: Share | None) -> tuple[str, ...]:
+    """How a process is told of it."""
+    return ("--scheduler", share.scheduler, "--pipeline", share.pipeline_id) if share else ()
 
 
 def plan_worker(

@@ -17,6 +17,7 @@ from rollmesh.core.config import Config
 from rollmesh.core.errors import UserError
 from rollmesh.core.logs import setup
 from rollmesh.core.process import FAILED, USAGE
+from rollmesh.core.share import Share
 from rollmesh.core.tail import Tail
 from rollmesh.launch.checks import check
 from rollmesh.launch.complaints import Complaints
@@ -47,6 +48,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Said first."""
     resume: bool = False
     """Go on with the run that is there."""
+    share: Share | None = None
+    """In a fleet, where its GPUs are not its own."""
 
 
 def launch(order: Order) -> int:
@@ -72,7 +75,8 @@ class Run:
             with unread():
                 self._console.print(self._order.about, markup=False)
         earlier = find_earlier(config) if self._order.resume else None
-        plans = plan_mesh(config, config_path(config), self._order.make_model, earlier)
+        order, path = self._order, config_path(config)
+        plans = plan_mesh(config, path, order.make_model, earlier, order.share)
         mesh = open_mesh(plans)
         folder = RunFolder(config, resume=self._order.resume)
         setup("launch", folder.path, on_console=False)

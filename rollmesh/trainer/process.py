@@ -17,6 +17,7 @@ from rollmesh.core.config import Config
 from rollmesh.core.errors import JournalError, UserError
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, announce
+from rollmesh.core.share import Share
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.trainer.books.picture import draw_learning
@@ -40,7 +41,7 @@ from rollmesh.trainer.recovery.revival import (
 )
 from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.staleness import Staleness
-from rollmesh.trainer.tenancy import Share, tenancy_of
+from rollmesh.trainer.tenancy import tenancy_of
 from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
 from rollmesh.wire.keys import read_keys
 

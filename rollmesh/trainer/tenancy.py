@@ -18,10 +18,9 @@ import threading
 import time
 from typing import Literal, Protocol
 
-import msgspec
-
 from rollmesh.core.errors import UserError
 from rollmesh.core.logs import get_logger
+from rollmesh.core.share import Share
 from rollmesh.serve.coordinator.hooks import PipelineHooks, Ticket
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, GpuPriority
@@ -38,14 +37,6 @@ STOP_S = 1.0
 """The same for one that is told to stop, which is not given long."""
 
 Stream = Literal["train", "eval"]
-
-
-class Share(msgspec.Struct, frozen=True):
-    """Where a run's share of a fleet is kept."""
-
-    scheduler: str
-    """tcp:// address"""
-    pipeline_id: str
 
 
 class Tenancy(Protocol):

@@ -4,8 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.cli.options import add_room, add_set, add_view, config_of, parser
+from rollmesh.cli.options import (
+    add_room,
+    add_set,
+    add_share,
+    add_view,
+    config_of,
+    parser,
+    share_of,
+)
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.share import Share
 
 
 def test_overrides_lie_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
@@ -45,3 +54,26 @@ def test_a_wrong_override_is_named(override: str, line: str) -> None:
     add_room(arguments)
     with pytest.raises(ConfigError, match=line.replace(".", r"\.")):
         config_of(arguments.parse_args(["--set", override]))
+
+
+def test_a_share_is_a_scheduler_and_a_name_there() -> None:
+    arguments = parser("up", "")
+    add_share(arguments)
+    words = ["--scheduler", "tcp://h:7070", "--pipeline", "math"]
+    assert share_of(arguments.parse_args(words)) == Share("tcp://h:7070", "math")
+    assert share_of(arguments.parse_args([])) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--scheduler", "tcp://h:7070"], "name --pipeline, too"),
+        (["--pipeline", "math"], "name --scheduler, too"),
+        (["--scheduler", "h:7070", "--pipeline", "math"], "--scheduler h:7070: write it as tcp:"),
+    ],
+)
+def test_half_a_share_is_refused_in_one_line(words: list[str], line: str) -> None:
+    arguments = parser("up", "")
+    add_share(arguments)
+    with pytest.raises(ConfigError, match=line):
+        share_of(arguments.parse_args(words))

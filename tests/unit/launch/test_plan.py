@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.config import Config, DashboardConfig, EngineConfig, ModelConfig, WorkerConfig
+from rollmesh.core.share import Share
 from rollmesh.launch.earlier import Earlier
 from rollmesh.launch.plan import ChildPlan, OnDeath, fill, plan_mesh
 
 CONFIG = Config(model=ModelConfig(path="some/model"), worker=WorkerConfig(num_workers=3))
 PATH = Path("runs/mesh/config.json")
+SHARE = Share("tcp://h:7070", "math")
 EARLIER = Earlier(Path("some/model"))
 
 
@@ -62,8 +64,34 @@ def test_the_page_may_be_left_out() -> None:
     assert "dashboard" not in by_role(plan_mesh(config, PATH))
 
 
+def test_on_a_shared_fleet_a_coordinator_comes_before_the_trainer() -> None:
+    plans = by_role(plan_mesh(CONFIG, PATH, share=SHARE))
+    coordinator, trainer = plans["coordinator"], plans["trainer"]
+    assert coordinator.on_death is OnDeath.RESTART
+    assert (coordinator.needs, trainer.gate) == (("router",), ("coordinator",))
+    words = " ".join(coordinator.argv)
+    assert "coordinator --config runs/mesh/config.json" in words
+    for told in (words, " ".join(trainer.argv)):
+        assert " --scheduler tcp://h:7070 --pipeline math" in told
+    assert coordinator.argv[-2:] == ("--weights", "runs/mesh/weights")
+
+
+def test_a_coordinator_and_the_router_know_the_engines_in_one_order() -> None:
+    config = Config(model=CONFIG.model, engine=EngineConfig(num_embedded=3))
+    plans = by_role(plan_mesh(config, PATH, share=SHARE))
+    engines = ["--engine", "{engine-0}", "--engine", "{engine-1}", "--engine", "{engine-2}"]
+    assert [*plans["router"].argv[-6:]] == engines
+    assert [*plans["coordinator"].argv[-8:-2]] == engines
+
+
+def test_a_run_that_shares_nothing_has_no_coordinator() -> None:
+    plans = by_role(plan_mesh(CONFIG, PATH))
+    assert "coordinator" not in plans
+    assert "--scheduler" not in plans["trainer"].argv
+
+
 def test_every_need_is_somebodys_role() -> None:
-    plans = by_role(plan_mesh(CONFIG, PATH, make_model=("make-model",)))
+    plans = by_role(plan_mesh(CONFIG, PATH, make_model=("make-model",), share=SHARE))
     assert {role for plan in plans.values() for role in (*plan.needs, *plan.gate)} <= plans.keys()
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import UserError
+from rollmesh.core.share import Share
 from rollmesh.serve.coordinator.hooks import PipelineHooks
-from rollmesh.trainer.tenancy import TRAIN_CLUSTER, Share, Tenant, Unshared, tenancy_of
+from rollmesh.trainer.tenancy import TRAIN_CLUSTER, Tenant, Unshared, tenancy_of
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
