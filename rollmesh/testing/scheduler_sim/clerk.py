@@ -1,0 +1,93 @@
+"""Who asks with keys until it is answered: admission, the agents of nodes, and whoever kills.
+
+Invariant: an ask is said each second until its answer has come, and an earlier one of the same
+clerk is answered before a later one is said. Driven by fleet.py.
+"""
+
+import collections
+from collections.abc import Callable
+
+from rollmesh.testing.mesh_sim.kernel import Kernel, Node
+from rollmesh.testing.mesh_sim.network import Network
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.scheduling import (
+    AdmissionMessage,
+    DrainNode,
+    JoinNode,
+    NodeBeat,
+    SchedulerAnswered,
+)
+
+SAY_S = 1.0
+
+Ask = AdmissionMessage | JoinNode | DrainNode
+
+
+class Clerk(Node):
+    """See the module."""
+
+    def __init__(self, name: str, kernel: Kernel, network: Network) -> None:
+        super().__init__(name)
+        self._kernel = kernel
+        self._network = network
+        self._waiting: collections.deque[tuple[Ask, Callable[[], None]]] = collections.deque()
+        self._num_keys = 0
+        network.attach(self, self._receive)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def start(self) -> None:
+        self._say()
+
+    def key(self) -> str:
+        self._num_keys += 1
+        return f"{self.name}.{self.life}.{self._num_keys}"
+
+    def ask(self, ask: Ask, then: Callable[[], None] = lambda: None) -> None:
+        self._waiting.append((ask, then))
+
+    def _say(self) -> None:
+        if self._waiting:
+            self._network.send(self, "scheduler", Packet(self._waiting[0][0]))
+        self._kernel.after(SAY_S, self._say, self)
+
+    def _receive(self, _source: str, packet: Packet) -> None:
+        answer = packet.message
+        if not isinstance(answer, SchedulerAnswered) or not self._waiting:
+            return
+        ask, then = self._waiting[0]
+        if answer.key == ask.key:
+            assert answer.ok, f"{ask}: {answer.error}"
+            self._waiting.popleft()
+            then()
+
+
+class SimAgent(Clerk):
+    """Of one node: it joins, and then beats."""
+
+    def __init__(self, name: str, num_gpus: int, kernel: Kernel, network: Network) -> None:
+        super().__init__(f"agent-{name}", kernel, network)
+        self._node_name = name
+        self._num_gpus = num_gpus
+        self.joined: Callable[[], None] = lambda: None
+        """Called once, the first time."""
+
+    def start(self) -> None:
+        super().start()
+        self._waiting.clear()
+        self.ask(JoinNode(self.key(), self._node_name, self._num_gpus), self._joined)
+        self._beat()
+
+    def restart(self) -> None:
+        super().restart()
+        self.start()
+
+    def _joined(self) -> None:
+        then, self.joined = self.joined, lambda: None
+        then()
+
+    def _beat(self) -> None:
+        self._network.send(self, "scheduler", Packet(NodeBeat(self._node_name)))
+        self._kernel.after(SAY_S, self._beat, self)

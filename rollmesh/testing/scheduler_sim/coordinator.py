@@ -1,0 +1,95 @@
+"""The simulated coordinator process: the real machine, its calls to engines, and their limits.
+
+Invariant: each call is answered once, by its engine or by the limit. Driven by the kernel: ticks,
+messages of scheduler and router, and the answers of engines.
+"""
+
+from collections.abc import Sequence
+
+from rollmesh.serve.coordinator.events import (
+    SCHEDULER,
+    Action,
+    CallEngine,
+    CoordinatorSettings,
+    Deed,
+    EngineDone,
+    EngineSeen,
+    Event,
+)
+from rollmesh.serve.coordinator.machine import Coordinator
+from rollmesh.testing.mesh_sim.kernel import Kernel, Node
+from rollmesh.testing.mesh_sim.network import Network
+from rollmesh.testing.scheduler_sim.engine import POLICY_VERSION, SimEngine
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import ROUTER, Received, Ticked
+
+TICK_S = 0.1
+CALL_S = 3.0
+"""How long an engine may take for a call."""
+
+
+class SimCoordinator(Node):
+    """One coordinator process."""
+
+    def __init__(
+        self, pipeline_id: str, engines: Sequence[SimEngine], kernel: Kernel, network: Network
+    ) -> None:
+        super().__init__(f"coordinator-{pipeline_id}")
+        self._router = f"router-{pipeline_id}"
+        self._engines = {engine.name: engine for engine in engines}
+        self._settings = CoordinatorSettings(
+            pipeline_id=pipeline_id, urls=tuple(self._engines), drain_s=0.5, settle_s=4.0
+        )
+        self._kernel = kernel
+        self._network = network
+        self.machine = Coordinator(self._settings)
+        network.attach(self, self._receive)
+
+    def start(self) -> None:
+        self._tick()
+
+    def restart(self) -> None:
+        super().restart()
+        self.machine = Coordinator(self._settings)
+        self.start()
+
+    def _tick(self) -> None:
+        self._step(Ticked())
+        self._kernel.after(TICK_S, self._tick, self)
+
+    def _receive(self, source: str, packet: Packet) -> None:
+        route = SCHEDULER if source == "scheduler" else ROUTER
+        self._step(Received(route, packet.message, packet.body, packet.router))
+
+    def _step(self, event: Event) -> None:
+        for action in self.machine.step(event, self._kernel.now_s(self)):
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, CallEngine):
+            self._kernel.after(action.after_s, lambda: self._call(action), self)
+            return
+        target = "scheduler" if action.route == SCHEDULER else self._router
+        self._network.send(self, target, Packet(action.message, "", action.body))
+
+    def _call(self, call: CallEngine) -> None:
+        is_over = False
+
+        def done(is_done: bool, seen: EngineSeen | None, detail: str = "") -> None:
+            nonlocal is_over
+            if is_over:
+                return
+            is_over = True
+            self._step(
+                EngineDone(
+                    url=call.url,
+                    serial=call.serial,
+                    ok=is_done,
+                    detail=detail or ("" if is_done else "cannot be reached"),
+                    seen=seen if is_done and call.deed is Deed.LOOK else None,
+                    policy_version=POLICY_VERSION,
+                )
+            )
+
+        self._engines[call.url].call(self, call.deed, done)
+        self._kernel.after(CALL_S, lambda: done(False, None, "does not answer"), self)

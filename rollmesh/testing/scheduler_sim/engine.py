@@ -1,0 +1,96 @@
+"""A simulated engine of a pipeline: memory that it takes and gives back, and calls that may hang.
+
+    RELEASED > (resume) > HOLDS MEMORY > (load) > SERVES > (release) > RELEASED
+
+Invariants: it stands on its GPUs from the moment it begins to take memory until that is given back;
+a process that was killed has none, and its successor starts without (--asleep). Calls are carried
+out in their order, also those whose caller waits no more. Driven by the coordinator's calls and by
+fate.
+"""
+
+from collections.abc import Callable
+
+from rollmesh.serve.coordinator.events import UNVERSIONED, Deed, EngineSeen
+from rollmesh.testing.mesh_sim.kernel import Kernel, Node
+from rollmesh.testing.mesh_sim.network import Network
+from rollmesh.testing.scheduler_sim.space import Space
+
+POLICY_VERSION = 1
+"""Nobody publishes here."""
+TAKES_S = {Deed.RESUME: (0.1, 1.0), Deed.LOAD: (0.1, 1.0), Deed.RELEASE: (0.05, 0.4)}
+OTHER_S = (0.001, 0.01)
+
+Answer = Callable[[bool, EngineSeen], None]
+
+
+class SimEngine(Node):
+    """One engine process."""
+
+    def __init__(
+        self, url: str, gpus: tuple[int, ...], kernel: Kernel, network: Network, space: Space
+    ) -> None:
+        super().__init__(url)
+        self.gpus = gpus
+        self.has_memory = False
+        self.has_weights = False
+        self._kernel = kernel
+        self._network = network
+        self._space = space
+        self._free_at_s = 0.0
+        """When the call before has been carried out."""
+
+    @property
+    def is_hung(self) -> bool:
+        return self.frozen_until_s > self._kernel.time_s
+
+    @property
+    def can_serve(self) -> bool:
+        return self.alive and self.has_weights and not self.is_hung
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.name}.{self.life}"
+
+    def call(self, caller: Node, deed: Deed, answer: Answer) -> None:
+        """`answer` hears whether it was done, or nothing."""
+        life, rng = caller.life, self._kernel.rng
+        if not self.alive or self._network.strikes("call_error"):
+            self._network.answer(caller, life, lambda: answer(False, self._seen()))
+            return
+        takes_s = rng.uniform(*TAKES_S.get(deed, OTHER_S))
+        starts_s = max(self._kernel.time_s + rng.uniform(0.001, 0.005), self._free_at_s)
+        self._free_at_s = starts_s + takes_s
+
+        def begin() -> None:
+            if deed is Deed.RESUME:
+                self._space.enter(self.name, self.gpus)
+                self.has_memory = True
+            elif deed in (Deed.PAUSE, Deed.RELEASE):
+                self.has_weights = False
+            self._kernel.after(takes_s, end, self)
+
+        def end() -> None:
+            if deed is Deed.LOAD:
+                self.has_weights = self.has_memory
+            elif deed is Deed.RELEASE:
+                self._let_go()
+            seen = self._seen()
+            self._network.answer(caller, life, lambda: answer(True, seen))
+
+        self._kernel.after(starts_s - self._kernel.time_s, begin, self)
+
+    def crash(self) -> None:
+        super().crash()
+        self._let_go()
+
+    def restart(self) -> None:
+        super().restart()
+        self._free_at_s = self._kernel.time_s
+
+    def _let_go(self) -> None:
+        self.has_memory = self.has_weights = False
+        self._space.leave(self.name)
+
+    def _seen(self) -> EngineSeen:
+        policy_version = POLICY_VERSION if self.has_memory else UNVERSIONED
+        return EngineSeen(is_released=not self.has_memory, policy_version=policy_version)

@@ -1,0 +1,39 @@
+"""What may go wrong on a fleet that pipelines share, besides what the network does.
+
+Owns the chances. Invariants: all zero is a perfect world; each fault is counted where it strikes.
+Driven by fleet.py.
+"""
+
+from rollmesh.testing.mesh_sim.network import Faults
+
+
+class FleetFaults(Faults, frozen=True, kw_only=True):
+    """Chances of each fault; those of mesh_sim that name no node of a fleet are not looked at."""
+
+    engine_hang: float = 0.0
+    """Per second and engine: it answers nothing for a while, then is killed and starts anew."""
+    engine_crash: float = 0.0
+    """Per second and engine."""
+    killed: float = 0.0
+    """Per second and pipeline: all of its processes die, and do not come back."""
+    silent: float = 0.0
+    """Per second and node: its agent says nothing for a while."""
+    node_lost: float = 0.0
+    """Per second and node: whatever runs there dies, and it comes back later."""
+
+
+CHAOS = FleetFaults(
+    drop=0.05,
+    duplicate=0.05,
+    slow=0.05,
+    call_error=0.02,
+    crash=0.02,
+    freeze=0.02,
+    killed_before_write=0.003,
+    killed_after_write=0.006,
+    engine_hang=0.004,
+    engine_crash=0.004,
+    killed=0.002,
+    silent=0.005,
+    node_lost=0.002,
+)

@@ -1,0 +1,135 @@
+"""The simulated scheduler process: the machine, its journal, and a death at any point of a step.
+
+What a step writes is one transaction: a death before it loses the step, one after it has the
+journal know what no message said. Invariant: after each step the witness looks at the state.
+Driven by the kernel, and by all who speak to it.
+"""
+
+import collections
+from collections.abc import Callable
+
+import msgspec
+
+from rollmesh.scheduler.planning import policies
+from rollmesh.scheduler.planning.plan import Policy
+from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
+from rollmesh.scheduler.planning.state import Pipeline, State
+from rollmesh.scheduler.service.actions import Note, Write
+from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.testing.mesh_sim.kernel import Kernel, Killed, Node
+from rollmesh.testing.mesh_sim.network import Network
+from rollmesh.testing.scheduler_sim import witness
+from rollmesh.testing.scheduler_sim.disk import SimDisk
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.scheduling import TicketMoved, TicketState
+
+TICK_S = 0.25
+SETTINGS = SchedulerSettings(resize_deadline_s=8.0, slack_s=2.0)
+
+
+def quick(name: str) -> Policy:
+    """The policy of that name; slices and patience are short, as steps are here."""
+    if name == Fair.name:
+        return Fair(FairSettings(quantum_s=4.0, hold_s=1.0, switch_s=1.0, reserve_after_s=8.0))
+    return policies.by_name(name)
+
+
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler is built from; a test may put a broken one in a real one's place."""
+
+    scheduler: type[Scheduler] = Scheduler
+    policy: Callable[[str], Policy] = quick
+
+
+class SimScheduler(Node):
+    """One scheduler process."""
+
+    def __init__(self, kernel: Kernel, network: Network, parts: Parts, policy: str) -> None:
+        super().__init__("scheduler")
+        self.disk = SimDisk()
+        self.notes = collections.Counter[str]()
+        self.on_granted: Callable[[str], None] = lambda _: None
+        """Called with the key of what is granted, each time it is said."""
+        self._kernel = kernel
+        self._network = network
+        self._parts = parts
+        self._policy = policy
+        self._begin_life()
+        network.attach(self, self._receive)
+
+    def start(self) -> None:
+        self._tick()
+
+    def restart(self) -> None:
+        super().restart()
+        for machine in ("intent", "ticket", "worker", "pipeline"):
+            self._network.transitions.forget(machine)
+        self._begin_life()
+        self.start()
+
+    def leftovers(self) -> list[str]:
+        """What should be gone when nobody wants anything."""
+        state = self.machine.book.state
+        found = [f"request {key} waits" for key in state.requests]
+        found += [f"GPU {gpu} is {owner}'s" for gpu, owner in state.owners.items()]
+        found += [f"{each.pipeline_id} has demand" for each in _all(state) if each.demand]
+        num = self.disk.num_rows("intents")
+        return found + [f"{num} intents are on the disk"] * bool(num)
+
+    def _begin_life(self) -> None:
+        policy = self._parts.policy(self._policy)
+        self.machine = self._parts.scheduler(
+            SETTINGS, policy, self.disk.load(), f"scheduler.{self.life}"
+        )
+        self._watched = witness.Sleepers(self.machine.book.state)
+
+    def _tick(self) -> None:
+        self._step(Ticked())
+        self._kernel.after(TICK_S, self._tick, self)
+
+    def _receive(self, source: str, packet: Packet) -> None:
+        self._step(Received(source.encode(), packet.message, packet.body, packet.router))
+
+    def _step(self, event: Received | Ticked) -> None:
+        actions = self.machine.step(event, self._kernel.now_s(self))
+        has_written = False
+        for action in actions:
+            match action:
+                case Write():
+                    assert not has_written, "two transactions in one step"
+                    has_written = True
+                    self._die_if("killed_before_write")
+                    self.disk.keep(action)
+                    self._die_if("killed_after_write")
+                case Send(route, message, body):
+                    if isinstance(message, TicketMoved) and message.state is TicketState.GRANTED:
+                        self.on_granted(message.key)
+                    packet = Packet(message, "", body)
+                    self._network.send(self, route.decode(), packet)
+                case Note(event=event_name):
+                    self.notes[event_name] += 1
+        assert not self.machine.book.troubles, self.machine.book.troubles
+        self._look()
+
+    def _die_if(self, fault: str) -> None:
+        if self._network.strikes(fault):
+            raise Killed(self)
+
+    def _look(self) -> None:
+        state, transitions = self.machine.book.state, self._network.transitions
+        witness.look_at_owners(state)
+        self._watched.look(state)
+        pipelines = {name: each.phase.value for name, each in state.pipelines.items()}
+        transitions.watch("pipeline", pipelines)
+        workers = {
+            (name, worker.rank): worker.phase.value
+            for name, each in state.pipelines.items()
+            for worker in each.workers
+        }
+        transitions.watch("worker", workers)
+
+
+def _all(state: State) -> list[Pipeline]:
+    return list(state.pipelines.values())

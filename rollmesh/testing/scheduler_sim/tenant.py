@@ -1,0 +1,274 @@
+"""A simulated trainer: hooks, rollouts on whatever engine is awake, and training on its own GPUs.
+
+    (give up what the last life held) > signal > rollouts > train, cluster by cluster > ... > done
+
+Invariants: it says each ask each second until the ticket has moved, and stands on a cluster's GPUs
+only between a grant and its release; what it has trained is on the disk, the rest goes with its
+life. Driven by the kernel, and by what the scheduler says.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+
+import msgspec
+
+from rollmesh.serve.coordinator.claims import (
+    Claim,
+    Claims,
+    Event,
+    SchedulerHeard,
+    SchedulerSilent,
+    Settled,
+    Waits,
+)
+from rollmesh.testing.mesh_sim.kernel import Kernel, Node
+from rollmesh.testing.mesh_sim.network import Network
+from rollmesh.testing.scheduler_sim.plans import Boundary, TenantPlan
+from rollmesh.testing.scheduler_sim.space import Space
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    ClearProgress,
+    GpuPriority,
+    NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
+    ReportProgress,
+    RequestGpus,
+    TicketState,
+)
+
+TICK_S = 0.25
+AGAIN_S = 1.0
+"""After so long, what was refused is asked again."""
+LOOK_S = 0.2
+"""How often rollouts go forward."""
+STREAM = "train"
+LIFE_BATCHES = 1000
+"""Batches of a later life come after those of an earlier one."""
+
+Wait = Callable[[Callable[[], None]], None]
+"""Begins something, and calls when that is over."""
+GOOD = (TicketState.GRANTED, TicketState.RELEASED)
+
+
+class SimTenant(Node):
+    """One trainer process, with its hooks."""
+
+    def __init__(
+        self,
+        plan: TenantPlan,
+        kernel: Kernel,
+        network: Network,
+        space: Space,
+        num_serving: Callable[[], int],
+    ) -> None:
+        super().__init__(f"trainer-{plan.spec.pipeline_id}")
+        self.plan = plan
+        self.num_done = 0
+        """Steps, over all lives."""
+        self.is_over = False
+        self.is_training = False
+        self.num_dispatched = 0
+        """Batches of rollouts that began."""
+        self.waits_s: dict[str, float] = {}
+        """The longest wait by cluster."""
+        self.ended_s = 0.0
+        self.asked: dict[str, tuple[Claim, float]] = {}
+        """What waits for an answer, and since when."""
+        self.reasons: list[str] = []
+        """Why asks were refused."""
+        self._kernel = kernel
+        self._network = network
+        self._space = space
+        self._num_serving = num_serving
+        self._then: dict[str, Callable[[], None]] = {}
+        self._script: Iterator[Wait] = iter(())
+        self._left: list[float] = []
+        """Seconds of the rollouts that are not done."""
+        self._batch = 0
+        self._num_keys = 0
+        self._hooks = Claims(self.pipeline_id)
+        network.attach(self, self._receive)
+
+    @property
+    def pipeline_id(self) -> str:
+        return self.plan.spec.pipeline_id
+
+    @property
+    def num_left(self) -> int:
+        return len(self._left)
+
+    def start(self) -> None:
+        self._batch = self.life * LIFE_BATCHES
+        self._script = self._work()
+        self._hooks = Claims(self.pipeline_id)
+        self._tick()
+        self._look()
+        self._next()
+
+    def crash(self) -> None:
+        super().crash()
+        self._space.leave(self.name)
+        self.asked, self._then, self._left = {}, {}, []
+        self.is_training = False
+
+    def restart(self) -> None:
+        super().restart()
+        self.start()
+
+    # what it does
+
+    def _work(self) -> Iterator[Wait]:
+        for cluster in (*self.plan.spec.clusters, GENERATION_CLUSTER):
+            if self.life:
+                yield self._ask(self._release(cluster))
+        signalled = False
+        while self.num_done < self.plan.num_steps:
+            if not signalled:
+                yield self._ask(self._request(GENERATION_CLUSTER, GpuPriority.GENERATION))
+            yield self._sample
+            signalled = yield from self._train()
+        yield self._ask(self._release(GENERATION_CLUSTER))
+        self.is_over = True
+        self.ended_s = self._kernel.time_s
+
+    def _train(self) -> Generator[Wait, None, bool]:
+        """True comes back where the next step is signalled already."""
+        chains = self.plan.boundary is Boundary.CHAINS
+        held = GENERATION_CLUSTER if chains else ""
+        for cluster, priority, seconds in self.plan.phases:
+            if held:
+                yield self._ask(self._swap(held, cluster, priority))
+            else:
+                yield self._ask(self._request(cluster, priority))
+            self._space.enter(self.name, self.plan.spec.clusters[cluster])
+            self.is_training = True
+            yield self._pause(seconds)
+            self.is_training = False
+            self._space.leave(self.name)
+            if chains:
+                held = cluster
+            else:
+                yield self._ask(self._release(cluster))
+        self.num_done += 1
+        if not held:
+            return False
+        if self.num_done == self.plan.num_steps:
+            yield self._ask(self._release(held))
+            return False
+        yield self._ask(self._swap(held, GENERATION_CLUSTER, GpuPriority.GENERATION))
+        return True
+
+    def _pause(self, seconds: float) -> Wait:
+        return lambda then: self._kernel.after(seconds, then, self)
+
+    def _sample(self, then: Callable[[], None]) -> None:
+        self._batch += 1
+        self._left = self.plan.lengths(self._kernel.rng)
+        self._then[STREAM] = then
+        self.num_dispatched += 1
+        self._report()
+
+    def _next(self) -> None:
+        begin = next(self._script, None)
+        if begin is not None:
+            begin(self._next)
+
+    # rollouts
+
+    def _look(self) -> None:
+        if self._left:
+            self._sample_some()
+        self._kernel.after(LOOK_S, self._look, self)
+
+    def _sample_some(self) -> None:
+        room, before = self._num_serving() * self.plan.per_engine, len(self._left)
+        after = [each - LOOK_S if n < room else each for n, each in enumerate(self._left)]
+        self._left = [each for each in after if each > 0]
+        if len(self._left) < before:
+            self._report()
+        if not self._left:
+            self._then.pop(STREAM)()
+
+    def _report(self) -> None:
+        """Where it stands."""
+        if self._left or self.plan.boundary is Boundary.SIGNALS:
+            num = self.plan.num_rollouts
+            done = num - len(self._left)
+            self._hear(ReportProgress(self.pipeline_id, STREAM, self._batch, num, done))
+        else:
+            self._hear(ClearProgress(self.pipeline_id, STREAM, self._batch))
+
+    # asks
+
+    def _request(self, cluster: str, priority: GpuPriority) -> RequestGpus:
+        target = self.plan.num_rollouts if self.plan.says_estimate else 0
+        is_fixed = priority is not GpuPriority.GENERATION
+        estimate = 0 if is_fixed else target
+        return RequestGpus(
+            self._key(), self.pipeline_id, cluster, priority, self.num_done, estimate
+        )
+
+    def _release(self, cluster: str) -> NotifyReleaseGpus:
+        return NotifyReleaseGpus(self._key(), self.pipeline_id, cluster, self.num_done)
+
+    def _swap(self, held: str, cluster: str, priority: GpuPriority) -> NotifyReleaseThenRequestGpus:
+        asked = self._request(cluster, priority)
+        return NotifyReleaseThenRequestGpus(
+            key=asked.key,
+            pipeline_id=self.pipeline_id,
+            release_cluster=held,
+            cluster=cluster,
+            priority=priority,
+            release_global_step=self.num_done,
+            global_step=self.num_done,
+            step_target_estimate=asked.step_target_estimate,
+        )
+
+    def _key(self) -> str:
+        self._num_keys += 1
+        return f"{self.pipeline_id}.{self.life}.{self._num_keys}"
+
+    def _ask(self, ask: Claim) -> Wait:
+        def begin(then: Callable[[], None]) -> None:
+            self.asked[ask.key] = (ask, self._kernel.time_s)
+            self._then[ask.key] = then
+            self._hear(ask)
+
+        return begin
+
+    def _tick(self) -> None:
+        self._hear(Ticked())
+        self._kernel.after(TICK_S, self._tick, self)
+
+    def _receive(self, _source: str, packet: Packet) -> None:
+        self._hear(Received(ROUTER, packet.message))
+
+    def _hear(self, event: Event) -> None:
+        for action in self._hooks.step(event, self._kernel.now_s(self)):
+            match action:
+                case Send():
+                    self._network.send(self, "scheduler", Packet(action.message))
+                case Settled():
+                    self._settled(action)
+                case SchedulerSilent():
+                    self._network.num["scheduler_silent"] += 1
+                case SchedulerHeard():
+                    self._network.num["scheduler_heard"] += 1
+                case Waits():
+                    self._network.num["waits_long"] += 1
+
+    def _settled(self, answer: Settled) -> None:
+        ask, since_s = self.asked.pop(answer.key)
+        then = self._then.pop(answer.key)
+        waited_s = self._kernel.time_s - since_s
+        self.waits_s[ask.cluster] = max(waited_s, self.waits_s.get(ask.cluster, 0.0))
+        if answer.state in GOOD:
+            # Not from within: what comes next may ask again, and the hooks still speak.
+            self._kernel.after(0.0, then, self)
+            return
+        # It was refused, since the scheduler does not know us yet, or was away for too long.
+        self._network.num[f"ask_{answer.state}"] += 1
+        self.reasons.append(answer.reason)
+        renewed = msgspec.structs.replace(ask, key=self._key())
+        self._kernel.after(AGAIN_S, lambda: self._ask(renewed)(then), self)

@@ -1,0 +1,234 @@
+"""The scheduler's machine under any history: requests, releases, progress, failures, restarts.
+
+Hypothesis writes the histories. After each step GPUs have one user, owners are those that holds and
+workers name, and nobody is evicted for nothing; at the end of each, everybody who waits is granted
+within the bound, and nothing is left.
+"""
+
+import math
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from rollmesh.scheduler.planning import policies
+from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.testing.scheduler_sim.stage import Cast, Stage
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    ClearProgress,
+    GpuPriority,
+    NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
+    PipelineSpec,
+    ReportProgress,
+    RequestGpus,
+    UnregisterPipeline,
+)
+
+NUM_GPUS = 4
+SETTINGS = SchedulerSettings(resize_deadline_s=6.0, slack_s=1.0, patience_s=20.0, settle_s=1.0)
+SPECS = (
+    PipelineSpec(pipeline_id="a", clusters={"actor_train": (0, 1)}, generation=(0, 1, 2, 3)),
+    PipelineSpec(
+        pipeline_id="b",
+        clusters={"actor_train": (2, 3), "critic": (1, 2)},
+        generation=(0, 1, 2, 3),
+        tp=2,
+    ),
+    PipelineSpec(
+        pipeline_id="c",
+        clusters={"actor_train": (0, 1, 2, 3)},
+        generation=(3,),
+        weight=2.0,
+    ),
+)
+PRIORITIES = {"actor_train": GpuPriority.ACTOR_TRAINING, "critic": GpuPriority.CRITIC_TRAINING}
+CYCLES_A_REQUEST = 4
+"""A release, a wake that comes to rest, a sleep, and the grant."""
+
+names = st.sampled_from([spec.pipeline_id for spec in SPECS])
+
+
+class SchedulerHistories(RuleBasedStateMachine):
+    """See the module."""
+
+    policy = "fair"
+
+    @initialize()
+    def begin(self) -> None:
+        self.stage = Stage(SPECS, NUM_GPUS, policies.by_name(self.policy), SETTINGS)
+        self.batch = 0
+
+    # programs
+
+    @rule(name=names, num=st.sampled_from([0, 4, 40]))
+    def asks_for_engines(self, name: str, num: int) -> None:
+        self._request(name, GENERATION_CLUSTER, num)
+
+    @rule(name=names, pick=st.integers(0, 1))
+    def asks_for_a_cluster(self, name: str, pick: int) -> None:
+        cluster = self._cluster(name, pick)
+        waits = {each.cluster for each in self._cast(name).open.values()}
+        if cluster not in self._cast(name).held and cluster not in waits:
+            self._request(name, cluster, 0)
+
+    @rule(name=names, pick=st.integers(0, 2))
+    def gives_up(self, name: str, pick: int) -> None:
+        each = self._cast(name)
+        clusters = [*each.held, GENERATION_CLUSTER]
+        cluster = clusters[pick % len(clusters)]
+        self.stage.ask(name, NotifyReleaseGpus(self.stage.key(), name, cluster))
+
+    @rule(name=names, pick=st.integers(0, 1), num=st.sampled_from([0, 8]))
+    def gives_one_thing_up_for_another(self, name: str, pick: int, num: int) -> None:
+        each = self._cast(name)
+        held = next(iter(each.held), "")
+        wanted = GENERATION_CLUSTER if held else self._cluster(name, pick)
+        self.stage.ask(
+            name,
+            NotifyReleaseThenRequestGpus(
+                key=self.stage.key(),
+                pipeline_id=name,
+                release_cluster=held or GENERATION_CLUSTER,
+                cluster=wanted,
+                priority=PRIORITIES.get(wanted, GpuPriority.GENERATION),
+                step_target_estimate=num,
+            ),
+        )
+
+    @rule(name=names, completed=st.integers(0, 50))
+    def reports(self, name: str, completed: int) -> None:
+        self.batch += completed == 0
+        self.stage.tell(name, ReportProgress(name, "train", self.batch, 40, completed))
+
+    @rule(name=names)
+    def retires_its_stream(self, name: str) -> None:
+        self.stage.tell(name, ClearProgress(name, "train", self.batch))
+
+    # coordinators
+
+    @rule(name=names, fails=st.sampled_from([False, False, False, True]))
+    def carries_out_a_resize(self, name: str, fails: bool) -> None:
+        told = self._cast(name).told
+        if told:
+            self.stage.carry_out(name, min(told), fails=fails)
+
+    @rule(name=names)
+    def forgets_its_resizes(self, name: str) -> None:
+        self._cast(name).told.clear()
+
+    @rule(name=names)
+    def mends_its_engines(self, name: str) -> None:
+        self.stage.mend(name)
+
+    # time, and the scheduler's own death
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 7.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.stage.advance(seconds)
+        self.stage.greet()
+
+    @rule()
+    def scheduler_is_killed(self) -> None:
+        self.stage.die()
+
+    @rule(name=names, num=st.sampled_from([0, 8]))
+    def scheduler_is_killed_before_it_answers(self, name: str, num: int) -> None:
+        ask = RequestGpus(
+            self.stage.key(), name, GENERATION_CLUSTER, GpuPriority.GENERATION, 0, num
+        )
+        self._cast(name).open[ask.key] = ask
+        self.stage.die(after=ask)
+
+    # what holds
+
+    @invariant()
+    def nothing_goes_wrong_inside(self) -> None:
+        if hasattr(self, "stage"):
+            assert self.stage.scheduler.book.troubles == []
+
+    def teardown(self) -> None:
+        if hasattr(self, "stage"):
+            self._bring_to_rest()
+
+    # helpers
+
+    def _cast(self, name: str) -> Cast:
+        return self.stage.cast[name]
+
+    def _cluster(self, name: str, pick: int) -> str:
+        clusters = list(self._cast(name).spec.clusters)
+        return clusters[pick % len(clusters)]
+
+    def _request(self, name: str, cluster: str, target: int) -> None:
+        priority = PRIORITIES.get(cluster, GpuPriority.GENERATION)
+        self.stage.ask(name, RequestGpus(self.stage.key(), name, cluster, priority, 0, target))
+
+    def _bring_to_rest(self) -> None:
+        """From now on everybody does as told, and who was granted gives up a cycle later."""
+        stage = self.stage
+        policy = policies.by_name(self.policy)
+        # Quarantine is grown out of first; then what waits is counted.
+        for _ in range(math.ceil(SETTINGS.max_retry_s) + 10):
+            self._obey()
+            phases = {each.phase for each in stage.scheduler.book.state.pipelines.values()}
+            if phases == {PipelinePhase.ADMITTED}:
+                break
+        num_waiting = sum(len(each.open) for each in stage.cast.values())
+        num = math.ceil(policy.reserve_after_s) + CYCLES_A_REQUEST * (num_waiting + 2)
+        for _ in range(num):
+            if not any(each.open for each in stage.cast.values()):
+                break
+            self._give_up_all()
+            self._obey()
+        left = {name: each.open for name, each in stage.cast.items() if each.open}
+        assert not left, f"after {num} cycles: {left}"
+        self._leave()
+
+    def _give_up_all(self) -> None:
+        """Whatever was granted, so that the next may have it."""
+        for name, each in self.stage.cast.items():
+            waits = {ask.cluster for ask in each.open.values()}
+            clusters = [*each.held, *[GENERATION_CLUSTER] * each.is_generating]
+            for cluster in clusters:
+                if cluster not in waits:
+                    self.stage.ask(name, NotifyReleaseGpus(self.stage.key(), name, cluster))
+
+    def _obey(self) -> None:
+        for name, each in self.stage.cast.items():
+            self.stage.mend(name)
+            for resize_id in sorted(each.told):
+                self.stage.carry_out(name, resize_id)
+        self.stage.cycle()
+
+    def _leave(self) -> None:
+        stage = self.stage
+        for name in stage.cast:
+            stage.tell("admission", UnregisterPipeline(stage.key(), name))
+        for _ in range(10):
+            self._obey()
+        state = stage.scheduler.book.state
+        assert not state.owners
+        assert not state.requests
+        assert not state.pipelines
+        assert not stage.space.users()
+        assert stage.disk.num_rows("intents") == 0
+
+
+class GapRatioHistories(SchedulerHistories):
+    policy = "gap-ratio"
+
+
+HOW = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+TestSchedulerHistories = SchedulerHistories.TestCase
+TestSchedulerHistories.settings = HOW
+TestGapRatioHistories = GapRatioHistories.TestCase
+TestGapRatioHistories.settings = HOW
