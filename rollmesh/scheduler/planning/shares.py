@@ -23,6 +23,11 @@ NUM_FILLS = 20_000
 """Visits of a claim to a pool, at most, once each pool has been filled twice."""
 
 
+SPILL = 1e-4
+"""Of a GPU that nobody can use: who has its cap takes it all the same, so that its other pools are
+left to others, and drops it in the end."""
+
+
 class Share(NamedTuple):
     """What one wants."""
 
@@ -59,7 +64,7 @@ def max_min(claims: Sequence[Share], pools: Sequence[Pool]) -> list[float]:
                 if other != index and not is_waiting[other]:
                     is_waiting[other] = True
                     waiting.append(other)
-    return got
+    return [min(claim.cap_gpus, gpus) for claim, gpus in zip(claims, got, strict=True)]
 
 
 def _refill(claims: Sequence[Share], pool: Pool, part: list[float], got: list[float]) -> list[int]:
@@ -75,43 +80,42 @@ def _refill(claims: Sequence[Share], pool: Pool, part: list[float], got: list[fl
     return moved
 
 
-def _fill(claims: Sequence[Share], elsewhere: Sequence[float], num_gpus: float) -> list[float]:
-    """What each gets of the pool, having something elsewhere."""
-    rooms = [max(0.0, c.cap_gpus - has) for c, has in zip(claims, elsewhere, strict=True)]
-    if sum(rooms) <= num_gpus:
-        return rooms
-    needs = [
-        min(room, max(0.0, claim.floor_gpus - has))
-        for claim, has, room in zip(claims, elsewhere, rooms, strict=True)
-    ]
-    if sum(needs) > num_gpus:
-        cut = num_gpus / sum(needs)
-        return [need * cut for need in needs]
-    level = _level(claims, elsewhere, needs, rooms, num_gpus)
+def _fill(claims: Sequence[Share], elsewhere: Sequence[float], num_gpus: int) -> list[float]:
+    """What each gets of the pool, all of which is given, having something elsewhere."""
+    needs = [max(0.0, claim.floor_gpus - has) for claim, has in zip(claims, elsewhere, strict=True)]
+    wanted = sum(needs)
+    if wanted > num_gpus:
+        return [need * num_gpus / wanted for need in needs]
+    level = _level(claims, elsewhere, needs, num_gpus - wanted)
     return [
-        max(need, min(room, claim.weight * level - has))
-        for claim, has, need, room in zip(claims, elsewhere, needs, rooms, strict=True)
+        max(need, _height(claim, level) - has)
+        for claim, has, need in zip(claims, elsewhere, needs, strict=True)
     ]
+
+
+def _height(claim: Share, level: float) -> float:
+    """How much it has in all when the water stands there: little more, once it has its cap."""
+    gpus = claim.weight * level
+    return gpus if gpus <= claim.cap_gpus else claim.cap_gpus + SPILL * (gpus - claim.cap_gpus)
 
 
 def _level(
-    claims: Sequence[Share],
-    elsewhere: Sequence[float],
-    needs: Sequence[float],
-    rooms: Sequence[float],
-    num_gpus: float,
+    claims: Sequence[Share], elsewhere: Sequence[float], needs: Sequence[float], left: float
 ) -> float:
-    """How high the water stands when the pool is empty: it rises from one bend to the next."""
+    """How high the water stands when so much is poured in: it rises from one bend to the next."""
     bends = []
-    for claim, has, need, room in zip(claims, elsewhere, needs, rooms, strict=True):
-        if room > need:
-            bends.append(((has + need) / claim.weight, claim.weight))
-            bends.append(((has + room) / claim.weight, -claim.weight))
+    for claim, has, need in zip(claims, elsewhere, needs, strict=True):
+        cap, weight, has_first = claim.cap_gpus, claim.weight, has + need
+        if has_first < cap:
+            bends.append((has_first / weight, weight))
+            bends.append((cap / weight, (SPILL - 1.0) * weight))
+        else:
+            bends.append(((cap + (has_first - cap) / SPILL) / weight, SPILL * weight))
     bends.sort()
-    left, level, weight = num_gpus - sum(needs), 0.0, 0.0
+    level, weight = 0.0, 0.0
     for bend, change in bends:
-        if weight > 0.0 and (bend - level) * weight >= left:
-            return level + left / weight
+        if (bend - level) * weight >= left and weight > 0.0:
+            break
         left -= (bend - level) * weight
         level, weight = bend, weight + change
-    return level
+    return level + left / weight
