@@ -92,7 +92,8 @@ def plan_mesh(
             ChildPlan(role=MODEL_ROLE, argv=(*ROLLMESH, *make_model), on_death=OnDeath.NEXT)
         )
     settings = ("--config", str(config_path))
-    plans += plan_serving(config, settings, model_first, LEAST_VERSION if earlier else (), earlier)
+    words = LEAST_VERSION if earlier else ()
+    plans += plan_serving(config, settings, model_first, words, earlier, share)
     plans += [plan_coordinator(config, settings, share)] if share else []
     plans.append(
         ChildPlan(
@@ -114,9 +115,10 @@ def plan_serving(
     gate: tuple[str, ...] = (),
     router_words: tuple[str, ...] = (),
     earlier: Earlier | None = None,
+    share: Share | None = None,
 ) -> list[ChildPlan]:
     """What rolls out: engines where none are named, a router and workers."""
-    engines = [] if config.engine.urls else plan_engines(config, gate, earlier)
+    engines = [] if config.engine.urls else plan_engines(config, gate, earlier, share)
     workers = [
         plan_worker(config, settings, f"worker-{number}", gate)
         for number in range(config.worker.num_workers)
@@ -125,17 +127,22 @@ def plan_serving(
 
 
 def plan_engines(
-    config: Config, gate: tuple[str, ...], earlier: Earlier | None = None
+    config: Config,
+    gate: tuple[str, ...],
+    earlier: Earlier | None = None,
+    share: Share | None = None,
 ) -> list[ChildPlan]:
     """The embedded engines. One that was started again begins with the newest weights that there
     are by then, whether or not the trainer lives; the publisher brings it further.
 
     Those of an earlier run begin with its newest weights: they roll out while the trainer recovers.
+    On a shared fleet all begin without memory, until a coordinator wakes them.
     """
     engine, untrained = config.engine, weights_words(config.model.path, 0)
     first = weights_words(str(earlier.weights), earlier.policy_version) if earlier else untrained
     argv = [*ROLLMESH, "engine", *first]
     argv += ["--incremental-streaming-output", "--skip-tokenizer-init"]
+    argv += ["--asleep"] if share else []
     argv += ["--max-running-requests", str(engine.max_running)]
     argv += ["--max-total-tokens", str(engine.kv_tokens)]
     argv += ["--num-threads", str(engine.num_threads)]
