@@ -1,0 +1,209 @@
+"""Both processes are started, all pipelines let in, and each is kept alive apart from the other."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from rollmesh.core.errors import AddressError
+from rollmesh.core.ids import new_id
+from rollmesh.core.process import listen
+from rollmesh.scheduler.admission.asking import Answer, Question, ask
+from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.scheduler.service.explain import FleetView, PipelineView
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import AnyMessage
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    AdmitPipeline,
+    ClearProgress,
+    CoordinatorHello,
+    GpuPriority,
+    HooksWired,
+    NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
+    ReadScheduler,
+    ReportProgress,
+    RequestGpus,
+    ResizeWorkers,
+    TicketMoved,
+    TicketState,
+    WorkerPhase,
+    WorkersResized,
+    WorkerTruth,
+)
+from rollmesh.wire.sockets import Dialer, wait
+
+HookAsk = RequestGpus | NotifyReleaseGpus | NotifyReleaseThenRequestGpus
+PATIENCE_S = 100.0
+LOOK_S = 0.1
+
+FILE = """
+bind = "tcp://127.0.0.1:{}"
+http_bind = "127.0.0.1:{}"
+admission = "tcp://127.0.0.1:{}"
+journal = "{}"
+
+[[nodes]]
+name = "here"
+gpus = 4
+
+[pipelines.math]
+clusters.actor_train = 2
+workers = 4
+
+[pipelines.code]
+clusters.actor_train = [2, 3]
+generation = [0, 1, 2, 3]
+"""
+
+
+def free_ports(num: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(listen("127.0.0.1:0")) for _ in range(num)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+class Running:
+    """`rollmesh scheduler up`."""
+
+    def __init__(self, folder: Path) -> None:
+        service, http, admission = free_ports(3)
+        self.address = f"tcp://127.0.0.1:{service}"
+        self.admission = f"tcp://127.0.0.1:{admission}"
+        file = folder / "scheduler.toml"
+        file.write_text(FILE.format(service, http, admission, folder / "journal"))
+        words = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "up", str(file)]
+        self.process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+
+    def pid_of(self, verb: str) -> int:
+        """Of the child that has that verb, 0 if there is none now."""
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if verb in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                    return child.pid
+        return 0
+
+    def seen(self) -> FleetView:
+        answer = self.ask(self.address, ReadScheduler(new_id("read")))
+        return msgspec.json.decode(answer.body, type=FleetView)
+
+    def ask(self, address: str, question: Question) -> Answer:
+        return ask(address, question, patience_s=PATIENCE_S)
+
+    def of(self, pipeline_id: str) -> PipelineView:
+        (only,) = [each for each in self.seen().pipelines if each.pipeline_id == pipeline_id]
+        return only
+
+    def phases(self) -> dict[str, PipelinePhase]:
+        return {each.pipeline_id: each.phase for each in self.seen().pipelines}
+
+    def until(self, condition: Callable[[], object]) -> None:
+        give_up_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None
+            assert time.monotonic() < give_up_s
+            threading.Event().wait(LOOK_S)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    running = Running(tmp_path)
+    running.until(lambda: len(running.phases()) == 2)
+    running.until(lambda: set(running.phases().values()) == {PipelinePhase.ADMITTED})
+    yield running
+    running.process.terminate()
+    running.process.wait(PATIENCE_S)
+
+
+class Tenant:
+    """The hooks and the coordinator of one pipeline whose engines do at once what they are told."""
+
+    def __init__(self, running: Running, pipeline_id: str) -> None:
+        self._pipeline_id = pipeline_id
+        self._dialer = Dialer(running.address, new_id("tenant"))
+        self._truth = {rank: WorkerTruth(rank, WorkerPhase.ASLEEP, 0) for rank in range(4)}
+
+    def say(self, message: AnyMessage) -> None:
+        self._dialer.send(Packet(message))
+
+    def until(self, state: TicketState, question: HookAsk) -> tuple[int, ...]:
+        """Say it until its ticket is so; the GPUs."""
+        give_up_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < give_up_s:
+            self.say(HooksWired(self._pipeline_id))
+            self.say(CoordinatorHello(self._pipeline_id, tuple(self._truth.values())))
+            self.say(question)
+            wait([self._dialer], None, LOOK_S)
+            for packet in self._dialer.receive():
+                match packet.message:
+                    case TicketMoved(question.key, its_state, gpus) if its_state is state:
+                        return gpus
+                    case ResizeWorkers() as resize:
+                        self._do(resize)
+        raise AssertionError(f"{question} never became {state}")
+
+    def close(self) -> None:
+        self._dialer.close()
+
+    def _do(self, resize: ResizeWorkers) -> None:
+        for change in resize.changes:
+            phase = WorkerPhase.AWAKE if change.wakes else WorkerPhase.ASLEEP
+            self._truth[change.rank] = WorkerTruth(change.rank, phase, change.epoch)
+        truth = tuple(self._truth.values())
+        self.say(WorkersResized(self._pipeline_id, resize.resize_id, truth))
+
+
+def test_without_admission_every_run_time_operation_still_answers(running: Running) -> None:
+    """And it is back, by itself, with all that it did."""
+    os.kill(running.pid_of("admission"), signal.SIGSTOP)
+    with pytest.raises(AddressError, match="nobody answers"):
+        ask(running.admission, AdmitPipeline("k", "math"), patience_s=1.0)
+    tenant = Tenant(running, "math")
+    train, generate = GpuPriority.ACTOR_TRAINING, GpuPriority.GENERATION
+    granted, released = TicketState.GRANTED, TicketState.RELEASED
+    assert tenant.until(granted, RequestGpus("1", "math", "actor_train", train)) == (0, 1)
+    hand_over = NotifyReleaseThenRequestGpus(
+        "2", "math", "actor_train", GENERATION_CLUSTER, generate, step_target_estimate=8
+    )
+    assert tenant.until(granted, hand_over)
+    tenant.say(ReportProgress("math", "train", 1, 8, 3))
+    running.until(lambda: running.of("math").remaining == 5)
+    tenant.say(ClearProgress("math", "train", 1))
+    running.until(lambda: not running.of("math").has_demand)
+    assert tenant.until(granted, RequestGpus("3", "math", GENERATION_CLUSTER, generate))
+    tenant.until(released, NotifyReleaseGpus("4", "math", GENERATION_CLUSTER))
+    tenant.close()
+    assert running.seen().num_free == 4
+    killed = running.pid_of("admission")
+    os.kill(killed, signal.SIGKILL)
+    running.until(lambda: running.pid_of("admission") not in (0, killed))
+    assert running.ask(running.admission, AdmitPipeline(new_id("k"), "math")).ok
+
+
+def test_a_service_that_was_killed_rises_with_all_that_it_knew(running: Running) -> None:
+    before, killed = running.seen(), running.pid_of("serve")
+    os.kill(killed, signal.SIGKILL)
+    running.until(lambda: running.pid_of("serve") not in (0, killed))
+    after = running.seen()
+    assert after.scheduler != before.scheduler
+    assert after.nodes == before.nodes
+    assert [each.spec for each in after.pipelines] == [each.spec for each in before.pipelines]
+    assert GENERATION_CLUSTER not in after.pipelines[0].spec.clusters
+
+
+def test_both_end_with_it(running: Running) -> None:
+    children = psutil.Process(running.process.pid).children()
+    assert len(children) == 2
+    running.process.kill()
+    gone, alive = psutil.wait_procs(children, PATIENCE_S)
+    assert (len(gone), alive) == (2, [])
