@@ -1,0 +1,52 @@
+"""`rollmesh scheduler simulate` and `gantt`."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.core.errors import UserError
+from rollmesh.scheduler.simulator.command import gantt, simulate
+from rollmesh.scheduler.simulator.trace import Trace, read
+from rollmesh.scheduler.simulator.workload import Shape, generate
+
+TINY = Shape(block_gpus=4, train_gpus=(2,), tp=(1, 2), rollouts_per_step=(24, 48), num_steps=(1, 2))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.json"
+    path.write_bytes(msgspec.json.encode(generate(TINY, 2, 0)))
+    return path
+
+
+def test_a_trace_is_compared_under_all_policies_and_drawn(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate([str(trace), "--out", str(tmp_path / "drawn")]) == 0
+    said = capsys.readouterr().out
+    for word in ("static", "gap-ratio", "fair", "bound", "steps_per_h_gpu", "jain"):
+        assert word in said
+    names = {path.name for path in (tmp_path / "drawn").iterdir()}
+    assert names == {"gantt.html", "gantt.png", "perfetto.json", "trace.json"}
+    assert read(tmp_path / "drawn/trace.json") == msgspec.json.decode(
+        trace.read_bytes(), type=Trace
+    )
+
+
+def test_figures_are_said_as_json_of_the_policies_asked_for(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate([str(trace), "--policy", "fair", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert list(said["policies"]) == ["fair"]
+    assert set(said["policies"]["fair"]["slowdowns"]) == {"p0", "p1"}
+    assert said["bound_steps_per_h_gpu"] >= said["policies"]["fair"]["steps_per_h_gpu"]
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--pipelines 0"):
+        simulate(["--pipelines", "0"])
+    with pytest.raises(UserError, match="is not there"):
+        gantt([str(tmp_path / "none")])

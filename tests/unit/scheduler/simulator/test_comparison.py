@@ -1,0 +1,65 @@
+"""What policies are measured against, and by what figures."""
+
+import math
+
+import msgspec
+import pytest
+
+from rollmesh.scheduler.simulator.comparison import (
+    POLICIES,
+    STATIC,
+    Comparison,
+    Result,
+    summary,
+)
+from rollmesh.scheduler.simulator.workload import Shape, generate
+
+TINY = Shape(block_gpus=4, train_gpus=(2,), tp=(1, 2), rollouts_per_step=(24, 48), num_steps=(2, 4))
+RESULT = Result(
+    policy="fair",
+    steps_per_h_gpu=2.0,
+    utilisation=0.5,
+    slowdowns=(1.0, 3.0),
+    waits_s=(0.0, 10.0),
+    num_evictions=4,
+    num_resizes=9,
+    switch_share=0.1,
+    num_starved=0,
+)
+
+
+def test_a_pipeline_alone_under_static_is_a_dedicated_fleet() -> None:
+    comparison = Comparison(generate(TINY, 1, 0))
+    result = comparison.result(STATIC, comparison.run(STATIC))
+    assert result.slowdowns == (1.0,)
+    assert result.jain == 1.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_policy_passes_the_bound(seed: int) -> None:
+    comparison = Comparison(generate(TINY, 3, seed))
+    bound = comparison.bound()
+    for policy in POLICIES:
+        result = comparison.result(policy, comparison.run(policy))
+        assert 0 < result.steps_per_h_gpu <= bound
+        assert 0 < result.utilisation < 1
+
+
+def test_jain_is_one_where_all_are_slowed_alike_and_less_else() -> None:
+    assert RESULT.jain == pytest.approx(16 / (2 * 10))
+    alike = msgspec.structs.replace(RESULT, slowdowns=(2.5, 2.5, 2.5))
+    assert alike.jain == pytest.approx(1.0)
+    starved = msgspec.structs.replace(RESULT, slowdowns=(1.0, math.inf))
+    assert starved.jain == 0.0
+
+
+def test_means_are_of_traces_and_waits_of_all_steps() -> None:
+    other = msgspec.structs.replace(
+        RESULT, steps_per_h_gpu=4.0, slowdowns=(2.0, 2.0), waits_s=tuple(map(float, range(20, 118)))
+    )
+    figures = summary([RESULT, other])
+    assert figures.steps_per_h_gpu == 3.0
+    assert figures.jain == pytest.approx((0.8 + 1.0) / 2)
+    assert figures.jain_worst == pytest.approx(0.8)
+    assert (figures.slowdown_mean, figures.slowdown_worst) == (2.0, 3.0)
+    assert (figures.wait_p50_s, figures.wait_p99_s) == (67.0, 116.0)

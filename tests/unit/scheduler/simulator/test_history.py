@@ -1,0 +1,60 @@
+"""A real run's chart, from occupancy rows."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.errors import UserError
+from rollmesh.scheduler.simulator.history import FILE_NAME, Occupancy, chart, spans
+from rollmesh.scheduler.simulator.spans import Span, Use
+
+ROWS = [
+    Occupancy(10.0, 0, "a", "actor_infer", 1, "waking"),
+    Occupancy(10.0, 1, "b", "actor_train", -1, "held"),
+    Occupancy(12.0, 0, "a", "actor_infer", 1, "awake"),
+    Occupancy(15.0, 1, "", "", -1, "free"),
+    Occupancy(18.0, 0, "a", "actor_infer", 1, "lost"),
+    Occupancy(20.0, 1, "b", "actor_infer", 0, "sleeping"),
+]
+
+
+def test_a_row_holds_until_the_next_of_its_gpu() -> None:
+    assert spans(ROWS) == [
+        Span(0, "a", "engine 1", Use.WAKE, 10.0, 12.0),
+        Span(0, "a", "engine 1", Use.SERVE, 12.0, 18.0),
+        Span(0, "a", "engine 1", Use.LOST, 18.0, 20.0),
+        Span(1, "b", "actor_train", Use.FIXED, 10.0, 15.0),
+    ]
+
+
+def _journal(path: Path) -> Path:
+    journal = sqlite3.connect(path)
+    kinds = "at_s REAL, gpu INTEGER, pipeline_id TEXT, cluster TEXT, rank INTEGER, phase TEXT"
+    journal.execute(f"CREATE TABLE history ({kinds})")
+    journal.executemany("INSERT INTO history VALUES (?, ?, ?, ?, ?, ?)", ROWS)
+    journal.commit()
+    journal.close()
+    return path
+
+
+def test_a_journal_is_given_by_its_file_or_its_folder(tmp_path: Path) -> None:
+    path = _journal(tmp_path / FILE_NAME)
+    drawn = chart(path)
+    assert (drawn.start_s, drawn.end_s, drawn.gpus) == (10.0, 20.0, (0, 1))
+    assert drawn.spans == spans(ROWS) == chart(tmp_path).spans
+
+
+def test_what_is_no_journal_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not there"):
+        chart(tmp_path / "none")
+    (tmp_path / "text").write_text("no database at all, but a text that is long enough" * 9)
+    with pytest.raises(UserError, match="is not a scheduler's journal"):
+        chart(tmp_path / "text")
+    empty = _journal(tmp_path / "empty")
+    journal = sqlite3.connect(empty)
+    journal.execute("DELETE FROM history")
+    journal.commit()
+    journal.close()
+    with pytest.raises(UserError, match="remembers nobody"):
+        chart(empty)

@@ -1,0 +1,166 @@
+"""A run of a trace: to the second where it can be reckoned by hand, and what always holds."""
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from rollmesh.scheduler.planning.draft import Draft
+from rollmesh.scheduler.planning.plan import Outlook, Policy
+from rollmesh.scheduler.planning.policies import POLICIES, by_name
+from rollmesh.scheduler.simulator.spans import Span, Use
+from rollmesh.scheduler.simulator.trace import Costs, Phase, Trace, TracePipeline
+from rollmesh.scheduler.simulator.workload import Shape, generate
+from rollmesh.scheduler.simulator.world import Run, run
+
+TINY = Shape(
+    block_gpus=4,
+    train_gpus=(2,),
+    tp=(1, 2),
+    rollouts_per_step=(24, 48),
+    arrival_s=(0.0, 300.0),
+    num_steps=(2, 4),
+)
+
+
+class TakesWhatIsOpen:
+    """Wakes whatever may wake, and nobody gives way to another's engines."""
+
+    name = "open"
+    reserve_after_s = 600.0
+
+    def generate(self, draft: Draft) -> Outlook:
+        for pipeline_id, pipeline in draft.state.pipelines.items():
+            for worker in pipeline.workers if pipeline.demand else ():
+                is_open = all(draft.is_open(gpu) for gpu in worker.gpus)
+                if is_open and draft.can_expand(pipeline_id, worker):
+                    draft.expand(pipeline_id, worker)
+        return Outlook()
+
+
+def _alone() -> TracePipeline:
+    return TracePipeline(
+        pipeline_id="a",
+        clusters={"actor_train": (0,)},
+        generation=(0, 1),
+        rollouts_s=((10.0, 20.0, 30.0), (8.0,)),
+        phases=(Phase("actor_train", 40.0),),
+    )
+
+
+def _trace(*pipelines: TracePipeline, num_gpus: int = 2) -> Trace:
+    costs = Costs(sleep_s=5.0, wake_s=15.0, reprefill_s=3.0)
+    return Trace(name="x", nodes=(num_gpus,), pipelines=pipelines, costs=costs)
+
+
+def test_two_steps_of_one_pipeline_are_reckoned_to_the_second() -> None:
+    # 0-15 both wake; 15-25 and 25-55 on engine 0, 15-35 on engine 1; 55-60 engine 0 goes to sleep;
+    # 60-100 trains; 100-108 on engine 1, which is awake; from 100 to 115 engine 0 wakes, for
+    # nothing, and is waited for; 115-120 it goes to sleep; 120-160 trains.
+    done = run(_trace(_alone()), TakesWhatIsOpen())
+    assert done.ended_s == 160.0
+    assert done.lives[0].waits_s == (15.0, 0.0)
+    assert done.lives[0].num_steps == 2
+    on_first = [(each.use, each.start_s, each.end_s) for each in done.spans if each.gpu == 0]
+    assert on_first == [
+        (Use.WAKE, 0.0, 15.0),
+        (Use.SERVE, 15.0, 55.0),
+        (Use.SLEEP, 55.0, 60.0),
+        (Use.FIXED, 60.0, 100.0),
+        (Use.WAKE, 100.0, 115.0),
+        (Use.SLEEP, 115.0, 120.0),
+        (Use.FIXED, 120.0, 160.0),
+    ]
+    assert (done.num_resizes, done.num_evictions) == (5 + 1, 0)
+
+
+def test_an_evicted_rollout_goes_on_elsewhere_and_pays_for_its_kv() -> None:
+    rolls = msgspec.structs.replace(_alone(), rollouts_s=((100.0,),), phases=())
+    trains = TracePipeline(
+        pipeline_id="b",
+        clusters={"actor_train": (0,)},
+        generation=(2,),
+        rollouts_s=((1.0,),),
+        phases=(Phase("actor_train", 10.0),),
+    )
+    trace = _trace(rolls, trains, num_gpus=3)
+    done = run(trace, TakesWhatIsOpen())
+    ends = {life.pipeline_id: life.ended_s for life in done.lives}
+    assert ends == {"a": 16.0 + 99.0 + 3.0, "b": 16.0 + 5.0 + 10.0}
+    assert done.num_evictions == 1
+    work_gpu_s = sum(trace.work_gpu_s(each, 1) for each in trace.pipelines)
+    assert done.served_gpu_s == work_gpu_s + 3.0
+
+
+def _runs() -> Iterator[tuple[Trace, str, Run]]:
+    for seed, policy in itertools.product(range(3), POLICIES):
+        trace = generate(TINY, 3, seed)
+        yield trace, policy, run(trace, by_name(policy))
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[tuple[Trace, str, Run]]:
+    return list(_runs())
+
+
+def test_every_pipeline_does_all_its_steps_under_every_policy(
+    runs: list[tuple[Trace, str, Run]],
+) -> None:
+    for trace, _, done in runs:
+        assert [life.num_steps for life in done.lives] == [each.steps for each in trace.pipelines]
+        assert all(len(life.waits_s) == life.num_steps for life in done.lives)
+
+
+def test_work_is_neither_lost_nor_made(runs: list[tuple[Trace, str, Run]]) -> None:
+    for trace, _, done in runs:
+        work_gpu_s = sum(trace.work_gpu_s(each, each.steps) for each in trace.pipelines)
+        again_gpu_s = done.served_gpu_s - work_gpu_s
+        most = done.num_evictions * trace.costs.reprefill_s * max(p.tp for p in trace.pipelines)
+        assert -1e-6 <= again_gpu_s <= most + 1e-6
+        assert (again_gpu_s > 1.0) == (done.num_evictions > 0)
+        fixed_s = sum(each.end_s - each.start_s for each in done.spans if each.use is Use.FIXED)
+        assert fixed_s == pytest.approx(sum(p.fixed_gpu_s * p.steps for p in trace.pipelines))
+
+
+def test_no_gpu_has_two_at_once(runs: list[tuple[Trace, str, Run]]) -> None:
+    for _, _, done in runs:
+        for _, group in itertools.groupby(done.spans, key=lambda span: span.gpu):
+            for one, then in itertools.pairwise(group):
+                assert one.end_s <= then.start_s
+
+
+def test_a_switch_costs_what_the_trace_says(runs: list[tuple[Trace, str, Run]]) -> None:
+    def of(use: Use, done: Run) -> list[Span]:
+        return [each for each in done.spans if each.use is use]
+
+    for trace, _, done in runs:
+        for use, seconds in ((Use.WAKE, trace.costs.wake_s), (Use.SLEEP, trace.costs.sleep_s)):
+            ended = [each for each in of(use, done) if each.end_s < done.ended_s]
+            assert ended
+            assert all(each.end_s - each.start_s == pytest.approx(seconds) for each in ended)
+
+
+def test_a_run_is_a_function_of_trace_and_policy() -> None:
+    trace = generate(TINY, 3, 1)
+    policies: list[Policy] = [by_name("fair"), by_name("fair")]
+    one, other = (run(trace, policy) for policy in policies)
+    assert one == other
+    assert one != run(msgspec.structs.replace(trace, seed=2), by_name("fair"))
+
+
+def test_who_never_gets_an_engine_is_told_as_starved_and_does_not_hang_the_run() -> None:
+    first = msgspec.structs.replace(_alone(), phases=())
+    second = msgspec.structs.replace(first, pipeline_id="b", arrival_s=1.0)
+
+    class Hoards(TakesWhatIsOpen):
+        """Whoever is first keeps all, by forgetting the others."""
+
+        def generate(self, draft: Draft) -> Outlook:
+            if "b" in draft.state.pipelines:
+                return Outlook()
+            return super().generate(draft)
+
+    done = run(_trace(first, second), Hoards())
+    assert [life.ended_s is None for life in done.lives] == [False, True]
+    assert done.lives[1].waits_s[-1] > 0
