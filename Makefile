@@ -9,7 +9,8 @@
 #   make setup                  only the .venv        (PYTHON=python3.12 picks the interpreter)
 #   make sglang                 a real SGLang in .venv-sglang, for tests/contract (3 GB, minutes)
 #   make test-sglang            the engines' contract, ours and a real SGLang, in both stream forms
-#   make test-ray               the backends' contract, ours and Ray; installs the extra `ray` (290 MB)
+#   make test-ray               the backends' contract, and the scheduler in a Ray cluster of several nodes;
+#                               installs the extra `ray` (290 MB)
 #   make test-clients           real agents and SDKs through the gateway; writes docs/clients.md
 #   make clients                only their environments, in .venv-clients (2.5 GB; npm for three)
 #   make clean                  remove the .venv and the caches; runs/ stays
@@ -48,7 +49,7 @@ test-sglang: $(STAMP) sglang
 	@$(BIN)/python -m pytest tests/contract $(ARGS)
 
 test-ray: $(VENV)/.ray
-	@$(BIN)/python -m pytest tests/contract/test_tensor_backends.py $(ARGS)
+	@$(BIN)/python -m pytest tests/contract/test_tensor_backends.py tests/contract/test_ray_fleet.py $(ARGS)
 
 chaos: $(STAMP)
 	@nice -n 15 $(BIN)/python -m pytest -m chaos -s tests/flow/test_chaos.py tests/flow/test_recovery.py tests/contract/test_pauses.py

@@ -159,7 +159,7 @@ class Service:
             ray.kill(self._agents.pop(node_id))
         for node_id, place in here.items():
             if node_id not in self._agents:
-                options = _options(f"{AGENT}{node_id}", node_id)
+                options = {**_options(f"{AGENT}{node_id}", node_id), "get_if_exists": True}
                 actor = ray.remote(NodeAgent).options(**options)
                 self._agents[node_id] = actor.remote(address, place)
 
@@ -207,7 +207,8 @@ def up(cluster: str, fleet_file: Path, resource: str) -> str:
 def down(cluster: str) -> None:
     """End the scheduler and its agents; its journal stays. UserError if there is none."""
     _join(cluster)
-    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+    named = ray.util.list_named_actors(all_namespaces=True)
+    names = [each["name"] for each in named if each["namespace"] == NAMESPACE]
     ours = [name for name in names if name == SERVICE or name.startswith(AGENT)]
     if not ours:
         raise UserError(f"{cluster}: no {SERVICE} runs there")

@@ -1,0 +1,196 @@
+"""The scheduler in a Ray cluster of several nodes: it rises again, and nodes come and go."""
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.core.errors import AddressError, UserError
+from rollmesh.core.ids import new_id
+from rollmesh.core.process import listen
+from rollmesh.scheduler.admission.asking import ask
+from rollmesh.scheduler.planning.state import NodePhase
+from rollmesh.scheduler.service.explain import FleetView, NodeView
+from rollmesh.wire.scheduling import ReadScheduler
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+PATIENCE_S = 110.0
+LOOK_S = 0.2
+SLOT = "slot"
+"""What a node has instead of GPUs."""
+STORE_BYTES = 100 * 2**20
+AUTH = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+class Fleet:
+    """A cluster of a head and two nodes, and the scheduler in it."""
+
+    def __init__(self, folder: Path) -> None:
+        from ray.cluster_utils import Cluster  # noqa: PLC0415 - is not installed everywhere
+
+        self.cluster: Any = Cluster(initialize_head=True, head_node_args=_node(0))
+        self.nodes = [self.cluster.add_node(**_node(num)) for num in (4, 2)]
+        with contextlib.ExitStack() as stack:
+            ports = [stack.enter_context(listen("127.0.0.1:0")).getsockname()[1] for _ in range(2)]
+        self.file = folder / "scheduler.toml"
+        self.file.write_text(
+            f'bind = "tcp://127.0.0.1:{ports[0]}"\n'
+            f'http_bind = "127.0.0.1:{ports[1]}"\n'
+            f'journal = "{folder / "journal"}"\n'
+            "[service]\nnode_grace_s = 3\n"
+        )
+        self.address = f"tcp://127.0.0.1:{ports[0]}"
+
+    def seen(self) -> FleetView:
+        answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=PATIENCE_S)
+        return msgspec.json.decode(answer.body, type=FleetView)
+
+    def sizes(self, phase: NodePhase = NodePhase.UP) -> list[int]:
+        return sorted(len(node.gpus) for node in self.seen().nodes if node.phase is phase)
+
+    def gpus(self) -> dict[str, NodeView]:
+        return {node.name: node for node in self.seen().nodes}
+
+    def until(self, condition: Callable[[], object]) -> None:
+        give_up_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < give_up_s
+            threading.Event().wait(LOOK_S)
+
+    def actor(self) -> Any:
+        import ray  # noqa: PLC0415 - as above
+
+        from rollmesh.scheduler.nodes.ray import NAMESPACE, SERVICE  # noqa: PLC0415 - as above
+
+        return ray.get_actor(SERVICE, namespace=NAMESPACE)
+
+    def service_pid(self) -> int:
+        import ray  # noqa: PLC0415 - as above
+
+        return int(ray.get(self.actor().pid.remote(), timeout=PATIENCE_S))
+
+
+def _node(num_slots: int) -> dict[str, Any]:
+    return {
+        "num_cpus": 1,
+        "resources": {SLOT: num_slots} if num_slots else {},
+        "object_store_memory": STORE_BYTES,
+        "include_dashboard": False,
+    }
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    if not HAS_RAY:
+        pytest.skip("Ray is not installed: make test-ray")
+    # Ray reads them when it is loaded; its workers find the package where we do.
+    path = os.pathsep.join(each for each in sys.path if each)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**AUTH, "PYTHONPATH": path}.items():
+            patch.setenv(name, value)
+        import ray  # noqa: PLC0415 - as above
+
+        from rollmesh.scheduler.nodes.ray import up  # noqa: PLC0415 - as above
+
+        fleet = Fleet(tmp_path_factory.mktemp("fleet"))
+        try:
+            assert up(fleet.cluster.address, fleet.file, SLOT) == fleet.address
+            yield fleet
+        finally:
+            ray.shutdown()
+            fleet.cluster.shutdown()
+
+
+def test_each_node_with_gpus_has_an_agent(fleet: Fleet) -> None:
+    from rollmesh.scheduler.nodes.ray import standing  # noqa: PLC0415 - as above
+
+    fleet.until(lambda: fleet.sizes() == [2, 4])
+    told = standing(fleet.cluster.address)
+    assert sorted(told.values()) == [("joined", ""), ("joined", "")]
+
+
+def test_a_second_scheduler_is_refused(fleet: Fleet) -> None:
+    from rollmesh.scheduler.nodes.ray import up  # noqa: PLC0415 - as above
+
+    with pytest.raises(AddressError, match="runs there already"):
+        up(fleet.cluster.address, fleet.file, SLOT)
+
+
+@pytest.mark.parametrize("victim", ["service", "actor"])
+def test_who_is_killed_rises_at_the_same_address_with_the_same_gpus(
+    victim: str, fleet: Fleet
+) -> None:
+    import ray  # noqa: PLC0415 - as above
+
+    fleet.until(lambda: fleet.sizes() == [2, 4])
+    before, pid = fleet.seen(), fleet.service_pid()
+    if victim == "service":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        ray.kill(fleet.actor(), no_restart=False)
+    fleet.until(lambda: fleet.seen().scheduler != before.scheduler)
+    fleet.until(lambda: fleet.sizes() == [2, 4])
+    assert fleet.seen().nodes == before.nodes
+
+
+def test_a_node_that_leaves_is_down_and_another_joins_with_gpus_of_its_own(fleet: Fleet) -> None:
+    fleet.until(lambda: fleet.sizes() == [2, 4])
+    before = fleet.gpus()
+    fleet.cluster.remove_node(fleet.nodes.pop())
+    fleet.until(lambda: fleet.sizes(NodePhase.DOWN) == [2])
+    fleet.cluster.add_node(**_node(3))
+    fleet.until(lambda: fleet.sizes() == [3, 4])
+    (new,) = [node for name, node in fleet.gpus().items() if name not in before]
+    assert new.gpus == (6, 7, 8)
+
+
+def test_it_ends_with_its_agents(fleet: Fleet) -> None:
+    from rollmesh.scheduler.nodes.ray import down, standing  # noqa: PLC0415 - as above
+
+    fleet.until(fleet.sizes)
+    down(fleet.cluster.address)
+    with pytest.raises(AddressError, match="nobody answers"):
+        ask(fleet.address, ReadScheduler("k"), patience_s=3.0)
+    with pytest.raises(UserError, match="no rollmesh-scheduler runs there"):
+        standing(fleet.cluster.address)
+    with pytest.raises(UserError, match="no rollmesh-scheduler runs there"):
+        down(fleet.cluster.address)
+
+
+@pytest.mark.usefixtures("fleet")
+def test_places_are_those_of_living_nodes_with_gpus() -> None:
+    from rollmesh.scheduler.nodes.ray import Place, places  # noqa: PLC0415 - as above
+
+    def row(node_id: str, host: str, gpus: float, *, alive: bool = True) -> dict[str, Any]:
+        labels = {"ray.io/node-id": node_id, "kind": "h200"}
+        resources = {"GPU": gpus, "CPU": 8.0} if gpus else {"CPU": 8.0}
+        return {
+            "NodeID": node_id,
+            "NodeManagerHostname": host,
+            "Alive": alive,
+            "Resources": resources,
+            "Labels": labels,
+        }
+
+    rows = [
+        row("bb" * 8, "twin", 8.0),
+        row("aa" * 8, "twin", 4.0),
+        row("cc" * 8, "alone", 2.0),
+        row("dd" * 8, "head", 0.0),
+        row("ee" * 8, "gone", 8.0, alive=False),
+    ]
+    assert places(rows) == [
+        Place("cc" * 8, "alone", 2, ("kind=h200",)),
+        Place("aa" * 8, "twin-aaaaaaaa", 4, ("kind=h200",)),
+        Place("bb" * 8, "twin-bbbbbbbb", 8, ("kind=h200",)),
+    ]
