@@ -1,8 +1,15 @@
-"""The cycle of the planner: what must go, fixed clusters, generation."""
+"""The cycle of the planner: what must go, fixed clusters, generation; random histories of it."""
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollmesh.scheduler.planning.ops import Expand, Grant, Release, Shrink, ShrinkReason
-from rollmesh.scheduler.planning.plan import plan
-from rollmesh.wire.scheduling import GENERATION_CLUSTER
+from rollmesh.scheduler.planning.plan import Policy, plan
+from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 from tests.unit.scheduler.planning.fleets import (
     TRAIN,
     Greedy,
@@ -15,6 +22,7 @@ from tests.unit.scheduler.planning.fleets import (
     settle,
     wake,
 )
+from tests.unit.scheduler.planning.histories import Churn, History, check_owners
 
 
 def test_idle_gpus_go_to_the_one_pipeline_that_wants_them() -> None:
@@ -44,3 +52,76 @@ def test_generation_that_is_given_up_goes_to_sleep_whole() -> None:
     pipeline.releasing[GENERATION_CLUSTER] = "release"
     shrinks = (Shrink("p", 0, ShrinkReason.RELEASE), Shrink("p", 1, ShrinkReason.RELEASE))
     assert plan(state, Idle()).ops == shrinks
+
+
+def test_a_worker_that_wakes_goes_to_sleep_once_it_is_awake() -> None:
+    state = fleet(1)
+    pipeline = add(state, "p", generation=(0,))
+    state.move_worker("p", 0, WorkerPhase.WAKING)
+    pipeline.releasing[GENERATION_CLUSTER] = "release"
+    assert plan(state, Idle()).ops == ()
+    settle(state)
+    assert plan(state, Idle()).ops == (Shrink("p", 0, ShrinkReason.RELEASE),)
+
+
+def test_a_pipeline_that_leaves_gives_up_all_that_it_has_and_another_gets_it_at_once() -> None:
+    state = fleet(2)
+    leaver = add(state, "p", generation=(0,), train=(1,))
+    wake(state, "p", 0)
+    ask(state, "p")
+    carry_out(state, Idle())
+    add(state, "q", generation=(0,), train=(1,))
+    demand(state, "q")
+    key = ask(state, "q")
+    leaver.phase = PipelinePhase.LEAVING
+    shrink = Shrink("p", 0, ShrinkReason.LEAVE)
+    assert plan(state, Greedy()).ops == (Release("p", TRAIN), shrink, Grant(key), Expand("q", 0))
+
+
+def test_a_release_and_a_request_of_one_moment_leave_no_gap_for_others() -> None:
+    """Also where the one that waits has asked before: the higher priority has what is given up."""
+    state = fleet(1)
+    giver = add(state, "p", train=(0,))
+    giver.spec.clusters["critic"] = (0,)
+    add(state, "q", generation=(0,))
+    demand(state, "q")
+    ask(state, "p")
+    carry_out(state, Greedy())
+    giver.releasing[TRAIN] = "release"
+    key = ask(state, "p", "critic")
+    assert plan(state, Greedy()).ops == (Release("p", TRAIN), Grant(key))
+
+
+def test_what_is_over_quota_goes_the_cheapest_first() -> None:
+    state = fleet(4)
+    pipeline = add(state, "p", generation=range(4), max_gpus=2)
+    for worker, kv_tokens in zip(wake(state, "p", 0, 1, 2, 3), (9, 2, 5, 2), strict=True):
+        worker.kv_tokens = kv_tokens
+    assert pipeline.spec.max_gpus == 2
+    quota = ShrinkReason.QUOTA
+    assert plan(state, Idle()).ops == (Shrink("p", 3, quota), Shrink("p", 1, quota))
+
+
+def test_nothing_to_do_is_an_empty_plan() -> None:
+    assert plan(fleet(), Greedy()).ops == ()
+    state = fleet(2)
+    add(state, "p", generation=(0,), train=(1,))
+    assert plan(state, Greedy()).ops == ()
+
+
+@pytest.mark.parametrize("policy", [Greedy(), Churn(0)])
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_plans_of_random_histories_hold_and_are_the_same_each_time(
+    policy: Policy, seed: int
+) -> None:
+    """plan() proves each by itself."""
+    history = History(seed)
+    for _ in range(40):
+        history.happen()
+        before = copy.deepcopy(history.state)
+        first = plan(history.state, policy)
+        assert history.state == before, "a plan leaves the state as it is"
+        assert plan(before, policy) == first
+        carry_out(history.state, policy)
+        check_owners(history.state)

@@ -1,0 +1,229 @@
+"""Random fleets, and what happens to them: what comes from outside, told to the planner's state.
+
+Owns a state and a seeded source of chance. Invariant: each thing is what the service would do, so
+that the planner must cope with it. Driven by the tests of histories and of liveness.
+"""
+
+import random
+
+from rollmesh.scheduler.planning.draft import Draft
+from rollmesh.scheduler.planning.ops import worker_name
+from rollmesh.scheduler.planning.plan import Outlook
+from rollmesh.scheduler.planning.state import (
+    FIXED,
+    OWNING_PHASES,
+    Node,
+    NodePhase,
+    Owner,
+    Pipeline,
+    PipelinePhase,
+    State,
+    Worker,
+)
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    GpuPriority,
+    WorkerPhase,
+)
+from tests.unit.scheduler.planning.fleets import add, ask, demand
+
+MOVING = (WorkerPhase.WAKING, WorkerPhase.SLEEPING)
+
+
+class Churn:
+    """A policy that wakes and evicts at random, through the doors of the draft alone."""
+
+    name = "churn"
+    reserve_after_s = 5.0
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def generate(self, draft: Draft) -> Outlook:
+        rng = random.Random(f"{self._seed} {draft.state.now_s}")
+        bundles = [(name, w) for name, p in draft.state.pipelines.items() for w in p.workers]
+        rng.shuffle(bundles)
+        for pipeline_id, worker in bundles:
+            if draft.can_expand(pipeline_id, worker) and rng.random() < 0.7:
+                self._wake(draft, pipeline_id, worker)
+        return Outlook()
+
+    def _wake(self, draft: Draft, pipeline_id: str, worker: Worker) -> None:
+        mark = draft.mark()
+        for gpu in worker.gpus:
+            owner = draft.owner(gpu)
+            if owner is None:
+                continue
+            victim = draft.state.worker_of(owner)
+            if victim is None or not draft.can_evict(owner.pipeline_id, victim, pipeline_id):
+                draft.rollback(mark)
+                return
+            draft.shrink(owner.pipeline_id, victim, worker_name(pipeline_id, worker.rank))
+        if draft.can_expand(pipeline_id, worker):
+            draft.expand(pipeline_id, worker)
+        else:
+            draft.rollback(mark)
+
+
+class History:
+    """See the module."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.state = State()
+        self._num_added = 0
+        first = 0
+        for name in "abc"[: self.rng.randint(1, 3)]:
+            num = self.rng.randint(1, 5)
+            self.state.add_node(Node(name=name, gpus=tuple(range(first, first + num))))
+            first += num
+        for _ in range(self.rng.randint(1, 4)):
+            self.add_pipeline()
+
+    # what there is
+
+    def add_pipeline(self) -> Pipeline:
+        rng, tp = self.rng, self.rng.choice((1, 1, 2))
+        nodes = list(self.state.nodes.values())
+        bundles = [n.gpus[i : i + tp] for n in nodes for i in range(0, len(n.gpus) - tp + 1, tp)]
+        bundles = rng.sample(bundles, rng.randint(0, len(bundles)))
+        generation = tuple(gpu for bundle in bundles for gpu in bundle)
+        self._num_added += 1
+        pipeline = add(
+            self.state,
+            f"p{self._num_added}",
+            generation,
+            tp,
+            max_gpus=rng.choice((0, 0, tp, 2 * tp)) if generation else 0,
+            is_preemptible=rng.random() < 0.8,
+        )
+        for name in ("actor_train", "critic")[: rng.randint(0, 2)]:
+            gpus = tuple(self.state.node_of)
+            pipeline.spec.clusters[name] = tuple(rng.sample(gpus, rng.randint(1, len(gpus))))
+        return pipeline
+
+    def pipeline(self, phase: PipelinePhase = PipelinePhase.ADMITTED) -> Pipeline | None:
+        chosen = [each for each in self.state.pipelines.values() if each.phase is phase]
+        return self.rng.choice(chosen) if chosen else None
+
+    def workers(self, *phases: WorkerPhase) -> list[tuple[str, Worker]]:
+        """Those in one of the phases."""
+        return [
+            (pipeline_id, worker)
+            for pipeline_id, pipeline in self.state.pipelines.items()
+            for worker in pipeline.workers
+            if worker.phase in phases
+        ]
+
+    # what happens
+
+    def happen(self) -> None:
+        """Time passes, and then something."""
+        self.state.now_s += self.rng.choice((0.0, 0.5, 3.0))
+        things = [self.ask, self.release, self.open_or_close, self.arrive, self.arrive]
+        things += [self.lose, self.find, self.admit_or_not, self.come_or_go, self.strike_node]
+        self.rng.choice(things)()
+        self._tidy()
+
+    def ask(self) -> None:
+        pipeline = self.pipeline()
+        if pipeline is None:
+            return
+        name, requests = pipeline.pipeline_id, self.state.requests.values()
+        asked = {each.cluster for each in requests if each.pipeline_id == name}
+        free = [each for each in pipeline.spec.clusters if each not in {*asked, *pipeline.holds}]
+        if free:
+            priority = self.rng.choice(list(GpuPriority)[:-1])
+            ask(self.state, pipeline.pipeline_id, self.rng.choice(free), priority)
+
+    def release(self) -> None:
+        pipeline = self.pipeline()
+        if pipeline is None:
+            return
+        cluster = self.rng.choice([GENERATION_CLUSTER, *pipeline.holds])
+        pipeline.releasing[cluster] = "release"
+        if cluster == GENERATION_CLUSTER:
+            pipeline.demand = None
+
+    def open_or_close(self) -> None:
+        pipeline = self.pipeline()
+        if pipeline and pipeline.demand:
+            pipeline.demand = None
+            self.state.note_waiting(pipeline)
+        elif pipeline:
+            demand(self.state, pipeline.pipeline_id, self.rng.randint(0, 9))
+
+    def arrive(self) -> None:
+        for pipeline_id, worker in self.workers(*MOVING):
+            if self.rng.random() < 0.6:
+                self._rest(pipeline_id, worker)
+
+    def lose(self) -> None:
+        """A worker that does not answer."""
+        moving = self.workers(*MOVING, WorkerPhase.AWAKE)
+        if moving:
+            pipeline_id, worker = self.rng.choice(moving)
+            self.state.move_worker(pipeline_id, worker.rank, WorkerPhase.LOST)
+            self.state.pipelines[pipeline_id].phase = PipelinePhase.QUARANTINED
+
+    def find(self) -> None:
+        """The truth about those that were lost."""
+        for pipeline_id, worker in self.workers(WorkerPhase.LOST):
+            owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
+            is_owner = all(self.state.owners.get(gpu) == owner for gpu in worker.gpus)
+            awake = is_owner and self.rng.random() < 0.5
+            phase = WorkerPhase.AWAKE if awake else WorkerPhase.ASLEEP
+            self.state.move_worker(pipeline_id, worker.rank, phase)
+
+    def admit_or_not(self) -> None:
+        for phase in (PipelinePhase.QUARANTINED, PipelinePhase.REGISTERED):
+            if pipeline := self.pipeline(phase):
+                pipeline.phase = PipelinePhase.ADMITTED
+
+    def come_or_go(self) -> None:
+        if len(self.state.pipelines) < 5:
+            self.add_pipeline().phase = PipelinePhase.REGISTERED
+        elif pipeline := self.pipeline():
+            pipeline.phase, pipeline.demand = PipelinePhase.LEAVING, None
+
+    def strike_node(self) -> None:
+        node = self.rng.choice(list(self.state.nodes.values()))
+        if node.phase is not NodePhase.UP:
+            self.state.add_node(Node(name=node.name, gpus=node.gpus))
+        elif self.rng.random() < 0.5:
+            self.state.drain_node(node.name)
+        else:
+            self.state.lose_node(node.name)
+
+    def _rest(self, pipeline_id: str, worker: Worker) -> None:
+        is_waking = worker.phase is WorkerPhase.WAKING
+        phase = WorkerPhase.AWAKE if is_waking else WorkerPhase.ASLEEP
+        self.state.move_worker(pipeline_id, worker.rank, phase)
+
+    def _tidy(self) -> None:
+        """What the service does when something has come to its end."""
+        for pipeline_id, pipeline in list(self.state.pipelines.items()):
+            if all(worker.phase is WorkerPhase.ASLEEP for worker in pipeline.workers):
+                pipeline.releasing.pop(GENERATION_CLUSTER, None)
+                if pipeline.phase is PipelinePhase.LEAVING and not pipeline.holds:
+                    self.state.remove_pipeline(pipeline_id)
+
+
+def check_owners(state: State) -> None:
+    """Every GPU is of who has it or is to have it, and of nobody else."""
+    for gpu, owner in state.owners.items():
+        pipeline = state.pipelines[owner.pipeline_id]
+        if owner.rank == FIXED:
+            assert owner.cluster in pipeline.holds
+            assert gpu in pipeline.spec.clusters[owner.cluster]
+        else:
+            assert pipeline.workers[owner.rank].phase in OWNING_PHASES
+            assert gpu in pipeline.workers[owner.rank].gpus
+    for pipeline_id, pipeline in state.pipelines.items():
+        for cluster in pipeline.holds:
+            owner = Owner(pipeline_id, cluster, FIXED)
+            assert all(state.owners[gpu] == owner for gpu in pipeline.spec.clusters[cluster])
+        for worker in pipeline.workers:
+            owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
+            if worker.phase in OWNING_PHASES - {WorkerPhase.LOST}:
+                assert all(state.owners[gpu] == owner for gpu in worker.gpus)
