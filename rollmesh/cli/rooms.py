@@ -49,6 +49,11 @@ def router(argv: list[str]) -> int:
         help="nobody publishes here: engines serve the weights they have, whatever their version",
     )
     arguments.add_argument(
+        "--asleep",
+        action="store_true",
+        help="engines stand on GPUs that others share: none serves until a coordinator wakes it",
+    )
+    arguments.add_argument(
         "--least-version",
         type=int,
         default=UNVERSIONED,
@@ -58,7 +63,9 @@ def router(argv: list[str]) -> int:
     if options.bind:
         options.overrides.append(f"router.bind={options.bind}")
     allow_descriptors(PEERS, "a router")
-    engines = Engines(tuple(options.engines), options.fixed_weights, options.least_version)
+    engines = Engines(
+        tuple(options.engines), options.fixed_weights, options.least_version, options.asleep
+    )
     run(config_of(options), engines, options.listen_fd, options.ready_fd)
     return 0
 

@@ -30,7 +30,7 @@ from rollmesh.serve.router.pids import LocalPids
 from rollmesh.serve.router.side import Board, SideThread
 from rollmesh.serve.router.status import status_of
 from rollmesh.serve.router.workers import WorkerState
-from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine, PublisherLeft
+from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine, PublisherLeft, SleepEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import read_keys
 from rollmesh.wire.machine import Received, Send, Ticked
@@ -65,6 +65,8 @@ class Engines(msgspec.Struct, frozen=True):
     """No publisher reports here: what an engine says it serves counts."""
     least_version: int = UNVERSIONED
     """Older weights are not used: they are those of a run before it was gone on with."""
+    are_asleep: bool = False
+    """Until somebody wakes them: a router that was restarted does not know whose GPUs are whose."""
 
 
 def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int | None) -> None:
@@ -88,7 +90,7 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
     loop = RouterLoop(config, fleet, hub, side, board, clock)
     stop = _Stop(bell)
     for url in engines.urls or config.engine.urls:
-        loop.join_engine(url)
+        loop.join_engine(url, is_asleep=engines.are_asleep)
     loop.turn()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -161,9 +163,10 @@ class RouterLoop:
         self._num_body_bytes = 0
         """Of the asks that the last snapshot saw."""
 
-    def join_engine(self, url: str) -> None:
+    def join_engine(self, url: str, *, is_asleep: bool = False) -> None:
         """An engine that the router was started with."""
-        self._step_fleet(Received(b"", JoinEngine(0, url)))
+        ask = SleepEngine(0, url, 0.0) if is_asleep else JoinEngine(0, url)
+        self._step_fleet(Received(b"", ask))
 
     def turn(self) -> None:
         """Take what has arrived, then tick if it is time."""
