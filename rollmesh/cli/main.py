@@ -40,6 +40,7 @@ VERBS = {
     "router": Verb("rollmesh.cli.rooms:router", "run a router alone"),
     "worker": Verb("rollmesh.cli.worker:main", "run an env worker alone"),
     "gateway": Verb("rollmesh.cli.gateway:main", "serve sessions to agents that run elsewhere"),
+    "coordinator": Verb("rollmesh.cli.coordinator:main", "let a run's engines share their GPUs"),
     "train": Verb("rollmesh.cli.rooms:train", "run a trainer alone"),
     "scheduler": Verb("rollmesh.cli.scheduler:main", "several pipelines on one GPU fleet"),
     "keys": Verb("rollmesh.cli.keys:main", "write the keys of a mesh that spans machines"),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.core import published
 from rollmesh.core.config import Config
-from rollmesh.launch.checks import MODEL_FILES
 
 
 class Earlier(msgspec.Struct, frozen=True):
@@ -34,15 +34,5 @@ def weights_of(config: Config) -> Path:
 
 def newest_published(weights: Path) -> Earlier | None:
     """The newest whole model of those that stand in a run's folder `weights`; None without any."""
-    versions = {
-        int(folder.name[1:]): folder
-        for folder in weights.glob("v*")
-        if folder.name[1:].isdecimal() and holds_model(folder)
-    }
-    return Earlier(versions[max(versions)], max(versions)) if versions else None
-
-
-def holds_model(folder: Path) -> bool:
-    """Whether an engine can begin with it: an adapter alone is no model."""
-    has_files = all((folder / name).is_file() for name in MODEL_FILES)
-    return has_files and any(folder.glob("*.safetensors"))
+    newest = published.newest_published(weights)
+    return Earlier(newest.folder, newest.policy_version) if newest else None

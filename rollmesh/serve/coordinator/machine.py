@@ -70,6 +70,11 @@ class Coordinator:
         """How the engines are, by rank."""
         return tuple(worker.truth() for worker in self.workers)
 
+    @property
+    def has_told(self) -> bool:
+        """Whether it knows how the engines are, as far as that can be known, and has said so."""
+        return bool(self._said)
+
     def step(self, event: Event, now_s: float) -> list[Action]:
         """Take one event; what is late or foreign changes nothing."""
         if self._began_s is None:

@@ -1,0 +1,76 @@
+"""The weights that a run has published: folders, and what proves that an engine serves one.
+
+    WEIGHTS/v000007/             a whole model, or an adapter
+    WEIGHTS/v000007/probe.json   what these weights say of a fixed text, written behind them
+
+Invariants: a folder is whole or not there; a probe is whole or not there, and one that is missing
+proves nothing either way. Written by the publisher; read by launch, for engines that start, and by
+the coordinator, for engines that wake.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+MODEL_FILES = ("config.json", "tokenizer.json")
+PROBE_FILE = "probe.json"
+
+
+class Published(msgspec.Struct, frozen=True):
+    """A whole model."""
+
+    folder: Path
+    policy_version: int
+
+
+class WeightsProbe(msgspec.Struct, frozen=True, kw_only=True):
+    """What weights say of a text, by the trainer's own reckoning."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of all tokens but the first."""
+    tolerance: float
+    """Mean difference that still counts as equal."""
+
+    def why_not(self, logprobs: list[float]) -> str:
+        """Why these scores are not of the same weights, or ''."""
+        if len(logprobs) != len(self.logprobs):
+            return f"scored {len(logprobs)} tokens of {len(self.logprobs)}"
+        gaps = [abs(mine - its) for mine, its in zip(self.logprobs, logprobs, strict=True)]
+        gap = sum(gaps) / max(1, len(gaps))
+        # Written so that a gap of NaN fails.
+        if not gap <= self.tolerance:
+            return f"its log-probs differ from the trainer's by {gap:.3f} on average"
+        return ""
+
+
+def newest_published(weights: Path) -> Published | None:
+    """The newest whole model of those that stand in a run's folder `weights`; None without any."""
+    versions = {
+        int(folder.name[1:]): folder
+        for folder in weights.glob("v*")
+        if folder.name[1:].isdecimal() and holds_model(folder)
+    }
+    return Published(versions[max(versions)], max(versions)) if versions else None
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether an engine can begin with it: an adapter alone is no model."""
+    has_files = all((folder / name).is_file() for name in MODEL_FILES)
+    return has_files and any(folder.glob("*.safetensors"))
+
+
+def leave_probe(folder: Path, probe: WeightsProbe) -> None:
+    """Write it behind the weights; OSError where that fails, or they are gone."""
+    part = folder / f"{PROBE_FILE}.part"
+    part.write_bytes(msgspec.json.encode(probe))
+    os.replace(part, folder / PROBE_FILE)
+
+
+def find_probe(folder: Path) -> WeightsProbe | None:
+    """That of the weights in `folder`, if there is one."""
+    try:
+        return msgspec.json.decode((folder / PROBE_FILE).read_bytes(), type=WeightsProbe)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,140 @@
+"""What is done to an engine when it goes to sleep or wakes: the I/O behind CallEngine.
+
+Invariants: every call is answered by exactly one EngineDone, whatever the engine does; its memory
+is given up only when nothing runs there; what was done is said by the name of its weights, before
+and after, so that whoever comes next knows; woken weights are those that the run published last.
+Driven by process.py.
+"""
+
+import asyncio
+from pathlib import Path
+
+from rollmesh.core.errors import AddressError, EngineError, EngineRefused
+from rollmesh.core.published import find_probe, newest_published
+from rollmesh.engine.answers import policy_version_of
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
+from rollmesh.engine.member import ADAPTER_PREFIX
+from rollmesh.engine.occupation import Occupation, name_of, told_by
+from rollmesh.serve.coordinator.events import (
+    UNVERSIONED,
+    CallEngine,
+    Deed,
+    EngineDone,
+    EngineSeen,
+)
+
+LOAD_TIMEOUT_S = 120.0
+FLUSH_S = 5.0
+"""What was aborted has so long to end."""
+LOOK_AGAIN_S = 0.05
+
+
+async def carry_out(call: CallEngine, http: HttpClient, weights: Path) -> EngineDone:
+    """Do it, and answer; `weights` is where the run publishes."""
+    if call.after_s:
+        await asyncio.sleep(call.after_s)
+    try:
+        engine = _Engine(EngineClient(call.url, http), weights)
+        seen, policy_version = await engine.do(call)
+    except (AddressError, EngineError, TimeoutError) as error:
+        detail = str(error) or "it took too long"
+        return EngineDone(url=call.url, serial=call.serial, ok=False, detail=detail)
+    return EngineDone(
+        url=call.url, serial=call.serial, ok=True, seen=seen, policy_version=policy_version
+    )
+
+
+class _Engine:
+    """One engine, told one thing at a time."""
+
+    def __init__(self, client: EngineClient, weights: Path) -> None:
+        self._client = client
+        self._weights = weights
+
+    async def do(self, call: CallEngine) -> tuple[EngineSeen | None, int]:
+        """The deed; what was seen, and the version of the weights that it has now."""
+        match call.deed:
+            case Deed.LOOK:
+                return await self._look(), UNVERSIONED
+            case Deed.PAUSE:
+                await self._client.pause("abort")
+            case Deed.RELEASE:
+                await self._release()
+            case Deed.RESUME:
+                await self._resume()
+            case Deed.LOAD:
+                return None, await self._load()
+            case Deed.PROBE:
+                await self._probe(call.policy_version)
+        return None, call.policy_version
+
+    async def _look(self) -> EngineSeen:
+        info, load = await self._client.model_info(), await self._client.loads()
+        occupation, _ = told_by(info.weight_version)
+        return EngineSeen(
+            is_released=occupation is Occupation.RELEASED,
+            policy_version=info.policy_version,
+            num_requests=load.num_running + load.num_waiting,
+            kv_tokens=load.num_tokens,
+        )
+
+    async def _release(self) -> None:
+        occupation, called = await self._called()
+        if occupation is Occupation.RELEASED:
+            return
+        await self._flush()
+        await self._rename(Occupation.MOVING, called)
+        await self._client.release_memory()
+        await self._rename(Occupation.RELEASED, called)
+
+    async def _flush(self) -> None:
+        """Forget all prefixes, once what was aborted has ended."""
+        async with asyncio.timeout(FLUSH_S):
+            while True:
+                try:
+                    return await self._client.flush()
+                except EngineRefused:
+                    await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _resume(self) -> None:
+        occupation, called = await self._called()
+        if occupation is Occupation.RELEASED:
+            await self._rename(Occupation.MOVING, called)
+        if occupation is not Occupation.HELD:
+            await self._client.resume_memory()
+
+    async def _load(self) -> int:
+        info = await self._client.model_info()
+        _, called = told_by(info.weight_version)
+        folder = info.model_path
+        loop = asyncio.get_running_loop()
+        if newest := await loop.run_in_executor(None, newest_published, self._weights):
+            folder, called = str(newest.folder.absolute()), str(newest.policy_version)
+        for adapter in await self._client.adapters():
+            if adapter.startswith(ADAPTER_PREFIX):  # it stood over weights that are gone
+                await self._client.unload_adapter(adapter)
+        body = {"model_path": folder, "weight_version": called, "flush_cache": True}
+        await self._client.order("/update_weights_from_disk", body, LOAD_TIMEOUT_S)
+        await self._client.resume()
+        return policy_version_of(called)
+
+    async def _probe(self, policy_version: int) -> None:
+        """EngineRefused where it serves something else."""
+        info = await self._client.model_info()
+        if info.policy_version != policy_version:
+            told = f"it was brought version {policy_version} and serves {info.weight_version}"
+            raise EngineRefused(f"{self._client.url}: {told}")
+        probe = find_probe(Path(info.model_path))
+        if probe is None:
+            return
+        scores = await self._client.score(probe.token_ids, info.weight_version)
+        if why := probe.why_not(scores):
+            raise EngineRefused(f"{self._client.url}: {why}")
+
+    async def _called(self) -> tuple[Occupation, str]:
+        return told_by((await self._client.model_info()).weight_version)
+
+    async def _rename(self, occupation: Occupation, called: str) -> None:
+        body = {"new_version": name_of(occupation, called), "abort_all_requests": False}
+        await self._client.order("/update_weight_version", body)

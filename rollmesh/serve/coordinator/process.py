@@ -1,0 +1,163 @@
+"""The coordinator's process: two sockets, an HTTP client, and the machine between them.
+
+Invariants: an engine is told one thing at a time, and what is undone goes on no more; a scheduler
+or a router that cannot be reached changes nothing here and is dialled for ever; it says Ready when
+it knows how each engine is. When it ends all stays as it is, and its next life finds out. Driven by
+`rollmesh coordinator`, which launch starts for a run on a shared fleet.
+"""
+
+import asyncio
+import os
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from rollmesh.core.clock import Clock, SystemClock
+from rollmesh.core.ids import new_id
+from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.process import OK, Ready, announce, stop_event
+from rollmesh.engine.http import HttpClient
+from rollmesh.serve.coordinator.deeds import carry_out
+from rollmesh.serve.coordinator.events import (
+    SCHEDULER,
+    CallEngine,
+    CoordinatorSettings,
+    Event,
+)
+from rollmesh.serve.coordinator.machine import Coordinator
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.keys import Keys, check_dial, read_keys
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+from rollmesh.wire.scheduling import WorkerPhase, WorkerTruth
+from rollmesh.wire.sockets import Dialer
+
+TICK_S = 0.05
+ROLE = "coordinator"
+
+log = get_logger()
+
+
+class CoordinatorAsk(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process is started with."""
+
+    settings: CoordinatorSettings
+    scheduler: str
+    router: str
+    weights: Path
+    """Where the run publishes; there may be nothing yet."""
+    run_folder: Path | None = None
+    """Where the log goes; None logs to stderr."""
+    ready_fd: int | None = None
+
+
+def run(ask: CoordinatorAsk) -> int:
+    """Coordinate until SIGTERM or SIGINT; AddressError, one line, where an address is none."""
+    setup(ROLE, ask.run_folder)
+    keys = read_keys()
+    for address in (ask.scheduler, ask.router):
+        check_dial(address, keys)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(ask, keys))
+    return OK
+
+
+async def _serve(ask: CoordinatorAsk, keys: Keys | None) -> None:
+    stop = stop_event(asyncio.get_running_loop())
+    shell = CoordinatorShell(ask, keys)
+    log.info("coordinator.started", pipeline_id=ask.settings.pipeline_id)
+    try:
+        await stop.wait()
+    finally:
+        await shell.close()
+        log.info("coordinator.stopped")
+
+
+class CoordinatorShell:
+    """Used from one event loop."""
+
+    def __init__(
+        self, ask: CoordinatorAsk, keys: Keys | None = None, clock: Clock | None = None
+    ) -> None:
+        self.machine = Coordinator(ask.settings)
+        self._ask = ask
+        self._clock = clock or SystemClock()
+        self._http = HttpClient()
+        self._calls: dict[str, asyncio.Task[None]] = {}
+        """By engine: the one of which it is told, of those under way."""
+        self._ended: set[asyncio.Task[None]] = set()
+        self._incarnations = {SCHEDULER: "", ROUTER: ""}
+        self._is_announced = False
+        self._logged: tuple[WorkerTruth, ...] = ()
+        loop = asyncio.get_running_loop()
+        # A name of this life alone: what was sent to the last one reaches nobody.
+        name = new_id("coordinator-")
+        self._dialers = {
+            SCHEDULER: Dialer(ask.scheduler, name, keys),
+            ROUTER: Dialer(ask.router, name, keys),
+        }
+        for route, dialer in self._dialers.items():
+            dialer.attach(loop, partial(self._on_packet, route))
+        self._timer = loop.call_later(TICK_S, self._tick)
+
+    async def close(self) -> None:
+        """Stop; nothing is undone."""
+        self._timer.cancel()
+        tasks = [*self._calls.values(), *self._ended]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for dialer in self._dialers.values():
+            dialer.close()
+        await self._http.close()
+
+    def _tick(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        self._step(Ticked())
+        if self.machine.has_told and not self._is_announced:
+            self._is_announced = True
+            announce(self._ask.ready_fd, Ready(ROLE, os.getpid(), ""))
+
+    def _on_packet(self, route: bytes, packet: Packet) -> None:
+        self._incarnations[route] = packet.router or self._incarnations[route]
+        self._step(Received(route, packet.message, packet.body, packet.router))
+
+    def _step(self, event: Event) -> None:
+        for action in self.machine.step(event, self._clock.now_s()):
+            if isinstance(action, Send):
+                packet = Packet(action.message, self._incarnations[action.route])
+                self._dialers[action.route].send(packet)
+            else:
+                self._spawn(action)
+        self._log_changes()
+
+    def _log_changes(self) -> None:
+        truths = self.machine.truths()
+        if truths == self._logged:
+            return
+        before = {each.rank: each.phase for each in self._logged}
+        self._logged = truths
+        for each in truths:
+            if before.get(each.rank) is not each.phase:
+                is_lost = each.phase is WorkerPhase.LOST
+                say = log.warning if is_lost and self._is_announced else log.info
+                say(f"engine.{each.phase.value}", rank=each.rank, detail=each.detail)
+
+    def _spawn(self, call: CallEngine) -> None:
+        """What is still under way at this engine is over: its answer would change nothing."""
+        before = self._calls.get(call.url)
+        if before:
+            before.cancel()
+            self._ended.add(before)
+            before.add_done_callback(self._ended.discard)
+        task = asyncio.get_running_loop().create_task(self._call(call, before))
+        self._calls[call.url] = task
+
+    async def _call(self, call: CallEngine, before: asyncio.Task[None] | None) -> None:
+        if before:
+            await asyncio.wait([before])
+        done = await carry_out(call, self._http, self._ask.weights)
+        if self._calls.get(call.url) is asyncio.current_task():
+            del self._calls[call.url]
+            self._step(done)
