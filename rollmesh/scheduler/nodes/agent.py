@@ -60,11 +60,13 @@ class Agent:
         if self.phase is AgentPhase.REFUSED or now_s < self._next_beat_s:
             return []
         self._next_beat_s = now_s + BEAT_S
-        joins = self.phase is AgentPhase.JOINING or now_s >= self._next_join_s
-        if not joins:
-            return [Send(SCHEDULER, NodeBeat(self._join.name))]
-        self._next_join_s = now_s + REJOIN_S
-        return [Send(SCHEDULER, self._join)]
+        sends = []
+        if self.phase is AgentPhase.JOINED:
+            sends.append(Send(SCHEDULER, NodeBeat(self._join.name)))
+        if self.phase is AgentPhase.JOINING or now_s >= self._next_join_s:
+            self._next_join_s = now_s + REJOIN_S
+            sends.append(Send(SCHEDULER, self._join))
+        return sends
 
     def _on_message(self, event: Received) -> None:
         match event.message:

@@ -113,6 +113,8 @@ class Tenant(msgspec.Struct, kw_only=True):
     """Of its coordinator."""
     told: list[int] = []
     """Ranks that this coordinator has been told to resize: of these it must know the epoch."""
+    unsure: list[int] = []
+    """Ranks that may yet do what they were told to, though nobody answered in time."""
     leavers: list[str] = []
     """Keys of those who asked that it leaves."""
 
@@ -158,6 +160,8 @@ class Machine(msgspec.Struct, kw_only=True):
 
     node: Node
     beats: bool
+    key: str = ""
+    """Of the ask by which it joined: said again, it does not end a drain."""
 
 
 class Answer(msgspec.Struct, kw_only=True):

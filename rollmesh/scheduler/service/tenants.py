@@ -141,6 +141,7 @@ class Tenants:
         self._intents.forget(name, "its processes were killed")
         tenant = book.tenants[name]
         tenant.why, tenant.num_faults, tenant.is_wired, tenant.told = "", 0, False, []
+        tenant.unsure = []
         if pipeline.phase is not PipelinePhase.LEAVING:
             pipeline.phase = PipelinePhase.REGISTERED
         book.links[name] = Link(heard_s=book.now_s)
@@ -216,13 +217,15 @@ class Tenants:
         if known:
             known.beats, known.node.labels = ask.beats, ask.labels
             node = known.node
-            node.phase = NodePhase.UP
+            if node.phase is NodePhase.DOWN or known.key != ask.key:
+                node.phase = NodePhase.UP
+            known.key = ask.key
         else:
             first = book.numbers.next_gpu
             book.numbers.next_gpu += ask.num_gpus
             gpus = tuple(range(first, first + ask.num_gpus))
             node = Node(name=ask.name, gpus=gpus, labels=ask.labels)
-            book.machines[ask.name] = Machine(node=node, beats=ask.beats)
+            book.machines[ask.name] = Machine(node=node, beats=ask.beats, key=ask.key)
         book.state.add_node(node)
         book.beats_s[ask.name] = book.now_s
         book.mark("nodes", ask.name)

@@ -14,9 +14,13 @@ from rollmesh.scheduler.nodes.agent import (
     num_gpus,
     serve,
 )
+from rollmesh.scheduler.planning.policies import by_name
+from rollmesh.scheduler.planning.state import NodePhase
+from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.scheduler.service.settings import SchedulerSettings
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.machine import Received, Ticked
-from rollmesh.wire.scheduling import JoinNode, NodeBeat, SchedulerAnswered
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.scheduling import DrainNode, JoinNode, NodeBeat, SchedulerAnswered
 from rollmesh.wire.sockets import Hub, wait
 
 PROMPT_S = 30.0
@@ -53,8 +57,8 @@ def test_who_has_joined_beats_each_second() -> None:
 def test_a_scheduler_that_lost_its_journal_hears_of_the_node_again() -> None:
     agent = Agent("a", 4)
     join = joined(agent, 0.0)
-    (send,) = agent.step(Ticked(), REJOIN_S)
-    assert send.message == join
+    said = [send.message for send in agent.step(Ticked(), REJOIN_S)]
+    assert said == [NodeBeat("a"), join]
 
 
 def test_an_answer_to_somebody_else_is_not_ours() -> None:
@@ -69,6 +73,44 @@ def test_who_is_refused_says_nothing_more() -> None:
     joined(agent, 0.0, ok=False, error="a has 8 GPUs")
     assert (agent.phase, agent.why) == (AgentPhase.REFUSED, "a has 8 GPUs")
     assert agent.step(Ticked(), 99.0) == []
+
+
+def live(scheduler: Scheduler, agent: Agent, from_s: float, to_s: float) -> None:
+    """Both for so long, with nothing between them."""
+    for now_s in (from_s + step * BEAT_S for step in range(int((to_s - from_s) / BEAT_S))):
+        for send in agent.step(Ticked(), now_s):
+            for action in scheduler.step(Received(b"node", send.message), now_s):
+                if isinstance(action, Send):
+                    agent.step(Received(SCHEDULER, action.message), now_s)
+        scheduler.step(Ticked(), now_s)
+
+
+def test_a_drained_node_stays_drained_until_its_agent_is_started_anew() -> None:
+    settings = SchedulerSettings(memory_s=30.0)
+    scheduler = Scheduler(settings, by_name("fair"))
+    agent = Agent("a", 4)
+    live(scheduler, agent, 0.0, 5.0)
+    scheduler.step(Received(b"cli", DrainNode("d", "a")), 5.0)
+    live(scheduler, agent, 6.0, 6.0 + 3 * settings.memory_s)
+    node = scheduler.book.state.nodes["a"]
+    assert node.phase is NodePhase.DRAINING
+    live(scheduler, Agent("a", 4), 100.0, 105.0)
+    assert (node.name, node.gpus) == ("a", (0, 1, 2, 3))
+    assert scheduler.book.state.nodes["a"].phase is NodePhase.UP
+
+
+def test_a_node_is_down_while_its_agent_is_silent_and_has_its_gpus_again() -> None:
+    settings = SchedulerSettings()
+    scheduler = Scheduler(settings, by_name("fair"))
+    agent = Agent("a", 4)
+    live(scheduler, agent, 0.0, 5.0)
+    live(scheduler, Agent("b", 2), 5.0, 9.0)
+    scheduler.step(Ticked(), 5.0 + settings.node_grace_s)
+    phases = {node.name: node.phase for node in scheduler.book.state.nodes.values()}
+    assert phases == {"a": NodePhase.DOWN, "b": NodePhase.UP}
+    live(scheduler, agent, 25.0, 26.0)
+    assert scheduler.book.state.nodes["a"].phase is NodePhase.UP
+    assert scheduler.book.state.nodes["a"].gpus == (0, 1, 2, 3)
 
 
 class Answering(threading.Thread):
