@@ -47,7 +47,7 @@ class Coordinators:
         if hello.started_s < tenant.started_s:
             return  # of a process that was before
         if hello.started_s > tenant.started_s:
-            tenant.started_s, tenant.told = hello.started_s, []
+            tenant.started_s, tenant.told, tenant.unsure = hello.started_s, [], []
             book.mark("pipelines", hello.pipeline_id)
         if not link.is_known:
             link.is_known = book.wants_plan = True
@@ -66,7 +66,8 @@ class Coordinators:
             elif intent.intent_id in book.intents:
                 detail = truth.detail if truth else ""
                 why = resized.error or detail or "its coordinator says that it is not done"
-                self.quarantine(name, f"worker {intent.rank} cannot {intent.kind.value}: {why}")
+                what = f"worker {intent.rank} cannot {intent.kind.value}: {why}"
+                self.quarantine(name, what, is_answered=True)
                 return
 
     def _hear(self, pipeline: Pipeline, truths: tuple[WorkerTruth, ...]) -> None:
@@ -166,7 +167,7 @@ class Coordinators:
 
     # out and in
 
-    def quarantine(self, name: str, why: str) -> None:
+    def quarantine(self, name: str, why: str, is_answered: bool = False) -> None:
         """Fence its GPUs; what others had been promised there they wait for anew."""
         book, tenant = self._book, self._book.tenants[name]
         settings, pipeline = book.settings, self._book.state.pipelines[name]
@@ -176,7 +177,7 @@ class Coordinators:
         book.links[name].retry_s = book.now_s + min(settings.max_retry_s, wait_s)
         if pipeline.phase is PipelinePhase.ADMITTED:
             pipeline.phase = PipelinePhase.QUARANTINED
-        self._intents.fail(name, why)
+        self._intents.fail(name, why, is_answered)
         book.mark("pipelines", name)
         book.wants_plan = True
         book.note("pipeline.quarantined", name, why)
@@ -211,7 +212,8 @@ class Coordinators:
 
     def _is_good(self, name: str, worker: Worker, truth: WorkerTruth) -> bool:
         """It can be believed, and is nowhere where it must not be."""
-        if not self._is_trusted(name, worker, truth):
+        is_unsure = worker.rank in self._book.tenants[name].unsure
+        if is_unsure or not self._is_trusted(name, worker, truth):
             return False
         is_stray = truth.phase is WorkerPhase.AWAKE and worker.phase is WorkerPhase.ASLEEP
         return not is_stray

@@ -167,7 +167,10 @@ class Intents:
         """Its coordinator says that it is done."""
         intent.phase = IntentPhase.ACKED
         self.settle(intent.pipeline_id, intent.rank, _DONE[intent.kind])
-        self._book.tenants[intent.pipeline_id].num_faults = 0
+        tenant = self._book.tenants[intent.pipeline_id]
+        tenant.unsure = [rank for rank in tenant.unsure if rank != intent.rank]
+        if intent.for_ != RECONCILE:
+            tenant.num_faults = 0
         if intent.kind is IntentKind.SLEEP and intent.for_ not in _NO_EVICTIONS:
             self._book.num["evictions"] += 1
         self._end(intent, IntentPhase.COMMITTED)
@@ -185,9 +188,16 @@ class Intents:
             book.stand(owner, worker.gpus, phase.value)
         book.wants_plan = True
 
-    def fail(self, pipeline_id: str, why: str) -> None:
-        """Nobody knows how its workers are: they keep their GPUs, and nobody is promised these."""
+    def fail(self, pipeline_id: str, why: str, is_answered: bool) -> None:
+        """Nobody knows how its workers are: they keep their GPUs, and nobody is promised these.
+
+        What was not answered may yet be done, until the worker hears of a newer epoch.
+        """
         book = self._book
+        if not is_answered:
+            sent = {i.rank for i in self.of(pipeline_id) if i.phase is IntentPhase.SENT}
+            tenant = book.tenants[pipeline_id]
+            tenant.unsure = sorted({*tenant.unsure, *sent})
         for intent in self.of(pipeline_id):
             if intent.kind is IntentKind.GRANT or intent.phase is IntentPhase.PLANNED:
                 self._call_off(intent, why)

@@ -12,7 +12,7 @@ Pure: no clock, no socket. Driven by process.py and by the simulator, with a tic
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -55,10 +55,18 @@ from rollmesh.wire.scheduling import (
 
 _QUIET = frozenset({"progress", "numbers"})
 """Tables that nobody waits for a change of."""
+ROUNDS = 3
+"""What a plan frees at once may be planned for in the same step; the rest in the next."""
 
 
 class Scheduler:
-    """See the module; `book` is its read-only view."""
+    """See the module; `book` is its read-only view. A test may put a broken part in one's place."""
+
+    DEMANDS: ClassVar[type[Demands]] = Demands
+    INTENTS: ClassVar[type[Intents]] = Intents
+    TICKETS: ClassVar[type[Tickets]] = Tickets
+    COORDINATORS: ClassVar[type[Coordinators]] = Coordinators
+    TENANTS: ClassVar[type[Tenants]] = Tenants
 
     def __init__(
         self,
@@ -70,11 +78,11 @@ class Scheduler:
         """Goes on with what a life before has left; `incarnation` differs from any before."""
         self.policy = policy
         self.book = revive(Book(settings, incarnation), revived or Revived())
-        self.demands = Demands(self.book)
-        self.intents = Intents(self.book)
-        self.tickets = Tickets(self.book, self.demands, self.intents)
-        self.coordinators = Coordinators(self.book, self.intents)
-        self.tenants = Tenants(self.book, self.tickets, self.demands, self.intents)
+        self.demands = self.DEMANDS(self.book)
+        self.intents = self.INTENTS(self.book)
+        self.tickets = self.TICKETS(self.book, self.demands, self.intents)
+        self.coordinators = self.COORDINATORS(self.book, self.intents)
+        self.tenants = self.TENANTS(self.book, self.tickets, self.demands, self.intents)
         self._began_s: float | None = None
         self._is_settled = revived is None
         self._handlers: dict[type, Callable[[bytes, Any], object]] = {
@@ -151,14 +159,21 @@ class Scheduler:
     def _settle(self) -> None:
         """Plan if something asks for it, do what can be done, say who has what now."""
         book = self.book
-        if (book.wants_plan or book.now_s >= book.again_s) and self._may_plan():
-            self._plan()
-        elif not book.has_moved(_QUIET):
+        if not (self._is_due() or book.has_moved(_QUIET)):
             return
-        self.intents.drive()
-        self.tickets.settle_grants()
-        self.tickets.settle_releases()
-        self.tenants.settle_leavers()
+        for _ in range(ROUNDS):
+            if self._is_due():
+                self._plan()
+            self.intents.drive()
+            self.tickets.settle_grants()
+            self.tickets.settle_releases()
+            self.tenants.settle_leavers()
+            if not book.wants_plan:
+                break
+
+    def _is_due(self) -> bool:
+        book = self.book
+        return (book.wants_plan or book.now_s >= book.again_s) and self._may_plan()
 
     def _may_plan(self) -> bool:
         """Not before those have said their truth who can."""
@@ -177,6 +192,7 @@ class Scheduler:
         book = self.book
         self.coordinators.fence_silent()
         book.wants_plan, book.planned_s = False, book.now_s
+        book.num["plans"] += 1
         made = self._make()
         for op in made.ops:
             self.intents.promise(op)

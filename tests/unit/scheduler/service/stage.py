@@ -1,0 +1,302 @@
+"""A scheduler's machine with coordinators and askers around it, on a clock that the test moves.
+
+Owns who really stands on each GPU: a coordinator that wakes an engine where another is awake or a
+cluster is held fails the test at once. Driven by the tests of the service.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from rollmesh.scheduler.planning.plan import Policy
+from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
+from rollmesh.scheduler.planning.state import Pipeline
+from rollmesh.scheduler.service.actions import Action, Note, Row, Write
+from rollmesh.scheduler.service.records import Revived
+from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.messages import AnyMessage
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    AdmitPipeline,
+    CoordinatorHello,
+    GpuPriority,
+    HooksWired,
+    JoinNode,
+    NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
+    PipelineSpec,
+    RegisterPipeline,
+    RequestGpus,
+    ResizeWorkers,
+    SchedulerAnswered,
+    TicketMoved,
+    TicketState,
+    WorkerPhase,
+    WorkersResized,
+    WorkerTruth,
+)
+
+TRAIN = "actor_train"
+SETTINGS = SchedulerSettings(resize_deadline_s=20.0, slack_s=2.0)
+QUICK = FairSettings(quantum_s=4.0, hold_s=1.0, switch_s=1.0, reserve_after_s=8.0)
+Asked = RequestGpus | NotifyReleaseGpus | NotifyReleaseThenRequestGpus
+
+
+class Coordinator:
+    """It does what it is told at the next `act`, unless it hangs, or fails."""
+
+    def __init__(self, name: str, num_workers: int, started_s: float = 1.0) -> None:
+        self.name = name
+        self.started_s = started_s
+        self.truths = [WorkerTruth(r, WorkerPhase.ASLEEP, 0) for r in range(num_workers)]
+        self.told: list[ResizeWorkers] = []
+        self.num_heard = 0
+        self.is_hung = False
+        self.is_silent = False
+        self.error = ""
+        """What the next resizes end with, if anything."""
+
+    @property
+    def route(self) -> bytes:
+        return f"coordinator-{self.name}".encode()
+
+    def hear(self, resize: ResizeWorkers) -> None:
+        self.num_heard += 1
+        if resize.started_s != self.started_s:
+            return
+        for change in resize.changes:
+            truth = self.truths[change.rank]
+            if change.epoch < truth.epoch:
+                return
+        for change in resize.changes:
+            truth = self.truths[change.rank]
+            self.truths[change.rank] = msgspec.structs.replace(truth, epoch=change.epoch)
+        if all(each.resize_id != resize.resize_id for each in self.told):
+            self.told.append(resize)
+
+    def take(self) -> list[ResizeWorkers]:
+        """What it does now."""
+        told, self.told = ([], self.told) if self.is_hung else (self.told, [])
+        return told
+
+    def move(self, rank: int, phase: WorkerPhase) -> None:
+        self.truths[rank] = msgspec.structs.replace(self.truths[rank], phase=phase)
+
+    def hello(self) -> CoordinatorHello:
+        return CoordinatorHello(self.name, tuple(self.truths), self.started_s)
+
+
+class Stage:
+    """See the module."""
+
+    def __init__(
+        self,
+        num_gpus: int = 4,
+        kind: type[Scheduler] = Scheduler,
+        policy: Policy | None = None,
+        settings: SchedulerSettings = SETTINGS,
+    ) -> None:
+        self.kind, self.settings = kind, settings
+        self.policy = policy or Fair(QUICK)
+        self.kept = Revived()
+        self.rows: list[Row] = []
+        self.now_s = 100.0
+        self.num_lives = 0
+        self.num_steps = 0
+        self.coordinators: dict[str, Coordinator] = {}
+        self.open: dict[str, Asked] = {}
+        self.moved: dict[str, TicketMoved] = {}
+        self.answers: dict[str, SchedulerAnswered] = {}
+        self._held: dict[str, Asked] = {}
+        self.notes: list[Note] = []
+        self.lost_steps: frozenset[int] = frozenset()
+        """Before the rows of these are kept, the scheduler is killed."""
+        self.cut_steps: frozenset[int] = frozenset()
+        """After the rows of these are kept, and nothing is sent."""
+        self.begin()
+        if num_gpus:
+            self.say(JoinNode("node", "n0", num_gpus, (), False))
+
+    def begin(self) -> None:
+        """A life of the scheduler, from what was kept."""
+        self.num_lives += 1
+        revived = Revived({table: dict(rows) for table, rows in self.kept.tables.items()})
+        is_first = not revived.tables
+        self.scheduler = self.kind(
+            self.settings, self.policy, None if is_first else revived, f"s{self.num_lives}"
+        )
+
+    # who speaks
+
+    def say(self, message: AnyMessage, route: bytes = b"cli") -> None:
+        self._step(Received(route, message))
+
+    def ask(self, message: Asked) -> TicketState:
+        """Said again each second until it is answered for good; how it stands now."""
+        if isinstance(message, NotifyReleaseGpus):
+            self._give_up(message.pipeline_id, message.cluster)
+        elif isinstance(message, NotifyReleaseThenRequestGpus):
+            self._give_up(message.pipeline_id, message.release_cluster)
+        self.open[message.key] = message
+        self.say(message, f"hooks-{message.pipeline_id}".encode())
+        return self.state(message.key)
+
+    def generate(self, name: str, key: str, target: int = 16, step: int = 0) -> TicketState:
+        return self.ask(
+            RequestGpus(key, name, GENERATION_CLUSTER, GpuPriority.GENERATION, step, target)
+        )
+
+    def train(self, name: str, key: str, cluster: str = TRAIN) -> TicketState:
+        return self.ask(RequestGpus(key, name, cluster, GpuPriority.ACTOR_TRAINING))
+
+    def release(self, name: str, key: str, cluster: str = TRAIN) -> TicketState:
+        return self.ask(NotifyReleaseGpus(key, name, cluster))
+
+    def pipeline(
+        self,
+        name: str,
+        train: Sequence[int] = (0,),
+        generation: Sequence[int] = (0, 1, 2, 3),
+        **fields: object,
+    ) -> Coordinator:
+        """Registered, admitted, wired, its coordinator known."""
+        clusters = {TRAIN: tuple(train)} if train else {}
+        spec = PipelineSpec(
+            pipeline_id=name,
+            clusters=clusters,
+            generation=tuple(generation),
+            **fields,  # type: ignore[arg-type]  # of the spec
+        )
+        self.say(RegisterPipeline(f"register-{name}", spec))
+        assert self.answers[f"register-{name}"].ok, self.answers[f"register-{name}"].error
+        self.say(AdmitPipeline(f"admit-{name}", name))
+        self.say(HooksWired(name))
+        coordinator = Coordinator(name, len(generation) // spec.tp)
+        self.coordinators[name] = coordinator
+        self.say(coordinator.hello(), coordinator.route)
+        return coordinator
+
+    # time
+
+    def run(self, seconds: float) -> None:
+        """Resizes are done, asks said again, hellos and ticks come, as the time has it."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + 0.25)
+            self.act()
+            self._step(Ticked())
+            if self.now_s % 1.0 < 0.25:
+                self.beat()
+
+    def act(self) -> None:
+        """Coordinators do what they were told."""
+        for coordinator in self.coordinators.values():
+            for resize in coordinator.take():
+                self._resize(coordinator, resize)
+
+    def beat(self) -> None:
+        """Whoever says things each second does."""
+        for coordinator in self.coordinators.values():
+            if not coordinator.is_silent:
+                self.say(coordinator.hello(), coordinator.route)
+        for message in list(self.open.values()):
+            self.say(message, f"hooks-{message.pipeline_id}".encode())
+
+    def _resize(self, coordinator: Coordinator, resize: ResizeWorkers) -> None:
+        ranks = {change.rank for change in resize.changes}
+        for change in resize.changes:
+            if coordinator.error:
+                break
+            wakes = change.wakes
+            coordinator.move(change.rank, WorkerPhase.AWAKE if wakes else WorkerPhase.ASLEEP)
+        self.check_gpus()
+        truths = tuple(truth for truth in coordinator.truths if truth.rank in ranks)
+        answer = WorkersResized(coordinator.name, resize.resize_id, truths, coordinator.error)
+        self.say(answer, coordinator.route)
+
+    # what is so
+
+    def state(self, key: str) -> TicketState:
+        return self.moved[key].state if key in self.moved else TicketState.QUEUED
+
+    def of(self, name: str) -> Pipeline:
+        return self.scheduler.book.state.pipelines[name]
+
+    def awake(self, name: str) -> list[int]:
+        """Ranks that serve in truth."""
+        truths = self.coordinators[name].truths
+        return [truth.rank for truth in truths if truth.phase is WorkerPhase.AWAKE]
+
+    def wait_for(self, key: str, state: TicketState, seconds: float = 60.0) -> None:
+        """Until the ticket is there; it fails the test where it is not in time."""
+        end_s = self.now_s + seconds
+        while self.state(key) is not state and self.now_s < end_s:
+            self.run(0.25)
+        assert self.state(key) is state, f"{key} is {self.moved.get(key)} at {self.now_s}"
+
+    def check_gpus(self) -> None:
+        """Nobody is where another is."""
+        book, users = self.scheduler.book, dict[int, str]()
+        for name, coordinator in self.coordinators.items():
+            if name not in book.state.pipelines:
+                continue
+            for rank in self.awake(name):
+                for gpu in book.state.pipelines[name].workers[rank].gpus:
+                    assert gpu not in users, f"GPU {gpu}: {users[gpu]} and {coordinator.name}"
+                    users[gpu] = coordinator.name
+        for key, moved in self.moved.items():
+            message = self._held.get(key)
+            if message is None or moved.state is not TicketState.GRANTED:
+                continue
+            if message.cluster != GENERATION_CLUSTER:
+                user = f"{message.pipeline_id}/{message.cluster}"
+                for gpu in moved.gpus:
+                    assert users.setdefault(gpu, user) == user, f"GPU {gpu}: {users[gpu]}, {user}"
+
+    # the step
+
+    def _step(self, event: Received | Ticked) -> None:
+        self.num_steps += 1
+        actions = self.scheduler.step(event, self.now_s)
+        for action in actions:
+            if isinstance(action, Write):
+                if self.num_steps in self.lost_steps:
+                    self.begin()
+                    return
+                self.kept.keep(action.rows)
+                self.rows += action.rows
+                if self.num_steps in self.cut_steps:
+                    self.begin()
+                    return
+            else:
+                self._hear(action)
+
+    def _hear(self, action: Action) -> None:
+        if isinstance(action, Note):
+            self.notes.append(action)
+            return
+        assert isinstance(action, Send)
+        match action.message:
+            case ResizeWorkers(pipeline_id) as resize:
+                self.coordinators[pipeline_id].hear(resize)
+            case TicketMoved(key, state) as moved:
+                self._on_moved(key, state, moved)
+            case SchedulerAnswered(key) as answer:
+                self.answers[key] = answer
+
+    def _on_moved(self, key: str, state: TicketState, moved: TicketMoved) -> None:
+        self.moved[key] = moved
+        if state is TicketState.QUEUED:
+            return
+        asked = self.open.pop(key, None)
+        if asked and not isinstance(asked, NotifyReleaseGpus):
+            self._held[key] = asked
+        self.check_gpus()
+
+    def _give_up(self, name: str, cluster: str) -> None:
+        for key in [
+            k for k, m in self._held.items() if (m.pipeline_id, m.cluster) == (name, cluster)
+        ]:
+            del self._held[key]

@@ -1,0 +1,262 @@
+"""What coordinators say: done, said again, quarantined, let in again."""
+
+import msgspec
+import pytest
+
+from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    CoordinatorHello,
+    JoinNode,
+    NodeBeat,
+    TicketState,
+    WorkerPhase,
+    WorkersResized,
+)
+from tests.unit.scheduler.service.stage import Coordinator, Stage
+
+QUARANTINED, ADMITTED = PipelinePhase.QUARANTINED, PipelinePhase.ADMITTED
+
+
+def generating(num_gpus: int = 2) -> Stage:
+    """Pipeline a has all engines awake."""
+    stage = Stage(num_gpus)
+    stage.pipeline("a", train=(0,), generation=range(num_gpus))
+    stage.generate("a", "g")
+    stage.act()
+    assert stage.awake("a") == list(range(num_gpus))
+    return stage
+
+
+def test_a_resize_that_was_lost_on_the_way_is_said_again_with_the_same_epoch() -> None:
+    stage = Stage(2)
+    coordinator = stage.pipeline("a", generation=(0, 1))
+    stage.generate("a", "g")
+    first = coordinator.told.pop()
+    coordinator.truths = Coordinator("a", 2).truths
+    stage.run(2)
+    assert stage.awake("a") == [0, 1]
+    assert {truth.epoch for truth in coordinator.truths} == {first.changes[0].epoch}
+    assert stage.scheduler.book.numbers.resize_id == first.resize_id
+
+
+def test_an_answer_that_was_lost_is_read_off_the_next_hello() -> None:
+    stage = Stage(2)
+    coordinator = stage.pipeline("a", generation=(0, 1))
+    stage.generate("a", "g")
+    coordinator.told.clear()
+    for rank in (0, 1):
+        coordinator.move(rank, WorkerPhase.AWAKE)
+    stage.say(coordinator.hello(), coordinator.route)
+    assert stage.state("g") is TicketState.GRANTED
+    assert not stage.scheduler.book.intents
+
+
+def test_resizes_of_a_pipeline_are_one_at_a_time_and_what_sleeps_goes_first() -> None:
+    stage = Stage(3)
+    coordinator = stage.pipeline("a", train=(0,), generation=(0, 1))
+    stage.generate("a", "g")
+    stage.act()
+    coordinator.is_hung = True
+    stage.train("a", "t")
+    assert [change.rank for change in coordinator.told[0].changes] == [0]
+    stage.release("a", "r", GENERATION_CLUSTER)
+    assert len(coordinator.told) == 1
+    coordinator.is_hung = False
+    stage.act()
+    assert [change.rank for change in coordinator.told[0].changes] == [1]
+
+
+def test_an_engine_wakes_only_when_its_gpus_are_clear_in_truth() -> None:
+    stage = generating()
+    stage.pipeline("b", generation=(0, 1))
+    stage.coordinators["a"].is_hung = True
+    stage.generate("b", "g2")
+    stage.run(8)  # a has more than its share by now, and was told
+    assert stage.scheduler.book.num["resizes"] == 2
+    assert not stage.coordinators["b"].num_heard
+    stage.coordinators["a"].is_hung = False
+    stage.run(2)
+    assert stage.state("g2") is TicketState.GRANTED
+
+
+@pytest.mark.parametrize("fault", ["error", "late", "lost"])
+def test_what_fails_quarantines_its_pipeline_and_fences_its_gpus(fault: str) -> None:
+    stage = generating()
+    coordinator = stage.coordinators["a"]
+    stage.train("a", "t")
+    if fault == "error":
+        coordinator.error = "no answer from http://e:1"
+        stage.act()
+    elif fault == "lost":
+        coordinator.is_hung = True
+        coordinator.move(0, WorkerPhase.LOST)
+        stage.beat()
+    else:
+        coordinator.is_hung = True
+        stage.run(stage.settings.resize_deadline_s + stage.settings.slack_s + 1)
+    assert stage.of("a").phase is QUARANTINED
+    assert stage.state("t") is TicketState.QUEUED
+    assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.LOST}
+    assert set(stage.scheduler.book.state.owners) == {0, 1}
+    assert "quarantined" in _told_again(stage, "t")
+
+
+def _told_again(stage: Stage, key: str) -> str:
+    stage.say(stage.open[key], b"hooks-a")
+    return stage.moved[key].reason
+
+
+def test_a_coordinator_that_tells_the_truth_again_is_let_in_after_a_while() -> None:
+    stage = generating()
+    coordinator = stage.coordinators["a"]
+    coordinator.error = "an engine does not answer"
+    stage.train("a", "t")
+    stage.act()
+    coordinator.error = ""
+    stage.beat()
+    assert stage.of("a").phase is QUARANTINED
+    stage.run(3)
+    assert stage.of("a").phase is ADMITTED
+    stage.wait_for("t", TicketState.GRANTED)
+    assert stage.awake("a") == [1]
+
+
+def test_each_fault_doubles_the_time_until_it_is_let_in_again() -> None:
+    stage = generating()
+    coordinator = stage.coordinators["a"]
+    coordinator.error = "an engine does not answer"
+    stage.train("a", "t")
+    stage.run(60)
+    num_faults = stage.scheduler.book.num["pipeline.quarantined"]
+    assert 4 <= num_faults <= 7
+    coordinator.error = ""
+    stage.wait_for("t", TicketState.GRANTED, stage.settings.max_retry_s + 5)
+    assert stage.scheduler.book.tenants["a"].num_faults == 0
+
+
+def test_who_is_lost_keeps_its_gpus_and_who_was_promised_them_waits_in_his_old_place() -> None:
+    stage = generating()
+    stage.pipeline("b", train=(0, 1), generation=())
+    stage.pipeline("c", train=(0,), generation=())
+    stage.coordinators["a"].is_hung = True
+    stage.train("b", "b1")
+    stage.train("c", "c1")
+    assert stage.of("b").holds
+    stage.coordinators["a"].move(0, WorkerPhase.LOST)
+    stage.beat()
+    assert not stage.of("b").holds
+    assert list(stage.scheduler.book.state.requests) == ["b1", "c1"]
+    coordinator = stage.coordinators["a"]
+    coordinator.is_hung = False
+    coordinator.move(0, WorkerPhase.ASLEEP)
+    stage.run(3)
+    assert stage.state("b1") is TicketState.GRANTED
+    assert stage.state("c1") is TicketState.QUEUED
+
+
+def test_a_silent_coordinator_is_fenced_and_the_others_go_on() -> None:
+    stage = generating()
+    stage.coordinators["a"].is_silent = True
+    stage.run(stage.settings.coordinator_grace_s + 2)
+    assert stage.of("a").phase is QUARANTINED
+    stage.pipeline("b", train=(1,), generation=())
+    assert stage.train("b", "b1") is TicketState.QUEUED
+    stage.coordinators["a"].is_silent = False
+    stage.wait_for("b1", TicketState.GRANTED)
+
+
+def test_a_pipeline_whose_coordinator_was_never_heard_evicts_nobody() -> None:
+    stage = generating()
+    stage.pipeline("b", generation=(0, 1)).is_silent = True
+    stage.scheduler.book.links["b"].is_known = False
+    stage.run(stage.settings.coordinator_grace_s + 1)
+    assert stage.generate("b", "b1") is TicketState.QUEUED
+    stage.run(20)
+    assert stage.awake("a") == [0, 1]
+    assert stage.scheduler.book.num["evictions"] == 0
+    stage.coordinators["b"].is_silent = False
+    stage.wait_for("b1", TicketState.GRANTED)
+
+
+def test_old_news_is_not_believed() -> None:
+    stage = generating()
+    coordinator = stage.coordinators["a"]
+    before = coordinator.hello()
+    stage.release("a", "r", GENERATION_CLUSTER)
+    stage.act()
+    assert stage.state("r") is TicketState.RELEASED
+    stage.say(before, coordinator.route)
+    stage.say(WorkersResized("a", 1, before.workers), coordinator.route)
+    assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.ASLEEP}
+    assert stage.of("a").phase is ADMITTED
+
+
+def test_a_coordinator_that_was_started_again_is_believed_and_its_past_is_not() -> None:
+    stage = generating()
+    before = stage.coordinators["a"].hello()
+    again = Coordinator("a", 2, started_s=2.0)
+    again.move(1, WorkerPhase.AWAKE)  # the other engine was put to sleep by hand
+    stage.coordinators["a"] = again
+    stage.say(again.hello(), again.route)
+    phases = [WorkerPhase.WAKING, WorkerPhase.AWAKE]
+    assert [worker.phase for worker in stage.of("a").workers] == phases
+    stage.say(before, b"coordinator-a")
+    assert [worker.phase for worker in stage.of("a").workers] == phases
+    stage.run(5)
+    assert stage.awake("a") == [0, 1]
+
+
+def test_one_that_has_forgotten_what_it_was_told_is_put_to_sleep_before_it_is_let_in() -> None:
+    stage = generating()
+    again = Coordinator("a", 2)  # no clock of its own: nobody can tell it from its past
+    again.move(0, WorkerPhase.AWAKE)
+    stage.coordinators["a"] = again
+    stage.run(stage.settings.slack_s + 8)
+    assert stage.of("a").phase is ADMITTED
+    assert stage.scheduler.book.num["pipeline.quarantined"] == 1
+    assert {truth.epoch > 1 for truth in again.truths} == {True}
+
+
+def test_an_engine_that_is_awake_from_the_start_stays_so_where_nobody_else_is() -> None:
+    stage = Stage(2)
+    coordinator = stage.pipeline("a", generation=(0, 1))
+    coordinator.move(0, WorkerPhase.AWAKE)
+    stage.beat()
+    assert stage.of("a").workers[0].phase is WorkerPhase.AWAKE
+    assert stage.generate("a", "g") is TicketState.GRANTED
+
+
+def test_an_engine_that_is_awake_where_another_is_must_go_to_sleep() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", train=(0,), generation=())
+    stage.train("a", "t")
+    coordinator = stage.pipeline("b", generation=(0, 1))
+    stray = msgspec.structs.replace(coordinator.truths[0], phase=WorkerPhase.AWAKE)
+    stage.say(CoordinatorHello("b", (stray, coordinator.truths[1]), 1.0), coordinator.route)
+    assert stage.of("b").phase is QUARANTINED
+    assert [(c.rank, c.wakes) for c in coordinator.told[0].changes] == [(0, False)]
+    stage.run(5)
+    assert stage.of("b").phase is ADMITTED
+
+
+def test_workers_of_a_dead_node_are_lost_and_their_pipeline_goes_on_elsewhere() -> None:
+    stage = Stage(2)
+    stage.say(JoinNode("n", "n1", 2))
+    stage.pipeline("a", generation=(0, 1, 2, 3))
+    stage.generate("a", "g", target=4)
+    stage.act()
+    assert stage.awake("a") == [0, 1, 2, 3]
+    for rank in (2, 3):
+        stage.coordinators["a"].move(rank, WorkerPhase.LOST)
+    stage.run(stage.settings.node_grace_s + 2)
+    phases = [worker.phase for worker in stage.of("a").workers]
+    assert phases == [WorkerPhase.AWAKE] * 2 + [WorkerPhase.LOST] * 2
+    assert stage.of("a").phase in (ADMITTED, QUARANTINED)
+    for rank in (2, 3):
+        stage.coordinators["a"].move(rank, WorkerPhase.ASLEEP)
+    for _ in range(8):
+        stage.say(NodeBeat("n1"))
+        stage.run(0.5)
+    assert stage.of("a").phase is ADMITTED
+    assert stage.awake("a") == [0, 1, 2, 3]

@@ -1,0 +1,176 @@
+"""Durable demand and progress: what opens, corrects and closes it, and what does not."""
+
+from rollmesh.scheduler.planning.state import Demand, Pipeline
+from rollmesh.scheduler.service.demands import Demands
+from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    ClearProgress,
+    ReportProgress,
+    TicketState,
+)
+from tests.unit.scheduler.service.stage import Stage
+
+
+def wanting(kind: type[Scheduler] = Scheduler) -> Stage:
+    """A pipeline that generates, of which nobody has reported anything."""
+    stage = Stage(kind=kind)
+    stage.pipeline("a")
+    stage.generate("a", "g0", target=128, step=0)
+    stage.act()
+    return stage
+
+
+def demand(stage: Stage) -> Demand | None:
+    return stage.of("a").demand
+
+
+def test_progress_corrects_the_estimate_and_is_not_added_to_it() -> None:
+    stage = wanting()
+    assert stage.of("a").remaining == 128
+    stage.say(ReportProgress("a", "train", 1, 100, 30))
+    stage.say(ReportProgress("a", "eval", 1, 10, 0))
+    assert stage.of("a").remaining == 80
+
+
+def test_a_stream_that_overshoots_takes_nothing_from_another() -> None:
+    stage = wanting()
+    stage.say(ReportProgress("a", "train", 1, 100, 130))
+    stage.say(ReportProgress("a", "eval", 1, 10, 4))
+    assert stage.of("a").remaining == 6
+
+
+def test_a_report_never_opens_a_demand() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.say(ReportProgress("a", "train", 1, 100, 0))
+    assert demand(stage) is None
+    assert not stage.of("a").progress
+    assert not stage.awake("a")
+
+
+def test_the_demand_is_closed_when_all_streams_are_retired() -> None:
+    stage = wanting()
+    stage.say(ReportProgress("a", "train", 1, 100, 100))
+    stage.say(ReportProgress("a", "eval", 1, 10, 0))
+    stage.say(ClearProgress("a", "train", 1))
+    assert demand(stage) is not None
+    stage.say(ClearProgress("a", "eval", 1))
+    assert demand(stage) is None
+    assert not stage.kept.tables["progress"]
+
+
+def test_a_stream_whose_report_was_lost_can_be_retired() -> None:
+    stage = wanting()
+    stage.say(ClearProgress("a", "train", 1))
+    assert demand(stage) is None
+
+
+def test_news_that_comes_late_changes_nothing() -> None:
+    stage = wanting()
+    stage.say(ReportProgress("a", "train", 2, 100, 30))
+    for late in (
+        ReportProgress("a", "train", 2, 100, 20),
+        ReportProgress("a", "train", 1, 64, 60),
+        ClearProgress("a", "train", 1),
+    ):
+        stage.say(late)
+        assert stage.of("a").remaining == 70
+
+
+def test_what_comes_late_of_a_rollout_does_not_close_the_next_ones_demand() -> None:
+    stage = wanting()
+    stage.say(ReportProgress("a", "train", 1, 100, 90))
+    stage.generate("a", "g1", target=64, step=1)
+    for late in (ReportProgress("a", "train", 1, 100, 99), ClearProgress("a", "train", 1)):
+        stage.say(late)
+        assert demand(stage)
+        assert stage.of("a").remaining == 64
+    stage.say(ReportProgress("a", "train", 2, 64, 10))
+    assert stage.of("a").remaining == 54
+
+
+def test_a_second_ask_of_the_same_rollout_leaves_its_progress() -> None:
+    stage = wanting()
+    stage.say(ReportProgress("a", "train", 1, 128, 28))
+    stage.generate("a", "g0-again", target=128, step=0)
+    assert stage.of("a").remaining == 100
+    stage.say(ClearProgress("a", "train", 1))
+    assert demand(stage) is None
+
+
+def test_a_demand_outlives_its_asker() -> None:
+    stage = Stage()
+    stage.pipeline("a").is_hung = True
+    stage.generate("a", "g")
+    stage.open.clear()
+    stage.run(stage.settings.patience_s + 1)
+    assert stage.state("g") is TicketState.WITHDRAWN
+    assert demand(stage) is not None
+
+
+def test_a_demand_is_closed_by_its_release() -> None:
+    stage = wanting()
+    stage.say(ReportProgress("a", "train", 1, 100, 30))
+    stage.release("a", "r", GENERATION_CLUSTER)
+    assert demand(stage) is None
+    assert not stage.of("a").progress
+
+
+def test_a_demand_without_an_estimate_gets_a_worker() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.generate("a", "g", target=0)
+    stage.act()
+    assert stage.state("g") is TicketState.GRANTED
+
+
+class PlansOfNothing(Demands):
+    """The fault: whoever has said no number yet is overlooked (W11)."""
+
+    def open(self, pipeline: Pipeline, key: str, estimate: int, step: int) -> None:
+        if estimate > 0:
+            super().open(pipeline, key, estimate, step)
+
+
+class OverlooksUnknown(Scheduler):
+    DEMANDS = PlansOfNothing
+
+
+def test_without_its_floor_an_unknown_demand_would_never_wake() -> None:
+    stage = Stage(kind=OverlooksUnknown)
+    stage.pipeline("a")
+    stage.generate("a", "g", target=0)
+    stage.run(30)
+    assert stage.state("g") is TicketState.QUEUED
+    assert not stage.awake("a")
+
+
+def test_reports_within_a_bucket_make_no_plan_and_many_make_few() -> None:
+    stage = wanting()
+    stage.run(5)
+    stage.say(ReportProgress("a", "train", 1, 1000, 0))
+    stage.run(1)
+    num = stage.scheduler.book.num
+    num_plans = num["plans"]
+    for completed in range(1, 20):
+        stage.say(ReportProgress("a", "train", 1, 1000, completed))
+    assert num["plans"] == num_plans
+    for completed in range(100, 900, 20):
+        stage.say(ReportProgress("a", "train", 1, 1000, completed))
+    assert num["plans"] == num_plans + 1
+    stage.run(1)
+    assert num["plans"] == num_plans + 2
+
+
+def test_a_rollout_that_stands_still_is_told_of_once_and_who_holds_its_gpus() -> None:
+    stage = wanting()
+    stage.pipeline("b", train=(0,))
+    stage.say(ReportProgress("a", "train", 1, 100, 3))
+    stage.run(stage.settings.stall_s + 2)
+    told = [note for note in stage.notes if note.event == "rollout.stalled"]
+    assert [note.pipeline_id for note in told] == ["a"]
+    assert "a/actor_infer on 0, 1, 2, 3" in told[0].detail
+    stage.say(ReportProgress("a", "train", 1, 100, 4))
+    stage.run(stage.settings.stall_s + 2)
+    assert len([note for note in stage.notes if note.event == "rollout.stalled"]) == 2

@@ -1,0 +1,249 @@
+"""Asks with a key: what is granted, what joins what, what is refused, what leaves nothing."""
+
+import pytest
+
+from rollmesh.scheduler.service.records import IntentPhase
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    GpuPriority,
+    NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
+    PipelineSpec,
+    RegisterPipeline,
+    RequestGpus,
+    TicketState,
+    WithdrawRequest,
+    WorkerPhase,
+)
+from tests.unit.scheduler.service.stage import TRAIN, Stage
+
+GRANTED, QUEUED, RELEASED = TicketState.GRANTED, TicketState.QUEUED, TicketState.RELEASED
+REFUSED, WITHDRAWN = TicketState.REFUSED, TicketState.WITHDRAWN
+
+
+def test_a_free_cluster_is_granted_at_once_with_its_gpus() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0, 1))
+    assert stage.train("a", "k") is GRANTED
+    assert stage.moved["k"].gpus == (0, 1)
+
+
+def test_an_ask_said_again_is_answered_again_and_done_once() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.train("a", "k")
+    held = dict(stage.scheduler.book.state.owners)
+    assert stage.train("a", "k") is GRANTED
+    assert stage.scheduler.book.state.owners == held
+    assert stage.scheduler.book.num["asks"] == 1
+
+
+def test_a_second_key_for_what_is_held_has_it_at_once() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.train("a", "k1")
+    assert stage.train("a", "k2") is GRANTED
+    assert stage.moved["k2"].gpus == (0,)
+
+
+def test_a_second_key_for_what_is_queued_shares_its_place() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0, 1))
+    stage.pipeline("b", train=(1, 2))
+    stage.pipeline("c", train=(1, 3))
+    stage.train("a", "a1")
+    assert stage.train("b", "b1") is stage.train("c", "c1") is stage.train("b", "b2") is QUEUED
+    assert len(stage.scheduler.book.state.requests) == 2
+    del stage.open["b1"]
+    stage.run(stage.settings.patience_s + 1)
+    assert stage.state("b1") is WITHDRAWN
+    assert stage.release("a", "a2") is RELEASED
+    assert (stage.state("b2"), stage.state("c1")) == (GRANTED, QUEUED)
+
+
+def test_generation_is_granted_when_a_worker_is_awake_to_all_who_wait() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    assert stage.generate("a", "k1") is stage.generate("a", "k2") is QUEUED
+    stage.act()
+    assert stage.state("k1") is stage.state("k2") is GRANTED
+    assert set(stage.moved["k1"].gpus) == {0, 1, 2, 3}
+    assert stage.generate("a", "k3") is GRANTED
+
+
+def test_who_waits_is_told_who_holds_it() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0, 1))
+    stage.pipeline("b", train=(1, 2))
+    stage.train("a", "a1")
+    stage.train("b", "b1")
+    assert stage.moved["b1"].reason == "waits for a/actor_train on 1"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "priority", "said"),
+    [
+        ("critic", GpuPriority.CRITIC_TRAINING, "has no cluster 'critic'; it has actor_train"),
+        (TRAIN, GpuPriority.GENERATION, "cannot be asked for with priority 6"),
+        (GENERATION_CLUSTER, GpuPriority.ACTOR_TRAINING, "cannot be asked for with priority 1"),
+        (TRAIN, 9, "there is no priority 9"),
+        (TRAIN, -1, "cannot be asked for with priority -1"),
+    ],
+)
+def test_what_can_never_be_is_refused_in_one_line(cluster: str, priority: int, said: str) -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    assert stage.ask(RequestGpus("k", "a", cluster, priority)) is REFUSED
+    assert said in stage.moved["k"].reason
+    assert "\n" not in stage.moved["k"].reason
+
+
+def test_who_is_unknown_or_not_admitted_is_refused() -> None:
+    stage = Stage()
+    assert stage.train("x", "k1") is REFUSED
+    assert "register" in stage.moved["k1"].reason
+    spec = PipelineSpec(pipeline_id="b", clusters={}, generation=(0,))
+    stage.say(RegisterPipeline("r", spec))
+    assert stage.generate("b", "k2") is REFUSED
+    assert "admit" in stage.moved["k2"].reason
+
+
+def test_a_pipeline_without_hooks_is_refused_generation_and_not_training() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.scheduler.book.tenants["a"].is_wired = False
+    assert stage.generate("a", "k1") is REFUSED
+    assert "PipelineHooks" in stage.moved["k1"].reason
+    assert stage.train("a", "k2") is GRANTED
+
+
+def test_a_queued_ask_that_nobody_renews_leaves_nothing() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0, 1))
+    stage.pipeline("b", train=(1, 2))
+    stage.train("a", "a1")
+    stage.train("b", "b1")
+    stage.open.clear()
+    stage.run(stage.settings.patience_s + 1)
+    assert stage.state("b1") is WITHDRAWN
+    book = stage.scheduler.book
+    assert not book.state.requests
+    assert not stage.kept.tables["requests"]
+    assert ("b", TRAIN) not in book.queue
+    stage.run(stage.settings.memory_s + 1)
+    assert set(stage.kept.tables["tickets"]) == {"a1"} == set(book.tickets)
+
+
+def test_a_promise_that_nobody_waits_for_any_more_is_taken_back() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0,), generation=(0,)).is_hung = True
+    stage.generate("a", "g")
+    stage.coordinators["a"].is_hung = False
+    stage.act()
+    stage.coordinators["a"].is_hung = True
+    stage.train("a", "t")
+    assert stage.of("a").holds
+    del stage.open["t"]
+    stage.run(stage.settings.patience_s + 1)
+    assert stage.state("t") is WITHDRAWN
+    assert not stage.of("a").holds
+    assert {each.phase for each in stage.scheduler.book.intents.values()} <= {IntentPhase.SENT}
+    stage.coordinators["a"].is_hung = False
+    stage.run(3)
+    assert stage.awake("a") == [0]  # its demand was never withdrawn
+
+
+def test_a_withdrawal_that_comes_after_the_grant_gives_it_back() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.train("a", "k")
+    stage.say(WithdrawRequest("k"))
+    assert stage.state("k") is RELEASED
+    assert not stage.scheduler.book.state.owners
+
+
+def test_a_withdrawal_that_overtakes_its_ask_counts() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.say(WithdrawRequest("k"))
+    assert stage.train("a", "k") is WITHDRAWN
+    assert not stage.scheduler.book.state.owners
+
+
+def test_a_late_copy_of_a_release_releases_nothing() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.train("a", "k1")
+    stage.release("a", "k2")
+    stage.train("a", "k3")
+    assert stage.release("a", "k2") is RELEASED
+    assert stage.scheduler.book.state.owners[0].cluster == TRAIN
+
+
+def test_what_nobody_holds_is_released_at_once() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    assert stage.release("a", "k1") is RELEASED
+    assert stage.release("a", "k2", GENERATION_CLUSTER) is RELEASED
+
+
+def test_generation_is_released_when_its_workers_are_asleep() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.generate("a", "g")
+    stage.act()
+    assert stage.release("a", "r", GENERATION_CLUSTER) is QUEUED
+    assert stage.of("a").demand is None
+    stage.act()
+    assert stage.state("r") is RELEASED
+    assert not stage.awake("a")
+
+
+def test_what_is_asked_while_a_release_is_under_way_is_served_after_it() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.generate("a", "g1")
+    stage.act()
+    stage.release("a", "r", GENERATION_CLUSTER)
+    assert stage.generate("a", "g2", step=1) is QUEUED
+    stage.act()
+    assert (stage.state("r"), stage.state("g2")) == (RELEASED, QUEUED)
+    stage.act()
+    assert stage.state("g2") is GRANTED
+
+
+def test_release_then_request_leaves_no_gap_for_others() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0, 1), generation=())
+    stage.pipeline("b", train=(0, 1), generation=())
+    stage.train("a", "a1")
+    stage.train("b", "b1")
+    ask = NotifyReleaseThenRequestGpus("a2", "a", TRAIN, TRAIN, GpuPriority.INITIALIZATION)
+    assert stage.ask(ask) is GRANTED
+    assert stage.state("b1") is QUEUED
+    assert stage.release("a", "a3") is RELEASED
+    assert stage.state("b1") is GRANTED
+
+
+def test_a_hand_over_whose_second_half_is_refused_releases_nothing() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.train("a", "a1")
+    ask = NotifyReleaseThenRequestGpus("a2", "a", TRAIN, "critic", GpuPriority.CRITIC_TRAINING)
+    assert stage.ask(ask) is REFUSED
+    assert TRAIN in stage.of("a").holds
+
+
+def test_a_release_is_carried_out_though_nobody_waits_for_it() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.generate("a", "g")
+    stage.act()
+    stage.coordinators["a"].is_hung = True
+    stage.ask(NotifyReleaseGpus("r", "a", GENERATION_CLUSTER))
+    stage.open.clear()
+    stage.run(stage.settings.patience_s + 1)
+    stage.coordinators["a"].is_hung = False
+    stage.run(2)
+    assert stage.state("r") is RELEASED
+    assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.ASLEEP}
