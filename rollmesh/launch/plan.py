@@ -72,6 +72,8 @@ COORDINATOR = "coordinator"
 ROLLMESH = (sys.executable, "-m", "rollmesh.cli.main")
 LEAST_VERSION = ("--least-version", "1")
 """Of a run that is gone on with: weights that were never published sample nothing for it."""
+ASLEEP = ("--asleep",)
+"""Of a run on a shared fleet, whose engines serve when its coordinator has woken them."""
 
 
 def plan_mesh(
@@ -92,7 +94,7 @@ def plan_mesh(
             ChildPlan(role=MODEL_ROLE, argv=(*ROLLMESH, *make_model), on_death=OnDeath.NEXT)
         )
     settings = ("--config", str(config_path))
-    words = LEAST_VERSION if earlier else ()
+    words = (*(LEAST_VERSION if earlier else ()), *(ASLEEP if share else ()))
     plans += plan_serving(config, settings, model_first, words, earlier, share)
     plans += [plan_coordinator(config, settings, share)] if share else []
     plans.append(
@@ -142,7 +144,7 @@ def plan_engines(
     first = weights_words(str(earlier.weights), earlier.policy_version) if earlier else untrained
     argv = [*ROLLMESH, "engine", *first]
     argv += ["--incremental-streaming-output", "--skip-tokenizer-init"]
-    argv += ["--asleep"] if share else []
+    argv += ASLEEP if share else ()
     argv += ["--max-running-requests", str(engine.max_running)]
     argv += ["--max-total-tokens", str(engine.kv_tokens)]
     argv += ["--num-threads", str(engine.num_threads)]

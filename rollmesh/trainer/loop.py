@@ -291,5 +291,7 @@ class TrainLoop:
         times = {name: told[name] for name in ("wait_s", "step_s")}
         log.info("step.trained", step=batch.step, success=round(success, 3), **times)
         pacer.trained(batch)
+        for group in batch.groups:
+            self._parts.tenancy.tell_moved(group.record)
         self._may_trim_s = self._trimmed_s + TRIM_S
         self._parts.records.flush()

@@ -14,13 +14,16 @@ the train loop and by process.py, on one thread.
 """
 
 import contextlib
+import itertools
 import threading
 import time
+from collections.abc import Iterator
 from typing import Literal, Protocol
 
 from rollmesh.core.errors import UserError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.share import Share
+from rollmesh.core.types import GroupRecord
 from rollmesh.serve.coordinator.hooks import PipelineHooks, Ticket
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, GpuPriority
@@ -56,6 +59,9 @@ class Tenancy(Protocol):
     def trained(self, step: int, num_to_come: int) -> None:
         """The step needs them no more; `num_to_come` rollouts at least are to come after it."""
 
+    def tell_moved(self, record: GroupRecord) -> None:
+        """Say which of its rollouts have lost an engine in mid-turn, and gone on elsewhere."""
+
     def leave(self) -> None:
         """Give up everything; returns at once."""
 
@@ -79,6 +85,9 @@ class Unshared:
 
     def trained(self, step: int, num_to_come: int) -> None:
         del step, num_to_come
+
+    def tell_moved(self, record: GroupRecord) -> None:
+        del record
 
     def leave(self) -> None:
         """Nobody waits for it."""
@@ -138,6 +147,10 @@ class Tenant:
         )
         self._begin("train", step + 1, num_to_come)
 
+    def tell_moved(self, record: GroupRecord) -> None:
+        for url in left_in_mid_turn(record):
+            self._hooks.report_preempt(url)
+
     def leave(self) -> None:
         for ticket in (self._handed, self._train):
             if ticket:
@@ -182,6 +195,17 @@ class Tenant:
             self._hooks.begin_progress_batch(self._target, self._target - num_to_come, stream)
         elif num_more < 0:
             self._hooks.bump_completed(-num_more, stream)
+
+
+def left_in_mid_turn(record: GroupRecord) -> Iterator[str]:
+    """Engines that a turn was begun on, and that another ended with the same weights: an update,
+    which moves turns as well, brings others."""
+    for rollout in record.rollouts:
+        for node in rollout.nodes:
+            for before, after in itertools.pairwise(node.policy_versions):
+                is_same = before.policy_version == after.policy_version
+                if is_same and before.engine != after.engine and before.engine >= 0:
+                    yield rollout.engines[before.engine]
 
 
 def tenancy_of(share: Share | None, keys: Keys | None, stop: threading.Event) -> Tenancy:

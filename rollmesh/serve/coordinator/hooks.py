@@ -204,7 +204,7 @@ class PipelineHooks:
         with self._lock:
             before = self._newest.get(stream)
             # Of the clock, so that a program that was started again is not taken for its past.
-            batch = max(before.batch + 1 if before else 0, time.time_ns() // 1_000_000)
+            batch = max(before.batch + 1 if before else 0, time.time_ns() // 1_000)
             self._report_progress(stream, batch, step_target, completed)
 
     def bump_completed(self, num_rollouts: int = 1, stream: str = "train") -> None:
@@ -222,8 +222,8 @@ class PipelineHooks:
         if newest:
             self.say(ClearProgress(self.pipeline_id, stream, newest.batch))
 
-    def report_preempt(self, rank: int, url: str) -> None:
-        """A rollout has lost the engine at `url`, and goes on elsewhere."""
+    def report_preempt(self, url: str, rank: int = -1) -> None:
+        """A rollout has lost the engine at `url`, and goes on elsewhere; -1: of unknown rank."""
         self.say(ReportPreempt(self.pipeline_id, rank, url))
 
     def _report_progress(self, stream: str, batch: int, target: int, completed: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import UserError
 from rollmesh.core.share import Share
+from rollmesh.core.types import GroupRecord, NodeRow, Outcome, RolloutRecord, Task, VersionRun
 from rollmesh.serve.coordinator.hooks import PipelineHooks
 from rollmesh.trainer.tenancy import TRAIN_CLUSTER, Tenant, Unshared, tenancy_of
 from rollmesh.wire.messages import AnyMessage
@@ -18,6 +19,7 @@ from rollmesh.wire.scheduling import (
     GpuPriority,
     NotifyReleaseGpus,
     NotifyReleaseThenRequestGpus,
+    ReportPreempt,
     ReportProgress,
     RequestGpus,
     TicketMoved,
@@ -143,6 +145,21 @@ def test_an_evaluation_is_a_stream_of_its_own_and_ends_when_the_next_has_begun(
         (ClearProgress, "eval"),
         (ClearProgress, "train"),
     ]
+
+
+def test_turns_that_another_engine_ended_with_the_same_weights_are_reported(
+    scheduler: FakeScheduler, tenant: Tenant
+) -> None:
+    def turn(*runs: tuple[int, int]) -> NodeRow:
+        versions = tuple(VersionRun(version_, 1, engine) for version_, engine in runs)
+        return NodeRow(0, len(runs), sampled=True, policy_versions=versions)
+
+    nodes = [turn((1, 0), (1, 1)), turn((1, 1), (2, 0)), turn((1, -1), (1, 0))]
+    moved = RolloutRecord(index=0, outcome=Outcome.COMPLETED, nodes=nodes, engines=["e0", "e1"])
+    with scheduler.granting(*ALL) as told:
+        tenant.tell_moved(GroupRecord(task=Task(id="t"), rollouts=[moved]))
+        leave(tenant)
+    assert [each.url for each in told if isinstance(each, ReportPreempt)] == ["e0"]
 
 
 def test_who_is_told_to_stop_waits_neither_for_engines_nor_for_gpus(

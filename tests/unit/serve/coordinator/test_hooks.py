@@ -145,7 +145,7 @@ def test_batches_grow_from_life_to_life(scheduler: FakeScheduler) -> None:
 
 
 def test_a_preemption_is_reported(scheduler: FakeScheduler, hooks: PipelineHooks) -> None:
-    hooks.report_preempt(1, "http://e1")
+    hooks.report_preempt("http://e1", 1)
     assert scheduler.expect(ReportPreempt) == ReportPreempt("p", 1, "http://e1")
 
 
