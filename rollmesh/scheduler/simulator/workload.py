@@ -18,8 +18,9 @@ Where the shapes are from, and what is assumed:
               pipelines come within half an hour, and stay for 6 to 18 steps
     switches  20 s, see trace.Costs
 
-A step can never be shorter than its longest rollout and its phases, whatever the fleet: with EVEN,
-in which all are alike and always there, that leaves little to win.
+A step can never be shorter than its longest rollout and its phases, whatever the fleet: in `even`,
+where all are alike and always there, that leaves little to win. In `scarce` there are half as many
+engines as pipelines, since each takes a whole node: some wait, and no partition gives all a part.
 """
 
 import math
@@ -35,7 +36,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Pairs are the ends of a uniform draw, one for each pipeline; other tuples are choices."""
 
     block_gpus: int = 8
-    """Of the fleet, for each pipeline; a node is as large."""
+    """Of the fleet, for each pipeline."""
+    node_gpus: int = 8
     train_gpus: tuple[int, ...] = (2, 2, 4)
     tp: tuple[int, ...] = (1, 2, 2, 4)
     rollouts_per_gpu: int = 2
@@ -65,6 +67,9 @@ SHAPES = {
         arrival_s=(0.0, 0.0),
         num_steps=(12, 12),
     ),
+    "scarce": Shape(
+        block_gpus=4, train_gpus=(2,), tp=(8,), rollouts_per_step=(64, 128, 256), num_steps=(4, 12)
+    ),
 }
 LOG_PROBS_SHARE = 0.2
 """Of log-probs and training together."""
@@ -76,7 +81,7 @@ def generate(shape: Shape, num_pipelines: int, seed: int) -> Trace:
     blocks = range(num_pipelines)
     return Trace(
         name=f"{num_pipelines} pipelines, seed {seed}",
-        nodes=(shape.block_gpus,) * num_pipelines,
+        nodes=(shape.node_gpus,) * (shape.block_gpus * num_pipelines // shape.node_gpus),
         pipelines=tuple(_pipeline(shape, num_pipelines, block, chance) for block in blocks),
         costs=shape.costs,
         seed=seed,

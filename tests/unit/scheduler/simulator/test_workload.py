@@ -9,7 +9,7 @@ import pytest
 from rollmesh.scheduler.simulator.trace import Trace
 from rollmesh.scheduler.simulator.workload import SHAPES, generate
 
-FIXED = {"mixed": "e6633407f88d4075", "even": "d5908009458bdb92"}
+FIXED = {"mixed": "e6633407f88d4075", "even": "d5908009458bdb92", "scarce": "214ddf5265438660"}
 """Of the traces that policies were tuned on; a change of one is a change of the results."""
 
 
