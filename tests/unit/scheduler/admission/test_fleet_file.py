@@ -1,13 +1,23 @@
 """scheduler.toml is checked where it is read, and a mistake is one line that names its key."""
 
+import re
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.scheduler.admission.fleet_file import FleetTables, fleet_of, read_fleet, settings_of
+from rollmesh.scheduler.admission.fleet_file import (
+    FleetTables,
+    NodeTable,
+    PipelineTable,
+    fleet_of,
+    read_fleet,
+    settings_of,
+)
 from rollmesh.scheduler.planning.policies.fair import FairSettings
+from rollmesh.scheduler.service.settings import SchedulerSettings
 
 WHOLE = """
 bind = "tcp://127.0.0.1:9000"
@@ -103,3 +113,12 @@ def test_seconds_are_settings_of_those_who_have_them() -> None:
         settings_of({"holds_s": 2.0}, FairSettings, "[fair]")
     with pytest.raises(ConfigError, match=r"\[fair\]\.hold_s: -1 is no time"):
         settings_of({"hold_s": -1.0}, FairSettings, "[fair]")
+
+
+@pytest.mark.parametrize(
+    "kind", [FleetTables, NodeTable, PipelineTable, FairSettings, SchedulerSettings]
+)
+def test_the_docs_list_all_keys(kind: type[msgspec.Struct]) -> None:
+    page = (Path(__file__).parents[4] / "docs/scheduler.md").read_text()
+    for key in kind.__struct_fields__:
+        assert re.search(rf"[`\[\n.]{key}\b", page), f"docs/scheduler.md has no {key}"
