@@ -74,7 +74,7 @@ class Draft:
     def can_shrink(self, pipeline_id: str, worker: Worker) -> bool:
         """Whether it serves and stands still: not on its way, not moved by this plan, not of a
         pipeline in quarantine."""
-        if worker.phase is not WorkerPhase.AWAKE or (pipeline_id, worker.rank) in self._moved:
+        if worker.phase is not WorkerPhase.AWAKE:
             return False
         if self.state.pipelines[pipeline_id].phase is PipelinePhase.QUARANTINED:
             return False

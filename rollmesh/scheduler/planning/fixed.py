@@ -12,17 +12,17 @@ A request with nothing in the way is granted now, or, while something settles, n
 nothing else starts on its GPUs. One with something in the way may be bypassed until it has waited
 for `reserve_after_s`. From then on its GPUs are reserved: no other request and no worker that will
 not give way gets one, but of pipelines that it waits for, which may need it to come to their end.
+A request whose end is not in sight is in nobody's way: one that waits for a node that is not UP,
+for what is lost or in quarantine, or, at whatever remove, for its own pipeline.
 
 Bound: once reserved, a request is granted in the first cycle after the last of these has ended:
 what stood on its GPUs by then, the older requests of the line that overlap it, and what pipelines
-that hold GPUs of it ask for while they hold them; and then one wake has come to rest. A request on
-a node that is not UP waits for the node, and stands in nobody's way.
+that hold GPUs of it ask for while they hold them; and then one wake has come to rest.
 
 Invariant: a shrink for a request stands in a plan only with its grant. Driven by plan.py.
 """
 
 import math
-from collections.abc import Iterator
 
 from rollmesh.scheduler.planning.draft import Draft, Reservation
 from rollmesh.scheduler.planning.state import (
@@ -34,18 +34,21 @@ from rollmesh.scheduler.planning.state import (
 )
 from rollmesh.wire.scheduling import WorkerPhase
 
+Asked = dict[str, list[Request]]
+"""Requests by pipeline."""
+
 
 def serve(draft: Draft, reserve_after_s: float) -> float:
     """Grant what can be, reserve what must be; when age alone changes the line."""
-    again_s = math.inf
+    again_s, asked = math.inf, _by_pipeline(draft.state)
     for request in in_line(draft.state, reserve_after_s):
         if not _may_start(draft, request) or _grant(draft, request):
             continue
         reserve_s = request.asked_s + reserve_after_s
-        is_reserved = reserve_s <= draft.state.now_s
-        if not is_reserved:
+        is_old = reserve_s <= draft.state.now_s
+        if not is_old:
             again_s = min(again_s, reserve_s)
-        _reserve(draft, request, is_reserved)
+        _reserve(draft, request, is_old, asked)
     return again_s
 
 
@@ -87,30 +90,27 @@ def _grant(draft: Draft, request: Request) -> bool:
     return True
 
 
-def _reserve(draft: Draft, request: Request, is_reserved: bool) -> None:
-    in_the_way = {owner.pipeline_id for owner in _in_the_way(draft, request)}
+def _reserve(draft: Draft, request: Request, is_old: bool, asked: Asked) -> None:
+    gpus, in_the_way = draft.state.gpus_of(request), _in_the_way(draft, request)
     if not in_the_way:
-        reservation = Reservation(request.key, is_settling=True)
-    elif is_reserved:
-        awaited = frozenset(_awaited(draft, in_the_way))
-        reservation = Reservation(request.key, is_settling=False, awaited=awaited)
-    else:
-        return
-    draft.reserve(draft.state.gpus_of(request), reservation)
+        draft.reserve(gpus, Reservation(request.key, is_settling=True))
+    elif is_old:
+        awaited = _awaited(draft, in_the_way, asked)
+        if awaited and request.pipeline_id not in awaited:
+            reservation = Reservation(request.key, is_settling=False, awaited=awaited)
+            draft.reserve(gpus, reservation)
 
 
-def _in_the_way(draft: Draft, request: Request) -> Iterator[Owner]:
-    """Of its GPUs, the owners whose end is not in sight."""
-    for gpu in draft.state.gpus_of(request):
-        owner = draft.owner(gpu)
-        if owner and not _gives_way(draft, owner, request.pipeline_id):
-            yield owner
+def _in_the_way(draft: Draft, request: Request) -> set[Owner]:
+    """Of its GPUs, the owners that will not give way by themselves."""
+    owners = {draft.owner(gpu) for gpu in draft.state.gpus_of(request)}
+    return {each for each in owners if each and not _gives_way(draft, each, request.pipeline_id)}
 
 
 def _gives_way(draft: Draft, owner: Owner, to: str) -> bool:
     """Whether it does now, or will once it has come to rest."""
     worker = draft.state.worker_of(owner)
-    if worker is None:
+    if worker is None or _is_endless(draft.state, owner):
         return False
     if draft.can_evict(owner.pipeline_id, worker, to):
         return True
@@ -118,15 +118,34 @@ def _gives_way(draft: Draft, owner: Owner, to: str) -> bool:
     return is_waking and draft.state.gives_way(owner.pipeline_id, to)
 
 
-def _awaited(draft: Draft, pipeline_ids: set[str]) -> set[str]:
-    """These, and all for whose GPUs these wait themselves."""
-    asked: dict[str, list[Request]] = {}
-    for request in draft.state.requests.values():
-        asked.setdefault(request.pipeline_id, []).append(request)
-    found, unseen = set(pipeline_ids), list(pipeline_ids)
+def _is_endless(state: State, owner: Owner) -> bool:
+    """Whether nobody knows if it will ever come to its end."""
+    worker = state.worker_of(owner)
+    is_lost = worker is not None and worker.phase is WorkerPhase.LOST
+    return is_lost or state.pipelines[owner.pipeline_id].phase is PipelinePhase.QUARANTINED
+
+
+def _awaited(draft: Draft, in_the_way: set[Owner], asked: Asked) -> frozenset[str]:
+    """The pipelines of these, and all for whose GPUs these wait themselves; none where one of them
+    has no end in sight."""
+    found: set[str] = set()
+    unseen = list(in_the_way)
     while unseen:
-        for request in asked.get(unseen.pop(), []):
-            owners = {owner.pipeline_id for owner in _in_the_way(draft, request)}
-            unseen += owners - found
-            found |= owners
-    return found
+        owner = unseen.pop()
+        if _is_endless(draft.state, owner):
+            return frozenset()
+        if owner.pipeline_id in found:
+            continue
+        found.add(owner.pipeline_id)
+        for request in asked.get(owner.pipeline_id, []):
+            if not _is_ready(draft.state, request):
+                return frozenset()
+            unseen += _in_the_way(draft, request)
+    return frozenset(found)
+
+
+def _by_pipeline(state: State) -> Asked:
+    asked: Asked = {}
+    for request in state.requests.values():
+        asked.setdefault(request.pipeline_id, []).append(request)
+    return asked

@@ -274,6 +274,49 @@ def test_what_big_ones_wait_for_may_go_on_until_it_is_done() -> None:
     assert served(state) == (Grant(needed),)
 
 
+@pytest.mark.parametrize("fault", ["lost", "quarantine", "node"])
+def test_who_waits_for_what_may_never_end_is_in_nobodys_way(fault: str) -> None:
+    """A fault of f stops big, which waits for it, or for r, which does; and not small."""
+    state = fleet(3, 1)
+    add(state, "big", train=(0, 1))
+    add(state, "small", train=(1,))
+    faulty = add(state, "f", generation=(0,), train=(0,))
+    waiting = add(state, "r", train=(0,))
+    waiting.spec.clusters["critic"] = (3,)
+    match fault:
+        case "lost":
+            state.move_worker("f", 0, WorkerPhase.LOST)
+        case "quarantine":
+            apply(state, Grant(ask(state, "f")))
+            faulty.phase = PipelinePhase.QUARANTINED
+        case "node":
+            apply(state, Grant(ask(state, "r")))
+            ask(state, "r", "critic")
+            state.lose_node("b")
+    ask(state, "big")
+    state.now_s = RESERVE_S
+    key = ask(state, "small")
+    assert served(state) == (Grant(key),)
+
+
+def test_who_waits_for_its_own_pipeline_is_in_nobodys_way() -> None:
+    """p asks for more while it holds: what it holds itself, or what q has that waits for p."""
+    state = fleet(4)
+    asker = add(state, "p", train=(0,))
+    asker.spec.clusters["critic"] = (0, 1)
+    add(state, "small", train=(1,))
+    apply(state, Grant(ask(state, "p")))
+    ask(state, "p", "critic")
+    state.now_s = RESERVE_S
+    key = ask(state, "small")
+    assert served(state) == (Grant(key),)
+    asker.spec.clusters["critic"] = (1, 2)
+    add(state, "q", train=(2,)).spec.clusters["critic"] = (0,)
+    apply(state, Grant(ask(state, "q")))
+    ask(state, "q", "critic")
+    assert served(state) == (Grant(key),)
+
+
 def test_while_something_settles_nothing_else_starts_there() -> None:
     state = fleet(2)
     add(state, "p", train=(0, 1))
