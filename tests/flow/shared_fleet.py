@@ -1,0 +1,140 @@
+"""A scheduler on this machine with four slots, and runs of two real pipelines that share them.
+
+Owns the processes; who stood on which slot is read from the scheduler's journal. Invariant: whoever
+was started is ended, whatever happened. Driven by test_pipelines.py.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from rollmesh.core.ids import new_id
+from rollmesh.core.process import listen
+from rollmesh.scheduler.admission.asking import ask
+from rollmesh.scheduler.service.explain import FleetView
+from rollmesh.wire.scheduling import ReadScheduler
+
+ENDS_WITHIN_S = 30.0
+TRAINS_ON = {"math": (0, 1), "code": (2, 3)}
+FLEET = """
+bind = "tcp://127.0.0.1:{}"
+http_bind = "127.0.0.1:{}"
+admission = "tcp://127.0.0.1:{}"
+journal = "{}"
+
+[[nodes]]
+name = "here"
+gpus = 4
+
+[pipelines.math]
+clusters.actor_train = [0, 1]
+generation = [0, 1, 2, 3]
+
+[pipelines.code]
+clusters.actor_train = [2, 3]
+generation = [0, 1, 2, 3]
+"""
+RUN = {
+    "env": "guess",
+    "dashboard": {"enabled": False},
+    "sampling": {"max_tokens": 4},
+    "worker": {"num_workers": 1, "max_rollouts": 16},
+    "engine": {"num_embedded": 4},
+    "trainer": {
+        "num_steps": 5,
+        "groups_per_step": 2,
+        "samples_per_group": 4,
+        "max_running_groups": 4,
+        "eval_rollouts": 8,
+        "checkpoint_steps": 3,
+        "max_logprob_gap": 1.0,
+    },
+}
+
+
+class SharedFleet:
+    """`rollmesh scheduler up` and the runs that were begun on it."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.model = model
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(listen("127.0.0.1:0")) for _ in range(3)]
+            ports = [each.getsockname()[1] for each in sockets]
+        self.address = f"tcp://127.0.0.1:{ports[0]}"
+        file = folder / "scheduler.toml"
+        file.write_text(FLEET.format(*ports, folder / "scheduler"))
+        self._up = self._start("scheduler", "up", str(file))
+        assert self._up.stdout
+        self.told = self._up.stdout.readline()  # all pipelines are let in by then
+        self._runs: list[subprocess.Popen[str]] = []
+
+    def begin(self, pipeline: str) -> subprocess.Popen[str]:
+        """`rollmesh up` of a run that has this part of the fleet."""
+        settings = self.folder / f"{pipeline}.json"
+        model = {"path": str(self.model), "max_context_tokens": 512}
+        run = {"name": pipeline, "folder": str(self.folder)}
+        settings.write_bytes(msgspec.json.encode(RUN | {"run": run, "model": model}))
+        share = ("--scheduler", self.address, "--pipeline", pipeline)
+        self._runs.append(self._start("up", str(settings), "--no-live", *share))
+        return self._runs[-1]
+
+    def kill_scheduler(self) -> None:
+        """-9; who started it starts it again."""
+        for child in psutil.Process(self._up.pid).children():
+            if "serve" in child.cmdline():
+                os.kill(child.pid, signal.SIGKILL)
+
+    def view(self) -> FleetView:
+        """How the scheduler says that it stands."""
+        answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=ENDS_WITHIN_S)
+        return msgspec.json.decode(answer.body, type=FleetView)
+
+    def stood(self) -> dict[int, list[tuple[str, str, int, str]]]:
+        """By slot, who stood there and how: (pipeline, cluster, rank, phase), '' for nobody."""
+        database = sqlite3.connect(self.folder / "scheduler" / "scheduler.sqlite")
+        with contextlib.closing(database):
+            rows = database.execute(
+                "SELECT gpu, pipeline_id, cluster, rank, phase FROM history ORDER BY rowid"
+            ).fetchall()
+        slots: dict[int, list[tuple[str, str, int, str]]] = {}
+        for gpu, *row in rows:
+            slots.setdefault(gpu, []).append(tuple(row))
+        return slots
+
+    def close(self) -> None:
+        """End all that runs; nothing is left of what was killed."""
+        for process in (*self._runs, self._up):
+            with process:
+                if process.poll() is None:
+                    process.terminate()
+                try:
+                    process.communicate(timeout=ENDS_WITHIN_S)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def _start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rollmesh.cli.main", *words],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+
+def handed_over(stood: list[tuple[str, str, int, str]]) -> Iterator[tuple[str, str]]:
+    """From whom to whom a slot went without having been free in between."""
+    for before, after in itertools.pairwise(stood):
+        if before[:3] != after[:3] and before[0] and after[0]:
+            yield str(before), str(after)
