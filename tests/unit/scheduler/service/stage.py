@@ -108,6 +108,8 @@ class Stage:
         self.coordinators: dict[str, Coordinator] = {}
         self.open: dict[str, Asked] = {}
         self.moved: dict[str, TicketMoved] = {}
+        self.ended: dict[str, TicketState] = {}
+        """By key, the first answer that was for good."""
         self.answers: dict[str, SchedulerAnswered] = {}
         self._held: dict[str, Asked] = {}
         self.notes: list[Note] = []
@@ -115,6 +117,7 @@ class Stage:
         """Before the rows of these are kept, the scheduler is killed."""
         self.cut_steps: frozenset[int] = frozenset()
         """After the rows of these are kept, and nothing is sent."""
+        self.checks_rows = False
         self.begin()
         if num_gpus:
             self.say(JoinNode("node", "n0", num_gpus, (), False))
@@ -272,6 +275,8 @@ class Stage:
                     return
             else:
                 self._hear(action)
+        if self.checks_rows:
+            self.check_rows()
 
     def _hear(self, action: Action) -> None:
         if isinstance(action, Note):
@@ -290,10 +295,31 @@ class Stage:
         self.moved[key] = moved
         if state is TicketState.QUEUED:
             return
+        self.ended.setdefault(key, state)
         asked = self.open.pop(key, None)
         if asked and not isinstance(asked, NotifyReleaseGpus):
             self._held[key] = asked
         self.check_gpus()
+
+    def check_rows(self) -> None:
+        """What was kept tells all that the machine knows."""
+        book = self.scheduler.book
+        tables = {table: dict(rows) for table, rows in self.kept.tables.items()}
+        again = self.kind(self.settings, self.policy, Revived(tables), "again").book
+        again.state.now_s, again.numbers.num_lives = book.state.now_s, book.numbers.num_lives
+        assert again.state == book.state
+        assert list(again.state.requests) == list(book.state.requests)
+        assert again.standing == book.standing
+        assert again.tickets == book.tickets
+        assert {k: set(v) for k, v in again.queue.items()} == {
+            k: set(v) for k, v in book.queue.items()
+        }
+        assert again.intents == book.intents
+        assert again.tenants == book.tenants
+        assert again.wishes == book.wishes
+        assert again.machines == book.machines
+        assert again.answers == book.answers
+        assert again.numbers == book.numbers
 
     def _give_up(self, name: str, cluster: str) -> None:
         for key in [

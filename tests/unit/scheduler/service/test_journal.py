@@ -1,0 +1,83 @@
+"""The journal on the disk: all of a transaction or none, one owner, a bounded past."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.errors import ConfigError, JournalDamaged, JournalError
+from rollmesh.scheduler.service.actions import Drop, Happened, Put
+from rollmesh.scheduler.service.journal import FILE_NAME, Journal
+
+
+def history(folder: Path) -> list[tuple[object, ...]]:
+    database = sqlite3.connect(f"file:{folder / FILE_NAME}?mode=ro", uri=True)
+    rows = database.execute("SELECT at_s, gpu, pipeline_id, cluster, rank, phase FROM history")
+    found = rows.fetchall()
+    database.close()
+    return found
+
+
+def test_what_was_kept_is_found_and_what_was_dropped_is_not(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "new" / "folder")
+    assert journal.load() is None
+    journal.keep([Put("tickets", "k1", b"one"), Put("tickets", "k2", b"two")])
+    journal.keep([Put("tickets", "k1", b"again"), Drop("tickets", "k2"), Put("nodes", "n", b"n")])
+    journal.close()
+    again = Journal(tmp_path / "new" / "folder")
+    revived = again.load()
+    assert revived
+    assert revived.tables["tickets"] == {"k1": b"again"}
+    assert revived.tables["nodes"] == {"n": b"n"}
+    again.close()
+
+
+def test_a_transaction_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    wrong = Put("tickets", "k2", None)  # type: ignore[arg-type]  # which SQLite refuses
+    with pytest.raises(JournalError, match="cannot be written"):
+        journal.keep([Put("tickets", "k1", b"one"), wrong])
+    journal.keep([Put("nodes", "n", b"n")])
+    revived = journal.load()
+    assert revived
+    assert revived.tables["tickets"] == {}
+    journal.close()
+
+
+def test_a_journal_has_one_owner_and_any_number_of_readers(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    with pytest.raises(ConfigError, match="another scheduler has this journal"):
+        Journal(tmp_path)
+    journal.keep([Happened(1.0, 3, "a", "actor_train", -1, "held")])
+    assert history(tmp_path) == [(1.0, 3, "a", "actor_train", -1, "held")]
+    journal.close()
+    Journal(tmp_path).close()
+
+
+def test_the_past_is_bounded_and_the_newest_is_kept(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, max_history=10)
+    for number in range(100):
+        journal.keep([Happened(float(number), 0, "", "", -1, "free")])
+    journal.close()
+    kept = [row[0] for row in history(tmp_path)]
+    assert len(kept) <= 20
+    assert kept[-1] == 99.0
+
+
+def test_what_is_no_journal_is_named(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"not a database" * 100)
+    with pytest.raises(JournalDamaged, match="is no scheduler's journal"):
+        Journal(tmp_path)
+    (tmp_path / FILE_NAME).unlink()
+    Journal(tmp_path).close()
+    database = sqlite3.connect(tmp_path / FILE_NAME)
+    database.execute("PRAGMA user_version = 99")
+    database.close()
+    with pytest.raises(JournalDamaged, match="its schema is 99"):
+        Journal(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="name another folder"):
+        Journal(tmp_path / "file")

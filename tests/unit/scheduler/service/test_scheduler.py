@@ -1,0 +1,354 @@
+"""The machine as a whole: what one pipeline does to the others, and what must never wedge."""
+
+import math
+
+import pytest
+
+from rollmesh.scheduler.planning.draft import Draft
+from rollmesh.scheduler.planning.plan import Outlook
+from rollmesh.scheduler.planning.policies.fair import Fair
+from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.scheduler.service.actions import Action, Event
+from rollmesh.scheduler.service.coordinators import Coordinators
+from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.scheduler.service.tickets import Ask, Tickets
+from rollmesh.wire.machine import Received
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    GpuPriority,
+    NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
+    ReadScheduler,
+    ReportProgress,
+    TicketState,
+    WorkerPhase,
+    WorkersResized,
+)
+from tests.unit.scheduler.service.programs import Program, run_all
+from tests.unit.scheduler.service.stage import QUICK, TRAIN, Stage
+
+GRANTED, QUEUED, RELEASED = TicketState.GRANTED, TicketState.QUEUED, TicketState.RELEASED
+MANY = 100
+
+
+# W1: many waiters never block a release
+
+
+def contested(kind: type[Scheduler], num_pipelines: int = MANY) -> Stage:
+    """One holds what all the others wait for."""
+    stage = Stage(1, kind=kind)
+    for number in range(num_pipelines):
+        stage.pipeline(f"p{number}", train=(0,), generation=())
+        stage.train(f"p{number}", f"k{number}")
+    return stage
+
+
+def test_a_hundred_that_wait_do_not_keep_one_from_releasing() -> None:
+    stage = contested(Scheduler)
+    for number in range(MANY):
+        assert stage.state(f"k{number}") is GRANTED
+        assert stage.release(f"p{number}", f"r{number}") is RELEASED
+
+
+class FourAtATime(Scheduler):
+    """The fault: who waits has one of four doors until it is answered."""
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        waiting = sum(each.state is QUEUED for each in self.book.tickets.values())
+        if waiting >= 4 and isinstance(event, Received) and isinstance(event.message, Ask):
+            return []
+        return super().step(event, now_s)
+
+
+def test_with_four_doors_for_those_who_wait_a_release_never_comes_in() -> None:
+    stage = contested(FourAtATime, 6)
+    assert stage.release("p0", "r0") is QUEUED
+    stage.run(stage.settings.patience_s / 2)
+    assert stage.state("r0") is QUEUED
+
+
+# W2: an error in a cycle ends nothing
+
+
+class FailsOnce(Fair):
+    """A policy that is wrong now and then."""
+
+    num_left = 1
+
+    def generate(self, draft: Draft) -> Outlook:
+        if self.num_left:
+            self.num_left -= 1
+            raise ZeroDivisionError("of nothing")
+        return super().generate(draft)
+
+
+class EndsWithItsFirstError(Scheduler):
+    """The fault: the loop ends with a cycle's error, and the rest goes on as if it turned."""
+
+    def _may_plan(self) -> bool:
+        return not self.book.troubles and super()._may_plan()
+
+
+def test_a_plan_that_fails_is_told_and_the_next_event_plans_again() -> None:
+    stage = Stage(policy=FailsOnce(QUICK))
+    stage.pipeline("a")
+    stage.run(1)
+    assert stage.generate("a", "g") is QUEUED
+    stage.run(1)
+    assert stage.state("g") is GRANTED
+    assert stage.scheduler.book.troubles == ["no plan: ZeroDivisionError: of nothing"]
+    assert any("of nothing" in note.detail for note in stage.notes)
+    stage.say(ReadScheduler("read"))
+    assert stage.answers["read"].ok
+
+
+def test_a_loop_that_ends_with_its_first_error_answers_nobody_any_more() -> None:
+    stage = Stage(policy=FailsOnce(QUICK), kind=EndsWithItsFirstError)
+    stage.pipeline("a")
+    stage.generate("a", "g")
+    stage.run(30)
+    assert stage.state("g") is QUEUED
+
+
+# W3, W4: a pipeline's fault is its own
+
+
+class BlamesAll(Coordinators):
+    """The fault: one that fails fails all."""
+
+    def quarantine(self, name: str, why: str, is_answered: bool = False) -> None:
+        for each in self._book.tenants:
+            super().quarantine(each, why, is_answered)
+
+
+class Unfenced(Scheduler):
+    COORDINATORS = BlamesAll
+
+
+def faulty(kind: type[Scheduler]) -> Stage:
+    """Pipeline a cannot put its engines to sleep; c trains; b waits for what c has, then a."""
+    stage = Stage(4, kind=kind)
+    stage.pipeline("a", train=(0,), generation=(0, 1))
+    stage.pipeline("b", train=(2, 3), generation=(2, 3))
+    stage.generate("a", "ga")
+    stage.generate("b", "gb")
+    stage.act()
+    stage.coordinators["a"].error = "http://e:1 does not answer"
+    stage.train("a", "ta")
+    stage.act()
+    return stage
+
+
+def test_a_resize_that_fails_touches_no_other_pipeline() -> None:
+    stage = faulty(Scheduler)
+    assert stage.of("a").phase is PipelinePhase.QUARANTINED
+    assert stage.of("b").phase is PipelinePhase.ADMITTED
+    assert stage.awake("b") == [0, 1]
+    assert stage.train("b", "tb") is QUEUED
+    stage.act()
+    assert stage.state("tb") is GRANTED
+
+
+def test_were_all_to_blame_none_would_go_on() -> None:
+    stage = faulty(Unfenced)
+    assert stage.of("b").phase is PipelinePhase.QUARANTINED
+    assert stage.train("b", "tb") is QUEUED
+    stage.act()
+    assert stage.state("tb") is QUEUED
+
+
+class WaitsForAll(Scheduler):
+    """The fault: nothing is done while any resize is not answered, and none is ever late."""
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        for intent in self.book.intents.values():
+            intent.until_s = math.inf
+        is_answer = isinstance(event, Received) and isinstance(event.message, WorkersResized)
+        if self.book.intents and not is_answer:
+            return []
+        return super().step(event, now_s)
+
+
+def hung(kind: type[Scheduler]) -> Stage:
+    """Pipeline a hangs with all it has; b and c want to go on, d waits for what a was told to
+    give up."""
+    stage = Stage(4, kind=kind)
+    stage.pipeline("a", train=(0,), generation=(0, 1))
+    stage.pipeline("b", train=(2,), generation=(2, 3))
+    stage.pipeline("d", train=(0, 2), generation=())
+    stage.generate("a", "ga")
+    stage.act()
+    stage.coordinators["a"].is_hung = True
+    stage.train("a", "ta")
+    return stage
+
+
+def test_an_engine_that_hangs_holds_up_its_own_pipeline_alone() -> None:
+    stage = hung(Scheduler)
+    run_all(stage, [Program("b", 5)])
+    stage.run(stage.settings.resize_deadline_s + stage.settings.slack_s)
+    assert stage.of("a").phase is PipelinePhase.QUARANTINED
+    assert stage.state("ta") is QUEUED
+
+
+def test_without_a_deadline_one_engine_would_hold_up_everybody() -> None:
+    stage = hung(WaitsForAll)
+    Program("b", 1).poll(stage)
+    stage.run(60)
+    assert stage.state("b-0") is QUEUED
+
+
+# W6: a release that comes while resizes are under way is not lost
+
+
+class AcksAtOnce(Tickets):
+    """The fault: whatever waits for a release is told that it is done with the next resize."""
+
+    def settle_releases(self) -> None:
+        for pipeline_id, tenant in self._book.tenants.items():
+            if tenant.releasing:
+                tenant.releasing = ""
+                self._book.state.pipelines[pipeline_id].releasing.clear()
+                for ticket in self._open(pipeline_id, GENERATION_CLUSTER):
+                    if ticket.gives_up:
+                        self._close(ticket, RELEASED)
+
+
+class LosesReleases(Scheduler):
+    TICKETS = AcksAtOnce
+
+
+def released_while_waking(kind: type[Scheduler]) -> Stage:
+    stage = Stage(2, kind=kind)
+    stage.pipeline("a", generation=(0, 1))
+    stage.generate("a", "g")
+    assert stage.release("a", "r", GENERATION_CLUSTER) in (QUEUED, RELEASED)
+    stage.act()
+    return stage
+
+
+def test_a_release_while_workers_wake_is_done_when_they_have_gone_to_sleep_again() -> None:
+    stage = released_while_waking(Scheduler)
+    assert stage.awake("a") == [0, 1]
+    assert stage.state("r") is QUEUED
+    stage.act()
+    assert stage.state("r") is RELEASED
+    assert stage.awake("a") == []
+
+
+def test_a_release_that_is_acknowledged_with_the_next_commit_leaves_engines_awake() -> None:
+    stage = released_while_waking(LosesReleases)
+    assert stage.state("r") is RELEASED
+    stage.run(20)
+    assert stage.awake("a") == [0, 1]
+
+
+# the cycle
+
+
+def test_training_goes_through_a_full_cycle() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0, 1), generation=())
+    assert stage.train("a", "k") is GRANTED
+    assert set(stage.scheduler.book.standing) == {0, 1}
+    assert stage.release("a", "r") is RELEASED
+    assert stage.scheduler.book.standing == {}
+
+
+def test_generation_goes_through_a_full_cycle() -> None:
+    stage = Stage(2)
+    coordinator = stage.pipeline("a", generation=(0, 1))
+    assert stage.generate("a", "g") is QUEUED
+    (resize,) = coordinator.told
+    assert [(c.rank, c.wakes, c.epoch) for c in resize.changes] == [(0, True, 1), (1, True, 1)]
+    assert resize.deadline_s == stage.settings.resize_deadline_s
+    stage.act()
+    assert stage.state("g") is GRANTED
+    assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.AWAKE}
+
+
+@pytest.mark.parametrize("num_pipelines", [2, 5, 8])
+def test_pipelines_that_share_all_gpus_come_to_their_end(num_pipelines: int) -> None:
+    stage = Stage(4)
+    names = [f"p{number}" for number in range(num_pipelines)]
+    for number, name in enumerate(names):
+        first = 2 * (number % 2)
+        stage.pipeline(name, train=(first, first + 1))
+    run_all(stage, [Program(name, 5) for name in names], limit_s=2000.0)
+    stage.run(5)
+    assert stage.scheduler.book.state.owners == {}
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 1.0, 6.0])
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_after_training_took_all_engines_both_generate_again(order: str, gap_s: float) -> None:
+    stage = Stage(4)
+    stage.pipeline("a", train=(0, 1))
+    stage.pipeline("b", train=(2, 3))
+    for rollout in range(5):
+        for name in "ab":
+            stage.train(name, f"{name}-t{rollout}")
+        for name in "ab":
+            stage.wait_for(f"{name}-t{rollout}", GRANTED)
+        assert stage.awake("a") == stage.awake("b") == []
+        for name in order:
+            ask = NotifyReleaseThenRequestGpus(
+                f"{name}-g{rollout}",
+                name,
+                TRAIN,
+                GENERATION_CLUSTER,
+                GpuPriority.GENERATION,
+                rollout,
+                rollout,
+                16,
+            )
+            stage.ask(ask)
+            stage.run(gap_s)
+        for name in order:
+            stage.wait_for(f"{name}-g{rollout}", GRANTED)
+
+
+def test_who_ends_early_wedges_nobody() -> None:
+    stage = Stage(4)
+    stage.pipeline("a", train=(0, 1))
+    stage.pipeline("b", train=(2, 3))
+    run_all(stage, [Program("a", 1), Program("b", 5)])
+    assert stage.awake("a") == []
+
+
+# what a step costs, and who is told what
+
+
+def test_a_step_that_changes_nothing_writes_nothing_and_plans_nothing() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.generate("a", "g")
+    stage.run(3)
+    stage.say(ReportProgress("a", "train", 1, 100, 50))
+    stage.run(1)
+    num_rows, num_plans = len(stage.rows), stage.scheduler.book.num["plans"]
+    stage.say(ReportProgress("a", "train", 1, 100, 50))
+    stage.beat()
+    assert len(stage.rows) == num_rows
+    assert stage.scheduler.book.num["plans"] == num_plans
+
+
+def test_time_does_not_run_back() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.run(5)
+    at_s = stage.scheduler.book.now_s
+    stage.now_s -= 3
+    stage.train("a", "t")
+    assert stage.scheduler.book.tickets["t"].asked_s == at_s
+
+
+def test_what_is_foreign_changes_nothing() -> None:
+    stage = Stage()
+    num_rows = len(stage.rows)
+    stage.say(NotifyReleaseGpus("r", "nobody", "nothing"))
+    stage.say(WorkersResized("nobody", 1, ()))
+    stage.say(ReportProgress("nobody", "train", 1, 1, 1))
+    assert stage.state("r") is TicketState.REFUSED
+    assert len(stage.rows) == num_rows + 2  # the ticket, and when
+    assert not [note for note in stage.notes if note.is_warning]

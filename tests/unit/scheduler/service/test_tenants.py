@@ -1,0 +1,260 @@
+"""Pipelines and nodes: who comes and who goes."""
+
+import pytest
+
+from rollmesh.scheduler.planning.state import Node, NodePhase, PipelinePhase
+from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.scheduler.service.tenants import Tenants
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    AdmitPipeline,
+    DrainNode,
+    JoinNode,
+    KillPipeline,
+    NodeBeat,
+    PipelineSpec,
+    RegisterPipeline,
+    TicketState,
+    UnregisterPipeline,
+    WorkerPhase,
+)
+from tests.unit.scheduler.service.stage import TRAIN, Stage
+
+
+def spec(name: str = "a", **fields: object) -> PipelineSpec:
+    given = {"clusters": {TRAIN: (0,)}, "generation": (0, 1), **fields}
+    return PipelineSpec(pipeline_id=name, **given)  # type: ignore[arg-type]  # of the spec
+
+
+# W15
+
+
+def test_a_registration_said_again_changes_nothing() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0,), generation=(0, 1))
+    stage.train("a", "t")
+    rows = {table: dict(rows) for table, rows in stage.kept.tables.items()}
+    stage.say(RegisterPipeline("again", stage.of("a").spec))
+    assert stage.answers["again"].ok
+    assert stage.of("a").phase is PipelinePhase.ADMITTED
+    changed = {table for table, kept in stage.kept.tables.items() if kept != rows[table]}
+    assert changed == {"answers"}
+    assert stage.train("a", "t2") is TicketState.GRANTED
+
+
+def test_another_spec_under_the_same_name_is_refused_in_one_line() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0,), generation=(0, 1))
+    stage.say(RegisterPipeline("other", spec(weight=2.0)))
+    answer = stage.answers["other"]
+    assert not answer.ok
+    assert answer.error == "a is registered with another spec (weight); unregister it first"
+    assert stage.of("a").spec.weight == 1.0
+
+
+class BeginsAnew(Tenants):
+    """The fault: who registers again is not admitted any more."""
+
+    def on_ask(self, route: bytes, ask: object) -> None:
+        if isinstance(ask, RegisterPipeline) and ask.spec.pipeline_id in self._book.tenants:
+            name = ask.spec.pipeline_id
+            self._book.state.pipelines[name].phase = PipelinePhase.REGISTERED
+        super().on_ask(route, ask)  # type: ignore[arg-type]  # what it is given
+
+
+class Forgetful(Scheduler):
+    TENANTS = BeginsAnew
+
+
+def test_were_admission_reset_by_it_requests_would_be_refused() -> None:
+    stage = Stage(kind=Forgetful)
+    stage.pipeline("a", train=(0,), generation=(0, 1))
+    stage.say(RegisterPipeline("again", stage.of("a").spec))
+    assert stage.train("a", "t") is TicketState.REFUSED
+
+
+# who comes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (spec("a/b"), "without slashes"),
+        (spec(clusters={GENERATION_CLUSTER: (0,)}), "as `generation`"),
+        (spec(generation=(0, 99)), "99"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused_in_one_line(wrong: PipelineSpec, said: str) -> None:
+    stage = Stage()
+    stage.say(RegisterPipeline("r", wrong))
+    assert not stage.answers["r"].ok
+    assert said in stage.answers["r"].error
+    assert "\n" not in stage.answers["r"].error
+    assert not stage.scheduler.book.tenants
+
+
+def test_an_ask_is_done_once_and_answered_as_often_as_it_is_said() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.say(KillPipeline("k", "a"))
+    stage.say(AdmitPipeline("again", "a"))
+    stage.say(KillPipeline("k", "a"))
+    assert stage.of("a").phase is PipelinePhase.ADMITTED
+    stage.answers.clear()
+    stage.say(KillPipeline("k", "a"))
+    assert stage.answers["k"].ok
+
+
+@pytest.mark.parametrize("ask", [AdmitPipeline, KillPipeline, UnregisterPipeline])
+def test_what_is_asked_of_an_unknown_pipeline_is_refused(ask: type) -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.say(ask("k", "x"))
+    assert not stage.answers["k"].ok
+    assert stage.answers["k"].error == "no pipeline 'x'; a registered"
+
+
+# who goes
+
+
+def test_who_leaves_sleeps_first_and_then_nothing_is_left_of_it() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0,))
+    stage.train("a", "t")
+    stage.generate("a", "g")
+    stage.act()
+    stage.say(UnregisterPipeline("u", "a"))
+    assert "u" not in stage.answers
+    assert stage.train("a", "t2") is TicketState.REFUSED
+    stage.act()
+    assert stage.answers["u"].ok
+    book = stage.scheduler.book
+    assert book.state.owners == book.standing == {}
+    assert book.state.pipelines == {}
+    assert book.intents == {}
+    kept = {table for table, rows in stage.kept.tables.items() if rows}
+    assert kept == {"nodes", "answers", "tickets", "numbers"}
+
+
+def test_who_leaves_while_others_are_about_to_get_its_gpus_leaves_all_idle() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0,), generation=(0, 1))
+    stage.pipeline("b", train=(0, 1), generation=())
+    stage.generate("a", "g")
+    stage.act()
+    stage.coordinators["a"].is_hung = True
+    stage.train("b", "b1")  # promised, while a's workers go to sleep
+    stage.say(UnregisterPipeline("ub", "b"))
+    stage.say(UnregisterPipeline("ua", "a"))
+    stage.coordinators["a"].is_hung = False
+    stage.act()
+    assert stage.answers["ua"].ok
+    assert stage.answers["ub"].ok
+    assert stage.state("b1") is TicketState.REFUSED
+    assert stage.scheduler.book.state.owners == stage.scheduler.book.standing == {}
+
+
+def test_a_wake_that_was_only_promised_is_not_sent_for_who_has_left() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", train=(0, 1), generation=(0, 1))
+    coordinator = stage.pipeline("b", generation=(0, 1))
+    stage.generate("a", "g")
+    stage.act()
+    stage.coordinators["a"].is_hung = True
+    stage.generate("b", "g2")
+    stage.run(8)
+    assert stage.scheduler.book.intents
+    stage.say(UnregisterPipeline("u", "b"))
+    assert stage.answers["u"].ok
+    stage.coordinators["a"].is_hung = False
+    stage.run(3)
+    assert not coordinator.num_heard
+    assert stage.awake("a") == [0, 1]
+
+
+def test_who_was_killed_has_nothing_whatever_its_coordinator_said_last() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", train=(0,), generation=(0, 1))
+    stage.generate("a", "g")
+    stage.act()
+    coordinator = stage.coordinators.pop("a")
+    stage.run(stage.settings.coordinator_grace_s + 2)
+    assert stage.of("a").phase is PipelinePhase.QUARANTINED
+    assert set(stage.scheduler.book.standing) == {0, 1}
+    stage.say(KillPipeline("k", "a"))
+    assert stage.of("a").phase is PipelinePhase.REGISTERED
+    assert stage.scheduler.book.state.owners == stage.scheduler.book.standing == {}
+    assert coordinator.num_heard == 1
+
+
+def test_unregister_said_again_after_a_restart_is_answered() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.generate("a", "g")
+    stage.act()
+    stage.say(UnregisterPipeline("u", "a"))
+    stage.begin()
+    stage.run(4)
+    stage.say(UnregisterPipeline("u", "a"))
+    assert stage.answers["u"].ok
+
+
+# nodes
+
+
+def test_a_node_that_comes_back_has_its_gpu_numbers_again() -> None:
+    stage = Stage(2)
+    stage.say(JoinNode("n1", "n1", 2))
+    stage.say(JoinNode("n2", "n2", 4))
+    stage.run(stage.settings.node_grace_s + 1)
+    state = stage.scheduler.book.state
+    assert {name: node.phase for name, node in state.nodes.items()} == {
+        "n0": NodePhase.UP,
+        "n1": NodePhase.DOWN,
+        "n2": NodePhase.DOWN,
+    }
+    stage.say(JoinNode("n2-again", "n2", 4, ("big",)))
+    assert state.nodes["n2"] == Node(name="n2", gpus=(4, 5, 6, 7), labels=("big",))
+    stage.say(NodeBeat("n1"))
+    assert state.nodes["n1"].phase is NodePhase.UP
+    assert stage.scheduler.book.num["node.returned"] == 1
+
+
+def test_a_node_that_has_changed_is_refused() -> None:
+    stage = Stage(2)
+    stage.say(JoinNode("again", "n0", 3))
+    assert stage.answers["again"].error == "node 'n0' had 2 GPUs and comes back with 3; rename it"
+    stage.say(JoinNode("none", "n1", 0))
+    assert not stage.answers["none"].ok
+
+
+def test_a_node_that_drains_puts_its_workers_to_sleep() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", generation=(0, 1))
+    stage.generate("a", "g")
+    stage.act()
+    stage.say(DrainNode("d", "n0"))
+    stage.act()
+    assert not stage.awake("a")
+    assert stage.train("a", "t") is TicketState.QUEUED
+    stage.say(DrainNode("d2", "nowhere"))
+    assert not stage.answers["d2"].ok
+
+
+def test_what_was_promised_on_a_node_that_dies_waits_for_it() -> None:
+    stage = Stage(0)
+    stage.say(JoinNode("n1", "n1", 2))
+    stage.pipeline("a", train=(0,), generation=(0, 1))
+    stage.generate("a", "g")
+    stage.act()
+    stage.coordinators["a"].is_hung = True
+    stage.train("a", "t")
+    stage.run(stage.settings.node_grace_s + 1)
+    assert not stage.of("a").holds
+    assert list(stage.scheduler.book.state.requests) == ["t"]
+    assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.LOST}
+    stage.coordinators["a"].is_hung = False
+    for _ in range(16):
+        stage.say(NodeBeat("n1"))
+        stage.run(0.5)
+    assert stage.state("t") is TicketState.GRANTED
