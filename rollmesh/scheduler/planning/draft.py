@@ -46,7 +46,13 @@ class Draft:
         """Workers that an op moves: whether it wakes."""
         self._num_awake: dict[str, int] = {}
         """Of pipelines that were asked about."""
-        self._reserved: dict[int, list[Reservation]] = {}
+        self.reserved: dict[int, list[Reservation]] = {}
+        """By GPU; all must allow what starts there."""
+        self.up: set[int] = set()
+        """GPUs of nodes that take work."""
+        for node in state.nodes.values():
+            if node.phase is NodePhase.UP:
+                self.up.update(node.gpus)
 
     # what is so, with the ops so far
 
@@ -55,12 +61,12 @@ class Draft:
 
     def is_open(self, gpu: int) -> bool:
         """Whether something new may start there: it is free, on a node that takes work."""
-        return self.owner(gpu) is None and self._is_up(gpu)
+        return gpu in self.up and self.owner(gpu) is None
 
     def may_start(self, pipeline_id: str, gpu: int, gives_way: bool) -> bool:
         """Whether reservations leave the GPU to it; `gives_way`: it is taken back at any time."""
-        return gpu not in self._reserved or all(
-            each.allows(pipeline_id, gives_way) for each in self._reserved[gpu]
+        return gpu not in self.reserved or all(
+            each.allows(pipeline_id, gives_way) for each in self.reserved[gpu]
         )
 
     def num_awake(self, pipeline: Pipeline) -> int:
@@ -93,10 +99,10 @@ class Draft:
         pipeline = self.state.pipelines[pipeline_id]
         if pipeline.phase is not PipelinePhase.ADMITTED or self._has_enough(pipeline):
             return False
-        if not all(map(self._is_up, worker.gpus)):
+        if not self.up.issuperset(worker.gpus):
             return False
         gives_way = pipeline.spec.is_preemptible
-        return not self._reserved or all(
+        return not self.reserved or all(
             self.may_start(pipeline_id, gpu, gives_way) for gpu in worker.gpus
         )
 
@@ -108,10 +114,6 @@ class Draft:
             return True
         spec = pipeline.spec
         return 0 < spec.max_gpus < (self.num_awake(pipeline) + 1) * spec.tp
-
-    def _is_up(self, gpu: int) -> bool:
-        node = self.state.node_of.get(gpu)
-        return node is not None and node.phase is NodePhase.UP
 
     # ops
 
@@ -139,7 +141,7 @@ class Draft:
     def reserve(self, gpus: tuple[int, ...], reservation: Reservation) -> None:
         """Not an op: it holds for the rest of this plan."""
         for gpu in gpus:
-            self._reserved.setdefault(gpu, []).append(reservation)
+            self.reserved.setdefault(gpu, []).append(reservation)
 
     def mark(self) -> int:
         """Where `rollback` may come back to."""

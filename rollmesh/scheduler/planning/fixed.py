@@ -26,7 +26,6 @@ import math
 
 from rollmesh.scheduler.planning.draft import Draft, Reservation
 from rollmesh.scheduler.planning.state import (
-    NodePhase,
     Owner,
     PipelinePhase,
     Request,
@@ -41,7 +40,7 @@ Asked = dict[str, list[Request]]
 def serve(draft: Draft, reserve_after_s: float) -> float:
     """Grant what can be, reserve what must be; when age alone changes the line."""
     again_s, asked = math.inf, _by_pipeline(draft.state)
-    for request in in_line(draft.state, reserve_after_s):
+    for request in _line(draft, reserve_after_s):
         if not _may_start(draft, request) or _grant(draft, request):
             continue
         reserve_s = request.asked_s + reserve_after_s
@@ -52,26 +51,27 @@ def serve(draft: Draft, reserve_after_s: float) -> float:
     return again_s
 
 
-def in_line(state: State, reserve_after_s: float) -> list[Request]:
-    """The requests of admitted pipelines whose nodes are all UP, as they are served."""
+def _line(draft: Draft, reserve_after_s: float) -> list[Request]:
+    """The requests that can be granted at all, as they are served."""
+    state = draft.state
 
     def place(request: Request) -> tuple[bool, int, int]:
         is_young = state.now_s < request.asked_s + reserve_after_s
         return is_young, request.priority if is_young else 0, request.seq
 
-    return sorted((each for each in state.requests.values() if _is_ready(state, each)), key=place)
+    return sorted((each for each in state.requests.values() if _is_ready(draft, each)), key=place)
 
 
-def _is_ready(state: State, request: Request) -> bool:
-    if state.pipelines[request.pipeline_id].phase is not PipelinePhase.ADMITTED:
+def _is_ready(draft: Draft, request: Request) -> bool:
+    """Whether its pipeline is admitted, and its nodes take work."""
+    if draft.state.pipelines[request.pipeline_id].phase is not PipelinePhase.ADMITTED:
         return False
-    nodes = (state.node_of.get(gpu) for gpu in state.gpus_of(request))
-    return all(node and node.phase is NodePhase.UP for node in nodes)
+    return draft.up.issuperset(draft.state.gpus_of(request))
 
 
 def _may_start(draft: Draft, request: Request) -> bool:
     """Whether no reservation keeps it off, of those before it in the line."""
-    gpus = draft.state.gpus_of(request)
+    gpus = draft.reserved.keys() & draft.state.gpus_of(request)
     return all(draft.may_start(request.pipeline_id, gpu, gives_way=False) for gpu in gpus)
 
 
@@ -138,7 +138,7 @@ def _awaited(draft: Draft, in_the_way: set[Owner], asked: Asked) -> frozenset[st
             continue
         found.add(owner.pipeline_id)
         for request in asked.get(owner.pipeline_id, []):
-            if not _is_ready(draft.state, request):
+            if not _is_ready(draft, request):
                 return frozenset()
             unseen += _in_the_way(draft, request)
     return frozenset(found)
