@@ -22,6 +22,7 @@ from rollmesh.core.ids import new_id
 from rollmesh.core.process import OK
 from rollmesh.launch.folder import read_pids
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
+from rollmesh.scheduler.admission.desk import LEAVING
 from rollmesh.scheduler.admission.fleet_file import FLEET_FILE, FleetTables, read_fleet
 from rollmesh.scheduler.admission.killing import Doomed
 from rollmesh.scheduler.service.explain import FleetView, PipelineView
@@ -123,8 +124,9 @@ def unregister(argv: list[str]) -> int:
     arguments.add_argument("pipelines", metavar="PIPELINE", nargs="+")
     options = _parsed(arguments, argv, "admission")
     for name in options.pipelines:
-        _ask(options.admission, UnregisterPipeline(new_id("leave"), name))
-        print(f"{name}: leaves")
+        answer = _ask(options.admission, UnregisterPipeline(new_id("leave"), name))
+        is_leaving = bytes(answer.body) == LEAVING
+        print(f"{name}: {'leaves when its engines are asleep' if is_leaving else 'has left'}")
     return OK
 
 
@@ -141,7 +143,10 @@ def kill(argv: list[str]) -> int:
     question = KillPipeline(new_id("kill"), options.pipeline)
     answer = _ask(options.admission, question, msgspec.json.encode(doomed))
     num = msgspec.json.decode(answer.body, type=int)
-    print(f"{options.pipeline}: {num} processes ended, and its GPUs are free")
+    print(
+        f"{options.pipeline}: {num} processes ended, and its GPUs are free; "
+        f"`rollmesh scheduler admit {options.pipeline}` lets it in again"
+    )
     return OK
 
 

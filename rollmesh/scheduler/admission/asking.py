@@ -23,7 +23,8 @@ from rollmesh.wire.scheduling import (
 from rollmesh.wire.sockets import Dialer, wait
 
 SAY_AGAIN_S = 0.5
-PATIENCE_S = 10.0
+PATIENCE_S = 15.0
+"""Longer than the admission process has for the scheduler."""
 
 Question = AdmissionMessage | JoinNode | DrainNode | ReadScheduler
 

@@ -12,13 +12,13 @@ from typing import TypeVar
 
 import msgspec
 
-from rollmesh.core.errors import ConfigError, UserError
+from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.ids import new_id
 from rollmesh.scheduler.admission.asking import Answer, Question
 from rollmesh.scheduler.admission.fleet_file import PipelineTable
 from rollmesh.scheduler.admission.killing import Doomed, end
 from rollmesh.scheduler.planning.placement import Placed, Wish, check, place
-from rollmesh.scheduler.planning.state import Node, NodePhase, State
+from rollmesh.scheduler.planning.state import Node, NodePhase, PipelinePhase, State
 from rollmesh.wire.frames import UNREADABLE, Buffer
 from rollmesh.wire.scheduling import (
     AdmissionMessage,
@@ -26,10 +26,16 @@ from rollmesh.wire.scheduling import (
     PipelineSpec,
     ReadScheduler,
     RegisterPipeline,
+    UnregisterPipeline,
 )
 
-Ask = Callable[[Question], Answer]
-"""The scheduler, asked."""
+Ask = Callable[[Question, float], Answer]
+"""The scheduler, asked, with so many seconds of patience; AddressError if it does not answer."""
+PATIENCE_S = 5.0
+LEAVE_S = 1.0
+"""Who leaves is answered when its engines sleep, for which nobody waits here."""
+LEAVING = b'"leaving"'
+"""The body of an answer about who has not left yet."""
 _Body = TypeVar("_Body")
 
 
@@ -46,6 +52,7 @@ class PipelineSeen(msgspec.Struct, frozen=True):
     """The same of a pipeline."""
 
     spec: PipelineSpec
+    phase: PipelinePhase
 
 
 class FleetSeen(msgspec.Struct, frozen=True):
@@ -79,10 +86,12 @@ class Desk:
                 return self._register(message, body)
             case KillPipeline():
                 num = end(_decoded(body, list[Doomed]))
-                answer = self._ask(message)
+                answer = self._ask(message, PATIENCE_S)
                 return msgspec.structs.replace(answer, body=msgspec.json.encode(num))
+            case UnregisterPipeline():
+                return self._unregister(message)
             case _:
-                return self._ask(message)
+                return self._ask(message, PATIENCE_S)
 
     def _register(self, message: RegisterPipeline, body: Buffer) -> Answer:
         """The spec, and the table in the body, which has sizes; the spec as placed goes back."""
@@ -93,11 +102,22 @@ class Desk:
             table = _decoded(body, PipelineTable)
             spec = placed(spec.pipeline_id, table, state, before.spec if before else None)
         check(spec, state)
-        answer = self._ask(RegisterPipeline(message.key, spec))
+        answer = self._ask(RegisterPipeline(message.key, spec), PATIENCE_S)
         return msgspec.structs.replace(answer, body=msgspec.json.encode(spec))
 
+    def _unregister(self, message: UnregisterPipeline) -> Answer:
+        """It has left; or it is leaving, which the scheduler sees to."""
+        try:
+            return self._ask(message, LEAVE_S)
+        except AddressError:
+            name = message.pipeline_id
+            phases = {each.spec.pipeline_id: each.phase for each in self._seen().pipelines}
+            if phases.get(name) is PipelinePhase.LEAVING:
+                return Answer(ok=True, body=LEAVING)
+            raise
+
     def _seen(self) -> FleetSeen:
-        answer = self._ask(ReadScheduler(new_id("read")))
+        answer = self._ask(ReadScheduler(new_id("read")), PATIENCE_S)
         if not answer.ok:
             raise UserError(answer.error)
         return _decoded(answer.body, FleetSeen)

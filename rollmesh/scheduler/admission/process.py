@@ -22,8 +22,6 @@ from rollmesh.wire.sockets import MAX_ASK_FRAME_BYTES, Doorbell, Hub, wait
 
 log = get_logger()
 
-SCHEDULER_S = 5.0
-"""So long the scheduler may take; whoever asks us waits longer."""
 IDLE_S = 1.0
 
 
@@ -46,8 +44,8 @@ def run(bind: str, scheduler: str, ready_fd: int | None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
 
-    def ask_scheduler(question: Question) -> Answer:
-        return ask(scheduler, question, patience_s=SCHEDULER_S)
+    def ask_scheduler(question: Question, patience_s: float) -> Answer:
+        return ask(scheduler, question, patience_s=patience_s)
 
     desk = Desk(ask_scheduler)
     announce(ready_fd, Ready("admission", os.getpid(), hub.address))

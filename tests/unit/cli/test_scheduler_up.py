@@ -14,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 
+from rollmesh.cli.main import main
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
 from rollmesh.core.process import listen
@@ -188,6 +189,28 @@ def test_without_admission_every_run_time_operation_still_answers(running: Runni
     os.kill(killed, signal.SIGKILL)
     running.until(lambda: running.pid_of("admission") not in (0, killed))
     assert running.ask(running.admission, AdmitPipeline(new_id("k"), "math")).ok
+
+
+def test_a_killed_pipeline_holds_nothing_and_is_let_in_again(
+    running: Running, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tenant = Tenant(running, "math")
+    train = RequestGpus("1", "math", "actor_train", GpuPriority.ACTOR_TRAINING)
+    tenant.until(TicketState.GRANTED, train)
+    tenant.close()
+    assert running.seen().num_free == 2
+    waits = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        words = ["kill", "math", "--pid", str(child.pid), "--admission", running.admission]
+        assert main(["scheduler", *words]) == 0
+        assert child.wait(PATIENCE_S) == -signal.SIGKILL
+    assert "math: 1 processes ended, and its GPUs are free;" in capfd.readouterr().out
+    assert running.seen().num_free == 4
+    assert running.of("math").phase is PipelinePhase.REGISTERED
+    assert main(["scheduler", "admit", "math", "--admission", running.admission]) == 0
+    assert running.phases()["math"] is PipelinePhase.ADMITTED
 
 
 def test_a_service_that_was_killed_rises_with_all_that_it_knew(running: Running) -> None:

@@ -54,13 +54,13 @@ class Town(Fleet):
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
-    def ask(self, question: Question) -> Answer:
+    def ask(self, question: Question, patience_s: float = 1.0) -> Answer:
         if isinstance(question, ReadScheduler):
             seen = view(self.state, Known(scheduler="i1", policy="fair"), question.pipeline_id)
             return Answer(ok=True, body=msgspec.json.encode(seen))
         if isinstance(question, DrainNode) and question.name not in self.state.nodes:
             return Answer(ok=False, error=f"no node {question.name!r}")
-        return super().ask(question)
+        return super().ask(question, patience_s)
 
     def phase(self, name: str) -> PipelinePhase:
         return self.state.pipelines[name].phase
@@ -179,7 +179,7 @@ def test_a_killed_pipeline_has_no_processes_left(
 ) -> None:
     main(["scheduler", "register", "math"])
     assert main(["scheduler", "kill", "math", "--dead"]) == 0
-    assert "math: 0 processes ended, and its GPUs are free" in capsys.readouterr().out
+    assert "math: 0 processes ended, and its GPUs are free;" in capsys.readouterr().out
     assert not town.state.pipelines
 
 

@@ -27,8 +27,9 @@ class Fleet:
         self.state.add_node(Node(name="b", gpus=(4, 5, 6, 7), labels=("l40",)))
         self.asked: list[Question] = []
 
-    def ask(self, question: Question) -> Answer:
+    def ask(self, question: Question, patience_s: float = 1.0) -> Answer:
         self.asked.append(question)
+        assert patience_s > 0
         match question:
             case ReadScheduler():
                 return Answer(ok=True, body=msgspec.json.encode(view(self.state, Known())))

@@ -8,9 +8,9 @@ import time
 import msgspec
 import pytest
 
-from rollmesh.core.errors import ConfigError, UserError
-from rollmesh.scheduler.admission.asking import Answer
-from rollmesh.scheduler.admission.desk import Desk, FleetSeen
+from rollmesh.core.errors import AddressError, ConfigError, UserError
+from rollmesh.scheduler.admission.asking import Answer, Question
+from rollmesh.scheduler.admission.desk import LEAVING, Desk, FleetSeen
 from rollmesh.scheduler.admission.fleet_file import PipelineTable
 from rollmesh.scheduler.admission.killing import Doomed
 from rollmesh.scheduler.planning.state import PipelinePhase
@@ -101,7 +101,7 @@ def test_gpus_are_called_free_only_when_the_processes_are_dead() -> None:
         child.stdout.readline()
         seen: list[int | None] = []
 
-        def ask(question: object) -> Answer:
+        def ask(question: object, _: float) -> Answer:
             seen.append(child.poll())
             return Answer(ok=True)
 
@@ -127,3 +127,18 @@ def test_the_desk_reads_what_the_service_says_of_itself() -> None:
     state = msgspec.json.decode(answer.body, type=FleetSeen).state()
     assert [node.gpus for node in state.nodes.values()] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert state.pipelines["math"].spec == fleet.state.pipelines["math"].spec
+
+
+def test_who_leaves_slowly_is_said_to_leave_and_who_does_not_is_a_fault() -> None:
+    fleet = Fleet()
+    register(fleet, "math", PipelineTable(workers=2))
+
+    def ask(question: Question, patience_s: float) -> Answer:
+        if isinstance(question, UnregisterPipeline):
+            raise AddressError("nobody answers")
+        return fleet.ask(question, patience_s)
+
+    with pytest.raises(AddressError, match="nobody answers"):
+        Desk(ask).on(UnregisterPipeline("k", "math"), b"")
+    fleet.state.pipelines["math"].phase = PipelinePhase.LEAVING
+    assert Desk(ask).on(UnregisterPipeline("k", "math"), b"") == Answer(ok=True, body=LEAVING)

@@ -41,10 +41,10 @@ class Serving:
             wait([self.hub], None, 0.02)
             turn(self.hub, desk)
 
-    def _ask(self, question: Question) -> Answer:
+    def _ask(self, question: Question, patience_s: float) -> Answer:
         if self.is_broken:
             raise KeyError(question.key)
-        return self.fleet.ask(question)
+        return self.fleet.ask(question, patience_s)
 
 
 @pytest.fixture
