@@ -154,7 +154,9 @@ class Scheduler:
             book.beats_s = dict.fromkeys(book.machines, book.now_s)
             limit_s = book.now_s + book.settings.resize_deadline_s + book.settings.slack_s
             for intent in book.intents.values():
-                intent.until_s = limit_s if intent.resize_id else intent.until_s
+                if intent.resize_id:  # nobody may have heard of it: it has its time anew
+                    intent.until_s = limit_s
+                    book.mark("intents", intent.intent_id)
 
     def _settle(self) -> None:
         """Plan if something asks for it, do what can be done, say who has what now."""

@@ -117,7 +117,8 @@ class Stage:
         """Before the rows of these are kept, the scheduler is killed."""
         self.cut_steps: frozenset[int] = frozenset()
         """After the rows of these are kept, and nothing is sent."""
-        self.checks_rows = False
+        self.checks_rows_each = 0
+        """After so many steps, if any."""
         self.begin()
         if num_gpus:
             self.say(JoinNode("node", "n0", num_gpus, (), False))
@@ -275,7 +276,7 @@ class Stage:
                     return
             else:
                 self._hear(action)
-        if self.checks_rows:
+        if self.checks_rows_each and self.num_steps % self.checks_rows_each == 0:
             self.check_rows()
 
     def _hear(self, action: Action) -> None:
