@@ -1,0 +1,137 @@
+"""A router and a coordinator as real processes, over engines that begin asleep.
+
+The scheduler is in the test's hand. Invariant: a wait ends by what it waits for, or after
+PATIENCE_S. Driven by test_coordinator.py.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import Received
+from rollmesh.wire.scheduling import (
+    CoordinatorHello,
+    ResizeWorkers,
+    WorkerChange,
+    WorkerPhase,
+    WorkersResized,
+)
+from rollmesh.wire.sockets import Hub
+from tests.flow.test_update import PATIENCE_S, VOCAB_SIZE, Process
+
+LOOK_S = 0.02
+PIPELINE = "p"
+DEADLINE_S = 25.0
+
+
+class Scheduler:
+    """Hears the coordinator, and tells it what to do."""
+
+    def __init__(self) -> None:
+        self.hub = Hub("tcp://127.0.0.1:0")
+        self.heard: list[Received] = []
+        self._num_resizes = 0
+
+    async def until(self, is_so: Callable[[], object]) -> None:
+        """Listen until `is_so`."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_so():
+                for route, packet in self.hub.receive():
+                    self.heard.append(Received(route, packet.message))
+                await asyncio.sleep(LOOK_S)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [each.message for each in self.heard if isinstance(each.message, kind)]
+
+    async def next_hello(self) -> CoordinatorHello:
+        """The next truth that the coordinator says."""
+        num = len(self.of(CoordinatorHello))
+        await self.until(lambda: len(self.of(CoordinatorHello)) > num)
+        return self.of_last()
+
+    async def phases(self) -> list[WorkerPhase]:
+        return [worker.phase for worker in (await self.next_hello()).workers]
+
+    def of_last(self) -> CoordinatorHello:
+        """The truth that was said last."""
+        hello: CoordinatorHello = self.of(CoordinatorHello)[-1]
+        return hello
+
+    def tell(self, wakes: bool, *ranks: int, deadline_s: float = DEADLINE_S) -> int:
+        """Tell the coordinator that was heard last; the number of the resize."""
+        self._num_resizes += 1
+        number = self._num_resizes
+        changes = tuple(WorkerChange(rank, wakes, number) for rank in ranks)
+        resize = ResizeWorkers(PIPELINE, number, changes, deadline_s)
+        assert self.hub.send(self.heard[-1].route, Packet(resize))
+        return number
+
+    async def answer(self, number: int) -> WorkersResized:
+        def found() -> list[WorkersResized]:
+            return [each for each in self.of(WorkersResized) if each.resize_id == number]
+
+        await self.until(found)
+        return found()[0]
+
+    async def resize(self, wakes: bool, *ranks: int) -> None:
+        """Returns when it is done."""
+        await self.next_hello()
+        assert not (await self.answer(self.tell(wakes, *ranks))).error
+
+
+class SleepingMesh:
+    """See the module. `weights` is where a trainer would publish."""
+
+    def __init__(self, engines: Sequence[str], folder: Path) -> None:
+        self.engines = engines
+        self.weights = folder / "weights"
+        self.scheduler = Scheduler()
+        self._folder = folder
+        self._named = [word for url in engines for word in ("--engine", url)]
+        settings = ("--set", f"run.folder={folder}", "--set", "router.beat_s=0.1")
+        router = Process("rollmesh.cli.main", "router", *settings, *self._named, "--asleep")
+        self._processes = [router]
+        self.router = router.ready.address
+        self.start_coordinator()
+
+    def start_coordinator(self) -> None:
+        """One more life of it, of whose truth nobody has heard yet."""
+        self.scheduler.heard.clear()
+        reading, writing = os.pipe()
+        words = [
+            *(sys.executable, "-m", "rollmesh.cli.main", "coordinator"),
+            *("--set", f"run.folder={self._folder}", "--pipeline", PIPELINE),
+            *("--scheduler", self.scheduler.hub.address, "--router", self.router),
+            *(*self._named, "--weights", str(self.weights), "--ready-fd", str(writing)),
+        ]
+        self.coordinator = subprocess.Popen(words, pass_fds=[writing])
+        os.close(writing)
+        self._ready = reading
+
+    async def until_ready(self) -> None:
+        """It knows how the engines are."""
+        with os.fdopen(self._ready, "rb") as pipe:
+            assert await asyncio.to_thread(pipe.readline)
+
+    def kill_coordinator(self) -> None:
+        """As by kill -9."""
+        self.coordinator.kill()
+        self.coordinator.wait(PATIENCE_S)
+
+    async def info(self, rank: int) -> dict[str, Any]:
+        async with HttpClient() as http:
+            return await EngineClient(self.engines[rank], http, VOCAB_SIZE).server_info()
+
+    def end(self) -> None:
+        self.coordinator.terminate()
+        assert self.coordinator.wait(PATIENCE_S) == 0
+        for process in reversed(self._processes):
+            process.end()
+        self.scheduler.hub.close()
