@@ -11,6 +11,8 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, InvalidURL
 from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PER_CHILD, PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import AddressError, ModelError
+from rollmesh.core.share import Share
+from rollmesh.launch.share import check_share
 
 ANSWER_S = 5.0
 NUM_OTHERS = 5
@@ -19,12 +21,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MODEL_FILES = ("config.json", "tokenizer.json")
 
 
-async def check(config: Config, makes_model: bool) -> None:
+async def check(config: Config, makes_model: bool, share: Share | None = None) -> None:
     """UserError if the run cannot work."""
     check_descriptors(config)
     check_page(config.dashboard.bind)
     if not makes_model:
         check_model(config.model.path)
+    if share:
+        check_share(share, len(config.engine.urls) or config.engine.num_embedded)
     if config.engine.urls:
         async with ClientSession(timeout=ClientTimeout(total=ANSWER_S)) as session:
             for url in config.engine.urls:

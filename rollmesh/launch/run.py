@@ -70,7 +70,7 @@ class Run:
     async def run(self) -> int:
         """See `launch`."""
         config = self._order.config
-        await check(config, makes_model=bool(self._order.make_model))
+        await check(config, bool(self._order.make_model), self._order.share)
         if self._order.about:
             with unread():
                 self._console.print(self._order.about, markup=False)

@@ -1,0 +1,77 @@
+"""A share that cannot be had is told of before anything starts."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from rollmesh.core.errors import AddressError, ConfigError
+from rollmesh.core.share import Share
+from rollmesh.launch import share as checks
+from rollmesh.launch.share import check_share
+from rollmesh.scheduler.planning.state import PipelinePhase, State
+from rollmesh.scheduler.service.explain import Known, view
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.scheduling import PipelineSpec, ReadScheduler, SchedulerAnswered
+from rollmesh.wire.sockets import Hub, wait
+
+SPEC = PipelineSpec(
+    pipeline_id="math", clusters={"actor_train": (0, 1)}, generation=(0, 1, 2, 3), tp=2
+)
+
+
+@contextmanager
+def fleet(phase: PipelinePhase = PipelinePhase.ADMITTED) -> Iterator[str]:
+    """The address of a scheduler that has one pipeline, and answers as the service does."""
+    state = State()
+    state.add_pipeline(SPEC).phase = phase
+    hub, is_over = Hub("tcp://127.0.0.1:0"), threading.Event()
+
+    def serve() -> None:
+        while not is_over.is_set():
+            wait([hub], None, 0.05)
+            for route, packet in hub.receive():
+                assert isinstance(packet.message, ReadScheduler)
+                told = view(state, Known(), packet.message.pipeline_id)
+                answer = SchedulerAnswered(packet.message.key, not told.error, told.error)
+                hub.send(route, Packet(answer, body=msgspec.json.encode(told)))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield hub.address
+    finally:
+        is_over.set()
+        thread.join()
+        hub.close()
+
+
+def test_a_pipeline_with_as_many_engines_as_workers_may_begin_and_no_other() -> None:
+    with fleet() as address:
+        check_share(Share(address, "math"), num_engines=2)
+        with pytest.raises(ConfigError, match="3 engines where the scheduler has 2 generation"):
+            check_share(Share(address, "math"), num_engines=3)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "num_engines", "phase", "line"),
+    [
+        ("nobody", 2, PipelinePhase.ADMITTED, "--pipeline nobody: .*nobody"),
+        ("math", 1, PipelinePhase.ADMITTED, "engine.num_embedded, engine.urls: 1 engines where"),
+        ("math", 2, PipelinePhase.REGISTERED, "`rollmesh scheduler admit math` first"),
+    ],
+)
+def test_what_cannot_work_is_told_in_one_line(
+    pipeline: str, num_engines: int, phase: PipelinePhase, line: str
+) -> None:
+    with fleet(phase) as address, pytest.raises(ConfigError, match=line):
+        check_share(Share(address, pipeline), num_engines)
+
+
+def test_nobody_there_is_a_mistake_in_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "ANSWER_S", 0.1)
+    monkeypatch.setattr(checks, "SAY_AGAIN_S", 0.1)
+    with pytest.raises(AddressError, match="nobody answers there within"):
+        check_share(Share("tcp://127.0.0.1:1", "math"), 1)
