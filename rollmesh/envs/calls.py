@@ -46,6 +46,11 @@ def nothing() -> None:
     """For a limit with nothing to do at its end."""
 
 
+def never_paused() -> float:
+    """For a limit of which all time counts."""
+    return 0.0
+
+
 class Limit(msgspec.Struct, frozen=True):
     """How long a call may take, and the setting that says so."""
 
@@ -53,6 +58,8 @@ class Limit(msgspec.Struct, frozen=True):
     timeout_s: float
     when_over: Callable[[], None] = nothing
     """Done as soon as the call is given up, before its code had time to end."""
+    paused_s: Callable[[], float] = never_paused
+    """A sum that grows while nobody could get on, which is not counted."""
 
 
 _all: "weakref.WeakSet[Calls]" = weakref.WeakSet()
@@ -115,7 +122,7 @@ class Calls:
     ) -> T:
         is_over = True
         try:
-            await _done_within(call, limit.timeout_s)
+            await _done_in_time(call, limit)
             is_over = not call.done()
         finally:
             if is_over:
@@ -159,6 +166,15 @@ class Calls:
         self._left.discard(call)
         if not call.cancelled():
             call.exception()  # looked at, so that asyncio does not complain of it
+
+
+async def _done_in_time(call: asyncio.Future[Any], limit: Limit) -> None:
+    """Until `call` is done or has had its time, and as much again as there were pauses."""
+    paused_s, wait_s, had_s = limit.paused_s(), limit.timeout_s, 0.0
+    while wait_s > 0 and not call.done():
+        await _done_within(call, wait_s)
+        had_s += wait_s
+        wait_s = limit.timeout_s + limit.paused_s() - paused_s - had_s
 
 
 async def _done_within(call: asyncio.Future[Any], timeout_s: float) -> None:

@@ -46,6 +46,7 @@ from rollmesh.serve.server.beats import Beats, BeatSettings
 from rollmesh.serve.server.duties import Cause, Leaving
 from rollmesh.serve.server.face import Face, worker_figures
 from rollmesh.serve.server.loading import load_in_time
+from rollmesh.serve.server.pauses import FleetPauses
 from rollmesh.serve.server.rollouts import Stage, one_line
 from rollmesh.serve.server.worker import Worker, WorkerSettings
 from rollmesh.wire.keys import check_dial, read_keys
@@ -160,9 +161,10 @@ async def _serve(
         beats = Beats(
             beat_settings, settings.keys, worker.vitals, lambda packet: worker.hear(ROUTER, packet)
         )
-        stage = Stage(
-            env, runtime, f"{address}/v1", model_name, config.worker, SystemClock(), calls
-        )
+        clock = SystemClock()
+        paused_s = FleetPauses(worker.view, clock).paused_s
+        url = f"{address}/v1"
+        stage = Stage(env, runtime, url, model_name, config.worker, clock, calls, paused_s)
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         keeper.start()

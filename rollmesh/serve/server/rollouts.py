@@ -25,7 +25,7 @@ from rollmesh.core.errors import AgentFailed, InfraError
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.logs import get_logger, readable
 from rollmesh.core.types import Outcome, RolloutRecord, Score
-from rollmesh.envs.calls import Calls, Limit, OvertimeError, nothing
+from rollmesh.envs.calls import Calls, Limit, OvertimeError, never_paused, nothing
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.runtime.record import SessionRecord
 from rollmesh.runtime.registry import Runtime
@@ -48,6 +48,8 @@ class Stage(msgspec.Struct, frozen=True):
     settings: WorkerConfig
     clock: Clock
     calls: Calls = msgspec.field(default_factory=Calls)
+    paused_s: Callable[[], float] = never_paused
+    """A sum that grows while no engine can serve, which no rollout is charged with."""
 
 
 class Played(msgspec.Struct):
@@ -159,7 +161,8 @@ async def _play_once(stage: Stage, opened: OpenSession, ask: GroupAsk) -> _Verdi
     def when_over() -> None:
         opened.session.seal("the rollout was ended")
 
-    limit = Limit("run_timeout_s", stage.settings.run_timeout_s, when_over)
+    settings = stage.settings
+    limit = Limit("run_timeout_s", settings.run_timeout_s, when_over, stage.paused_s)
     try:
         transcript = await stage.calls.call(limit, stage.env.run, ask.task, agent)
         if not isinstance(transcript, Transcript):

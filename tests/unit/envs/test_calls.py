@@ -42,6 +42,14 @@ async def test_plain_method_may_give_an_awaitable() -> None:
     assert seen == [threading.get_ident()]
 
 
+async def test_time_in_which_nobody_could_get_on_is_not_counted() -> None:
+    calls, told = Calls(), iter([0.0, 0.02, 0.04, 0.04])
+    limit = Limit("run_timeout_s", 0.01, paused_s=lambda: next(told))
+    with pytest.raises(OvertimeError):
+        await calls.call(limit, never)
+    assert not list(told), "it waited on for as long as the pauses took"
+
+
 async def test_call_that_takes_too_long_is_over_and_its_code_has_ended() -> None:
     calls, ended = Calls(), list[str]()
 
