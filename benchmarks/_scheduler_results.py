@@ -1,9 +1,10 @@
 """What sharing a fleet is worth: four and eight pipelines under three policies, in simulated time.
 
 Owns the published results: the traces of workload.SHAPES, seeds 0 to 19 (--quick: 0 to 2). `mixed`
-has the goals; `even`, in which all pipelines are alike and always there, has none, and is told all
-the same. Figures are of simulated seconds, the same on any machine; comparison.py says what each
-means. Driven by scheduler.py; alone it prints the table of docs/scheduler.md:
+has the goals, and `scarce` those of who waits how long; all else is told as it is. Where engines
+are scarce there is no partition, so no `static`. Figures are of simulated seconds, the same on any
+machine; comparison.py says what each means. Driven by scheduler.py; alone it prints the tables of
+docs/scheduler.md:
 
     python -m benchmarks._scheduler_results [--quick] [--json] [--check]
 """
@@ -11,11 +12,19 @@ means. Driven by scheduler.py; alone it prints the table of docs/scheduler.md:
 import msgspec
 
 from benchmarks._report import Goal, parser, report
-from rollmesh.scheduler.simulator.comparison import POLICIES, Comparison, Figures, Result, summary
+from rollmesh.scheduler.simulator.comparison import (
+    POLICIES,
+    STATIC,
+    Comparison,
+    Figures,
+    Result,
+    summary,
+)
 from rollmesh.scheduler.simulator.table import lines
 from rollmesh.scheduler.simulator.workload import SHAPES, generate
 
 SIZES = (4, 8)
+SCARCE = "scarce"
 NUM_SEEDS = 20
 NUM_SEEDS_QUICK = 3
 goals = [
@@ -26,6 +35,8 @@ goals = [
         Goal(f"mixed.{size}.fair_vs_gap_ratio", ">=", 1.0),
         Goal(f"mixed.{size}.fair.jain", ">=", 0.95),
         Goal(f"mixed.{size}.wait_p99_vs_gap_ratio", "<=", 0.5),
+        Goal(f"scarce.{size}.fair.jain", ">=", 0.95),
+        Goal(f"scarce.{size}.wait_p99_vs_gap_ratio", "<=", 0.5),
     )
 ]
 
@@ -44,26 +55,28 @@ class Cell(msgspec.Struct, frozen=True):
             for policy, each in self.by_policy.items()
             for name, value in msgspec.structs.asdict(each).items()
         }
-        fair, static = self.by_policy["fair"], self.by_policy["static"]
-        gap_ratio = self.by_policy["gap-ratio"]
+        fair, gap_ratio = self.by_policy["fair"], self.by_policy["gap-ratio"]
         compared = {
             "bound.steps_per_h_gpu": self.bound,
-            "fair_vs_static": fair.steps_per_h_gpu / static.steps_per_h_gpu,
             "fair_vs_gap_ratio": fair.steps_per_h_gpu / gap_ratio.steps_per_h_gpu,
             "fair_vs_bound": fair.steps_per_h_gpu / self.bound,
             "wait_p99_vs_gap_ratio": fair.wait_p99_s / gap_ratio.wait_p99_s,
         }
+        if STATIC in self.by_policy:
+            static = self.by_policy[STATIC]
+            compared["fair_vs_static"] = fair.steps_per_h_gpu / static.steps_per_h_gpu
         return found | {f"{self.name}.{name}": value for name, value in compared.items()}
 
 
 def cell(shape: str, size: int, num_seeds: int) -> Cell:
     """Simulate all policies on its traces."""
-    results: dict[str, list[Result]] = {policy: [] for policy in POLICIES}
+    policies = [each for each in POLICIES if shape != SCARCE or each != STATIC]
+    results: dict[str, list[Result]] = {policy: [] for policy in policies}
     bounds = []
     for seed in range(num_seeds):
         comparison = Comparison(generate(SHAPES[shape], size, seed))
         bounds.append(comparison.bound())
-        for policy in POLICIES:
+        for policy in policies:
             results[policy].append(comparison.result(policy, comparison.run(policy)))
     by_policy = {policy: summary(each) for policy, each in results.items()}
     return Cell(f"{shape}.{size}", by_policy, sum(bounds) / num_seeds)

@@ -80,9 +80,11 @@ def _simulate_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _generated(options: argparse.Namespace) -> Trace:
-    if options.pipelines < 1:
-        raise UserError(f"--pipelines {options.pipelines}: give at least 1")
-    return generate(SHAPES[options.shape], options.pipelines, options.seed)
+    shape, num = SHAPES[options.shape], options.pipelines
+    least = max(1, shape.node_gpus // shape.block_gpus)
+    if num < 1 or num % least:
+        raise UserError(f"--pipelines {num}: give a multiple of {least}, which fill whole nodes")
+    return generate(shape, num, options.seed)
 
 
 def _spoken(trace: Trace, results: dict[str, Result], bound: float) -> dict[str, Any]:

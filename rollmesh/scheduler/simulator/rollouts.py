@@ -14,6 +14,28 @@ from rollmesh.scheduler.simulator.agenda import Agenda
 from rollmesh.scheduler.simulator.trace import Costs
 
 
+class _Engine:
+    """A worker that is awake, and what runs there."""
+
+    def __init__(self) -> None:
+        self.ran: dict[int, tuple[float, float]] = {}
+        """By rollout, its start and end."""
+        self.starts_s = 0.0
+        """The sum of their starts."""
+
+    def run(self, rollout: int, start_s: float, end_s: float) -> None:
+        self.ran[rollout] = (start_s, end_s)
+        self.starts_s += start_s
+
+    def end(self, rollout: int) -> float | None:
+        """What it took; None where it does not run here."""
+        if rollout not in self.ran:
+            return None
+        start_s, end_s = self.ran.pop(rollout)
+        self.starts_s -= start_s
+        return end_s - start_s
+
+
 class Rollouts:
     """See the module."""
 
@@ -26,8 +48,8 @@ class Rollouts:
         self._ended = ended
         self._waiting = collections.deque[float]()
         """Seconds that are left of each."""
-        self._running: dict[int, dict[int, tuple[float, float]]] = {}
-        """By worker that is awake and rollout, its start and end."""
+        self._engines: dict[int, _Engine] = {}
+        """Those that are awake, by rank."""
         self._num = 0
         self.served_s = 0.0
         """What workers did, lost KV included."""
@@ -39,12 +61,12 @@ class Rollouts:
 
     def woke(self, rank: int) -> None:
         """The worker serves."""
-        self._running[rank] = {}
+        self._engines[rank] = _Engine()
         self._fill()
 
     def sleeps(self, rank: int) -> int:
         """It does not any more; how many lost their place."""
-        evicted = self._running.pop(rank)
+        evicted = self._engines.pop(rank).ran
         now_s = self._agenda.now_s
         for start_s, end_s in evicted.values():
             self.served_s += now_s - start_s
@@ -54,28 +76,29 @@ class Rollouts:
 
     def kv_tokens(self, rank: int) -> int:
         """What the worker's sleep would lose."""
-        now_s = self._agenda.now_s
-        running_s = sum(now_s - start_s for start_s, _ in self._running[rank].values())
+        engine = self._engines[rank]
+        running_s = len(engine.ran) * self._agenda.now_s - engine.starts_s
         return int(running_s * self._costs.kv_tokens_per_s)
 
     def _fill(self) -> None:
-        while self._waiting and self._running:
-            rank = min(self._running, key=lambda rank: (len(self._running[rank]), rank))
-            if len(self._running[rank]) == self._per_worker:
+        engines = self._engines
+        while self._waiting and engines:
+            rank = min(engines, key=lambda rank: (len(engines[rank].ran), rank))
+            if len(engines[rank].ran) == self._per_worker:
                 return
             self._run(rank, self._waiting.popleft())
 
     def _run(self, rank: int, seconds: float) -> None:
         now_s = self._agenda.now_s
         self._num += 1
-        self._running[rank][self._num] = (now_s, now_s + seconds)
+        self._engines[rank].run(self._num, now_s, now_s + seconds)
         self._agenda.after(seconds, partial(self._end, rank, self._num))
 
     def _end(self, rank: int, rollout: int) -> None:
-        ran = self._running.get(rank, {}).pop(rollout, None)
-        if ran is None:
+        seconds = self._engines[rank].end(rollout) if rank in self._engines else None
+        if seconds is None:
             return  # it was evicted, and ends elsewhere
-        self.served_s += ran[1] - ran[0]
+        self.served_s += seconds
         if self._waiting:
             self._run(rank, self._waiting.popleft())
         self._ended()

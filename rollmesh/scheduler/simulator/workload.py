@@ -79,9 +79,11 @@ def generate(shape: Shape, num_pipelines: int, seed: int) -> Trace:
     """A fleet of as many blocks as pipelines."""
     chance = random.Random(f"{seed}/{num_pipelines}")
     blocks = range(num_pipelines)
+    num_nodes, rest = divmod(shape.block_gpus * num_pipelines, shape.node_gpus)
+    assert rest == 0, "blocks of so many pipelines fill no whole nodes"
     return Trace(
         name=f"{num_pipelines} pipelines, seed {seed}",
-        nodes=(shape.node_gpus,) * (shape.block_gpus * num_pipelines // shape.node_gpus),
+        nodes=(shape.node_gpus,) * num_nodes,
         pipelines=tuple(_pipeline(shape, num_pipelines, block, chance) for block in blocks),
         costs=shape.costs,
         seed=seed,

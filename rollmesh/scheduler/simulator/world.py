@@ -13,7 +13,7 @@ from rollmesh.scheduler.simulator.spans import Span, Use
 from rollmesh.scheduler.simulator.tenant import TracedTenant
 from rollmesh.scheduler.simulator.trace import Trace
 
-PATIENCE_S = 100 * 86400.0
+PATIENCE_S = 10 * 86400.0
 """Who is not done by then never will be."""
 
 

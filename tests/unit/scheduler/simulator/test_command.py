@@ -11,7 +11,14 @@ from rollmesh.scheduler.simulator.command import gantt, simulate
 from rollmesh.scheduler.simulator.trace import Trace, read
 from rollmesh.scheduler.simulator.workload import Shape, generate
 
-TINY = Shape(block_gpus=4, train_gpus=(2,), tp=(1, 2), rollouts_per_step=(24, 48), num_steps=(1, 2))
+TINY = Shape(
+    block_gpus=4,
+    node_gpus=4,
+    train_gpus=(2,),
+    tp=(1, 2),
+    rollouts_per_step=(24, 48),
+    num_steps=(1, 2),
+)
 
 
 @pytest.fixture

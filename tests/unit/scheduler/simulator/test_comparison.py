@@ -14,7 +14,14 @@ from rollmesh.scheduler.simulator.comparison import (
 )
 from rollmesh.scheduler.simulator.workload import Shape, generate
 
-TINY = Shape(block_gpus=4, train_gpus=(2,), tp=(1, 2), rollouts_per_step=(24, 48), num_steps=(2, 4))
+TINY = Shape(
+    block_gpus=4,
+    node_gpus=4,
+    train_gpus=(2,),
+    tp=(1, 2),
+    rollouts_per_step=(24, 48),
+    num_steps=(2, 4),
+)
 RESULT = Result(
     policy="fair",
     steps_per_h_gpu=2.0,

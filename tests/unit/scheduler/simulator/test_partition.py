@@ -24,8 +24,8 @@ def test_each_has_its_share_around_where_it_trains() -> None:
 
 
 def test_parts_are_whole_blocks_of_the_published_traces() -> None:
-    for shape, seed in itertools.product(SHAPES.values(), range(5)):
-        trace = generate(shape, 8, seed)
+    for shape, seed in itertools.product(("mixed", "even"), range(5)):
+        trace = generate(SHAPES[shape], 8, seed)
         for number, pipeline in enumerate(partition(trace).pipelines):
             assert pipeline.generation == tuple(range(8 * number, 8 * number + 8))
 

@@ -16,6 +16,7 @@ from rollmesh.scheduler.simulator.world import Run, run
 
 TINY = Shape(
     block_gpus=4,
+    node_gpus=4,
     train_gpus=(2,),
     tp=(1, 2),
     rollouts_per_step=(24, 48),
