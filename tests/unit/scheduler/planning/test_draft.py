@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.scheduler.planning.draft import Draft
+from rollmesh.scheduler.planning.draft import Draft, Reservation
 from rollmesh.scheduler.planning.ops import Expand, Grant, Release, Shrink
 from rollmesh.scheduler.planning.state import FIXED, NodePhase, Owner, PipelinePhase, State
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
@@ -133,3 +133,14 @@ def test_the_quota_counts_what_the_plan_has_done_already() -> None:
     assert draft.can_expand("p", third)
     draft.rollback(0)
     assert draft.can_expand("p", third)
+
+
+def test_of_two_reservations_each_must_allow() -> None:
+    draft = Draft(fleet(1))
+    draft.reserve((0,), Reservation("a", is_settling=False, awaited=frozenset({"p", "q"})))
+    draft.reserve((0,), Reservation("b", is_settling=False, awaited=frozenset({"p"})))
+    assert draft.may_start("p", 0, gives_way=False)
+    assert not draft.may_start("q", 0, gives_way=False)
+    assert draft.may_start("q", 0, gives_way=True)
+    draft.reserve((0,), Reservation("c", is_settling=True))
+    assert not draft.may_start("p", 0, gives_way=True)

@@ -3,14 +3,17 @@
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollmesh.scheduler.planning import fixed
-from rollmesh.scheduler.planning.draft import Draft, Reservation
+from rollmesh.scheduler.planning.draft import Draft
 from rollmesh.scheduler.planning.invariants import Invariant, PlanError, validate
 from rollmesh.scheduler.planning.ops import Expand, Grant, Op, Release, Shrink, apply
 from rollmesh.scheduler.planning.plan import plan
 from rollmesh.scheduler.planning.state import NodePhase, PipelinePhase, State
 from rollmesh.wire.scheduling import GpuPriority, WorkerPhase
+from tests.unit.scheduler.planning.executor import Executor
 from tests.unit.scheduler.planning.fleets import (
     TRAIN,
     Greedy,
@@ -23,6 +26,7 @@ from tests.unit.scheduler.planning.fleets import (
     settle,
     wake,
 )
+from tests.unit.scheduler.planning.histories import Churn
 
 RESERVE_S = Idle.reserve_after_s
 
@@ -363,12 +367,32 @@ def test_a_reservation_is_over_with_its_grant() -> None:
     assert carry_out(state, Idle()).ops == (Release("big", TRAIN), Grant(small))
 
 
-def test_of_two_reservations_each_must_allow() -> None:
-    draft = Draft(fleet(1))
-    draft.reserve((0,), Reservation("a", is_settling=False, awaited=frozenset({"p", "q"})))
-    draft.reserve((0,), Reservation("b", is_settling=False, awaited=frozenset({"p"})))
-    assert draft.may_start("p", 0, gives_way=False)
-    assert not draft.may_start("q", 0, gives_way=False)
-    assert draft.may_start("q", 0, gives_way=True)
-    draft.reserve((0,), Reservation("c", is_settling=True))
-    assert not draft.may_start("p", 0, gives_way=True)
+# the bound
+
+
+class Impatient(Greedy):
+    reserve_after_s = 5.0
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 10**6), churns=st.booleans())
+def test_every_feasible_request_is_granted_within_the_bound(seed: int, churns: bool) -> None:
+    executor = Executor(seed, Churn(seed) if churns else Impatient())
+    assert executor.run(200) <= executor.bound_s
+
+
+class MakesNoException(Draft):
+    """The fault: those that a reserved request waits for are kept waiting as well."""
+
+    def may_start(self, pipeline_id: str, gpu: int, gives_way: bool) -> bool:
+        return super().may_start("", gpu, gives_way)
+
+
+def is_late(seed: int, draft_type: type[Draft]) -> bool:
+    executor = Executor(seed, Churn(seed), draft_type)
+    return executor.run(200) > executor.bound_s
+
+
+def test_the_bound_does_not_hold_where_those_that_are_waited_for_are_kept_waiting() -> None:
+    assert not any(is_late(seed, Draft) for seed in range(30))
+    assert any(is_late(seed, MakesNoException) for seed in range(30))

@@ -92,6 +92,26 @@ def test_a_release_and_a_request_of_one_moment_leave_no_gap_for_others() -> None
     assert plan(state, Greedy()).ops == (Release("p", TRAIN), Grant(key))
 
 
+def test_ops_stand_in_an_order_in_which_they_can_be_done() -> None:
+    """Releases, shrinks, grants, expands, whoever was served first."""
+    state = fleet(4)
+    for name, gpu in (("p", 0), ("q", 1), ("r", 2)):
+        add(state, name, generation=(gpu,), train=(gpu,))
+    wake(state, "q", 0)
+    ask(state, "r")
+    carry_out(state, Idle())
+    state.pipelines["r"].releasing[TRAIN] = "release"
+    demand(state, "r")
+    first, second = ask(state, "p"), ask(state, "q")
+    assert plan(state, Greedy()).ops == (
+        Release("r", TRAIN),
+        Shrink("q", 0, second),
+        Grant(first),
+        Grant(second),
+        Expand("r", 0),
+    )
+
+
 def test_what_is_over_quota_goes_the_cheapest_first() -> None:
     state = fleet(4)
     pipeline = add(state, "p", generation=range(4), max_gpus=2)
