@@ -171,7 +171,7 @@ class _Proof:
         _hold(Invariant.EVICTION_HAS_GRANT, bool(taken), (*target, shrink.for_))
         taker = self._owners[taken[0]]
         is_own = taker is not None and taker.pipeline_id == shrink.pipeline_id
-        _hold(Invariant.GIVES_WAY, is_own or pipeline.spec.is_preemptible, target)
+        _hold(Invariant.GIVES_WAY, is_own or not pipeline.keeps_workers, target)
 
     def _is_so(self, reason: ShrinkReason, pipeline: Pipeline, worker: Worker) -> bool:
         match reason:

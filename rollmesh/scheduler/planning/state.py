@@ -146,6 +146,12 @@ class Pipeline(msgspec.Struct, kw_only=True):
         return self.spec.pipeline_id
 
     @property
+    def keeps_workers(self) -> bool:
+        """Others get none of its awake ones: it is not preemptible, and wants them still. Two that
+        kept what they have no demand for could wait for each other for ever."""
+        return self.demand is not None and not self.spec.is_preemptible
+
+    @property
     def remaining(self) -> int | None:
         """Rollouts that are left, None if nobody knows: what progress says where there is some, for
         it corrects the estimate and is never added to it."""
@@ -252,4 +258,4 @@ class State(msgspec.Struct, kw_only=True):
 
     def gives_way(self, pipeline_id: str, to: str) -> bool:
         """Whether generation of the one makes room for the other: for its own clusters always."""
-        return pipeline_id == to or self.pipelines[pipeline_id].spec.is_preemptible
+        return pipeline_id == to or not self.pipelines[pipeline_id].keeps_workers

@@ -124,7 +124,7 @@ class _Ground:
         phase = pipeline.workers[owner.rank].phase
         if phase is WorkerPhase.LOST or pipeline.phase is PipelinePhase.QUARANTINED:
             self._closed.add(gpu)
-        elif not pipeline.spec.is_preemptible:
+        elif pipeline.keeps_workers:
             self._kept[gpu] = owner.pipeline_id
 
     def _is_its(self, pipeline_id: str, worker: Worker) -> bool:

@@ -80,10 +80,20 @@ def test_what_is_not_preemptible_gives_way_to_its_own_clusters_alone() -> None:
     state = fleet(2)
     add(state, "p", train=(0, 1))
     add(state, "q", generation=(0, 1), train=(0, 1), is_preemptible=False)
+    demand(state, "q")
     wake(state, "q", 0, 1)
     ask(state, "p")
     assert served(state) == ()
     key = ask(state, "q")
+    assert set(served(state)) == {Shrink("q", 0, key), Shrink("q", 1, key), Grant(key)}
+
+
+def test_what_is_not_preemptible_gives_way_to_all_once_it_wants_no_more() -> None:
+    state = fleet(2)
+    add(state, "p", train=(0, 1))
+    add(state, "q", generation=(0, 1), is_preemptible=False)
+    wake(state, "q", 0, 1)
+    key = ask(state, "p")
     assert set(served(state)) == {Shrink("q", 0, key), Shrink("q", 1, key), Grant(key)}
 
 

@@ -91,6 +91,7 @@ def promise_elsewhere(state: State) -> None:
 def keep(state: State) -> None:
     spec = state.pipelines["q"].spec
     state.pipelines["q"].spec = msgspec.structs.replace(spec, is_preemptible=False)
+    demand(state, "q")
 
 
 def limit(state: State) -> None:
