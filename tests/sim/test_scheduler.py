@@ -15,7 +15,9 @@ from rollmesh.wire.scheduling import GpuPriority, PipelineSpec
 
 NUM_SEEDS = 200
 SEEDS_PER_TEST = 50
-KEPT_SEEDS: dict[int, str] = {}
+KEPT_SEEDS = {
+    216: "two that are not preemptible kept engines for which they had no demand, and both waited",
+}
 DELAYS = FleetFaults(slow=0.5)
 """Any message may take long, and overtake or be overtaken."""
 
@@ -45,11 +47,11 @@ def seen() -> collections.Counter[str]:
 
 
 @pytest.mark.parametrize("how", Boundary)
-@pytest.mark.parametrize("num", [2, 5, 8])
+@pytest.mark.parametrize(("num", "seeds"), [(2, (0, 1, 2)), (5, (3,)), (8, (4,))])
 def test_engine_is_awake_before_each_first_dispatch_at_the_rollout_boundary(
-    num: int, how: Boundary
+    num: int, seeds: tuple[int, ...], how: Boundary
 ) -> None:
-    for seed in range(4):
+    for seed in seeds:
         report = simulate(seed, faults=DELAYS, shape=boundary(num, how))
         assert report.num_dispatched == report.num_steps == num * 5
         assert report.num_granted_asleep == 0
@@ -57,7 +59,7 @@ def test_engine_is_awake_before_each_first_dispatch_at_the_rollout_boundary(
 
 @pytest.mark.parametrize("how", Boundary)
 def test_pipeline_that_ends_early_does_not_wedge_the_other(how: Boundary) -> None:
-    for seed in range(4):
+    for seed in range(2):
         shape = boundary(2, how)
         first, other = shape.plans
         short = TenantPlan(

@@ -7,7 +7,7 @@ within the bound, and nothing is left.
 
 import math
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -45,6 +45,8 @@ SPECS = (
     ),
 )
 PRIORITIES = {"actor_train": GpuPriority.ACTOR_TRAINING, "critic": GpuPriority.CRITIC_TRAINING}
+MAX_COMPLETED = 50
+"""More than were asked for."""
 CYCLES_A_REQUEST = 4
 """A release, a wake that comes to rest, a sleep, and the grant."""
 
@@ -59,7 +61,7 @@ class SchedulerHistories(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.stage = Stage(SPECS, NUM_GPUS, policies.by_name(self.policy), SETTINGS)
-        self.batch = 0
+        self.batch = self.step = 0
 
     # programs
 
@@ -98,14 +100,16 @@ class SchedulerHistories(RuleBasedStateMachine):
             ),
         )
 
-    @rule(name=names, completed=st.integers(0, 50))
-    def reports(self, name: str, completed: int) -> None:
+    @rule(name=names, completed=st.integers(0, 51))
+    def reports_or_retires(self, name: str, completed: int) -> None:
+        if completed > MAX_COMPLETED:
+            self.stage.tell(name, ClearProgress(name, "train", self.batch))
+            return
         self.batch += completed == 0
-        self.stage.tell(name, ReportProgress(name, "train", self.batch, 40, completed))
+        # Hooks report of a batch that has begun, which waited for its demand.
+        if self._cast(name).is_generating:
+            self.stage.tell(name, ReportProgress(name, "train", self.batch, 40, completed))
 
-    @rule(name=names)
-    def retires_its_stream(self, name: str) -> None:
-        self.stage.tell(name, ClearProgress(name, "train", self.batch))
 
     # coordinators
 
@@ -164,7 +168,9 @@ class SchedulerHistories(RuleBasedStateMachine):
 
     def _request(self, name: str, cluster: str, target: int) -> None:
         priority = PRIORITIES.get(cluster, GpuPriority.GENERATION)
-        self.stage.ask(name, RequestGpus(self.stage.key(), name, cluster, priority, 0, target))
+        self.step += 1
+        key = self.stage.key()
+        self.stage.ask(name, RequestGpus(key, name, cluster, priority, self.step, target))
 
     def _bring_to_rest(self) -> None:
         """From now on everybody does as told, and who was granted gives up a cycle later."""
@@ -179,7 +185,7 @@ class SchedulerHistories(RuleBasedStateMachine):
         num_waiting = sum(len(each.open) for each in stage.cast.values())
         num = math.ceil(policy.reserve_after_s) + CYCLES_A_REQUEST * (num_waiting + 2)
         for _ in range(num):
-            if not any(each.open for each in stage.cast.values()):
+            if not any(each.open or each.has_something for each in stage.cast.values()):
                 break
             self._give_up_all()
             self._obey()
@@ -222,10 +228,12 @@ class GapRatioHistories(SchedulerHistories):
 
 
 HOW = settings(
-    max_examples=60,
+    max_examples=100,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
+    phases=(Phase.generate, Phase.shrink),
+    report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
 TestSchedulerHistories = SchedulerHistories.TestCase

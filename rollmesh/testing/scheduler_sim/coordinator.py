@@ -23,7 +23,7 @@ from rollmesh.testing.scheduler_sim.engine import POLICY_VERSION, SimEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import ROUTER, Received, Ticked
 
-TICK_S = 0.1
+TICK_S = 0.2
 CALL_S = 3.0
 """How long an engine may take for a call."""
 

@@ -159,15 +159,16 @@ class SharedFleet:
     def _may_rise(self, node: Node) -> bool:
         for tenancy in self.tenancies:
             if node in tenancy.all_nodes():
-                return bool(tenancy.processes())
+                return not tenancy.is_killed and tenancy.stage is not Stage.GONE
         return True
 
     # the end
 
     def _calm(self) -> None:
         self.network.faults = FleetFaults()
-        for node in self._mortals():
-            if not node.alive:
+        engines = [engine for each in self.tenancies for engine in each.engines]
+        for node in [*self._mortals(), *engines]:
+            if not node.alive and self._may_rise(node):
                 node.restart()
         deadline_s = self.kernel.now_s() + CALM_S
         resting_since_s = self.kernel.now_s()

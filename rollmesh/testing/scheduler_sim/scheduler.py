@@ -111,7 +111,8 @@ class SimScheduler(Node):
                 case Note(event=event_name):
                     self.notes[event_name] += 1
         assert not self.machine.book.troubles, self.machine.book.troubles
-        self._look()
+        if has_written:
+            self._look()
 
     def _die_if(self, fault: str) -> None:
         if self._network.strikes(fault):

@@ -59,6 +59,10 @@ class Cast(msgspec.Struct, kw_only=True):
     def pipeline_id(self) -> str:
         return self.spec.pipeline_id
 
+    @property
+    def has_something(self) -> bool:
+        return self.is_generating or bool(self.held)
+
 
 class Stage:
     """See the module."""
