@@ -29,6 +29,7 @@ from rollmesh.launch.progress import Progress
 from rollmesh.launch.recoveries import Recoveries
 from rollmesh.launch.sampler import Sampler
 from rollmesh.launch.screen import Scene, Screen, screen_for, summary_table, unread
+from rollmesh.launch.share import give_back
 from rollmesh.launch.supervisor import Supervisor, open_mesh
 
 LOOK_S = 1.0
@@ -93,8 +94,16 @@ class Run:
                 end = await supervisor.run()
                 for task in following:
                     task.cancel()
+        self._give_back()
         self._sum_up(end, folder, sampler)
         return end.code
+
+    def _give_back(self) -> None:
+        """Some of its engines may have been awake, and are dead now; not those of somebody else."""
+        share, config = self._order.share, self._order.config
+        if share and not config.engine.urls and (fault := give_back(share)):
+            with unread():
+                self._console.print(fault, markup=False)
 
     async def _watch(self, scene: Scene, screen: Screen, folder: RunFolder) -> None:
         metrics, num_restarts = Tail(folder.path / "metrics.jsonl"), 0

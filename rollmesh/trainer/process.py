@@ -41,7 +41,7 @@ from rollmesh.trainer.recovery.revival import (
 )
 from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.staleness import Staleness
-from rollmesh.trainer.tenancy import tenancy_of
+from rollmesh.trainer.tenancy import SLEEP_S, STOP_SHARE, tenancy_of
 from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
 from rollmesh.wire.keys import read_keys
 
@@ -96,7 +96,8 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     gc.freeze()  # torch alone is 400,000 objects, which no collection need look at
     # Whoever is late, or fails, keeps none of the others from it.
     with told_in_one_line(), ExitStack() as leaving:
-        leaving.callback(lambda: tenancy.close(is_done=is_done))
+        hurried_s = STOP_SHARE * config.launch.stop_timeout_s
+        leaving.callback(lambda: tenancy.close(SLEEP_S if is_done else hurried_s))
         leaving.callback(policy.close)
         leaving.callback(pacer.close)
         leaving.callback(write_books, folder, tally, pacer)

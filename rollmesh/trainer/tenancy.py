@@ -36,8 +36,8 @@ LOOK_S = 0.25
 """So long `may_train` waits before it says that it is not yet time."""
 SLEEP_S = 30.0
 """So long a run that is done waits for its engines to sleep: those who run them end next."""
-STOP_S = 1.0
-"""The same for one that is told to stop, which is not given long."""
+STOP_SHARE = 0.25
+"""One that is told to stop waits for so much of the time that launch gives it."""
 
 Stream = Literal["train", "eval"]
 
@@ -65,8 +65,8 @@ class Tenancy(Protocol):
     def leave(self) -> None:
         """Give up everything; returns at once."""
 
-    def close(self, *, is_done: bool) -> None:
-        """Wait, not for long, until that is done."""
+    def close(self, patience_s: float) -> None:
+        """Wait so long until that is done."""
 
 
 class Unshared:
@@ -92,8 +92,8 @@ class Unshared:
     def leave(self) -> None:
         """Nobody waits for it."""
 
-    def close(self, *, is_done: bool) -> None:
-        del is_done
+    def close(self, patience_s: float) -> None:
+        del patience_s
 
 
 class Tenant:
@@ -160,8 +160,8 @@ class Tenant:
         clusters = (TRAIN_CLUSTER, GENERATION_CLUSTER)
         self._releases = [self._hooks.notify_release_gpus(cluster) for cluster in clusters]
 
-    def close(self, *, is_done: bool) -> None:
-        ends_s = time.monotonic() + (SLEEP_S if is_done else STOP_S)
+    def close(self, patience_s: float) -> None:
+        ends_s = time.monotonic() + patience_s
         with contextlib.suppress(UserError):  # of one that is not known any more nothing is held
             for ticket in self._releases:
                 if ticket.wait(timeout_s=max(0.0, ends_s - time.monotonic())) is None:

@@ -2,6 +2,8 @@
 end, no slot ever has two owners, and a scheduler that is killed meanwhile costs them nothing.
 """
 
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollmesh.core.process import INTERRUPTED
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_pids
+from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.models.warmstart import texts_of
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
@@ -37,20 +41,34 @@ def fleet(tmp_path: Path, model: Path) -> Iterator[SharedFleet]:
     fleet.close()
 
 
-def check_ended(fleet: SharedFleet, runs: dict[str, subprocess.Popen[str]]) -> None:
-    """Both came to their end, with nothing lost and nothing left."""
-    for pipeline, process in runs.items():
-        out, _ = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0, out
-        run = fleet.folder / pipeline
-        summary = read(run / "summary.json")
-        assert (summary["num_steps"], summary["num_lost"]) == (NUM_STEPS, 0)
-        assert summary["success_untrained"] is not None
-        assert Story(run).num_steps_taken == dict.fromkeys(range(NUM_STEPS), 1)
-        assert [row for row in read_pids(run) if psutil.pid_exists(row.pid)] == []
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """How, and what it said."""
+    out, _ = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out
+
+
+def check_trained(fleet: SharedFleet, pipeline: str) -> None:
+    """It came to its end, with nothing lost and nothing left."""
+    run = fleet.folder / pipeline
+    summary = read(run / "summary.json")
+    assert (summary["num_steps"], summary["num_lost"]) == (NUM_STEPS, 0)
+    assert summary["success_untrained"] is not None
+    assert Story(run).num_steps_taken == dict.fromkeys(range(NUM_STEPS), 1)
+    assert [row for row in read_pids(run) if psutil.pid_exists(row.pid)] == []
+
+
+def check_given_back(fleet: SharedFleet) -> None:
+    """Nobody holds or wants anything, and all may ask again."""
     for view in fleet.view().pipelines:
         assert (view.has_demand, view.holds, view.waits) == (False, {}, ())
+        assert (view.phase, view.fault) == (PipelinePhase.ADMITTED, "")
         assert {worker.phase for worker in view.workers} == {WorkerPhase.ASLEEP}
+
+
+def until(fleet: SharedFleet, pipeline: str, step: int) -> None:
+    """Until that step is done."""
+    rows = follow(fleet.folder / pipeline / "metrics.jsonl")
+    next(row for row in rows if row["step"] >= step)
 
 
 def check_slots(fleet: SharedFleet) -> None:
@@ -71,7 +89,12 @@ def check_slots(fleet: SharedFleet) -> None:
 
 @pytest.mark.timeout(300)
 def test_two_pipelines_share_four_slots_and_both_train_to_their_end(fleet: SharedFleet) -> None:
-    check_ended(fleet, {pipeline: fleet.begin(pipeline) for pipeline in TRAINS_ON})
+    runs = {pipeline: fleet.begin(pipeline) for pipeline in TRAINS_ON}
+    for pipeline, process in runs.items():
+        code, out = ended(process)
+        assert code == 0, out
+        check_trained(fleet, pipeline)
+    check_given_back(fleet)
     check_slots(fleet)
 
 
@@ -79,8 +102,30 @@ def test_two_pipelines_share_four_slots_and_both_train_to_their_end(fleet: Share
 def test_a_scheduler_that_is_killed_in_mid_run_costs_them_nothing(fleet: SharedFleet) -> None:
     runs = {pipeline: fleet.begin(pipeline) for pipeline in TRAINS_ON}
     before = fleet.view().scheduler
-    next(row for row in follow(fleet.folder / "math" / "metrics.jsonl") if row["step"] >= 1)
+    until(fleet, "math", step=1)
     fleet.kill_scheduler()
-    check_ended(fleet, runs)
+    for pipeline, process in runs.items():
+        code, out = ended(process)
+        assert code == 0, out
+        check_trained(fleet, pipeline)
+    check_given_back(fleet)
     check_slots(fleet)
     assert fleet.view().scheduler != before
+
+
+@pytest.mark.timeout(300)
+def test_one_that_is_stopped_gives_back_what_it_had_and_one_whose_trainer_dies_goes_on(
+    fleet: SharedFleet,
+) -> None:
+    stopped, goes_on = fleet.begin("code"), fleet.begin("math")
+    until(fleet, "math", step=1)
+    pids = {row.role: row.pid for row in read_pids(fleet.folder / "math")}
+    os.kill(pids["trainer"], signal.SIGKILL)
+    until(fleet, "code", step=0)
+    os.kill(stopped.pid, signal.SIGINT)
+    assert ended(stopped)[0] in (0, INTERRUPTED), "it may have been done by then"
+    code, out = ended(goes_on)
+    assert code == 0, out
+    check_trained(fleet, "math")
+    assert read(fleet.folder / "math" / "summary.json")["num_lives"] == 2
+    check_given_back(fleet)

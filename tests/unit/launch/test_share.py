@@ -10,11 +10,18 @@ import pytest
 from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.share import Share
 from rollmesh.launch import share as checks
-from rollmesh.launch.share import check_share
+from rollmesh.launch.share import check_share, give_back
 from rollmesh.scheduler.planning.state import PipelinePhase, State
 from rollmesh.scheduler.service.explain import Known, view
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.scheduling import PipelineSpec, ReadScheduler, SchedulerAnswered
+from rollmesh.wire.messages import AnyMessage
+from rollmesh.wire.scheduling import (
+    AdmitPipeline,
+    KillPipeline,
+    PipelineSpec,
+    ReadScheduler,
+    SchedulerAnswered,
+)
 from rollmesh.wire.sockets import Hub, wait
 
 SPEC = PipelineSpec(
@@ -23,8 +30,14 @@ SPEC = PipelineSpec(
 
 
 @contextmanager
-def fleet(phase: PipelinePhase = PipelinePhase.ADMITTED) -> Iterator[str]:
-    """The address of a scheduler that has one pipeline, and answers as the service does."""
+def fleet(
+    phase: PipelinePhase = PipelinePhase.ADMITTED,
+    heard: list[AnyMessage] | None = None,
+    error: str = "",
+) -> Iterator[str]:
+    """The address of a scheduler that has one pipeline, and answers as the service does, or what is
+    asked of it with this error; what it heard."""
+    heard = [] if heard is None else heard
     state = State()
     state.add_pipeline(SPEC).phase = phase
     hub, is_over = Hub("tcp://127.0.0.1:0"), threading.Event()
@@ -33,10 +46,14 @@ def fleet(phase: PipelinePhase = PipelinePhase.ADMITTED) -> Iterator[str]:
         while not is_over.is_set():
             wait([hub], None, 0.05)
             for route, packet in hub.receive():
-                assert isinstance(packet.message, ReadScheduler)
-                told = view(state, Known(), packet.message.pipeline_id)
-                answer = SchedulerAnswered(packet.message.key, not told.error, told.error)
-                hub.send(route, Packet(answer, body=msgspec.json.encode(told)))
+                heard.append(packet.message)
+                match packet.message:
+                    case ReadScheduler(key, pipeline_id):
+                        told = view(state, Known(), pipeline_id)
+                        answer = SchedulerAnswered(key, not told.error, told.error)
+                        hub.send(route, Packet(answer, body=msgspec.json.encode(told)))
+                    case KillPipeline(key) | AdmitPipeline(key):
+                        hub.send(route, Packet(SchedulerAnswered(key, not error, error)))
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -75,3 +92,17 @@ def test_nobody_there_is_a_mistake_in_the_address(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checks, "SAY_AGAIN_S", 0.1)
     with pytest.raises(AddressError, match="nobody answers there within"):
         check_share(Share("tcp://127.0.0.1:1", "math"), 1)
+
+
+def test_a_run_that_has_ended_says_that_it_is_dead_and_may_ask_again() -> None:
+    heard: list[AnyMessage] = []
+    with fleet(heard=heard) as address:
+        assert give_back(Share(address, "math")) == ""
+    assert [type(each) for each in heard] == [KillPipeline, AdmitPipeline]
+    assert {each.pipeline_id for each in heard} == {"math"}  # type: ignore[union-attr]
+
+
+def test_a_scheduler_that_cannot_be_told_is_no_fault_and_the_remedy_is_named() -> None:
+    with fleet(error="it is leaving") as address:
+        told = give_back(Share(address, "math"))
+    assert "(it is leaving): `rollmesh scheduler kill math` frees its GPUs" in told

@@ -53,7 +53,7 @@ def tenant(scheduler: FakeScheduler, stop: threading.Event) -> Iterator[Tenant]:
 def leave(tenant: Tenant) -> None:
     """Once that is answered all that was said before was heard."""
     tenant.leave()
-    tenant.close(is_done=True)
+    tenant.close(PATIENCE_S)
 
 
 def asks(told: list[AnyMessage]) -> list[tuple[str, int]]:
@@ -80,7 +80,7 @@ def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
                 pass
             tenant.trained(step, 8 * (1 - step))
         tenant.leave()
-        tenant.close(is_done=True)
+        tenant.close(PATIENCE_S)
     assert asks(told) == [
         (GENERATION_CLUSTER, 8),
         (TRAIN_CLUSTER, 0),
@@ -178,7 +178,7 @@ def test_who_leaves_in_mid_step_leaves_nothing(scheduler: FakeScheduler, tenant:
         assert tenant.may_ask(0, 8)
         assert not tenant.may_train(0)
         tenant.leave()
-        tenant.close(is_done=False)
+        tenant.close(PATIENCE_S)
     [train] = [m for m in told if isinstance(m, RequestGpus) and m.cluster == TRAIN_CLUSTER]
     assert WithdrawRequest(train.key) in told
     released = [m.cluster for m in told if isinstance(m, NotifyReleaseGpus)]
@@ -256,4 +256,4 @@ def test_a_run_with_a_share_is_a_tenant(scheduler: FakeScheduler, stop: threadin
     assert isinstance(tenancy, Tenant)
     with scheduler.granting():
         tenancy.leave()
-        tenancy.close(is_done=True)
+        tenancy.close(PATIENCE_S)
