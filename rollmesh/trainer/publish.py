@@ -7,6 +7,7 @@ come back with other weights are brought up as well. Driven by the trainer, on i
 """
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rollmesh.core.config import PublishConfig
 from rollmesh.core.errors import EngineError, EngineUnavailable
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
+from rollmesh.core.published import WeightsProbe, leave_probe
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.in_memory import Part
@@ -55,6 +57,7 @@ class PublishShell:
         """`name` is that of the run, of which at most one life publishes at a time."""
         self._router = router
         self._keys = keys
+        self._tolerance = settings.probe_tolerance
         self._publisher = Publisher(
             PublisherSettings(
                 name=name, lease_s=settings.lease_s, probe_tolerance=settings.probe_tolerance
@@ -98,6 +101,16 @@ class PublishShell:
         finally:
             self._ends.pop(policy_version, None)
             await self._shipping.finish()
+            if probe:
+                await self._leave_probe(folder, probe)
+
+    async def _leave_probe(self, folder: Path, probe: Probe) -> None:
+        """For engines that will wake with these weights: their coordinator tries them by it."""
+        tolerance = self._tolerance
+        left = WeightsProbe(token_ids=probe.token_ids, logprobs=probe.logprobs, tolerance=tolerance)
+        if not name_of(0, folder):  # an adapter's weights are not all in its folder
+            with contextlib.suppress(OSError):  # without it they are tried by their name alone
+                await asyncio.to_thread(leave_probe, folder, left)
 
     def _serving(self) -> list[EngineClient]:
         assert self._http

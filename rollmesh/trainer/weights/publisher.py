@@ -30,6 +30,7 @@ from rollmesh.trainer.weights.events import (
     UpdatePhase,
 )
 from rollmesh.trainer.weights.verdict import why_not
+from rollmesh.trainer.weights.woken import Woken
 from rollmesh.wire.fleet import (
     BeginUpdate,
     EnginePhase,
@@ -118,6 +119,7 @@ class Publisher:
         self._updates: dict[str, _Update] = {}
         self._verified: dict[str, int] = {}
         """What we brought to each engine; an equal number may be another run's weights."""
+        self._woken = Woken()
         self._failures: dict[str, str] = {}
         self._num_asks = 0
         self._num_calls = 0
@@ -241,8 +243,10 @@ class Publisher:
     def _reconcile(self, table: tuple[EngineRow, ...]) -> None:
         """Begin an update of every engine that needs one, forget those that need none."""
         assert self._target
+        self._woken.look(table, self._verified)
         for row in table:
             is_out = row.phase in (EnginePhase.ASLEEP, EnginePhase.GONE)
+            is_out = is_out or self._woken.is_waking(row)
             is_needed = not is_out and not self._is_current(row)
             update = self._updates.get(row.url)
             if is_needed and update is None:
