@@ -1,12 +1,13 @@
 """A real run's chart, from occupancy rows."""
 
-import sqlite3
 from pathlib import Path
 
 import pytest
 
 from rollmesh.core.errors import UserError
-from rollmesh.scheduler.simulator.history import FILE_NAME, Occupancy, chart, spans
+from rollmesh.scheduler.service.actions import Happened
+from rollmesh.scheduler.service.journal import FILE_NAME, Journal
+from rollmesh.scheduler.simulator.history import Occupancy, chart, spans
 from rollmesh.scheduler.simulator.spans import Span, Use
 
 ROWS = [
@@ -28,18 +29,25 @@ def test_a_row_holds_until_the_next_of_its_gpu() -> None:
     ]
 
 
-def _journal(path: Path) -> Path:
-    journal = sqlite3.connect(path)
-    kinds = "at_s REAL, gpu INTEGER, pipeline_id TEXT, cluster TEXT, rank INTEGER, phase TEXT"
-    journal.execute(f"CREATE TABLE history ({kinds})")
-    journal.executemany("INSERT INTO history VALUES (?, ?, ?, ?, ?, ?)", ROWS)
-    journal.commit()
+def _journal(folder: Path, rows: list[Occupancy]) -> Path:
+    """As the service writes it."""
+    journal = Journal(folder)
+    journal.keep([Happened(*row) for row in rows])
     journal.close()
-    return path
+    return folder / FILE_NAME
+
+
+def test_a_live_scheduler_does_not_mind(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.keep([Happened(*row) for row in ROWS])
+    assert chart(tmp_path).spans == spans(ROWS)
+    journal.keep([Happened(*ROWS[-1]._replace(at_s=30.0))])
+    assert chart(tmp_path).end_s == 30.0
+    journal.close()
 
 
 def test_a_journal_is_given_by_its_file_or_its_folder(tmp_path: Path) -> None:
-    path = _journal(tmp_path / FILE_NAME)
+    path = _journal(tmp_path, ROWS)
     drawn = chart(path)
     assert (drawn.start_s, drawn.end_s, drawn.gpus) == (10.0, 20.0, (0, 1))
     assert drawn.spans == spans(ROWS) == chart(tmp_path).spans
@@ -51,10 +59,5 @@ def test_what_is_no_journal_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database at all, but a text that is long enough" * 9)
     with pytest.raises(UserError, match="is not a scheduler's journal"):
         chart(tmp_path / "text")
-    empty = _journal(tmp_path / "empty")
-    journal = sqlite3.connect(empty)
-    journal.execute("DELETE FROM history")
-    journal.commit()
-    journal.close()
     with pytest.raises(UserError, match="remembers nobody"):
-        chart(empty)
+        chart(_journal(tmp_path / "empty", []))
