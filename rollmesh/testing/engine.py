@@ -90,6 +90,7 @@ class ScriptedEngine:
         self.is_incremental = is_incremental
         self.weight_version = weight_version
         self.url = ""
+        self.model_path = "scripted"
         self.seen: list[SeenRequest] = []
         self.faults: deque[Fault] = deque()
         self.update_error = ""
@@ -179,7 +180,7 @@ class ScriptedEngine:
         """Come back at the same address with the first weights and no memory."""
         await self.die()
         self.weight_version = self._weights = self._start_version
-        self.is_paused = False
+        self.model_path, self.is_paused = "scripted", False
         self.tenure = Tenure.HELD
         await self._serve()
 
@@ -247,7 +248,8 @@ class ScriptedEngine:
                 self.weight_version = body["new_version"]
                 return _json({"success": True, "message": "renamed"})
             case "/model_info":
-                return _json({"model_path": "scripted", "weight_version": self.weight_version})
+                path = self.model_path
+                return _json({"model_path": path, "weight_version": self.weight_version})
             case "/server_info":
                 told = {"random_seed": self.lives, "is_paused": self.is_paused}
                 return _json({**told, "incremental_streaming_output": self.is_incremental})
@@ -268,7 +270,7 @@ class ScriptedEngine:
         if error:
             return _json({"success": False, "message": error}, 400)
         self.tenure = Tenure.HELD
-        self.weight_version = body["weight_version"]
+        self.weight_version, self.model_path = body["weight_version"], body["model_path"]
         if not self.update_is_idle:
             self._weights = self.weight_version
         return _json({"success": True, "message": "Succeeded to update model weights."})

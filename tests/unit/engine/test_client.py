@@ -212,7 +212,7 @@ async def test_update_changes_the_weights(engine: ScriptedEngine, client: Engine
     await client.update_from_disk(Path("weights"), 7)
     await client.resume()
     assert not (await client.server_info())["is_paused"]
-    assert await client.model_info() == ModelInfo("scripted", 7, "7")
+    assert await client.model_info() == ModelInfo("weights", 7, "7")
     ear = LegEar()
     client.generate(leg(), ear)
     await ear.until_over()
