@@ -26,6 +26,7 @@ import math
 
 from rollmesh.scheduler.planning.draft import Draft, Reservation
 from rollmesh.scheduler.planning.state import (
+    FIXED,
     Owner,
     PipelinePhase,
     Request,
@@ -109,13 +110,8 @@ def _in_the_way(draft: Draft, request: Request) -> set[Owner]:
 
 def _gives_way(draft: Draft, owner: Owner, to: str) -> bool:
     """Whether it does now, or will once it has come to rest."""
-    worker = draft.state.worker_of(owner)
-    if worker is None or _is_endless(draft.state, owner):
-        return False
-    if draft.can_evict(owner.pipeline_id, worker, to):
-        return True
-    is_waking = worker.phase is WorkerPhase.WAKING
-    return is_waking and draft.state.gives_way(owner.pipeline_id, to)
+    is_worker = owner.rank != FIXED and not _is_endless(draft.state, owner)
+    return is_worker and draft.state.gives_way(owner.pipeline_id, to)
 
 
 def _is_endless(state: State, owner: Owner) -> bool:

@@ -7,7 +7,7 @@ of this folder.
 from collections.abc import Iterable
 
 from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.ops import Plan, apply
+from rollmesh.scheduler.planning.ops import Grant, Plan, apply
 from rollmesh.scheduler.planning.plan import Outlook, Policy, plan
 from rollmesh.scheduler.planning.state import (
     Demand,
@@ -111,6 +111,13 @@ def ask(
         asked_s=state.now_s,
     )
     return key
+
+
+def trains(state: State, pipeline_id: str, *gpus: int) -> None:
+    """A pipeline that only trains, and holds its GPUs already."""
+    add(state, pipeline_id, train=gpus)
+    key = ask(state, pipeline_id)
+    apply(state, Grant(key))
 
 
 def carry_out(state: State, policy: Policy) -> Plan:

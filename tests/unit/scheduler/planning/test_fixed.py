@@ -24,6 +24,7 @@ from tests.unit.scheduler.planning.fleets import (
     demand,
     fleet,
     settle,
+    trains,
     wake,
 )
 from tests.unit.scheduler.planning.histories import Churn
@@ -33,13 +34,6 @@ RESERVE_S = Idle.reserve_after_s
 
 def served(state: State) -> tuple[Op, ...]:
     return plan(state, Idle()).ops
-
-
-def trains(state: State, pipeline_id: str, *gpus: int) -> None:
-    """A pipeline that only trains, and holds its GPUs already."""
-    add(state, pipeline_id, train=gpus)
-    key = ask(state, pipeline_id)
-    apply(state, Grant(key))
 
 
 # who gives way
@@ -105,13 +99,6 @@ def test_a_pipeline_in_quarantine_is_left_alone_and_gets_nothing() -> None:
     state.pipelines["q"].phase = PipelinePhase.QUARANTINED
     ask(state, "p")
     ask(state, "q")
-    assert served(state) == ()
-
-
-def test_a_pipeline_that_is_only_registered_gets_nothing() -> None:
-    state = fleet(1)
-    add(state, "p", train=(0,)).phase = PipelinePhase.REGISTERED
-    ask(state, "p")
     assert served(state) == ()
 
 

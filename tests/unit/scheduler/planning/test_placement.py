@@ -42,6 +42,17 @@ def test_a_pipeline_goes_whole_to_the_emptiest_node_that_has_room() -> None:
     assert spec_of(Wish(pipeline_id="p", generation=2), state).generation == (4, 5)
 
 
+def test_a_node_with_room_for_all_comes_before_emptier_ones_that_have_not() -> None:
+    state = fleet(4, 2, 2)
+    add(state, "old", generation=range(4))
+    assert spec_of(Wish(pipeline_id="p", generation=4), state).generation == (0, 1, 2, 3)
+
+
+def test_the_clusters_of_a_pipeline_stand_apart_where_there_is_room() -> None:
+    wish = Wish(pipeline_id="p", clusters={"actor_train": 2, "critic": 2}, generation=4)
+    assert spec_of(wish, fleet(4)).clusters == {"actor_train": (0, 1), "critic": (2, 3)}
+
+
 def test_what_fits_no_node_is_spread_over_the_emptiest() -> None:
     state = fleet(4, 4, 4)
     add(state, "old", generation=range(4, 8))
