@@ -8,6 +8,7 @@ import pytest
 from rollmesh.core.errors import UserError
 from rollmesh.scheduler.simulator.trace import Phase, Trace, TracePipeline, read
 
+EXAMPLE = Path(__file__).parents[4] / "benchmarks/traces/two.json"
 GOOD = TracePipeline(
     pipeline_id="a",
     clusters={"actor_train": (0,)},
@@ -63,3 +64,7 @@ def test_names_that_stand_twice_and_files_that_are_none_are_refused(tmp_path: Pa
     (tmp_path / "trace.json").write_text("{")
     with pytest.raises(UserError, match="is not a trace"):
         read(tmp_path / "trace.json")
+
+
+def test_the_example_is_a_trace() -> None:
+    assert [each.steps for each in read(EXAMPLE).pipelines] == [6, 4]
