@@ -223,18 +223,28 @@ class _Proof:
 
     def _free(self, gpus: Iterable[int], owner: Owner) -> None:
         for gpu in gpus:
-            _hold(Invariant.FREES_ITS_OWN, self._owner(gpu) == owner, (gpu, owner))
+            if self._owner(gpu) != owner:
+                raise PlanError(Invariant.FREES_ITS_OWN, f"GPU {gpu} is not of {owner}")
             self._owners[gpu] = None
 
     def _take(self, pipeline: Pipeline, gpus: Iterable[int], owner: Owner, name: str) -> None:
         _hold(Invariant.IS_ADMITTED, pipeline.phase is PipelinePhase.ADMITTED, name)
         for gpu in gpus:
-            _hold(Invariant.KNOWN_GPUS, gpu in self._state.node_of, (gpu, name))
-            _hold(Invariant.NODE_IS_UP, self._is_up(gpu), (gpu, name))
-            _hold(Invariant.ONE_OWNER, gpu not in self._takers, (gpu, name))
-            _hold(Invariant.TAKES_FREE, self._owner(gpu) is None, (gpu, name))
+            if gpu in self._takers or self._owner(gpu) is not None or not self._is_up(gpu):
+                raise self._refusal(gpu, name)
             self._owners[gpu] = owner
             self._takers[gpu] = name
+
+    def _refusal(self, gpu: int, name: str) -> PlanError:
+        """Why nothing of this name may take it."""
+        why = f"{name} takes GPU {gpu}"
+        if gpu not in self._state.node_of:
+            return PlanError(Invariant.KNOWN_GPUS, why)
+        if not self._is_up(gpu):
+            return PlanError(Invariant.NODE_IS_UP, why)
+        if gpu in self._takers:
+            return PlanError(Invariant.ONE_OWNER, f"{why}, as does {self._takers[gpu]}")
+        return PlanError(Invariant.TAKES_FREE, f"{why} of {self._owner(gpu)}")
 
 
 def _hold(invariant: Invariant, holds: bool, what: object) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollmesh.scheduler.planning import policies
 from rollmesh.scheduler.planning.ops import Expand, Grant, Release, Shrink, ShrinkReason
 from rollmesh.scheduler.planning.plan import Policy, plan
 from rollmesh.scheduler.planning.state import PipelinePhase
@@ -129,8 +130,12 @@ def test_nothing_to_do_is_an_empty_plan() -> None:
     assert plan(state, Greedy()).ops == ()
 
 
-@pytest.mark.parametrize("policy", [Greedy(), Churn(0)])
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize(
+    "policy",
+    [Greedy(), Churn(0), *map(policies.by_name, ("fair", "gap-ratio", "static"))],
+    ids=lambda policy: policy.name,
+)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_plans_of_random_histories_hold_and_are_the_same_each_time(
     policy: Policy, seed: int
