@@ -20,6 +20,10 @@ from rollmesh.scheduler.planning.state import (
 )
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 
+# Looked up once: a plan asks thousands of times, and a look-up in an enum is not for nothing.
+_ADMITTED, _QUARANTINED = PipelinePhase.ADMITTED, PipelinePhase.QUARANTINED
+_AWAKE, _ASLEEP = WorkerPhase.AWAKE, WorkerPhase.ASLEEP
+
 
 class Reservation(msgspec.Struct, frozen=True):
     """A fixed request's claim to its GPUs, of which it cannot have all now."""
@@ -80,9 +84,9 @@ class Draft:
     def can_shrink(self, pipeline_id: str, worker: Worker) -> bool:
         """Whether it serves and stands still: not on its way, not moved by this plan, not of a
         pipeline in quarantine."""
-        if worker.phase is not WorkerPhase.AWAKE:
+        if worker.phase is not _AWAKE:
             return False
-        if self.state.pipelines[pipeline_id].phase is PipelinePhase.QUARANTINED:
+        if self.state.pipelines[pipeline_id].phase is _QUARANTINED:
             return False
         owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
         return all(self.owner(gpu) == owner for gpu in worker.gpus)
@@ -94,10 +98,10 @@ class Draft:
     def can_expand(self, pipeline_id: str, worker: Worker) -> bool:
         """Whether it sleeps and stands still, and may wake once nobody is on its GPUs: nodes,
         quota and reservations are for it. Whose they are now is not asked."""
-        if worker.phase is not WorkerPhase.ASLEEP or (pipeline_id, worker.rank) in self._moved:
+        if worker.phase is not _ASLEEP or (pipeline_id, worker.rank) in self._moved:
             return False
         pipeline = self.state.pipelines[pipeline_id]
-        if pipeline.phase is not PipelinePhase.ADMITTED or self._has_enough(pipeline):
+        if pipeline.phase is not _ADMITTED or self._has_enough(pipeline):
             return False
         if not self.up.issuperset(worker.gpus):
             return False

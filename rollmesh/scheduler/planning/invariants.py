@@ -29,7 +29,12 @@ from rollmesh.scheduler.planning.state import (
 )
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 
+Target = tuple[str, int]
+"""A worker, by its pipeline and rank."""
 _REASONS = frozenset(str(reason) for reason in ShrinkReason)
+# Looked up once: each op asks for several, and a look-up in an enum costs as much as all the rest.
+_ADMITTED, _QUARANTINED = PipelinePhase.ADMITTED, PipelinePhase.QUARANTINED
+_AWAKE, _ASLEEP, _UP = WorkerPhase.AWAKE, WorkerPhase.ASLEEP, NodePhase.UP
 
 
 class Invariant(enum.StrEnum):
@@ -101,8 +106,8 @@ class _Proof:
         self._owners: dict[int, Owner | None] = {}
         self._takers: dict[int, str] = {}
         """By GPU, what takes it: the key of a request, or a worker's name."""
-        self._shrunk: dict[tuple[str, int], Shrink] = {}
-        self._expanded: set[tuple[str, int]] = set()
+        self._shrunk: dict[Target, Shrink] = {}
+        self._expanded: set[Target] = set()
         self._granted: set[tuple[str, str]] = set()
         self._released: set[tuple[str, str]] = set()
 
@@ -119,10 +124,8 @@ class _Proof:
         request = self._state.requests.get(op.key)
         if request is None:
             raise PlanError(Invariant.EXISTS, f"nobody asked for {op.key}")
-        target, pipeline = (
-            (request.pipeline_id, request.cluster),
-            self._pipeline(request.pipeline_id),
-        )
+        target = (request.pipeline_id, request.cluster)
+        pipeline = self._pipeline(request.pipeline_id)
         _hold(Invariant.ELASTIC_IS_GENERATION, request.cluster != GENERATION_CLUSTER, target)
         _hold(Invariant.EXISTS, request.cluster in pipeline.spec.clusters, target)
         is_held = request.cluster in pipeline.holds and target not in self._released
@@ -133,24 +136,31 @@ class _Proof:
         self._take(pipeline, gpus, Owner(*target, FIXED), op.key)
 
     def shrink(self, op: Shrink) -> None:
-        pipeline, worker = self._worker(op.pipeline_id, op.rank)
         target = (op.pipeline_id, op.rank)
-        _hold(Invariant.ONE_OP_EACH, target not in self._shrunk, target)
-        _hold(Invariant.ONE_WAY, target not in self._expanded, target)
-        _hold(Invariant.STANDS_STILL, worker.phase is WorkerPhase.AWAKE, target)
-        _hold(Invariant.IS_ADMITTED, pipeline.phase is not PipelinePhase.QUARANTINED, target)
+        pipeline, worker = self._worker(target)
+        if target in self._shrunk or target in self._expanded:
+            raise self._twice(target, target in self._shrunk)
+        if worker.phase is not _AWAKE:
+            raise PlanError(Invariant.STANDS_STILL, f"{target} is {worker.phase}")
+        if pipeline.phase is _QUARANTINED:
+            raise PlanError(Invariant.IS_ADMITTED, f"{target} is in quarantine")
         self._shrunk[target] = op
         self._free(worker.gpus, Owner(op.pipeline_id, GENERATION_CLUSTER, op.rank))
 
     def expand(self, op: Expand) -> None:
-        pipeline, worker = self._worker(op.pipeline_id, op.rank)
         target = (op.pipeline_id, op.rank)
-        _hold(Invariant.ONE_OP_EACH, target not in self._expanded, target)
-        _hold(Invariant.ONE_WAY, target not in self._shrunk, target)
-        _hold(Invariant.STANDS_STILL, worker.phase is WorkerPhase.ASLEEP, target)
+        pipeline, worker = self._worker(target)
+        if target in self._expanded or target in self._shrunk:
+            raise self._twice(target, target in self._expanded)
+        if worker.phase is not _ASLEEP:
+            raise PlanError(Invariant.STANDS_STILL, f"{target} is {worker.phase}")
         self._expanded.add(target)
         owner = Owner(op.pipeline_id, GENERATION_CLUSTER, op.rank)
-        self._take(pipeline, worker.gpus, owner, worker_name(*target))
+        self._take(pipeline, worker.gpus, owner, worker_name(op.pipeline_id, op.rank))
+
+    def _twice(self, target: Target, is_same_way: bool) -> PlanError:
+        invariant = Invariant.ONE_OP_EACH if is_same_way else Invariant.ONE_WAY
+        return PlanError(invariant, f"{target} moves twice")
 
     def finish(self) -> None:
         """What only the whole plan shows."""
@@ -198,14 +208,14 @@ class _Proof:
         is_awake = worker.phase in AWAKE_PHASES and target not in self._shrunk
         return is_awake or target in self._expanded
 
-    def _worker(self, pipeline_id: str, rank: int) -> tuple[Pipeline, Worker]:
-        pipeline = self._pipeline(pipeline_id)
-        spec, target = pipeline.spec, (pipeline_id, rank)
-        _hold(Invariant.ELASTIC_IS_GENERATION, 0 <= rank < len(pipeline.workers), target)
-        worker = pipeline.workers[rank]
-        bundle = spec.generation[rank * spec.tp : (rank + 1) * spec.tp]
-        is_whole = worker.gpus == bundle and len(set(bundle)) == spec.tp
-        _hold(Invariant.WHOLE_BUNDLE, is_whole, target)
+    def _worker(self, target: Target) -> tuple[Pipeline, Worker]:
+        pipeline, rank = self._pipeline(target[0]), target[1]
+        if not 0 <= rank < len(pipeline.workers):
+            raise PlanError(Invariant.ELASTIC_IS_GENERATION, f"{target} is no generation worker")
+        worker, tp = pipeline.workers[rank], pipeline.spec.tp
+        bundle = pipeline.spec.generation[rank * tp : (rank + 1) * tp]
+        if worker.gpus != bundle or len(set(bundle)) != tp:
+            raise PlanError(Invariant.WHOLE_BUNDLE, f"{target} is on {worker.gpus}")
         return pipeline, worker
 
     def _pipeline(self, pipeline_id: str) -> Pipeline:
@@ -219,7 +229,7 @@ class _Proof:
 
     def _is_up(self, gpu: int) -> bool:
         node = self._state.node_of.get(gpu)
-        return node is not None and node.phase is NodePhase.UP
+        return node is not None and node.phase is _UP
 
     def _free(self, gpus: Iterable[int], owner: Owner) -> None:
         for gpu in gpus:
@@ -228,7 +238,8 @@ class _Proof:
             self._owners[gpu] = None
 
     def _take(self, pipeline: Pipeline, gpus: Iterable[int], owner: Owner, name: str) -> None:
-        _hold(Invariant.IS_ADMITTED, pipeline.phase is PipelinePhase.ADMITTED, name)
+        if pipeline.phase is not _ADMITTED:
+            raise PlanError(Invariant.IS_ADMITTED, f"{name} is {pipeline.phase}")
         for gpu in gpus:
             if gpu in self._takers or self._owner(gpu) is not None or not self._is_up(gpu):
                 raise self._refusal(gpu, name)
