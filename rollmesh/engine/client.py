@@ -30,6 +30,7 @@ from rollmesh.engine.leg import (
     encode_leg,
     encode_score,
 )
+from rollmesh.engine.occupation import EngineMemory
 
 CONTROL_TIMEOUT_S = 30.0
 """For pause, flush, update and continue; SGLang's pause alone polls each second."""
@@ -51,6 +52,7 @@ class EngineClient:
         self._vocab_size = vocab_size
         self._generate_target = target("POST", f"{self.url}/generate", _JSON)
         self._has_warned = False
+        self.memory = EngineMemory(lambda path: self._post(path, {}, CONTROL_TIMEOUT_S))
 
     def generate(self, leg: LegRequest, receiver: LegReceiver) -> Call:
         """Begin a leg; `receiver` hears its tokens, as they come if `leg.stream`, else all at once.
@@ -89,17 +91,6 @@ class EngineClient:
     async def flush(self) -> None:
         """Forget all prefixes; EngineRefused while requests run."""
         await self._post("/flush_cache", {}, CONTROL_TIMEOUT_S)
-
-    async def release_memory(self) -> None:
-        """Give up the memory of weights, keys and values; the weights are lost.
-
-        Only while it is paused and has flushed: SGLang falls over a request that still runs.
-        """
-        await self._post("/release_memory_occupation", {}, CONTROL_TIMEOUT_S)
-
-    async def resume_memory(self) -> None:
-        """Take the memory again; weights must be loaded before it generates."""
-        await self._post("/resume_memory_occupation", {}, CONTROL_TIMEOUT_S)
 
     async def order(
         self, path: str, body: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S

@@ -10,6 +10,26 @@ Driven by the coordinator, and by an embedded engine that starts asleep.
 """
 
 import enum
+from collections.abc import Awaitable, Callable
+
+
+class EngineMemory:
+    """The memory of weights, keys and values of one engine; part of its client."""
+
+    def __init__(self, order: Callable[[str], Awaitable[bytes]]) -> None:
+        """`order` has the engine do what a path says."""
+        self._order = order
+
+    async def release(self) -> None:
+        """Give it up; the weights are lost.
+
+        Only while it is paused and has flushed: SGLang falls over a request that still runs.
+        """
+        await self._order("/release_memory_occupation")
+
+    async def retake(self) -> None:
+        """Have it again; weights must be loaded before it generates."""
+        await self._order("/resume_memory_occupation")
 
 
 class Occupation(enum.StrEnum):

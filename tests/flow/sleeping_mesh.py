@@ -23,7 +23,7 @@ from rollmesh.wire.scheduling import (
     WorkerPhase,
     WorkersResized,
 )
-from rollmesh.wire.sockets import Hub
+from rollmesh.wire.sockets import Hub, wait
 from tests.flow.test_update import PATIENCE_S, VOCAB_SIZE, Process
 
 LOOK_S = 0.02
@@ -45,7 +45,7 @@ class Scheduler:
             while not is_so():
                 for route, packet in self.hub.receive():
                     self.heard.append(Received(route, packet.message))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.to_thread(wait, [self.hub], None, LOOK_S)
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [each.message for each in self.heard if isinstance(each.message, kind)]

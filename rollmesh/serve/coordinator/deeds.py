@@ -85,7 +85,7 @@ class _Engine:
             return
         await self._flush()
         await self._rename(Occupation.MOVING, called)
-        await self._client.release_memory()
+        await self._client.memory.release()
         await self._rename(Occupation.RELEASED, called)
 
     async def _flush(self) -> None:
@@ -102,7 +102,7 @@ class _Engine:
         if occupation is Occupation.RELEASED:
             await self._rename(Occupation.MOVING, called)
         if occupation is not Occupation.HELD:
-            await self._client.resume_memory()
+            await self._client.memory.retake()
 
     async def _load(self) -> int:
         info = await self._client.model_info()

@@ -225,14 +225,14 @@ async def test_an_engine_without_its_memory_holds_what_comes_until_it_has_weight
 ) -> None:
     await client.pause()
     await client.flush()
-    await client.release_memory()
+    await client.memory.release()
     await client.resume()
     with pytest.raises(EngineRefused, match="memory"):
         await client.update_from_disk(Path("weights"), 7)
     ear = LegEar()
     client.generate(leg(), ear)
     await engine.until(lambda: engine.num_live == 1)
-    await client.resume_memory()
+    await client.memory.retake()
     assert engine.num_sampled == 0
     await client.update_from_disk(Path("weights"), 7)
     await ear.until_over()
