@@ -45,11 +45,11 @@ OWN = 4
 class FairSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What it trades wakes against waiting by."""
 
-    quantum_s: float = 20.0
+    quantum_s: float = 60.0
     """A slice: an only worker is left alone so long."""
-    hold_s: float = 5.0
+    hold_s: float = 20.0
     """So long any worker is left alone, once it serves."""
-    switch_s: float = 5.0
+    switch_s: float = 20.0
     """What a sleep and a wake cost, about."""
     reserve_after_s: float = 60.0
     """A fixed request that waited so long is not bypassed."""
@@ -153,16 +153,15 @@ class _Round:
                 heapq.heappush(waiting, (*self._place(claim), place, claim))
         return lacking
 
-    def _place(self, claim: Claim) -> tuple[int, float]:
+    def _place(self, claim: Claim) -> tuple[float, ...]:
         """In the line for a bundle."""
         turn, num_awake = self._turn(claim), self._num_awake(claim)
-        if num_awake == 0:
-            return 0, turn.deadline_s(self._slice_s)
+        level = num_awake * claim.tp / claim.pipeline.spec.weight
         if num_awake < turn.lower:
-            return 1, num_awake * claim.tp / claim.pipeline.spec.weight
+            return 0 if num_awake == 0 else 1, level
         if num_awake < turn.upper:
-            return 2, turn.deadline_s(self._slice_s)
-        return 3, num_awake * claim.tp / claim.pipeline.spec.weight
+            return 2, *turn.order(self._slice_s)
+        return 3, level
 
     def _find_keepers(self) -> set[str]:
         """As many as have a slice: those that would first be a slice behind without one."""
