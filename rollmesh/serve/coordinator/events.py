@@ -76,6 +76,8 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_id: str
     urls: tuple[str, ...]
     """Of the engines, by rank."""
+    started_s: float = 0.0
+    """When this process began, in unix time: the scheduler tells it from those before by that."""
     lease_s: float = 15.0
     """A sleeping engine is leased for so long, and anew after a third of it."""
     beat_s: float = 1.0

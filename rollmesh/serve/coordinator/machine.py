@@ -97,6 +97,8 @@ class Coordinator:
     def _on_resize(self, ask: ResizeWorkers, now_s: float) -> list[Action]:
         if ask.pipeline_id != self._settings.pipeline_id:
             return []
+        if ask.started_s not in (0.0, self._settings.started_s):
+            return []  # it was meant for a process before
         if ask.resize_id in self._errors:
             return [self._answer(ask, self._errors[ask.resize_id])]
         if any(each.ask.resize_id == ask.resize_id for each in self._line):
@@ -196,7 +198,8 @@ class Coordinator:
         if not is_news and now_s < self._said_s + self._settings.beat_s:
             return []
         self._said, self._said_s = truths, now_s
-        return [Send(SCHEDULER, CoordinatorHello(self._settings.pipeline_id, truths))]
+        mine = self._settings
+        return [Send(SCHEDULER, CoordinatorHello(mine.pipeline_id, truths, mine.started_s))]
 
 
 def _state(truth: WorkerTruth) -> tuple[object, ...]:

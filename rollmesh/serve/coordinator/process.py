@@ -80,9 +80,10 @@ class CoordinatorShell:
     def __init__(
         self, ask: CoordinatorAsk, keys: Keys | None = None, clock: Clock | None = None
     ) -> None:
-        self.machine = Coordinator(ask.settings)
         self._ask = ask
         self._clock = clock or SystemClock()
+        started_s = self._clock.unix_s()
+        self.machine = Coordinator(msgspec.structs.replace(ask.settings, started_s=started_s))
         self._http = HttpClient()
         self._calls: dict[str, asyncio.Task[None]] = {}
         """By engine: the one of which it is told, of those under way."""

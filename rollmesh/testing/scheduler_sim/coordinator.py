@@ -6,6 +6,8 @@ messages of scheduler and router, and the answers of engines.
 
 from collections.abc import Sequence
 
+import msgspec
+
 from rollmesh.serve.coordinator.events import (
     SCHEDULER,
     Action,
@@ -42,7 +44,7 @@ class SimCoordinator(Node):
         )
         self._kernel = kernel
         self._network = network
-        self.machine = Coordinator(self._settings)
+        self.machine = self._new()
         network.attach(self, self._receive)
 
     def start(self) -> None:
@@ -50,8 +52,12 @@ class SimCoordinator(Node):
 
     def restart(self) -> None:
         super().restart()
-        self.machine = Coordinator(self._settings)
+        self.machine = self._new()
         self.start()
+
+    def _new(self) -> Coordinator:
+        started_s = 1.0 + self._kernel.now_s(self)
+        return Coordinator(msgspec.structs.replace(self._settings, started_s=started_s))
 
     def _tick(self) -> None:
         self._step(Ticked())

@@ -230,6 +230,7 @@ def test_of_another_pipeline_or_worker_nothing_is_done() -> None:
     yard.run(1.0)
     yard.hear(ResizeWorkers("q", 1, (WorkerChange(0, True, 1),), 5.0))
     yard.hear(ResizeWorkers("p", 2, (WorkerChange(9, True, 1),), 5.0))
+    yard.hear(ResizeWorkers("p", 3, (WorkerChange(0, True, 1),), 5.0, started_s=7.0))
     yard.run(2.0)
     assert [answer.resize_id for answer in yard.answers()] == [2]
     assert "no worker 9" in yard.answers()[0].error
