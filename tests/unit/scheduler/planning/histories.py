@@ -195,6 +195,23 @@ class History:
         else:
             self.state.lose_node(node.name)
 
+    def mend(self) -> None:
+        """All is well again, all comes to rest, and whoever holds gives up."""
+        self.state.now_s += 1.0
+        for node in list(self.state.nodes.values()):
+            self.state.add_node(Node(name=node.name, gpus=node.gpus))
+        for pipeline_id, worker in self.workers(*MOVING):
+            self._rest(pipeline_id, worker)
+        for pipeline_id, worker in self.workers(WorkerPhase.LOST):
+            self.state.move_worker(pipeline_id, worker.rank, WorkerPhase.ASLEEP)
+        for pipeline in self.state.pipelines.values():
+            if pipeline.phase is not PipelinePhase.LEAVING:
+                pipeline.phase = PipelinePhase.ADMITTED
+            pipeline.releasing.update(dict.fromkeys(pipeline.holds, "release"))
+            if not pipeline.spec.is_preemptible:
+                pipeline.demand = None
+        self._tidy()
+
     def _rest(self, pipeline_id: str, worker: Worker) -> None:
         is_waking = worker.phase is WorkerPhase.WAKING
         phase = WorkerPhase.AWAKE if is_waking else WorkerPhase.ASLEEP

@@ -150,3 +150,21 @@ def test_plans_of_random_histories_hold_and_are_the_same_each_time(
         assert plan(before, policy) == first
         carry_out(history.state, policy)
         check_owners(history.state)
+
+
+@pytest.mark.parametrize("policy", [Churn(0), policies.by_name("fair")], ids=lambda each: each.name)
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_once_all_faults_are_mended_every_request_is_granted(policy: Policy, seed: int) -> None:
+    """Nothing of what went before is left in the way: a hold and a wake or two for each request."""
+    history = History(seed)
+    for _ in range(40):
+        history.happen()
+        carry_out(history.state, policy)
+    leaving = {k for k, each in history.state.pipelines.items() if each.phase == "leaving"}
+    keys = {k for k, each in history.state.requests.items() if each.pipeline_id not in leaving}
+    for _ in range(3 + 3 * len(keys)):
+        history.mend()
+        carry_out(history.state, policy)
+    assert keys.isdisjoint(history.state.requests)
+    assert leaving.isdisjoint(history.state.pipelines)
