@@ -10,6 +10,8 @@ forgotten, and its ask answered, when all its workers sleep; a node that comes b
 numbers that it had. Driven by scheduler.py.
 """
 
+import math
+
 from rollmesh.core.errors import UserError
 from rollmesh.scheduler.planning.placement import check
 from rollmesh.scheduler.planning.state import Node, NodePhase, Pipeline, PipelinePhase
@@ -142,6 +144,8 @@ class Tenants:
         tenant = book.tenants[name]
         tenant.why, tenant.num_faults, tenant.is_wired, tenant.told = "", 0, False, []
         tenant.unsure = []
+        # What its coordinator still said comes late, and is not true any more.
+        tenant.started_s = math.nextafter(tenant.started_s, math.inf)
         if pipeline.phase is not PipelinePhase.LEAVING:
             pipeline.phase = PipelinePhase.REGISTERED
         book.links[name] = Link(heard_s=book.now_s)

@@ -185,6 +185,8 @@ def test_who_was_killed_has_nothing_whatever_its_coordinator_said_last() -> None
     assert stage.of("a").phase is PipelinePhase.REGISTERED
     assert stage.scheduler.book.state.owners == stage.scheduler.book.standing == {}
     assert coordinator.num_heard == 1
+    stage.say(coordinator.hello(), coordinator.route)
+    assert stage.scheduler.book.state.owners == stage.scheduler.book.standing == {}
 
 
 def test_unregister_said_again_after_a_restart_is_answered() -> None:
