@@ -94,6 +94,8 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Turns that cannot go on elsewhere have so long to end; then they are cut."""
     retry_s: float = 1.0
     """What failed is tried again after this time."""
+    repair_s: float = 60.0
+    """An engine that is awake and was started anew has so long to serve again."""
     call_s: float = 150.0
     """A call that its shell has not answered by then has failed; the shell's own limits are
     shorter."""

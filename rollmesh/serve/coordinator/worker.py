@@ -5,7 +5,8 @@
 
     LEAVING: until the table says ASLEEP.  JOINING: until it says that the engine serves.
     a step fails -> it is tried again;  the resize's deadline passes -> LOST, and on to sleep
-    awake, and found without memory -> RESUMING;  asleep, and found with memory -> PAUSING
+    awake, and found without memory -> RESUMING, for repair_s, then LOST, and on to sleep
+    asleep, and found with memory -> PAUSING, LOST if that fails
 
 Invariants: nobody is sent to an engine whose memory is not there, nor memory released while the
 table may send somebody; what is not known to be awake is out of the table; only one call to it is
@@ -82,6 +83,8 @@ class Worker:
         self._called_s = 0.0
         self._next_call_s = float("-inf")
         self._drained_from_s = 0.0
+        self._repaired_from_s = 0.0
+        """Of one that is awake, and was found without its memory."""
 
     def truth(self) -> WorkerTruth:
         kv_tokens = self.kv_tokens if self.phase is WorkerPhase.AWAKE else 0
@@ -126,12 +129,11 @@ class Worker:
         self._serial = 0
         if self.step is Step.RESTING:
             self._next_call_s = now_s + self._settings.beat_s
-            self._on_looked(done, row)
+            self._on_looked(done, row, now_s)
         elif self.step is Step.DRAINING:
             self._on_drained(done, now_s)
         elif not done.ok:
-            self.detail = f"{self.step.value}: {done.detail or 'it does not say why'}"
-            self._next_call_s = now_s + self._settings.retry_s
+            self._on_failed(done.detail or "it does not say why", now_s)
         elif self.step is Step.RELEASING:
             self._arrive(WorkerPhase.ASLEEP)
         else:
@@ -139,7 +141,13 @@ class Worker:
                 self.policy_version = done.policy_version
             self._enter(NEXT[self.step])
 
-    def _on_looked(self, done: EngineDone, row: EngineRow | None) -> None:
+    def _on_failed(self, why: str, now_s: float) -> None:
+        self.detail = f"{self.step.value}: {why}"
+        self._next_call_s = now_s + self._settings.retry_s
+        if self.phase is WorkerPhase.ASLEEP:
+            self.phase = WorkerPhase.LOST  # it was started anew, on GPUs that may be another's
+
+    def _on_looked(self, done: EngineDone, row: EngineRow | None, now_s: float) -> None:
         seen = done.seen
         if not done.ok or seen is None:
             self.detail = done.detail or "it does not answer"
@@ -149,6 +157,7 @@ class Worker:
             self.detail = ""
             self._take(seen)
             if self.phase is WorkerPhase.AWAKE and seen.is_released:
+                self._repaired_from_s = now_s
                 self._enter(Step.RESUMING)
             elif self.phase is WorkerPhase.ASLEEP and not seen.is_released:
                 self._enter(Step.PAUSING)
@@ -188,6 +197,9 @@ class Worker:
 
     def tend(self, row: EngineRow | None, now_s: float) -> None:
         """`row`: as the table has it now, None where it has not heard of the last ask yet."""
+        is_repaired = self.phase is WorkerPhase.AWAKE and self.step is not Step.RESTING
+        if is_repaired and now_s >= self._repaired_from_s + self._settings.repair_s:
+            self.give_up(f"{self.step.value}: took too long")
         if self.step is Step.LEAVING and row and row.phase is EnginePhase.ASLEEP:
             self._drained_from_s = now_s
             self._enter(Step.DRAINING)

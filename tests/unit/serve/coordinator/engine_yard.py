@@ -45,6 +45,11 @@ class Toy:
         self.done: list[Deed] = []
         self.life = 1
 
+    def start_anew(self) -> None:
+        """Its process has died, and another begins asleep."""
+        self.life += 1
+        self.is_released, self.num_requests = True, 0
+
     def obey(self, deed: Deed, newest: int) -> str:
         """'' or why not."""
         if why := self.fails.get(deed):

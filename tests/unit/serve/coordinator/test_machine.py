@@ -235,3 +235,66 @@ def test_of_another_pipeline_or_worker_nothing_is_done() -> None:
     assert [answer.resize_id for answer in yard.answers()] == [2]
     assert "no worker 9" in yard.answers()[0].error
     assert yard.phases() == [WorkerPhase.ASLEEP, WorkerPhase.ASLEEP]
+
+
+def test_an_awake_engine_that_was_started_anew_asleep_is_brought_up_again() -> None:
+    yard = awake(0)
+    yard.toy(0).start_anew()
+    yard.run(5.0)
+    assert yard.truth(0).phase is WorkerPhase.AWAKE
+    assert not yard.toy(0).is_released
+    assert yard.row(0).phase is EnginePhase.READY
+    assert {hello.workers[0].phase for hello in yard.hellos()[2:]} == {WorkerPhase.AWAKE}
+
+
+def test_one_that_does_not_come_up_again_is_lost_and_sleeps() -> None:
+    yard = awake(0)
+    yard.toy(0).start_anew()
+    yard.toy(0).fails[Deed.LOAD] = "no such folder"
+    yard.run(yard.settings.repair_s - 2.0)
+    assert yard.truth(0).phase is WorkerPhase.AWAKE
+    assert yard.row(0).phase is EnginePhase.ASLEEP
+    yard.run(8.0)
+    assert yard.truth(0).phase is WorkerPhase.ASLEEP
+    assert WorkerPhase.LOST in {hello.workers[0].phase for hello in yard.hellos()}
+
+
+def test_a_sleeping_engine_that_was_started_anew_with_its_memory_gives_it_up_again() -> None:
+    yard = awake(0)
+    yard.toy(1).start_anew()
+    yard.toy(1).is_released = False
+    yard.run(3.0)
+    assert yard.toy(1).is_released
+    assert WorkerPhase.LOST not in {hello.workers[1].phase for hello in yard.hellos()}
+    yard.toy(1).is_released = False
+    yard.toy(1).fails[Deed.RELEASE] = "requests run"
+    yard.run(3.0)
+    assert yard.truth(1).phase is WorkerPhase.LOST
+    yard.toy(1).fails.clear()
+    yard.run(3.0)
+    assert yard.truth(1).phase is WorkerPhase.ASLEEP
+
+
+def test_a_router_that_was_started_anew_is_told_what_is_awake() -> None:
+    yard = awake(0)
+    yard.start_router()
+    yard.run(2.0)
+    assert [yard.row(rank).phase for rank in (0, 1)] == [EnginePhase.READY, EnginePhase.ASLEEP]
+    yard.start_router(is_asleep=False)
+    yard.run(2.0)
+    assert yard.row(1).phase is EnginePhase.ASLEEP
+    yard.resize(True, 1)
+    yard.run(2.0)
+    assert yard.row(1).phase is EnginePhase.READY
+
+
+def test_asks_that_the_router_did_not_hear_are_said_again() -> None:
+    yard = awake(0)
+    yard.is_router_deaf = True
+    yard.resize(False, 0)
+    yard.run(2.0)
+    assert yard.truth(0).phase is WorkerPhase.SLEEPING
+    assert set(yard.toy(0).done) <= {Deed.RESUME, Deed.LOAD, Deed.PROBE, Deed.LOOK}
+    yard.is_router_deaf = False
+    yard.run(2.0)
+    assert yard.truth(0).phase is WorkerPhase.ASLEEP
