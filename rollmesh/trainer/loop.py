@@ -100,7 +100,6 @@ class TrainLoop:
         self._parts.policy.know_as(policy_version)
         self._train_again(again, recovery)
         self._parts.policy.end_step(again.step)
-        self._parts.tenancy.trained(again.step, 0)
         # So that a life that ends before the redo does leaves less of it to the next.
         self._saver.stepped(again.step + 1)
         return True
@@ -129,8 +128,6 @@ class TrainLoop:
         told = self._train(batch, wait_s)
         if (step + 1) % self._config.publish.every_steps == 0:
             self._publish(step + 1)
-        # Once the weights are handed over, which is done where they are.
-        self._parts.tenancy.trained(step, self._num_to_come(step + 1))
         self._record(batch, told)
         return True
 
@@ -158,14 +155,16 @@ class TrainLoop:
         self._parts.records.step({"step": UNTRAINED, "success_untrained": tally.success_untrained})
 
     def _next_batch(self, step: int) -> Batch | None:
-        pacer, trainer = self._parts.pacer, self._config.trainer
+        pacer, trainer, tenancy = self._parts.pacer, self._config.trainer, self._parts.tenancy
         while not self._stop.is_set():
             self._look_at_publication(0.0)
             self._saver.tend(step)
             batch = pacer.take(step)
+            num_to_come = self._num_to_come(step + bool(batch))
+            tenancy.hand_over(step, num_to_come, is_next_there=batch is not None)
             # Before the step, so that workers are busy while it computes.
-            num_steps_left = trainer.num_steps - step - bool(batch)
-            if self._parts.tenancy.may_ask(step, self._num_to_come(step + bool(batch))):
+            if tenancy.may_ask(step, num_to_come):
+                num_steps_left = trainer.num_steps - step - bool(batch)
                 pacer.ask(num_steps_left * trainer.groups_per_step)
             if batch:
                 return batch

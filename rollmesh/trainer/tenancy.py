@@ -4,8 +4,9 @@
     Tenant     a scheduler is asked for engines before anything is asked of them, and for the
                trainer's GPUs before a step; it is told how many rollouts are to come
 
-    a step   DEMANDED -> ROLLING OUT -> ASKED (for the trainer's GPUs) -> TRAINING -> handed over:
-             what the step had goes back as the next step's demand is opened, in one ask
+    a step   DEMANDED -> ROLLING OUT -> ASKED (for the trainer's GPUs) -> TRAINING -> TRAINED
+             -> handed over: what the step had goes back as the next step's demand is opened, in
+                one ask; or, where the next batch is there already, as the next step asks for it
 
 Owns what this life has asked for. Invariants: generation goes on while a step waits for GPUs or
 trains, on engines that no step needs; what an earlier life held is given up before anything is
@@ -48,16 +49,18 @@ class Tenancy(Protocol):
     def settle_in(self) -> None:
         """Give up what an earlier life held."""
 
+    def hand_over(self, step: int, num_to_come: int, *, is_next_there: bool) -> None:
+        """The step before this one needs the trainer's GPUs no more; once for each that trained.
+
+        `num_to_come` rollouts are, and the batch of this step may be there.
+        """
+
     def may_ask(self, step: int, num_to_come: int, stream: Stream = "train") -> bool:
-        """Whether rollouts of `step` may be asked for: an engine is awake for them, or the run has
-        GPUs of its own. The first call waits for that, or for a stop, unless the step before has
-        asked already. `num_to_come` rollouts are."""
+        """Whether rollouts may be asked for as `step` waits for its batch: an engine is awake for
+        it, or the run has GPUs of its own. An evaluation waits for that, or for a stop."""
 
     def may_train(self, step: int) -> bool:
         """Whether the trainer's GPUs are there; waits a moment for them."""
-
-    def trained(self, step: int, num_to_come: int) -> None:
-        """The step needs them no more; `num_to_come` rollouts at least are to come after it."""
 
     def tell_moved(self, record: GroupRecord) -> None:
         """Say which of its rollouts have lost an engine in mid-turn, and gone on elsewhere."""
@@ -83,8 +86,8 @@ class Unshared:
         del step
         return True
 
-    def trained(self, step: int, num_to_come: int) -> None:
-        del step, num_to_come
+    def hand_over(self, step: int, num_to_come: int, *, is_next_there: bool) -> None:
+        del step, num_to_come, is_next_there
 
     def tell_moved(self, record: GroupRecord) -> None:
         del record
@@ -112,14 +115,20 @@ class Tenant:
         self._handed: Ticket | None = None
         """The next step's demand, opened as the last step ended."""
         self._train: Ticket | None = None
+        self._has_trained = False
+        """On what `_train` brought, which is still here."""
         self._releases: list[Ticket] = []
 
     def settle_in(self) -> None:
         self._hooks.notify_release_gpus(TRAIN_CLUSTER).wait(self._stop)
 
     def may_ask(self, step: int, num_to_come: int, stream: Stream = "train") -> bool:
+        if not num_to_come:  # so nothing is asked for
+            if self._begun == (stream, step):
+                self._progress(stream, 0)
+            return True
         if self._awake_for != (stream, step):
-            if not self._has_engine(step, num_to_come):
+            if not self._has_engine(step, num_to_come, stream):
                 return False
             self._awake_for = stream, step
         if self._begun != (stream, step):  # after the demand, which forgets what was told before
@@ -130,22 +139,35 @@ class Tenant:
     def may_train(self, step: int) -> bool:
         if self._train is None:
             self._train = self._hooks.request_gpus(TRAIN_CLUSTER, GpuPriority.ACTOR_TRAINING, step)
-        return self._train.wait(self._stop, LOOK_S) is not None
+        self._has_trained = self._train.wait(self._stop, LOOK_S) is not None
+        return self._has_trained
 
-    def trained(self, step: int, num_to_come: int) -> None:
-        self._train = None
-        if not num_to_come:
-            self._releases.append(self._hooks.notify_release_gpus(TRAIN_CLUSTER, step))
+    def hand_over(self, step: int, num_to_come: int, *, is_next_there: bool) -> None:
+        if not self._has_trained:
             return
-        self._handed = self._hooks.notify_release_then_request_gpus(
+        self._has_trained = False
+        if is_next_there:
+            # Others that wait for these GPUs go first, and no engine is woken there for a moment.
+            self._train = self._give_up_for(TRAIN_CLUSTER, GpuPriority.ACTOR_TRAINING, step, 0)
+            self._awake_for = self._awake_for and ("train", step)
+        else:
+            self._train = None
+            priority = GpuPriority.GENERATION
+            self._handed = self._give_up_for(GENERATION_CLUSTER, priority, step, num_to_come)
+        self._begin("train", step, num_to_come)
+
+    def _give_up_for(
+        self, cluster: str, priority: GpuPriority, step: int, num_to_come: int
+    ) -> Ticket:
+        """In one ask: what the step before has trained on, for what `step` needs."""
+        return self._hooks.notify_release_then_request_gpus(
             TRAIN_CLUSTER,
-            GENERATION_CLUSTER,
-            GpuPriority.GENERATION,
-            release_global_step=step,
-            global_step=step + 1,
+            cluster,
+            priority,
+            release_global_step=step - 1,
+            global_step=step,
             step_target_estimate=num_to_come,
         )
-        self._begin("train", step + 1, num_to_come)
 
     def tell_moved(self, record: GroupRecord) -> None:
         for url in left_in_mid_turn(record):
@@ -170,10 +192,14 @@ class Tenant:
                     break
         self._hooks.close()
 
-    def _has_engine(self, step: int, num_to_come: int) -> bool:
+    def _has_engine(self, step: int, num_to_come: int, stream: Stream) -> bool:
         """Whether one is awake for the step's rollouts, whose demand is opened where it is not."""
-        if self._handed is None:
+        if stream == "eval":
             return self._hooks.signal_rollout_demand(step, num_to_come, self._stop)
+        if self._handed is None:
+            self._handed = self._hooks.request_gpus(
+                GENERATION_CLUSTER, GpuPriority.GENERATION, step, num_to_come
+            )
         if self._handed.wait(self._stop, 0.0) is None:
             return False
         self._handed = None

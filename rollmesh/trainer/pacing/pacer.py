@@ -160,12 +160,12 @@ class Pacer:
         return self.course.num_measuring + max(0, num_rollouts - self._tally.num_evals)
 
     def num_to_come(self, num_needed: int) -> int:
-        """Rollouts that run or may be asked for now, of `num_needed` groups that the run takes; and
-        at least those that the next batch lacks, for which there may be no room yet."""
-        staleness, ready = self._staleness, self._staleness.ready
-        most = max(0, num_needed * self._asking.num_samples - ready)
+        """Rollouts that run, or may be asked for now where the run takes `num_needed` groups more;
+        and at least those that the next batch lacks, for which there may be no room yet."""
+        staleness, ready, running = self._staleness, self._staleness.ready, self._staleness.running
+        most = num_needed * self._asking.num_samples - ready
         num_lacking = staleness.settings.batch - ready
-        return min(most, max(num_lacking, staleness.running + staleness.capacity))
+        return max(running, min(most, max(num_lacking, running + staleness.capacity)))
 
     def cancel_open(self, reason: str) -> None:
         """Nobody will want what is asked for and has not ended."""

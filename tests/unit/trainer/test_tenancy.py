@@ -68,19 +68,26 @@ def targets(told: list[AnyMessage]) -> list[tuple[str, int, int]]:
     return [(each.stream, each.target, each.completed) for each in reports]
 
 
+def train(tenant: Tenant, step: int) -> None:
+    while not tenant.may_train(step):
+        pass
+
+
+def ask(tenant: Tenant, step: int, num_to_come: int = 8) -> None:
+    while not tenant.may_ask(step, num_to_come):
+        pass
+
+
 def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
     scheduler: FakeScheduler, tenant: Tenant
 ) -> None:
     with scheduler.granting(*ALL) as told:
         tenant.settle_in()
         for step in range(2):
-            while not tenant.may_ask(step, 8):
-                pass
-            while not tenant.may_train(step):
-                pass
-            tenant.trained(step, 8 * (1 - step))
-        tenant.leave()
-        tenant.close(PATIENCE_S)
+            tenant.hand_over(step, 8, is_next_there=False)
+            ask(tenant, step)
+            train(tenant, step)
+        leave(tenant)
     assert asks(told) == [
         (GENERATION_CLUSTER, 8),
         (TRAIN_CLUSTER, 0),
@@ -91,24 +98,50 @@ def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
     assert (handed.release_cluster, handed.priority) == (TRAIN_CLUSTER, GpuPriority.GENERATION)
     assert (handed.release_global_step, handed.global_step) == (0, 1)
     released = [m.cluster for m in told if isinstance(m, NotifyReleaseGpus)]
-    assert released == [TRAIN_CLUSTER, TRAIN_CLUSTER, TRAIN_CLUSTER, GENERATION_CLUSTER]
+    assert released == [TRAIN_CLUSTER, TRAIN_CLUSTER, GENERATION_CLUSTER]
     assert isinstance(told[0], NotifyReleaseGpus), "what an earlier life held, before all else"
     assert any(isinstance(m, ClearProgress) for m in told)
+
+
+def test_a_step_whose_batch_is_there_stands_in_line_anew_and_wakes_no_engine(
+    scheduler: FakeScheduler, tenant: Tenant
+) -> None:
+    with scheduler.granting(*ALL) as told:
+        ask(tenant, 0)
+        train(tenant, 0)
+        tenant.hand_over(1, 8, is_next_there=True)
+        assert tenant.may_ask(1, 8), "the demand of before is open"
+        train(tenant, 1)
+        tenant.hand_over(2, 4, is_next_there=False)
+        leave(tenant)
+    again, handed = (m for m in told if isinstance(m, NotifyReleaseThenRequestGpus))
+    assert (again.release_cluster, again.cluster) == (TRAIN_CLUSTER, TRAIN_CLUSTER)
+    assert (again.priority, again.global_step) == (GpuPriority.ACTOR_TRAINING, 1)
+    assert (handed.release_cluster, handed.cluster) == (TRAIN_CLUSTER, GENERATION_CLUSTER)
+
+
+def test_what_was_not_trained_on_is_not_handed_over(
+    scheduler: FakeScheduler, tenant: Tenant
+) -> None:
+    with scheduler.granting(GENERATION_CLUSTER) as told:
+        ask(tenant, 0)
+        assert not tenant.may_train(0)
+        tenant.hand_over(0, 8, is_next_there=False)
+        leave(tenant)
+    assert not [m for m in told if isinstance(m, NotifyReleaseThenRequestGpus)]
 
 
 def test_nothing_is_asked_of_engines_before_one_is_awake(
     scheduler: FakeScheduler, tenant: Tenant
 ) -> None:
     with scheduler.granting(*ALL):
-        assert tenant.may_ask(0, 8)
-        while not tenant.may_train(0):
-            pass
-    tenant.trained(0, 8)
+        ask(tenant, 0)
+        train(tenant, 0)
+    tenant.hand_over(1, 8, is_next_there=False)
     assert not tenant.may_ask(1, 8)
     handed = scheduler.expect(NotifyReleaseThenRequestGpus)
     scheduler.say_granted(handed.key, (0,))
-    while not tenant.may_ask(1, 8):
-        pass
+    ask(tenant, 1)
     assert tenant.may_ask(1, 8)
 
 
@@ -117,8 +150,8 @@ def test_progress_is_what_is_left_and_grows_where_there_is_room_for_more(
 ) -> None:
     with scheduler.granting(*ALL) as told:
         for num_to_come in (8, 8, 5, 9, 0):
-            assert tenant.may_ask(0, num_to_come)
-        tenant.may_ask(1, 4)
+            ask(tenant, 0, num_to_come)
+        ask(tenant, 1, 4)
         leave(tenant)
     assert targets(told) == [
         ("train", 8, 0),
@@ -135,7 +168,7 @@ def test_an_evaluation_is_a_stream_of_its_own_and_ends_when_the_next_has_begun(
     with scheduler.granting(*ALL) as told:
         assert tenant.may_ask(-1, 100, "eval")
         assert tenant.may_ask(-1, 0, "eval")
-        assert tenant.may_ask(0, 8)
+        ask(tenant, 0)
         leave(tenant)
     streams = [(type(m), m.stream) for m in told if isinstance(m, ReportProgress | ClearProgress)]
     assert streams == [
@@ -175,10 +208,9 @@ def test_who_is_told_to_stop_waits_neither_for_engines_nor_for_gpus(
 
 def test_who_leaves_in_mid_step_leaves_nothing(scheduler: FakeScheduler, tenant: Tenant) -> None:
     with scheduler.granting(GENERATION_CLUSTER) as told:
-        assert tenant.may_ask(0, 8)
+        ask(tenant, 0)
         assert not tenant.may_train(0)
-        tenant.leave()
-        tenant.close(PATIENCE_S)
+        leave(tenant)
     [train] = [m for m in told if isinstance(m, RequestGpus) and m.cluster == TRAIN_CLUSTER]
     assert WithdrawRequest(train.key) in told
     released = [m.cluster for m in told if isinstance(m, NotifyReleaseGpus)]
@@ -222,6 +254,7 @@ def test_a_loop_asks_for_engines_first_and_trains_on_gpus_that_it_was_given(
         assert not life.tally.num_steps
         scheduler.say_granted(step.key, (0, 1))
         handed = scheduler.expect(NotifyReleaseThenRequestGpus)
+        assert handed.cluster == GENERATION_CLUSTER
         assert (handed.release_global_step, handed.global_step) == (0, 1)
         life.stop.set()
         loop.join()
