@@ -50,7 +50,9 @@ class Coordinators:
             tenant.started_s, tenant.told, tenant.unsure = hello.started_s, [], []
             book.mark("pipelines", hello.pipeline_id)
         if not link.is_known:
-            link.is_known = book.wants_plan = True
+            link.is_known = True
+            if pipeline.demand or self._intents.of(hello.pipeline_id):
+                book.wants_plan = True
         link.route, link.heard_s = route, book.now_s
         self._hear(pipeline, hello.workers)
 

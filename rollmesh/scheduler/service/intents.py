@@ -27,6 +27,9 @@ class Intents:
 
     def __init__(self, book: Book) -> None:
         self._book = book
+        self._by_pipeline: dict[str, dict[int, Intent]] = {}
+        for intent in book.intents.values():
+            self._by_pipeline.setdefault(intent.pipeline_id, {})[intent.intent_id] = intent
 
     # plans
 
@@ -68,6 +71,7 @@ class Intents:
             planned_s=book.now_s,
         )
         book.intents[intent.intent_id] = intent
+        self._by_pipeline.setdefault(pipeline_id, {})[intent.intent_id] = intent
         book.mark("intents", intent.intent_id)
         return intent
 
@@ -75,7 +79,7 @@ class Intents:
 
     def of(self, pipeline_id: str) -> list[Intent]:
         """All of a pipeline's, the oldest first."""
-        return [each for each in self._book.intents.values() if each.pipeline_id == pipeline_id]
+        return list(self._by_pipeline.get(pipeline_id, {}).values())
 
     def of_worker(self, pipeline_id: str, rank: int) -> Intent | None:
         return next((each for each in self.of(pipeline_id) if each.rank == rank != FIXED), None)
@@ -205,7 +209,7 @@ class Intents:
                 self._end(intent, IntentPhase.FAILED, why)
         for worker in book.state.pipelines[pipeline_id].workers:
             if worker.phase is not WorkerPhase.ASLEEP:
-                self.lose(pipeline_id, worker)
+                self._lose(pipeline_id, worker)
 
     def leave(self, pipeline: Pipeline, gpus: frozenset[int]) -> None:
         """A node is down: what its workers were about to do is not done, what was promised there
@@ -223,9 +227,9 @@ class Intents:
                 self._end(intent, IntentPhase.FAILED, "its node is down")
         for worker in pipeline.workers:
             if worker.phase is not WorkerPhase.ASLEEP and not gpus.isdisjoint(worker.gpus):
-                self.lose(name, worker)
+                self._lose(name, worker)
 
-    def lose(self, pipeline_id: str, worker: Worker) -> None:
+    def _lose(self, pipeline_id: str, worker: Worker) -> None:
         """What it stands on is nobody else's."""
         owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
         for gpu in worker.gpus:
@@ -281,6 +285,10 @@ class Intents:
         intent.phase, intent.detail = phase, detail
         self._book.num[f"intents_{phase.value}"] += 1
         self._book.intents.pop(intent.intent_id)
+        left = self._by_pipeline[intent.pipeline_id]
+        del left[intent.intent_id]
+        if not left:
+            del self._by_pipeline[intent.pipeline_id]
         self._book.mark("intents", intent.intent_id)
 
     def _worker(self, intent: Intent) -> Worker:

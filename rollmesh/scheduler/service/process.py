@@ -146,10 +146,12 @@ class ServiceLoop:
         if self._is_stuck:
             self._carry_out()
             return
-        for route, packet in self._hub.receive():
-            self._step(Received(route, packet.message, packet.body, packet.router))
+        arrived = list(self._hub.receive())
+        for number, (route, packet) in enumerate(arrived, 1):
+            event = Received(route, packet.message, packet.body, packet.router)
+            self._step(event, is_last=number == len(arrived))
         now_s = self._clock.now_s()
-        if now_s >= self._next_tick_s:
+        if now_s >= min(self._next_tick_s, self.scheduler.book.again_s - self._ahead_s):
             self._next_tick_s = now_s + self._settings.tick_s
             self._step(Ticked())
         self._carry_out()
@@ -160,11 +162,13 @@ class ServiceLoop:
         """How long nothing needs a turn, if nothing arrives."""
         if self._is_stuck:
             return RETRY_S
-        return max(0.0, self._next_tick_s - self._clock.now_s())
+        due_s = min(self._next_tick_s, self.scheduler.book.again_s - self._ahead_s)
+        return max(0.0, due_s - self._clock.now_s())
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: Event, is_last: bool = True) -> None:
+        now_s = self._clock.now_s() + self._ahead_s
         try:
-            self._actions += self.scheduler.step(event, self._clock.now_s() + self._ahead_s)
+            self._actions += self.scheduler.step(event, now_s, is_last)
         except Exception:  # door: one peer's message must not end the fleet
             self._num_failed += 1
             kind = type(event.message).__name__ if isinstance(event, Received) else "tick"

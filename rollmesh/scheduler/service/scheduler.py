@@ -85,6 +85,8 @@ class Scheduler:
         self.tenants = self.TENANTS(self.book, self.tickets, self.demands, self.intents)
         self._began_s: float | None = None
         self._is_settled = revived is None
+        self._has_moved = True
+        """Since somebody last looked whether anything can be done."""
         self._handlers: dict[type, Callable[[bytes, Any], object]] = {
             HooksWired: self.tenants.on_wired,
             RequestGpus: self.tickets.on_ask,
@@ -106,14 +108,19 @@ class Scheduler:
             ReadScheduler: self._on_read,
         }
 
-    def step(self, event: Event, now_s: float) -> list[Action]:
-        """Take one event; what is foreign changes nothing. Time does not run back here."""
+    def step(self, event: Event, now_s: float, is_last: bool = True) -> list[Action]:
+        """Take one event; what is foreign changes nothing. Time does not run back here.
+
+        Of events that have come at once, only the `is_last` makes a plan.
+        """
         self._start(now_s)
         if isinstance(event, Ticked):
             self._on_tick()
         elif handler := self._handlers.get(type(event.message)):
             handler(event.route, event.message)
-        self._settle()
+        self._has_moved |= self.book.has_moved(_QUIET)
+        if is_last:
+            self._settle()
         self.tickets.tell()
         return self.book.take()
 
@@ -161,8 +168,9 @@ class Scheduler:
     def _settle(self) -> None:
         """Plan if something asks for it, do what can be done, say who has what now."""
         book = self.book
-        if not (self._is_due() or book.has_moved(_QUIET)):
+        if not (self._is_due() or self._has_moved):
             return
+        self._has_moved = False
         for _ in range(ROUNDS):
             if self._is_due():
                 self._plan()

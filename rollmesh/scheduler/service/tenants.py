@@ -131,7 +131,6 @@ class Tenants:
             is_ill = bool(book.tenants[name].why)
             pipeline.phase = PipelinePhase.QUARANTINED if is_ill else PipelinePhase.ADMITTED
             book.mark("pipelines", name)
-            book.wants_plan = True
         return ""
 
     def _on_kill(self, name: str) -> str:

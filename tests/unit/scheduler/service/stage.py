@@ -215,7 +215,7 @@ class Stage:
                 break
             wakes = change.wakes
             coordinator.move(change.rank, WorkerPhase.AWAKE if wakes else WorkerPhase.ASLEEP)
-        self.check_gpus()
+        self._check_gpus()
         truths = tuple(truth for truth in coordinator.truths if truth.rank in ranks)
         answer = WorkersResized(coordinator.name, resize.resize_id, truths, coordinator.error)
         self.say(answer, coordinator.route)
@@ -240,7 +240,7 @@ class Stage:
             self.run(0.25)
         assert self.state(key) is state, f"{key} is {self.moved.get(key)} at {self.now_s}"
 
-    def check_gpus(self) -> None:
+    def _check_gpus(self) -> None:
         """Nobody is where another is."""
         book, users = self.scheduler.book, dict[int, str]()
         for name, coordinator in self.coordinators.items():
@@ -277,7 +277,7 @@ class Stage:
             else:
                 self._hear(action)
         if self.checks_rows_each and self.num_steps % self.checks_rows_each == 0:
-            self.check_rows()
+            self._check_rows()
 
     def _hear(self, action: Action) -> None:
         if isinstance(action, Note):
@@ -300,9 +300,9 @@ class Stage:
         asked = self.open.pop(key, None)
         if asked and not isinstance(asked, NotifyReleaseGpus):
             self._held[key] = asked
-        self.check_gpus()
+        self._check_gpus()
 
-    def check_rows(self) -> None:
+    def _check_rows(self) -> None:
         """What was kept tells all that the machine knows."""
         book = self.scheduler.book
         tables = {table: dict(rows) for table, rows in self.kept.tables.items()}

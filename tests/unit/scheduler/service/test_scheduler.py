@@ -12,7 +12,7 @@ from rollmesh.scheduler.service.actions import Action, Event
 from rollmesh.scheduler.service.coordinators import Coordinators
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.tickets import Ask, Tickets
-from rollmesh.wire.machine import Received
+from rollmesh.wire.machine import Received, Send
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     GpuPriority,
@@ -20,6 +20,8 @@ from rollmesh.wire.scheduling import (
     NotifyReleaseThenRequestGpus,
     ReadScheduler,
     ReportProgress,
+    RequestGpus,
+    TicketMoved,
     TicketState,
     WorkerPhase,
     WorkersResized,
@@ -53,11 +55,11 @@ def test_a_hundred_that_wait_do_not_keep_one_from_releasing() -> None:
 class FourAtATime(Scheduler):
     """The fault: who waits has one of four doors until it is answered."""
 
-    def step(self, event: Event, now_s: float) -> list[Action]:
+    def step(self, event: Event, now_s: float, is_last: bool = True) -> list[Action]:
         waiting = sum(each.state is QUEUED for each in self.book.tickets.values())
         if waiting >= 4 and isinstance(event, Received) and isinstance(event.message, Ask):
             return []
-        return super().step(event, now_s)
+        return super().step(event, now_s, is_last)
 
 
 def test_with_four_doors_for_those_who_wait_a_release_never_comes_in() -> None:
@@ -160,13 +162,13 @@ def test_were_all_to_blame_none_would_go_on() -> None:
 class WaitsForAll(Scheduler):
     """The fault: nothing is done while any resize is not answered, and none is ever late."""
 
-    def step(self, event: Event, now_s: float) -> list[Action]:
+    def step(self, event: Event, now_s: float, is_last: bool = True) -> list[Action]:
         for intent in self.book.intents.values():
             intent.until_s = math.inf
         is_answer = isinstance(event, Received) and isinstance(event.message, WorkersResized)
         if self.book.intents and not is_answer:
             return []
-        return super().step(event, now_s)
+        return super().step(event, now_s, is_last)
 
 
 def hung(kind: type[Scheduler]) -> Stage:
@@ -317,6 +319,23 @@ def test_who_ends_early_wedges_nobody() -> None:
 
 
 # what a step costs, and who is told what
+
+
+def test_of_what_has_come_at_once_the_last_makes_the_plan() -> None:
+    stage = Stage(2)
+    for name in ("a", "b"):
+        stage.pipeline(name, train=(0,), generation=())
+    book, now_s = stage.scheduler.book, stage.now_s
+    num_plans = book.num["plans"]
+    first = RequestGpus("ka", "a", TRAIN, GpuPriority.ACTOR_TRAINING)
+    second = RequestGpus("kb", "b", TRAIN, GpuPriority.ACTOR_TRAINING)
+    stage.scheduler.step(Received(b"a", first), now_s, is_last=False)
+    assert book.num["plans"] == num_plans
+    actions = stage.scheduler.step(Received(b"b", second), now_s)
+    assert book.num["plans"] == num_plans + 1
+    said = [each.message for each in actions if isinstance(each, Send)]
+    told = {each.key: each.state for each in said if isinstance(each, TicketMoved)}
+    assert told == {"ka": GRANTED, "kb": QUEUED}
 
 
 def test_a_step_that_changes_nothing_writes_nothing_and_plans_nothing() -> None:

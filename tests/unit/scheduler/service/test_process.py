@@ -1,0 +1,151 @@
+"""The loop of the process: what is kept before what is sent, over real sockets and a real disk."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.errors import AddressError, ConfigError, JournalError
+from rollmesh.core.process import listen
+from rollmesh.scheduler.planning.policies.fair import Fair
+from rollmesh.scheduler.service.actions import Row
+from rollmesh.scheduler.service.face import Face
+from rollmesh.scheduler.service.journal import Journal
+from rollmesh.scheduler.service.process import ServiceAsk, ServiceLoop, open_hub
+from rollmesh.testing.clock import FakeClock
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import AnyMessage
+from rollmesh.wire.scheduling import (
+    AdmitPipeline,
+    HooksWired,
+    JoinNode,
+    PipelineSpec,
+    RegisterPipeline,
+    RequestGpus,
+    SchedulerAnswered,
+    SchedulerHello,
+    TicketMoved,
+    TicketState,
+)
+from rollmesh.wire.sockets import Dialer, Hub, wait
+
+NODE = JoinNode("file-n0", "n0", 2, (), beats=False)
+SPEC = PipelineSpec(pipeline_id="a", clusters={"actor_train": (0,)}, generation=())
+
+
+class FullDisk(Journal):
+    """It refuses what is written, as long as it is full."""
+
+    is_full = False
+
+    def keep(self, rows: Iterable[Row]) -> None:
+        if self.is_full:
+            raise JournalError("no space left on device")
+        super().keep(rows)
+
+
+class Life:
+    """A scheduler's process, but for its process."""
+
+    def __init__(self, folder: Path, clock: FakeClock) -> None:
+        ask = ServiceAsk(
+            bind="tcp://127.0.0.1:0", http_bind="127.0.0.1:0", journal=folder, policy=Fair()
+        )
+        self.clock = clock
+        self.hub = open_hub(ask.bind)
+        self.journal = FullDisk(folder)
+        self._listening = listen(ask.http_bind)
+        face = Face(self._listening, clock)
+        self.loop = ServiceLoop(ask, self.hub, self.journal, face, clock)
+        self.dialer = Dialer(self.hub.address, "test")
+
+    def ask(self, message: AnyMessage, kind: type[AnyMessage]) -> AnyMessage:
+        """Say it; the next answer of that kind."""
+        self.dialer.send(Packet(message))
+        return next(each for each in self.heard() if isinstance(each, kind))
+
+    def heard(self) -> Iterator[AnyMessage]:
+        while True:
+            wait([self.hub], None, 0.05)
+            self.loop.turn()
+            for packet in self.dialer.receive():
+                yield packet.message
+
+    def close(self) -> None:
+        self.dialer.close()
+        self.hub.close()
+        self.journal.close()
+        self._listening.close()
+
+
+def begin(folder: Path, now_s: float = 0.0) -> Life:
+    life = Life(folder, FakeClock(now_s))
+    life.loop.join((NODE,))
+    life.loop.turn()
+    return life
+
+
+def granted(life: Life, key: str) -> TicketMoved:
+    moved = life.ask(RequestGpus(key, "a", "actor_train", 1), TicketMoved)
+    assert isinstance(moved, TicketMoved)
+    return moved
+
+
+def test_what_was_granted_is_held_over_lives(tmp_path: Path) -> None:
+    with closing(begin(tmp_path)) as life:
+        for message in (RegisterPipeline("r", SPEC), AdmitPipeline("ad", "a")):
+            answer = life.ask(message, SchedulerAnswered)
+            assert isinstance(answer, SchedulerAnswered)
+            assert answer.ok, answer.error
+        first = life.ask(HooksWired("a"), SchedulerHello)
+        assert granted(life, "k").gpus == (0,)
+    with closing(begin(tmp_path)) as life:
+        second = life.ask(HooksWired("a"), SchedulerHello)
+        assert first != second
+        assert granted(life, "k").state is TicketState.GRANTED
+        assert life.loop.scheduler.book.numbers.num_lives == 2
+
+
+def test_its_time_does_not_run_back_over_lives(tmp_path: Path) -> None:
+    with closing(begin(tmp_path, now_s=1000.0)) as life:
+        life.loop.turn()
+        before_s = life.loop.scheduler.book.now_s
+    with closing(begin(tmp_path, now_s=10.0)) as life:
+        life.loop.turn()
+        assert life.loop.scheduler.book.now_s >= before_s
+        life.clock.advance(5.0)
+        life.loop.turn()
+        assert life.loop.scheduler.book.now_s >= before_s + 5.0
+
+
+def test_nothing_is_sent_before_its_rows_are_on_the_disk(tmp_path: Path) -> None:
+    with closing(begin(tmp_path)) as life:
+        life.ask(RegisterPipeline("r", SPEC), SchedulerAnswered)
+        life.journal.is_full = True
+        life.dialer.send(Packet(AdmitPipeline("ad", "a")))
+        while not life.loop.scheduler.book.answers.get("ad"):
+            wait([life.hub], None, 0.05)
+            life.loop.turn()
+        life.dialer.send(Packet(HooksWired("a")))
+        wait([life.dialer], None, 0.2)
+        life.loop.turn()
+        assert not list(life.dialer.receive())
+        assert life.loop.idle_s() > 0.0
+        life.journal.is_full = False
+        told = life.heard()
+        assert next(told) == SchedulerAnswered("ad", True)
+        assert isinstance(next(told), SchedulerHello)
+
+
+def test_a_node_that_has_changed_is_named_at_the_start(tmp_path: Path) -> None:
+    begin(tmp_path).close()
+    said = pytest.raises(ConfigError, match="'n0' had 2 GPUs and comes back with 3")
+    with closing(Life(tmp_path, FakeClock())) as life, said:
+        life.loop.join((JoinNode("file-n0", "n0", 3, (), beats=False),))
+
+
+def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
+    said = pytest.raises(AddressError, match=r"bind = tcp://127\.0\.0\.1")
+    with closing(Hub("tcp://127.0.0.1:0")) as hub, said:
+        open_hub(hub.address)
