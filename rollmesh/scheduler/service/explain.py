@@ -6,10 +6,12 @@ times are spans as of now, for no clock of ours is the reader's. Driven by the s
 by its tests; what the verb `rollmesh scheduler explain` shows are the lines that stand here.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from rollmesh.scheduler.planning.fixed import in_line
 from rollmesh.scheduler.planning.state import (
     AWAKE_PHASES,
     FIXED,
@@ -197,7 +199,8 @@ class _Words:
     def _of_request(self, request: Request) -> WaitView:
         gpus = self._pipeline.spec.clusters[request.cluster]
         waited_s = self._state.now_s - request.asked_s
-        ahead = [each for each in self._state.requests.values() if _is_ahead(each, request)]
+        line = in_line(self._state, self._known.reserve_after_s)
+        ahead = itertools.takewhile(lambda each: each is not request, line)
         rivals = [each for each in ahead if set(self._gpus_of(each)) & set(gpus)]
         until = "their holders release them"
         if rivals:
@@ -225,7 +228,7 @@ class _Words:
             for op in self._known.under_way
             if op.rank != FIXED
             for gpu in self._bundle(op)
-            if gpu in gpus and not self._wakes(op)
+            if gpu in gpus
         }
         return WaitView(
             cluster=cluster,
@@ -303,9 +306,6 @@ class _Words:
     def _bundle(self, op: UnderWay) -> tuple[int, ...]:
         return self._state.pipelines[op.pipeline_id].workers[op.rank].gpus
 
-    def _wakes(self, op: UnderWay) -> bool:
-        return self._state.pipelines[op.pipeline_id].workers[op.rank].phase in AWAKE_PHASES
-
     def _gpus_of(self, request: Request) -> tuple[int, ...]:
         return self._state.pipelines[request.pipeline_id].spec.clusters[request.cluster]
 
@@ -344,10 +344,6 @@ class _Words:
             f"generates {left} rollouts more on {num} of {of} workers{ranks},"
             f" {share} {abs(credit):.1f} GPU seconds"
         )
-
-
-def _is_ahead(other: Request, request: Request) -> bool:
-    return (other.priority, other.seq) < (request.priority, request.seq)
 
 
 def _priority(number: int) -> str:

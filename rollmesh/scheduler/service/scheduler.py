@@ -11,6 +11,7 @@ Pure: no clock, no socket. Driven by process.py and by the simulator, with a tic
 `tick_s`.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from rollmesh.scheduler.service.coordinators import Coordinators
 from rollmesh.scheduler.service.demands import Demands
 from rollmesh.scheduler.service.explain import Known, UnderWay, view
 from rollmesh.scheduler.service.intents import Intents
-from rollmesh.scheduler.service.records import Revived
+from rollmesh.scheduler.service.records import Intent, Revived
 from rollmesh.scheduler.service.revival import revive
 from rollmesh.scheduler.service.settings import SchedulerSettings
 from rollmesh.scheduler.service.tenants import Tenants
@@ -55,6 +56,8 @@ from rollmesh.wire.scheduling import (
 
 _QUIET = frozenset({"progress", "numbers"})
 """Tables that nobody waits for a change of."""
+MAX_TICKS = 4
+"""Without a step for longer, we were held up: who was silent meanwhile may have spoken."""
 ROUNDS = 3
 """What a plan frees at once may be planned for in the same step; the rest in the next."""
 
@@ -83,7 +86,8 @@ class Scheduler:
         self.tickets = self.TICKETS(self.book, self.demands, self.intents)
         self.coordinators = self.COORDINATORS(self.book, self.intents)
         self.tenants = self.TENANTS(self.book, self.tickets, self.demands, self.intents)
-        self._began_s: float | None = None
+        self._has_begun = False
+        self._began_s = 0.0
         self._is_settled = revived is None
         self._has_moved = True
         """Since somebody last looked whether anything can be done."""
@@ -150,20 +154,36 @@ class Scheduler:
     # the end of a step
 
     def _start(self, now_s: float) -> None:
-        book = self.book
-        book.now_s = book.state.now_s = max(now_s, book.now_s)
-        if self._began_s is None:
-            self._began_s = book.now_s
-            for asker in book.askers.values():
-                asker.heard_s = book.now_s
-            for link in book.links.values():
-                link.heard_s = link.progressed_s = book.now_s
-            book.beats_s = dict.fromkeys(book.machines, book.now_s)
-            limit_s = book.now_s + book.settings.resize_deadline_s + book.settings.slack_s
+        """Whose silence is ours is forgiven: we begin, or were held up ourselves."""
+        book, before_s = self.book, self.book.now_s
+        book.now_s = book.state.now_s = max(now_s, before_s)
+        if not self._has_begun:
+            self._has_begun, self._began_s = True, book.now_s
             for intent in book.intents.values():
                 if intent.resize_id:  # nobody may have heard of it: it has its time anew
-                    intent.until_s = limit_s
-                    book.mark("intents", intent.intent_id)
+                    limit_s = book.settings.resize_deadline_s + book.settings.slack_s
+                    self._defer(intent, book.now_s + limit_s)
+            self._forgive(math.inf)
+        elif book.now_s - before_s > MAX_TICKS * book.settings.tick_s:
+            for intent in book.intents.values():
+                if intent.resize_id:
+                    self._defer(intent, intent.until_s + book.now_s - before_s)
+            self._forgive(book.now_s - before_s)
+
+    def _defer(self, intent: Intent, until_s: float) -> None:
+        intent.until_s = until_s
+        self.book.mark("intents", intent.intent_id)
+
+    def _forgive(self, gap_s: float) -> None:
+        """Nobody could be heard for so long."""
+        book, now_s = self.book, self.book.now_s
+        for asker in book.askers.values():
+            asker.heard_s = min(now_s, asker.heard_s + gap_s)
+        for link in book.links.values():
+            link.heard_s = min(now_s, link.heard_s + gap_s)
+            link.progressed_s = min(now_s, link.progressed_s + gap_s)
+        for name in book.machines:
+            book.beats_s[name] = min(now_s, book.beats_s.get(name, now_s) + gap_s)
 
     def _settle(self) -> None:
         """Plan if something asks for it, do what can be done, say who has what now."""
@@ -189,7 +209,6 @@ class Scheduler:
         """Not before those have said their truth who can."""
         book = self.book
         if not self._is_settled:
-            assert self._began_s is not None
             is_late = book.now_s >= self._began_s + book.settings.settle_s
             self._is_settled = is_late or all(
                 book.links[name].is_known

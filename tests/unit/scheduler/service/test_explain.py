@@ -29,13 +29,19 @@ def state() -> State:
     return state
 
 
-def ask(state: State, name: str, seq: int, cluster: str = "actor_train") -> str:
+def ask(
+    state: State,
+    name: str,
+    seq: int,
+    cluster: str = "actor_train",
+    priority: GpuPriority = GpuPriority.ACTOR_TRAINING,
+) -> str:
     key = f"{name}-{seq}"
     state.requests[key] = Request(
         key=key,
         pipeline_id=name,
         cluster=cluster,
-        priority=GpuPriority.ACTOR_TRAINING,
+        priority=priority,
         seq=seq,
         asked_s=state.now_s,
     )
@@ -86,6 +92,18 @@ def test_who_comes_before_is_named_only_where_it_wants_the_same_gpus(state: Stat
     until = told(state, "math", Known(reserve_after_s=0.0)).waits[0].until
     assert "before it comes third critic; nothing new may bypass it" in until
     assert "code" not in until
+
+
+def test_the_line_is_told_as_the_planner_has_it(state: State) -> None:
+    spec = PipelineSpec(pipeline_id="third", clusters={"reference": (0, 1)}, generation=())
+    state.add_pipeline(spec).phase = PipelinePhase.ADMITTED
+    ask(state, "third", 1, "reference", GpuPriority.REF_LOG_PROBS)
+    state.now_s = 110.0
+    ask(state, "math", 2)
+    patient, short = Known(reserve_after_s=60.0), Known(reserve_after_s=5.0)
+    assert "before it comes math actor_train" in told(state, "third", patient).waits[0].until
+    assert "before it comes" not in told(state, "math", patient).waits[0].until
+    assert "before it comes third reference" in told(state, "math", short).waits[0].until
 
 
 def test_a_promise_waits_for_those_who_go_to_sleep_there(state: State) -> None:

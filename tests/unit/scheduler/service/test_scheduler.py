@@ -362,6 +362,24 @@ def test_time_does_not_run_back() -> None:
     assert stage.scheduler.book.tickets["t"].asked_s == at_s
 
 
+def test_a_scheduler_that_was_held_up_blames_nobody() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", train=(0,), generation=(0, 1))
+    stage.generate("a", "g")
+    stage.act()
+    stage.coordinators["a"].is_hung = True
+    stage.train("a", "t")
+    stage.now_s += 1000.0
+    stage.run(0.25)
+    assert stage.of("a").phase is PipelinePhase.ADMITTED
+    stage.coordinators["a"].is_hung = False
+    stage.run(2)
+    assert stage.state("t") is GRANTED
+    stage.coordinators["a"].is_silent = True
+    stage.run(stage.settings.coordinator_grace_s + 1)
+    assert stage.of("a").phase is PipelinePhase.QUARANTINED
+
+
 def test_what_is_foreign_changes_nothing() -> None:
     stage = Stage()
     num_rows = len(stage.rows)
