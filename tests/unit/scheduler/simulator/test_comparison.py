@@ -12,6 +12,7 @@ from rollmesh.scheduler.simulator.comparison import (
     Result,
     summary,
 )
+from rollmesh.scheduler.simulator.trace import Phase, Trace, TracePipeline
 from rollmesh.scheduler.simulator.workload import Shape, generate
 
 TINY = Shape(
@@ -40,6 +41,29 @@ def test_a_pipeline_alone_under_static_is_a_dedicated_fleet() -> None:
     result = comparison.result(STATIC, comparison.run(STATIC))
     assert result.slowdowns == (1.0,)
     assert result.jain == 1.0
+
+
+def test_static_is_a_partition_in_which_nobody_is_evicted_for_another() -> None:
+    comparison = Comparison(generate(TINY, 3, 0))
+    spans = comparison.run(STATIC).spans
+    assert {each.pipeline_id for each in spans} == {"p0", "p1", "p2"}
+    assert all(each.pipeline_id == f"p{each.gpu // 4}" for each in spans)
+
+
+def test_the_bound_is_the_slowest_alone_or_the_work_whichever_is_more() -> None:
+    one = TracePipeline(
+        pipeline_id="a",
+        clusters={"actor_train": (0,)},
+        generation=(0, 1),
+        rollouts_s=((10.0, 20.0),),
+        phases=(Phase("actor_train", 30.0),),
+    )
+    alone = Comparison(Trace(name="x", nodes=(2,), pipelines=(one,)))
+    assert alone.bound() == pytest.approx(3600 / (20.0 + 30.0) / 2)
+    names = [f"p{number}" for number in range(4)]
+    four = tuple(msgspec.structs.replace(one, pipeline_id=name) for name in names)
+    crowd = Comparison(Trace(name="x", nodes=(2,), pipelines=four))
+    assert crowd.bound() == pytest.approx(4 * 3600 / (4 * 60.0 / 2) / 2)
 
 
 @pytest.mark.parametrize("seed", range(3))

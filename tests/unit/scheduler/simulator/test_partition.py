@@ -36,6 +36,15 @@ def test_bundles_stay_whole_and_what_another_trains_on_is_left_to_it() -> None:
     assert [each.generation for each in parts.pipelines] == [(0, 1), (2, 3)]
 
 
+def test_where_it_trains_comes_first_and_where_another_does_never() -> None:
+    halves = (_pipeline("a", (1,), tp=2), _pipeline("b", (3,), tp=2))
+    parts = partition(Trace(name="x", nodes=(4,), pipelines=halves))
+    assert [each.generation for each in parts.pipelines] == [(0, 1), (2, 3)]
+    near = (_pipeline("a", (0,)), _pipeline("b", (1, 2)))
+    parts = partition(Trace(name="x", nodes=(4,), pipelines=near))
+    assert [each.generation for each in parts.pipelines] == [(0, 3), (1, 2)]
+
+
 def test_more_pipelines_than_gpus_share_after_all() -> None:
     pipelines = tuple(_pipeline(f"p{number}", (0,)) for number in range(6))
     parts = partition(Trace(name="x", nodes=(4,), pipelines=pipelines))

@@ -52,6 +52,25 @@ def test_those_of_a_worker_that_sleeps_go_on_first_and_end_once() -> None:
     assert step.rollouts.served_s == 10.0 + 50.0 + 3.0
 
 
+def test_what_lost_its_place_is_before_what_never_had_one() -> None:
+    step = _Step(per_worker=1)
+    step.rollouts.woke(0)
+    step.rollouts.start((10.0, 50.0))
+    step.agenda.at(6.0, lambda: step.ends_s.append(-step.rollouts.sleeps(0)))
+    step.agenda.at(7.0, lambda: step.rollouts.woke(0))
+    step.run()
+    assert step.ends_s == [-1, 14.0, 64.0]
+
+
+def test_what_has_ended_is_no_loss() -> None:
+    step = _Step(per_worker=2)
+    step.agenda.at(2.0, lambda: step.rollouts.woke(0))
+    step.agenda.at(2.0, lambda: step.rollouts.start((4.0, 50.0, 50.0)))
+    step.agenda.at(10.0, lambda: step.ends_s.append(step.rollouts.kv_tokens(0)))
+    step.run(10.0)
+    assert step.ends_s == [6.0, (8.0 + 4.0) * 10]
+
+
 def test_an_idle_worker_loses_nothing_by_its_sleep() -> None:
     step = _Step(per_worker=4)
     step.rollouts.woke(0)

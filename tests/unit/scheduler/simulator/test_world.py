@@ -73,7 +73,9 @@ def test_two_steps_of_one_pipeline_are_reckoned_to_the_second() -> None:
         (Use.SLEEP, 115.0, 120.0),
         (Use.FIXED, 120.0, 160.0),
     ]
+    # engine 1 goes to sleep at the end
     assert (done.num_resizes, done.num_evictions) == (5 + 1, 0)
+    assert done.switch_gpu_s == 3 * 15.0 + 3 * 5.0
 
 
 def test_an_evicted_rollout_goes_on_elsewhere_and_pays_for_its_kv() -> None:
