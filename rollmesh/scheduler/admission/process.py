@@ -8,6 +8,7 @@ once, for the scheduler knows its key; whatever is asked, the loop goes on. Driv
 
 import os
 import signal
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rollmesh.core.errors import AddressError, RollmeshError
@@ -15,7 +16,7 @@ from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, announce
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
 from rollmesh.scheduler.admission.desk import Desk
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.keys import read_keys
 from rollmesh.wire.scheduling import AdmissionMessage, SchedulerAnswered
 from rollmesh.wire.sockets import MAX_ASK_FRAME_BYTES, Doorbell, Hub, wait
@@ -58,21 +59,32 @@ def run(bind: str, scheduler: str, ready_fd: int | None) -> None:
 
 
 def turn(hub: Hub, desk: Desk) -> None:
-    """Answer what has arrived, each key once."""
-    answered: dict[str, Answer] = {}
-    for route, packet in hub.receive():
+    """Answer what has arrived."""
+    for route, packet in answered(hub.receive(), desk):
+        hub.send(route, packet)
+
+
+def answered(heard: Iterable[tuple[bytes, Packet]], desk: Desk) -> Iterator[tuple[bytes, Packet]]:
+    """To whom what is said: each key is done once, whoever was made to say it again meanwhile."""
+    answers: dict[str, Answer] = {}
+    for route, packet in heard:
         question = packet.message
         if not isinstance(question, AdmissionMessage):
             continue
-        key, kind = question.key, type(question).__name__
-        if key not in answered:
-            try:
-                answered[key] = desk.on(question, packet.body)
-            except RollmeshError as error:
-                answered[key] = Answer(ok=False, error=str(error))
-            except Exception as error:  # door: one question must not end the process
-                log.exception("question.failed", kind=kind)
-                answered[key] = Answer(ok=False, error=f"admission failed at it: {error!r}")
-            log.info("question.answered", kind=kind, error=answered[key].error)
-        answer = answered[key]
-        hub.send(route, Packet(SchedulerAnswered(key, answer.ok, answer.error), body=answer.body))
+        key = question.key
+        if key not in answers:
+            answers[key] = _tried(desk, question, packet.body)
+            kind = type(question).__name__
+            log.info("question.answered", kind=kind, error=answers[key].error)
+        answer = answers[key]
+        yield route, Packet(SchedulerAnswered(key, answer.ok, answer.error), body=answer.body)
+
+
+def _tried(desk: Desk, question: AdmissionMessage, body: Buffer) -> Answer:
+    try:
+        return desk.on(question, body)
+    except RollmeshError as error:
+        return Answer(ok=False, error=str(error))
+    except Exception as error:  # door: one question must not end the process
+        log.exception("question.failed", kind=type(question).__name__)
+        return Answer(ok=False, error=f"admission failed at it: {error!r}")

@@ -6,12 +6,10 @@ times are spans as of now, for no clock of ours is the reader's. Driven by the s
 by its tests; what the verb `rollmesh scheduler explain` shows are the lines that stand here.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from rollmesh.scheduler.planning.fixed import in_line
 from rollmesh.scheduler.planning.state import (
     AWAKE_PHASES,
     FIXED,
@@ -199,8 +197,8 @@ class _Words:
     def _of_request(self, request: Request) -> WaitView:
         gpus = self._pipeline.spec.clusters[request.cluster]
         waited_s = self._state.now_s - request.asked_s
-        line = in_line(self._state, self._known.reserve_after_s)
-        ahead = itertools.takewhile(lambda each: each is not request, line)
+        place = self._place(request)
+        ahead = [each for each in self._state.requests.values() if self._place(each) < place]
         rivals = [each for each in ahead if set(self._gpus_of(each)) & set(gpus)]
         until = "their holders release them"
         if rivals:
@@ -305,6 +303,12 @@ class _Words:
 
     def _bundle(self, op: UnderWay) -> tuple[int, ...]:
         return self._state.pipelines[op.pipeline_id].workers[op.rank].gpus
+
+    def _place(self, request: Request) -> tuple[bool, int, int]:
+        """Where it stands in the line, as the planner has it (fixed.py)."""
+        waited_s = self._state.now_s - request.asked_s
+        is_old = waited_s >= self._known.reserve_after_s
+        return not is_old, 0 if is_old else request.priority, request.seq
 
     def _gpus_of(self, request: Request) -> tuple[int, ...]:
         return self._state.pipelines[request.pipeline_id].spec.clusters[request.cluster]

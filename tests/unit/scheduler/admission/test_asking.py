@@ -22,10 +22,10 @@ def test_it_is_said_again_with_its_key_until_there_is_an_answer_to_it() -> None:
             for route, packet in hub.receive():
                 assert isinstance(packet.message, ReadScheduler)
                 asked.append(packet.message)
-                key = "another" if len(asked) < 3 else packet.message.key
-                hub.send(route, Packet(SchedulerAnswered(key, True), body=b"seen"))
+                key, body = ("another", b"") if len(asked) < 3 else (packet.message.key, b"seen")
+                hub.send(route, Packet(SchedulerAnswered(key, True), body=body))
 
-    answering = threading.Thread(target=answer_the_third)
+    answering = threading.Thread(target=answer_the_third, daemon=True)
     answering.start()
     answer = ask(hub.address, ReadScheduler("k"), patience_s=PROMPT_S)
     answering.join(PROMPT_S)

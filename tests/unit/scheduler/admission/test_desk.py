@@ -51,8 +51,10 @@ def test_a_map_that_was_written_by_hand_is_kept() -> None:
 def test_a_pipeline_that_is_there_keeps_its_place() -> None:
     fleet, table = Fleet(), PipelineTable(clusters={"actor_train": 2}, workers=4)
     before = register(fleet, "math", table)
+    beside = PipelineTable(generation=before.generation)
     for number in range(4):
-        register(fleet, f"other-{number}", table)
+        register(fleet, f"other-{number}", beside)
+    assert register(fleet, "new", table).generation != before.generation
     assert register(fleet, "math", table) == before
 
 

@@ -70,7 +70,7 @@ def test_who_is_named_ends_with_all_below_it(start: Start) -> None:
 
 
 def test_whoever_carries_the_mark_of_the_run_ends_and_the_outer_mark_is_safe(start: Start) -> None:
-    outer = f"outer.{os.getpid()}"
+    outer = f"test.{os.getpid()}/outer"
     run = f"{outer}/launch.1"
     launch = start(**{MARK_VARIABLE: outer})
     role = start(**{MARK_VARIABLE: f"{run}/router.1", LAUNCHER_VARIABLE: str(launch.pid)})

@@ -11,8 +11,14 @@ from rollmesh.core.ids import new_id
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
 from rollmesh.scheduler.admission.desk import Desk
 from rollmesh.scheduler.admission.fleet_file import PipelineTable
-from rollmesh.scheduler.admission.process import run, turn
-from rollmesh.wire.scheduling import AdmitPipeline, PipelineSpec, RegisterPipeline
+from rollmesh.scheduler.admission.process import answered, run, turn
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.scheduling import (
+    AdmitPipeline,
+    PipelineSpec,
+    RegisterPipeline,
+    SchedulerAnswered,
+)
 from rollmesh.wire.sockets import Hub, wait
 from tests.unit.scheduler.admission.fleet import Fleet
 
@@ -86,3 +92,16 @@ def test_a_fault_of_ours_ends_nothing(serving: Serving) -> None:
 def test_an_address_that_others_reach_needs_keys() -> None:
     with pytest.raises(AddressError, match=r"admission = tcp://0\.0\.0\.0:0: others can reach"):
         run("tcp://0.0.0.0:0", "tcp://127.0.0.1:1", None)
+
+
+def test_what_was_said_again_while_we_were_busy_is_done_once() -> None:
+    fleet = Fleet()
+    once = Packet(AdmitPipeline("k1", "math"))
+    heard = [(b"a", once), (b"a", once), (b"b", Packet(AdmitPipeline("k2", "math")))]
+    told = list(answered(heard, Desk(fleet.ask)))
+    assert [route for route, _ in told] == [b"a", b"a", b"b"]
+    why = "no pipeline 'math'"
+    assert [packet.message for _, packet in told] == [
+        SchedulerAnswered(key, False, why) for key in ("k1", "k1", "k2")
+    ]
+    assert fleet.asked == [AdmitPipeline("k1", "math"), AdmitPipeline("k2", "math")]
