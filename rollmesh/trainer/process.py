@@ -105,7 +105,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
         # Of a run that is not done the mesh keeps what runs, for the trainer that comes next.
         leaving.callback(lambda: client.close(for_good=is_done))
         leaving.callback(tenancy.leave)
-        leaving.callback(close_publisher, background, shell)
+        leaving.callback(close_publisher, background, shell, hurried_s)
         is_done = TrainLoop(config, parts, stop).run(recovery)
 
 
@@ -176,12 +176,14 @@ def write_books(folder: Path, tally: Tally, pacer: Pacer) -> None:
         log.warning("books.not_written", folder=str(folder), error=error.strerror)
 
 
-def close_publisher(background: BackgroundLoop, shell: PublishShell) -> None:
-    """Let go of the engines; what takes too long dies with the process."""
+def close_publisher(background: BackgroundLoop, shell: PublishShell, finish_s: float) -> None:
+    """Let go of the engines, once what is on its way to them is there if that takes no longer; what
+    takes too long dies with the process."""
+    wait_s = CLOSE_S + finish_s
     try:
-        background.call(shell.close(), CLOSE_S)
+        background.call(shell.close(finish_s), wait_s)
     except TimeoutError:
-        log.warning("publisher.late", waited_s=CLOSE_S, fix="none: its leases lapse")
+        log.warning("publisher.late", waited_s=wait_s, fix="none: its leases lapse")
     else:
         background.close()
 

@@ -125,8 +125,14 @@ class PublishShell:
         self._open()
         self._step_fencing(asked)
 
-    async def close(self) -> None:
-        """Stop; the router, which is told, undoes what is still leased."""
+    async def close(self, finish_s: float = 0.0) -> None:
+        """Stop; the router, which is told, undoes what is still leased.
+
+        A publication that is under way may end within `finish_s`: weights that an engine has, and
+        that nobody has verified, keep it from serving until there is another publisher.
+        """
+        if ends := [*self._ends.values()]:
+            await asyncio.wait(ends, timeout=finish_s)
         log.info("publisher.closed", unfinished=self._publisher.phases())
         if self._timer:
             self._timer.cancel()

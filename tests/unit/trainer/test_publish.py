@@ -28,6 +28,8 @@ from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.sockets import Doorbell, Hub, wait
 
+PATIENCE_S = 60.0
+
 
 class FleetHub:
     """The fleet's part of a router, on a thread; probes run on the test's loop."""
@@ -157,6 +159,18 @@ async def test_close_ends_a_publication_that_cannot_end(tmp_path: Path) -> None:
         shell.publish(1, tmp_path), shell.close(), return_exceptions=True
     )
     assert isinstance(publication, EngineUnavailable)
+
+
+async def test_close_lets_a_publication_end_that_can(tmp_path: Path) -> None:
+    async with ScriptedEngine() as engine:
+        mesh = Mesh(engine)
+        try:
+            report, _ = await asyncio.gather(
+                mesh.shell.publish(1, tmp_path), mesh.shell.close(PATIENCE_S)
+            )
+        finally:
+            await mesh.hub.close()
+    assert report.updated == (engine.url,)
 
 
 class StuckWay:
