@@ -123,7 +123,6 @@ class Intents:
 
     def _send(self, pipeline_id: str, intents: list[Intent]) -> None:
         book, settings = self._book, self._book.settings
-        tenant = book.tenants[pipeline_id]
         book.numbers.resize_id += 1
         for intent in intents:
             worker = self._worker(intent)
@@ -137,8 +136,6 @@ class Intents:
                 book.stand(owner, worker.gpus, moves.value)
             book.mark("intents", intent.intent_id)
             self._mark_worker(pipeline_id, intent.rank)
-        tenant.told = sorted({*tenant.told, *(each.rank for each in intents)})
-        book.mark("pipelines", pipeline_id)
         book.num["resizes"] += 1
         self._say(intents)
 
@@ -149,13 +146,18 @@ class Intents:
 
     def _say(self, intents: list[Intent]) -> None:
         book, first = self._book, intents[0]
+        tenant = book.tenants[first.pipeline_id]
+        told = sorted({*tenant.told, *(each.rank for each in intents)})
+        if told != tenant.told:
+            tenant.told = told
+            book.mark("pipelines", first.pipeline_id)
         wakes = first.kind is IntentKind.WAKE
         resize = ResizeWorkers(
             pipeline_id=first.pipeline_id,
             resize_id=first.resize_id,
             changes=tuple(WorkerChange(each.rank, wakes, each.epoch) for each in intents),
             deadline_s=max(0.0, first.until_s - book.settings.slack_s - book.now_s),
-            started_s=book.tenants[first.pipeline_id].started_s,
+            started_s=tenant.started_s,
         )
         book.send(book.links[first.pipeline_id].route, resize)
 

@@ -207,6 +207,20 @@ def test_a_coordinator_that_was_started_again_is_believed_and_its_past_is_not() 
     assert stage.awake("a") == [0, 1]
 
 
+def test_who_starts_again_in_the_middle_of_a_resize_is_told_again_and_then_must_know_it() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", generation=(0, 1))
+    stage.generate("a", "g")
+    again = Coordinator("a", 2, started_s=2.0)
+    stage.coordinators["a"] = again
+    before = again.hello()
+    stage.say(before, again.route)
+    stage.act()
+    assert stage.state("g") is TicketState.GRANTED
+    stage.say(before, again.route)  # said before it had heard anything
+    assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.AWAKE}
+
+
 def test_one_that_has_forgotten_what_it_was_told_is_put_to_sleep_before_it_is_let_in() -> None:
     stage = generating()
     again = Coordinator("a", 2)  # no clock of its own: nobody can tell it from its past
