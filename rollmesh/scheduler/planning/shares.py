@@ -8,24 +8,20 @@ fit, they are cut in proportion.
 The answer is found pool by pool: each is filled again, exactly, around what its claims have
 elsewhere, until nothing moves by more than the tolerance. The even spread is the one minimum of
 sum(gpus^2 / weight) over what the pools allow, and each filling comes closer to it (Fujishige 1980,
-lexicographically optimal bases); with one pool it is there at once.
+lexicographically optimal bases); with one pool it is there at once. Whoever has its cap then draws
+less where the water is low and more where it is high, and the filling goes on.
 
 Invariants: never more than the cap, nor than the pools hold; the same input gives the same answer.
 A large fleet is filled at most NUM_FILLS times and may be off by a little. Driven by the policies.
 """
 
-from collections import deque
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 TOLERANCE_GPUS = 1e-4
 NUM_FILLS = 20_000
 """Visits of a claim to a pool, at most, once each pool has been filled twice."""
-
-
-SPILL = 1e-4
-"""Of a GPU that nobody can use: who has its cap takes it all the same, so that its other pools are
-left to others, and drops it in the end."""
 
 
 class Share(NamedTuple):
@@ -44,59 +40,106 @@ class Pool(NamedTuple):
     """The claims, by their place in the list."""
 
 
+class _Water:
+    """The pools as they are filled."""
+
+    def __init__(self, claims: Sequence[Share], pools: Sequence[Pool]) -> None:
+        self.got = [0.0] * len(claims)
+        self._claims = claims
+        self._pools = pools
+        self._parts = [dict.fromkeys(pool.takers, 0.0) for pool in pools]
+        self._levels = [0.0] * len(pools)
+        """How high it stands; inf: nobody wants the rest."""
+        self._pools_of: list[list[int]] = [[] for _ in claims]
+        for index, pool in enumerate(pools):
+            for taker in pool.takers:
+                self._pools_of[taker].append(index)
+        self._waiting = dict.fromkeys(range(len(pools)))
+        self._num_left = NUM_FILLS + 2 * sum(len(pool.takers) for pool in pools)
+
+    def settle(self) -> None:
+        """Until nothing moves, or it has lasted too long."""
+        while self._waiting and self._num_left > 0:
+            while self._waiting and self._num_left > 0:
+                index = next(iter(self._waiting))
+                del self._waiting[index]
+                self._refill(index)
+            for claim in range(len(self._claims)):
+                if len(self._pools_of[claim]) > 1:
+                    self._shift(claim)
+
+    def _refill(self, index: int) -> None:
+        pool, parts = self._pools[index], self._parts[index]
+        self._num_left -= len(pool.takers)
+        claims = [self._claims[taker] for taker in pool.takers]
+        elsewhere = [self.got[taker] - parts[taker] for taker in pool.takers]
+        filled, self._levels[index] = _fill(claims, elsewhere, pool.num_gpus)
+        for taker, has, part in zip(pool.takers, elsewhere, filled, strict=True):
+            if abs(part - parts[taker]) > TOLERANCE_GPUS:
+                self._waiting.update(dict.fromkeys(self._pools_of[taker]))
+            self.got[taker], parts[taker] = has + part, part
+        self._waiting.pop(index, None)
+
+    def _shift(self, claim: int) -> None:
+        """Of one that has its cap, so much as makes the water as high in both pools."""
+        share = self._claims[claim]
+        if self.got[claim] < share.cap_gpus - TOLERANCE_GPUS:
+            return
+        pools = self._pools_of[claim]
+        used = [each for each in pools if self._parts[each][claim] > TOLERANCE_GPUS]
+        into = [each for each in pools if self._room(each) > TOLERANCE_GPUS]
+        if not used or not into:
+            return
+        low, high = min(used, key=self._levels.__getitem__), max(into, key=self._levels.__getitem__)
+        gap, amount = self._levels[high] - self._levels[low], self._parts[low][claim]
+        if not gap > 0.0:
+            return
+        if gap < math.inf:
+            amount = min(amount, gap / (1.0 / self._rising(low) + 1.0 / self._rising(high)))
+        amount = min(amount, self._room(high))
+        if amount > TOLERANCE_GPUS:
+            self._parts[low][claim] -= amount
+            self._parts[high][claim] += amount
+            self._waiting.update(dict.fromkeys((high, low)))
+
+    def _room(self, index: int) -> float:
+        """GPUs for one who has its cap, if others there give way to it."""
+        is_left = self._levels[index] == math.inf
+        used = sum(self._parts[index].values()) if is_left else 0.0
+        return self._pools[index].num_gpus - used
+
+    def _rising(self, index: int) -> float:
+        """GPUs that its water takes to rise by one."""
+        claims = ((self._claims[each], self.got[each]) for each in self._pools[index].takers)
+        return sum(c.weight for c, has in claims if has < c.cap_gpus) or 1e-9
+
+
 def max_min(claims: Sequence[Share], pools: Sequence[Pool]) -> list[float]:
     """The GPUs of each claim."""
-    got = [0.0] * len(claims)
-    parts = [[0.0] * len(pool.takers) for pool in pools]
-    pools_of: list[list[int]] = [[] for _ in claims]
-    for index, pool in enumerate(pools):
-        for taker in pool.takers:
-            pools_of[taker].append(index)
-    waiting = deque(range(len(pools)))
-    is_waiting = [True] * len(pools)
-    num_left = NUM_FILLS + 2 * sum(len(pool.takers) for pool in pools)
-    while waiting and num_left > 0:
-        index = waiting.popleft()
-        is_waiting[index] = False
-        num_left -= len(pools[index].takers)
-        for taker in _refill(claims, pools[index], parts[index], got):
-            for other in pools_of[taker]:
-                if other != index and not is_waiting[other]:
-                    is_waiting[other] = True
-                    waiting.append(other)
-    return [min(claim.cap_gpus, gpus) for claim, gpus in zip(claims, got, strict=True)]
+    water = _Water(claims, pools)
+    water.settle()
+    return water.got
 
 
-def _refill(claims: Sequence[Share], pool: Pool, part: list[float], got: list[float]) -> list[int]:
-    """Fill one pool anew; returns whose share has moved."""
-    elsewhere = [got[taker] - held for taker, held in zip(pool.takers, part, strict=True)]
-    filled = _fill([claims[taker] for taker in pool.takers], elsewhere, pool.num_gpus)
-    moved = []
-    for place, taker in enumerate(pool.takers):
-        if abs(filled[place] - part[place]) > TOLERANCE_GPUS:
-            moved.append(taker)
-        got[taker] = elsewhere[place] + filled[place]
-        part[place] = filled[place]
-    return moved
-
-
-def _fill(claims: Sequence[Share], elsewhere: Sequence[float], num_gpus: int) -> list[float]:
-    """What each gets of the pool, all of which is given, having something elsewhere."""
-    needs = [max(0.0, claim.floor_gpus - has) for claim, has in zip(claims, elsewhere, strict=True)]
+def _fill(
+    claims: Sequence[Share], elsewhere: Sequence[float], num_gpus: int
+) -> tuple[list[float], float]:
+    """What each gets of the pool, having something elsewhere; and how high the water stands."""
+    rooms = [max(0.0, c.cap_gpus - has) for c, has in zip(claims, elsewhere, strict=True)]
+    if sum(rooms) <= num_gpus:
+        return rooms, math.inf
+    needs = [
+        min(room, max(0.0, claim.floor_gpus - has))
+        for claim, has, room in zip(claims, elsewhere, rooms, strict=True)
+    ]
     wanted = sum(needs)
     if wanted > num_gpus:
-        return [need * num_gpus / wanted for need in needs]
+        return [need * num_gpus / wanted for need in needs], 0.0
     level = _level(claims, elsewhere, needs, num_gpus - wanted)
     return [
-        max(need, _height(claim, level) - has)
-        for claim, has, need in zip(claims, elsewhere, needs, strict=True)
-    ]
-
-
-def _height(claim: Share, level: float) -> float:
-    """How much it has in all when the water stands there: little more, once it has its cap."""
-    gpus = claim.weight * level
-    return gpus if gpus <= claim.cap_gpus else claim.cap_gpus + SPILL * (gpus - claim.cap_gpus)
+        max(need, min(room, claim.weight * level - has))
+        for claim, has, need, room in zip(claims, elsewhere, needs, rooms, strict=True)
+    ], level
 
 
 def _level(
@@ -105,17 +148,14 @@ def _level(
     """How high the water stands when so much is poured in: it rises from one bend to the next."""
     bends = []
     for claim, has, need in zip(claims, elsewhere, needs, strict=True):
-        cap, weight, has_first = claim.cap_gpus, claim.weight, has + need
-        if has_first < cap:
-            bends.append((has_first / weight, weight))
-            bends.append((cap / weight, (SPILL - 1.0) * weight))
-        else:
-            bends.append(((cap + (has_first - cap) / SPILL) / weight, SPILL * weight))
+        if has + need < claim.cap_gpus:
+            bends.append(((has + need) / claim.weight, claim.weight))
+            bends.append((claim.cap_gpus / claim.weight, -claim.weight))
     bends.sort()
     level, weight = 0.0, 0.0
     for bend, change in bends:
-        if (bend - level) * weight >= left and weight > 0.0:
-            break
+        if weight > 0.0 and (bend - level) * weight >= left:
+            return level + left / weight
         left -= (bend - level) * weight
         level, weight = bend, weight + change
-    return level + left / weight
+    return level
