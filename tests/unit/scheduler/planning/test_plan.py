@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.scheduler.planning import policies
+from rollmesh.scheduler.planning.draft import Draft
 from rollmesh.scheduler.planning.ops import Expand, Grant, Release, Shrink, ShrinkReason
-from rollmesh.scheduler.planning.plan import Policy, plan
+from rollmesh.scheduler.planning.plan import Outlook, Policy, plan
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 from tests.unit.scheduler.planning.fleets import (
@@ -21,6 +22,7 @@ from tests.unit.scheduler.planning.fleets import (
     demand,
     fleet,
     settle,
+    trains,
     wake,
 )
 from tests.unit.scheduler.planning.histories import Churn, History, check_owners
@@ -121,6 +123,26 @@ def test_what_is_over_quota_goes_the_cheapest_first() -> None:
     assert pipeline.spec.max_gpus == 2
     quota = ShrinkReason.QUOTA
     assert plan(state, Idle()).ops == (Shrink("p", 3, quota), Shrink("p", 1, quota))
+
+
+class Counting(Idle):
+    """Keeps accounts, and wants to be asked again."""
+
+    def generate(self, draft: Draft) -> Outlook:
+        return Outlook(credits={"p": 2.5}, again_s=7.0)
+
+
+def test_a_plan_has_the_credits_of_its_policy_and_the_earlier_of_both_times() -> None:
+    state = fleet(1)
+    add(state, "p", train=(0,))
+    trains(state, "q", 0)
+    made = plan(state, Counting())
+    assert (made.credits, made.again_s) == ({"p": 2.5}, 7.0)
+    ask(state, "p")
+    assert plan(state, Counting()).again_s == 7.0
+    state.now_s = 1.0 - Idle.reserve_after_s
+    ask(state, "p")
+    assert plan(state, Counting()).again_s == 1.0
 
 
 def test_nothing_to_do_is_an_empty_plan() -> None:
