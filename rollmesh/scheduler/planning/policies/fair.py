@@ -139,18 +139,18 @@ class _Round:
     def _open_up(self, most: Callable[[Claim], int]) -> list[Claim]:
         """Give open bundles to who has less than so many; those that still have."""
         waiting = [
-            (*self._place(claim), place, claim)
+            (self._place(claim), place, claim)
             for place, claim in enumerate(self._claims)
             if self._num_awake(claim) < most(claim)
         ]
         heapq.heapify(waiting)
         lacking = []
         while waiting:
-            *_, place, claim = heapq.heappop(waiting)
+            _, place, claim = heapq.heappop(waiting)
             if not self._moves.open_one(claim):
                 lacking.append(claim)
             elif self._num_awake(claim) < most(claim):
-                heapq.heappush(waiting, (*self._place(claim), place, claim))
+                heapq.heappush(waiting, (self._place(claim), place, claim))
         return lacking
 
     def _place(self, claim: Claim) -> tuple[float, ...]:

@@ -1,7 +1,8 @@
 """The policy `gap-ratio`: GPUs in proportion to the work that is left, as a known peer does it.
 
     weight    remaining x tp; without an estimate as if one rollout were left
-    ratio     weight / sum of weights;  target = ratio x GPUs in whole bundles, at least one
+    ratio     weight / sum of weights;  target = ratio x GPUs in whole bundles, at least one,
+              which comes off the largest
     gap       ratio - GPUs that it has / GPUs
     takes     the largest gap / ratio first: open bundles, then of those with a gap below zero and
               more than their target, from whom has the most of its work left
@@ -50,7 +51,7 @@ class GapRatio:
         return self._reserve_after_s
 
     def generate(self, draft: Draft) -> Outlook:
-        claims = read_claims(draft)
+        claims = [claim for claim in read_claims(draft) if claim.bundles]
         num_gpus = self.count_gpus(draft, claims)
         if num_gpus:
             _Gaps(draft, claims, num_gpus).close()
@@ -71,9 +72,12 @@ class _Gaps:
         self._moves = Moves(draft, claims, spares_others=False)
         weights = [(each.pipeline.remaining or 1) * each.tp for each in claims]
         total = sum(weights)
+        ratios = [weight / total for weight in weights]
         self._standings = {
-            claim.pipeline_id: _standing(claim, weight / total, num_gpus)
-            for claim, weight in zip(claims, weights, strict=True)
+            claim.pipeline_id: _Standing(ratio, num_target, _left_share(claim))
+            for claim, ratio, num_target in zip(
+                claims, ratios, _targets(claims, ratios, num_gpus), strict=True
+            )
         }
 
     def close(self) -> None:
@@ -127,9 +131,22 @@ class _Gaps:
         return (-left_share,)
 
 
-def _standing(claim: Claim, ratio: float, num_gpus: int) -> _Standing:
-    num_target = max(1, math.floor(ratio * num_gpus / claim.tp + 0.5))
+def _targets(claims: Sequence[Claim], ratios: Sequence[float], num_gpus: int) -> list[int]:
+    """In bundles. What the floors take beyond their ratios comes off the largest."""
+    targets = [
+        max(1, math.floor(ratio * num_gpus / claim.tp + 0.5))
+        for claim, ratio in zip(claims, ratios, strict=True)
+    ]
+    over = sum(num * claim.tp for num, claim in zip(targets, claims, strict=True)) - num_gpus
+    for place in sorted(range(len(claims)), key=lambda each: -targets[each]):
+        cut = min(targets[place] - 1, math.ceil(max(0, over) / claims[place].tp))
+        targets[place] -= cut
+        over -= cut * claims[place].tp
+    return targets
+
+
+def _left_share(claim: Claim) -> float:
+    """Of its step's work, what is left."""
     progress = claim.pipeline.progress.values()
     target = sum(each.target for each in progress if not each.is_retired)
-    remaining = claim.pipeline.remaining or 0
-    return _Standing(ratio, num_target, remaining / target if target else 1.0)
+    return (claim.pipeline.remaining or 0) / target if target else 1.0

@@ -1,0 +1,365 @@
+"""`fair` gives everybody its share within the bound, and moves nobody without need."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmesh.scheduler.planning.draft import Draft
+from rollmesh.scheduler.planning.ops import Shrink
+from rollmesh.scheduler.planning.plan import Outlook, plan
+from rollmesh.scheduler.planning.policies.claims import read_claims, read_pools
+from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings, ideal_gpus
+from rollmesh.scheduler.planning.policies.gap_ratio import GapRatio
+from rollmesh.scheduler.planning.shares import Share
+from rollmesh.scheduler.planning.state import NodePhase, Progress, State
+from tests.unit.scheduler.planning.exact_shares import exact_shares
+from tests.unit.scheduler.planning.fleets import add, carry_out, demand, fleet, settle, wake
+from tests.unit.scheduler.planning.policies.sharing import Sharing
+
+QUICK = FairSettings(quantum_s=10.0, hold_s=2.0, switch_s=3.0)
+MANY = 10**6
+"""Rollouts that never run out."""
+
+
+def sharing(state: State, settings: FairSettings = QUICK, switch_s: float = 0.0) -> Sharing:
+    return Sharing(state, Fair(settings), switch_s)
+
+
+def progress(state: State, pipeline_id: str, target: int, completed: int) -> None:
+    news = Progress(batch=0, target=target, completed=completed)
+    state.pipelines[pipeline_id].progress = {"train": news}
+
+
+def num_awake(state: State) -> dict[str, int]:
+    return {name: len(Sharing(state, Fair()).awake(name)) for name in state.pipelines}
+
+
+# the bound
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(st.sampled_from([1, 1, 2, 3, 8]), min_size=1, max_size=40),
+    st.integers(1, 6),
+    st.sampled_from([1, 2]),
+)
+def test_nobody_lacks_more_than_a_quantum_and_a_switch_of_a_bundle(
+    weights: list[int], num_bundles: int, tp: int
+) -> None:
+    state = fleet(num_bundles * tp)
+    for number, weight in enumerate(weights):
+        add(state, f"p{number}", range(num_bundles * tp), tp=tp, weight=float(weight))
+        demand(state, f"p{number}", MANY)
+    whole = Fraction(num_bundles * tp, sum(weights))
+    ideal = {f"p{number}": float(whole * weight) for number, weight in enumerate(weights)}
+    run = sharing(state, switch_s=QUICK.switch_s)
+    run.run(80.0, ideal)
+    assert max(run.most_lag_s.values()) <= QUICK.quantum_s + QUICK.switch_s + 1e-6
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_the_ideal_is_max_min_over_the_gpus_that_each_can_use(data: st.DataObject) -> None:
+    state = fleet(8, 8)
+    for number in range(data.draw(st.integers(1, 4))):
+        tp = data.draw(st.sampled_from([1, 2, 4]))
+        bundles = data.draw(st.sets(st.integers(0, 16 // tp - 1), min_size=1, max_size=6))
+        gpus = [gpu for each in sorted(bundles) for gpu in range(each * tp, each * tp + tp)]
+        weight = float(data.draw(st.integers(1, 4)))
+        add(state, f"p{number}", gpus, tp, weight=weight, rollouts_per_worker=4)
+        demand(state, f"p{number}", data.draw(st.integers(1, 30)))
+    state.nodes["b"].phase = data.draw(st.sampled_from([NodePhase.UP, NodePhase.DRAINING]))
+    claims = read_claims(Draft(state))
+    shares = [Share(c.pipeline.spec.weight, 0.0, c.num_wanted * c.tp) for c in claims]
+    exact = exact_shares(shares, read_pools(claims))
+    for one, other in zip(ideal_gpus(claims), exact, strict=True):
+        assert one == pytest.approx(float(other), abs=0.5)
+
+
+def test_slices_follow_weights_where_pipelines_outnumber_bundles() -> None:
+    state = fleet(1)
+    for name, weight in (("a", 2.0), ("b", 1.0), ("c", 1.0)):
+        add(state, name, [0], weight=weight)
+        demand(state, name, MANY)
+    run = sharing(state)
+    run.run(400.0)
+    assert run.had_gpu_s["a"] == pytest.approx(200.0, abs=10.0)
+    assert run.had_gpu_s["b"] == pytest.approx(100.0, abs=10.0)
+
+
+# known faults: each with the policy that has it
+
+
+class CountsIdleGpus(Fair):
+    """W7: its shares are of all GPUs that are up, whoever can use them."""
+
+    def generate(self, draft: Draft) -> Outlook:
+        state, settings = draft.state, self.settings
+        wanting = [each for each in state.pipelines.values() if each.demand]
+        even = len(state.node_of) // len(wanting)
+        for pipeline in wanting:
+            num_has = draft.num_awake(pipeline)
+            for worker in pipeline.workers:
+                is_open = all(draft.is_open(gpu) for gpu in worker.gpus)
+                if num_has < even and is_open and draft.can_expand(pipeline.pipeline_id, worker):
+                    draft.expand(pipeline.pipeline_id, worker)
+        return Outlook(again_s=state.now_s + settings.quantum_s)
+
+
+class CapsActivations(Fair):
+    """W8: so many wakes in one plan are too many for it."""
+
+    def generate(self, draft: Draft) -> Outlook:
+        outlook = super().generate(draft)
+        if len(draft.ops) > 1000:
+            raise RuntimeError("too many activations")
+        return outlook
+
+
+class NeverSlices(Fair):
+    """W9: who has the only bundle keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__(FairSettings(quantum_s=1e9, hold_s=1e9, switch_s=3.0))
+
+
+class ForgetsUnknown(Fair):
+    """W11: a demand that says nothing of its size is none."""
+
+    def generate(self, draft: Draft) -> Outlook:
+        unknown = [each for each in draft.state.pipelines.values() if each.remaining is None]
+        demands = [each.demand for each in unknown]
+        for each in unknown:
+            each.demand = None
+        outlook = super().generate(draft)
+        for each, was in zip(unknown, demands, strict=True):
+            each.demand = was
+        return outlook
+
+
+def two_on_two_of_ten(policy: Fair) -> dict[str, int]:
+    state = fleet(10)
+    for name in ("a", "b"):
+        add(state, name, [0, 1])
+        demand(state, name, 100)
+    wake(state, "a", 0, 1)
+    Sharing(state, policy).run(60.0)
+    return num_awake(state)
+
+
+def test_gpus_that_nobody_can_use_count_for_nobody() -> None:
+    assert two_on_two_of_ten(Fair(QUICK)) == {"a": 1, "b": 1}
+    assert two_on_two_of_ten(CountsIdleGpus(QUICK)) == {"a": 2, "b": 0}
+
+
+def test_one_plan_wakes_as_many_as_there_are() -> None:
+    state = fleet(1100)
+    add(state, "a", range(1100))
+    demand(state, "a", MANY)
+    assert len(plan(state, Fair()).ops) == 1100
+    with pytest.raises(RuntimeError, match="too many"):
+        plan(state, CapsActivations())
+
+
+def four_on_two(policy: Fair | GapRatio) -> list[float]:
+    state = fleet(2)
+    for name in "abcd":
+        add(state, name, [0, 1])
+        demand(state, name, 100)
+    run = Sharing(state, policy)
+    run.run(200.0)
+    return list(run.had_gpu_s.values())
+
+
+def test_who_outnumber_the_bundles_all_have_their_time() -> None:
+    assert four_on_two(Fair(QUICK)) == pytest.approx([100.0] * 4, abs=10.0)
+    assert four_on_two(NeverSlices()) == [200.0, 200.0, 0.0, 0.0]
+    assert four_on_two(GapRatio()) == [200.0, 200.0, 0.0, 0.0], "which has no clock, and says so"
+
+
+def unknown_beside_known(policy: Fair) -> dict[str, int]:
+    state = fleet(4)
+    for name, estimate in (("a", 100), ("b", 0)):
+        add(state, name, range(4))
+        demand(state, name, estimate)
+    wake(state, "a", 0, 1, 2, 3)
+    Sharing(state, policy).run(60.0)
+    return num_awake(state)
+
+
+def test_a_demand_without_an_estimate_gets_the_floor() -> None:
+    assert unknown_beside_known(Fair(QUICK)) == {"a": 3, "b": 1}
+    assert unknown_beside_known(ForgetsUnknown(QUICK)) == {"a": 4, "b": 0}
+
+
+def test_weights_decide_and_not_how_much_is_left() -> None:
+    for weights, shares in (((1.0, 1.0), {"a": 4, "b": 4}), ((1.0, 3.0), {"a": 2, "b": 6})):
+        state = fleet(8)
+        for name, estimate, weight in zip("ab", (1024, 64), weights, strict=True):
+            add(state, name, range(8), weight=weight)
+            demand(state, name, estimate)
+        other = fleet(8)
+        for name, estimate in (("a", 1024), ("b", 64)):
+            add(other, name, range(8))
+            demand(other, name, estimate)
+        Sharing(state, Fair(QUICK)).run(20.0)
+        Sharing(other, GapRatio()).run(20.0)
+        assert num_awake(state) == shares
+        assert num_awake(other) == {"a": 7, "b": 1}, "as the peer has it"
+
+
+# what it gives, and when
+
+
+def test_who_has_nobody_awake_gets_a_bundle_when_the_hold_is_over() -> None:
+    state = fleet(4)
+    for name in ("a", "b"):
+        add(state, name, range(4))
+    demand(state, "a", MANY)
+    run = sharing(state)
+    run.run(1.0)
+    demand(state, "b", MANY)
+    run.run(1.9)
+    assert run.awake("b") == set(), "a has just been woken"
+    run.run(2.1)
+    assert len(run.awake("b")) >= 1
+
+
+def test_an_only_worker_has_its_quantum() -> None:
+    state = fleet(1)
+    for name in ("a", "b"):
+        add(state, name, [0])
+    demand(state, "a", MANY)
+    run = sharing(state)
+    run.run(1.0)
+    demand(state, "b", MANY)
+    run.run(9.9)
+    assert run.awake("a") == {0}
+    run.run(10.1)
+    assert run.awake("b") == {0}
+
+
+def test_who_has_no_use_for_a_worker_gives_it_at_once() -> None:
+    state = fleet(1)
+    for name in ("a", "b"):
+        add(state, name, [0])
+    demand(state, "a", 4)
+    run = sharing(state)
+    run.run(1.0)
+    progress(state, "a", target=4, completed=4)
+    demand(state, "b")
+    run.run(1.1)
+    assert run.awake("b") == {0}
+
+
+def test_in_the_tail_bundles_go_to_who_can_fill_them() -> None:
+    state = fleet(4)
+    for name in ("a", "b"):
+        add(state, name, range(4), rollouts_per_worker=4)
+        demand(state, name, 64)
+    run = sharing(state)
+    run.run(5.0)
+    assert num_awake(state) == {"a": 2, "b": 2}
+    progress(state, "a", target=64, completed=61)
+    run.run(20.0)
+    assert num_awake(state) == {"a": 1, "b": 3}
+
+
+def test_who_has_some_evicts_only_for_what_a_switch_costs() -> None:
+    state = fleet(4)
+    for name in ("a", "b"):
+        add(state, name, range(4), rollouts_per_worker=1)
+        demand(state, name, (MANY, 1)["ab".index(name)])
+    run = sharing(state)
+    run.run(20.0)
+    assert num_awake(state) == {"a": 3, "b": 1}
+    demand(state, "b", 2)
+    run.run(22.9)
+    assert num_awake(state) == {"a": 3, "b": 1}, "what it lacks is not worth a switch yet"
+    run.run(23.1)
+    assert num_awake(state) == {"a": 2, "b": 2}
+
+
+def test_the_victim_loses_the_fewest_kv_tokens() -> None:
+    state = fleet(4)
+    for name in ("a", "b"):
+        add(state, name, range(4))
+    demand(state, "a", MANY)
+    for worker, kv_tokens in zip(wake(state, "a", 0, 1, 2, 3), (9, 9, 2, 9), strict=True):
+        worker.kv_tokens = kv_tokens
+    state.now_s = 100.0
+    demand(state, "b", 1)
+    assert [op.rank for op in plan(state, Fair(QUICK)).ops if isinstance(op, Shrink)] == [2]
+
+
+def test_a_minimum_comes_before_weights_and_a_quota_ends_all() -> None:
+    state = fleet(8)
+    add(state, "a", range(8), weight=9.0)
+    add(state, "b", range(8), min_gpus=4)
+    add(state, "c", range(8), max_gpus=1, weight=9.0)
+    for name in "abc":
+        demand(state, name, MANY)
+    run = sharing(state)
+    run.run(30.0)
+    assert num_awake(state) == {"a": 3, "b": 4, "c": 1}
+
+
+def test_who_does_not_give_way_keeps_what_it_has() -> None:
+    state = fleet(4)
+    add(state, "a", range(4), is_preemptible=False)
+    add(state, "b", range(4))
+    demand(state, "a", MANY)
+    run = sharing(state)
+    run.run(5.0)
+    demand(state, "b", MANY)
+    run.run(60.0)
+    assert num_awake(state) == {"a": 4, "b": 0}
+    assert ideal_gpus(read_claims(Draft(state))) == [4.0, 0.0]
+
+
+def test_who_can_go_elsewhere_makes_room() -> None:
+    """b can use GPU 0 alone, which a has; c has what a could use besides, and 3 is open."""
+    state = fleet(4)
+    add(state, "a", [0, 1])
+    add(state, "c", [1, 2, 3], rollouts_per_worker=8)
+    add(state, "b", [0])
+    for name in "ac":
+        demand(state, name, 8)
+    wake(state, "a", 0)
+    wake(state, "c", 0)
+    state.now_s = 100.0
+    state.pipelines["a"].progress = {"train": Progress(batch=0, target=1, completed=0)}
+    demand(state, "b", 8)
+    run = sharing(state)
+    run.run(140.0)
+    assert (run.awake("a"), run.awake("b"), len(run.awake("c"))) == ({1}, {0}, 1)
+
+
+def test_nothing_left_to_do_is_given_nothing() -> None:
+    state = fleet(2)
+    add(state, "a", [0, 1])
+    demand(state, "a", 4)
+    progress(state, "a", target=4, completed=5)
+    assert plan(state, Fair()).ops == ()
+
+
+def test_where_all_have_their_share_nobody_moves_again() -> None:
+    state = fleet(8)
+    for name in "abcd":
+        add(state, name, range(8))
+        demand(state, name, MANY)
+    carry_out(state, Fair(QUICK))
+    settle(state)
+    for now_s in (5.0, 50.0, 500.0):
+        state.now_s = now_s
+        assert plan(state, Fair(QUICK)).ops == ()
+
+
+def test_plans_are_the_same_each_time() -> None:
+    state = fleet(8)
+    for number in range(12):
+        add(state, f"p{number}", range(8), tp=(1, 2)[number % 2])
+        demand(state, f"p{number}", MANY)
+    assert plan(state, Fair()) == plan(state, Fair())
