@@ -256,5 +256,4 @@ def opens_generation(claim: Claim) -> bool:
 
 def bucket_of(report: ReportProgress) -> int:
     """Which 2 % of its target it is in; the last only when nothing is left."""
-    share = report.completed / report.target if report.target > 0 else 1.0
-    return NUM_BUCKETS if share >= 1.0 else math.floor(share * NUM_BUCKETS)
+    return NUM_BUCKETS * report.completed // max(1, report.target)

@@ -11,7 +11,7 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.share import Share
 from rollmesh.core.types import GroupRecord, NodeRow, Outcome, RolloutRecord, Task, VersionRun
 from rollmesh.serve.coordinator.hooks import PipelineHooks
-from rollmesh.trainer.tenancy import TRAIN_CLUSTER, Tenant, Unshared, tenancy_of
+from rollmesh.trainer.tenancy import TRAIN_CLUSTER, Stream, Tenant, Unshared, tenancy_of
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -160,6 +160,32 @@ def test_progress_is_what_is_left_and_grows_where_there_is_room_for_more(
         ("train", 12, 12),
         ("train", 4, 0),
     ]
+
+
+class ReportsGroups(Tenant):
+    """Fault W16: what is to come is asked for in rollouts, and how far it is told in groups."""
+
+    def _begin(self, stream: Stream, step: int, num_to_come: int) -> None:
+        super()._begin(stream, step, num_to_come // SAMPLES)
+
+    def _progress(self, stream: Stream, num_to_come: int) -> None:
+        super()._progress(stream, num_to_come // SAMPLES)
+
+
+@pytest.mark.parametrize(("kind", "num_told"), [(Tenant, 6), (ReportsGroups, 3)])
+def test_what_is_left_of_a_demand_is_told_in_its_own_unit(
+    kind: type[Tenant], num_told: int, scheduler: FakeScheduler, stop: threading.Event
+) -> None:
+    with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
+        tenant = kind(hooks, stop)
+        with scheduler.granting(*ALL) as told:
+            ask(tenant, 0, 8)
+            ask(tenant, 0, 8 - SAMPLES)
+            leave(tenant)
+    assert asks(told) == [(GENERATION_CLUSTER, 8)]
+    *_, (_, target, completed) = targets(told)
+    assert target - completed == num_told
+    assert (num_told == 8 - SAMPLES) is (kind is Tenant)
 
 
 def test_an_evaluation_is_a_stream_of_its_own_and_ends_when_the_next_has_begun(

@@ -131,8 +131,19 @@ def test_progress_is_told_in_rollouts_of_batches_that_grow(
     assert (second.target, second.completed) == (8, 2)
     assert second.batch > begun.batch
     hooks.end_progress_batch()
-    hooks.bump_completed()
     assert scheduler.expect(ClearProgress) == ClearProgress("p", "train", second.batch)
+
+
+def test_what_comes_after_a_batch_has_ended_is_told_to_nobody(
+    scheduler: FakeScheduler, hooks: PipelineHooks
+) -> None:
+    with scheduler.granting() as told:
+        hooks.begin_progress_batch(4)
+        hooks.end_progress_batch()
+        hooks.bump_completed()
+        hooks.end_progress_batch()
+        hooks.notify_release_gpus("actor_train").wait()
+    assert [type(each) for each in told] == [ReportProgress, ClearProgress, NotifyReleaseGpus]
 
 
 def test_batches_grow_from_life_to_life(scheduler: FakeScheduler) -> None:
