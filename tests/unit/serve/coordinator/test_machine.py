@@ -280,9 +280,9 @@ def test_a_router_that_was_started_anew_is_told_what_is_awake() -> None:
     yard.start_router()
     yard.run(2.0)
     assert [yard.row(rank).phase for rank in (0, 1)] == [EnginePhase.READY, EnginePhase.ASLEEP]
-    yard.start_router(is_asleep=False)
+    yard.start_router(is_asleep=False)  # which knows none of them
     yard.run(2.0)
-    assert yard.row(1).phase is EnginePhase.ASLEEP
+    assert [yard.row(rank).phase for rank in (0, 1)] == [EnginePhase.READY, EnginePhase.ASLEEP]
     yard.resize(True, 1)
     yard.run(2.0)
     assert yard.row(1).phase is EnginePhase.READY
