@@ -10,8 +10,9 @@ and as they came. What stands on a GPU that is asked for:
 
 A request with nothing in the way is granted now, or, while something settles, next: until then
 nothing else starts on its GPUs. One with something in the way may be bypassed until it has waited
-for `reserve_after_s`. From then on its GPUs are reserved: no other request and no worker that will
-not give way gets one, but of pipelines that it waits for, which may need it to come to their end.
+for `reserve_after_s`. From then on, once no older one has reserved any of them, its GPUs are
+reserved: no other request and no worker that will not give way gets one, but of pipelines that it
+waits for, which may need it to come to their end.
 A request whose end is not in sight is in nobody's way: one that waits for a node that is not UP,
 for what is lost or in quarantine, or, at whatever remove, for its own pipeline.
 
@@ -25,13 +26,7 @@ Invariant: a shrink for a request stands in a plan only with its grant. Driven b
 import math
 
 from rollmesh.scheduler.planning.draft import Draft, Reservation
-from rollmesh.scheduler.planning.state import (
-    FIXED,
-    Owner,
-    PipelinePhase,
-    Request,
-    State,
-)
+from rollmesh.scheduler.planning.state import FIXED, Owner, PipelinePhase, Request, State
 from rollmesh.wire.scheduling import WorkerPhase
 
 Asked = dict[str, list[Request]]
@@ -42,13 +37,15 @@ def serve(draft: Draft, reserve_after_s: float) -> float:
     """Grant what can be, reserve what must be; when age alone changes the line."""
     again_s, asked = math.inf, _by_pipeline(draft.state)
     for request in _line(draft, reserve_after_s):
-        if not _may_start(draft, request) or _grant(draft, request):
+        is_free = _may_start(draft, request)
+        if is_free and _grant(draft, request):
             continue
         reserve_s = request.asked_s + reserve_after_s
         is_old = reserve_s <= draft.state.now_s
         if not is_old:
             again_s = min(again_s, reserve_s)
-        _reserve(draft, request, is_old, asked)
+        if is_free:
+            _reserve(draft, request, is_old, asked)
     return again_s
 
 

@@ -155,6 +155,9 @@ def test_a_plan_says_when_age_will_change_the_line() -> None:
     assert plan(state, Idle()).again_s == 5.0 + RESERVE_S
     state.now_s = 5.0 + RESERVE_S
     assert plan(state, Idle()).again_s == math.inf
+    add(state, "r", train=(1,))
+    ask(state, "r")
+    assert plan(state, Idle()).again_s == state.now_s + RESERVE_S
 
 
 # W5: an eviction without a grant
