@@ -194,7 +194,9 @@ class Coordinators:
         here = self._here(pipeline)
         if any(self._is_sent(name, worker.rank) for worker in here):
             return
-        if any(truths.get(worker.rank, _UNKNOWN).phase not in _SETTLED for worker in here):
+        settled = [w for w in here if truths.get(w.rank, _UNKNOWN).phase in _SETTLED]
+        if len(settled) < len(here):
+            self._free(name, settled, truths)
             return
         unknown = [w.rank for w in here if not self._is_good(name, w, truths[w.rank])]
         if unknown:
@@ -211,6 +213,21 @@ class Coordinators:
         book.mark("pipelines", name)
         book.note("pipeline.readmitted", name, "its coordinator is well", is_warning=False)
         book.wants_plan = True
+
+    def _free(self, name: str, settled: list[Worker], truths: dict[int, WorkerTruth]) -> None:
+        """Others of its engines are lost: these sleep meanwhile, and who wants their GPUs has
+        them."""
+        asleep = [
+            worker
+            for worker in settled
+            if truths[worker.rank].phase is WorkerPhase.ASLEEP
+            and self._is_good(name, worker, truths[worker.rank])
+        ]
+        for worker in asleep:
+            if worker.phase is WorkerPhase.LOST:
+                self._intents.settle(name, worker.rank, WorkerPhase.ASLEEP)
+        if awake := [worker.rank for worker in settled if worker not in asleep]:
+            self._intents.reconcile(name, awake)
 
     def _is_good(self, name: str, worker: Worker, truth: WorkerTruth) -> bool:
         """It can be believed, and is nowhere where it must not be."""

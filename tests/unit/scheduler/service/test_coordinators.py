@@ -155,6 +155,23 @@ def test_who_is_lost_keeps_its_gpus_and_who_was_promised_them_waits_in_his_old_p
     assert stage.state("c1") is TicketState.QUEUED
 
 
+def test_one_lost_engine_fences_its_own_gpus_alone_once_the_others_are_known() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=())
+    stage.pipeline("b", train=(1, 2, 3), generation=(0, 1, 2, 3))
+    stage.generate("a", "g")
+    stage.run(2)
+    assert stage.awake("a") == [0, 1, 2, 3]
+    stage.coordinators["a"].move(0, WorkerPhase.LOST)
+    stage.run(3)
+    assert stage.of("a").phase is PipelinePhase.QUARANTINED
+    assert stage.awake("a") == []
+    assert set(stage.scheduler.book.standing) == {0}
+    stage.train("b", "t")
+    stage.wait_for("t", TicketState.GRANTED)
+    assert stage.of("a").phase is PipelinePhase.QUARANTINED
+
+
 def test_a_silent_coordinator_is_fenced_and_the_others_go_on() -> None:
     stage = generating()
     stage.coordinators["a"].is_silent = True
