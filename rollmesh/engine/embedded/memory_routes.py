@@ -16,6 +16,7 @@ from rollmesh.core.errors import EngineRefused
 from rollmesh.engine.embedded.engine import Engine
 from rollmesh.engine.embedded.replies import read_body, reply
 from rollmesh.engine.embedded.steploop import StepLoop
+from rollmesh.engine.embedded.weight_routes import WeightRoutes
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -29,8 +30,9 @@ class MemoryBody(msgspec.Struct):
 class MemoryRoutes:
     """See the module."""
 
-    def __init__(self, steps: StepLoop) -> None:
+    def __init__(self, steps: StepLoop, weights: WeightRoutes) -> None:
         self._steps = steps
+        self._weights = weights
 
     def handlers(self) -> dict[str, dict[str, Handler]]:
         """By path and method."""
@@ -40,6 +42,7 @@ class MemoryRoutes:
         }
 
     async def _release(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._weights.drop_staged()
         return await self._order(request, Engine.release)
 
     async def _resume(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -88,7 +88,7 @@ class Routes:
             "/health_generate": {"GET": self._health_generate},
             **self._weights.handlers(),
             **self._adapters.handlers(),
-            **MemoryRoutes(steps).handlers(),
+            **MemoryRoutes(steps, self._weights).handlers(),
         }
 
     async def serve(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -130,6 +130,10 @@ class WeightRoutes:
             "/destroy_weights_update_group": {"POST": self._leave},
         }
 
+    def drop_staged(self) -> None:
+        """Of what is staged nothing is kept: the engine gives its memory up."""
+        self._staging.drop()
+
     async def _from_disk(self, request: web.BaseRequest) -> web.StreamResponse:
         body = read_body(await request.read(), DiskBody)
         if body.abort_all_requests:
