@@ -44,8 +44,9 @@ class Draft:
     def __init__(self, state: State) -> None:
         self.state = state
         self.ops: list[Op] = []
-        self._owners: dict[int, Owner | None] = {}
-        """Of GPUs whose owner is another than in the state."""
+        self.owners = state.owners.copy()
+        """By GPU, as State has them, with the ops so far: a copy, for it is asked far more often
+        than it is made. Changed by ops alone."""
         self._moved: dict[tuple[str, int], bool] = {}
         """Workers that an op moves: whether it wakes."""
         self._num_awake: dict[str, int] = {}
@@ -61,11 +62,11 @@ class Draft:
     # what is so, with the ops so far
 
     def owner(self, gpu: int) -> Owner | None:
-        return self._owners[gpu] if gpu in self._owners else self.state.owners.get(gpu)
+        return self.owners.get(gpu)
 
     def is_open(self, gpu: int) -> bool:
         """Whether something new may start there: it is free, on a node that takes work."""
-        return gpu in self.up and self.owner(gpu) is None
+        return gpu in self.up and gpu not in self.owners
 
     def may_start(self, pipeline_id: str, gpu: int, gives_way: bool) -> bool:
         """Whether reservations leave the GPU to it; `gives_way`: it is taken back at any time."""
@@ -89,7 +90,7 @@ class Draft:
         if self.state.pipelines[pipeline_id].phase is _QUARANTINED:
             return False
         owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
-        return all(self.owner(gpu) == owner for gpu in worker.gpus)
+        return all(self.owners.get(gpu) == owner for gpu in worker.gpus)
 
     def can_evict(self, pipeline_id: str, worker: Worker, to: str) -> bool:
         """Whether it can shrink, and may for the pipeline `to`."""
@@ -135,12 +136,12 @@ class Draft:
         request = self.state.requests[key]
         owner = Owner(request.pipeline_id, request.cluster, FIXED)
         self.ops.append(Grant(key))
-        self._owners.update(dict.fromkeys(self.state.gpus_of(request), owner))
+        self._give(self.state.gpus_of(request), owner)
 
     def release(self, pipeline_id: str, cluster: str) -> None:
         gpus = self.state.pipelines[pipeline_id].spec.clusters[cluster]
         self.ops.append(Release(pipeline_id, cluster))
-        self._owners.update(dict.fromkeys(gpus))
+        self._give(gpus, None)
 
     def reserve(self, gpus: tuple[int, ...], reservation: Reservation) -> None:
         """Not an op: it holds for the rest of this plan."""
@@ -162,8 +163,14 @@ class Draft:
         assert target not in self._moved
         self._moved[target] = owner is not None
         self._count(pipeline_id, -1 if owner is None else 1)
-        for gpu in worker.gpus:
-            self._owners[gpu] = owner
+        self._give(worker.gpus, owner)
+
+    def _give(self, gpus: tuple[int, ...], owner: Owner | None) -> None:
+        for gpu in gpus:
+            if owner is None:
+                del self.owners[gpu]
+            else:
+                self.owners[gpu] = owner
 
     def _count(self, pipeline_id: str, change: int) -> None:
         if pipeline_id in self._num_awake:
@@ -183,4 +190,4 @@ class Draft:
             case Release(pipeline_id, cluster):
                 owner = Owner(pipeline_id, cluster, FIXED)
                 gpus = state.pipelines[pipeline_id].spec.clusters[cluster]
-        self._owners.update(dict.fromkeys(gpus, owner))
+        self._give(gpus, owner)
