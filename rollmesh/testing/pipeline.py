@@ -1,0 +1,260 @@
+"""A pipeline as a process of its own, without torch: hooks, router, coordinator, scripted engines.
+
+    python -m rollmesh.testing.pipeline --scheduler tcp://127.0.0.1:9000 --pipeline p0 --steps 5
+
+Each step signals its demand, samples rollouts on whatever engine is awake, trains (a pause) on its
+cluster, and gives that up. A line of JSON tells of each step, and one of the end. Invariants: what
+was sampled is exact whatever slept meanwhile, or the process fails; it is registered by somebody
+else, and waits for that. Driven by tests/flow/test_fleet_sharing.py, and by hand.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollmesh.core.errors import UserError
+from rollmesh.core.process import LAUNCHER_VARIABLE, Ready
+from rollmesh.core.types import SamplingParams
+from rollmesh.engine.view import FleetView
+from rollmesh.runtime.generation import GenerationState
+from rollmesh.runtime.generation_events import GenerationRequest
+from rollmesh.runtime.legs import Sampler, SamplerParts
+from rollmesh.serve.coordinator.hooks import PipelineHooks, Ticket
+from rollmesh.testing.engine import ScriptedEngine, endless_token
+from rollmesh.wire.fleet import FleetAnswered, FleetChanged, ReadFleet
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.scheduling import GENERATION_CLUSTER, GpuPriority
+from rollmesh.wire.sockets import Dialer
+
+TRAIN = "actor_train"
+LOOK_S = 0.05
+AGAIN_S = 0.5
+"""What is refused since admission has not come yet is asked again after so long."""
+SIGMA = 0.8
+PROMPT = [5, 6, 7, 8]
+TO_THE_END = 2**31
+STOP_S = 20.0
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What the pipeline does; each field is an option of the command."""
+
+    scheduler: str
+    """Address of the scheduler."""
+    pipeline: str
+    """Its name there."""
+    engines: int = 4
+    steps: int = 5
+    rollouts: int = 8
+    tokens: int = 60
+    """Of the middle rollout; a few are much longer."""
+    train_s: float = 0.1
+    hang_at: int = -1
+    """From this step on engine 0 answers nothing any more."""
+
+
+class StepDone(msgspec.Struct, frozen=True, tag="step"):
+    """A line of the process's output."""
+
+    pipeline: str
+    step: int
+    num_tokens: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """Its last one."""
+
+    pipeline: str
+    num_steps: int
+    num_legs: int
+    """More than rollouts where some were cut and went on elsewhere."""
+
+
+class HangingEngine(ScriptedEngine):
+    """One that may stop to answer."""
+
+    is_hung = False
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self.is_hung:
+            await asyncio.get_running_loop().create_future()
+        return await super()._handle(request)
+
+
+@contextmanager
+def running(*words: str) -> Iterator[Ready]:
+    """`rollmesh WORDS` as a child, once it is ready, until the block ends."""
+    reading, writing = os.pipe()
+    argv = [sys.executable, "-m", "rollmesh.cli.main", *words, "--ready-fd", str(writing)]
+    env = {**os.environ, LAUNCHER_VARIABLE: str(os.getpid())}  # it ends with us, however we end
+    child = subprocess.Popen(argv, pass_fds=[writing], env=env)
+    os.close(writing)
+    try:
+        with os.fdopen(reading, "rb") as pipe:
+            yield msgspec.json.decode(pipe.readline(), type=Ready)
+    finally:
+        child.terminate()
+        try:
+            child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+class Rollouts:
+    """Samples turns on whatever engine the router's table has."""
+
+    def __init__(self, router: str, plan: Plan) -> None:
+        self.num_legs = 0
+        self._plan = plan
+        self._view = FleetView()
+        self._dialer = Dialer(router, f"rollouts-{plan.pipeline}")
+        self._sampler = Sampler(
+            SamplerParts(view=self._view, vocab_size=TO_THE_END, report=lambda _: None)
+        )
+        self._dice = random.Random(plan.pipeline)
+
+    async def read_table(self) -> None:
+        """For as long as there is anything to sample."""
+        for ask_id in range(1, TO_THE_END):
+            self._dialer.send(Packet(ReadFleet(ask_id)))
+            for packet in self._dialer.receive():
+                if isinstance(packet.message, FleetAnswered):
+                    table = FleetChanged(packet.message.epoch, packet.message.engines)
+                    self._view.update(table, packet.router)
+            await asyncio.sleep(LOOK_S)
+
+    async def sample(self, step: int, number: int) -> int:
+        """One rollout; how many tokens it has."""
+        length = max(4, round(self._plan.tokens * self._dice.lognormvariate(0.0, SIGMA)))
+        prompt = [*PROMPT, step, number]
+        generation = self._sampler.start(
+            GenerationRequest(
+                generation_id=f"{step}.{number}",
+                session_key=f"{step}.{number}",
+                prompt_ids=prompt,
+                params=SamplingParams(max_tokens=length),
+            )
+        )
+        generation.join()
+        await generation.wait(TO_THE_END)
+        assert generation.state is GenerationState.COMMITTED, generation.error
+        self.num_legs += len(generation.engines)
+        expected: list[int] = []
+        for _ in range(length):
+            expected.append(endless_token(0, prompt + expected))
+        assert list(generation.token_ids) == expected, "tokens are not exact"
+        return length
+
+    async def close(self) -> None:
+        await self._sampler.close()
+        self._dialer.close()
+
+
+class Pipeline:
+    """See the module."""
+
+    def __init__(self, plan: Plan, hooks: PipelineHooks, engines: list[HangingEngine]) -> None:
+        self._plan = plan
+        self._hooks = hooks
+        self._engines = engines
+
+    async def run(self, rollouts: Rollouts) -> None:
+        """All steps, and the end."""
+        plan, hooks = self._plan, self._hooks
+        for step in range(plan.steps):
+            if step == plan.hang_at:
+                self._engines[0].is_hung = True
+            await self._granted(
+                lambda step=step: hooks.request_gpus(
+                    GENERATION_CLUSTER, GpuPriority.GENERATION, step, plan.rollouts
+                )
+            )
+            hooks.begin_progress_batch(plan.rollouts)
+            each = [self._rollout(rollouts, step, number) for number in range(plan.rollouts)]
+            num_tokens = sum(await asyncio.gather(*each))
+            hooks.end_progress_batch()
+            await self._granted(
+                lambda step=step: hooks.request_gpus(TRAIN, GpuPriority.ACTOR_TRAINING, step)
+            )
+            await asyncio.sleep(plan.train_s)
+            await self._granted(lambda step=step: hooks.notify_release_gpus(TRAIN, step))
+            tell(StepDone(plan.pipeline, step, num_tokens))
+        await self._granted(lambda: hooks.notify_release_gpus(GENERATION_CLUSTER))
+        tell(Ended(plan.pipeline, plan.steps, rollouts.num_legs))
+
+    async def _rollout(self, rollouts: Rollouts, step: int, number: int) -> int:
+        num_tokens = await rollouts.sample(step, number)
+        self._hooks.bump_completed()
+        return num_tokens
+
+    async def _granted(self, ask: Any) -> None:
+        while True:
+            ticket: Ticket = ask()
+            try:
+                await asyncio.to_thread(ticket.wait)
+            except UserError:  # nobody has registered us yet
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return
+
+
+def tell(line: StepDone | Ended) -> None:
+    """To whoever started the process."""
+    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def run(plan: Plan, folder: Path) -> None:
+    """The whole pipeline, its children included."""
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(HangingEngine(endless_token))
+            for _ in range(plan.engines)
+        ]
+        urls = [word for engine in engines for word in ("--engine", engine.url)]
+        settings = ["--set", f"run.folder={folder}", "--set", "router.bind=tcp://127.0.0.1:0"]
+        router = stack.enter_context(
+            running("router", *settings, *urls, "--fixed-weights", "--asleep")
+        ).address
+        words = ["--scheduler", plan.scheduler, "--pipeline", plan.pipeline, "--router", router]
+        words += ["--weights", str(folder / "weights")]
+        stack.enter_context(running("coordinator", *settings, *words, *urls))
+        rollouts = Rollouts(router, plan)
+        stack.push_async_callback(rollouts.close)
+        hooks = stack.enter_context(closing(PipelineHooks(plan.scheduler, plan.pipeline)))
+        reading = asyncio.create_task(rollouts.read_table())
+        await Pipeline(plan, hooks, engines).run(rollouts)
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description="A scripted pipeline on a shared fleet.")
+    for field in msgspec.structs.fields(Plan):
+        is_needed = field.default is msgspec.NODEFAULT
+        default = None if is_needed else field.default
+        kind = str if is_needed else type(field.default)
+        flag = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, default=default, required=is_needed)
+    plan = Plan(**vars(parser.parse_args()))
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(run(plan, Path(folder)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

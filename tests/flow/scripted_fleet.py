@@ -1,0 +1,116 @@
+"""A scheduler on this machine, and scripted pipelines that share its four slots.
+
+Owns the processes; what the pipelines tell comes in one stream of lines. Invariant: whoever was
+started is ended, whatever happened. Driven by test_fleet_sharing.py.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import psutil
+
+from rollmesh.core.ids import new_id
+from rollmesh.core.process import listen
+from rollmesh.scheduler.admission.asking import ask
+from rollmesh.scheduler.service.explain import FleetView
+from rollmesh.testing.pipeline import Ended, StepDone
+from rollmesh.wire.scheduling import ReadScheduler
+
+ENDS_WITHIN_S = 30.0
+HEAD = """
+bind = "tcp://127.0.0.1:{}"
+http_bind = "127.0.0.1:{}"
+admission = "tcp://127.0.0.1:{}"
+journal = "{}"
+
+[fair]
+quantum_s = 2.0
+hold_s = 0.5
+switch_s = 0.5
+
+[service]
+resize_deadline_s = 8.0
+slack_s = 2.0
+settle_s = 1.0
+
+[[nodes]]
+name = "here"
+gpus = 4
+"""
+PIPELINE = """
+[pipelines.{}]
+clusters.actor_train = {}
+generation = [0, 1, 2, 3]
+"""
+
+
+class ScriptedFleet:
+    """`rollmesh scheduler up`, and pipelines that were begun on it."""
+
+    def __init__(self, folder: Path, trains_on: dict[str, list[int]]) -> None:
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(listen("127.0.0.1:0")) for _ in range(3)]
+            ports = [each.getsockname()[1] for each in sockets]
+        self.address = f"tcp://127.0.0.1:{ports[0]}"
+        file = folder / "scheduler.toml"
+        pipelines = [PIPELINE.format(*each) for each in trains_on.items()]
+        file.write_text(HEAD.format(*ports, folder / "scheduler") + "".join(pipelines))
+        reading, self._writing = os.pipe()
+        self._lines = os.fdopen(reading, "rb")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "up", str(file)]
+        self._up = self._start(command, subprocess.PIPE)
+        assert self._up.stdout
+        self._up.stdout.readline()  # all pipelines are let in by then
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all that runs; nothing is left of what was killed."""
+        for process in reversed(self._processes):
+            if process.poll() is None:
+                process.terminate()
+            try:
+                process.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        assert self._up.stdout
+        self._up.stdout.close()
+        self._lines.close()
+
+    def begin(self, pipeline: str, *words: str) -> subprocess.Popen[bytes]:
+        """One of them, with these options."""
+        command = [sys.executable, "-m", "rollmesh.testing.pipeline", "--pipeline", pipeline]
+        return self._start([*command, "--scheduler", self.address, *words], self._writing)
+
+    def lines(self) -> Iterator[StepDone | Ended]:
+        """What the pipelines tell, until all have ended; begin them before."""
+        os.close(self._writing)
+        for line in self._lines:
+            yield msgspec.json.decode(line, type=StepDone | Ended)
+
+    def kill_scheduler(self) -> None:
+        """-9, once it serves; who started it starts it again."""
+        self.view()
+        for child in psutil.Process(self._up.pid).children():
+            if "serve" in child.cmdline():
+                os.kill(child.pid, signal.SIGKILL)
+
+    def view(self) -> FleetView:
+        """How the scheduler says that it stands."""
+        answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=ENDS_WITHIN_S)
+        return msgspec.json.decode(answer.body, type=FleetView)
+
+    def _start(self, command: list[str], stdout: int) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(command, stdout=stdout, start_new_session=True)
+        self._processes.append(process)
+        return process
