@@ -115,6 +115,12 @@ def test_seconds_are_settings_of_those_who_have_them() -> None:
         settings_of({"hold_s": -1.0}, FairSettings, "[fair]")
 
 
+@pytest.mark.parametrize(("name", "num"), [("eight", 8), ("two", 2)])
+def test_the_example_fleets_are_read(name: str, num: int) -> None:
+    path = Path(__file__).parents[4] / f"examples/fleet/{name}.toml"
+    assert len(read_fleet(path).pipelines) == num
+
+
 @pytest.mark.parametrize(
     "kind", [FleetTables, NodeTable, PipelineTable, FairSettings, SchedulerSettings]
 )
