@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -27,7 +27,7 @@ from rollmesh.wire.scheduling import (
     WithdrawRequest,
 )
 from tests.unit.serve.coordinator.fake_scheduler import FakeScheduler
-from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Lives
+from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Life, Lives
 
 ALL = (TRAIN_CLUSTER, GENERATION_CLUSTER)
 
@@ -110,10 +110,12 @@ def test_a_step_whose_batch_is_there_stands_in_line_anew_and_wakes_no_engine(
         ask(tenant, 0)
         train(tenant, 0)
         tenant.hand_over(1, 8, is_next_there=True)
-        assert tenant.may_ask(1, 8), "the demand of before is open"
+        ask(tenant, 1)
         train(tenant, 1)
         tenant.hand_over(2, 4, is_next_there=False)
         leave(tenant)
+    demands = [(GENERATION_CLUSTER, 8), (GENERATION_CLUSTER, 4)]
+    assert [each for each in asks(told) if each[1]] == demands, "that of before stays open"
     again, handed = (m for m in told if isinstance(m, NotifyReleaseThenRequestGpus))
     assert (again.release_cluster, again.cluster) == (TRAIN_CLUSTER, TRAIN_CLUSTER)
     assert (again.priority, again.global_step) == (GpuPriority.ACTOR_TRAINING, 1)
@@ -258,14 +260,25 @@ def refuse(scheduler: FakeScheduler) -> None:
     scheduler.say(TicketMoved(key, TicketState.REFUSED, (), "no such pipeline"))
 
 
-def test_a_loop_asks_for_engines_first_and_trains_on_gpus_that_it_was_given(
-    scheduler: FakeScheduler, begin: Lives
-) -> None:
-    life = begin(JournalConfig())
+@contextmanager
+def running(life: Life, scheduler: FakeScheduler) -> Iterator[None]:
+    """Its loop, as a tenant, until it is told to stop."""
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
         life.parts.tenancy = Tenant(hooks, life.stop)
         loop = threading.Thread(target=life.loop.run, args=[life.recovery])
         loop.start()
+        try:
+            yield
+        finally:
+            life.stop.set()
+            loop.join()
+
+
+def test_a_loop_asks_for_engines_first_and_trains_on_gpus_that_it_was_given(
+    scheduler: FakeScheduler, begin: Lives
+) -> None:
+    life = begin(JournalConfig())
+    with running(life, scheduler):
         held = scheduler.expect(NotifyReleaseGpus)
         scheduler.say(TicketMoved(held.key, TicketState.RELEASED))
         demand = scheduler.expect(RequestGpus)
@@ -282,24 +295,17 @@ def test_a_loop_asks_for_engines_first_and_trains_on_gpus_that_it_was_given(
         handed = scheduler.expect(NotifyReleaseThenRequestGpus)
         assert handed.cluster == GENERATION_CLUSTER
         assert (handed.release_global_step, handed.global_step) == (0, 1)
-        life.stop.set()
-        loop.join()
     assert [row["step"] for row in life.rows("metrics.jsonl")] == [0]
 
 
 def test_a_loop_that_is_stopped_waits_for_no_gpus(scheduler: FakeScheduler, begin: Lives) -> None:
     life = begin(JournalConfig())
-    with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
-        life.parts.tenancy = Tenant(hooks, life.stop)
-        loop = threading.Thread(target=life.loop.run, args=[life.recovery])
-        loop.start()
+    with running(life, scheduler):
         with scheduler.granting(GENERATION_CLUSTER):
             group_id, task = life.hear_ask()
             life.finish(group_id, task.id)
-        scheduler.expect(RequestGpus)
-        life.stop.set()
-        loop.join(PATIENCE_S)
-        assert not loop.is_alive()
+        asked = scheduler.expect(RequestGpus)
+        assert asked.cluster == TRAIN_CLUSTER
     assert not life.tally.num_steps
 
 
