@@ -186,3 +186,22 @@ def test_a_wake_that_nobody_heard_of_is_sent_again_with_its_epoch() -> None:
     stage.run(3)
     assert stage.state("g") is TicketState.GRANTED
     assert {truth.epoch for truth in coordinator.truths} == {1}
+
+
+def test_workers_that_are_to_sleep_are_no_answer_though_no_plan_can_be_made_yet() -> None:
+    stage = two_pipelines()
+    stage.coordinators["b"].is_silent = True
+    coordinator = stage.coordinators["a"]
+    stage.generate("a", "g1")
+    stage.release("a", "r", GENERATION_CLUSTER)
+    stage.generate("a", "g2", step=1)
+    coordinator.told.clear()
+    for rank in range(4):
+        coordinator.move(rank, WorkerPhase.AWAKE)
+    stage.begin()
+    stage.beat()
+    assert stage.of("a").workers[0].phase is WorkerPhase.AWAKE
+    assert stage.state("r") is stage.state("g2") is TicketState.QUEUED
+    stage.run(stage.settings.settle_s + 3)
+    assert stage.state("r") is TicketState.RELEASED
+    assert stage.state("g2") is TicketState.GRANTED

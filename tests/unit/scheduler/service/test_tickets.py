@@ -212,6 +212,37 @@ def test_what_is_asked_while_a_release_is_under_way_is_served_after_it() -> None
     assert stage.state("g2") is GRANTED
 
 
+def test_workers_that_are_about_to_go_to_sleep_again_are_no_answer() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.generate("a", "g1")
+    stage.release("a", "r", GENERATION_CLUSTER)  # while they wake
+    stage.generate("a", "g2", step=1)
+    stage.act()
+    assert stage.awake("a")
+    assert (stage.state("r"), stage.state("g2")) == (QUEUED, QUEUED)
+    stage.act()
+    assert (stage.state("r"), stage.state("g2")) == (RELEASED, QUEUED)
+    stage.act()
+    assert stage.state("g2") is GRANTED
+
+
+def test_a_release_calls_off_what_was_not_begun() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", train=(), generation=(0, 1))
+    coordinator = stage.pipeline("b", train=(), generation=(0, 1))
+    stage.generate("a", "g1")
+    stage.act()
+    stage.coordinators["a"].is_hung = True
+    stage.generate("b", "g2")
+    stage.run(8)
+    assert WorkerPhase.WAKING in {worker.phase for worker in stage.of("b").workers}
+    assert stage.release("b", "r", GENERATION_CLUSTER) is RELEASED
+    stage.coordinators["a"].is_hung = False
+    stage.run(3)
+    assert not coordinator.num_heard
+
+
 def test_release_then_request_leaves_no_gap_for_others() -> None:
     stage = Stage()
     stage.pipeline("a", train=(0, 1), generation=())
