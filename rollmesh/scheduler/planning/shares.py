@@ -20,8 +20,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 TOLERANCE_GPUS = 1e-4
+ROUGH_GPUS = 0.1
+"""The same where there are more than FEW_POOLS: nobody there is told apart by so little."""
+FEW_POOLS = 16
 NUM_FILLS = 20_000
-"""Visits of a claim to a pool, at most, once each pool has been filled twice."""
+"""Visits of a claim to a pool, at most, but for the first round."""
 
 
 class Share(NamedTuple):
@@ -54,31 +57,50 @@ class _Water:
         for index, pool in enumerate(pools):
             for taker in pool.takers:
                 self._pools_of[taker].append(index)
+        self._neighbours = [dict.fromkeys(indexes) for indexes in self._pools_of]
         self._waiting = dict.fromkeys(range(len(pools)))
-        self._num_left = NUM_FILLS + 2 * sum(len(pool.takers) for pool in pools)
+        self._level = 0.0
+        self._tolerance = TOLERANCE_GPUS if len(pools) <= FEW_POOLS else ROUGH_GPUS
+        self._num_left = NUM_FILLS
 
     def settle(self) -> None:
         """Until nothing moves, or it has lasted too long."""
         while self._waiting and self._num_left > 0:
             while self._waiting and self._num_left > 0:
-                index = next(iter(self._waiting))
-                del self._waiting[index]
-                self._refill(index)
+                self._refill(next(iter(self._waiting)))
             for claim in range(len(self._claims)):
                 if len(self._pools_of[claim]) > 1:
                     self._shift(claim)
 
     def _refill(self, index: int) -> None:
-        pool, parts = self._pools[index], self._parts[index]
+        pool, parts, got = self._pools[index], self._parts[index], self.got
         self._num_left -= len(pool.takers)
-        claims = [self._claims[taker] for taker in pool.takers]
-        elsewhere = [self.got[taker] - parts[taker] for taker in pool.takers]
-        filled, self._levels[index] = _fill(claims, elsewhere, pool.num_gpus)
+        elsewhere = [got[taker] - parts[taker] for taker in pool.takers]
+        filled = self._even(pool, elsewhere)
+        if filled is None:
+            claims = [self._claims[taker] for taker in pool.takers]
+            filled, self._levels[index] = _fill(claims, elsewhere, pool.num_gpus)
+        else:
+            self._levels[index] = self._level
         for taker, has, part in zip(pool.takers, elsewhere, filled, strict=True):
-            if abs(part - parts[taker]) > TOLERANCE_GPUS:
-                self._waiting.update(dict.fromkeys(self._pools_of[taker]))
-            self.got[taker], parts[taker] = has + part, part
+            if abs(part - parts[taker]) > self._tolerance:
+                self._waiting.update(self._neighbours[taker])
+            got[taker], parts[taker] = has + part, part
         self._waiting.pop(index, None)
+
+    def _even(self, pool: Pool, elsewhere: Sequence[float]) -> list[float] | None:
+        """The parts, where nobody's floor, cap or share elsewhere is in the way: the most cases."""
+        claims, num_gpus = self._claims, pool.num_gpus
+        level = (num_gpus + sum(elsewhere)) / sum([claims[each].weight for each in pool.takers])
+        filled = []
+        for taker, has in zip(pool.takers, elsewhere, strict=True):
+            weight, floor, cap = claims[taker]
+            gpus = weight * level
+            if gpus < has or gpus < floor or gpus >= cap:
+                return None
+            filled.append(gpus - has)
+        self._level = level
+        return filled
 
     def _shift(self, claim: int) -> None:
         """Of one that has its cap, so much as makes the water as high in both pools."""
@@ -96,7 +118,7 @@ class _Water:
             return
         if gap < math.inf:
             amount = min(amount, gap / (1.0 / self._rising(low) + 1.0 / self._rising(high)))
-        amount = min(amount, self._room(high))
+        amount = min(amount, 0.5 * self._room(high))  # all of it would only turn the two about
         if amount > TOLERANCE_GPUS:
             self._parts[low][claim] -= amount
             self._parts[high][claim] += amount

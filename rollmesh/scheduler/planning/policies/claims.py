@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from rollmesh.scheduler.planning.draft import Draft
+from rollmesh.scheduler.planning.ops import Expand, Grant, Op, Release, Shrink
 from rollmesh.scheduler.planning.shares import Pool
 from rollmesh.scheduler.planning.state import (
     AWAKE_PHASES,
@@ -89,6 +90,18 @@ def _claim(pipeline: Pipeline, ground: "_Ground") -> Claim:
     return Claim(pipeline, bundles, limit, limit)
 
 
+def _gpus(draft: Draft, op: Op) -> tuple[int, ...]:
+    """Whose owner may be another than in the state."""
+    pipelines = draft.state.pipelines
+    match op:
+        case Shrink(pipeline_id, rank) | Expand(pipeline_id, rank):
+            return pipelines[pipeline_id].workers[rank].gpus
+        case Grant(key):
+            return draft.state.gpus_of(draft.state.requests[key])
+        case Release(pipeline_id, cluster):
+            return pipelines[pipeline_id].spec.clusters[cluster]
+
+
 class _Ground:
     """Where nobody can generate, and where only one can."""
 
@@ -96,15 +109,19 @@ class _Ground:
         self._draft = draft
         self._closed: set[int] = set()
         self._kept: dict[int, str] = {}
-        for node in draft.state.nodes.values():
+        state = draft.state
+        for node in state.nodes.values():
             if node.phase is not NodePhase.UP:
                 self._closed.update(node.gpus)
-        for gpu in draft.state.node_of:
-            owner = draft.owner(gpu)
-            if owner is not None:
+        touched = {gpu for op in draft.ops for gpu in _gpus(draft, op)}
+        for gpu, owner in state.owners.items():
+            if gpu not in touched:
                 self._note(gpu, owner)
-            if not draft.may_start("", gpu, gives_way=True):
-                self._closed.add(gpu)
+        for gpu in touched:
+            if now := draft.owner(gpu):
+                self._note(gpu, now)
+        asked = {gpu for request in state.requests.values() for gpu in state.gpus_of(request)}
+        self._closed.update(g for g in asked if not draft.may_start("", g, gives_way=True))
 
     def bundles(self, pipeline: Pipeline) -> list[Worker]:
         """Of its workers, those that could be awake."""

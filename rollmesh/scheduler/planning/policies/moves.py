@@ -10,7 +10,7 @@ plan, a shrink stands in it with the expand that it is for, and a trade that doe
 leaves nothing. Driven by the policies.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -46,11 +46,8 @@ class Moves:
         self._draft = draft
         self._spares_others = spares_others
         self._claims = {claim.pipeline_id: claim for claim in claims}
-        self._num_takers = Counter[int]()
-        if spares_others:
-            for claim in claims:
-                for worker in claim.bundles:
-                    self._num_takers.update(worker.gpus)
+        self._num_takers: dict[int, int] | None = None
+        self._open_gpus: set[int] | None = None
         self._open: dict[str, Iterator[Worker]] = {}
 
     def open_one(self, claim: Claim) -> bool:
@@ -63,6 +60,11 @@ class Moves:
                 self._draft.expand(pipeline_id, worker)
                 return True
         return False
+
+    def _look_again(self) -> None:
+        """What is open has changed."""
+        self._open_gpus = None
+        self._open.clear()
 
     def take_one(self, claim: Claim, gives_way: GivesWay) -> bool:
         """Wake one of its workers where others sleep for it."""
@@ -141,13 +143,32 @@ class Moves:
             name = worker_name(claim.pipeline_id, worker.rank)
             self._draft.shrink(victim.pipeline.pipeline_id, victim.worker, name)
         self._draft.expand(claim.pipeline_id, worker)
+        self._look_again()
 
     def _is_open(self, worker: Worker) -> bool:
         return all(self._draft.owner(gpu) is None for gpu in worker.gpus)
 
     def _by_use(self, claim: Claim) -> list[Worker]:
-        here = [worker for worker in claim.bundles if self._is_open(worker)]
-        if not self._spares_others:
+        """Its bundles that stand open, those first that the fewest others could use."""
+        if self._open_gpus is None:
+            draft = self._draft
+            self._open_gpus = {gpu for gpu in draft.state.node_of if draft.owner(gpu) is None}
+        is_open = self._open_gpus.issuperset
+        here = [worker for worker in claim.bundles if is_open(worker.gpus)]
+        if not self._spares_others or len(here) < 2:
             return here
-        num_takers = self._num_takers
-        return sorted(here, key=lambda each: (max(num_takers[g] for g in each.gpus), each.rank))
+        if self._num_takers is None:
+            self._num_takers = self._count_takers()
+        takers = self._num_takers
+        if claim.tp == 1:
+            return sorted(here, key=lambda each: takers[each.gpus[0]])
+        return sorted(here, key=lambda each: max([takers[gpu] for gpu in each.gpus]))
+
+    def _count_takers(self) -> dict[int, int]:
+        """By GPU, the claims that could use it."""
+        num: dict[int, int] = defaultdict(int)
+        for claim in self._claims.values():
+            for worker in claim.bundles:
+                for gpu in worker.gpus:
+                    num[gpu] += 1
+        return num
