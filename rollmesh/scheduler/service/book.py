@@ -17,6 +17,7 @@ from rollmesh.scheduler.planning.state import Owner, State
 from rollmesh.scheduler.service.actions import Action, Drop, Happened, Note, Put, Row, Write
 from rollmesh.scheduler.service.records import (
     Answer,
+    Credits,
     Engine,
     Held,
     Intent,
@@ -75,6 +76,7 @@ class Book:
         self.now_s = 0.0
         self.state = State()
         self.numbers = Numbers()
+        self.credits = Credits()
         self.tenants: dict[str, Tenant] = {}
         self.links: dict[str, Link] = {}
         self.tickets: dict[str, Ticket] = {}
@@ -107,6 +109,7 @@ class Book:
             "intents": self.intents,
             "answers": self.answers,
             "numbers": {"1": self.numbers},
+            "credits": {"1": self.credits},
         }
         self._dirty: dict[tuple[str, tuple[str | int, ...]], None] = {}
         self._happened: list[Happened] = []

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from rollmesh.core.errors import JournalDamaged
 from rollmesh.scheduler.planning.state import (
     FIXED,
     Demand,
@@ -174,7 +175,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 class Numbers(msgspec.Struct, kw_only=True):
-    """What only grows, and the credits, as one row."""
+    """What only grows, as one row, which is written with each other."""
 
     num_lives: int = 0
     now_s: float = 0.0
@@ -183,8 +184,14 @@ class Numbers(msgspec.Struct, kw_only=True):
     intent_id: int = 0
     resize_id: int = 0
     next_gpu: int = 0
+
+
+class Credits(msgspec.Struct, kw_only=True):
+    """What the policy owes whom, as one row, which is written with each plan."""
+
     credited_s: float = 0.0
-    credits: dict[str, float] = {}
+    gpu_s: dict[str, float] = {}
+    """By pipeline."""
 
 
 TABLES = (
@@ -198,6 +205,7 @@ TABLES = (
     "tickets",
     "intents",
     "answers",
+    "credits",
     "numbers",
 )
 
@@ -216,7 +224,9 @@ class Revived(msgspec.Struct):
                 self.tables.get(row.table, {}).pop(row.key, None)
 
     def read(self, table: str, kind: type[R]) -> list[R]:
-        """All records of a table."""
-        return [
-            msgspec.msgpack.decode(raw, type=kind) for raw in self.tables.get(table, {}).values()
-        ]
+        """All records of a table; JournalDamaged where one is none of ours."""
+        rows = self.tables.get(table, {})
+        try:
+            return [msgspec.msgpack.decode(raw, type=kind) for raw in rows.values()]
+        except msgspec.MsgspecError as error:
+            raise JournalDamaged(f"the journal's table {table} cannot be read: {error}") from None

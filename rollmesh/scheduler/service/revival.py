@@ -11,6 +11,7 @@ from rollmesh.scheduler.planning.state import FIXED, OWNING_PHASES, Owner, Pipel
 from rollmesh.scheduler.service.book import Asker, Book, Link
 from rollmesh.scheduler.service.records import (
     Answer,
+    Credits,
     Engine,
     Held,
     Intent,
@@ -34,7 +35,9 @@ def revive(book: Book, revived: Revived) -> Book:
             setattr(book.numbers, field, getattr(numbers, field))
     book.numbers.num_lives += 1
     book.now_s = book.state.now_s = book.numbers.now_s
-    book.state.credited_s = book.numbers.credited_s
+    for credits in revived.read("credits", Credits):
+        book.credits.credited_s, book.credits.gpu_s = credits.credited_s, credits.gpu_s
+    book.state.credited_s = book.credits.credited_s
     book.mark("numbers", "1")
     _nodes(book, revived)
     _pipelines(book, revived)
@@ -55,7 +58,7 @@ def _pipelines(book: Book, revived: Revived) -> None:
         name = tenant.pipeline_id
         pipeline = book.state.add_pipeline(tenant.spec)
         pipeline.phase, pipeline.waiting_s = tenant.phase, tenant.waiting_s
-        pipeline.credit_gpu_s = book.numbers.credits.get(name, 0.0)
+        pipeline.credit_gpu_s = book.credits.gpu_s.get(name, 0.0)
         if tenant.releasing:
             pipeline.releasing[GENERATION_CLUSTER] = tenant.releasing
         book.tenants[name] = tenant

@@ -54,7 +54,7 @@ from rollmesh.wire.scheduling import (
     WorkersResized,
 )
 
-_QUIET = frozenset({"progress", "numbers"})
+_QUIET = frozenset({"progress", "credits", "numbers"})
 """Tables that nobody waits for a change of."""
 MAX_TICKS = 4
 """Without a step for longer, we were held up: who was silent meanwhile may have spoken."""
@@ -227,11 +227,11 @@ class Scheduler:
             self.intents.promise(op)
         book.again_s = max(made.again_s, book.now_s + book.settings.tick_s)
         if made.credits:
-            book.numbers.credits = made.credits
+            book.credits.gpu_s = made.credits
             for name, credit in made.credits.items():
                 book.state.pipelines[name].credit_gpu_s = credit
-        book.state.credited_s = book.numbers.credited_s = book.now_s
-        book.mark("numbers", "1")
+        book.state.credited_s = book.credits.credited_s = book.now_s
+        book.mark("credits", "1")
 
     def _make(self) -> Plan:
         """A plan; an empty one where ours is wrong, which is tried again."""

@@ -321,6 +321,7 @@ class Stage:
         assert again.machines == book.machines
         assert again.answers == book.answers
         assert again.numbers == book.numbers
+        assert again.credits == book.credits
 
     def _give_up(self, name: str, cluster: str) -> None:
         for key in [

@@ -133,7 +133,7 @@ def test_who_leaves_sleeps_first_and_then_nothing_is_left_of_it() -> None:
     assert book.state.pipelines == {}
     assert book.intents == {}
     kept = {table for table, rows in stage.kept.tables.items() if rows}
-    assert kept == {"nodes", "answers", "tickets", "numbers"}
+    assert kept == {"nodes", "answers", "tickets", "credits", "numbers"}
 
 
 def test_who_leaves_while_others_are_about_to_get_its_gpus_leaves_all_idle() -> None:
