@@ -137,7 +137,7 @@ class TrainLoop:
         if not num_rollouts or tally.success_untrained is not None:
             return True
         pacer, tenancy = self._parts.pacer, self._parts.tenancy
-        while num_to_come := pacer.num_to_measure(num_rollouts):
+        while num_to_come := self._num_to_measure(num_rollouts):
             if self._stop.is_set():
                 return False
             if tenancy.may_ask(UNTRAINED, num_to_come, "eval"):
@@ -147,6 +147,11 @@ class TrainLoop:
         self._end_evaluation()
         self._saver.save(0)
         return True
+
+    def _num_to_measure(self, num_rollouts: int) -> int:
+        """Of an evaluation of so many, those that have not ended or are still to be asked for."""
+        num_left = num_rollouts - self._parts.tally.num_evals
+        return self._parts.pacer.course.num_measuring + max(0, num_left)
 
     def _end_evaluation(self) -> None:
         """Tell what the untrained policy is worth."""

@@ -148,16 +148,12 @@ class Pacer:
     def measure(self, num_rollouts: int) -> bool:
         """Ask for single rollouts that do not train until there are `num_rollouts`, those that
         earlier lives asked for among them; whether all have ended."""
+        # Not what was asked for less what was measured: a savepoint that broke may have taken some.
         num_out = self.course.num_measuring
         num_left = num_rollouts - self._tally.num_evals
         for _ in range(min(num_left, EVAL_WINDOW - num_out)):
             self.asker.evaluate(self._staleness.published_step)
         return num_out <= 0 and num_left <= 0
-
-    def num_to_measure(self, num_rollouts: int) -> int:
-        """Of an evaluation of so many, those that have not ended or are still to be asked for."""
-        # Not what was asked for less what was measured: a savepoint that broke may have taken some.
-        return self.course.num_measuring + max(0, num_rollouts - self._tally.num_evals)
 
     def num_to_come(self, num_needed: int) -> int:
         """Rollouts that run, or may be asked for now where the run takes `num_needed` groups more;

@@ -287,12 +287,3 @@ def test_what_the_next_batch_lacks_is_to_come_though_there_is_no_room_for_it_yet
         stage.pacer.trained(stage.batch(step))
     assert stage.pacer.pacing.capacity == 0
     assert [stage.pacer.num_to_come(needed) for needed in (MANY, 1)] == [8, 4]
-
-
-def test_what_is_to_be_measured_shrinks_as_it_ends(stage: Stage) -> None:
-    assert stage.pacer.num_to_measure(3) == 3
-    stage.pacer.measure(3)
-    for group_id in stage.open()[:2]:
-        stage.client.finish(group_id)
-    stage.pacer.collect(0.0)
-    assert stage.pacer.num_to_measure(3) == 1
