@@ -12,7 +12,8 @@ lexicographically optimal bases); with one pool it is there at once. Whoever has
 less where the water is low and more where it is high, and the filling goes on.
 
 Invariants: never more than the cap, nor than the pools hold; the same input gives the same answer.
-A large fleet is filled at most NUM_FILLS times and may be off by a little. Driven by the policies.
+A large fleet is left before all is at rest, and may be off by half a bundle or so, of many. Driven
+by the policies.
 """
 
 import math
@@ -24,7 +25,9 @@ ROUGH_GPUS = 0.1
 """The same where there are more than FEW_POOLS: nobody there is told apart by so little."""
 FEW_POOLS = 16
 NUM_FILLS = 20_000
-"""Visits of a claim to a pool, at most, but for the first round."""
+"""Visits of a claim to a pool, at most."""
+NUM_ROUGH_FILLS, NUM_ROUNDS = 2_500, 3
+"""The same where there are more than FEW_POOLS; or so many rounds, where that is more."""
 
 
 class Share(NamedTuple):
@@ -62,6 +65,9 @@ class _Water:
         self._level = 0.0
         self._tolerance = TOLERANCE_GPUS if len(pools) <= FEW_POOLS else ROUGH_GPUS
         self._num_left = NUM_FILLS
+        if len(pools) > FEW_POOLS:
+            num_visits = sum(len(pool.takers) for pool in pools)
+            self._num_left = max(NUM_ROUGH_FILLS, NUM_ROUNDS * num_visits)
 
     def settle(self) -> None:
         """Until nothing moves, or it has lasted too long."""

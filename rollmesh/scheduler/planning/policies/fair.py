@@ -128,6 +128,7 @@ class _Round:
         lacking = self._open_up(lambda claim: self._turn(claim).upper)
         if lacking:
             self._keepers = self._find_keepers()
+            self._moves.ask_only(self._find_givers())
         for claim in sorted(lacking, key=self._place):
             while self._takes(claim):
                 pass
@@ -169,6 +170,15 @@ class _Round:
         num = sum(self._num_awake(each) > self._turn(each).lower for each in parted)
         parted.sort(key=lambda each: self._turn(each).order(self._slice_s))
         return {each.pipeline_id for each in parted[:num]}
+
+    def _find_givers(self) -> set[str]:
+        """Who has more than what is certain."""
+        has_all = {
+            each.pipeline_id
+            for each in self._claims
+            if self._num_awake(each) <= self._turn(each).lower
+        }
+        return self._draft.state.pipelines.keys() - has_all
 
     def _takes(self, claim: Claim) -> bool:
         """Whether it got one more of those that are not open."""

@@ -11,7 +11,7 @@ leaves nothing. Driven by the policies.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from rollmesh.scheduler.planning.draft import Draft
@@ -21,8 +21,8 @@ from rollmesh.scheduler.planning.state import FIXED, Pipeline, Worker
 
 MAX_TRADES = 3
 """Pipelines that step aside for one another, at most."""
-MAX_TRADED_BUNDLES = 16
-"""Bundles that are tried for each of them."""
+MAX_TRADED_BUNDLES = 32
+"""Bundles that are tried for trades, in one plan."""
 
 
 class Victim(NamedTuple):
@@ -49,6 +49,8 @@ class Moves:
         self._num_takers: dict[int, int] | None = None
         self._open_gpus: set[int] | None = None
         self._open: dict[str, Iterator[Worker]] = {}
+        self._givers: Container[str] | None = None
+        self._num_trials = 0
 
     def open_one(self, claim: Claim) -> bool:
         """Wake one of its workers where nobody is."""
@@ -66,10 +68,14 @@ class Moves:
         self._open_gpus = None
         self._open.clear()
 
+    def ask_only(self, givers: Container[str]) -> None:
+        """Of these pipelines alone something can be had; the others need not be asked."""
+        self._givers = givers
+
     def take_one(self, claim: Claim, gives_way: GivesWay) -> bool:
         """Wake one of its workers where others sleep for it."""
         best: tuple[tuple[float, ...], Worker, list[Victim]] | None = None
-        for worker, victims in self._candidates(claim):
+        for worker, victims in self._candidates(claim, self._givers):
             price = gives_way(claim, victims)
             if price is None:
                 continue
@@ -84,18 +90,18 @@ class Moves:
         self, claim: Claim, gives_way: GivesWay, may_trade: GivesWay, num_trades: int = MAX_TRADES
     ) -> bool:
         """Wake one of its workers where another goes elsewhere, who then has as much as before."""
-        num_tried = 0
         for worker, victims in self._candidates(claim):
             other = self._partner(claim, victims)
             if other is None or may_trade(claim, victims) is None:
                 continue
-            mark, num_tried = self._draft.mark(), num_tried + 1
+            if self._num_trials == MAX_TRADED_BUNDLES:
+                return False
+            self._num_trials += 1
+            mark = self._draft.mark()
             self._swap(claim, worker, victims)
             if all(self._go_on(other, gives_way, may_trade, num_trades) for _ in victims):
                 return True
             self._draft.rollback(mark)
-            if num_tried == MAX_TRADED_BUNDLES:
-                break
         return False
 
     def _go_on(
@@ -116,10 +122,15 @@ class Moves:
         name = names.pop()
         return None if names or name == claim.pipeline_id else self._claims.get(name)
 
-    def _candidates(self, claim: Claim) -> Iterator[tuple[Worker, list[Victim]]]:
+    def _candidates(
+        self, claim: Claim, givers: Container[str] | None = None
+    ) -> Iterator[tuple[Worker, list[Victim]]]:
         """Its sleeping workers with those that are on their GPUs, all of whom can sleep."""
         pipeline_id, draft = claim.pipeline_id, self._draft
         for worker in claim.bundles:
+            owner = draft.owner(worker.gpus[0])
+            if owner is not None and givers is not None and owner.pipeline_id not in givers:
+                continue
             if not draft.can_expand(pipeline_id, worker):
                 continue
             victims = self._victims(worker)
