@@ -92,6 +92,8 @@ async def test_requests_that_were_cut_have_a_moment_to_end_before_memory_goes(
         await hands.sleep()
         await running
     assert hands.engine.tenure is Tenure.RELEASED
+    paths = [each.path for each in hands.engine.seen]
+    assert paths.index("/flush_cache") < paths.index("/release_memory_occupation")
 
 
 async def generate(engine: ScriptedEngine) -> None:
