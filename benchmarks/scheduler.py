@@ -19,7 +19,8 @@ from statistics import median
 from benchmarks import _scheduler_results as results
 from benchmarks._report import Goal, parser, report
 from benchmarks._scheduler_fleet import PlannedFleet
-from rollmesh.scheduler.planning.plan import Plan, plan
+from rollmesh.scheduler.planning.ops import Plan
+from rollmesh.scheduler.planning.plan import plan
 from rollmesh.scheduler.planning.policies import by_name
 
 SIZES = {"64x8": (64, 8, 1.0), "512x32": (512, 32, 10.0), "10000x1000": (10_000, 1_000, 300.0)}
