@@ -76,7 +76,7 @@ def run(ask: ServiceAsk) -> None:
     log.info("scheduler.started", address=hub.address, http_address=http_address(listening))
     try:
         while not stop.is_asked:
-            wait([hub], bell, loop.idle_s())
+            wait(loop.hears(), bell, loop.idle_s())
             loop.turn()
     finally:
         face.close()
@@ -157,6 +157,10 @@ class ServiceLoop:
         self._carry_out()
         if now_s >= self._next_status_s:
             self._hang_status()
+
+    def hears(self) -> list[Hub]:
+        """Whose packets are worth a turn: nobody's while nothing can be written."""
+        return [] if self._is_stuck else [self._hub]
 
     def idle_s(self) -> float:
         """How long nothing needs a turn, if nothing arrives."""

@@ -132,10 +132,12 @@ def test_nothing_is_sent_before_its_rows_are_on_the_disk(tmp_path: Path) -> None
         life.loop.turn()
         assert not list(life.dialer.receive())
         assert life.loop.idle_s() > 0.0
+        assert life.loop.hears() == []  # or it would spin on what waits to be heard
         life.journal.is_full = False
         told = life.heard()
         assert next(told) == SchedulerAnswered("ad", True)
         assert isinstance(next(told), SchedulerHello)
+        assert life.loop.hears() == [life.hub]
 
 
 def test_a_node_that_has_changed_is_named_at_the_start(tmp_path: Path) -> None:
