@@ -1,0 +1,130 @@
+"""What policies draft is valid whatever the fleet is like, and a trade leaves all as well off."""
+
+import random
+
+import pytest
+
+from rollmesh.scheduler.planning.ops import Expand, Shrink
+from rollmesh.scheduler.planning.plan import plan
+from rollmesh.scheduler.planning.policies import POLICIES, by_name
+from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
+from rollmesh.scheduler.planning.state import NodePhase, PipelinePhase, Progress, State
+from rollmesh.wire.scheduling import WorkerPhase
+from tests.unit.scheduler.planning.fleets import TRAIN, add, ask, carry_out, demand, fleet, wake
+
+NUM_HISTORIES, NUM_CYCLES = 12, 25
+NODES = (8, 4, 8)
+
+
+class History:
+    """A fleet to which anything happens, by chance."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.state = fleet(*NODES)
+        for number in range(self.chance.randint(2, 7)):
+            self._add(f"p{number}")
+
+    def go_on(self) -> None:
+        """Time passes, something arrives, somebody wants something else."""
+        self.state.now_s += self.chance.choice((0.5, 5.0, 40.0))
+        self._settle_some()
+        for name in self.chance.sample(sorted(self.state.pipelines), 2):
+            self._change(name)
+        if self.chance.random() < 0.1:
+            node = self.chance.choice(sorted(self.state.nodes))
+            self.state.nodes[node].phase = self.chance.choice((NodePhase.UP, NodePhase.DRAINING))
+
+    def _add(self, name: str) -> None:
+        tp = self.chance.choice((1, 1, 2, 4))
+        bundles = self.chance.sample(range(sum(NODES) // tp), self.chance.randint(1, 20 // tp))
+        first = self.chance.randrange(sum(NODES) - 4)
+        add(
+            self.state,
+            name,
+            [gpu for each in sorted(bundles) for gpu in range(each * tp, each * tp + tp)],
+            tp,
+            range(first, first + self.chance.randint(1, 4)),
+            weight=self.chance.choice((0.1, 1.0, 4.0)),
+            min_gpus=self.chance.choice((0, 0, 4)),
+            max_gpus=self.chance.choice((0, 0, 4, 8)),
+            is_preemptible=self.chance.random() < 0.8,
+            rollouts_per_worker=self.chance.choice((0, 1, 4)),
+        )
+
+    def _change(self, name: str) -> None:
+        pipeline, what = self.state.pipelines[name], self.chance.randrange(6)
+        if what == 0:
+            demand(self.state, name, self.chance.choice((0, 1, 8, 100)))
+        elif what == 1:
+            pipeline.demand = None
+        elif what == 2:
+            completed = self.chance.randrange(9)
+            pipeline.progress = {"train": Progress(batch=0, target=8, completed=completed)}
+        elif what == 3 and TRAIN in pipeline.holds:
+            pipeline.releasing[TRAIN] = "key"
+        elif what == 4 and TRAIN not in pipeline.holds and not pipeline.releasing:
+            if all(each.pipeline_id != name for each in self.state.requests.values()):
+                ask(self.state, name)
+        else:
+            phases = (PipelinePhase.ADMITTED, PipelinePhase.ADMITTED, PipelinePhase.QUARANTINED)
+            pipeline.phase = self.chance.choice(phases)
+
+    def _settle_some(self) -> None:
+        rest = {WorkerPhase.WAKING: WorkerPhase.AWAKE, WorkerPhase.SLEEPING: WorkerPhase.ASLEEP}
+        for name, pipeline in self.state.pipelines.items():
+            for worker in pipeline.workers:
+                worker.kv_tokens = self.chance.randrange(5)
+                if worker.phase in rest and self.chance.random() < 0.7:
+                    self.state.move_worker(name, worker.rank, rest[worker.phase])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_plan_of_any_history_is_valid(name: str) -> None:
+    num_moves = 0
+    for seed in range(NUM_HISTORIES):
+        history = History(seed)
+        for _ in range(NUM_CYCLES):
+            policy = by_name(name)
+            made = plan(history.state, policy)
+            assert made == plan(history.state, policy), "it is the same each time"
+            assert made.again_s > history.state.now_s
+            carry_out(history.state, policy)
+            num_moves += len(made.ops)
+            history.go_on()
+    assert num_moves > NUM_HISTORIES * NUM_CYCLES / 4, "they do something"
+
+
+def in_the_way() -> State:
+    """b can use GPU 0 alone, where a is, which could be on 1 as well, where c is; 2 is open."""
+    state = fleet(3)
+    add(state, "a", [0, 1])
+    add(state, "b", [0])
+    add(state, "c", [1, 2])
+    for name in "ac":
+        demand(state, name, 1)
+        wake(state, name, 0)
+    state.now_s = 100.0
+    demand(state, "b", 1)
+    return state
+
+
+def test_two_step_aside_for_who_can_go_nowhere_else() -> None:
+    ops = plan(in_the_way(), Fair(FairSettings(hold_s=10.0))).ops
+    assert {op for op in ops if isinstance(op, Expand)} == {
+        Expand("b", 0),
+        Expand("a", 1),
+        Expand("c", 1),
+    }
+    assert {(op.pipeline_id, op.for_) for op in ops if isinstance(op, Shrink)} == {
+        ("a", "b/0"),
+        ("c", "a/1"),
+    }
+
+
+def test_a_trade_that_does_not_come_off_leaves_nothing() -> None:
+    state = in_the_way()
+    add(state, "d", [2])
+    demand(state, "d", 1)
+    wake(state, "d", 0)
+    assert plan(state, Fair(FairSettings(quantum_s=1e6, hold_s=10.0))).ops == ()
