@@ -5,21 +5,101 @@ A seed that ever failed is added to KEPT_SEEDS with what it found.
 
 import collections
 
+import msgspec
 import pytest
 
-from rollmesh.testing.scheduler_sim.draws import Shape
+from rollmesh.scheduler.planning.plan import Policy
+from rollmesh.scheduler.service.demands import Demands
+from rollmesh.scheduler.service.intents import Intents
+from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.testing.scheduler_sim.draws import Shape, draw
 from rollmesh.testing.scheduler_sim.faults import FleetFaults
 from rollmesh.testing.scheduler_sim.fleet import simulate
 from rollmesh.testing.scheduler_sim.plans import Boundary, TenantPlan
-from rollmesh.wire.scheduling import GpuPriority, PipelineSpec
+from rollmesh.testing.scheduler_sim.scheduler import Parts, quick
+from rollmesh.wire.scheduling import GpuPriority, PipelineSpec, ReportProgress
 
-NUM_SEEDS = 200
-SEEDS_PER_TEST = 50
+NUM_SEEDS = 100
+SEEDS_PER_TEST = 25
 KEPT_SEEDS = {
     216: "two that are not preemptible kept engines for which they had no demand, and both waited",
+    456: "what a coordinator had said before its pipeline was killed came late, and was believed",
 }
 DELAYS = FleetFaults(slow=0.5)
 """Any message may take long, and overtake or be overtaken."""
+
+
+SWITCH_S = 2.5
+"""A sleep and a wake take so long here, at the most."""
+FAULTS = {
+    "drop",
+    "duplicate",
+    "slow",
+    "call_error",
+    "freeze",
+    "crash",
+    "killed",
+    "silent",
+    "node_lost",
+    "engine_hang",
+    "engine_crash",
+    "killed_before_write",
+    "killed_after_write",
+    "scheduler_silent",
+    "scheduler_heard",
+    "ask_refused",
+}
+TRANSITIONS = {
+    "worker: asleep > waking",
+    "worker: waking > awake",
+    "worker: awake > sleeping",
+    "worker: sleeping > asleep",
+    "worker: waking > lost",
+    "worker: awake > lost",
+    "worker: lost > asleep",
+    "pipeline: - > registered",
+    "pipeline: registered > admitted",
+    "pipeline: admitted > quarantined",
+    "pipeline: quarantined > admitted",
+    "pipeline: admitted > -",
+}
+
+
+class ForgetsAll(Scheduler):
+    """Each of its lives is the first (W13)."""
+
+    def __init__(
+        self, settings: SchedulerSettings, policy: Policy, _revived: object, incarnation: str
+    ) -> None:
+        super().__init__(settings, policy, None, incarnation)
+
+
+class DemandsOfNow(Demands):
+    """Who has lost all its engines has to ask again: the wedge that started it all (B-13)."""
+
+    def on_report(self, report: ReportProgress) -> None:
+        super().on_report(report)
+        pipeline = self._book.state.pipelines.get(report.pipeline_id)
+        if pipeline and pipeline.demand and pipeline.waiting_s is not None:
+            self.close(pipeline)
+
+
+class SnapshotDemand(Scheduler):
+    DEMANDS = DemandsOfNow
+
+
+class NobodyStands(Intents):
+    """What is planned is done at once, whoever is still there."""
+
+    def drive(self) -> None:
+        standing, self._book.standing = self._book.standing, {}
+        super().drive()
+        self._book.standing = {**standing, **self._book.standing}
+
+
+class Hasty(Scheduler):
+    INTENTS = NobodyStands
 
 
 def boundary(num: int, how: Boundary, *, num_steps: int = 5) -> Shape:
@@ -70,6 +150,30 @@ def test_pipeline_that_ends_early_does_not_wedge_the_other(how: Boundary) -> Non
         assert report.num_steps == 2 + 5
 
 
+@pytest.mark.parametrize("broken", [ForgetsAll, SnapshotDemand, Hasty])
+def test_a_broken_scheduler_is_found(broken: type[Scheduler]) -> None:
+    assert any(breaks(seed, broken) for seed in range(10))
+
+
+def breaks(seed: int, kind: type[Scheduler]) -> bool:
+    try:
+        simulate(seed, parts=Parts(scheduler=kind))
+    except AssertionError:
+        return True
+    return False
+
+
+def test_nobody_waits_for_longer_than_the_bound_on_a_perfect_network() -> None:
+    """Until it is reserved; then at most two turns of all others, with a switch before each."""
+    reserve_s = quick("fair").reserve_after_s
+    for seed in range(20):
+        shape = msgspec.structs.replace(draw(seed), policy="fair")
+        held_s = sum(seconds for plan in shape.plans for _, _, seconds in plan.phases)
+        bound_s = reserve_s + 2 * (held_s + SWITCH_S * len(shape.plans))
+        report = simulate(seed, faults=FleetFaults(), shape=shape)
+        assert max(report.waits_s.values()) <= bound_s, f"seed {seed}: {report.waits_s}"
+
+
 def test_perfect_network_refuses_nobody_and_restarts_nothing() -> None:
     report = simulate(seed=1, faults=FleetFaults())
     assert report.num_lives == 1
@@ -94,3 +198,7 @@ def test_every_pipeline_does_its_steps_under_faults(
         assert report.num_dispatched >= report.num_steps
         seen.update(report.faults)
         seen.update(report.transitions.keys())
+
+
+def test_every_fault_and_every_arrow_was_seen(seen: collections.Counter[str]) -> None:
+    assert sorted((FAULTS | TRANSITIONS) - seen.keys()) == []
