@@ -1,6 +1,5 @@
 """The scheduler in a Ray cluster of several nodes: it rises again, and nodes come and go."""
 
-import contextlib
 import importlib.util
 import os
 import secrets
@@ -17,11 +16,11 @@ import pytest
 
 from rollmesh.core.errors import AddressError, UserError
 from rollmesh.core.ids import new_id
-from rollmesh.core.process import listen
 from rollmesh.scheduler.admission.asking import ask
 from rollmesh.scheduler.planning.state import NodePhase
 from rollmesh.scheduler.service.explain import FleetView, NodeView
 from rollmesh.wire.scheduling import ReadScheduler
+from tests.ports import free_ports
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 PATIENCE_S = 110.0

@@ -17,9 +17,8 @@ import pytest
 from rollmesh.cli.main import main
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
-from rollmesh.core.process import listen
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
-from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.scheduler.planning.state import NodePhase, PipelinePhase
 from rollmesh.scheduler.service.explain import FleetView, PipelineView
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AnyMessage
@@ -43,6 +42,7 @@ from rollmesh.wire.scheduling import (
     WorkerTruth,
 )
 from rollmesh.wire.sockets import Dialer, wait
+from tests.ports import free_ports
 
 HookAsk = RequestGpus | NotifyReleaseGpus | NotifyReleaseThenRequestGpus
 PATIENCE_S = 100.0
@@ -53,6 +53,9 @@ bind = "tcp://127.0.0.1:{}"
 http_bind = "127.0.0.1:{}"
 admission = "tcp://127.0.0.1:{}"
 journal = "{}"
+
+[service]
+node_grace_s = 3
 
 [[nodes]]
 name = "here"
@@ -66,12 +69,6 @@ workers = 4
 clusters.actor_train = [2, 3]
 generation = [0, 1, 2, 3]
 """
-
-
-def free_ports(num: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(listen("127.0.0.1:0")) for _ in range(num)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 class Running:
@@ -119,11 +116,13 @@ class Running:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
     running = Running(tmp_path)
-    running.until(lambda: len(running.phases()) == 2)
-    running.until(lambda: set(running.phases().values()) == {PipelinePhase.ADMITTED})
-    yield running
-    running.process.terminate()
-    running.process.wait(PATIENCE_S)
+    with running.process:
+        try:
+            running.until(lambda: len(running.phases()) == 2)
+            running.until(lambda: set(running.phases().values()) == {PipelinePhase.ADMITTED})
+            yield running
+        finally:
+            running.process.terminate()
 
 
 class Tenant:
@@ -222,6 +221,27 @@ def test_a_service_that_was_killed_rises_with_all_that_it_knew(running: Running)
     assert after.nodes == before.nodes
     assert [each.spec for each in after.pipelines] == [each.spec for each in before.pipelines]
     assert GENERATION_CLUSTER not in after.pipelines[0].spec.clusters
+
+
+def test_a_node_joins_by_its_agent_is_drained_and_is_down_without_it(running: Running) -> None:
+    def phase() -> NodePhase | None:
+        return {node.name: node.phase for node in running.seen().nodes}.get("b")
+
+    words = ["agent", "--scheduler", running.address, "--name", "b", "--gpus", "2"]
+    argv = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", *words, "--labels", "x,y"]
+    with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as agent:
+        running.until(lambda: phase() is NodePhase.UP)
+        (node,) = [each for each in running.seen().nodes if each.name == "b"]
+        assert (node.gpus, node.labels) == ((4, 5), ("x", "y"))
+        assert main(["scheduler", "drain", "b", "--scheduler", running.address]) == 0
+        assert phase() is NodePhase.DRAINING
+        agent.terminate()
+        assert agent.wait(PATIENCE_S) == 0
+    running.until(lambda: phase() is NodePhase.DOWN)
+    larger = [*argv, "--gpus", "3"]
+    refused = subprocess.run(larger, capture_output=True, text=True, timeout=100, check=False)
+    assert refused.returncode == 2
+    assert "rollmesh: node 'b' had 2 GPUs and comes back with 3" in refused.stderr
 
 
 def test_both_end_with_it(running: Running) -> None:
