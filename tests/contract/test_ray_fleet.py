@@ -39,8 +39,7 @@ class Fleet:
 
         self.cluster: Any = Cluster(initialize_head=True, head_node_args=_node(0))
         self.nodes = [self.cluster.add_node(**_node(num)) for num in (4, 2)]
-        with contextlib.ExitStack() as stack:
-            ports = [stack.enter_context(listen("127.0.0.1:0")).getsockname()[1] for _ in range(2)]
+        ports = free_ports(2)
         self.file = folder / "scheduler.toml"
         self.file.write_text(
             f'bind = "tcp://127.0.0.1:{ports[0]}"\n'
