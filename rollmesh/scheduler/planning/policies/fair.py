@@ -13,8 +13,10 @@ switch costs. In the long tail of a step a pipeline can fill fewer bundles, and 
 goes to those that can. Credit is counted while there is demand, at the share of now, and lasts as
 long as the demand.
 
-Bound: where those who want GPUs stay the same, and bundles are of one size, nobody comes to lack
-more than one quantum and one switch of one bundle: credit <= tp * (quantum_s + switch_s).
+Bound: while the same pipelines want the same GPUs, in bundles of one size, nobody comes to lack more
+than one quantum and one switch of one bundle: credit <= tp * (quantum_s + switch_s). Device maps
+that overlap in part may delay a slice further: who is in the way gives way only at the end of its
+own, and goes elsewhere by a trade where it is owed as much as the one that waits.
 
 Invariant: deterministic, and nothing is kept from one plan to the next. Driven by plan.py.
 """
@@ -45,12 +47,12 @@ OWN = 4
 class FairSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What it trades wakes against waiting by."""
 
-    quantum_s: float = 60.0
+    quantum_s: float = 120.0
     """A slice: an only worker is left alone so long."""
-    hold_s: float = 20.0
+    hold_s: float = 30.0
     """So long any worker is left alone, once it serves."""
-    switch_s: float = 20.0
-    """What a sleep and a wake cost, about."""
+    switch_s: float = 40.0
+    """What a sleep and a wake cost, with what they undo: twice their time, about."""
     reserve_after_s: float = 60.0
     """A fixed request that waited so long is not bypassed."""
 

@@ -176,8 +176,12 @@ class Moves:
         return sorted(here, key=lambda each: max([takers[gpu] for gpu in each.gpus]))
 
     def _count_takers(self) -> dict[int, int]:
-        """By GPU, the claims that could use it."""
+        """By GPU, the claims that could use it, and the fixed clusters that will."""
         num: dict[int, int] = defaultdict(int)
+        for pipeline in self._draft.state.pipelines.values():
+            for gpus in pipeline.spec.clusters.values():
+                for gpu in gpus:
+                    num[gpu] += 1
         for claim in self._claims.values():
             for worker in claim.bundles:
                 for gpu in worker.gpus:
