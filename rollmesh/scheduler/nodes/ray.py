@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,10 +29,13 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollmesh.core.errors import AddressError, ConfigError, UserError
+from rollmesh.core.logs import get_logger
 from rollmesh.core.process import LAUNCHER_VARIABLE, Ready
 from rollmesh.core.secret_file import ADMIN_TOKEN_FILE_VARIABLE
 from rollmesh.scheduler.nodes.agent import Agent, serve
 from rollmesh.wire.keys import KEYS_VARIABLE
+
+log = get_logger()
 
 NAMESPACE = "rollmesh"
 SERVICE = "rollmesh-scheduler"
@@ -120,14 +124,17 @@ class Service:
         """Start the process whenever it has ended, and an agent wherever there is none."""
         child: subprocess.Popen[bytes] | None = None
         while True:
-            if child is None or child.poll() is not None:
-                child = self._start()
-            if self._ready:
-                self._settle(self._ready.address)
             try:
+                if child is None or child.poll() is not None:
+                    child = self._start()
+                if self._ready:
+                    self._settle(self._ready.address)
                 child.wait(LOOK_S)
             except subprocess.TimeoutExpired:
                 pass
+            except Exception:  # door: the service lives as long as this thread
+                log.exception("keeper.failed")
+                time.sleep(LOOK_S)
 
     def _start(self) -> "subprocess.Popen[bytes]":
         reading, writing = os.pipe()
