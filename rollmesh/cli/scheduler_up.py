@@ -1,7 +1,7 @@
 """`rollmesh scheduler up`: the service and admission on this machine, kept alive, all let in.
 
     a child   STARTING --reports--> SERVING --dies--> STARTING, after a moment
-              STARTING --ends--> all end, with its last line
+              STARTING --ends--> all end, with its last line; one that has served starts again
 
 Owns the two processes. Invariants: each is a process of its own, and the death of one is nothing
 to the other; pipelines that the file names are registered and admitted when both serve for the
@@ -65,8 +65,11 @@ class Child:
         if self._process.poll() is None or time.monotonic() < self._again_s:
             return
         print(f"{self.verb} ended with code {self._process.returncode}; it is started again")
+        try:
+            self.start()
+        except UserError as error:  # it has served before: it may again
+            print(error)
         self._again_s = time.monotonic() + AGAIN_S
-        self.start()
 
     def stop(self) -> None:
         """Tell it to end, and see that it does."""

@@ -78,9 +78,9 @@ class Running:
         service, http, admission = free_ports(3)
         self.address = f"tcp://127.0.0.1:{service}"
         self.admission = f"tcp://127.0.0.1:{admission}"
-        file = folder / "scheduler.toml"
-        file.write_text(FILE.format(service, http, admission, folder / "journal"))
-        words = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "up", str(file)]
+        self.file = folder / "scheduler.toml"
+        self.file.write_text(FILE.format(service, http, admission, folder / "journal"))
+        words = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "up", str(self.file)]
         self.process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
 
     def pid_of(self, verb: str) -> int:
@@ -221,6 +221,23 @@ def test_a_service_that_was_killed_rises_with_all_that_it_knew(running: Running)
     assert after.nodes == before.nodes
     assert [each.spec for each in after.pipelines] == [each.spec for each in before.pipelines]
     assert GENERATION_CLUSTER not in after.pipelines[0].spec.clusters
+
+
+def test_a_service_that_cannot_start_again_at_once_is_started_until_it_does(
+    running: Running,
+) -> None:
+    before, killed = running.seen(), running.pid_of("serve")
+    away = running.file.rename(running.file.with_suffix(".away"))
+    os.kill(killed, signal.SIGKILL)
+    tried: set[int] = set()
+
+    def has_tried_twice() -> bool:
+        tried.add(running.pid_of("serve"))
+        return len(tried - {0, killed}) >= 2
+
+    running.until(has_tried_twice)
+    away.rename(running.file)
+    assert running.seen().scheduler != before.scheduler
 
 
 def test_a_node_joins_by_its_agent_is_drained_and_is_down_without_it(running: Running) -> None:
