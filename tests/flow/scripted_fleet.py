@@ -4,7 +4,6 @@ Owns the processes; what the pipelines tell comes in one stream of lines. Invari
 started is ended, whatever happened. Driven by test_fleet_sharing.py.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,11 +16,11 @@ import msgspec
 import psutil
 
 from rollmesh.core.ids import new_id
-from rollmesh.core.process import listen
 from rollmesh.scheduler.admission.asking import ask
 from rollmesh.scheduler.service.explain import FleetView
 from rollmesh.testing.pipeline import Ended, StepDone
 from rollmesh.wire.scheduling import ReadScheduler
+from tests.ports import free_ports
 
 ENDS_WITHIN_S = 30.0
 HEAD = """
@@ -55,9 +54,7 @@ class ScriptedFleet:
     """`rollmesh scheduler up`, and pipelines that were begun on it."""
 
     def __init__(self, folder: Path, trains_on: dict[str, list[int]]) -> None:
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(listen("127.0.0.1:0")) for _ in range(3)]
-            ports = [each.getsockname()[1] for each in sockets]
+        ports = free_ports(3)
         self.address = f"tcp://127.0.0.1:{ports[0]}"
         file = folder / "scheduler.toml"
         pipelines = [PIPELINE.format(*each) for each in trains_on.items()]

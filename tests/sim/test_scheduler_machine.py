@@ -110,7 +110,6 @@ class SchedulerHistories(RuleBasedStateMachine):
         if self._cast(name).is_generating:
             self.stage.tell(name, ReportProgress(name, "train", self.batch, 40, completed))
 
-
     # coordinators
 
     @rule(name=names, fails=st.sampled_from([False, False, False, True]))
