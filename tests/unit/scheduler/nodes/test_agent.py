@@ -104,8 +104,7 @@ def test_a_node_is_down_while_its_agent_is_silent_and_has_its_gpus_again() -> No
     scheduler = Scheduler(settings, by_name("fair"))
     agent = Agent("a", 4)
     live(scheduler, agent, 0.0, 5.0)
-    live(scheduler, Agent("b", 2), 5.0, 9.0)
-    scheduler.step(Ticked(), 5.0 + settings.node_grace_s)
+    live(scheduler, Agent("b", 2), 5.0, 6.0 + settings.node_grace_s)
     phases = {node.name: node.phase for node in scheduler.book.state.nodes.values()}
     assert phases == {"a": NodePhase.DOWN, "b": NodePhase.UP}
     live(scheduler, agent, 25.0, 26.0)
