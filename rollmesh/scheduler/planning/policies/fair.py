@@ -49,7 +49,7 @@ class FairSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     quantum_s: float = 120.0
     """A slice: an only worker is left alone so long."""
-    hold_s: float = 30.0
+    hold_s: float = 10.0
     """So long any worker is left alone, once it serves."""
     switch_s: float = 40.0
     """What a sleep and a wake cost, with what they undo: twice their time, about."""
