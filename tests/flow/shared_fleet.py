@@ -18,10 +18,10 @@ import msgspec
 import psutil
 
 from rollmesh.core.ids import new_id
-from rollmesh.core.process import listen
 from rollmesh.scheduler.admission.asking import ask
 from rollmesh.scheduler.service.explain import FleetView
 from rollmesh.wire.scheduling import ReadScheduler
+from tests.ports import free_ports
 
 ENDS_WITHIN_S = 30.0
 TRAINS_ON = {"math": (0, 1), "code": (2, 3)}
@@ -67,9 +67,7 @@ class SharedFleet:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
         self.model = model
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(listen("127.0.0.1:0")) for _ in range(3)]
-            ports = [each.getsockname()[1] for each in sockets]
+        ports = free_ports(3)
         self.address = f"tcp://127.0.0.1:{ports[0]}"
         file = folder / "scheduler.toml"
         file.write_text(FLEET.format(*ports, folder / "scheduler"))
