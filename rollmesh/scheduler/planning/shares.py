@@ -26,7 +26,7 @@ ROUGH_GPUS = 0.1
 FEW_POOLS = 16
 NUM_FILLS = 20_000
 """Visits of a claim to a pool, at most."""
-NUM_ROUGH_FILLS, NUM_ROUNDS = 2_500, 3
+NUM_ROUGH_FILLS, NUM_ROUNDS = 2_000, 3
 """The same where there are more than FEW_POOLS; or so many rounds, where that is more."""
 
 
