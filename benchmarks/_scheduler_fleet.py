@@ -1,14 +1,14 @@
 """Fleets to plan for: nodes of eight GPUs, pipelines on blocks or on random nodes, changing demand.
 
 Owns the planner's state in the benchmark. Invariant: a fleet is a function of its sizes and seed.
-Pipelines have eight times the fleet's GPUs in their maps together, a quarter of them 1, 1, 2 or 4
-GPUs a worker; every other one stands on neighbouring nodes, the rest on nodes drawn at random; each
+Pipelines have eight times the fleet's GPUs in their maps together, a quarter of them each with
+workers of 1, 1, 2 and 4 GPUs; half of them stand on neighbouring nodes, half on random ones; each
 trains on the first GPUs of its map. Driven by scheduler.py.
 """
 
 import random
 
-from rollmesh.scheduler.planning.ops import Plan, apply
+from rollmesh.scheduler.planning.ops import Expand, Plan, Shrink, apply
 from rollmesh.scheduler.planning.state import (
     Demand,
     Node,
@@ -50,7 +50,7 @@ class PlannedFleet:
         for pipeline_id, credit in plan.credits.items():
             state.pipelines[pipeline_id].credit_gpu_s = credit
         state.credited_s = state.now_s
-        moved = {op.pipeline_id for op in plan.ops if hasattr(op, "rank")}
+        moved = {op.pipeline_id for op in plan.ops if isinstance(op, Shrink | Expand)}
         for pipeline_id in moved:
             for worker in state.pipelines[pipeline_id].workers:
                 phase = REST.get(worker.phase, worker.phase)

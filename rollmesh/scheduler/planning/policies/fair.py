@@ -3,7 +3,7 @@
     share     by weight, of feasible GPUs (shares.py), between min_gpus and what it can fill:
               its quota, and remaining / rollouts_per_worker; without an estimate one bundle
     rounding  whole bundles for certain, the rest as slices in turn (slices.py)
-    order     who has demand and nobody awake; then who lacks a whole bundle; then whose slice it is
+    order     who is owed a bundle and has nobody awake; who lacks another; then whose slice it is
     taking    open bundles; then from who has more than its share or whose slice is over, the
               fewest KV tokens first; then by trades; what is still open goes to who can use it
 
@@ -13,10 +13,10 @@ switch costs. In the long tail of a step a pipeline can fill fewer bundles, and 
 goes to those that can. Credit is counted while there is demand, at the share of now, and lasts as
 long as the demand.
 
-Bound: while the same pipelines want the same GPUs, in bundles of one size, nobody comes to lack more
-than one quantum and one switch of one bundle: credit <= tp * (quantum_s + switch_s). Device maps
-that overlap in part may delay a slice further: who is in the way gives way only at the end of its
-own, and goes elsewhere by a trade where it is owed as much as the one that waits.
+Bound: while the same pipelines want the same GPUs, in bundles of one size, nobody comes to lack
+more than one quantum and one switch of one bundle: credit <= tp * (quantum_s + switch_s). Device
+maps that overlap in part may delay a slice further: who is in the way gives way only at the end of
+its own, and goes elsewhere by a trade where it is owed as much as the one that waits.
 
 Invariant: deterministic, and nothing is kept from one plan to the next. Driven by plan.py.
 """
