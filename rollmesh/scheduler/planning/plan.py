@@ -56,6 +56,19 @@ class Policy(Protocol):
         """Add shrinks and expands of generation workers to the draft."""
 
 
+class FixedOnly:
+    """The policy of who has none that works: generation stays as it is, but where it gives way to
+    fixed clusters."""
+
+    name = "fixed-only"
+
+    def __init__(self, reserve_after_s: float) -> None:
+        self.reserve_after_s = reserve_after_s
+
+    def generate(self, _: Draft) -> Outlook:
+        return Outlook()
+
+
 def plan(state: State, policy: Policy) -> Plan:
     """Raises PlanError where an invariant does not hold, which is a fault of ours."""
     draft = Draft(state)

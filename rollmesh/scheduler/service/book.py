@@ -126,7 +126,10 @@ class Book:
         self._others.append(Note(event, pipeline_id, detail, is_warning))
 
     def trouble(self, detail: str) -> None:
-        """Something of ours went wrong; we go on."""
+        """Something of ours went wrong; we go on. What goes wrong again and again is told once."""
+        if self.troubles[-1:] == [detail]:
+            self.num["scheduler.failed"] += 1
+            return
         self.troubles = [*self.troubles, detail][-MAX_TROUBLES:]
         self.note("scheduler.failed", "", detail)
 

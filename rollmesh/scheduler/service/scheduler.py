@@ -5,10 +5,10 @@
     tenants.py       pipelines and nodes                 book.py           what is known; its rows
 
 Invariants: what a step has changed is in its Write, before any message of it; a plan that fails is
-told, and the next event plans again; a step that changes nothing a plan looks at makes none. After
-a restart nothing is planned until every coordinator has said its truth, or `settle_s` has gone by.
-Pure: no clock, no socket. Driven by process.py and by the simulator, with a tick at least every
-`tick_s`.
+told, fixed clusters go on without the policy, and the next event plans again; a step that changes
+nothing a plan looks at makes none. After a restart nothing is planned until every coordinator has
+said its truth, or `settle_s` has gone by. Pure: no clock, no socket. Driven by process.py and by
+the simulator, with a tick at least every `tick_s`.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from rollmesh.scheduler.planning.ops import Plan
-from rollmesh.scheduler.planning.plan import Policy, plan
+from rollmesh.scheduler.planning.plan import FixedOnly, Policy, plan
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.actions import Action, Event
 from rollmesh.scheduler.service.book import Book
@@ -234,12 +234,22 @@ class Scheduler:
         book.mark("credits", "1")
 
     def _make(self) -> Plan:
-        """A plan; an empty one where ours is wrong, which is tried again."""
+        """A plan. Where the policy is wrong, one without it: fixed clusters go on, and both are
+        tried again."""
+        book, spare = self.book, FixedOnly(self.policy.reserve_after_s)
+        made = self._try(self.policy, "no plan of generation")
+        if made is None:
+            made = self._try(spare, "no plan") or Plan()
+            again_s = min(made.again_s, book.now_s + book.settings.settle_s)
+            made = msgspec.structs.replace(made, again_s=again_s)
+        return made
+
+    def _try(self, policy: Policy, what: str) -> Plan | None:
         try:
-            return plan(self.book.state, self.policy)
+            return plan(self.book.state, policy)
         except Exception as error:  # noqa: BLE001 - door: one bad plan must not end the fleet
-            self.book.trouble(f"no plan: {type(error).__name__}: {error}")
-            return Plan(again_s=self.book.now_s + self.book.settings.settle_s)
+            self.book.trouble(f"{what}: {type(error).__name__}: {error}")
+            return None
 
     # what is heard
 

@@ -98,10 +98,18 @@ def test_a_plan_that_fails_is_told_and_the_next_event_plans_again() -> None:
     assert stage.generate("a", "g") is QUEUED
     stage.run(1)
     assert stage.state("g") is GRANTED
-    assert stage.scheduler.book.troubles == ["no plan: ZeroDivisionError: of nothing"]
+    assert stage.scheduler.book.troubles == ["no plan of generation: ZeroDivisionError: of nothing"]
     assert any("of nothing" in note.detail for note in stage.notes)
     stage.say(ReadScheduler("read"))
     assert stage.answers["read"].ok
+
+
+def test_where_the_policy_fails_for_ever_fixed_clusters_go_on() -> None:
+    stage = Stage(policy=FailsOnce(QUICK))
+    stage.policy.num_left = -1  # type: ignore[attr-defined]  # of this policy
+    stage.pipeline("a", train=(0, 1))
+    assert stage.train("a", "a1") is GRANTED
+    assert len(stage.scheduler.book.troubles) == 1, "told once, not with each plan"
 
 
 def test_a_loop_that_ends_with_its_first_error_answers_nobody_any_more() -> None:
@@ -262,7 +270,7 @@ def test_generation_goes_through_a_full_cycle() -> None:
     coordinator = stage.pipeline("a", generation=(0, 1))
     assert stage.generate("a", "g") is QUEUED
     (resize,) = coordinator.told
-    assert [(c.rank, c.wakes, c.epoch) for c in resize.changes] == [(0, True, 1), (1, True, 1)]
+    assert {(c.rank, c.wakes, c.epoch) for c in resize.changes} == {(0, True, 1), (1, True, 1)}
     assert resize.deadline_s == stage.settings.resize_deadline_s
     stage.act()
     assert stage.state("g") is GRANTED
