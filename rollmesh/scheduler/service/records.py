@@ -1,6 +1,7 @@
 """What the scheduler must find again after its death, as values: one record for each row.
 
     ticket   QUEUED -> GRANTED -> RELEASED;  QUEUED -> REFUSED | WITHDRAWN
+             WITHDRAWN, since nobody said it -> QUEUED, when it is said after all
     intent   PLANNED -> SENT -> ACKED -> COMMITTED | FAILED
              a grant, and what is called off: PLANNED -> COMMITTED | FAILED
 
@@ -46,6 +47,8 @@ class Ticket(msgspec.Struct, kw_only=True):
     asked_s: float
     closed_s: float = 0.0
     """When it came to its last state."""
+    is_forsaken: bool = False
+    """It was withdrawn since nobody said it any more; who does after all has waited all along."""
 
     @property
     def is_open(self) -> bool:

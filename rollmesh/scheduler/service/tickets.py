@@ -1,12 +1,13 @@
 """Asks with a key: who waits for what, who has it, and what they are told.
 
-    QUEUED -> GRANTED -> RELEASED;  QUEUED -> REFUSED | WITHDRAWN
+    QUEUED -> GRANTED -> RELEASED;  QUEUED -> REFUSED | WITHDRAWN <-> QUEUED (forsaken, taken up)
 
 An ask that is said again is its renewal, and is answered by how its ticket stands; a second ask for
 what somebody of that pipeline waits for, or has, joins it. Invariants: a fixed cluster has one
 place in the line, which is there as long as one open ticket is; a queued ticket that nobody renews
-for `patience_s` is withdrawn, and leaves nothing; what has ended is known for `memory_s`, so that a
-late copy of an ask is not done anew. Driven by scheduler.py.
+for `patience_s` is withdrawn, told to nobody, and leaves nothing: who was but held up, and says it
+again, waits again, for he would take its end for a grant; what has ended is known for `memory_s`,
+so that a late copy of an ask is not done anew. Driven by scheduler.py.
 """
 
 from rollmesh.scheduler.planning.ops import Release, apply
@@ -46,7 +47,9 @@ class Tickets:
         book = self._book
         book.askers[ask.key] = Asker(route, book.now_s)
         self._to_tell[ask.key] = None
-        if ask.key in book.tickets:
+        if known := book.tickets.get(ask.key):
+            if known.is_forsaken:
+                self._take_up(known, ask)
             return
         ticket = Ticket(
             key=ask.key, pipeline_id=ask.pipeline_id, cluster=ask.cluster, asked_s=book.now_s
@@ -65,6 +68,16 @@ class Tickets:
             self.release(ask.pipeline_id, ask.release_cluster, ask.key)
         self._request(ticket, ask)
 
+    def _take_up(self, ticket: Ticket, ask: Ask) -> None:
+        """Who asked was held up, and waits still; what he gave up with it he gave up at once."""
+        assert not isinstance(ask, NotifyReleaseGpus)
+        ticket.is_forsaken, ticket.state = False, TicketState.QUEUED
+        self._book.mark("tickets", ticket.key)
+        if refusal := self._refusal(ask):
+            self._close(ticket, TicketState.REFUSED, refusal)
+        else:
+            self._request(ticket, ask)
+
     def on_withdraw(self, route: bytes, ask: WithdrawRequest) -> None:
         """Whoever asked has lost interest, and may not know yet that it was granted."""
         book = self._book
@@ -75,10 +88,16 @@ class Tickets:
             ticket = Ticket(key=ask.key, pipeline_id="", cluster="", asked_s=book.now_s)
             book.tickets[ask.key] = ticket
             self._close(ticket, TicketState.WITHDRAWN)
+        elif ticket.is_forsaken:
+            ticket.is_forsaken = False
+            book.mark("tickets", ask.key)
         elif ticket.state is TicketState.QUEUED and not ticket.gives_up:
             self._withdraw(ticket)
         elif ticket.state is TicketState.GRANTED and ticket.cluster != GENERATION_CLUSTER:
-            self.release(ticket.pipeline_id, ticket.cluster, ask.key)
+            if len(self._open(ticket.pipeline_id, ticket.cluster)) > 1:
+                self._close(ticket, TicketState.RELEASED)  # another that joined it has it still
+            else:
+                self.release(ticket.pipeline_id, ticket.cluster, ask.key)
 
     def _refusal(self, ask: Ask) -> str:
         """Why it can never be granted, in one line."""
@@ -297,7 +316,9 @@ class Tickets:
         """Nobody waits any more. What it gives up it gives up none the less."""
         if not ticket.gives_up:
             self._book.num["withdrawn"] += 1
+            ticket.is_forsaken = True
             self._withdraw(ticket)
+            del self._to_tell[ticket.key]
 
     # telling
 

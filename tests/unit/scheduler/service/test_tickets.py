@@ -56,7 +56,7 @@ def test_a_second_key_for_what_is_queued_shares_its_place() -> None:
     assert len(stage.scheduler.book.state.requests) == 2
     del stage.open["b1"]
     stage.run(stage.settings.patience_s + 1)
-    assert stage.state("b1") is WITHDRAWN
+    assert stage.scheduler.book.tickets["b1"].state is WITHDRAWN
     assert stage.release("a", "a2") is RELEASED
     assert (stage.state("b2"), stage.state("c1")) == (GRANTED, QUEUED)
 
@@ -125,13 +125,56 @@ def test_a_queued_ask_that_nobody_renews_leaves_nothing() -> None:
     stage.train("b", "b1")
     stage.open.clear()
     stage.run(stage.settings.patience_s + 1)
-    assert stage.state("b1") is WITHDRAWN
     book = stage.scheduler.book
+    assert book.tickets["b1"].state is WITHDRAWN
     assert not book.state.requests
     assert not stage.kept.tables["requests"]
     assert ("b", TRAIN) not in book.queue
     stage.run(stage.settings.memory_s + 1)
     assert set(stage.kept.tables["tickets"]) == {"a1"} == set(book.tickets)
+
+
+def test_who_was_held_up_for_long_waits_again_and_is_never_told_that_it_ended() -> None:
+    """Who waits for a grant takes its end for one, and would train where another does."""
+    stage = Stage()
+    stage.pipeline("a", train=(0, 1))
+    stage.pipeline("b", train=(1, 2))
+    stage.train("a", "a1")
+    stage.train("b", "b1")
+    held_up = stage.open.pop("b1")
+    stage.run(stage.settings.patience_s + 1)
+    assert stage.state("b1") is QUEUED
+    assert not stage.scheduler.book.state.requests
+    assert stage.ask(held_up) is QUEUED
+    stage.begin()
+    stage.run(stage.settings.settle_s + 1)
+    assert stage.release("a", "a2") is RELEASED
+    assert stage.state("b1") is GRANTED
+
+
+def test_what_is_withdrawn_after_it_was_forsaken_is_not_taken_up() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0, 1))
+    stage.pipeline("b", train=(1, 2))
+    stage.train("a", "a1")
+    stage.train("b", "b1")
+    held_up = stage.open.pop("b1")
+    stage.run(stage.settings.patience_s + 1)
+    stage.say(WithdrawRequest("b1"))
+    assert stage.ask(held_up) is WITHDRAWN
+
+
+def test_who_withdraws_takes_nothing_from_another_that_has_joined_it() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.train("a", "k1")
+    stage.train("a", "k2")
+    stage.say(WithdrawRequest("k1"))
+    assert stage.state("k1") is RELEASED
+    assert stage.state("k2") is GRANTED
+    assert TRAIN in stage.of("a").holds
+    stage.say(WithdrawRequest("k2"))
+    assert not stage.of("a").holds
 
 
 def test_a_promise_that_nobody_waits_for_any_more_is_taken_back() -> None:
@@ -145,7 +188,7 @@ def test_a_promise_that_nobody_waits_for_any_more_is_taken_back() -> None:
     assert stage.of("a").holds
     del stage.open["t"]
     stage.run(stage.settings.patience_s + 1)
-    assert stage.state("t") is WITHDRAWN
+    assert stage.scheduler.book.tickets["t"].state is WITHDRAWN
     assert not stage.of("a").holds
     assert {each.phase for each in stage.scheduler.book.intents.values()} <= {IntentPhase.SENT}
     stage.coordinators["a"].is_hung = False
