@@ -1,7 +1,8 @@
 """What a pipeline's program has said to the scheduler, and what it waits to hear.
 
     claim      OPEN -> GRANTED | RELEASED | REFUSED | WITHDRAWN   (then it is forgotten here)
-               OPEN -> WITHDRAWING -> any of these, or nothing heard of it for PATIENCE_S
+               OPEN -> WITHDRAWING -> any of these, or nothing heard of it for PATIENCE_S from who
+                                      is heard
     stream     REPORTED -> RETIRED -> forgotten, when generation is asked for anew
     scheduler  HEARD <-> SILENT   (nothing came from it for SILENT_S)
 
@@ -38,7 +39,8 @@ SILENT_S = 5.0
 TELL_S = 30.0
 """Who waits for so long says so, and why; and again after as long."""
 PATIENCE_S = 10.0
-"""So long a withdrawal is said again; an ask that nobody says the scheduler forgets by itself."""
+"""So long a withdrawal is said again, to a scheduler that is there: one that is not may know it as
+granted, and nobody else would give that back."""
 NUM_BUCKETS = 50
 """Progress is told where it enters another one: 2 % each."""
 NUM_CLEARS = 3
@@ -87,12 +89,18 @@ class _Open(msgspec.Struct):
     asked_s: float
     told_s: float
     reason: str = ""
+    is_heard: bool = False
+    """The scheduler knows it."""
     withdrawn_s: float | None = None
 
     @property
-    def words(self) -> Claim | WithdrawRequest:
-        """What is said of it now."""
-        return self.claim if self.withdrawn_s is None else WithdrawRequest(self.claim.key)
+    def words(self) -> list[Claim | WithdrawRequest]:
+        """What is said of it now; what gives up something first has to be heard of."""
+        if self.withdrawn_s is None:
+            return [self.claim]
+        gives_up = isinstance(self.claim, NotifyReleaseThenRequestGpus)
+        first = [self.claim] if gives_up and not self.is_heard else []
+        return [*first, WithdrawRequest(self.claim.key)]
 
 
 class _Stream(msgspec.Struct):
@@ -155,7 +163,7 @@ class Claims:
         if waiting is None:
             return []
         waiting.withdrawn_s = now_s
-        return self._say(waiting.words)
+        return self._say(*waiting.words)
 
     def _on_progress(self, report: ReportProgress) -> list[Action]:
         stream = self._streams.get(report.stream)
@@ -191,7 +199,7 @@ class Claims:
                         stream.num_clears = NUM_CLEARS if stream.is_retired else 0
                     actions += self._say_all(now_s)
             case TicketMoved(key, state, gpus, reason) if key in self._open:
-                self._open[key].reason = reason
+                self._open[key].reason, self._open[key].is_heard = reason, True
                 if state is not TicketState.QUEUED:
                     del self._open[key]
                     actions.append(Settled(key, state, gpus, reason))
@@ -206,6 +214,8 @@ class Claims:
         for key, waiting in [*self._open.items()]:
             if waiting.withdrawn_s is None:
                 actions += self._complain(waiting, now_s)
+            elif self._is_silent:
+                waiting.withdrawn_s = now_s
             elif now_s - waiting.withdrawn_s >= PATIENCE_S:
                 del self._open[key]
                 actions.append(Settled(key, TicketState.WITHDRAWN))
@@ -231,7 +241,7 @@ class Claims:
         self._renewed_s = now_s
         actions: list[Action] = [Send(ROUTER, HooksWired(self.pipeline_id))]
         for waiting in self._open.values():
-            actions += self._say(waiting.words)
+            actions += self._say(*waiting.words)
         for stream in self._streams.values():
             if not stream.is_retired:
                 actions += self._say(stream.newest)
@@ -244,8 +254,8 @@ class Claims:
         stream.num_clears -= len(said)
         return said
 
-    def _say(self, message: AnyMessage) -> list[Action]:
-        return [] if self._is_silent else [Send(ROUTER, message)]
+    def _say(self, *messages: AnyMessage) -> list[Action]:
+        return [] if self._is_silent else [Send(ROUTER, message) for message in messages]
 
 
 def opens_generation(claim: Claim) -> bool:

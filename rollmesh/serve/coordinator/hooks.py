@@ -74,12 +74,14 @@ class Ticket:
     ) -> tuple[int, ...] | None:
         """The GPUs that are held once it is granted, none once it is released.
 
-        None where `stop` was set first, which withdraws a request, or `timeout_s` went by, which
-        does not. UserError, in one line, where the scheduler refuses it.
+        None where `stop` was set first, which withdraws a request, or where `timeout_s` went by or
+        the hooks were closed, which does not. UserError, in one line, where the scheduler refuses
+        it.
         """
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._is_settled.wait(LOOK_S if timeout_s is None else min(LOOK_S, timeout_s)):
-            self._hooks.check_alive()
+            if not self._hooks.is_heard() and not self._is_settled.is_set():
+                return None
             if stop is not None and stop.is_set():
                 self.withdraw()
                 return None
@@ -144,7 +146,8 @@ class PipelineHooks:
         self, rollout_id: int, step_target: int, stop: threading.Event | None = None
     ) -> bool:
         """Call it before a rollout starts, of which `step_target` rollouts are to come: it returns
-        at once where an engine is awake, else when one is. False where `stop` was set first.
+        at once where an engine is awake, else when one is. False where `stop` was set first, or the
+        hooks were closed.
 
         The demand stays until it is released, or until all streams of progress have ended.
         """
@@ -240,10 +243,13 @@ class PipelineHooks:
         if not self._is_closing:
             self._bell.ring()
 
-    def check_alive(self) -> None:
-        """Raise what ended the thread, if anything did: nobody would answer any more."""
+    def is_heard(self) -> bool:
+        """Whether the thread lives, without which nobody would be answered any more; raises what
+        ended it, if that was a fault."""
+        is_alive = self._thread.is_alive()
         if self._fault:
             raise self._fault.with_traceback(None)
+        return is_alive
 
     def _key(self, what: str) -> str:
         with self._lock:

@@ -24,6 +24,7 @@ from rollmesh.wire.scheduling import (
     GpuPriority,
     HooksWired,
     NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
     ReportProgress,
     RequestGpus,
     SchedulerHello,
@@ -35,6 +36,7 @@ from rollmesh.wire.scheduling import (
 TRAIN = RequestGpus("k1", "p", "actor_train", GpuPriority.ACTOR_TRAINING, 3)
 GENERATE = RequestGpus("k2", "p", GENERATION_CLUSTER, GpuPriority.GENERATION, 4, 64)
 RELEASE = NotifyReleaseGpus("k3", "p", GENERATION_CLUSTER)
+HAND_OVER = NotifyReleaseThenRequestGpus("k4", "p", "actor_train", "critic", 2)
 WIRED = HooksWired("p")
 
 
@@ -174,6 +176,33 @@ def test_what_is_withdrawn_is_said_to_be_so_until_that_is_answered(program: Prog
 def test_what_nobody_answers_is_not_withdrawn_for_ever(program: Program) -> None:
     program.do(TRAIN)
     program.do(WithdrawRequest("k1"))
-    program.hears(SchedulerHello("s1"))
-    assert Settled("k1", TicketState.WITHDRAWN) in program.do(Ticked(), PATIENCE_S)
+    for _ in range(3):
+        program.hears(SchedulerHello("s1"), PATIENCE_S / 4)
+    assert Settled("k1", TicketState.WITHDRAWN) in program.do(Ticked(), 1.0)
     assert program.says(Ticked(), 1.0) == [WIRED]
+
+
+def test_what_was_withdrawn_while_nobody_heard_is_withdrawn_once_somebody_does(
+    program: Program,
+) -> None:
+    """It may have been granted meanwhile, and nobody would ever give it back."""
+    program.do(TRAIN)
+    program.hears(SchedulerHello("s1"))
+    program.do(Ticked(), SILENT_S)
+    program.do(WithdrawRequest("k1"))
+    for _ in range(10):
+        assert program.do(Ticked(), PATIENCE_S) == [Send(ROUTER, WIRED)]
+    assert said(program.hears(SchedulerHello("s2"))) == [WIRED, WithdrawRequest("k1")]
+
+
+def test_what_gives_up_is_said_before_it_is_withdrawn_where_nobody_has_heard_of_it(
+    program: Program,
+) -> None:
+    """Else what it gives up would be held for ever."""
+    program.do(HAND_OVER)
+    program.do(Ticked(), SILENT_S)
+    program.do(WithdrawRequest("k4"))
+    heard = [WIRED, HAND_OVER, WithdrawRequest("k4")]
+    assert said(program.hears(SchedulerHello("s1"))) == heard
+    program.hears(TicketMoved("k4", TicketState.QUEUED, (), "held by q"))
+    assert program.says(Ticked(), 1.0) == [WIRED, WithdrawRequest("k4")]
