@@ -178,7 +178,7 @@ def test_what_nobody_answers_is_not_withdrawn_for_ever(program: Program) -> None
     program.do(WithdrawRequest("k1"))
     for _ in range(3):
         program.hears(SchedulerHello("s1"), PATIENCE_S / 4)
-    assert Settled("k1", TicketState.WITHDRAWN) in program.do(Ticked(), 1.0)
+    assert Settled("k1", TicketState.WITHDRAWN) in program.do(Ticked(), PATIENCE_S / 4)
     assert program.says(Ticked(), 1.0) == [WIRED]
 
 
