@@ -26,6 +26,7 @@ from rollmesh.scheduler.service.coordinators import Coordinators
 from rollmesh.scheduler.service.demands import Demands
 from rollmesh.scheduler.service.explain import Known, UnderWay, view
 from rollmesh.scheduler.service.intents import Intents
+from rollmesh.scheduler.service.lateness import call_off_late, is_held_up
 from rollmesh.scheduler.service.records import Intent, Revived
 from rollmesh.scheduler.service.revival import revive
 from rollmesh.scheduler.service.settings import SchedulerSettings
@@ -147,6 +148,7 @@ class Scheduler:
                 )
                 for intent in book.intents.values()
             ),
+            driven=self.coordinators.driven(),
             faults={name: each.why for name, each in book.tenants.items() if each.why},
             troubles=tuple(book.troubles),
         )
@@ -220,6 +222,7 @@ class Scheduler:
     def _plan(self) -> None:
         book = self.book
         self.coordinators.fence_silent()
+        call_off_late(self.book, self.intents)
         book.wants_plan, book.planned_s = False, book.now_s
         book.num["plans"] += 1
         made = self._make()
@@ -278,6 +281,7 @@ class Scheduler:
         self.tickets.on_tick()
         self.tenants.on_tick()
         self.coordinators.on_tick()
+        self.book.wants_plan = self.book.wants_plan or is_held_up(self.book)
         for pipeline in self.book.state.pipelines.values():
             if self.demands.is_stalled(pipeline):
                 gpus = pipeline.spec.generation
