@@ -39,6 +39,7 @@ class _Pipeline(msgspec.Struct):
 
     phase: str
     spec: PipelineSpec
+    is_driven: bool = False
 
 
 class _View(msgspec.Struct):
@@ -46,19 +47,16 @@ class _View(msgspec.Struct):
 
 
 def check_share(share: Share, num_engines: int) -> None:
-    """UserError where the scheduler does not answer, does not let this pipeline ask, or counts on
-    other engines than the run has."""
-    told = _ask(share, [ReadScheduler(new_id("read-"), share.pipeline_id)], ANSWER_S)
-    if not told:
-        raise AddressError(
-            f"--scheduler {share.scheduler}: nobody answers there within {ANSWER_S:g} s; "
-            "`rollmesh scheduler up` starts one"
-        )
-    [(answer, body)] = told
-    name = f"--pipeline {share.pipeline_id}"
-    if not answer.ok:
-        raise ConfigError(f"{name}: {answer.error}")
-    [pipeline] = msgspec.json.decode(body, type=_View).pipelines
+    """UserError where the scheduler does not answer, does not let this pipeline ask, counts on
+    other engines than the run has, or where another run goes on under its name."""
+    name, end_s = f"--pipeline {share.pipeline_id}", time.monotonic() + ANSWER_S
+    while (pipeline := _looked_at(share)).is_driven:  # for a moment also where that has just died
+        if time.monotonic() >= end_s:
+            raise ConfigError(
+                f"{name}: another run has that name and goes on; end it first, or register this "
+                "one under a name of its own"
+            )
+        time.sleep(SAY_AGAIN_S)
     if pipeline.phase == NOT_ADMITTED:
         fix = f"`rollmesh scheduler admit {share.pipeline_id}`"
         raise ConfigError(f"{name}: it is registered and not admitted; {fix} first")
@@ -68,6 +66,21 @@ def check_share(share: Share, num_engines: int) -> None:
             f"engine.num_embedded, engine.urls: {num_engines} engines where the scheduler has "
             f"{num_workers} generation workers for {share.pipeline_id}; make them as many"
         )
+
+
+def _looked_at(share: Share) -> _Pipeline:
+    """How it stands there."""
+    told = _ask(share, [ReadScheduler(new_id("read-"), share.pipeline_id)], ANSWER_S)
+    if not told:
+        raise AddressError(
+            f"--scheduler {share.scheduler}: nobody answers there within {ANSWER_S:g} s; "
+            "`rollmesh scheduler up` starts one"
+        )
+    [(answer, body)] = told
+    if not answer.ok:
+        raise ConfigError(f"--pipeline {share.pipeline_id}: {answer.error}")
+    [pipeline] = msgspec.json.decode(body, type=_View).pipelines
+    return pipeline
 
 
 def give_back(share: Share) -> str:

@@ -24,6 +24,8 @@ from rollmesh.wire.scheduling import (
 )
 
 _SETTLED = frozenset({WorkerPhase.ASLEEP, WorkerPhase.AWAKE})
+DRIVEN_S = 3.0
+"""A coordinator lives that was heard so shortly ago: it beats each second."""
 _DONE = {IntentKind.SLEEP: WorkerPhase.ASLEEP, IntentKind.WAKE: WorkerPhase.AWAKE}
 
 
@@ -71,6 +73,12 @@ class Coordinators:
                 what = f"worker {intent.rank} cannot {intent.kind.value}: {why}"
                 self.quarantine(name, what, is_answered=True)
                 return
+
+    def driven(self) -> frozenset[str]:
+        """Pipelines whose coordinator lives."""
+        since_s = self._book.now_s - DRIVEN_S
+        links = self._book.links.items()
+        return frozenset(name for name, link in links if link.route and link.heard_s > since_s)
 
     def _hear(self, pipeline: Pipeline, truths: tuple[WorkerTruth, ...]) -> None:
         name, faults = pipeline.pipeline_id, []

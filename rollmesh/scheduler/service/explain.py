@@ -56,6 +56,8 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     again_s: float = FOREVER
     """When time alone may change the plan."""
     under_way: tuple[UnderWay, ...] = ()
+    driven: frozenset[str] = frozenset()
+    """Pipelines that a run drives: its coordinator was heard a moment ago."""
     faults: Mapping[str, str] = {}
     """By pipeline, why it is quarantined, or anything else that is wrong with it."""
     troubles: tuple[str, ...] = ()
@@ -109,6 +111,8 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     remaining: int | None
     """Rollouts that are left; None: nobody knows."""
     credit_gpu_s: float
+    is_driven: bool = False
+    """A run drives it now."""
     fault: str = ""
     lines: tuple[str, ...] = ()
     """The same for people."""
@@ -178,6 +182,7 @@ class _Words:
             has_demand=pipeline.demand is not None,
             remaining=pipeline.remaining,
             credit_gpu_s=pipeline.credit_gpu_s,
+            is_driven=pipeline.pipeline_id in self._known.driven,
             fault=self._known.faults.get(pipeline.pipeline_id, ""),
         )
         return msgspec.structs.replace(partial, lines=tuple(self._lines(waits)))

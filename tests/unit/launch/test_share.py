@@ -34,13 +34,15 @@ def fleet(
     phase: PipelinePhase = PipelinePhase.ADMITTED,
     heard: list[AnyMessage] | None = None,
     error: str = "",
+    num_driven: int = 0,
 ) -> Iterator[str]:
     """The address of a scheduler that has one pipeline, and answers as the service does, or what is
-    asked of it with this error; what it heard."""
+    asked of it with this error; what it heard. A run drives the pipeline at so many looks."""
     heard = [] if heard is None else heard
     state = State()
     state.add_pipeline(SPEC).phase = phase
     hub, is_over = Hub("tcp://127.0.0.1:0"), threading.Event()
+    looks = iter([frozenset({"math"})] * num_driven)
 
     def serve() -> None:
         while not is_over.is_set():
@@ -49,7 +51,8 @@ def fleet(
                 heard.append(packet.message)
                 match packet.message:
                     case ReadScheduler(key, pipeline_id):
-                        told = view(state, Known(), pipeline_id)
+                        known = Known(driven=next(looks, frozenset()))
+                        told = view(state, known, pipeline_id)
                         answer = SchedulerAnswered(key, not told.error, told.error)
                         hub.send(route, Packet(answer, body=msgspec.json.encode(told)))
                     case KillPipeline(key) | AdmitPipeline(key):
@@ -92,6 +95,23 @@ def test_nobody_there_is_a_mistake_in_the_address(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checks, "SAY_AGAIN_S", 0.1)
     with pytest.raises(AddressError, match="nobody answers there within"):
         check_share(Share("tcp://127.0.0.1:1", "math"), 1)
+
+
+def test_a_pipeline_that_another_run_drives_is_not_begun_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two coordinators of one name would have engines of both on the same GPUs."""
+    monkeypatch.setattr(checks, "ANSWER_S", 1.0)
+    monkeypatch.setattr(checks, "SAY_AGAIN_S", 0.1)
+    line = "--pipeline math: another run has that name and goes on"
+    with fleet(num_driven=1000) as address, pytest.raises(ConfigError, match=line):
+        check_share(Share(address, "math"), num_engines=2)
+
+
+def test_one_whose_last_run_has_just_died_may_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "SAY_AGAIN_S", 0.1)
+    with fleet(num_driven=3) as address:
+        check_share(Share(address, "math"), num_engines=2)
 
 
 def test_a_run_that_has_ended_says_that_it_is_dead_and_may_ask_again() -> None:

@@ -4,10 +4,12 @@ import msgspec
 import pytest
 
 from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.scheduler.service.coordinators import DRIVEN_S
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     CoordinatorHello,
     JoinNode,
+    KillPipeline,
     NodeBeat,
     TicketState,
     WorkerPhase,
@@ -291,3 +293,16 @@ def test_workers_of_a_dead_node_are_lost_and_their_pipeline_goes_on_elsewhere() 
         stage.run(0.5)
     assert stage.of("a").phase is ADMITTED
     assert stage.awake("a") == [0, 1, 2, 3]
+
+
+def test_a_run_drives_its_pipeline_while_its_coordinator_is_heard() -> None:
+    stage = generating()
+    assert stage.scheduler.known().driven == {"a"}
+    stage.coordinators["a"].is_silent = True
+    stage.run(DRIVEN_S)
+    assert stage.scheduler.known().driven == frozenset()
+    stage.coordinators["a"].is_silent = False
+    stage.run(1.0)
+    assert stage.scheduler.known().driven == {"a"}
+    stage.say(KillPipeline("k", "a"))
+    assert stage.scheduler.known().driven == frozenset()
