@@ -13,6 +13,8 @@ nothing else starts on its GPUs. One with something in the way may be bypassed u
 for `reserve_after_s`. From then on, once no older one has reserved any of them, its GPUs are
 reserved: no other request and no worker that will not give way gets one, but of pipelines that it
 waits for, which may need it to come to their end.
+Of those that wait for each other, at whatever remove, nobody keeps workers from another: the first
+of the line has what it asks for, and comes to its end.
 A request whose end is not in sight is in nobody's way: one that waits for a node that is not UP,
 for what is lost or in quarantine, or, at whatever remove, for its own pipeline.
 
@@ -38,7 +40,7 @@ def serve(draft: Draft, reserve_after_s: float) -> float:
     again_s, asked = math.inf, _by_pipeline(draft.state)
     for request in _line(draft, reserve_after_s):
         is_free = _may_start(draft, request)
-        if is_free and _grant(draft, request):
+        if is_free and (_grant(draft, request) or _break_circle(draft, request, asked)):
             continue
         reserve_s = request.asked_s + reserve_after_s
         is_old = reserve_s <= draft.state.now_s
@@ -73,14 +75,24 @@ def _may_start(draft: Draft, request: Request) -> bool:
     return all(draft.may_start(request.pipeline_id, gpu, gives_way=False) for gpu in gpus)
 
 
-def _grant(draft: Draft, request: Request) -> bool:
+def _break_circle(draft: Draft, request: Request, asked: Asked) -> bool:
+    """Grant it though workers are kept from it, if all of those wait for its pipeline."""
+    name = request.pipeline_id
+    kept = _in_the_way(draft, request)
+    waits = [each.rank != FIXED and name in _awaited(draft, {each}, asked) for each in kept]
+    return any(waits) and all(waits) and _grant(draft, request, frozenset(kept))
+
+
+def _grant(draft: Draft, request: Request, kept: frozenset[Owner] = frozenset()) -> bool:
+    """If nobody is in its way but these, which give way as to their own pipeline."""
     mark = draft.mark()
     for gpu in draft.state.gpus_of(request):
         owner = draft.owner(gpu)
         if owner is None:
             continue
+        to = owner.pipeline_id if owner in kept else request.pipeline_id
         worker = draft.state.worker_of(owner)
-        if worker is None or not draft.can_evict(owner.pipeline_id, worker, request.pipeline_id):
+        if worker is None or not draft.can_evict(owner.pipeline_id, worker, to):
             draft.rollback(mark)
             return False
         draft.shrink(owner.pipeline_id, worker, request.key)

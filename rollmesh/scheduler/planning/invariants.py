@@ -65,7 +65,8 @@ class Invariant(enum.StrEnum):
     EVICTION_HAS_GRANT = "eviction has its grant"
     """A shrink is for a grant or expand of the plan that takes a GPU of it, or its reason holds."""
     GIVES_WAY = "gives way"
-    """What is not preemptible shrinks for its own pipeline alone."""
+    """What is not preemptible shrinks for its own pipeline alone, or for a fixed cluster of one
+    that it waits for itself."""
     WITHIN_QUOTA = "within quota"
     """Nobody's generation grows past `max_gpus`."""
     NODE_IS_UP = "node is up"
@@ -180,8 +181,21 @@ class _Proof:
         taken = [gpu for gpu in worker.gpus if self._takers.get(gpu) == shrink.for_]
         _hold(Invariant.EVICTION_HAS_GRANT, bool(taken), (*target, shrink.for_))
         taker = self._owners[taken[0]]
-        is_own = taker is not None and taker.pipeline_id == shrink.pipeline_id
-        _hold(Invariant.GIVES_WAY, is_own or not pipeline.keeps_workers, target)
+        assert taker
+        is_own = taker.pipeline_id == shrink.pipeline_id
+        gives_way = is_own or not pipeline.keeps_workers or self._waits_for(shrink, taker)
+        _hold(Invariant.GIVES_WAY, gives_way, target)
+
+    def _waits_for(self, shrink: Shrink, taker: Owner) -> bool:
+        """Whether a request of its pipeline does, at whatever remove."""
+        state, seen = self._state, set[str]()
+        unseen = [shrink.pipeline_id] if taker.rank == FIXED else []
+        while unseen and taker.pipeline_id not in seen:
+            seen.add(name := unseen.pop())
+            mine = [each for each in state.requests.values() if each.pipeline_id == name]
+            owners = {state.owners.get(gpu) for each in mine for gpu in state.gpus_of(each)}
+            unseen += {owner.pipeline_id for owner in owners if owner} - seen
+        return taker.pipeline_id in seen
 
     def _is_so(self, reason: ShrinkReason, pipeline: Pipeline, worker: Worker) -> bool:
         match reason:

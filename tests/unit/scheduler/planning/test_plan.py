@@ -10,7 +10,7 @@ from rollmesh.scheduler.planning import policies
 from rollmesh.scheduler.planning.draft import Draft
 from rollmesh.scheduler.planning.ops import Expand, Grant, Release, Shrink, ShrinkReason
 from rollmesh.scheduler.planning.plan import Outlook, Policy, plan
-from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.scheduler.planning.state import PipelinePhase, State
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 from tests.unit.scheduler.planning.fleets import (
     TRAIN,
@@ -46,6 +46,33 @@ def test_training_takes_its_gpus_from_generation_and_gives_them_back() -> None:
     assert carry_out(state, Greedy()).ops == ()
     state.pipelines["p"].releasing[TRAIN] = "release"
     assert carry_out(state, Greedy()).ops == (Release("p", TRAIN), Expand("p", 0))
+
+
+def keepers(*trains: tuple[int, ...]) -> State:
+    """Each has a worker for keeps, by its rank, and asks for a cluster where all of them are."""
+    state = fleet(len(trains))
+    for rank, gpus in enumerate(trains):
+        name = f"p{rank}"
+        add(state, name, generation=range(len(trains)), train=gpus, is_preemptible=False)
+        demand(state, name)
+        wake(state, name, rank)
+    return state
+
+
+@pytest.mark.parametrize("trains", [((1,), (0,)), ((0, 1), (0, 1)), ((1,), (2,), (0,))])
+def test_who_is_not_preemptible_gives_way_where_all_would_wait_for_each_other(
+    trains: tuple[tuple[int, ...], ...],
+) -> None:
+    state = keepers(*trains)
+    key = ask(state, "p0")
+    assert plan(state, Idle()).ops == (), "nobody else waits yet"
+    for rank in range(1, len(trains)):
+        ask(state, f"p{rank}")
+    ops = carry_out(state, Idle()).ops
+    assert Grant(key) in ops
+    assert Shrink("p1", 1, key) in ops
+    settle(state)
+    assert plan(state, Idle()).ops == (), "who trains keeps nobody from it"
 
 
 def test_generation_that_is_given_up_goes_to_sleep_whole() -> None:

@@ -105,7 +105,7 @@ def test_a_demand_outlives_its_asker() -> None:
     stage.generate("a", "g")
     stage.open.clear()
     stage.run(stage.settings.patience_s + 1)
-    assert stage.state("g") is TicketState.WITHDRAWN
+    assert stage.scheduler.book.tickets["g"].state is TicketState.WITHDRAWN
     assert demand(stage) is not None
 
 

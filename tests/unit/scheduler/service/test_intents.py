@@ -110,3 +110,18 @@ def test_plans_of_the_planner_are_promised_as_they_are() -> None:
     intents.drop_promise("a", TRAIN)
     assert phases(stage) == []
     assert stage.of("a").workers[1].phase is WorkerPhase.ASLEEP
+
+
+def test_two_that_keep_their_workers_train_in_turn_though_their_demand_stays_open() -> None:
+    stage = Stage()
+    for name, gpus in (("a", (0, 1)), ("b", (2, 3))):
+        stage.pipeline(name, train=gpus, is_preemptible=False)
+        stage.generate(name, f"{name}-g")
+    stage.run(5)
+    for name in ("a", "b"):
+        stage.train(name, f"{name}0")
+    for step in range(3):
+        for name in ("a", "b"):
+            stage.wait_for(f"{name}{step}", TicketState.GRANTED)
+            stage.release(name, f"{name}-r{step}")
+            stage.train(name, f"{name}{step + 1}")
