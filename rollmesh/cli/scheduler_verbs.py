@@ -181,7 +181,7 @@ def doomed_of(folder: Path) -> list[Doomed]:
 def _by_pid(pid: int) -> Doomed:
     try:
         return Doomed(pid, psutil.Process(pid).create_time(), socket.gethostname())
-    except psutil.Error:
+    except (psutil.Error, ValueError):  # there are no negative ones
         raise UserError(f"--pid {pid}: no such process; if it was the last, say --dead") from None
 
 

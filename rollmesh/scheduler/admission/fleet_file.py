@@ -128,7 +128,7 @@ def settings_of(told: dict[str, float], kind: type[_Settings], where: str) -> _S
     for key, value in told.items():
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key!r}; there are {', '.join(known)}")
-        if value < 0:
+        if not value >= 0:
             raise ConfigError(f"{where}.{key}: {value:g} is no time; make it 0 or more")
     return kind(**told)
 

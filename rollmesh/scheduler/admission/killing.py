@@ -38,7 +38,8 @@ def end(doomed: list[Doomed]) -> int:
     """SIGKILL to these, to all below them and to all who carry their run's mark; how many there
     were.
 
-    UserError for processes of another machine, and where one does not die.
+    UserError for processes of another machine, where we would be among them, and where one does
+    not die.
     """
     here = socket.gethostname()
     for each in doomed:
@@ -50,6 +51,11 @@ def end(doomed: list[Doomed]) -> int:
     alive = [process for each in doomed if (process := _found(each))]
     marks = {mark for process in alive if (mark := _mark_of(process, alive))}
     below = [each for process in alive for each in _below(process)]
+    if os.getpid() in {each.pid for each in (*alive, *below)}:
+        raise UserError(
+            "this admission process is among those, or below one of them; "
+            "name the pipeline's own processes by --pid"
+        )
     opened = list(_opened([*alive, *below]))
     for _, fd in opened:
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself

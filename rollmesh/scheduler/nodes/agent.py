@@ -10,6 +10,7 @@ means is the scheduler's to say. `Agent` is pure; driven by `serve`, the shell o
 """
 
 import enum
+import itertools
 import os
 import subprocess
 import threading
@@ -105,7 +106,9 @@ def num_gpus(
     """GPUs of this machine that we may use; UserError where nobody says how many."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        found = len([word for word in visible.split(",") if word.strip()])
+        words = [word.strip() for word in visible.split(",") if word.strip()]
+        # As CUDA has it: what stands behind a number of no GPU is not seen either.
+        found = len(list(itertools.takewhile(lambda word: not word.startswith("-"), words)))
     else:
         lines = (list_gpus or _listed)().splitlines()
         found = sum(line.startswith("GPU ") for line in lines)

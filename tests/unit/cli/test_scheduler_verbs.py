@@ -130,6 +130,7 @@ def test_all_of_the_file_are_registered_up_to_the_first_that_does_not_fit(
         (["drain", "c"], "no node 'c'"),
         (["kill", "math", "--run", "nowhere"], "nowhere: no pids.json of a run there"),
         (["kill", "math", "--pid", "4194304"], "--pid 4194304: no such process"),
+        (["kill", "math", "--pid", "-1"], "--pid -1: no such process"),
         (["status", "--fleet", "other.toml"], "`rollmesh scheduler init` writes one"),
     ],
 )

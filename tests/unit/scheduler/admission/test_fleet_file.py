@@ -1,5 +1,6 @@
 """scheduler.toml is checked where it is read, and a mistake is one line that names its key."""
 
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -111,6 +112,8 @@ def test_seconds_are_settings_of_those_who_have_them() -> None:
     assert settings_of({"hold_s": 2.0}, FairSettings, "[fair]") == FairSettings(hold_s=2.0)
     with pytest.raises(ConfigError, match=r"\[fair\]: unknown key 'holds_s'; there are quan"):
         settings_of({"holds_s": 2.0}, FairSettings, "[fair]")
+    with pytest.raises(ConfigError, match=r"\[fair\]\.hold_s: nan is no time"):
+        settings_of({"hold_s": math.nan}, FairSettings, "[fair]")
     with pytest.raises(ConfigError, match=r"\[fair\]\.hold_s: -1 is no time"):
         settings_of({"hold_s": -1.0}, FairSettings, "[fair]")
 

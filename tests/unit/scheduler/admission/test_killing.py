@@ -22,6 +22,16 @@ PARENT = (
     " stdin=subprocess.PIPE, start_new_session=True)\n"
     "child.wait()"
 )
+ENDS_ITSELF = (
+    "import os, socket, time\n"
+    "from rollmesh.core.errors import UserError\n"
+    "from rollmesh.scheduler.admission.killing import Doomed, end\n"
+    "pids, host = (int(os.environ['OTHER']), os.getpid()), socket.gethostname()\n"
+    "try:\n"
+    "    end([Doomed(pid, time.time(), host) for pid in pids])\n"
+    "except UserError as error:\n"
+    "    print(error)\n"
+)
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
@@ -97,6 +107,16 @@ def test_who_is_gone_already_is_no_fault(start: Start) -> None:
     child.kill()
     child.wait()
     assert end([doomed(child.pid)]) == 0
+
+
+def test_whoever_would_take_us_along_is_not_ended(start: Start) -> None:
+    """A shell that has started the fleet as well, say, or the first process of a container."""
+    other = start()
+    said_pid(other)
+    child = start(ENDS_ITSELF, OTHER=str(other.pid))
+    out, _ = child.communicate()
+    assert b"this admission process is among those" in out
+    assert is_alive(other.pid)
 
 
 def test_processes_of_another_machine_are_not_ours_to_end(start: Start) -> None:

@@ -169,7 +169,13 @@ def test_gpus_are_those_that_cuda_may_see() -> None:
     assert num_gpus({}, lambda: listed) == 2
 
 
-@pytest.mark.parametrize("environment", [{"CUDA_VISIBLE_DEVICES": ""}, {}])
+def test_what_stands_behind_a_number_of_no_gpu_is_hidden() -> None:
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": "2,-1,3"}) == 1
+
+
+@pytest.mark.parametrize(
+    "environment", [{"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}, {}]
+)
 def test_a_machine_without_gpus_is_told_to_say_how_many(environment: dict[str, str]) -> None:
     with pytest.raises(UserError, match="--gpus N"):
         num_gpus(environment, lambda: "")
