@@ -13,7 +13,6 @@ import msgspec
 
 from rollmesh.core.errors import ConfigError
 
-
 EVERY_KEY = "`rollmesh init` writes a file with every key"
 WRITES_ONE = "`rollmesh init` writes one"
 
