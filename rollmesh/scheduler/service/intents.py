@@ -163,7 +163,12 @@ class Intents:
 
     def reconcile(self, pipeline_id: str, ranks: list[int]) -> None:
         """Put to sleep what nobody knows the truth of: by an epoch newer than all that may still
-        be on its way."""
+        be on its way. Until then it is lost, wherever it may stand."""
+        for rank in ranks:
+            worker = self._book.state.pipelines[pipeline_id].workers[rank]
+            owner = Owner(pipeline_id, GENERATION_CLUSTER, rank)
+            if all(self._book.standing.get(gpu, owner) == owner for gpu in worker.gpus):
+                self._lose(pipeline_id, worker)
         intents = [self._plan(IntentKind.SLEEP, pipeline_id, rank, RECONCILE) for rank in ranks]
         self._send(pipeline_id, intents)
 

@@ -14,6 +14,7 @@ from rollmesh.wire.scheduling import (
     TicketState,
     WorkerPhase,
     WorkersResized,
+    WorkerTruth,
 )
 from tests.unit.scheduler.service.stage import Coordinator, Stage
 
@@ -249,6 +250,25 @@ def test_one_that_has_forgotten_what_it_was_told_is_put_to_sleep_before_it_is_le
     assert stage.of("a").phase is ADMITTED
     assert stage.scheduler.book.num["pipeline.quarantined"] == 1
     assert {truth.epoch > 1 for truth in again.truths} == {True}
+
+
+def test_nobody_is_promised_what_an_engine_may_stand_on_that_should_sleep() -> None:
+    stage = Stage(2)
+    coordinator = stage.pipeline("a", train=(), generation=(0,))
+    stage.generate("a", "g")
+    stage.run(2)
+    stage.release("a", "r", GENERATION_CLUSTER)
+    stage.run(2)
+    coordinator.truths[0] = WorkerTruth(0, WorkerPhase.AWAKE, 0)  # it forgot what it was told
+    coordinator.is_hung = True
+    stage.run(stage.settings.slack_s + 3)
+    stage.pipeline("b", train=(), generation=(0, 1), max_gpus=1)
+    stage.generate("b", "b-g")
+    stage.wait_for("b-g", TicketState.GRANTED, 5)
+    assert stage.awake("b") == [1]
+    coordinator.is_hung = False
+    stage.run(80)
+    assert stage.awake("a") == []
 
 
 def test_an_engine_that_is_awake_from_the_start_stays_so_where_nobody_else_is() -> None:
