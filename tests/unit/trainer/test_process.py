@@ -54,7 +54,7 @@ def test_a_publisher_that_is_late_keeps_nobody_from_leaving(
         is_over.wait(30.0)
 
     background.post(be_late)
-    close_publisher(background, shell)
+    close_publisher(background, shell, finish_s=0.0)
     assert "publisher.late" in caplog.text
     is_over.set()
     background.call(shell.close(), 30.0)  # behind the first, which goes on
