@@ -39,10 +39,16 @@ async def carry_out(call: CallEngine, http: HttpClient, weights: Path) -> Engine
         seen, policy_version = await engine.do(call)
     except (AddressError, EngineError, TimeoutError) as error:
         detail = str(error) or "it took too long"
-        return EngineDone(url=call.url, serial=call.serial, ok=False, detail=detail)
+        return _failed(call, detail)
+    except Exception as error:  # noqa: BLE001 - door: who waits for an answer must have one
+        return _failed(call, f"{type(error).__name__}: {error}")
     return EngineDone(
         url=call.url, serial=call.serial, ok=True, seen=seen, policy_version=policy_version
     )
+
+
+def _failed(call: CallEngine, detail: str) -> EngineDone:
+    return EngineDone(url=call.url, serial=call.serial, ok=False, detail=detail)
 
 
 class _Engine:

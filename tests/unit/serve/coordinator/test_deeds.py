@@ -122,3 +122,13 @@ async def test_an_engine_that_is_gone_is_an_answer_and_no_error(hands: Hands) ->
     done = await hands.do(Deed.LOOK)
     assert not done.ok
     assert hands.engine.url in done.detail
+
+
+async def test_whatever_goes_wrong_is_an_answer_so_that_it_is_tried_again(hands: Hands) -> None:
+    await hands.sleep()
+    assert (await hands.do(Deed.RESUME)).ok
+    call = CallEngine(hands.engine.url, 1, Deed.LOAD)
+    async with HttpClient() as http:
+        done = await carry_out(call, http, Path("\0"))
+    assert not done.ok
+    assert "ValueError" in done.detail
