@@ -127,8 +127,9 @@ async def test_an_engine_that_is_gone_is_an_answer_and_no_error(hands: Hands) ->
 async def test_whatever_goes_wrong_is_an_answer_so_that_it_is_tried_again(hands: Hands) -> None:
     await hands.sleep()
     assert (await hands.do(Deed.RESUME)).ok
-    call = CallEngine(hands.engine.url, 1, Deed.LOAD)
-    async with HttpClient() as http:
-        done = await carry_out(call, http, Path("\0"))
+    unreadable = hands.publish(4) / "config.json"
+    unreadable.unlink()
+    unreadable.symlink_to("x" * 300)
+    done = await hands.do(Deed.LOAD)
     assert not done.ok
-    assert "ValueError" in done.detail
+    assert "File name too long" in done.detail
