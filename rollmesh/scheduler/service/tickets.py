@@ -10,7 +10,7 @@ again, waits again, for he would take its end for a grant; what has ended is kno
 so that a late copy of an ask is not done anew. Driven by scheduler.py.
 """
 
-from rollmesh.scheduler.planning.ops import Release, apply
+from rollmesh.scheduler.planning.ops import Release, ShrinkReason, apply
 from rollmesh.scheduler.planning.state import FIXED, Owner, Pipeline, PipelinePhase, Request
 from rollmesh.scheduler.service.book import Asker, Book
 from rollmesh.scheduler.service.demands import Demands
@@ -29,6 +29,8 @@ from rollmesh.wire.scheduling import (
 )
 
 Ask = RequestGpus | NotifyReleaseGpus | NotifyReleaseThenRequestGpus
+_RESERVED = frozenset(map(str, ShrinkReason))
+"""A plan names by a key for whom a worker sleeps, or by one of these."""
 
 
 class Tickets:
@@ -101,6 +103,8 @@ class Tickets:
 
     def _refusal(self, ask: Ask) -> str:
         """Why it can never be granted, in one line."""
+        if not ask.key or ask.key in _RESERVED:
+            return f"{ask.key!r} is no key; name the ask by its pipeline, cluster and number"
         pipeline = self._book.state.pipelines.get(ask.pipeline_id)
         if pipeline is None:
             return f"no pipeline {ask.pipeline_id!r} is registered; register and admit it first"
@@ -126,6 +130,8 @@ class Tickets:
             )
         if ask.priority > GpuPriority.GENERATION:
             return f"there is no priority {ask.priority}; the last is {int(GpuPriority.GENERATION)}"
+        if is_generation and not pipeline.workers:
+            return f"{pipeline.pipeline_id} has no engines; register it with GPUs of generation"
         if is_generation and not self._book.tenants[pipeline.pipeline_id].is_wired:
             return (
                 f"the hooks of {pipeline.pipeline_id} are not wired, so nobody would report its "
@@ -311,6 +317,8 @@ class Tickets:
                 book.mark("tickets", key)
             elif ticket.state is TicketState.QUEUED and heard_s < patience_s:
                 self._forsake(ticket)
+            elif ticket.state is TicketState.GRANTED and heard_s < forget_s:
+                self._forget_grant(ticket)
 
     def _forsake(self, ticket: Ticket) -> None:
         """Nobody waits any more. What it gives up it gives up none the less."""
@@ -318,6 +326,12 @@ class Tickets:
             self._book.num["withdrawn"] += 1
             ticket.is_forsaken = True
             self._withdraw(ticket)
+            del self._to_tell[ticket.key]
+
+    def _forget_grant(self, ticket: Ticket) -> None:
+        """Of generation its demand says all: there may be a grant of each rollout."""
+        if ticket.cluster == GENERATION_CLUSTER:
+            self._close(ticket, TicketState.RELEASED)
             del self._to_tell[ticket.key]
 
     # telling

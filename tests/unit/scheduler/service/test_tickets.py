@@ -2,6 +2,7 @@
 
 import pytest
 
+from rollmesh.scheduler.planning.ops import ShrinkReason
 from rollmesh.scheduler.service.records import IntentPhase
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -96,6 +97,39 @@ def test_what_can_never_be_is_refused_in_one_line(cluster: str, priority: int, s
     assert stage.ask(RequestGpus("k", "a", cluster, priority)) is REFUSED
     assert said in stage.moved["k"].reason
     assert "\n" not in stage.moved["k"].reason
+
+
+def test_who_has_no_engines_is_refused_generation() -> None:
+    stage = Stage()
+    stage.pipeline("a", generation=())
+    assert stage.generate("a", "k") is REFUSED
+    assert "no engines" in stage.moved["k"].reason
+    assert stage.release("a", "r", GENERATION_CLUSTER) is RELEASED
+
+
+@pytest.mark.parametrize("key", ["", *ShrinkReason])
+def test_a_key_that_a_plan_would_take_for_a_reason_stops_nobody(key: str) -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0, 1))
+    stage.generate("a", "g")
+    stage.act()
+    assert stage.train("a", key) is REFUSED
+    assert "key" in stage.moved[key].reason
+    stage.train("a", "t")
+    stage.wait_for("t", GRANTED, 5)
+    assert not stage.scheduler.book.troubles
+
+
+def test_grants_of_a_demand_that_never_closes_are_forgotten_one_by_one() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    for step in range(5):
+        stage.generate("a", f"g{step}", step=step)
+        stage.wait_for(f"g{step}", GRANTED)
+        stage.run(stage.settings.memory_s)
+    assert len(stage.scheduler.book.tickets) <= 3
+    assert len(stage.kept.tables["tickets"]) <= 3
+    assert stage.of("a").demand is not None
 
 
 def test_who_is_unknown_or_not_admitted_is_refused() -> None:
