@@ -85,7 +85,7 @@ class Desk:
             case RegisterPipeline():
                 return self._register(message, body)
             case KillPipeline():
-                num = end(_decoded(body, list[Doomed]))
+                num = end(_decoded(body, list[Doomed]), message.pipeline_id)
                 answer = self._ask(message, PATIENCE_S)
                 return msgspec.structs.replace(answer, body=msgspec.json.encode(num))
             case UnregisterPipeline():

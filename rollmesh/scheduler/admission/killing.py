@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 from collections.abc import Iterator
+from itertools import pairwise
 
 import msgspec
 import psutil
@@ -23,6 +24,8 @@ from rollmesh.core.warden import MARK_VARIABLE, kill_marked
 WRITTEN_LATE_S = 2.0
 """A process is not the one that was written down if it began so much later than that says."""
 GONE_MS = 10_000
+SHARE_WORDS = {"--scheduler", "--pipeline"}
+"""Who has both is of a run on a fleet."""
 
 
 class Doomed(msgspec.Struct, frozen=True):
@@ -34,12 +37,12 @@ class Doomed(msgspec.Struct, frozen=True):
     host: str
 
 
-def end(doomed: list[Doomed]) -> int:
+def end(doomed: list[Doomed], pipeline_id: str = "") -> int:
     """SIGKILL to these, to all below them and to all who carry their run's mark; how many there
     were.
 
-    UserError for processes of another machine, where we would be among them, and where one does
-    not die.
+    UserError for processes of another machine or of another pipeline, where we would be among
+    them, and where one does not die.
     """
     here = socket.gethostname()
     for each in doomed:
@@ -56,6 +59,7 @@ def end(doomed: list[Doomed]) -> int:
             "this admission process is among those, or below one of them; "
             "name the pipeline's own processes by --pid"
         )
+    _check_names([*alive, *below], pipeline_id)
     opened = list(_opened([*alive, *below]))
     for _, fd in opened:
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
@@ -67,6 +71,27 @@ def end(doomed: list[Doomed]) -> int:
         for _, fd in opened:
             os.close(fd)
     return len(opened) + sum(kill_marked(mark) for mark in sorted(marks))
+
+
+def _check_names(processes: list[psutil.Process], pipeline_id: str) -> None:
+    """UserError where one of them says that it is of another pipeline than this, '' is any."""
+    for process in processes:
+        named = _pipeline_of(process)
+        if pipeline_id and named and named != pipeline_id:
+            raise UserError(
+                f"pid {process.pid} is of pipeline {named}, not of {pipeline_id}; "
+                "name the folder of its own run, or its own processes"
+            )
+
+
+def _pipeline_of(process: psutil.Process) -> str:
+    """Whose it is, where its command line says so as launch's do; '' else."""
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return ""
+    options = {word: value for word, value in pairwise(words) if word in SHARE_WORDS}
+    return options["--pipeline"] if options.keys() == SHARE_WORDS else ""
 
 
 def _found(each: Doomed) -> psutil.Process | None:

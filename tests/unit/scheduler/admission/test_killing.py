@@ -40,9 +40,11 @@ def start() -> Iterator[Start]:
     """What starts a process that waits for ever."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def begin(code: str = SAYS_AND_WAITS, **environment: str) -> "subprocess.Popen[bytes]":
+    def begin(
+        code: str = SAYS_AND_WAITS, *words: str, **environment: str
+    ) -> "subprocess.Popen[bytes]":
         child = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", code, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
@@ -99,6 +101,18 @@ def test_a_pid_that_was_given_anew_is_let_live(start: Start) -> None:
     long_ago_s = psutil.Process(other.pid).create_time() - 2 * WRITTEN_LATE_S
     assert end([doomed(other.pid, long_ago_s)]) == 0
     assert is_alive(other.pid)
+
+
+def test_processes_of_another_pipeline_are_not_ended_under_this_name(start: Start) -> None:
+    """The GPUs of the one that was named would be called free while it goes on."""
+    run = start(SAYS_AND_WAITS, "--scheduler", "tcp://a:1", "--pipeline", "code")
+    tool = start(SAYS_AND_WAITS, "--pipeline", "of-something-else")
+    said_pid(run)
+    said_pid(tool)
+    with pytest.raises(UserError, match=rf"pid {run.pid} is of pipeline code, not of math"):
+        end([doomed(run.pid)], "math")
+    assert is_alive(run.pid)
+    assert end([doomed(run.pid), doomed(tool.pid)], "code") == 2
 
 
 def test_who_is_gone_already_is_no_fault(start: Start) -> None:
