@@ -137,7 +137,7 @@ class Tenant:
         return True
 
     def may_train(self, step: int) -> bool:
-        if self._train is None:
+        if self._train is None or self._train.is_void:
             self._train = self._hooks.request_gpus(TRAIN_CLUSTER, GpuPriority.ACTOR_TRAINING, step)
         self._has_trained = self._train.wait(self._stop, LOOK_S) is not None
         return self._has_trained
@@ -196,7 +196,7 @@ class Tenant:
         """Whether one is awake for the step's rollouts, whose demand is opened where it is not."""
         if stream == "eval":
             return self._hooks.signal_rollout_demand(step, num_to_come, self._stop)
-        if self._handed is None:
+        if self._handed is None or self._handed.is_void:
             self._handed = self._hooks.request_gpus(
                 GENERATION_CLUSTER, GpuPriority.GENERATION, step, num_to_come
             )

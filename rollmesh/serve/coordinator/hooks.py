@@ -75,8 +75,8 @@ class Ticket:
         """The GPUs that are held once it is granted, none once it is released.
 
         None where `stop` was set first, which withdraws a request, or where `timeout_s` went by or
-        the hooks were closed, which does not. UserError, in one line, where the scheduler refuses
-        it.
+        the hooks were closed, which does not; and where a request has ended without a grant, since
+        its cluster was given up meanwhile. UserError, in one line, where the scheduler refuses it.
         """
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._is_settled.wait(LOOK_S if timeout_s is None else min(LOOK_S, timeout_s)):
@@ -93,7 +93,14 @@ class Ticket:
             raise UserError(
                 f"pipeline {claim.pipeline_id!r}, {claim.cluster}: {self._answer.reason}"
             )
-        return self._answer.gpus
+        return None if self.is_void else self._answer.gpus
+
+    @property
+    def is_void(self) -> bool:
+        """It has ended, and was never granted: who wants the GPUs still asks anew."""
+        is_release = isinstance(self._claim, NotifyReleaseGpus)
+        ended = self._answer is not None and self._answer.state is not TicketState.GRANTED
+        return ended and not is_release
 
     def withdraw(self) -> None:
         """Nobody waits for it any more; a release stays one."""

@@ -77,6 +77,18 @@ def test_who_is_told_to_stop_waits_no_longer_and_withdraws(
     assert ends == [False]
 
 
+@pytest.mark.parametrize("state", [TicketState.WITHDRAWN, TicketState.RELEASED])
+def test_what_has_ended_without_a_grant_is_none(
+    scheduler: FakeScheduler, hooks: PipelineHooks, state: TicketState
+) -> None:
+    """Whoever took it for one would train where another does."""
+    ticket = hooks.request_gpus("actor_train", TRAIN)
+    scheduler.say(TicketMoved(scheduler.expect(RequestGpus).key, state))
+    while not ticket.is_void:
+        assert ticket.wait(timeout_s=0.1) is None
+    assert ticket.wait() is None
+
+
 def test_who_waits_as_the_hooks_are_closed_waits_no_longer(
     scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
