@@ -27,6 +27,8 @@ from rollmesh.wire.sockets import Dialer, wait
 
 ANSWER_S = 10.0
 SAY_AGAIN_S = 1.0
+DEAD_S = 10.0
+"""So long a run that was killed may seem to go on."""
 LAST_S = 3.0
 """So long a run that has ended waits to be heard."""
 NOT_ADMITTED = "registered"
@@ -49,7 +51,7 @@ class _View(msgspec.Struct):
 def check_share(share: Share, num_engines: int) -> None:
     """UserError where the scheduler does not answer, does not let this pipeline ask, counts on
     other engines than the run has, or where another run goes on under its name."""
-    name, end_s = f"--pipeline {share.pipeline_id}", time.monotonic() + ANSWER_S
+    name, end_s = f"--pipeline {share.pipeline_id}", time.monotonic() + DEAD_S
     while (pipeline := _looked_at(share)).is_driven:  # for a moment also where that has just died
         if time.monotonic() >= end_s:
             raise ConfigError(

@@ -101,7 +101,7 @@ def test_a_pipeline_that_another_run_drives_is_not_begun_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two coordinators of one name would have engines of both on the same GPUs."""
-    monkeypatch.setattr(checks, "ANSWER_S", 1.0)
+    monkeypatch.setattr(checks, "DEAD_S", 0.3)
     monkeypatch.setattr(checks, "SAY_AGAIN_S", 0.1)
     line = "--pipeline math: another run has that name and goes on"
     with fleet(num_driven=1000) as address, pytest.raises(ConfigError, match=line):
