@@ -88,6 +88,9 @@ class Coordinators:
                 continue
             worker = pipeline.workers[truth.rank]
             worker.kv_tokens = truth.kv_tokens
+            if truth.epoch > worker.epoch and truth.rank not in self._book.tenants[name].told:
+                worker.epoch = truth.epoch  # of a life before: it refuses what is older
+                self._book.mark("workers", name, worker.rank)
             if self._is_sent(name, truth.rank):
                 fault, says_nothing = self._hear_of_resize(name, truth)
                 is_unheard |= says_nothing

@@ -12,6 +12,7 @@ from rollmesh.wire.scheduling import (
     KillPipeline,
     NodeBeat,
     TicketState,
+    UnregisterPipeline,
     WorkerPhase,
     WorkersResized,
     WorkerTruth,
@@ -269,6 +270,28 @@ def test_nobody_is_promised_what_an_engine_may_stand_on_that_should_sleep() -> N
     coordinator.is_hung = False
     stage.run(80)
     assert stage.awake("a") == []
+
+
+def test_a_coordinator_that_outlives_its_registration_is_told_newer_epochs_than_it_knows() -> None:
+    stage = Stage(1)
+    coordinator = stage.pipeline("a", train=(), generation=(0,))
+    for step in range(3):
+        stage.generate("a", f"g{step}", step=step)
+        stage.run(2)
+        stage.release("a", f"r{step}", GENERATION_CLUSTER)
+        stage.run(2)
+    known = coordinator.truths
+    stage.say(UnregisterPipeline("leave", "a"))
+    stage.run(2)
+    assert stage.answers["leave"].ok
+    for key in ("register-a", "admit-a"):
+        del stage.scheduler.book.answers[key]
+    stage.pipeline("a", train=(), generation=(0,)).truths = known
+    stage.beat()
+    stage.generate("a", "again")
+    stage.run(2)
+    assert stage.state("again") is TicketState.GRANTED
+    assert stage.scheduler.book.num["pipeline.quarantined"] == 0
 
 
 def test_an_engine_that_is_awake_from_the_start_stays_so_where_nobody_else_is() -> None:
