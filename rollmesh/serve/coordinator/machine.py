@@ -29,12 +29,21 @@ from rollmesh.wire.scheduling import (
     CoordinatorHello,
     ResizeWorkers,
     SchedulerHello,
+    WorkerChange,
     WorkersResized,
     WorkerTruth,
 )
 
 KEPT_ANSWERS = 64
 """So many resizes are remembered, to be answered again."""
+
+
+_Name = tuple[int, tuple[WorkerChange, ...]]
+
+
+def _name(ask: ResizeWorkers) -> _Name:
+    """What tells it from others: a scheduler that has lost its journal numbers anew."""
+    return ask.resize_id, ask.changes
 
 
 class _Resize(msgspec.Struct):
@@ -58,7 +67,7 @@ class Coordinator:
         self._line: deque[_Resize] = deque()
         """The first is under way."""
         self._is_begun = False
-        self._errors: dict[int, str] = {}
+        self._errors: dict[_Name, str] = {}
         """Of resizes that were answered, '' where they were done, the oldest first."""
         self._num_calls = 0
         self._began_s: float | None = None
@@ -99,9 +108,9 @@ class Coordinator:
             return []
         if ask.started_s not in (0.0, self._settings.started_s):
             return []  # it was meant for a process before
-        if ask.resize_id in self._errors:
-            return [self._answer(ask, self._errors[ask.resize_id])]
-        if any(each.ask.resize_id == ask.resize_id for each in self._line):
+        if _name(ask) in self._errors:
+            return [self._answer(ask, self._errors[_name(ask)])]
+        if any(_name(each.ask) == _name(ask) for each in self._line):
             return []
         if error := self._refusal(ask):
             return [self._answer(ask, error)]
@@ -149,7 +158,7 @@ class Coordinator:
         if resize is self._line[0]:
             self._is_begun = False
         self._line.remove(resize)
-        self._errors[resize.ask.resize_id] = error
+        self._errors[_name(resize.ask)] = error
         if len(self._errors) > KEPT_ANSWERS:
             del self._errors[next(iter(self._errors))]
         return [self._answer(resize.ask, error)]

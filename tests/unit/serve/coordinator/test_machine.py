@@ -103,6 +103,14 @@ def test_a_resize_that_is_said_again_is_answered_again_and_not_done_again() -> N
     assert yard.toy(0).done.count(Deed.LOAD) == 1
 
 
+def test_a_number_said_anew_by_a_scheduler_that_lost_its_journal_is_another_resize() -> None:
+    yard = awake(0)
+    yard.hear(ResizeWorkers("p", 1, (WorkerChange(0, False, 9),), 20.0))
+    yard.run(2.0)
+    assert yard.truth(0).phase is WorkerPhase.ASLEEP
+    assert not yard.answers()[-1].error
+
+
 def test_a_newer_resize_of_the_same_engine_overtakes() -> None:
     yard = Yard()
     yard.run(1.0)
