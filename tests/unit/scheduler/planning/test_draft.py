@@ -81,7 +81,9 @@ def test_a_worker_moves_once_in_a_plan() -> None:
         draft.expand("p", sleeper)
 
 
-@pytest.mark.parametrize("phase", set(WorkerPhase) - {WorkerPhase.AWAKE, WorkerPhase.ASLEEP})
+@pytest.mark.parametrize(
+    "phase", sorted(set(WorkerPhase) - {WorkerPhase.AWAKE, WorkerPhase.ASLEEP})
+)
 def test_a_worker_that_is_on_its_way_or_lost_stands_still(phase: WorkerPhase) -> None:
     state = stage()
     state.move_worker("p", 0, phase)
@@ -97,7 +99,7 @@ def test_a_worker_whose_gpus_are_promised_to_another_is_not_shrunk_for_a_third()
     assert not Draft(state).can_shrink("p", state.pipelines["p"].workers[0])
 
 
-@pytest.mark.parametrize("phase", set(NodePhase) - {NodePhase.UP})
+@pytest.mark.parametrize("phase", sorted(set(NodePhase) - {NodePhase.UP}))
 def test_nothing_starts_on_a_node_that_is_not_up(phase: NodePhase) -> None:
     state = stage()
     worker = state.pipelines["p"].workers[1]
@@ -108,7 +110,7 @@ def test_nothing_starts_on_a_node_that_is_not_up(phase: NodePhase) -> None:
     assert not Draft(state).is_open(1)
 
 
-@pytest.mark.parametrize("phase", set(PipelinePhase) - {PipelinePhase.ADMITTED})
+@pytest.mark.parametrize("phase", sorted(set(PipelinePhase) - {PipelinePhase.ADMITTED}))
 def test_nothing_of_a_pipeline_starts_that_is_not_admitted(phase: PipelinePhase) -> None:
     state = stage()
     state.pipelines["p"].phase = phase
