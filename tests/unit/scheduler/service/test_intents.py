@@ -125,3 +125,4 @@ def test_two_that_keep_their_workers_train_in_turn_though_their_demand_stays_ope
             stage.wait_for(f"{name}{step}", TicketState.GRANTED)
             stage.release(name, f"{name}-r{step}")
             stage.train(name, f"{name}{step + 1}")
+            assert stage.ended[f"{name}{step}"] is TicketState.GRANTED
