@@ -54,6 +54,7 @@ test-ray: $(VENV)/.ray
 chaos: $(STAMP)
 	@nice -n 15 $(BIN)/python -m pytest -m chaos -s tests/flow/test_chaos.py tests/flow/test_recovery.py tests/contract/test_pauses.py
 	@$(BIN)/python -m tests.sim.search $(ARGS)
+	@$(BIN)/python -m tests.sim.scheduler_search $(ARGS)
 
 check: format lint types arrows house
 
