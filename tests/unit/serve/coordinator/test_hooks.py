@@ -46,7 +46,9 @@ def hooks(scheduler: FakeScheduler) -> Iterator[PipelineHooks]:
 def waiting(hooks: PipelineHooks, stop: threading.Event | None = None) -> Iterator[list[bool]]:
     """A thread in signal_rollout_demand; what it came back with, once it has."""
     ends: list[bool] = []
-    thread = threading.Thread(target=lambda: ends.append(hooks.signal_rollout_demand(7, 64, stop)))
+    thread = threading.Thread(
+        target=lambda: ends.append(hooks.signal_rollout_demand(7, 64, stop)), daemon=True
+    )
     thread.start()
     yield ends
     thread.join(PATIENCE_S)
