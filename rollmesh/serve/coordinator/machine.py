@@ -29,7 +29,6 @@ from rollmesh.wire.scheduling import (
     CoordinatorHello,
     ResizeWorkers,
     SchedulerHello,
-    WorkerChange,
     WorkersResized,
     WorkerTruth,
 )
@@ -38,12 +37,10 @@ KEPT_ANSWERS = 64
 """So many resizes are remembered, to be answered again."""
 
 
-_Name = tuple[int, tuple[WorkerChange, ...]]
-
-
-def _name(ask: ResizeWorkers) -> _Name:
-    """What tells it from others: a scheduler that has lost its journal numbers anew."""
-    return ask.resize_id, ask.changes
+def _is_of(ask: ResizeWorkers, known: ResizeWorkers) -> bool:
+    """Whether it is that resize said again, or what is left of it; a scheduler that has lost its
+    journal numbers anew."""
+    return ask.resize_id == known.resize_id and set(ask.changes) <= set(known.changes)
 
 
 class _Resize(msgspec.Struct):
@@ -67,8 +64,8 @@ class Coordinator:
         self._line: deque[_Resize] = deque()
         """The first is under way."""
         self._is_begun = False
-        self._errors: dict[_Name, str] = {}
-        """Of resizes that were answered, '' where they were done, the oldest first."""
+        self._answered: deque[tuple[ResizeWorkers, str]] = deque(maxlen=KEPT_ANSWERS)
+        """Resizes and their errors, '' where they were done, the oldest first."""
         self._num_calls = 0
         self._began_s: float | None = None
         self._said: tuple[WorkerTruth, ...] = ()
@@ -108,9 +105,10 @@ class Coordinator:
             return []
         if ask.started_s not in (0.0, self._settings.started_s):
             return []  # it was meant for a process before
-        if _name(ask) in self._errors:
-            return [self._answer(ask, self._errors[_name(ask)])]
-        if any(_name(each.ask) == _name(ask) for each in self._line):
+        for known, error in self._answered:
+            if _is_of(ask, known):
+                return [self._answer(ask, error)]
+        if any(_is_of(ask, each.ask) for each in self._line):
             return []
         if error := self._refusal(ask):
             return [self._answer(ask, error)]
@@ -158,9 +156,7 @@ class Coordinator:
         if resize is self._line[0]:
             self._is_begun = False
         self._line.remove(resize)
-        self._errors[_name(resize.ask)] = error
-        if len(self._errors) > KEPT_ANSWERS:
-            del self._errors[next(iter(self._errors))]
+        self._answered.append((resize.ask, error))
         return [self._answer(resize.ask, error)]
 
     def _answer(self, ask: ResizeWorkers, error: str) -> Send:

@@ -111,6 +111,18 @@ def test_a_number_said_anew_by_a_scheduler_that_lost_its_journal_is_another_resi
     assert not yard.answers()[-1].error
 
 
+def test_what_is_left_of_a_resize_is_that_resize_said_again() -> None:
+    yard = Yard()
+    yard.run(1.0)
+    both = WorkerChange(0, True, 1), WorkerChange(1, True, 1)
+    yard.hear(ResizeWorkers("p", 1, both, 20.0))
+    yard.hear(ResizeWorkers("p", 1, both[1:], 19.0))
+    yard.run(5.0)
+    yard.hear(ResizeWorkers("p", 1, both[:1], 15.0))
+    assert [answer.error for answer in yard.answers()] == ["", ""]
+    assert yard.toy(1).done.count(Deed.LOAD) == 1
+
+
 def test_a_newer_resize_of_the_same_engine_overtakes() -> None:
     yard = Yard()
     yard.run(1.0)
