@@ -102,7 +102,7 @@ class Draft:
         if worker.phase is not _ASLEEP or (pipeline_id, worker.rank) in self._moved:
             return False
         pipeline = self.state.pipelines[pipeline_id]
-        if pipeline.phase is not _ADMITTED or pipeline.is_late or self._has_enough(pipeline):
+        if pipeline.phase is not _ADMITTED or pipeline.is_busy or self._has_enough(pipeline):
             return False
         if not self.up.issuperset(worker.gpus):
             return False

@@ -138,8 +138,9 @@ class Pipeline(msgspec.Struct, kw_only=True):
     credit_gpu_s: float = 0.0
     """GPU seconds of generation that it should have had and has not (negative: has had too much),
     as the policy counts: what it has in `State.credited_s`."""
-    is_late: bool = False
-    """A resize of it takes long: nothing more of it is to wake before that has ended."""
+    is_busy: bool = False
+    """A resize of it is under way: it is promised nothing more before that has ended, for it could
+    not take it, and who was evicted for it would have been for nothing."""
     waiting_s: float | None = None
     """Since when it has demand and no worker that is awake or wakes."""
 

@@ -1,9 +1,10 @@
-"""Pipelines whose resize takes long: what waits behind it is for others.
+"""Pipelines with a resize under way: they are promised nothing more, and what waits behind one that
+takes long is for others.
 
 A pipeline has one resize at a time, so a worker that was promised GPUs while another one hangs
-would keep them from everybody until the deadline. Invariant: who is late is promised nothing more
-(Pipeline.is_late) until its resize has ended; what was sent is not called off. Owns nothing. Driven
-by scheduler.py, before each plan and at each tick.
+would keep them from everybody until the deadline. Invariant: who is busy (Pipeline.is_busy) is
+promised nothing; what was sent is not called off. Owns nothing. Driven by scheduler.py, before each
+plan and at each tick.
 """
 
 from rollmesh.scheduler.service.book import Book
@@ -12,11 +13,11 @@ from rollmesh.scheduler.service.records import IntentKind, IntentPhase
 
 
 def call_off_late(book: Book, intents: Intents) -> None:
-    """Have others use what workers wait for behind a late resize."""
-    late = _late(book)
+    """Note who is busy; have others use what workers wait for behind a late resize."""
+    busy = {each.pipeline_id for each in book.intents.values() if each.phase is IntentPhase.SENT}
     for name, pipeline in book.state.pipelines.items():
-        pipeline.is_late = name in late
-    for name in late:
+        pipeline.is_busy = name in busy
+    for name in _late(book):
         intents.call_off(name, "a resize before it takes long")
 
 

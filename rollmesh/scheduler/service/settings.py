@@ -18,7 +18,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A coordinator has so long for each resize."""
     slack_s: float = 5.0
     """And its answer so long for the way."""
-    promise_s: float = 5.0
+    promise_s: float = 30.0
     """Workers wait so long behind a resize of their pipeline, then their GPUs are for anybody."""
     coordinator_grace_s: float = 15.0
     """A pipeline is quarantined whose coordinator is silent for so long."""

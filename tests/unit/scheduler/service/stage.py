@@ -309,7 +309,7 @@ class Stage:
         again = self.kind(self.settings, self.policy, Revived(tables), "again").book
         again.state.now_s, again.numbers.num_lives = book.state.now_s, book.numbers.num_lives
         for name, pipeline in again.state.pipelines.items():
-            pipeline.is_late = book.state.pipelines[name].is_late  # looked at before each plan
+            pipeline.is_busy = book.state.pipelines[name].is_busy  # looked at before each plan
         assert again.state == book.state
         assert list(again.state.requests) == list(book.state.requests)
         assert again.standing == book.standing
