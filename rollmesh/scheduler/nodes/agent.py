@@ -1,6 +1,6 @@
 """A node's agent: it says each second that its machine is there, with so many GPUs.
 
-    JOINING --answered--> JOINED --the scheduler forgot it--> JOINING;  any --refused--> REFUSED
+    JOINING --answered--> JOINED, which says its join again now and then;  any --refused--> REFUSED
 
 Owns one node's name and its place in the scheduler. Invariants: a join is said again until it is
 answered, and now and then after that, for a scheduler whose journal was lost knows no node; a

@@ -12,8 +12,8 @@ lexicographically optimal bases); with one pool it is there at once. Whoever has
 less where the water is low and more where it is high, and the filling goes on.
 
 Invariants: never more than the cap, nor than the pools hold; the same input gives the same answer.
-A large fleet is left before all is at rest, and may be off by half a bundle or so, of many. Driven
-by the policies.
+A fleet of many pools is left before all is at rest: by a fifth of a bundle in the mean, and single
+claims by a few bundles. Driven by the policies.
 """
 
 import math

@@ -6,12 +6,11 @@ benchmarks/_scheduler_results.py and by `rollmesh scheduler simulate`.
 
 Where the shapes are from, and what is assumed:
 
-    tails     lognormal, the longest of a thousand some ten medians: what is told of reasoning
-              and agents' rollouts (RollPacker arXiv 2509.21009, DARTS 2605.30859); sigma 0.6 to 0.9
-              puts the 99th percentile at 4 to 8 medians, and a context's end cuts at 8
-    a step    60 to 80 % of it is rollouts where nobody shares (ROLL Flash 2510.11345 and the
-              papers above say about 70), the rest log-probs and training on the fixed set, and
-              scoring that needs no GPU
+    tails     lognormal, the longest of a thousand some ten medians, as the abstract of DARTS (arXiv
+              2605.30859) tells of reasoning and agents' rollouts; sigma 0.6 to 0.9 puts the 99th
+              percentile at 4 to 8 medians, and a context's end cuts at 8
+    a step    60 to 80 % of it is rollouts where nobody shares (a tutorial says about 70), the rest
+              log-probs and training on the fixed set, and scoring that needs no GPU: assumed
     sets      each pipeline has a block of the fleet where it trains, on a quarter or half of it,
               and generates on all GPUs, as rlix's canonical topology does
     sizes     steps of 128 to 512 rollouts, two long contexts at a time for each GPU of a worker;
