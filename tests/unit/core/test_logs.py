@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
-import structlog
 
 from rollmesh.core import logs
 from rollmesh.core.ids import GroupId
 from tests.disks import full_disk
+from tests.log_setup import logs_as_before
 
 SECRET = "qJ8s0yqH1cG0yF0xg0x2mZb3Y4kQ7nT5vW6uR1eS9dA"
 log = logs.get_logger()
@@ -22,15 +22,8 @@ log = logs.get_logger()
 
 @pytest.fixture(autouse=True)
 def _quiet_afterwards() -> Iterator[None]:
-    root = logging.getLogger()
-    level, configured = root.level, structlog.get_config()
-    yield
-    logging.captureWarnings(False)
-    for handler in [h for h in root.handlers if (h.name or "").startswith("rollmesh.")]:
-        root.removeHandler(handler)
-        handler.close()
-    root.setLevel(level)
-    structlog.configure(**configured)
+    with logs_as_before():
+        yield
 
 
 def lines(folder: Path, role: str) -> list[dict[str, Any]]:
