@@ -28,7 +28,7 @@ from tests.contract.processes import (
     sglang_engine,
 )
 from tests.contract.test_updates import PROMPT as WORKERS_PROMPT
-from tests.contract.test_updates import TO_THE_END, Worker
+from tests.contract.test_updates import TO_THE_END, VOCAB_SIZE, Worker
 from tests.unit.engine.embedded.tiny_adapters import TARGETS, write_adapter
 
 PROMPT = list(range(3, 43))
@@ -151,7 +151,7 @@ async def test_adapters_are_published_in_mid_generation(
     first = policy_version_of((await engine.get("/model_info"))["weight_version"]) + 1
     words = ["-m", "rollmesh.cli.main", "router", "--set", f"run.folder={tmp_path}"]
     with announced([*words, "--set", "router.beat_s=0.1", "--engine", adapting]) as router:
-        worker = Worker(router.address)
+        worker = Worker(router.address, VOCAB_SIZE)
         shell = PublishShell(router.address, PublishConfig(lease_s=60.0))
         assert (await shell.publish(first, wide_folder)).updated == (adapting,)
         turns = [worker.start(at) for at in range(12)]
@@ -159,12 +159,11 @@ async def test_adapters_are_published_in_mid_generation(
             for turn in turns[::2]:
                 await turn.wait(20 + len(turn.token_ids))
             assert (await shell.publish(first + 1 + at, folder)).updated == (adapting,)
-        row = worker.view.find(adapting)
-        assert row
-        assert row.adapter == adapter_name(first + 2)
+        newest = adapter_name(first + 2)
+        await worker.watch.row(adapting, lambda row: row.adapter == newest)
         async with HttpClient() as http:
             client = EngineClient(adapting, http)
-            assert await client.adapters() == [row.adapter]
+            assert await client.adapters() == [newest]
             for turn in turns:
                 await turn.wait(TO_THE_END)
                 assert turn.error is None
@@ -174,7 +173,7 @@ async def test_adapters_are_published_in_mid_generation(
             assert spanning
             for turn in spanning:
                 num = turn.policy_versions[-1].num_tokens
-                told = await client.score([*WORKERS_PROMPT, *turn.token_ids], "x", row.adapter)
+                told = await client.score([*WORKERS_PROMPT, *turn.token_ids], "x", newest)
                 assert turn.logprobs[-num:].tolist() == pytest.approx(told[-num:], abs=5e-3)
         await shell.publish(first + 3, wide_folder)
         await shell.close()

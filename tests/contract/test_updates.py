@@ -4,7 +4,6 @@ Many turns run on the engine, through the sampler that workers have. No reader s
 token carries the version that sampled it, which the engine's own scores under both weights confirm.
 """
 
-import asyncio
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,25 +15,22 @@ from rollmesh.core.types import SamplingParams
 from rollmesh.engine.answers import policy_version_of
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.runtime.generation_view import Generation
-from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.weights.events import Probe
-from rollmesh.wire.fleet import EngineFaulted, FleetChanged
-from rollmesh.wire.frames import Packet
-from rollmesh.wire.messages import WorkerBeat, WorkerHello
-from rollmesh.wire.sockets import Dialer
 from tests.contract.engines import EngineUnderContract
 from tests.contract.model import write_contract_model
 from tests.contract.processes import announced
+from tests.fleet_worker import FleetWorker
 
 PROMPT = tuple(range(5, 45))
 NUM_TOKENS = 300
 NUM_TURNS = 48
 """More than run at once: some wait in the engine's queue."""
 TO_THE_END = 2**31
+VOCAB_SIZE = 2**31
+"""No token is out of range."""
 TOLERANCE = 5e-3
 
 
@@ -52,18 +48,8 @@ def router(address: str, tmp_path: Path) -> Iterator[str]:
         yield process.address
 
 
-class Worker:
-    """What a worker has of the fleet: a view that the router feeds, and a sampler."""
-
-    def __init__(self, router: str) -> None:
-        self.faults: list[EngineFaulted] = []
-        self.view = FleetView()
-        self._dialer = Dialer(router, "worker-0")
-        self._dialer.attach(asyncio.get_running_loop(), self._on_packet)
-        self._dialer.send(Packet(WorkerHello("worker-0", "echo", 8, 1, "here")))
-        self._beat()
-        parts = SamplerParts(view=self.view, vocab_size=2**31, report=self.faults.append)
-        self.sampler = Sampler(parts)
+class Worker(FleetWorker):
+    """It asks for turns of every kind."""
 
     def start(self, at: int) -> Generation:
         """Every third cannot be resumed, every other streams."""
@@ -83,23 +69,10 @@ class Worker:
         generation.join()
         return generation
 
-    async def close(self) -> None:
-        await self.sampler.close()
-        self._timer.cancel()
-        self._dialer.close()
-
-    def _on_packet(self, packet: Packet) -> None:
-        if isinstance(packet.message, FleetChanged):
-            self.view.update(packet.message, packet.router)
-
-    def _beat(self) -> None:
-        self._dialer.send(Packet(WorkerBeat("worker-0", 0, True, 0, 0.0, 0, 0, 0, 0)))
-        self._timer = asyncio.get_running_loop().call_later(0.1, self._beat)
-
 
 @pytest.fixture
 async def worker(router: str) -> AsyncIterator[Worker]:
-    worker = Worker(router)
+    worker = Worker(router, VOCAB_SIZE)
     yield worker
     await worker.close()
 

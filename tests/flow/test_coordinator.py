@@ -179,9 +179,7 @@ async def test_a_woken_engine_alone_loads_the_newest_weights_and_proves_them(
     leave_probe(folder, WeightsProbe(token_ids=PROMPT, logprobs=wrong, tolerance=0.1))
     number = scheduler.tell(True, 0)
     await scheduler.until(lambda: "log-probs differ" in scheduler.of_last().workers[0].detail)
-    row = worker.view.find(torch_mesh.engines[0])
-    assert row is not None
-    assert row.phase is EnginePhase.ASLEEP
+    await worker.watch.row(torch_mesh.engines[0], lambda row: row.phase is EnginePhase.ASLEEP)
     leave_probe(folder, WeightsProbe(token_ids=PROMPT, logprobs=tuple(said), tolerance=0.1))
     assert not (await scheduler.answer(number)).error
     assert (await torch_mesh.info(0))["weight_version"] == "7"

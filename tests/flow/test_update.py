@@ -25,18 +25,16 @@ from rollmesh.core.process import Ready
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.runtime.generation_view import Generation
-from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.weights.events import Probe
 from rollmesh.trainer.weights.publisher import Publisher, PublisherSettings
-from rollmesh.wire.fleet import BeginUpdate, EnginePhase, FleetChanged
+from rollmesh.wire.fleet import BeginUpdate, EnginePhase
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.messages import WorkerBeat, WorkerHello
 from rollmesh.wire.sockets import Dialer
+from tests.fleet_worker import FleetWorker
 from tests.unit.engine.embedded.tiny_adapters import write_adapter
 
 PROMPT = tuple(range(5, 30))
@@ -100,25 +98,11 @@ def router_address(engine: str, tmp_path: Path) -> Iterator[str]:
     process.end()
 
 
-class Worker:
-    """What a worker has of the fleet: a view that the router feeds, and a sampler."""
+class Worker(FleetWorker):
+    """It asks for turns of the tests' model."""
 
     def __init__(self, router: str) -> None:
-        self.view = FleetView()
-        self.dialer = Dialer(router, "worker-0")
-        self.dialer.attach(asyncio.get_running_loop(), self.on_packet)
-        self.dialer.send(Packet(WorkerHello("worker-0", "echo", 8, 1, "here")))
-        self.beat()
-        parts = SamplerParts(view=self.view, vocab_size=VOCAB_SIZE, report=print)
-        self.sampler = Sampler(parts)
-
-    def on_packet(self, packet: Packet) -> None:
-        if isinstance(packet.message, FleetChanged):
-            self.view.update(packet.message, packet.router)
-
-    def beat(self) -> None:
-        self.dialer.send(Packet(WorkerBeat("worker-0", 0, True, 0, 0.0, 0, 0, 0, 0)))
-        self.timer = asyncio.get_running_loop().call_later(0.1, self.beat)
+        super().__init__(router, VOCAB_SIZE)
 
     def start(self, key: str, *, stream: bool, num_tokens: int, penalty: float = 0.0) -> Generation:
         """With a penalty it cannot be resumed."""
@@ -135,11 +119,6 @@ class Worker:
         generation = self.sampler.start(request)
         generation.join()
         return generation
-
-    async def close(self) -> None:
-        await self.sampler.close()
-        self.timer.cancel()
-        self.dialer.close()
 
 
 @pytest.fixture
@@ -335,9 +314,8 @@ async def test_engine_that_cannot_load_is_fenced_reported_and_given_no_turn(
     report = await shell.publish(1, models[1])
     assert report.updated == (engine,)
     assert [text.split(": ")[:2] for text in report.failed] == [[other.ready.address, "loading"]]
-    row = worker.view.find(other.ready.address)
-    assert row
-    assert row.phase is not EnginePhase.READY
+    url = other.ready.address
+    await worker.watch.row(url, lambda row: row.phase is EnginePhase.FENCED)
     for n in range(20):
         turn = worker.start(f"turn {n}", stream=False, num_tokens=5)
         await turn.wait(TO_THE_END)

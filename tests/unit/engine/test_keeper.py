@@ -1,7 +1,7 @@
 """A keeper and scripted engines on real sockets: the view follows what the engines do."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -10,30 +10,12 @@ from rollmesh.engine.keeper import FleetKeeper
 from rollmesh.engine.view import FleetView
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.wire.fleet import EngineFaulted, EnginePhase
-
-
-class Watch:
-    """A view whose changes a test can wait for."""
-
-    def __init__(self) -> None:
-        self.view = FleetView()
-        self._moved = asyncio.Event()
-        self.view.listeners.append(self._moved.set)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                self._moved.clear()
-                await self._moved.wait()
-
-    def phase(self, engine: ScriptedEngine) -> EnginePhase | None:
-        row = self.view.find(engine.url)
-        return row.phase if row else None
+from tests.watch import Watch
 
 
 @asynccontextmanager
 async def kept(*engines: ScriptedEngine) -> AsyncIterator[tuple[FleetKeeper, Watch]]:
-    watch = Watch()
+    watch = Watch(FleetView())
     keeper = FleetKeeper([engine.url for engine in engines], watch.view)
     running = asyncio.create_task(keeper.run())
     yield keeper, watch
@@ -48,8 +30,8 @@ async def test_engines_join_by_themselves_whatever_their_weights_are_called() ->
         kept(one) as (_, watch),
         kept(two) as (_, other),
     ):
-        await watch.until(lambda: watch.phase(one) is EnginePhase.READY)
-        await other.until(lambda: other.phase(two) is EnginePhase.READY)
+        await watch.until(lambda: watch.phase(one.url) is EnginePhase.READY)
+        await other.until(lambda: other.phase(two.url) is EnginePhase.READY)
         row = watch.view.choose("s", 7)
         assert row is not None
         assert (row.url, row.policy_version) == (one.url, 7)
@@ -57,15 +39,15 @@ async def test_engines_join_by_themselves_whatever_their_weights_are_called() ->
 
 async def test_an_engine_that_dies_is_left_and_taken_again_when_it_is_back() -> None:
     async with ScriptedEngine() as engine, kept(engine) as (keeper, watch):
-        await watch.until(lambda: watch.phase(engine) is EnginePhase.READY)
+        await watch.until(lambda: watch.phase(engine.url) is EnginePhase.READY)
         [row] = keeper.rows()
         await engine.die()
         for _ in range(3):
             keeper.report(EngineFaulted(engine.url, row.incarnation, "connection refused"))
-        assert watch.phase(engine) is EnginePhase.FENCED
+        assert watch.phase(engine.url) is EnginePhase.FENCED
         assert watch.view.choose("s", -1) is None
         await engine.restart()
-        await watch.until(lambda: watch.phase(engine) is EnginePhase.READY)
+        await watch.until(lambda: watch.phase(engine.url) is EnginePhase.READY)
         assert keeper.rows()[0].incarnation != row.incarnation
 
 

@@ -1,0 +1,46 @@
+"""What a worker has of the fleet: a view that a router feeds, and a sampler.
+
+Invariant: it beats until it is closed, so that the router counts it among the living. A router
+tells its workers of a change after it has told who caused it, so what a publisher has been answered
+need not be in the view yet: `watch` waits for it. Driven by tests.
+"""
+
+import asyncio
+
+from rollmesh.engine.view import FleetView
+from rollmesh.runtime.legs import Sampler, SamplerParts
+from rollmesh.wire.fleet import EngineFaulted, FleetChanged
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import WorkerBeat, WorkerHello
+from rollmesh.wire.sockets import Dialer
+from tests.watch import Watch
+
+BEAT_S = 0.1
+
+
+class FleetWorker:
+    """See the module."""
+
+    def __init__(self, router: str, vocab_size: int) -> None:
+        self.faults: list[EngineFaulted] = []
+        self.view = FleetView()
+        self.watch = Watch(self.view)
+        self._dialer = Dialer(router, "worker-0")
+        self._dialer.attach(asyncio.get_running_loop(), self._on_packet)
+        self._dialer.send(Packet(WorkerHello("worker-0", "echo", 8, 1, "here")))
+        self._beat()
+        parts = SamplerParts(view=self.view, vocab_size=vocab_size, report=self.faults.append)
+        self.sampler = Sampler(parts)
+
+    async def close(self) -> None:
+        await self.sampler.close()
+        self._timer.cancel()
+        self._dialer.close()
+
+    def _on_packet(self, packet: Packet) -> None:
+        if isinstance(packet.message, FleetChanged):
+            self.view.update(packet.message, packet.router)
+
+    def _beat(self) -> None:
+        self._dialer.send(Packet(WorkerBeat("worker-0", 0, True, 0, 0.0, 0, 0, 0, 0)))
+        self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
