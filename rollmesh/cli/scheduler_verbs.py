@@ -34,6 +34,7 @@ from rollmesh.wire.scheduling import (
     PipelineSpec,
     ReadScheduler,
     RegisterPipeline,
+    UndrainNode,
     UnregisterPipeline,
     WorkerPhase,
 )
@@ -88,12 +89,17 @@ def explain(argv: list[str]) -> int:
 
 
 def drain(argv: list[str]) -> int:
-    """Let a node run empty."""
+    """Let a node run empty, or use it again."""
     arguments = parser("scheduler drain", "Start nothing new on a node; what sleeps stays asleep.")
     arguments.add_argument("node", metavar="NODE")
+    arguments.add_argument("--undo", action="store_true", help="use it again")
     options = _parsed(arguments, argv, "scheduler")
-    _ask(options.scheduler, DrainNode(new_id("drain"), options.node))
-    print(f"{options.node}: nothing new starts there; what generates there goes to sleep")
+    if options.undo:
+        _ask(options.scheduler, UndrainNode(new_id("undrain"), options.node))
+        print(f"{options.node}: it is used again")
+    else:
+        _ask(options.scheduler, DrainNode(new_id("drain"), options.node))
+        print(f"{options.node}: nothing new starts there; what generates there goes to sleep")
     return OK
 
 

@@ -6,7 +6,7 @@
     coordinator -> scheduler   CoordinatorHello (each second as well) WorkersResized
     scheduler -> coordinator   SchedulerHello ResizeWorkers
     admission -> scheduler     RegisterPipeline AdmitPipeline KillPipeline UnregisterPipeline
-    node agent, cli -> scheduler   JoinNode NodeBeat DrainNode ReadScheduler
+    node agent, cli -> scheduler   JoinNode NodeBeat DrainNode UndrainNode ReadScheduler
     scheduler -> any of these  SchedulerAnswered (its body: JSON where something was read)
 
 Invariants: that of messages.py, whose vocabulary holds these too; an ask with a key may be said
@@ -279,6 +279,13 @@ class DrainNode(Message, frozen=True, tag="drain_node"):
     name: str
 
 
+class UndrainNode(Message, frozen=True, tag="undrain_node"):
+    """It is used again."""
+
+    key: str
+    name: str
+
+
 class ReadScheduler(Message, frozen=True, tag="read_scheduler"):
     """The answer's body is what service/explain.py says, of one pipeline or ('') of all."""
 
@@ -306,6 +313,6 @@ HookMessage = (
 )
 CoordinatorMessage = CoordinatorHello | ResizeWorkers | WorkersResized
 AdmissionMessage = RegisterPipeline | AdmitPipeline | KillPipeline | UnregisterPipeline
-NodeMessage = JoinNode | NodeBeat | DrainNode | ReadScheduler | SchedulerAnswered
+NodeMessage = JoinNode | NodeBeat | DrainNode | UndrainNode | ReadScheduler | SchedulerAnswered
 
 SchedulingMessage = HookMessage | CoordinatorMessage | AdmissionMessage | NodeMessage

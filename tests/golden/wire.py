@@ -137,6 +137,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     s.JoinNode("k1", "node-3", 8, ("h200",), False),
     s.NodeBeat("node-3"),
     s.DrainNode("k1", "node-3"),
+    s.UndrainNode("k1", "node-3"),
     s.ReadScheduler("k1", "p1"),
     s.SchedulerAnswered("k1", False, "no p1"),
 )

@@ -19,6 +19,7 @@ from rollmesh.wire.scheduling import (
     JoinNode,
     ReadScheduler,
     SchedulerAnswered,
+    UndrainNode,
 )
 from rollmesh.wire.sockets import Dialer, wait
 
@@ -26,7 +27,7 @@ SAY_AGAIN_S = 0.5
 PATIENCE_S = 15.0
 """Longer than the admission process has for the scheduler."""
 
-Question = AdmissionMessage | JoinNode | DrainNode | ReadScheduler
+Question = AdmissionMessage | JoinNode | DrainNode | UndrainNode | ReadScheduler
 
 
 class Answer(msgspec.Struct, frozen=True):

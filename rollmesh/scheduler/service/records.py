@@ -166,6 +166,8 @@ class Machine(msgspec.Struct, kw_only=True):
     beats: bool
     key: str = ""
     """Of the ask by which it joined: said again, it does not end a drain."""
+    is_drained: bool = False
+    """Also while it is down: who but was silent for a while is still not to be used."""
 
 
 class Answer(msgspec.Struct, kw_only=True):

@@ -50,6 +50,7 @@ from rollmesh.wire.scheduling import (
     ReportProgress,
     RequestGpus,
     SchedulerAnswered,
+    UndrainNode,
     UnregisterPipeline,
     WithdrawRequest,
     WorkersResized,
@@ -109,6 +110,7 @@ class Scheduler:
             UnregisterPipeline: self.tenants.on_ask,
             JoinNode: self.tenants.on_ask,
             DrainNode: self.tenants.on_ask,
+            UndrainNode: self.tenants.on_ask,
             NodeBeat: self._on_beat,
             ReadScheduler: self._on_read,
         }

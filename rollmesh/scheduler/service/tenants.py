@@ -2,7 +2,7 @@
 
     pipeline   REGISTERED -> ADMITTED <-> QUARANTINED;  any -> LEAVING -> forgotten
                any but LEAVING, its processes killed -> REGISTERED
-    node       UP -> DRAINING;  UP, DRAINING -> DOWN -> UP
+    node       UP <-> DRAINING;  UP, DRAINING -> DOWN -> as it was
 
 Invariants: an ask with a key is done once, and its answer is known for `memory_s`; a pipeline that
 is registered again with the same spec stays as it is, and another spec is refused; who leaves is
@@ -31,11 +31,20 @@ from rollmesh.wire.scheduling import (
     RegisterPipeline,
     SchedulerAnswered,
     SchedulerHello,
+    UndrainNode,
     UnregisterPipeline,
     WorkerPhase,
 )
 
-Ask = RegisterPipeline | AdmitPipeline | KillPipeline | UnregisterPipeline | JoinNode | DrainNode
+Ask = (
+    RegisterPipeline
+    | AdmitPipeline
+    | KillPipeline
+    | UnregisterPipeline
+    | JoinNode
+    | DrainNode
+    | UndrainNode
+)
 
 
 class Tenants:
@@ -66,7 +75,9 @@ class Tenants:
             case JoinNode():
                 return self._on_join(ask)
             case DrainNode(name=name):
-                return self._on_drain(name)
+                return self._on_drain(name, is_drained=True)
+            case UndrainNode(name=name):
+                return self._on_drain(name, is_drained=False)
             case AdmitPipeline(pipeline_id=name):
                 return self._on_admit(name)
             case KillPipeline(pipeline_id=name):
@@ -220,8 +231,9 @@ class Tenants:
         if known:
             known.beats, known.node.labels = ask.beats, ask.labels
             node = known.node
-            if node.phase is NodePhase.DOWN or known.key != ask.key:
-                node.phase = NodePhase.UP
+            if known.key != ask.key and ask.beats:
+                known.is_drained = False  # its agent was started anew
+            node.phase = NodePhase.DRAINING if known.is_drained else NodePhase.UP
             known.key = ask.key
         else:
             first = book.numbers.next_gpu
@@ -243,21 +255,25 @@ class Tenants:
             return
         book.beats_s[beat.name] = book.now_s
         if machine.node.phase is NodePhase.DOWN:
-            machine.node.phase = NodePhase.UP
+            machine.node.phase = NodePhase.DRAINING if machine.is_drained else NodePhase.UP
             book.state.add_node(machine.node)
             book.mark("nodes", beat.name)
             book.note("node.returned", "", f"{beat.name} beats again", is_warning=False)
             book.wants_plan = True
 
-    def _on_drain(self, name: str) -> str:
+    def _on_drain(self, name: str, *, is_drained: bool) -> str:
         book = self._book
         machine = book.machines.get(name)
         if machine is None:
             return f"no node {name!r}; {', '.join(book.machines) or 'none is'} known"
-        if machine.node.phase is NodePhase.UP:
-            book.state.drain_node(name)
-            book.mark("nodes", name)
-            book.wants_plan = True
+        machine.is_drained = is_drained
+        if machine.node.phase is not NodePhase.DOWN:
+            if is_drained:
+                book.state.drain_node(name)
+            else:
+                machine.node.phase = NodePhase.UP
+        book.mark("nodes", name)
+        book.wants_plan = True
         return ""
 
     def on_tick(self) -> None:

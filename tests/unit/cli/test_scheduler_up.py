@@ -252,6 +252,8 @@ def test_a_node_joins_by_its_agent_is_drained_and_is_down_without_it(running: Ru
         assert (node.gpus, node.labels) == ((4, 5), ("x", "y"))
         assert main(["scheduler", "drain", "b", "--scheduler", running.address]) == 0
         assert phase() is NodePhase.DRAINING
+        assert main(["scheduler", "drain", "b", "--undo", "--scheduler", running.address]) == 0
+        assert phase() is NodePhase.UP
         agent.terminate()
         assert agent.wait(PATIENCE_S) == 0
     running.until(lambda: phase() is NodePhase.DOWN)

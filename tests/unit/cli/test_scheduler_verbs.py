@@ -26,6 +26,7 @@ from rollmesh.wire.scheduling import (
     GpuPriority,
     ReadScheduler,
     SchedulerAnswered,
+    UndrainNode,
 )
 from rollmesh.wire.sockets import Hub, wait
 from tests.unit.scheduler.admission.fleet import Fleet
@@ -58,7 +59,7 @@ class Town(Fleet):
         if isinstance(question, ReadScheduler):
             seen = view(self.state, Known(scheduler="i1", policy="fair"), question.pipeline_id)
             return Answer(ok=True, body=msgspec.json.encode(seen))
-        if isinstance(question, DrainNode) and question.name not in self.state.nodes:
+        if isinstance(question, DrainNode | UndrainNode) and question.name not in self.state.nodes:
             return Answer(ok=False, error=f"no node {question.name!r}")
         return super().ask(question, patience_s)
 
@@ -75,7 +76,9 @@ class Town(Fleet):
             wait([self.hub], None, 0.02)
             for route, packet in self.hub.receive():
                 question = packet.message
-                assert isinstance(question, AdmissionMessage | DrainNode | ReadScheduler)
+                assert isinstance(
+                    question, AdmissionMessage | DrainNode | UndrainNode | ReadScheduler
+                )
                 try:
                     if isinstance(question, AdmissionMessage):
                         answer = self._desk.on(question, packet.body)
@@ -128,6 +131,7 @@ def test_all_of_the_file_are_registered_up_to_the_first_that_does_not_fit(
         (["admit", "maths"], "no pipeline 'maths'"),
         (["explain", "maths"], "no pipeline 'maths'; none is known"),
         (["drain", "c"], "no node 'c'"),
+        (["drain", "c", "--undo"], "no node 'c'"),
         (["kill", "math", "--run", "nowhere"], "nowhere: no pids.json of a run there"),
         (["kill", "math", "--pid", "4194304"], "--pid 4194304: no such process"),
         (["kill", "math", "--pid", "-1"], "--pid -1: no such process"),

@@ -15,6 +15,7 @@ from rollmesh.wire.scheduling import (
     PipelineSpec,
     RegisterPipeline,
     TicketState,
+    UndrainNode,
     UnregisterPipeline,
     WorkerPhase,
 )
@@ -241,6 +242,55 @@ def test_a_node_that_drains_puts_its_workers_to_sleep() -> None:
     assert stage.train("a", "t") is TicketState.QUEUED
     stage.say(DrainNode("d2", "nowhere"))
     assert not stage.answers["d2"].ok
+
+
+def test_a_drain_that_is_undone_wakes_what_waits() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", generation=(0, 1))
+    stage.say(DrainNode("d", "n0"))
+    stage.generate("a", "g")
+    stage.run(1.0)
+    assert not stage.awake("a")
+    stage.say(UndrainNode("u", "n0"))
+    stage.act()
+    assert stage.awake("a") == [0, 1]
+    stage.say(UndrainNode("u2", "nowhere"))
+    assert "no node 'nowhere'; n0 known" in stage.answers["u2"].error
+
+
+def phase_of(stage: Stage, name: str) -> NodePhase:
+    return stage.scheduler.book.state.nodes[name].phase
+
+
+def test_a_drained_node_that_was_but_silent_is_still_drained() -> None:
+    stage = Stage(0)
+    join = JoinNode("n1", "n1", 2)
+    stage.say(join)
+    stage.say(DrainNode("d", "n1"))
+    stage.run(stage.settings.node_grace_s + 1)
+    assert phase_of(stage, "n1") is NodePhase.DOWN
+    stage.begin()
+    stage.say(NodeBeat("n1"))
+    assert phase_of(stage, "n1") is NodePhase.DRAINING
+    stage.run(stage.settings.memory_s + stage.settings.node_grace_s)
+    stage.say(join)
+    assert phase_of(stage, "n1") is NodePhase.DRAINING
+    stage.say(JoinNode("anew", "n1", 2))
+    assert phase_of(stage, "n1") is NodePhase.UP
+
+
+def test_a_node_that_is_down_is_drained_or_used_when_it_is_back() -> None:
+    stage = Stage(0)
+    stage.say(JoinNode("n1", "n1", 2))
+    for ask, phase in (
+        (DrainNode("d", "n1"), NodePhase.DRAINING),
+        (UndrainNode("u", "n1"), NodePhase.UP),
+    ):
+        stage.run(stage.settings.node_grace_s + 1)
+        stage.say(ask)
+        assert phase_of(stage, "n1") is NodePhase.DOWN
+        stage.say(NodeBeat("n1"))
+        assert phase_of(stage, "n1") is phase
 
 
 def test_what_was_promised_on_a_node_that_dies_waits_for_it() -> None:
