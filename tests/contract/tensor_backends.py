@@ -6,7 +6,6 @@ of a backend than its door. Driven by test_tensor_backends.py.
 
 import importlib.util
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from rollmesh.tensors.handles import UNTAGGED, RTensor, unpack
 from rollmesh.tensors.peer import Peers
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore
+from tests.contract.ray_token import RAY_TOKEN
 from tests.contract.tensor_owner import Ask, Count, EndStep, Free, Kind, Put
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -119,8 +119,7 @@ class RayMesh(Mesh):
     """Ray's, with this process at its head; what Ray opens to other machines a token guards."""
 
     def __init__(self) -> None:
-        # Ray reads them when it is loaded; otherwise its token would lie in the user's home.
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        os.environ |= RAY_TOKEN
         import ray  # noqa: PLC0415 - is not installed everywhere
 
         ray.init(
@@ -168,7 +167,7 @@ class RayMesh(Mesh):
         import ray  # noqa: PLC0415 - as above
 
         ray.shutdown()
-        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        for name in RAY_TOKEN:
             del os.environ[name]
 
     def _options(self) -> list[str]:

@@ -2,8 +2,8 @@
 
 import importlib.util
 import os
-import secrets
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +20,7 @@ from rollmesh.scheduler.admission.asking import ask
 from rollmesh.scheduler.planning.state import NodePhase
 from rollmesh.scheduler.service.explain import FleetView, NodeView
 from rollmesh.wire.scheduling import ReadScheduler
+from tests.contract.ray_token import RAY_TOKEN
 from tests.ports import free_ports
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -28,7 +29,6 @@ LOOK_S = 0.2
 SLOT = "slot"
 """What a node has instead of GPUs."""
 STORE_BYTES = 100 * 2**20
-AUTH = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 class Fleet:
@@ -44,7 +44,7 @@ class Fleet:
         self.file.write_text(
             f'bind = "tcp://127.0.0.1:{ports[0]}"\n'
             f'http_bind = "127.0.0.1:{ports[1]}"\n'
-            f'journal = "{folder / "journal"}"\n'
+            'journal = "journal"\n'
             "[service]\nnode_grace_s = 3\n"
         )
         self.address = f"tcp://127.0.0.1:{ports[0]}"
@@ -94,13 +94,15 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     # Ray reads them when it is loaded; its workers find the package where we do.
     path = os.pathsep.join(each for each in sys.path if each)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**AUTH, "PYTHONPATH": path}.items():
+        for name, value in {**RAY_TOKEN, "PYTHONPATH": path}.items():
             patch.setenv(name, value)
         import ray  # noqa: PLC0415 - as above
 
         from rollmesh.scheduler.nodes.ray import up  # noqa: PLC0415 - as above
 
-        fleet = Fleet(tmp_path_factory.mktemp("fleet"))
+        folder = tmp_path_factory.mktemp("fleet")
+        patch.chdir(folder)
+        fleet = Fleet(folder)
         try:
             assert up(fleet.cluster.address, fleet.file, SLOT) == fleet.address
             yield fleet
@@ -115,6 +117,25 @@ def test_each_node_with_gpus_has_an_agent(fleet: Fleet) -> None:
     fleet.until(lambda: fleet.sizes() == [2, 4])
     told = standing(fleet.cluster.address)
     assert sorted(told.values()) == [("joined", ""), ("joined", "")]
+
+
+def test_a_cluster_that_is_not_there_is_one_line() -> None:
+    """Asked by another process: in this one Ray is there already."""
+    if not HAS_RAY:
+        pytest.skip("Ray is not installed: make test-ray")
+    (port,) = free_ports(1)
+    words = ["scheduler", "ray", "--status", "--cluster", f"127.0.0.1:{port}"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "rollmesh.cli.main", *words],
+        env={**os.environ, **RAY_TOKEN},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith(f"rollmesh: 127.0.0.1:{port}: no Ray cluster")
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_second_scheduler_is_refused(fleet: Fleet) -> None:
@@ -139,6 +160,7 @@ def test_who_is_killed_rises_at_the_same_address_with_the_same_gpus(
     fleet.until(lambda: fleet.seen().scheduler != before.scheduler)
     fleet.until(lambda: fleet.sizes() == [2, 4])
     assert fleet.seen().nodes == before.nodes
+    assert (fleet.file.parent / "journal").is_dir()  # as told, from where the verb was said
 
 
 def test_a_node_that_leaves_is_down_and_another_joins_with_gpus_of_its_own(fleet: Fleet) -> None:

@@ -14,10 +14,9 @@ started twice under one name. Driven by `rollmesh scheduler ray`.
 """
 
 import os
-import subprocess
+import socket
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,22 +28,19 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollmesh.core.errors import AddressError, ConfigError, UserError
-from rollmesh.core.logs import get_logger
-from rollmesh.core.process import LAUNCHER_VARIABLE, Ready
 from rollmesh.core.secret_file import ADMIN_TOKEN_FILE_VARIABLE
 from rollmesh.scheduler.nodes.agent import Agent, serve
+from rollmesh.scheduler.nodes.keeper import Keeper
 from rollmesh.wire.keys import KEYS_VARIABLE
-
-log = get_logger()
 
 NAMESPACE = "rollmesh"
 SERVICE = "rollmesh-scheduler"
 AGENT = "rollmesh-node-"
 """And the node's id in Ray: a node that comes back has another."""
-LOOK_S = 2.0
-"""For nodes that are new, and for a service that died."""
 READY_S = 120.0
 """In which a service has to serve, and Ray to answer."""
+DIAL_S = 10.0
+"""A cluster has so long to be there."""
 HANDED_ON = (KEYS_VARIABLE, ADMIN_TOKEN_FILE_VARIABLE)
 """Environment: names of files that have to be on each node."""
 
@@ -79,35 +75,38 @@ class NodeAgent:
             serve(scheduler, self._agent, threading.Event())
         except UserError as error:
             self._why = str(error)
+        except Exception as error:  # noqa: BLE001 - door: who asks how it stands is told
+            self._why = f"it has ended: {error!r}"
 
 
 class Service:
     """The actor that keeps the service's process and the agents."""
 
-    def __init__(self, words: list[str], resource: str) -> None:
-        """`words` are those of `rollmesh` that serve; `resource` counts a node's GPUs."""
-        self._words = words
+    def __init__(self, words: list[str], folder: str, resource: str) -> None:
+        """`words` are those of `rollmesh` that serve, in `folder`; `resource` counts GPUs."""
         self._resource = resource
-        self._serves = threading.Event()
-        self._ready: Ready | None = None
         self._agents: dict[str, Any] = {}
-        self._last_line = ""
-        # Children die with the thread that started them, so one thread starts all of them.
-        self._thread = threading.Thread(target=self._keep, name="keeper", daemon=True)
+        argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
+        self._keeper = Keeper(argv, Path(folder), self._settle)
+        self._thread = threading.Thread(
+            target=self._keeper.run, args=(threading.Event(),), name="keeper", daemon=True
+        )
         self._thread.start()
 
     def address(self) -> str:
         """Where it serves, '' and why if it does not."""
-        self._serves.wait(READY_S)
-        return self._ready.address if self._ready else ""
+        self._keeper.serves.wait(READY_S)
+        ready = self._keeper.ready
+        return ready.address if ready else ""
 
     def complaint(self) -> str:
         """The last line of a process that did not come to serve."""
-        return self._last_line
+        return self._keeper.complaint
 
     def pid(self) -> int:
         """Of the process that serves."""
-        return self._ready.pid if self._ready else 0
+        ready = self._keeper.ready
+        return ready.pid if ready else 0
 
     def agents(self) -> dict[str, tuple[str, str]]:
         """By node, how its agent stands."""
@@ -119,46 +118,6 @@ class Service:
             except RayError as error:
                 told[name] = ("gone", str(error).splitlines()[0])
         return told
-
-    def _keep(self) -> None:
-        """Start the process whenever it has ended, and an agent wherever there is none."""
-        child: subprocess.Popen[bytes] | None = None
-        while True:
-            try:
-                if child is None or child.poll() is not None:
-                    child = self._start()
-                if self._ready:
-                    self._settle(self._ready.address)
-                child.wait(LOOK_S)
-            except subprocess.TimeoutExpired:
-                pass
-            except Exception:  # door: the service lives as long as this thread
-                log.exception("keeper.failed")
-                time.sleep(LOOK_S)
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        reading, writing = os.pipe()
-        argv = [sys.executable, "-m", "rollmesh.cli.main", *self._words]
-        child = subprocess.Popen(
-            [*argv, "--ready-fd", str(writing)],
-            env={**os.environ, LAUNCHER_VARIABLE: str(os.getpid())},
-            pass_fds=[writing],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        os.close(writing)
-        with os.fdopen(reading, "rb") as pipe:
-            line = pipe.readline()
-        self._ready = msgspec.json.decode(line, type=Ready) if line else None
-        assert child.stderr is not None
-        if self._ready:
-            # What it logs goes where the actor's own goes, for as long as it lives.
-            threading.Thread(target=_copy, args=(child.stderr,), daemon=True).start()
-        else:
-            said = child.stderr.read().decode(errors="replace").strip().splitlines()
-            self._last_line = said[-1] if said else f"it ended with code {child.wait()}"
-        self._serves.set()
-        return child
 
     def _settle(self, address: str) -> None:
         here = {place.node_id: place for place in places(ray.nodes(), self._resource)}
@@ -199,15 +158,19 @@ def up(cluster: str, fleet_file: Path, resource: str) -> str:
     _join(cluster)
     words = ["scheduler", "serve", str(fleet_file.absolute())]
     here = ray.get_runtime_context().get_node_id()
+    service = ray.remote(Service).options(**_options(SERVICE, here))
     try:
-        actor = ray.remote(Service).options(**_options(SERVICE, here)).remote(words, resource)
+        actor = service.remote(words, str(Path.cwd()), resource)
     except ValueError:
         raise AddressError(f"{cluster}: {SERVICE} runs there already; --down ends it") from None
-    address: str = ray.get(actor.address.remote(), timeout=2 * READY_S)
-    if not address:
-        why = ray.get(actor.complaint.remote(), timeout=READY_S)
+    try:
+        address: str = _heard(cluster, actor.address.remote())
+        if not address:
+            why: str = _heard(cluster, actor.complaint.remote())
+            raise UserError(why.removeprefix("rollmesh: "))
+    except UserError:
         ray.kill(actor)
-        raise UserError(why.removeprefix("rollmesh: "))
+        raise
     return address
 
 
@@ -230,23 +193,35 @@ def standing(cluster: str) -> dict[str, tuple[str, str]]:
         actor = ray.get_actor(SERVICE, namespace=NAMESPACE)
     except ValueError:
         raise UserError(f"{cluster}: no {SERVICE} runs there; start it without --status") from None
-    told: dict[str, tuple[str, str]] = ray.get(actor.agents.remote(), timeout=2 * READY_S)
+    told: dict[str, tuple[str, str]] = _heard(cluster, actor.agents.remote())
     return told
+
+
+def _heard(cluster: str, ref: Any) -> Any:
+    """What an actor answers; AddressError in one line where it does not."""
+    try:
+        return ray.get(ref, timeout=2 * READY_S)
+    except RayError as error:
+        line = str(error).strip().partition("\n")[0]
+        raise AddressError(f"{cluster}: {SERVICE} does not answer: {line}") from None
 
 
 def _join(cluster: str) -> None:
     if ray.is_initialized():
         return
+    host, _, port = cluster.rpartition(":")
     try:
+        if host and port.isdigit():  # Ray would try for minutes
+            socket.create_connection((host, int(port)), DIAL_S).close()
         ray.init(cluster, namespace=NAMESPACE, log_to_driver=False)
-    except (ConnectionError, ValueError) as error:
+    except (OSError, OverflowError, ValueError, RuntimeError, RayError) as error:
         line = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{cluster}: no Ray cluster there: {line}") from None
 
 
 def _options(name: str, node_id: str) -> dict[str, Any]:
     """Of an actor that outlives us, on that node alone, and is started again when it dies."""
-    handed_on = {key: os.environ[key] for key in HANDED_ON if key in os.environ}
+    handed_on = {key: os.path.abspath(os.environ[key]) for key in HANDED_ON if os.environ.get(key)}
     more = {"runtime_env": {"env_vars": handed_on}} if handed_on else {}
     return {
         "name": name,
@@ -258,9 +233,3 @@ def _options(name: str, node_id: str) -> dict[str, Any]:
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
         **more,
     }
-
-
-def _copy(stream: Any) -> None:
-    for line in stream:
-        sys.stderr.buffer.write(line)
-        sys.stderr.buffer.flush()
