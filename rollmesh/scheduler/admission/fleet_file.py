@@ -6,14 +6,15 @@ stand here. Whether GPUs of these numbers exist is only known where the nodes ha
 device maps are checked at admission. Driven by `rollmesh scheduler` and by the admission process.
 """
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from rollmesh.core.config import NonNegative, Positive
 from rollmesh.core.config_tree import explain, read_file
 from rollmesh.core.errors import ConfigError
+from rollmesh.scheduler.planning.state import MAX_NODE_GPUS
 from rollmesh.wire.scheduling import GENERATION_CLUSTER
 
 FLEET_FILE = "scheduler.toml"
@@ -21,9 +22,16 @@ FLEET_FILE = "scheduler.toml"
 EVERY_KEY = "docs/scheduler.md lists all keys"
 WRITES_ONE = "`rollmesh scheduler init` writes one"
 
-Gpu = Annotated[int, msgspec.Meta(ge=0)]
-Weight = Annotated[float, msgspec.Meta(gt=0)]
-Devices = Positive | Annotated[tuple[Gpu, ...], msgspec.Meta(min_length=1)]
+A_WORD = "a name is one word, without spaces and slashes"
+MAX_PORT = 2**16 - 1
+MANY = 10**9
+"""More than any fleet has."""
+Gpu = Annotated[int, msgspec.Meta(ge=0, le=MANY)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MANY)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=MANY)]
+NodeSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_NODE_GPUS)]
+Weight = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
+Devices = Size | Annotated[tuple[Gpu, ...], msgspec.Meta(min_length=1)]
 """How many GPUs, placed by the scheduler; or which, by their numbers."""
 Policy = Literal["fair", "gap-ratio", "static"]
 
@@ -32,7 +40,6 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One of the file."""
 
 
-_Table = TypeVar("_Table", bound=Table)
 _Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
@@ -40,7 +47,7 @@ class NodeTable(Table, frozen=True):
     """[[nodes]]: a machine that is there without an agent, and numbers its GPUs in turn."""
 
     name: str
-    gpus: Positive
+    gpus: NodeSize
     """How many."""
     labels: tuple[str, ...] = ()
 
@@ -52,21 +59,21 @@ class PipelineTable(Table, frozen=True):
     """By name (actor_train, critic, reference...), the GPUs that it needs all of."""
     generation: tuple[Gpu, ...] = ()
     """GPUs of its engines: worker r has generation[r * tp : (r + 1) * tp], inside one node."""
-    workers: NonNegative = 0
+    workers: Count = 0
     """Instead of `generation`: so many engines, placed by the scheduler."""
-    tp: Positive = 1
+    tp: Size = 1
     """GPUs of an engine."""
     labels: tuple[str, ...] = ()
     """Of nodes: where it may be placed; all of them."""
     weight: Weight = 1.0
     """Its share against that of the others."""
-    max_gpus: NonNegative = 0
+    max_gpus: Count = 0
     """Of generation, at most so many at a time; 0: no limit."""
-    min_gpus: NonNegative = 0
+    min_gpus: Count = 0
     """Of generation, what it has for certain while it has demand."""
     preemptible: bool = True
     """Whether its generation gives way to other pipelines; to its own clusters it always does."""
-    rollouts_per_worker: NonNegative = 0
+    rollouts_per_worker: Count = 0
     """So many rollouts keep an engine busy, and fewer left need fewer; 0: unknown."""
 
 
@@ -83,9 +90,9 @@ class FleetTables(Table, frozen=True):
     """The folder of the scheduler's journal; as the others, told from where it is started."""
     policy: Policy = "fair"
     """Who generates where: weighted max-min, the known formula, or fixed parts."""
-    fair: dict[str, float] = {}
+    fair: dict[str, Any] = {}
     """Of the policy `fair`, what FairSettings has: quantum_s, hold_s..."""
-    service: dict[str, float] = {}
+    service: dict[str, Any] = {}
     """How patient the scheduler is, as SchedulerSettings has it: patience_s, node_grace_s..."""
     nodes: tuple[NodeTable, ...] = ()
     """Others may join by agents."""
@@ -103,34 +110,96 @@ def fleet_of(tree: dict[str, Any], source: str) -> FleetTables:
     if not isinstance(told, dict):
         raise ConfigError(f"{source}: pipelines: write each as a table [pipelines.NAME]")
     rest = {key: value for key, value in tree.items() if key != "pipelines"}
-    fleet = _converted(rest, FleetTables, source, "")
-    names = [node.name for node in fleet.nodes]
-    for twice in {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"{source}: nodes: {twice!r} stands there twice; name each once")
+    fleet: FleetTables = _converted(rest, FleetTables, source, "")
+    for why in (*_address_faults(fleet), *_node_faults(fleet.nodes)):
+        raise ConfigError(f"{source}: {why}")
     pipelines = {name: pipeline_of(name, each, source) for name, each in told.items()}
     return msgspec.structs.replace(fleet, pipelines=pipelines)
 
 
-def pipeline_of(name: str, tree: dict[str, Any], source: str) -> PipelineTable:
+def pipeline_of(name: str, tree: Any, source: str) -> PipelineTable:
     """One [pipelines.NAME]; ConfigError as above."""
     where = f"pipelines.{name}"
-    if not name or "/" in name or not name.isprintable() or " " in name:
-        raise ConfigError(f"{source}: {where}: a name is one word, without spaces and slashes")
-    table = _converted(tree, PipelineTable, source, where)
-    if why := _contradiction(table):
+    if not _is_word(name):
+        raise ConfigError(f"{source}: {where}: {A_WORD}")
+    clusters = tree.get("clusters") if isinstance(tree, dict) else None
+    if isinstance(clusters, dict):
+        for key, devices in clusters.items():
+            _converted(devices, Devices, source, f"{where}.clusters.{key}")
+    table: PipelineTable = _converted(tree, PipelineTable, source, where)
+    if why := _misnamed(table) or _contradiction(table):
         raise ConfigError(f"{source}: {where}.{why}")
     return table
 
 
-def settings_of(told: dict[str, float], kind: type[_Settings], where: str) -> _Settings:
-    """A table of seconds, as the struct that has them; ConfigError names the key and all others."""
-    known = kind.__struct_fields__
+def settings_of(told: dict[str, Any], kind: type[_Settings], where: str) -> _Settings:
+    """A table of seconds, as the struct that has them, each with its range; ConfigError names the
+    key, and all others or the range.
+    """
+    known = {field.name: field.type for field in _fields(kind)}
     for key, value in told.items():
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key!r}; there are {', '.join(known)}")
-        if not value >= 0:
-            raise ConfigError(f"{where}.{key}: {value:g} is no time; make it 0 or more")
+        span = known[key]
+        assert isinstance(span, msgspec.inspect.FloatType)
+        assert span.ge is not None
+        assert span.le is not None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and span.ge <= value <= span.le):
+            told_range = f"from {span.ge:g} to {span.le:.0f} seconds"
+            raise ConfigError(f"{where}.{key}: {value!r} is no time; give it {told_range}")
     return kind(**told)
+
+
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.inspect.Field, ...]:
+    info = msgspec.inspect.type_info(kind)
+    assert isinstance(info, msgspec.inspect.StructType)
+    return info.fields
+
+
+def _address_faults(fleet: FleetTables) -> Iterator[str]:
+    for key in ("bind", "admission", "http_bind"):
+        told: str = getattr(fleet, key)
+        scheme = "" if key == "http_bind" else "tcp://"
+        host, _, port = told.removeprefix(scheme).rpartition(":")
+        is_port = (port == "*" and scheme) or (
+            port.isascii() and port.isdigit() and int(port) <= MAX_PORT
+        )
+        if not (told.startswith(scheme) and host and "/" not in host and is_port):
+            yield f"{key}: {told!r} is no address; write it as {scheme}HOST:PORT"
+    if fleet.admission == fleet.bind and not fleet.bind.endswith((":0", ":*")):
+        yield f"admission: {fleet.admission} is that of `bind`; give it a port of its own"
+    if not fleet.journal.strip():
+        yield f"journal: {fleet.journal!r} is no folder; name one"
+
+
+def _node_faults(nodes: Sequence[NodeTable]) -> Iterator[str]:
+    names = [node.name for node in nodes]
+    for index, node in enumerate(nodes):
+        if not _is_word(node.name):
+            yield f"nodes[{index}].name: {A_WORD}"
+        if names.count(node.name) > 1:
+            yield f"nodes: {node.name!r} stands there twice; name each once"
+        if not all(map(_is_word, node.labels)):
+            yield f"nodes[{index}].labels: {A_WORD}"
+
+
+def _is_word(name: str) -> bool:
+    return bool(name) and name.isprintable() and not {" ", "/"} & set(name)
+
+
+def _misnamed(table: PipelineTable) -> str:
+    """As below."""
+    for name in table.clusters:
+        if not _is_word(name):
+            return f"clusters.{name}: {A_WORD}"
+    if not all(map(_is_word, table.labels)):
+        return f"labels: {A_WORD}"
+    maps = {f"clusters.{name}": devices for name, devices in table.clusters.items()}
+    for key, gpus in {**maps, "generation": table.generation}.items():
+        if not isinstance(gpus, int) and len(set(gpus)) < len(gpus):
+            return f"{key}: a GPU stands there twice; name each once"
+    return ""
 
 
 def _contradiction(table: PipelineTable) -> str:
@@ -152,7 +221,7 @@ def _contradiction(table: PipelineTable) -> str:
     return ""
 
 
-def _converted(tree: Any, kind: type[_Table], source: str, where: str) -> _Table:
+def _converted(tree: Any, kind: Any, source: str, where: str) -> Any:
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:

@@ -22,6 +22,8 @@ from rollmesh.wire.scheduling import GENERATION_CLUSTER, PipelineSpec, WorkerPha
 
 FIXED = -1
 """The rank of an owner that is not a generation worker."""
+MAX_NODE_GPUS = 1024
+"""A node that claims more is a mistake."""
 AWAKE_PHASES = frozenset({WorkerPhase.AWAKE, WorkerPhase.WAKING})
 OWNING_PHASES = AWAKE_PHASES | {WorkerPhase.LOST}
 

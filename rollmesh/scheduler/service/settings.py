@@ -1,37 +1,47 @@
 """How patient the scheduler's service is.
 
-Invariant: frozen; the fleet file has a line for each, which overrides it. Driven by the machine in
-scheduler.py, by its process and by tests.
+Invariants: frozen; the fleet file has a line for each, which overrides it, and a time out of its
+range there is refused: whoever is heard each second is not given up after less than two. Driven by
+the machine in scheduler.py, by its process and by tests.
 """
 
+from typing import Annotated
+
 import msgspec
+
+MAX_S = 1e6
+Span = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_S)]
+Second = Annotated[float, msgspec.Meta(ge=1.0, le=MAX_S)]
+Beats = Annotated[float, msgspec.Meta(ge=2.0, le=MAX_S)]
+"""Some, of who is heard each second."""
+Tick = Annotated[float, msgspec.Meta(ge=0.01, le=10.0)]
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
-    patience_s: float = 15.0
+    patience_s: Beats = 15.0
     """A queued ask that nobody has said again for so long is withdrawn."""
-    memory_s: float = 600.0
+    memory_s: Beats = 600.0
     """What has ended is known so long, for those who ask again."""
-    resize_deadline_s: float = 120.0
+    resize_deadline_s: Second = 120.0
     """A coordinator has so long for each resize."""
-    slack_s: float = 5.0
+    slack_s: Span = 5.0
     """And its answer so long for the way."""
-    promise_s: float = 30.0
+    promise_s: Span = 30.0
     """Workers wait so long behind a resize of their pipeline, then their GPUs are for anybody."""
-    coordinator_grace_s: float = 15.0
+    coordinator_grace_s: Beats = 15.0
     """A pipeline is quarantined whose coordinator is silent for so long."""
-    node_grace_s: float = 15.0
+    node_grace_s: Beats = 15.0
     """A node that beats is down that is silent for so long."""
-    settle_s: float = 3.0
+    settle_s: Span = 3.0
     """After a restart nothing is planned for so long, unless all coordinators are heard before."""
-    retry_s: float = 1.0
+    retry_s: Second = 1.0
     """A quarantined pipeline is let in again after so long at the least, doubled by each fault."""
-    max_retry_s: float = 60.0
-    stall_s: float = 30.0
+    max_retry_s: Second = 60.0
+    stall_s: Second = 30.0
     """A rollout without progress for so long is told of."""
-    progress_plan_s: float = 0.25
+    progress_plan_s: Span = 0.25
     """News of progress alone makes no more than one plan in so long."""
-    tick_s: float = 0.25
+    tick_s: Tick = 0.25
     """What time brings is looked at so often."""

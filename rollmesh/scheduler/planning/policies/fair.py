@@ -25,6 +25,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Annotated
 
 import msgspec
 
@@ -47,13 +48,13 @@ OWN = 4
 class FairSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What it trades wakes against waiting by."""
 
-    quantum_s: float = 120.0
+    quantum_s: Annotated[float, msgspec.Meta(ge=0.1, le=1e6)] = 120.0
     """A slice: an only worker is left alone so long."""
-    hold_s: float = 10.0
+    hold_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)] = 10.0
     """So long any worker is left alone, once it serves."""
-    switch_s: float = 40.0
+    switch_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)] = 40.0
     """What a sleep and a wake cost, with what they undo: twice their time, about."""
-    reserve_after_s: float = 60.0
+    reserve_after_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)] = 60.0
     """A fixed request that waited so long is not bypassed."""
 
 

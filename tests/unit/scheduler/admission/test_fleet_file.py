@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import fields
 
 from rollmesh.core.errors import ConfigError
 from rollmesh.scheduler.admission.fleet_file import (
@@ -39,6 +40,21 @@ generation = [0, 1, 2, 3]
 tp = 2
 weight = 2
 """
+
+
+RANGES = {
+    "patience_s": (2, 1e6),
+    "memory_s": (2, 1e6),
+    "resize_deadline_s": (1, 1e6),
+    "coordinator_grace_s": (2, 1e6),
+    "node_grace_s": (2, 1e6),
+    "retry_s": (1, 1e6),
+    "max_retry_s": (1, 1e6),
+    "stall_s": (1, 1e6),
+    "tick_s": (0.01, 10),
+    "quantum_s": (0.1, 1e6),
+}
+"""Of those that may not be 0: what is heard each second is not given up before two."""
 
 
 def fleet(text: str) -> FleetTables:
@@ -80,7 +96,48 @@ def test_an_empty_file_is_a_fleet_that_agents_join() -> None:
         ("pipelines = 3", "pipelines: write each as a table [pipelines.NAME]"),
         ("[pipelines]\nmath = 1", "pipelines.math: expected `object`, got `int`"),
         ("[pipelines.math]\nworker = 1", "unknown key 'pipelines.math.worker'; docs"),
-        ("[pipelines.math]\nweight = 0", "pipelines.math.weight: expected `float` > 0"),
+        ("[pipelines.math]\nweight = 0", "pipelines.math.weight: expected `float` >= 1e-06"),
+        ("[pipelines.math]\nweight = nan", "pipelines.math.weight: expected `float` >= 1e-06"),
+        ("[pipelines.math]\nweight = inf", "pipelines.math.weight: expected `float` <= 1000000"),
+        ("bind = '127.0.0.1:7070'", "bind: '127.0.0.1:7070' is no address; write it as tcp://HOST"),
+        ("bind = 'tcp://127.0.0.1:70707'", "bind: 'tcp://127.0.0.1:70707' is no address"),
+        ("bind = 7070", "bind: expected `str`, got `int`"),
+        ("admission = 'tcp://127.0.0.1'", "admission: 'tcp://127.0.0.1' is no address"),
+        ("admission = 'tcp://127.0.0.1:7070'", "admission: tcp://127.0.0.1:7070 is that of `bind`"),
+        ("http_bind = ':7071'", "http_bind: ':7071' is no address; write it as HOST:PORT"),
+        ("http_bind = '127.0.0.1:*'", "http_bind: '127.0.0.1:*' is no address"),
+        ("journal = ' '", "journal: ' ' is no folder; name one"),
+        ("fair = 3", "fair: expected `object`, got `int`"),
+        ("service = []", "service: expected `object`, got `array`"),
+        ("nodes = 3", "nodes: expected `array`, got `int`"),
+        ("nodes = [{name = 'a b', gpus = 1}]", "nodes[0].name: a name is one word"),
+        ("nodes = [{name = 'a', gpus = 0}]", "nodes[0].gpus: expected `int` >= 1"),
+        ("nodes = [{name = 'a', gpus = 1_000_000}]", "nodes[0].gpus: expected `int` <= 1024"),
+        ("nodes = [{name = 'a', gpus = 1, labels = ['']}]", "nodes[0].labels: a name is one word"),
+        ("[pipelines.math]\nclusters = 2", "pipelines.math.clusters: expected `object`, got `int`"),
+        ("[pipelines.math]\nclusters.b = 0", "pipelines.math.clusters.b: expected `int` >= 1"),
+        ("[pipelines.math]\nclusters.b = []", "pipelines.math.clusters.b: expected `array` of len"),
+        ("[pipelines.math]\nclusters.b = [0, 0]", "pipelines.math.clusters.b: a GPU stands"),
+        ("[pipelines.math]\nclusters.'b c' = 1", "pipelines.math.clusters.b c: a name is one word"),
+        (
+            "[pipelines.math]\ngeneration = [-1]",
+            "pipelines.math.generation[0]: expected `int` >= 0",
+        ),
+        ("[pipelines.math]\ngeneration = [1, 1]", "pipelines.math.generation: a GPU stands there"),
+        (
+            f"[pipelines.math]\nworkers = {10**30}",
+            "pipelines.math.workers: expected `int` <= 1000000000",
+        ),
+        ("[pipelines.math]\nworkers = 1\ntp = 0", "pipelines.math.tp: expected `int` >= 1"),
+        ("[pipelines.math]\nworkers = 1\nlabels = [1]", "pipelines.math.labels[0]: expected `str`"),
+        ("[pipelines.math]\nworkers = 1\nlabels = ['']", "pipelines.math.labels: a name is one"),
+        ("[pipelines.math]\nmax_gpus = -1", "pipelines.math.max_gpus: expected `int` >= 0"),
+        ("[pipelines.math]\nmin_gpus = -1", "pipelines.math.min_gpus: expected `int` >= 0"),
+        ("[pipelines.math]\npreemptible = 1", "pipelines.math.preemptible: expected `bool`"),
+        (
+            "[pipelines.math]\nrollouts_per_worker = -1",
+            "pipelines.math.rollouts_per_worker: expected `int` >= 0",
+        ),
         ("[pipelines.'a/b']\nworkers = 1", "pipelines.a/b: a name is one word"),
         ("[pipelines.math]", "pipelines.math.clusters: it wants no GPU at all"),
         ("[pipelines.math]\nworkers = 1\ngeneration = [0]", "pipelines.math.workers: the numbers"),
@@ -114,8 +171,26 @@ def test_seconds_are_settings_of_those_who_have_them() -> None:
         settings_of({"holds_s": 2.0}, FairSettings, "[fair]")
     with pytest.raises(ConfigError, match=r"\[fair\]\.hold_s: nan is no time"):
         settings_of({"hold_s": math.nan}, FairSettings, "[fair]")
-    with pytest.raises(ConfigError, match=r"\[fair\]\.hold_s: -1 is no time"):
-        settings_of({"hold_s": -1.0}, FairSettings, "[fair]")
+    with pytest.raises(ConfigError, match=r"\[fair\]\.hold_s: -1 is no time; give it from 0 to "):
+        settings_of({"hold_s": -1}, FairSettings, "[fair]")
+
+
+TIMES = [(kind, field.name) for kind in (FairSettings, SchedulerSettings) for field in fields(kind)]
+
+
+@pytest.mark.parametrize(("kind", "key"), TIMES)
+def test_a_time_that_is_none_is_refused_by_its_key_and_range(
+    kind: type[FairSettings | SchedulerSettings], key: str
+) -> None:
+    least_s, most_s = RANGES.get(key, (0, 1e6))
+    for good in (least_s, most_s, int(most_s)):
+        assert getattr(settings_of({key: good}, kind, "[x]"), key) == good
+    nonsense: list[object] = ["1", True, [], {}]
+    for bad in (least_s - 1e-6, -1, most_s + 1, math.inf, math.nan, *nonsense):
+        with pytest.raises(ConfigError) as caught:
+            settings_of({key: bad}, kind, "[x]")
+        told = f"[x].{key}: {bad!r} is no time; give it from {least_s:g} to {most_s:.0f} seconds"
+        assert str(caught.value) == told
 
 
 @pytest.mark.parametrize(("name", "num"), [("eight", 8), ("two", 2)])
