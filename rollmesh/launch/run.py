@@ -1,12 +1,15 @@
 """One run from its settings to its summary.
 
 Owns the order: check, make the folder, start, follow, stop, sum up. Invariants: a mistake that can
-be seen early moves no older run aside; a run that began leaves a summary.json, however it ended.
+be seen early moves no older run aside; on a shared fleet nothing is begun before the pipeline's
+name is this run's; a run that began leaves a summary.json, however it ended.
 Driven by the verbs `up` and `demo`.
 """
 
 import asyncio
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -19,7 +22,9 @@ from rollmesh.core.logs import setup
 from rollmesh.core.process import FAILED, USAGE
 from rollmesh.core.share import Share
 from rollmesh.core.tail import Tail
+from rollmesh.core.warden import new_mark
 from rollmesh.launch.checks import check
+from rollmesh.launch.claim import claim_of, give_back, take
 from rollmesh.launch.complaints import Complaints
 from rollmesh.launch.earlier import find_earlier
 from rollmesh.launch.folder import RunFolder, config_path
@@ -29,8 +34,7 @@ from rollmesh.launch.progress import Progress
 from rollmesh.launch.recoveries import Recoveries
 from rollmesh.launch.sampler import Sampler
 from rollmesh.launch.screen import Scene, Screen, screen_for, summary_table, unread
-from rollmesh.launch.share import give_back
-from rollmesh.launch.supervisor import Supervisor, open_mesh
+from rollmesh.launch.supervisor import Mesh, Supervisor, open_mesh
 
 LOOK_S = 1.0
 PIPE_WIDTH = 200
@@ -75,12 +79,21 @@ class Run:
         if self._order.about:
             with unread():
                 self._console.print(self._order.about, markup=False)
-        earlier = find_earlier(config) if self._order.resume else None
-        order, path = self._order, config_path(config)
-        plans = plan_mesh(config, path, order.make_model, earlier, order.share)
-        mesh = open_mesh(plans)
-        folder = RunFolder(config, resume=self._order.resume)
-        setup("launch", folder.path, on_console=False)
+        mark = new_mark("launch")
+        with self._named(mark):  # before all else: a run before may still have folder and ports
+            earlier = find_earlier(config) if self._order.resume else None
+            order, path = self._order, config_path(config)
+            plans = plan_mesh(config, path, order.make_model, earlier, order.share)
+            mesh = open_mesh(plans, mark)
+            folder = RunFolder(config, resume=order.resume)
+            setup("launch", folder.path, on_console=False)
+            sampler, end = await self._follow(mesh, folder)
+        self._sum_up(end, folder, sampler)
+        return end.code
+
+    async def _follow(self, mesh: Mesh, folder: RunFolder) -> tuple[Sampler, End]:
+        """Run it, and show how it goes."""
+        config = self._order.config
         supervisor = Supervisor(mesh, config.launch, folder, self._clock)
         sampler = Sampler(supervisor, folder, self._clock)
         progress = Progress(config.trainer.num_steps)
@@ -94,16 +107,23 @@ class Run:
                 end = await supervisor.run()
                 for task in following:
                     task.cancel()
-        self._give_back()
-        self._sum_up(end, folder, sampler)
-        return end.code
+        return sampler, end
 
-    def _give_back(self) -> None:
-        """Some of its engines may have been awake, and are dead now; not those of somebody else."""
-        share, config = self._order.share, self._order.config
-        if share and not config.engine.urls and (fault := give_back(share)):
-            with unread():
-                self._console.print(fault, markup=False)
+    @contextmanager
+    def _named(self, mark: str) -> Iterator[None]:
+        """Has the name of its share, if it has one, until none of its processes is left."""
+        share = self._order.share
+        if share is None:
+            yield
+            return
+        run = claim_of(mark, owns_engines=not self._order.config.engine.urls)
+        take(share, run)
+        try:
+            yield
+        finally:
+            if fault := give_back(share, run):
+                with unread():
+                    self._console.print(fault, markup=False)
 
     async def _watch(self, scene: Scene, screen: Screen, folder: RunFolder) -> None:
         metrics, num_restarts = Tail(folder.path / "metrics.jsonl"), 0

@@ -54,6 +54,8 @@ class Mesh(NamedTuple):
     plans: list[ChildPlan]
     sockets: dict[str, socket.socket]
     """By role: the sockets that the plans ask for."""
+    mark: str
+    """What its processes carry, and no others."""
 
 
 class Supervisor:
@@ -75,7 +77,7 @@ class Supervisor:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._processes: dict[str, ChildProcess] = {}
         self._herald = Herald()
-        self._mark = new_mark("launch")
+        self._mark = mesh.mark
         self._num_started = 0
         self._sockets = mesh.sockets
         self._addresses = {role: http_address(each) for role, each in self._sockets.items()}
@@ -175,9 +177,11 @@ class Supervisor:
         self._events.put_nowait(Reported(process.role))
 
 
-def open_mesh(plans: list[ChildPlan]) -> Mesh:
-    """Listen where the plans want it; AddressError naming the setting, before anything starts."""
-    mesh = Mesh(plans, {})
+def open_mesh(plans: list[ChildPlan], mark: str = "") -> Mesh:
+    """Listen where the plans want it; AddressError naming the setting, before anything starts.
+
+    `mark` is nobody's yet; '' makes one."""
+    mesh = Mesh(plans, {}, mark or new_mark("launch"))
     for plan in plans:
         if not plan.bind:
             continue

@@ -6,6 +6,7 @@
     coordinator -> scheduler   CoordinatorHello (each second as well) WorkersResized
     scheduler -> coordinator   SchedulerHello ResizeWorkers
     admission -> scheduler     RegisterPipeline AdmitPipeline KillPipeline UnregisterPipeline
+    launch -> scheduler        ClaimPipeline
     node agent, cli -> scheduler   JoinNode NodeBeat DrainNode UndrainNode ReadScheduler
     scheduler -> any of these  SchedulerAnswered (its body: JSON where something was read)
 
@@ -254,6 +255,35 @@ class UnregisterPipeline(Message, frozen=True, tag="unregister_pipeline"):
     pipeline_id: str
 
 
+class RunClaim(msgspec.Struct, frozen=True, array_like=True):
+    """The run that has a pipeline's name."""
+
+    mark: str
+    """No other run's; its processes carry it."""
+    host: str
+    pid: int
+    """Of its launch."""
+    place: str = ""
+    """Where and whose that pid is: from another place nobody can tell whether it lives."""
+    life: str = ""
+    """Tells its launch from another process that got the same pid."""
+    owns_engines: bool = True
+    """They are processes of the run, and die with it."""
+
+
+class ClaimPipeline(Message, frozen=True, tag="claim_pipeline"):
+    """A name is one run's at a time: it is `run`'s from now on, or (None) nobody's.
+
+    Refused where it is not that of `after` any more: who says this has seen to it that no process
+    of that one is left, and what it had is free."""
+
+    key: str
+    pipeline_id: str
+    run: RunClaim | None
+    after: str = ""
+    """A mark; '': nobody had it."""
+
+
 # nodes, and those who look
 
 
@@ -312,7 +342,9 @@ HookMessage = (
     | SchedulerHello
 )
 CoordinatorMessage = CoordinatorHello | ResizeWorkers | WorkersResized
-AdmissionMessage = RegisterPipeline | AdmitPipeline | KillPipeline | UnregisterPipeline
+AdmissionMessage = (
+    RegisterPipeline | AdmitPipeline | KillPipeline | UnregisterPipeline | ClaimPipeline
+)
 NodeMessage = JoinNode | NodeBeat | DrainNode | UndrainNode | ReadScheduler | SchedulerAnswered
 
 SchedulingMessage = HookMessage | CoordinatorMessage | AdmissionMessage | NodeMessage

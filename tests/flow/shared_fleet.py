@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -43,7 +44,7 @@ generation = [0, 1, 2, 3]
 clusters.actor_train = [2, 3]
 generation = [0, 1, 2, 3]
 """
-RUN = {
+RUN: dict[str, Any] = {
     "env": "guess",
     "dashboard": {"enabled": False},
     "sampling": {"max_tokens": 4},
@@ -76,12 +77,15 @@ class SharedFleet:
         self.told = self._up.stdout.readline()  # all pipelines are let in by then
         self._runs: list[subprocess.Popen[str]] = []
 
-    def begin(self, pipeline: str) -> subprocess.Popen[str]:
-        """`rollmesh up` of a run that has this part of the fleet."""
-        settings = self.folder / f"{pipeline}.json"
+    def begin(self, pipeline: str, name: str = "", **sections: Any) -> subprocess.Popen[str]:
+        """`rollmesh up` of a run that has this part of the fleet, and a folder of this `name`;
+        `sections` of its settings are others."""
+        name = name or pipeline
+        settings = self.folder / f"{name}.json"
         model = {"path": str(self.model), "max_context_tokens": 512}
-        run = {"name": pipeline, "folder": str(self.folder)}
-        settings.write_bytes(msgspec.json.encode(RUN | {"run": run, "model": model}))
+        run = {"name": name, "folder": str(self.folder)}
+        whole = RUN | {"run": run, "model": model} | sections
+        settings.write_bytes(msgspec.json.encode(whole))
         share = ("--scheduler", self.address, "--pipeline", pipeline)
         self._runs.append(self._start("up", str(settings), "--no-live", *share))
         return self._runs[-1]
@@ -125,6 +129,7 @@ class SharedFleet:
             [sys.executable, "-m", "rollmesh.cli.main", *words],
             cwd=self.folder,
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if words[0] == "up" else None,
             text=True,
             start_new_session=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},

@@ -7,11 +7,12 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from rollmesh.core.process import INTERRUPTED
+from rollmesh.core.process import INTERRUPTED, USAGE
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_pids
 from rollmesh.scheduler.planning.state import PipelinePhase
@@ -19,11 +20,12 @@ from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.models.warmstart import texts_of
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 from tests.flow.demo import follow, read
-from tests.flow.shared_fleet import TRAINS_ON, SharedFleet, handed_over
+from tests.flow.shared_fleet import RUN, TRAINS_ON, SharedFleet, handed_over
 from tests.flow.trained_mesh import Story
 
 NUM_STEPS = 5
 LIMIT_S = 240.0
+FEW: dict[str, Any] = {**RUN["trainer"], "num_steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +49,13 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out
 
 
-def check_trained(fleet: SharedFleet, pipeline: str) -> None:
+def check_trained(fleet: SharedFleet, name: str, num_steps: int = NUM_STEPS) -> None:
     """It came to its end, with nothing lost and nothing left."""
-    run = fleet.folder / pipeline
+    run = fleet.folder / name
     summary = read(run / "summary.json")
-    assert (summary["num_steps"], summary["num_lost"]) == (NUM_STEPS, 0)
+    assert (summary["num_steps"], summary["num_lost"]) == (num_steps, 0)
     assert summary["success_untrained"] is not None
-    assert Story(run).num_steps_taken == dict.fromkeys(range(NUM_STEPS), 1)
+    assert Story(run).num_steps_taken == dict.fromkeys(range(num_steps), 1)
     assert [row for row in read_pids(run) if psutil.pid_exists(row.pid)] == []
 
 
@@ -128,4 +130,38 @@ def test_one_that_is_stopped_gives_back_what_it_had_and_one_whose_trainer_dies_g
     assert code == 0, out
     check_trained(fleet, "math")
     assert read(fleet.folder / "math" / "summary.json")["num_lives"] == 2
+    check_given_back(fleet)
+
+
+@pytest.mark.timeout(300)
+def test_a_launch_that_is_killed_is_followed_by_the_next_of_its_pipeline_and_nobody_is_called(
+    fleet: SharedFleet,
+) -> None:
+    killed = fleet.begin("math", trainer=FEW)
+    until(fleet, "math", step=0)
+    before = [row.pid for row in read_pids(fleet.folder / "math")]
+    os.kill(killed.pid, signal.SIGKILL)
+    following = fleet.begin("math", trainer=FEW)
+    code, out = ended(following)
+    assert code == 0, out
+    assert [pid for pid in before if psutil.pid_exists(pid)] == [killed.pid], "it is not reaped yet"
+    check_trained(fleet, "math", FEW["num_steps"])
+    check_given_back(fleet)
+    assert [each for rows in fleet.stood().values() for each in handed_over(rows)] == []
+
+
+@pytest.mark.timeout(300)
+def test_of_two_runs_of_one_pipeline_in_the_same_moment_one_is_refused_in_one_line(
+    fleet: SharedFleet,
+) -> None:
+    runs = {name: fleet.begin("math", name, trainer=FEW) for name in ("one", "two")}
+    told = {name: ended(process) for name, process in runs.items()}
+    refused, trained = sorted(told, key=lambda name: told[name][0] == 0)
+    code, out = told[refused]
+    assert (code, out.count("\n")) == (USAGE, 1), out
+    assert out.startswith("rollmesh: --pipeline math"), out
+    assert "another run has that name and goes on" in out
+    assert not (fleet.folder / refused).exists()
+    assert told[trained][0] == 0, told[trained][1]
+    check_trained(fleet, trained, FEW["num_steps"])
     check_given_back(fleet)

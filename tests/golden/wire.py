@@ -134,6 +134,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     s.AdmitPipeline("k1", "p1"),
     s.KillPipeline("k1", "p1"),
     s.UnregisterPipeline("k1", "p1"),
+    s.ClaimPipeline("k1", "p1", s.RunClaim("m2", "h", 4711, "b/1", "99", False), "m1"),
     s.JoinNode("k1", "node-3", 8, ("h200",), False),
     s.NodeBeat("node-3"),
     s.DrainNode("k1", "node-3"),

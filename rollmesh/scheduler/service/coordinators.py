@@ -76,9 +76,7 @@ class Coordinators:
 
     def driven(self) -> frozenset[str]:
         """Pipelines whose coordinator lives."""
-        since_s = self._book.now_s - DRIVEN_S
-        links = self._book.links.items()
-        return frozenset(name for name, link in links if link.route and link.heard_s > since_s)
+        return frozenset(name for name in self._book.links if is_driven(self._book, name))
 
     def _hear(self, pipeline: Pipeline, truths: tuple[WorkerTruth, ...]) -> None:
         name, faults = pipeline.pipeline_id, []
@@ -276,6 +274,12 @@ class Coordinators:
                 link.is_known = False
                 still_s = book.now_s - link.heard_s
                 self.quarantine(name, f"its coordinator is silent for {still_s:.0f} s")
+
+
+def is_driven(book: Book, name: str) -> bool:
+    """Whether the pipeline's coordinator lives."""
+    link = book.links[name]
+    return bool(link.route) and link.heard_s > book.now_s - DRIVEN_S
 
 
 _UNKNOWN = WorkerTruth(-1, WorkerPhase.LOST, 0)

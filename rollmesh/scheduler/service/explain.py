@@ -25,6 +25,7 @@ from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     GpuPriority,
     PipelineSpec,
+    RunClaim,
     WorkerPhase,
 )
 
@@ -58,6 +59,8 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     under_way: tuple[UnderWay, ...] = ()
     driven: frozenset[str] = frozenset()
     """Pipelines that a run drives: its coordinator was heard a moment ago."""
+    runs: Mapping[str, RunClaim] = {}
+    """By pipeline, the run that has its name."""
     faults: Mapping[str, str] = {}
     """By pipeline, why it is quarantined, or anything else that is wrong with it."""
     troubles: tuple[str, ...] = ()
@@ -113,6 +116,8 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     credit_gpu_s: float
     is_driven: bool = False
     """A run drives it now."""
+    run: RunClaim | None = None
+    """The run that has its name."""
     fault: str = ""
     lines: tuple[str, ...] = ()
     """The same for people."""
@@ -183,6 +188,7 @@ class _Words:
             remaining=pipeline.remaining,
             credit_gpu_s=pipeline.credit_gpu_s,
             is_driven=pipeline.pipeline_id in self._known.driven,
+            run=self._known.runs.get(pipeline.pipeline_id),
             fault=self._known.faults.get(pipeline.pipeline_id, ""),
         )
         return msgspec.structs.replace(partial, lines=tuple(self._lines(waits)))

@@ -28,7 +28,7 @@ from rollmesh.scheduler.planning.state import (
     Request,
 )
 from rollmesh.scheduler.service.actions import Drop, Put, Row
-from rollmesh.wire.scheduling import PipelineSpec, TicketState, WorkerPhase
+from rollmesh.wire.scheduling import PipelineSpec, RunClaim, TicketState, WorkerPhase
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -121,6 +121,8 @@ class Tenant(msgspec.Struct, kw_only=True):
     """Ranks that may yet do what they were told to, though nobody answered in time."""
     leavers: list[str] = []
     """Keys of those who asked that it leaves."""
+    run: RunClaim | None = None
+    """Who has its name."""
 
 
 class Engine(msgspec.Struct, kw_only=True):

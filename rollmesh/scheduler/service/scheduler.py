@@ -35,6 +35,7 @@ from rollmesh.scheduler.service.tickets import Tickets, holders
 from rollmesh.wire.machine import Ticked
 from rollmesh.wire.scheduling import (
     AdmitPipeline,
+    ClaimPipeline,
     ClearProgress,
     CoordinatorHello,
     DrainNode,
@@ -108,6 +109,7 @@ class Scheduler:
             AdmitPipeline: self.tenants.on_ask,
             KillPipeline: self.tenants.on_ask,
             UnregisterPipeline: self.tenants.on_ask,
+            ClaimPipeline: self.tenants.on_ask,
             JoinNode: self.tenants.on_ask,
             DrainNode: self.tenants.on_ask,
             UndrainNode: self.tenants.on_ask,
@@ -151,6 +153,7 @@ class Scheduler:
                 for intent in book.intents.values()
             ),
             driven=self.coordinators.driven(),
+            runs={name: each.run for name, each in book.tenants.items() if each.run},
             faults={name: each.why for name, each in book.tenants.items() if each.why},
             troubles=tuple(book.troubles),
         )

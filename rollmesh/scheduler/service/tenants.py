@@ -10,7 +10,7 @@ forgotten, and its ask answered, when all its workers sleep; a node that comes b
 numbers that it had. Driven by scheduler.py.
 """
 
-import math
+from typing import ClassVar
 
 from rollmesh.core.errors import UserError
 from rollmesh.scheduler.planning.placement import check
@@ -19,10 +19,12 @@ from rollmesh.scheduler.service.book import Asker, Book, Link
 from rollmesh.scheduler.service.demands import Demands
 from rollmesh.scheduler.service.intents import Intents
 from rollmesh.scheduler.service.records import Answer, Machine, Tenant
+from rollmesh.scheduler.service.runs import Runs
 from rollmesh.scheduler.service.tickets import Tickets
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     AdmitPipeline,
+    ClaimPipeline,
     DrainNode,
     HooksWired,
     JoinNode,
@@ -44,17 +46,21 @@ Ask = (
     | JoinNode
     | DrainNode
     | UndrainNode
+    | ClaimPipeline
 )
 
 
 class Tenants:
     """See the module."""
 
+    RUNS: ClassVar[type[Runs]] = Runs
+
     def __init__(self, book: Book, tickets: Tickets, demands: Demands, intents: Intents) -> None:
         self._book = book
         self._tickets = tickets
         self._demands = demands
         self._intents = intents
+        self._runs = self.RUNS(book, tickets, demands, intents)
 
     def on_ask(self, route: bytes, ask: Ask) -> None:
         """Do it, or say how it went when it was done."""
@@ -82,6 +88,9 @@ class Tenants:
                 return self._on_admit(name)
             case KillPipeline(pipeline_id=name):
                 return self._on_kill(name)
+            case ClaimPipeline(pipeline_id=name):
+                is_known = name in self._book.tenants
+                return self._runs.on_claim(ask) if is_known else self._unknown(name)
         raise AssertionError(ask)
 
     def _answer(self, key: str, error: str) -> None:
@@ -149,28 +158,10 @@ class Tenants:
         pipeline = book.state.pipelines.get(name)
         if pipeline is None:
             return self._unknown(name)
-        self._strip(pipeline, "its processes were killed")
-        self._intents.forget(name, "its processes were killed")
-        tenant = book.tenants[name]
-        tenant.why, tenant.num_faults, tenant.is_wired, tenant.told = "", 0, False, []
-        tenant.unsure = []
-        # What its coordinator still said comes late, and is not true any more.
-        tenant.started_s = math.nextafter(tenant.started_s, math.inf)
+        self._runs.bury(pipeline, "its processes were killed")
         if pipeline.phase is not PipelinePhase.LEAVING:
             pipeline.phase = PipelinePhase.REGISTERED
-        book.links[name] = Link(heard_s=book.now_s)
-        book.mark("pipelines", name)
         return ""
-
-    def _strip(self, pipeline: Pipeline, why: str) -> None:
-        """It has no fixed cluster any more, and asks for nothing."""
-        name = pipeline.pipeline_id
-        self._demands.close(pipeline)
-        self._tickets.refuse_all(name, f"{name}: {why}")
-        for cluster in pipeline.spec.clusters:
-            self._tickets.take_back(name, cluster)
-        self._book.tenants[name].releasing = ""
-        pipeline.releasing.clear()
 
     def _on_unregister(self, route: bytes, ask: UnregisterPipeline) -> None:
         book, name = self._book, ask.pipeline_id
@@ -186,7 +177,7 @@ class Tenants:
             book.mark("pipelines", name)
         if pipeline.phase is PipelinePhase.LEAVING:
             return
-        self._strip(pipeline, "it is leaving")
+        self._runs.strip(pipeline, "it is leaving")
         self._intents.call_off(name, "it is leaving")
         pipeline.phase = PipelinePhase.LEAVING
         book.wants_plan = True

@@ -42,7 +42,7 @@ async def test_a_process_that_is_gone_is_measured_no_more(
 ) -> None:
     monkeypatch.setattr(sampler, "SAMPLE_S", 0.0)
     folder = RunFolder(Config(run=RunConfig(name="demo", folder=str(tmp_path))))
-    crew = Crew(Mesh([], {}), LaunchConfig(), folder, FakeClock())
+    crew = Crew(Mesh([], {}, "launch.1"), LaunchConfig(), folder, FakeClock())
     pulse = Sampler(crew, folder, FakeClock())
     crew.running = {f"worker-{at}": child.pid for at, child in enumerate(children)}
     following = asyncio.create_task(pulse.follow())

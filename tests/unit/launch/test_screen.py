@@ -30,7 +30,7 @@ def scene(tmp_path: Path) -> Scene:
     """A run in mid-flight."""
     folder = RunFolder(Config(run=RunConfig(name="demo", folder=str(tmp_path))))
     plans = [ChildPlan(role="router", argv=("x",), on_death=OnDeath.END)]
-    supervisor = Supervisor(Mesh(plans, {}), LaunchConfig(), folder, FakeClock())
+    supervisor = Supervisor(Mesh(plans, {}, "launch.1"), LaunchConfig(), folder, FakeClock())
     supervisor.machine.step(Ticked(), 0.0)
     supervisor.ready["dashboard"] = Ready("dashboard", 9, "http://127.0.0.1:5")
     sampler = Sampler(supervisor, folder, FakeClock())

@@ -1,71 +1,14 @@
 """A share that cannot be had is told of before anything starts."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import msgspec
 import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.share import Share
 from rollmesh.launch import share as checks
-from rollmesh.launch.share import check_share, give_back
-from rollmesh.scheduler.planning.state import PipelinePhase, State
-from rollmesh.scheduler.service.explain import Known, view
-from rollmesh.wire.frames import Packet
-from rollmesh.wire.messages import AnyMessage
-from rollmesh.wire.scheduling import (
-    AdmitPipeline,
-    KillPipeline,
-    PipelineSpec,
-    ReadScheduler,
-    SchedulerAnswered,
-)
-from rollmesh.wire.sockets import Hub, wait
-
-SPEC = PipelineSpec(
-    pipeline_id="math", clusters={"actor_train": (0, 1)}, generation=(0, 1, 2, 3), tp=2
-)
-
-
-@contextmanager
-def fleet(
-    phase: PipelinePhase = PipelinePhase.ADMITTED,
-    heard: list[AnyMessage] | None = None,
-    error: str = "",
-    num_driven: int = 0,
-) -> Iterator[str]:
-    """The address of a scheduler that has one pipeline, and answers as the service does, or what is
-    asked of it with this error; what it heard. A run drives the pipeline at so many looks."""
-    heard = [] if heard is None else heard
-    state = State()
-    state.add_pipeline(SPEC).phase = phase
-    hub, is_over = Hub("tcp://127.0.0.1:0"), threading.Event()
-    looks = iter([frozenset({"math"})] * num_driven)
-
-    def serve() -> None:
-        while not is_over.is_set():
-            wait([hub], None, 0.05)
-            for route, packet in hub.receive():
-                heard.append(packet.message)
-                match packet.message:
-                    case ReadScheduler(key, pipeline_id):
-                        known = Known(driven=next(looks, frozenset()))
-                        told = view(state, known, pipeline_id)
-                        answer = SchedulerAnswered(key, not told.error, told.error)
-                        hub.send(route, Packet(answer, body=msgspec.json.encode(told)))
-                    case KillPipeline(key) | AdmitPipeline(key):
-                        hub.send(route, Packet(SchedulerAnswered(key, not error, error)))
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield hub.address
-    finally:
-        is_over.set()
-        thread.join()
-        hub.close()
+from rollmesh.launch.share import check_share
+from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.wire.scheduling import RunClaim
+from tests.unit.launch.claimed_fleet import fleet
 
 
 def test_a_pipeline_with_as_many_engines_as_workers_may_begin_and_no_other() -> None:
@@ -97,7 +40,7 @@ def test_nobody_there_is_a_mistake_in_the_address(monkeypatch: pytest.MonkeyPatc
         check_share(Share("tcp://127.0.0.1:1", "math"), 1)
 
 
-def test_a_pipeline_that_another_run_drives_is_not_begun_twice(
+def test_a_pipeline_that_somebody_drives_without_a_claim_is_not_begun_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two coordinators of one name would have engines of both on the same GPUs."""
@@ -108,21 +51,12 @@ def test_a_pipeline_that_another_run_drives_is_not_begun_twice(
         check_share(Share(address, "math"), num_engines=2)
 
 
-def test_one_whose_last_run_has_just_died_may_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_whose_coordinator_has_just_died_may_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "SAY_AGAIN_S", 0.1)
     with fleet(num_driven=3) as address:
         check_share(Share(address, "math"), num_engines=2)
 
 
-def test_a_run_that_has_ended_says_that_it_is_dead_and_may_ask_again() -> None:
-    heard: list[AnyMessage] = []
-    with fleet(heard=heard) as address:
-        assert give_back(Share(address, "math")) == ""
-    assert [type(each) for each in heard] == [KillPipeline, AdmitPipeline]
-    assert {each.pipeline_id for each in heard} == {"math"}  # type: ignore[union-attr]
-
-
-def test_a_scheduler_that_cannot_be_told_is_no_fault_and_the_remedy_is_named() -> None:
-    with fleet(error="it is leaving") as address:
-        told = give_back(Share(address, "math"))
-    assert "(it is leaving): `rollmesh scheduler kill math` frees its GPUs" in told
+def test_one_that_a_run_has_claimed_is_looked_at_by_who_knows_whether_it_lives() -> None:
+    with fleet(num_driven=1000, run=RunClaim("dead", "h", 7)) as address:
+        check_share(Share(address, "math"), num_engines=2)

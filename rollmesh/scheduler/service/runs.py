@@ -1,0 +1,73 @@
+"""Which run has a pipeline's name, and what the scheduler does about one that is dead.
+
+    a name   nobody's -> a run's -> nobody's, when it has ended or was killed
+                         a run's -> the next run's, which has seen to it that the one before is dead
+
+Invariants: a name is one run's at a time, in this life of the scheduler and the next; of two runs
+that take it in the same moment, from nobody or from a dead one, one is refused; who comes too late
+to give it back takes nothing from who has it now. Driven by tenants.py.
+"""
+
+import math
+
+from rollmesh.scheduler.planning.state import Pipeline, PipelinePhase
+from rollmesh.scheduler.service.book import Book, Link
+from rollmesh.scheduler.service.coordinators import is_driven
+from rollmesh.scheduler.service.demands import Demands
+from rollmesh.scheduler.service.intents import Intents
+from rollmesh.scheduler.service.tickets import Tickets
+from rollmesh.wire.scheduling import ClaimPipeline
+
+GOES_ON = "another run has that name and goes on"
+
+
+class Runs:
+    """See the module."""
+
+    def __init__(self, book: Book, tickets: Tickets, demands: Demands, intents: Intents) -> None:
+        self._book = book
+        self._tickets = tickets
+        self._demands = demands
+        self._intents = intents
+
+    def on_claim(self, ask: ClaimPipeline) -> str:
+        """Why it is refused, or ''; the pipeline is known."""
+        book, name = self._book, ask.pipeline_id
+        pipeline, run = book.state.pipelines[name], book.tenants[name].run
+        if ask.after != (run.mark if run else ""):
+            return GOES_ON if ask.run else ""  # one that ends has been seen to by somebody
+        if ask.run and pipeline.phase in (PipelinePhase.REGISTERED, PipelinePhase.LEAVING):
+            return f"{name} is {pipeline.phase}, and not admitted"
+        if ask.run and run is None and is_driven(book, name):
+            return GOES_ON
+        if run is not None:
+            self.bury(pipeline, "its run has ended", with_engines=run.owns_engines)
+            if pipeline.phase is PipelinePhase.QUARANTINED and not book.tenants[name].why:
+                pipeline.phase = PipelinePhase.ADMITTED
+        book.tenants[name].run = ask.run
+        book.mark("pipelines", name)
+        return ""
+
+    def bury(self, pipeline: Pipeline, why: str, *, with_engines: bool = True) -> None:
+        """No process of its run is left; nor an engine, unless they are somebody else's."""
+        book, name = self._book, pipeline.pipeline_id
+        tenant = book.tenants[name]
+        self.strip(pipeline, why)
+        if with_engines:
+            self._intents.forget(name, why)
+            tenant.why, tenant.num_faults, tenant.unsure = "", 0, []
+        tenant.run, tenant.is_wired, tenant.told = None, False, []
+        # What its coordinator still said comes late, and is not true any more.
+        tenant.started_s = math.nextafter(tenant.started_s, math.inf)
+        book.links[name] = Link(heard_s=book.now_s)
+        book.mark("pipelines", name)
+
+    def strip(self, pipeline: Pipeline, why: str) -> None:
+        """It has no fixed cluster any more, and asks for nothing."""
+        name = pipeline.pipeline_id
+        self._demands.close(pipeline)
+        self._tickets.refuse_all(name, f"{name}: {why}")
+        for cluster in pipeline.spec.clusters:
+            self._tickets.take_back(name, cluster)
+        self._book.tenants[name].releasing = ""
+        pipeline.releasing.clear()

@@ -1,0 +1,68 @@
+"""A scheduler that has one pipeline, as launch sees it: told by the real machine's own words.
+
+Owns a thread that answers at a socket of its own. Driven by tests of what launch asks.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from rollmesh.scheduler.planning.state import PipelinePhase, State
+from rollmesh.scheduler.service.explain import Known, view
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import AnyMessage
+from rollmesh.wire.scheduling import (
+    ClaimPipeline,
+    PipelineSpec,
+    ReadScheduler,
+    RunClaim,
+    SchedulerAnswered,
+)
+from rollmesh.wire.sockets import Hub, wait
+
+SPEC = PipelineSpec(
+    pipeline_id="math", clusters={"actor_train": (0, 1)}, generation=(0, 1, 2, 3), tp=2
+)
+
+
+@contextmanager
+def fleet(
+    phase: PipelinePhase = PipelinePhase.ADMITTED,
+    heard: list[AnyMessage] | None = None,
+    error: str = "",
+    num_driven: int = 0,
+    run: RunClaim | None = None,
+) -> Iterator[str]:
+    """Its address. It answers claims with this error, and puts what it heard into `heard`; `run`
+    has the pipeline's name, and a coordinator of it is heard at so many looks."""
+    heard = [] if heard is None else heard
+    state = State()
+    state.add_pipeline(SPEC).phase = phase
+    runs = {"math": run} if run else {}
+    hub, is_over = Hub("tcp://127.0.0.1:0"), threading.Event()
+    looks = iter([frozenset({"math"})] * num_driven)
+
+    def serve() -> None:
+        while not is_over.is_set():
+            wait([hub], None, 0.05)
+            for route, packet in hub.receive():
+                heard.append(packet.message)
+                match packet.message:
+                    case ReadScheduler(key, pipeline_id):
+                        known = Known(driven=next(looks, frozenset()), runs=runs)
+                        told = view(state, known, pipeline_id)
+                        answer = SchedulerAnswered(key, not told.error, told.error)
+                        hub.send(route, Packet(answer, body=msgspec.json.encode(told)))
+                    case ClaimPipeline(key):
+                        hub.send(route, Packet(SchedulerAnswered(key, not error, error)))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield hub.address
+    finally:
+        is_over.set()
+        thread.join()
+        hub.close()

@@ -1,0 +1,149 @@
+"""A pipeline's name is one run's at a time, and the next one finds nothing of a dead one."""
+
+import msgspec
+
+from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.scheduler.service.coordinators import DRIVEN_S
+from rollmesh.scheduler.service.runs import Runs
+from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.scheduler.service.tenants import Tenants
+from rollmesh.wire.scheduling import (
+    AdmitPipeline,
+    ClaimPipeline,
+    HooksWired,
+    KillPipeline,
+    RunClaim,
+    TicketState,
+    WorkerPhase,
+    WorkerTruth,
+)
+from tests.unit.scheduler.service.stage import SETTINGS, TRAIN, Coordinator, Stage
+
+
+def unclaimed(**fields: object) -> Stage:
+    """Pipeline `a`, which no run drives."""
+    stage = Stage(**fields)  # type: ignore[arg-type]  # of the stage
+    stage.pipeline("a", train=(0,), generation=(0, 1)).is_silent = True
+    stage.run(DRIVEN_S)
+    return stage
+
+
+def begin(stage: Stage, started_s: float) -> None:
+    """A run's coordinator and hooks."""
+    coordinator = stage.coordinators["a"] = Coordinator("a", 2, started_s)
+    stage.say(coordinator.hello(), coordinator.route)
+    stage.say(HooksWired("a"))
+
+
+def run_of(mark: str, **fields: object) -> RunClaim:
+    return RunClaim(mark, "h", 7, **fields)  # type: ignore[arg-type]  # of the claim
+
+
+def claim(stage: Stage, run: RunClaim | None, after: str = "") -> str:
+    """Why it is refused, or ''."""
+    key = f"claim-{len(stage.answers)}"
+    stage.say(ClaimPipeline(key, "a", run, after))
+    return stage.answers[key].error
+
+
+def test_of_two_runs_that_take_a_name_in_the_same_moment_one_is_refused() -> None:
+    stage = unclaimed()
+    assert claim(stage, run_of("one")) == ""
+    assert claim(stage, run_of("two")) == "another run has that name and goes on"
+    assert stage.scheduler.known().runs == {"a": run_of("one")}
+    stage.begin()
+    assert claim(stage, run_of("two")) == "another run has that name and goes on", (
+        "it is journalled"
+    )
+
+
+def test_of_two_that_follow_a_dead_run_one_is_refused() -> None:
+    stage = unclaimed()
+    assert claim(stage, run_of("dead")) == ""
+    assert claim(stage, run_of("one"), after="dead") == ""
+    assert claim(stage, run_of("two"), after="dead") == "another run has that name and goes on"
+    assert stage.scheduler.known().runs["a"].mark == "one"
+
+
+class LastWins(Runs):
+    """The fault: whoever claims a name has it."""
+
+    def on_claim(self, ask: ClaimPipeline) -> str:
+        run = self._book.tenants[ask.pipeline_id].run
+        return super().on_claim(msgspec.structs.replace(ask, after=run.mark if run else ""))
+
+
+class Careless(Scheduler):
+    class TENANTS(Tenants):
+        RUNS = LastWins
+
+
+def test_were_names_not_compared_two_runs_would_have_one() -> None:
+    stage = unclaimed(kind=Careless)
+    assert claim(stage, run_of("one")) == claim(stage, run_of("two")) == ""
+
+
+def test_a_run_that_follows_a_dead_one_finds_nothing_of_it() -> None:
+    stage = unclaimed()
+    claim(stage, run_of("dead"))
+    begin(stage, started_s=2.0)
+    stage.generate("a", "g")
+    stage.act()
+    stage.train("a", "t")
+    stage.act()
+    old = stage.coordinators["a"]
+    old.is_silent = True
+    stage.run(SETTINGS.coordinator_grace_s + 1.0)
+    assert stage.of("a").phase is PipelinePhase.QUARANTINED
+    old.truths = [WorkerTruth(rank, WorkerPhase.ASLEEP, 0) for rank in range(2)]
+    assert claim(stage, run_of("next"), after="dead") == ""
+    pipeline = stage.of("a")
+    assert (pipeline.phase, pipeline.holds, pipeline.demand) == (PipelinePhase.ADMITTED, {}, None)
+    assert {each.phase for each in pipeline.workers} == {WorkerPhase.ASLEEP}
+    assert stage.scheduler.book.state.owners == {}
+    begin(stage, started_s=3.0)
+    assert stage.train("a", "t2") is TicketState.GRANTED
+
+
+def test_engines_that_are_not_a_runs_own_outlive_it_and_stay_fenced() -> None:
+    stage = unclaimed()
+    claim(stage, run_of("dead", owns_engines=False))
+    begin(stage, started_s=2.0)
+    stage.generate("a", "g")
+    stage.act()
+    assert stage.awake("a") == [0, 1]
+    stage.coordinators["a"].is_silent = True
+    assert claim(stage, None, after="dead") == ""
+    pipeline = stage.of("a")
+    assert (pipeline.holds, pipeline.demand) == ({}, None)
+    assert stage.awake("a") == [0, 1], "nobody has put them to sleep"
+
+
+def test_a_run_that_ends_after_another_has_its_name_takes_nothing_from_it() -> None:
+    stage = unclaimed()
+    claim(stage, run_of("dead"))
+    claim(stage, run_of("next"), after="dead")
+    begin(stage, started_s=2.0)
+    stage.train("a", "t")
+    stage.act()
+    assert claim(stage, None, after="dead") == ""
+    assert stage.scheduler.known().runs["a"].mark == "next"
+    assert list(stage.of("a").holds) == [TRAIN]
+
+
+def test_nobody_claims_what_is_driven_without_a_claim_or_may_not_ask() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    assert claim(stage, run_of("one")) == "another run has that name and goes on"
+    stage.say(KillPipeline("k", "a"))
+    assert claim(stage, run_of("one")) == "a is registered, and not admitted"
+
+
+def test_a_pipeline_that_was_killed_is_nobodys() -> None:
+    stage = unclaimed()
+    claim(stage, run_of("one"))
+    stage.say(KillPipeline("k", "a"))
+    stage.say(AdmitPipeline("again", "a"))
+    assert stage.scheduler.known().runs == {}
+    stage.coordinators["a"].is_silent = True
+    assert claim(stage, run_of("two")) == ""
