@@ -1,0 +1,184 @@
+"""What comes late, twice or out of order, and what happens between two things that belong together.
+
+Each of these was found by a mutation of the service that no other test of it noticed.
+"""
+
+import msgspec
+
+from rollmesh.scheduler.planning.state import FIXED, Owner, PipelinePhase
+from rollmesh.wire.machine import Received, Send
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    CoordinatorHello,
+    JoinNode,
+    NodeBeat,
+    SchedulerHello,
+    TicketState,
+    UnregisterPipeline,
+    WorkerPhase,
+    WorkerTruth,
+)
+from tests.unit.scheduler.service.stage import TRAIN, Stage
+
+GRANTED, QUEUED, RELEASED = TicketState.GRANTED, TicketState.QUEUED, TicketState.RELEASED
+
+
+def generating(num_gpus: int = 1) -> Stage:
+    """Pipeline a has all engines awake."""
+    stage = Stage(num_gpus)
+    stage.pipeline("a", train=(), generation=range(num_gpus))
+    stage.generate("a", "g")
+    stage.act()
+    assert stage.awake("a") == list(range(num_gpus))
+    return stage
+
+
+# news of a coordinator
+
+
+def test_a_hello_is_answered_with_whose_life_it_is() -> None:
+    stage = Stage(1)
+    coordinator = stage.pipeline("a", train=(), generation=(0,))
+    actions = stage.scheduler.step(Received(coordinator.route, coordinator.hello()), stage.now_s)
+    assert Send(coordinator.route, SchedulerHello("s1"), b"") in actions
+
+
+def test_a_hello_of_a_time_before_does_not_end_a_sleep() -> None:
+    """An engine that slept once is awake now, and is told to sleep for another: what was said
+    when it slept must not free its GPU."""
+    stage = Stage(1)
+    coordinator = stage.pipeline("a", train=(), generation=(0,))
+    stage.pipeline("b", generation=())
+    asleep = coordinator.hello()
+    stage.generate("a", "g")
+    stage.act()
+    coordinator.is_hung = True
+    stage.train("b", "t")
+    stage.say(asleep, coordinator.route)
+    book = stage.scheduler.book
+    assert book.standing[0] == Owner("a", GENERATION_CLUSTER, 0)
+    assert stage.state("t") is QUEUED
+    coordinator.is_hung = False
+    stage.act()
+    assert stage.state("t") is GRANTED
+    assert book.standing[0] == Owner("b", TRAIN, FIXED)
+
+
+def test_a_hello_of_a_time_before_does_not_end_a_wake() -> None:
+    stage = generating()
+    coordinator = stage.coordinators["a"]
+    awake = coordinator.hello()
+    stage.release("a", "r", GENERATION_CLUSTER)
+    stage.act()
+    coordinator.is_hung = True
+    assert stage.generate("a", "g2", step=1) is QUEUED
+    stage.say(awake, coordinator.route)
+    assert stage.state("g2") is QUEUED
+    assert stage.of("a").workers[0].phase is WorkerPhase.WAKING
+
+
+def test_who_is_told_to_sleep_that_its_truth_be_known_is_told_once() -> None:
+    """A newer epoch each second would overtake the one before, and none would ever be done."""
+    stage = generating(2)
+    coordinator = stage.coordinators["a"]
+    coordinator.move(0, WorkerPhase.LOST)
+    stage.beat()
+    coordinator.is_hung = True
+    stage.run(1)
+    assert [[c.rank for c in each.changes] for each in coordinator.told] == [[1]]
+    epoch = coordinator.told[0].changes[0].epoch
+    stage.run(5)
+    assert [each.changes[0].epoch for each in coordinator.told] == [epoch]
+
+
+def test_what_was_late_and_is_done_after_all_lets_its_pipeline_in() -> None:
+    stage = generating()
+    coordinator = stage.coordinators["a"]
+    coordinator.is_hung = True
+    stage.release("a", "r", GENERATION_CLUSTER)
+    stage.run(stage.settings.resize_deadline_s + stage.settings.slack_s + 1)
+    assert stage.of("a").phase is PipelinePhase.QUARANTINED
+    num_resizes = stage.scheduler.book.num["resizes"]
+    coordinator.is_hung = False
+    stage.run(5)
+    assert stage.of("a").phase is PipelinePhase.ADMITTED
+    assert stage.state("r") is RELEASED
+    assert stage.scheduler.book.num["resizes"] <= num_resizes + 1, "it sleeps, and is left alone"
+
+
+def test_an_engine_that_is_lost_again_and_again_is_waited_for_longer_each_time() -> None:
+    """That it was put to sleep in between is no sign that it is well."""
+    stage = generating(2)
+    coordinator = stage.coordinators["a"]
+    for num_faults in range(1, 5):
+        coordinator.move(0, WorkerPhase.LOST)
+        stage.beat()
+        assert stage.scheduler.book.tenants["a"].num_faults == num_faults
+        coordinator.move(0, WorkerPhase.ASLEEP)
+        coordinator.is_hung = True  # so that it does nothing but what lets it in
+        for _ in range(100):
+            if stage.of("a").phase is PipelinePhase.ADMITTED:
+                break
+            coordinator.is_hung = False
+            stage.act()
+            coordinator.is_hung = True
+            stage.run(0.25)
+        assert stage.of("a").phase is PipelinePhase.ADMITTED
+        coordinator.is_hung = False
+
+
+# before, and after
+
+
+def test_nothing_is_told_before_its_truth_is_known() -> None:
+    """Its coordinator may know newer epochs, of a registration before, and would refuse all."""
+    stage = Stage(1)
+    coordinator = stage.pipeline("a", train=(), generation=(0,))
+    link = stage.scheduler.book.links["a"]
+    link.is_known, link.route = False, b""
+    coordinator.truths = [WorkerTruth(0, WorkerPhase.ASLEEP, 7)]
+    assert stage.generate("a", "g") is QUEUED
+    assert stage.scheduler.book.num["resizes"] == 0
+    stage.beat()
+    stage.act()
+    assert stage.state("g") is GRANTED
+    assert stage.scheduler.book.num["pipeline.quarantined"] == 0
+
+
+def test_who_leaves_is_still_leaving_when_an_engine_of_it_fails() -> None:
+    stage = generating()
+    coordinator = stage.coordinators["a"]
+    stage.say(UnregisterPipeline("leave", "a"))
+    coordinator.move(0, WorkerPhase.LOST)
+    stage.beat()
+    assert stage.of("a").phase is PipelinePhase.LEAVING
+    coordinator.move(0, WorkerPhase.ASLEEP)
+    stage.run(5)
+    assert stage.answers["leave"].ok
+    assert not stage.scheduler.book.standing
+
+
+def test_generation_is_given_up_though_a_node_of_it_is_down() -> None:
+    stage = Stage(1)
+    stage.say(JoinNode("n", "n1", 1))
+    coordinator = stage.pipeline("a", train=(), generation=(0, 1))
+    stage.say(NodeBeat("n1"))
+    stage.generate("a", "g")
+    stage.act()
+    assert stage.awake("a") == [0, 1]
+    coordinator.move(1, WorkerPhase.LOST)
+    stage.run(stage.settings.node_grace_s + 2)
+    assert stage.of("a").workers[1].phase is WorkerPhase.LOST
+    stage.release("a", "r", GENERATION_CLUSTER)
+    stage.wait_for("r", RELEASED, 5)
+
+
+def test_a_truth_of_workers_that_there_are_none_of_changes_nothing() -> None:
+    stage = generating()
+    coordinator = stage.coordinators["a"]
+    stray = WorkerTruth(1, WorkerPhase.AWAKE, 9)
+    hello = CoordinatorHello("a", (*coordinator.truths, stray), coordinator.started_s)
+    stage.say(hello, coordinator.route)
+    stage.say(msgspec.structs.replace(hello, pipeline_id="z"), coordinator.route)
+    assert stage.of("a").phase is PipelinePhase.ADMITTED
+    assert stage.awake("a") == [0]
