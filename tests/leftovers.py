@@ -36,7 +36,7 @@ CONSUMED = (
     Cut,
 )
 """What there is of a result on its way, by type."""
-SOON_S = 3.0
+SOON_S = 60.0
 
 
 def leftovers(*more: type) -> list[Any]:

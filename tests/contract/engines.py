@@ -15,7 +15,7 @@ import httpx
 Json = dict[str, Any]
 LONG = {"max_new_tokens": 3000, "ignore_eos": True}
 """Seconds of generation: what is ordered meanwhile comes in its middle."""
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class EngineUnderContract:

@@ -16,7 +16,7 @@ from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
 from tests.flow.worker_mesh import LOOK_S, PATIENCE_S, TURNS
 
-START_S = 30.0
+START_S = 60.0
 """A small mesh imports a good deal before it serves."""
 
 

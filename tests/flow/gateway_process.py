@@ -16,7 +16,7 @@ from rollmesh.core.process import Ready
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.testing.model_folder import write_model_folder
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 CONTEXT_TOKENS = 200
 
 

@@ -1,8 +1,8 @@
 """A supervisor over the children that a test describes; run as a process of its own.
 
-Owns nothing: argv names a run folder, a JSON file of plans and, if others than the usual are meant,
-one of settings. Invariant: what it prints last is the run's end as JSON. Driven by test_launch.py
-and launched_mesh.py, since a supervisor ends every process below it.
+Owns nothing: argv names a run folder, a JSON file of plans and one of settings. Invariant: what it
+prints last is the run's end as JSON. Driven by test_launch.py and launched_mesh.py, since a
+supervisor ends every process below it.
 """
 
 import asyncio
@@ -12,19 +12,12 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.core.clock import SystemClock
-from rollmesh.core.config import Config, LaunchConfig, RunConfig, load_config
+from rollmesh.core.config import Config, load_config
 from rollmesh.core.logs import setup
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.plan import ChildPlan
 from rollmesh.launch.sampler import Sampler
 from rollmesh.launch.supervisor import Supervisor, open_mesh
-
-
-def usual(folder: Path) -> Config:
-    return Config(
-        run=RunConfig(name=folder.name, folder=str(folder.parent)),
-        launch=LaunchConfig(stop_timeout_s=2.0, ready_timeout_s=20.0),
-    )
 
 
 async def main(config: Config, plans: list[ChildPlan]) -> None:
@@ -40,5 +33,4 @@ async def main(config: Config, plans: list[ChildPlan]) -> None:
 
 if __name__ == "__main__":
     described = msgspec.json.decode(Path(sys.argv[2]).read_bytes(), type=list[ChildPlan])
-    settings = load_config(Path(sys.argv[3])) if sys.argv[3:] else usual(Path(sys.argv[1]))
-    asyncio.run(main(settings, described))
+    asyncio.run(main(load_config(Path(sys.argv[3])), described))

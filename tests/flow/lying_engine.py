@@ -21,7 +21,7 @@ from aiohttp import web
 
 from rollmesh.core.process import Ready, listen
 
-ENDS_WITHIN_S = 10.0
+ENDS_WITHIN_S = 60.0
 Lie = Callable[[int], float]
 """How far off the log-probs of an answer are, by the number of prompt tokens."""
 

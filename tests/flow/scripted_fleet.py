@@ -22,7 +22,7 @@ from rollmesh.testing.pipeline import Ended, StepDone
 from rollmesh.wire.scheduling import ReadScheduler
 from tests.ports import free_ports
 
-ENDS_WITHIN_S = 30.0
+ENDS_WITHIN_S = 60.0
 HEAD = """
 bind = "tcp://127.0.0.1:{}"
 http_bind = "127.0.0.1:{}"

@@ -24,7 +24,7 @@ from rollmesh.scheduler.service.explain import FleetView
 from rollmesh.wire.scheduling import ReadScheduler
 from tests.ports import free_ports
 
-ENDS_WITHIN_S = 30.0
+ENDS_WITHIN_S = 60.0
 TRAINS_ON = {"math": (0, 1), "code": (2, 3)}
 FLEET = """
 bind = "tcp://127.0.0.1:{}"

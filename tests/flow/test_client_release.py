@@ -23,7 +23,7 @@ from tests.leftovers import MARK, assert_none_left, leftovers
 from tests.unit.serve.client.fake_router import FakeRouter, next_ack
 
 TASK = Task(id="t", data={"what": "the client was asked for"})
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 ENV = "guess"
 
 

@@ -23,7 +23,7 @@ from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.controller.household import Household
 from tests.flow.rank_crew import household, plan
 
-GONE_S = 20.0
+GONE_S = 60.0
 DOUBLE = Call(
     "sums.double",
     rule=Rule(uneven="pad"),

@@ -26,7 +26,7 @@ from rollmesh.trainer.controller.spec import PlaneSpec, RankSpec
 from rollmesh.trainer.controller.topology import Topology
 from tests.flow.rank_crew import SMALL, household, plan
 
-GONE_S = 20.0
+GONE_S = 60.0
 ALL = Reduce(default="sum")
 
 

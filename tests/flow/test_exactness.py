@@ -42,7 +42,7 @@ from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 
 GROUP = GroupId("r", 0)
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 TEXTS = ["Guess a number from 1 to 7. I guess 4. higher lower correct"] * 50
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 

@@ -15,7 +15,7 @@ from rollmesh.testing.engine import ScriptedEngine
 from tests.flow.launched_mesh import LaunchedMesh
 from tests.flow.worker_mesh import ENV_HEAD, ask, byte_token, look_until, open_mesh
 
-ENDS_WITHIN_S = 10.0
+ENDS_WITHIN_S = 60.0
 DAEMON = """
 import os, signal, sys
 os.fork() and os._exit(0)

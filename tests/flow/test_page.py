@@ -64,7 +64,7 @@ def address(run: FakeRun) -> Iterator[str]:
     assert ready.role == "dashboard"
     yield ready.address
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=5) == 0
+    assert process.wait(timeout=WAIT_S) == 0
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def test_the_page_of_a_running_demo_shows_it_learn(
         picture = Path(os.environ.get("ROLLMESH_SCREENSHOT") or tmp_path / "page.png")
         assert browser.save_screenshot(str(picture))
         demo.send_signal(signal.SIGINT)
-        demo.communicate(timeout=10)
+        demo.communicate(timeout=WAIT_S)
 
 
 def test_what_a_rollout_says_is_text_and_never_markup(

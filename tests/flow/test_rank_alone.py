@@ -26,7 +26,7 @@ from rollmesh.wire.ranks import (
 from rollmesh.wire.sockets import Hub, wait
 from tests.flow.rank_crew import ROLE, SMALL
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 SUM = encode(((1.0,), {}, None))
 
 

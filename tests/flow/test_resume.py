@@ -45,7 +45,7 @@ def test_a_run_goes_on_when_its_trainer_is_killed_and_when_all_of_it_is(tmp_path
         processes = [psutil.Process(each) for each in pids(run).values() if psutil.pid_exists(each)]
         os.kill(pids(run)["launch"], signal.SIGKILL)
         ended(process)
-    assert psutil.wait_procs(processes, timeout=10.0)[1] == []
+    assert psutil.wait_procs(processes, timeout=60.0)[1] == []
     num_steps = max(Story(run).num_steps_taken) + NUM_MORE
     settings = SETTINGS | {"trainer.num_steps": num_steps}
     with start(tmp_path, "--resume", **settings) as process:

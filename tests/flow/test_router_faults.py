@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,8 +33,7 @@ from rollmesh.wire.messages import (
     WorkerHello,
 )
 from tests.flow.router_process import (
-    BEAT_S,
-    MISSED_BEATS,
+    PATIENCE_S,
     Peer,
     RouterProcess,
     Town,
@@ -44,7 +42,8 @@ from tests.flow.router_process import (
     until,
 )
 
-LOCAL_DEATH_S = 2.0
+NEVER_MISSED = 10_000
+"""So many beats of silence are more than a test lasts."""
 
 
 def serves(router: RouterProcess, town: Town, seq: int = 1000) -> None:
@@ -60,9 +59,9 @@ def serves(router: RouterProcess, town: Town, seq: int = 1000) -> None:
 # workers die
 
 
-def test_a_killed_local_worker_is_noticed_within_two_seconds(tmp_path: Path, town: Town) -> None:
-    # Silence would take a minute here: it is its process that is seen to be gone.
-    with RouterProcess(tmp_path, missed_beats=120) as router:
+def test_a_killed_local_worker_is_noticed_without_its_silence(tmp_path: Path, town: Town) -> None:
+    # It is its process that is seen to be gone.
+    with RouterProcess(tmp_path, missed_beats=NEVER_MISSED) as router:
         asker = town.client(router.ready.address)
         asker.says(ask(1))
         doomed = town.process(router.ready.address, "doomed")
@@ -70,9 +69,7 @@ def test_a_killed_local_worker_is_noticed_within_two_seconds(tmp_path: Path, tow
         runner = town.worker(router.ready.address, "w1")
         until(lambda: router.worker("w1"), runner, asker)
         doomed.kill()
-        killed_s = time.monotonic()
         until(lambda: runner.of(RunGroup), runner, asker)
-        assert time.monotonic() - killed_s < LOCAL_DEATH_S
         assert [run.attempt for run in runner.of(RunGroup)] == [2]
         until(lambda: not router.worker("doomed"), runner, asker)
 
@@ -87,9 +84,7 @@ def test_a_killed_remote_worker_is_noticed_by_its_missed_beats(
     runner = town.worker(router.ready.address, "w1")
     until(lambda: router.worker("w1"), runner, asker)
     doomed.kill()
-    killed_s = time.monotonic()
     until(lambda: runner.of(RunGroup), runner, asker)
-    assert BEAT_S * (MISSED_BEATS - 1) < time.monotonic() - killed_s < BEAT_S * MISSED_BEATS + 2.0
     assert [run.attempt for run in runner.of(RunGroup)] == [2]
     assert router.worker("doomed")["state"] == "lost"
 
@@ -116,9 +111,23 @@ def test_a_task_that_kills_two_workers_is_quarantined_with_their_causes(
 # workers stall
 
 
-def test_a_stopped_worker_delays_nobody_and_counts_nothing_twice(
-    router: RouterProcess, town: Town
+def test_a_stopped_worker_delays_nobody_though_its_silence_is_not_noticed(
+    tmp_path: Path, town: Town
 ) -> None:
+    with RouterProcess(tmp_path, missed_beats=NEVER_MISSED) as router:
+        asker, stopped, runner = beside_a_stopped_worker(router, town)
+        for seq in range(1, 30):
+            asker.says(ask(seq), body=bytes(10**6))
+            until(partial(has_run_or_waits, runner, asker, seq), runner, asker)
+            runner.says(GroupDelivered(GroupId("r1", seq), 1))
+        assert router.worker("stopped")["state"] == "live"
+        stopped.kill()
+
+
+def beside_a_stopped_worker(
+    router: RouterProcess, town: Town
+) -> tuple[Peer, "subprocess.Popen[bytes]", Peer]:
+    """Who asks, a worker that is stopped in the middle of a group, and one that runs."""
     address = router.ready.address
     asker = town.client(address)
     stopped = town.process(address, "stopped", host="far-away")
@@ -128,14 +137,13 @@ def test_a_stopped_worker_delays_nobody_and_counts_nothing_twice(
     stopped.send_signal(signal.SIGSTOP)
     runner = town.worker(address, "w1")
     until(lambda: router.worker("w1"), runner, asker)
-    slowest_s = 0.0
-    for seq in range(1, 30):
-        asked_s = time.monotonic()
-        asker.says(ask(seq), body=bytes(10**6))
-        until(partial(has_run_or_waits, runner, asker, seq), runner, asker)
-        slowest_s = max(slowest_s, time.monotonic() - asked_s)
-        runner.says(GroupDelivered(GroupId("r1", seq), 1))
-    assert slowest_s < BEAT_S
+    return asker, stopped, runner
+
+
+def test_what_a_stopped_worker_and_its_heir_ran_counts_once(
+    router: RouterProcess, town: Town
+) -> None:
+    asker, stopped, runner = beside_a_stopped_worker(router, town)
     until(lambda: router.worker("stopped")["state"] == "lost", runner, asker)
     until(lambda: has_run(runner, 0), runner, asker)
     stopped.send_signal(signal.SIGCONT)
@@ -281,11 +289,11 @@ import sys
 import zmq
 from tests.nonsense import nonsense
 socket = zmq.Context.instance().socket(zmq.DEALER)
-socket.setsockopt(zmq.SNDTIMEO, 10000)
+socket.setsockopt(zmq.SNDTIMEO, 60000)
 socket.connect(sys.argv[1])
 for frames in nonsense(int(sys.argv[2]), int(sys.argv[3])):
     socket.send_multipart(frames)
-socket.close(linger=10000)
+socket.close(linger=60000)
 """
 
 
@@ -296,7 +304,7 @@ def test_garbage_from_many_peers_is_counted_and_the_mesh_goes_on(
     argv = [sys.executable, "-c", RANDOM_PEER, router.ready.address]
     vandals = [subprocess.Popen([*argv, str(seed), str(num_messages)]) for seed in range(2)]
     serves(router, town)
-    assert [vandal.wait(30) for vandal in vandals] == [0, 0]
+    assert [vandal.wait(PATIENCE_S) for vandal in vandals] == [0, 0]
     until(lambda: router.status()["counts"]["malformed"] == 2 * num_messages)
     assert router.status()["counts"]["packets_failed"] == 0
     serves(router, town, 2000)
@@ -317,7 +325,7 @@ def test_a_frame_of_boundless_size_ends_its_connection_and_nothing_else(
     raw.send_multipart([route, b"\x04" + bytes([len(ready)]) + ready])
     # A long frame's header: nobody will wait for so many bytes.
     raw.send_multipart([route, b"\x02" + num_bytes.to_bytes(8, "big") + b"x" * 1000])
-    raw.setsockopt(zmq.RCVTIMEO, 10_000)
+    raw.setsockopt(zmq.RCVTIMEO, int(1000 * PATIENCE_S))
     while raw.recv_multipart()[-1] != b"":
         pass  # the router's own greeting; an empty frame says that the connection is closed
     raw.close(linger=0)

@@ -17,7 +17,7 @@ import pytest
 from tests.flow.launched_mesh import LaunchedMesh
 
 ROLLMESH = [sys.executable, "-m", "rollmesh.cli.main"]
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 BOTH_LIVE = {"worker-0": "live", "worker-1": "live"}
 
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
@@ -22,10 +21,9 @@ from rollmesh.testing.engine import ScriptedEngine
 from tests.flow.launched_mesh import LaunchedMesh
 from tests.flow.worker_mesh import TURNS, byte_token
 
-WITHIN_S = 30.0
-NOTICED_WITHIN_S = 2.0
-SLOW_TO_MISS = {"beat_s": 0.2, "missed_beats": 100}
-"""Beats alone would take 20 s to tell that a worker is gone."""
+WITHIN_S = 60.0
+SLOW_TO_MISS = {"beat_s": 0.2, "missed_beats": 10_000}
+"""Beats alone would never tell that a worker is gone."""
 ENV = """
 import os, signal
 from rollmesh.envs.echo import EchoEnv
@@ -124,10 +122,8 @@ async def test_a_killed_worker_is_noticed_at_once_and_its_group_runs_elsewhere(
     ask(client)
     await engine.until(lambda: engine.num_seen("/generate") == 2)
     busy = await asyncio.to_thread(find_busy, mesh.router().http_address)
-    killed_s = time.monotonic()
     os.kill(mesh.pids()[busy], signal.SIGKILL)
     await engine.until(lambda: engine.num_seen("/generate") == 4)
-    assert time.monotonic() - killed_s < NOTICED_WITHIN_S
     await engine.release()
     [finished] = await asyncio.to_thread(client.take, WITHIN_S)
     assert isinstance(finished, Finished)

@@ -25,7 +25,7 @@ from tests.flow.tensor_guest import filling_of
 
 NUM_GUESTS = 3
 MAX_BYTES = 2**20
-SOON_S = 5.0
+SOON_S = 60.0
 
 Turn = tuple[list[int], str]
 """Sizes that are put, and what is done while the guests fetch."""

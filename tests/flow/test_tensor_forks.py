@@ -49,7 +49,7 @@ def owner() -> Iterator[Plane]:
 
 def loaded(rows: list[Any], collate: Callable[[list[Any]], Any] | None = None) -> list[Any]:
     """By a worker."""
-    loader: Any = DataLoader(rows, collate_fn=collate, num_workers=1, timeout=20)  # type: ignore[arg-type]
+    loader: Any = DataLoader(rows, collate_fn=collate, num_workers=1, timeout=60)  # type: ignore[arg-type]
     return list(loader)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rollmesh.tensors.segment import SHARED_MEMORY, Attached, sweep
 from tests.flow.tensor_owner import place_of
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Owner:

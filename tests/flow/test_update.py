@@ -40,7 +40,7 @@ from tests.unit.engine.embedded.tiny_adapters import write_adapter
 PROMPT = tuple(range(5, 30))
 SHAPE = TinyShape()
 VOCAB_SIZE = SHAPE.max_vocab
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 TO_THE_END = 2**31
 
 

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.testing.model_folder import write_model_folder
 from tests.flow.worker_mesh import running
 
-ENDS_WITHIN_S = 10.0
+ENDS_WITHIN_S = 60.0
 FORKER = """
 import multiprocessing, pathlib, signal, subprocess, sys
 from rollmesh.envs.echo import EchoEnv

@@ -1,7 +1,9 @@
-"""A cancelled group stops generating within a second, wherever its calls are just then."""
+"""A cancelled group stops generating at once, wherever its calls are just then.
+
+The engine would hold them for ever: nothing else ends them.
+"""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from rollmesh.serve.client.client import Dropped
 from rollmesh.testing.engine import ScriptedEngine
-from tests.flow.worker_mesh import Mesh, ask, open_mesh, take
+from tests.flow.worker_mesh import PATIENCE_S, Mesh, ask, open_mesh, take
 
 NUM_SAMPLES = 4
 
@@ -54,7 +56,7 @@ async def hear_nothing(engine: ScriptedEngine) -> None:
 
 
 @pytest.mark.parametrize("moment", [nothing_yet, stream, pause, hear_nothing])
-async def test_cancel_ends_generation_within_a_second(mesh: Mesh, moment: object) -> None:
+async def test_cancel_ends_generation(mesh: Mesh, moment: object) -> None:
     assert callable(moment)
     env = mesh.write_env("long_turn", LONG_TURN)
     await asyncio.to_thread(mesh.worker, "worker-0", env)
@@ -63,10 +65,8 @@ async def test_cancel_ends_generation_within_a_second(mesh: Mesh, moment: object
     group_id = ask(client, NUM_SAMPLES, env)
     await engine.until(lambda: engine.num_live == NUM_SAMPLES)
     await moment(engine)
-    cancelled_s = time.monotonic()
     client.cancel(group_id, "no longer needed")
     await engine.until(lambda: engine.num_live == 0)
-    assert time.monotonic() - cancelled_s < 1.0
     assert engine.num_seen("/abort_request") >= NUM_SAMPLES
     assert await take(client) == [Dropped(group_id, "cancelled: no longer needed")]
     await mesh.until(lambda: mesh.worker_status("worker-0").get("in_flight") == 0)
@@ -105,10 +105,8 @@ async def test_cancel_ends_an_agents_program_and_its_call(mesh: Mesh) -> None:
     group_id = ask(client, num_samples=2, env=env)
     await engine.until(lambda: engine.num_live == 2)
     programs = [psutil.Process(int(pid)) for pid in (mesh.folder / "pids").read_text().split()]
-    cancelled_s = time.monotonic()
     client.cancel(group_id, "no longer needed")
     await engine.until(lambda: engine.num_live == 0)
-    assert time.monotonic() - cancelled_s < 1.0
-    gone, left = await asyncio.to_thread(psutil.wait_procs, programs, 5.0)
+    gone, left = await asyncio.to_thread(psutil.wait_procs, programs, PATIENCE_S)
     assert (len(gone), left) == (2, [])
     assert await take(client) == [Dropped(group_id, "cancelled: no longer needed")]

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -30,16 +29,14 @@ def outcomes(arrival: Arrival) -> list[Outcome]:
 # cancel
 
 
-async def test_cancel_reaches_the_engine_within_a_second(mesh: Mesh) -> None:
+async def test_cancel_reaches_the_engine(mesh: Mesh) -> None:
     await asyncio.to_thread(mesh.worker, "worker-0")
     client = mesh.client()
     mesh.engine.hold()
     group_id = ask(client, num_samples=4)
     await mesh.engine.until(lambda: mesh.engine.num_live == 4)
-    cancelled_s = time.monotonic()
     client.cancel(group_id, "no longer needed")
     await mesh.engine.until(lambda: mesh.engine.num_live == 0)
-    assert time.monotonic() - cancelled_s < 1.0
     assert mesh.engine.num_seen("/abort_request") >= 4
     assert await take(client) == [Dropped(group_id, "cancelled: no longer needed")]
     await mesh.until(lambda: mesh.worker_status("worker-0").get("in_flight") == 0)

@@ -37,7 +37,9 @@ from rollmesh.wire.messages import (
 )
 from rollmesh.wire.sockets import Dialer, Hub, wait
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
+BEAT_S, MISSED_BEATS = 0.1, 30
+"""Who is silent for 3 s is lost: longer than a busy machine keeps a process from its CPU."""
 LOOK_S = 0.02
 """How often another process's state is looked at: it tells nobody when it changes."""
 TURNS = {"num_turns": 2, "prompt_chars": 20, "turn_chars": 10, "max_tokens": 3}
@@ -104,7 +106,7 @@ class Mesh:
         """`router` are settings of that section."""
         self.folder = folder
         self._stack = stack
-        self._router = {"beat_s": 0.1, "missed_beats": 10, **router}
+        self._router = {"beat_s": BEAT_S, "missed_beats": MISSED_BEATS, **router}
         write_model_folder(folder / "model")
         self.engine = engine
         self.router = self.start_router()
