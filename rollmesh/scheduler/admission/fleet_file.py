@@ -167,8 +167,6 @@ def _address_faults(fleet: FleetTables) -> Iterator[str]:
         )
         if not (told.startswith(scheme) and host and "/" not in host and is_port):
             yield f"{key}: {told!r} is no address; write it as {scheme}HOST:PORT"
-    if fleet.admission == fleet.bind and not fleet.bind.endswith((":0", ":*")):
-        yield f"admission: {fleet.admission} is that of `bind`; give it a port of its own"
     if not fleet.journal.strip():
         yield f"journal: {fleet.journal!r} is no folder; name one"
 
