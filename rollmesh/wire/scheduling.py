@@ -215,6 +215,8 @@ class ResizeWorkers(Message, frozen=True, tag="resize_workers"):
     """From when it is heard."""
     started_s: float = 0.0
     """Of the coordinator that it was told to: a later one refuses what was meant for it."""
+    turn_s: float = float("inf")
+    """The next one waits for it no longer; engines that take more go on by themselves."""
 
 
 class WorkersResized(Message, frozen=True, tag="workers_resized"):

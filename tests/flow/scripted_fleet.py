@@ -36,6 +36,7 @@ switch_s = 0.5
 
 [service]
 resize_deadline_s = 8.0
+turn_s = 2.0
 slack_s = 2.0
 settle_s = 1.0
 

@@ -128,7 +128,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     s.TicketMoved("k1", s.TicketState.GRANTED, (0, 1), "held"),
     s.SchedulerHello("s5d1e"),
     s.CoordinatorHello("p1", (TRUTH,), 1.5e9),
-    s.ResizeWorkers("p1", 9, (s.WorkerChange(1, True, 7),), 120.0, 1.5e9),
+    s.ResizeWorkers("p1", 9, (s.WorkerChange(1, True, 7),), 120.0, 1.5e9, 10.0),
     s.WorkersResized("p1", 9, (TRUTH,), "no answer"),
     s.RegisterPipeline("k1", SPEC),
     s.AdmitPipeline("k1", "p1"),

@@ -28,7 +28,9 @@ from rollmesh.wire.scheduling import (
 )
 
 NUM_GPUS = 4
-SETTINGS = SchedulerSettings(resize_deadline_s=6.0, slack_s=1.0, patience_s=20.0, settle_s=1.0)
+SETTINGS = SchedulerSettings(
+    resize_deadline_s=6.0, slack_s=1.0, patience_s=20.0, settle_s=1.0, turn_s=2.0
+)
 SPECS = (
     PipelineSpec(pipeline_id="a", clusters={"actor_train": (0, 1)}, generation=(0, 1, 2, 3)),
     PipelineSpec(

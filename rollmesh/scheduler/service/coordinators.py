@@ -13,6 +13,7 @@ Driven by scheduler.py.
 from rollmesh.scheduler.planning.state import Owner, Pipeline, PipelinePhase, Worker
 from rollmesh.scheduler.service.book import Book
 from rollmesh.scheduler.service.intents import Intents, is_down
+from rollmesh.scheduler.service.lateness import has_turn
 from rollmesh.scheduler.service.records import IntentKind, IntentPhase
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -71,7 +72,7 @@ class Coordinators:
                 detail = truth.detail if truth else ""
                 why = resized.error or detail or "its coordinator says that it is not done"
                 what = f"worker {intent.rank} cannot {intent.kind.value}: {why}"
-                self.quarantine(name, what, is_answered=True)
+                self.quarantine(name, what, answered=resized.resize_id)
                 return
 
     def driven(self) -> frozenset[str]:
@@ -178,8 +179,9 @@ class Coordinators:
 
     # out and in
 
-    def quarantine(self, name: str, why: str, is_answered: bool = False) -> None:
-        """Fence its GPUs; what others had been promised there they wait for anew."""
+    def quarantine(self, name: str, why: str, answered: int = 0) -> None:
+        """Fence its GPUs; what others had been promised there they wait for anew. `answered` is the
+        number of the resize that has failed, if it was said so."""
         book, tenant = self._book, self._book.tenants[name]
         settings, pipeline = book.settings, self._book.state.pipelines[name]
         tenant.why = why
@@ -188,7 +190,7 @@ class Coordinators:
         book.links[name].retry_s = book.now_s + min(settings.max_retry_s, wait_s)
         if pipeline.phase is PipelinePhase.ADMITTED:
             pipeline.phase = PipelinePhase.QUARANTINED
-        self._intents.fail(name, why, is_answered)
+        self._intents.fail(name, why, answered)
         book.mark("pipelines", name)
         book.wants_plan = True
         book.note("pipeline.quarantined", name, why)
@@ -201,9 +203,8 @@ class Coordinators:
         """Once it is known of each worker how it is, or that it sleeps."""
         book, name = self._book, pipeline.pipeline_id
         here = self._here(pipeline)
-        if any(self._is_sent(name, worker.rank) for worker in here):
-            return
-        settled = [w for w in here if truths.get(w.rank, _UNKNOWN).phase in _SETTLED]
+        resting = [worker for worker in here if not self._is_sent(name, worker.rank)]
+        settled = [w for w in resting if truths.get(w.rank, _UNKNOWN).phase in _SETTLED]
         if len(settled) < len(here):
             self._free(name, settled, truths)
             return
@@ -224,8 +225,8 @@ class Coordinators:
         book.wants_plan = True
 
     def _free(self, name: str, settled: list[Worker], truths: dict[int, WorkerTruth]) -> None:
-        """Others of its engines are lost: these sleep meanwhile, and who wants their GPUs has
-        them."""
+        """Others of its engines are lost, or on their way: these sleep meanwhile, and who wants
+        their GPUs has them."""
         asleep = [
             worker
             for worker in settled
@@ -235,7 +236,8 @@ class Coordinators:
         for worker in asleep:
             if worker.phase is WorkerPhase.LOST:
                 self._intents.settle(name, worker.rank, WorkerPhase.ASLEEP)
-        if awake := [worker.rank for worker in settled if worker not in asleep]:
+        awake = [worker.rank for worker in settled if worker not in asleep]
+        if awake and not any(has_turn(self._book, each) for each in self._intents.of(name)):
             self._intents.reconcile(name, awake)
 
     def _is_good(self, name: str, worker: Worker, truth: WorkerTruth) -> bool:

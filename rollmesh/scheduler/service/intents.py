@@ -3,16 +3,18 @@
     SLEEP, WAKE   PLANNED -> SENT -> ACKED -> COMMITTED | FAILED
     GRANT         PLANNED -> COMMITTED | FAILED
 
-Invariants: a pipeline has one resize at a time, of all that sleeps before what wakes; each names a
-newer epoch of its worker than any before, and is said again with the same until it is answered or
-late; a WAKE is sent, and a GRANT committed, when nobody stands on any of its GPUs; whom a lost
-worker had promised its GPUs waits again where he stood in line. What fails is the pipeline's whose
-worker it is, and no other's. Driven by scheduler.py; quarantine.py says when a pipeline fails.
+Invariants: a pipeline has one resize at a time, of all that sleeps before what wakes, but nobody
+waits for one that takes long (lateness.py); each names a newer epoch of its worker than any before,
+and is said again with the same until it is answered or late; a WAKE is sent, and a GRANT committed,
+when nobody stands on any of its GPUs; whom a lost worker had promised its GPUs waits again where he
+stood in line. What fails is the pipeline's whose worker it is, and no other's. Driven by
+scheduler.py; coordinators.py says when a pipeline fails.
 """
 
 from rollmesh.scheduler.planning.ops import Expand, Grant, Op, Release, Shrink, ShrinkReason, apply
 from rollmesh.scheduler.planning.state import FIXED, NodePhase, Owner, Pipeline, Request, Worker
 from rollmesh.scheduler.service.book import HELD, Book
+from rollmesh.scheduler.service.lateness import has_turn, limit_s
 from rollmesh.scheduler.service.records import Intent, IntentKind, IntentPhase
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, ResizeWorkers, WorkerChange, WorkerPhase
 
@@ -109,14 +111,14 @@ class Intents:
             self._dispatch(pipeline_id)
 
     def _dispatch(self, pipeline_id: str) -> None:
-        """The next resize of a pipeline, if none is under way and its coordinator is known."""
+        """The next resize of a pipeline, if it is its turn and its coordinator is known."""
         intents = self.of(pipeline_id)
-        if not self._book.links[pipeline_id].is_known:
+        is_busy = any(has_turn(self._book, each) for each in intents)
+        if is_busy or not self._book.links[pipeline_id].is_known:
             return
-        if any(each.phase is IntentPhase.SENT for each in intents):
-            return
-        sleeps = [each for each in intents if each.kind is IntentKind.SLEEP]
-        wakes = [each for each in intents if each.kind is IntentKind.WAKE]
+        waits = [each for each in intents if each.phase is IntentPhase.PLANNED]
+        sleeps = [each for each in waits if each.kind is IntentKind.SLEEP]
+        wakes = [each for each in waits if each.kind is IntentKind.WAKE]
         clear = [each for each in wakes if self._book.is_clear(self._worker(each).gpus)]
         if resize := sleeps or clear:
             self._send(pipeline_id, resize)
@@ -129,7 +131,7 @@ class Intents:
             worker.epoch += 1
             intent.epoch, intent.resize_id = worker.epoch, book.numbers.resize_id
             intent.phase = IntentPhase.SENT
-            intent.until_s = book.now_s + settings.resize_deadline_s + settings.slack_s
+            intent.until_s = book.now_s + limit_s(settings, intent.kind) + settings.slack_s
             owner, wakes = self._owner(intent), intent.kind is IntentKind.WAKE
             if all(book.standing.get(gpu, owner) == owner for gpu in worker.gpus):
                 moves = WorkerPhase.WAKING if wakes else WorkerPhase.SLEEPING
@@ -141,8 +143,12 @@ class Intents:
 
     def repeat(self, pipeline_id: str) -> None:
         """Its coordinator has not heard it."""
-        if sent := [each for each in self.of(pipeline_id) if each.phase is IntentPhase.SENT]:
-            self._say(sent)
+        resizes: dict[int, list[Intent]] = {}
+        for each in self.of(pipeline_id):
+            if each.phase is IntentPhase.SENT:
+                resizes.setdefault(each.resize_id, []).append(each)
+        for intents in resizes.values():
+            self._say(intents)
 
     def _say(self, intents: list[Intent]) -> None:
         book, first = self._book, intents[0]
@@ -158,6 +164,7 @@ class Intents:
             changes=tuple(WorkerChange(each.rank, wakes, each.epoch) for each in intents),
             deadline_s=max(0.0, first.until_s - book.settings.slack_s - book.now_s),
             started_s=tenant.started_s,
+            turn_s=book.settings.turn_s,
         )
         book.send(book.links[first.pipeline_id].route, resize)
 
@@ -199,16 +206,17 @@ class Intents:
             book.stand(owner, worker.gpus, phase.value)
         book.wants_plan = True
 
-    def fail(self, pipeline_id: str, why: str, is_answered: bool) -> None:
+    def fail(self, pipeline_id: str, why: str, answered: int = 0) -> None:
         """Nobody knows how its workers are: they keep their GPUs, and nobody is promised these.
 
-        What was not answered may yet be done, until the worker hears of a newer epoch.
+        What was not answered, as the resize of this number was, may yet be done, until the worker
+        hears of a newer epoch.
         """
         book = self._book
-        if not is_answered:
-            sent = {i.rank for i in self.of(pipeline_id) if i.phase is IntentPhase.SENT}
-            tenant = book.tenants[pipeline_id]
-            tenant.unsure = sorted({*tenant.unsure, *sent})
+        sent = [each for each in self.of(pipeline_id) if each.phase is IntentPhase.SENT]
+        open_ = {each.rank for each in sent if each.resize_id != answered}
+        tenant = book.tenants[pipeline_id]
+        tenant.unsure = sorted({*tenant.unsure, *open_})
         for intent in self.of(pipeline_id):
             if intent.kind is IntentKind.GRANT or intent.phase is IntentPhase.PLANNED:
                 self._call_off(intent, why)

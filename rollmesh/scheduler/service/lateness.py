@@ -1,36 +1,40 @@
-"""Pipelines with a resize under way: they are promised nothing more, and what waits behind one that
-takes long is for others.
+"""Whose turn it is: a pipeline's resizes are done one after another, but none waits for who hangs.
 
-A pipeline has one resize at a time, so a worker that was promised GPUs while another one hangs
-would keep them from everybody until the deadline. Invariant: who is busy (Pipeline.is_busy) is
-promised nothing; what was sent is not called off. Owns nothing. Driven by scheduler.py, before each
-plan and at each tick.
+    resize   SENT, in its turn -> ended;  turn_s passes -> SENT, overdue -> ended, or its deadline
+
+A pipeline is busy while a resize of it has its turn: it is promised nothing more, and nothing is
+begun there. One that is overdue keeps only the GPUs of its own engines, until these have answered
+or are lost. Invariant: so an op waits for a resize before it no longer than `turn_s`, however long
+the deadline is. Owns nothing. Driven by intents.py, and by scheduler.py before each plan and at
+each tick.
 """
 
 from rollmesh.scheduler.service.book import Book
-from rollmesh.scheduler.service.intents import Intents
-from rollmesh.scheduler.service.records import IntentKind, IntentPhase
+from rollmesh.scheduler.service.records import Intent, IntentKind, IntentPhase
+from rollmesh.scheduler.service.settings import SchedulerSettings
 
 
-def call_off_late(book: Book, intents: Intents) -> None:
-    """Note who is busy; have others use what workers wait for behind a late resize."""
-    busy = {each.pipeline_id for each in book.intents.values() if each.phase is IntentPhase.SENT}
-    for name, pipeline in book.state.pipelines.items():
-        pipeline.is_busy = name in busy
-    for name in _late(book):
-        intents.call_off(name, "a resize before it takes long")
+def limit_s(settings: SchedulerSettings, kind: IntentKind) -> float:
+    """A resize that wakes, or one that puts to sleep, has so long for all of it."""
+    if kind is IntentKind.WAKE:
+        return settings.resize_deadline_s
+    return min(settings.sleep_deadline_s, settings.resize_deadline_s)
 
 
-def is_held_up(book: Book) -> bool:
-    """Whether there is something to call off."""
-    late = _late(book)
-    planned = (each for each in book.intents.values() if each.phase is IntentPhase.PLANNED)
-    return any(each.kind is IntentKind.WAKE and each.pipeline_id in late for each in planned)
-
-
-def _late(book: Book) -> dict[str, None]:
-    """Pipelines whose resize was not done within `promise_s`, in the order of their intents."""
+def has_turn(book: Book, intent: Intent) -> bool:
+    """Whether it is under way, and the next resize of its pipeline waits for it."""
+    if intent.phase is not IntentPhase.SENT:
+        return False
     settings = book.settings
-    left_s = settings.resize_deadline_s + settings.slack_s - settings.promise_s
-    sent = (each for each in book.intents.values() if each.phase is IntentPhase.SENT)
-    return dict.fromkeys(each.pipeline_id for each in sent if each.until_s <= book.now_s + left_s)
+    left_s = limit_s(settings, intent.kind) + settings.slack_s - settings.turn_s
+    return book.now_s < intent.until_s - left_s
+
+
+def note_turns(book: Book) -> bool:
+    """Note who is busy; whether somebody is so no more."""
+    busy = {each.pipeline_id for each in book.intents.values() if has_turn(book, each)}
+    is_over = False
+    for name, pipeline in book.state.pipelines.items():
+        is_over |= pipeline.is_busy and name not in busy
+        pipeline.is_busy = name in busy
+    return is_over

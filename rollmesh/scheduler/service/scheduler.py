@@ -26,7 +26,7 @@ from rollmesh.scheduler.service.coordinators import Coordinators
 from rollmesh.scheduler.service.demands import Demands
 from rollmesh.scheduler.service.explain import Known, UnderWay, view
 from rollmesh.scheduler.service.intents import Intents
-from rollmesh.scheduler.service.lateness import call_off_late, is_held_up
+from rollmesh.scheduler.service.lateness import limit_s, note_turns
 from rollmesh.scheduler.service.records import Intent, Revived
 from rollmesh.scheduler.service.revival import revive
 from rollmesh.scheduler.service.settings import SchedulerSettings
@@ -168,8 +168,8 @@ class Scheduler:
             self._has_begun, self._began_s = True, book.now_s
             for intent in book.intents.values():
                 if intent.resize_id:  # nobody may have heard of it: it has its time anew
-                    limit_s = book.settings.resize_deadline_s + book.settings.slack_s
-                    self._defer(intent, book.now_s + limit_s)
+                    for_s = limit_s(book.settings, intent.kind) + book.settings.slack_s
+                    self._defer(intent, book.now_s + for_s)
             self._forgive(math.inf)
         elif book.now_s - before_s > MAX_TICKS * book.settings.tick_s:
             for intent in book.intents.values():
@@ -227,7 +227,7 @@ class Scheduler:
     def _plan(self) -> None:
         book = self.book
         self.coordinators.fence_silent()
-        call_off_late(self.book, self.intents)
+        note_turns(book)
         book.wants_plan, book.planned_s = False, book.now_s
         book.num["plans"] += 1
         made = self._make()
@@ -286,7 +286,7 @@ class Scheduler:
         self.tickets.on_tick()
         self.tenants.on_tick()
         self.coordinators.on_tick()
-        self.book.wants_plan = self.book.wants_plan or is_held_up(self.book)
+        self.book.wants_plan |= note_turns(self.book)
         for pipeline in self.book.state.pipelines.values():
             if self.demands.is_stalled(pipeline):
                 gpus = pipeline.spec.generation

@@ -25,11 +25,14 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_s: Beats = 600.0
     """What has ended is known so long, for those who ask again."""
     resize_deadline_s: Second = 120.0
-    """A coordinator has so long for each resize."""
+    """Engines have so long to wake, which is to load weights; then the resize has failed."""
+    sleep_deadline_s: Second = 45.0
+    """The same for one that goes to sleep, where that is less."""
     slack_s: Span = 5.0
     """And its answer so long for the way."""
-    promise_s: Span = 30.0
-    """Workers wait so long behind a resize of their pipeline, then their GPUs are for anybody."""
+    turn_s: Second = 10.0
+    """Resizes of a pipeline are done one after another, but the next one waits no longer than that
+    for the one before: engines that take longer go on by themselves."""
     coordinator_grace_s: Beats = 15.0
     """A pipeline is quarantined whose coordinator is silent for so long."""
     node_grace_s: Beats = 15.0

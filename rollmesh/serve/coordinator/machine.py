@@ -1,13 +1,17 @@
 """The coordinator's machine: what the scheduler wants of a pipeline's engines, done at the engines.
 
-    resize   heard -> in line -> under way -> answered;  the deadline passes -> answered, not done
-                                           a newer one names the same engine -> answered, not done
+    resize   heard -> in line -> in its turn -> answered;  the deadline passes -> answered, not done
+                                    |      ^    a newer one names the same engine -> so, too
+                                    v      |
+                                   overdue, since its turn is over
 
-Invariants: resizes are carried out one after another; one with an older epoch than its engine has
-heard of is refused, one said again is answered again; the scheduler hears the truth each second,
-and at once when it changes or the scheduler is another; while there is none, nothing changes and
-leases are renewed. An engine's own way is drawn in worker.py. Pure; driven by process.py and by
-the simulator, with a tick at least every tenth of a second.
+Invariants: resizes are carried out one after another, but one that has had its turn keeps the next
+one waiting no longer: what it still waits for are other engines, each of which goes its own way;
+one with an older epoch than its engine has heard of is refused, one said again is answered again;
+the scheduler hears the truth each second, and at once when it changes or the scheduler is another;
+while there is none, nothing changes and leases are renewed. An engine's own way is drawn in
+worker.py. Pure; driven by process.py and by the simulator, with a tick at least every tenth of a
+second.
 """
 
 from collections import deque
@@ -48,10 +52,16 @@ class _Resize(msgspec.Struct):
 
     ask: ResizeWorkers
     until_s: float
+    turn_ends_s: float | None = None
+    """None while it waits in line."""
 
     @property
     def ranks(self) -> set[int]:
         return {change.rank for change in self.ask.changes}
+
+
+def _is_in_turn(resize: _Resize, now_s: float) -> bool:
+    return resize.turn_ends_s is not None and now_s < resize.turn_ends_s
 
 
 class Coordinator:
@@ -61,9 +71,8 @@ class Coordinator:
         self._settings = settings
         self.workers = [Worker(rank, url, settings) for rank, url in enumerate(settings.urls)]
         self._table = Table(settings)
-        self._line: deque[_Resize] = deque()
-        """The first is under way."""
-        self._is_begun = False
+        self._line: list[_Resize] = []
+        """Those that are under way, then those that wait."""
         self._answered: deque[tuple[ResizeWorkers, str]] = deque(maxlen=KEPT_ANSWERS)
         """Resizes and their errors, '' where they were done, the oldest first."""
         self._num_calls = 0
@@ -112,9 +121,9 @@ class Coordinator:
             return []
         if error := self._refusal(ask):
             return [self._answer(ask, error)]
-        actions: list[Action] = []
-        for each in [each for each in self._line if each.ranks & {c.rank for c in ask.changes}]:
-            actions += self._end(each, f"overtaken by resize {ask.resize_id}")
+        ranks, why = {change.rank for change in ask.changes}, f"overtaken by resize {ask.resize_id}"
+        overtaken = [each for each in self._line if each.ranks & ranks]
+        actions: list[Action] = [self._end(each, why) for each in overtaken]
         for change in ask.changes:
             self.workers[change.rank].epoch = change.epoch
         self._line.append(_Resize(ask, now_s + ask.deadline_s))
@@ -130,34 +139,34 @@ class Coordinator:
         return ""
 
     def _tend_line(self, now_s: float) -> list[Action]:
-        """Begin the first that waits; end what is done, or late."""
+        """Begin what waits, when its turn has come; end what is done, or late."""
         actions: list[Action] = []
-        while self._line:
-            first = self._line[0]
-            if not self._is_begun:
-                self._is_begun = True
-                for change in first.ask.changes:
-                    self.workers[change.rank].want(change.wakes)
-            if all(self.workers[rank].is_there for rank in first.ranks):
-                actions += self._end(first, "")
-            elif now_s >= first.until_s:
-                actions += self._give_up(first)
-            else:
-                break
+        for each in list(self._line):
+            if each.turn_ends_s is None:
+                if any(_is_in_turn(other, now_s) for other in self._line):
+                    break
+                self._begin(each, now_s)
+            if all(self.workers[rank].is_there for rank in each.ranks):
+                actions.append(self._end(each, ""))
+            elif now_s >= each.until_s:
+                actions.append(self._give_up(each))
         return actions
 
-    def _give_up(self, resize: _Resize) -> list[Action]:
+    def _begin(self, resize: _Resize, now_s: float) -> None:
+        resize.turn_ends_s = now_s + resize.ask.turn_s
+        for change in resize.ask.changes:
+            self.workers[change.rank].want(change.wakes)
+
+    def _give_up(self, resize: _Resize) -> Send:
         late = [w for w in self.workers if w.rank in resize.ranks and not w.is_there]
         for worker in late:
             worker.give_up(f"{worker.step.value}: took too long")
         return self._end(resize, "; ".join(f"worker {w.rank}: {w.detail}" for w in late))
 
-    def _end(self, resize: _Resize, error: str) -> list[Action]:
-        if resize is self._line[0]:
-            self._is_begun = False
-        self._line.remove(resize)
+    def _end(self, resize: _Resize, error: str) -> Send:
+        self._line = [each for each in self._line if each is not resize]
         self._answered.append((resize.ask, error))
-        return [self._answer(resize.ask, error)]
+        return self._answer(resize.ask, error)
 
     def _answer(self, ask: ResizeWorkers, error: str) -> Send:
         truths = self.truths()

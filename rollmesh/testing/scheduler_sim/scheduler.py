@@ -26,7 +26,7 @@ from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.scheduling import TicketMoved, TicketState
 
 TICK_S = 0.25
-SETTINGS = SchedulerSettings(resize_deadline_s=8.0, slack_s=2.0)
+SETTINGS = SchedulerSettings(resize_deadline_s=8.0, slack_s=2.0, turn_s=3.0)
 
 
 def quick(name: str) -> Policy:
@@ -41,6 +41,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
     scheduler: type[Scheduler] = Scheduler
     policy: Callable[[str], Policy] = quick
+    settings: SchedulerSettings = SETTINGS
 
 
 class SimScheduler(Node):
@@ -81,7 +82,7 @@ class SimScheduler(Node):
     def _begin_life(self) -> None:
         policy = self._parts.policy(self._policy)
         self.machine = self._parts.scheduler(
-            SETTINGS, policy, self.disk.load(), f"scheduler.{self.life}"
+            self._parts.settings, policy, self.disk.load(), f"scheduler.{self.life}"
         )
         self._watched = witness.Sleepers(self.machine.book.state)
 

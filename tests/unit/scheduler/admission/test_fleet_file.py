@@ -46,6 +46,8 @@ RANGES = {
     "patience_s": (2, 1e6),
     "memory_s": (2, 1e6),
     "resize_deadline_s": (1, 1e6),
+    "sleep_deadline_s": (1, 1e6),
+    "turn_s": (1, 1e6),
     "coordinator_grace_s": (2, 1e6),
     "node_grace_s": (2, 1e6),
     "retry_s": (1, 1e6),

@@ -39,7 +39,7 @@ from rollmesh.wire.scheduling import (
 )
 
 TRAIN = "actor_train"
-SETTINGS = SchedulerSettings(resize_deadline_s=20.0, slack_s=2.0)
+SETTINGS = SchedulerSettings(resize_deadline_s=20.0, slack_s=2.0, turn_s=5.0)
 QUICK = FairSettings(quantum_s=4.0, hold_s=1.0, switch_s=1.0, reserve_after_s=8.0)
 Asked = RequestGpus | NotifyReleaseGpus | NotifyReleaseThenRequestGpus
 
@@ -54,6 +54,8 @@ class Coordinator:
         self.told: list[ResizeWorkers] = []
         self.num_heard = 0
         self.is_hung = False
+        self.hung: set[int] = set()
+        """Ranks of engines that do not answer."""
         self.is_silent = False
         self.error = ""
         """What the next resizes end with, if anything."""
@@ -78,8 +80,12 @@ class Coordinator:
 
     def take(self) -> list[ResizeWorkers]:
         """What it does now."""
-        told, self.told = ([], self.told) if self.is_hung else (self.told, [])
+        told = [each for each in self.told if not self._hangs(each)]
+        self.told = [each for each in self.told if self._hangs(each)]
         return told
+
+    def _hangs(self, resize: ResizeWorkers) -> bool:
+        return self.is_hung or any(change.rank in self.hung for change in resize.changes)
 
     def move(self, rank: int, phase: WorkerPhase) -> None:
         self.truths[rank] = msgspec.structs.replace(self.truths[rank], phase=phase)

@@ -1,8 +1,17 @@
 """Who is late with a resize holds up nobody else."""
 
+import msgspec
+import pytest
+
+from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.records import IntentPhase
-from rollmesh.wire.scheduling import GENERATION_CLUSTER, TicketState
-from tests.unit.scheduler.service.stage import Stage
+from rollmesh.wire.scheduling import GENERATION_CLUSTER, TicketState, WorkerPhase
+from tests.unit.scheduler.service.stage import SETTINGS, Stage
+
+SWITCH_S = 2.0
+"""Of an engine that does not hang, with what has to be said about it."""
+UNTURNED = msgspec.structs.replace(SETTINGS, turn_s=SETTINGS.resize_deadline_s)
+"""The fault: the next resize waits for the one before to its end."""
 
 
 def phases(stage: Stage, pipeline_id: str) -> list[IntentPhase]:
@@ -21,6 +30,21 @@ def shared() -> Stage:
     return stage
 
 
+def hanging(stage: Stage) -> Stage:
+    """Engine 0 of `ill` hangs while it should go to sleep for one that trains; 1 and 2 serve."""
+    stage.pipeline("ill", train=(), generation=(0, 1, 2))
+    stage.pipeline("first", train=(0,), generation=())
+    stage.pipeline("second", train=(1,), generation=())
+    stage.generate("ill", "g")
+    stage.run(2)
+    assert stage.awake("ill") == [0, 1, 2]
+    stage.coordinators["ill"].hung = {0}
+    stage.train("first", "t1")
+    stage.run(1)
+    assert phases(stage, "ill") == [IntentPhase.SENT]
+    return stage
+
+
 def test_who_is_busy_is_promised_nothing_more() -> None:
     stage = shared()
     stage.generate("ill", "g")
@@ -33,13 +57,84 @@ def test_who_is_busy_is_promised_nothing_more() -> None:
     assert stage.awake("ill") == [0, 1, 2], "it is busy no more"
 
 
-def test_what_a_late_pipeline_was_promised_goes_to_who_can_use_it() -> None:
+def test_an_engine_that_hangs_holds_up_who_needs_another_for_its_turn_and_no_longer() -> None:
+    stage = hanging(Stage(3))
+    stage.train("second", "t2")
+    stage.wait_for("t2", TicketState.GRANTED, SETTINGS.turn_s + SWITCH_S)
+    assert stage.state("t1") is TicketState.QUEUED
+    assert stage.of("ill").phase is PipelinePhase.ADMITTED
+    assert stage.awake("ill") == [0, 2]
+
+
+def test_without_turns_it_is_held_up_to_the_deadline() -> None:
+    stage = hanging(Stage(3, settings=UNTURNED))
+    stage.train("second", "t2")
+    stage.run(SETTINGS.turn_s + SWITCH_S)
+    assert stage.state("t2") is TicketState.QUEUED
+
+
+def test_one_that_hangs_is_lost_in_the_end_and_its_gpus_alone_are_fenced() -> None:
+    stage = hanging(Stage(3))
+    stage.train("second", "t2")
+    stage.run(SETTINGS.resize_deadline_s + SETTINGS.slack_s)
+    assert stage.of("ill").phase is PipelinePhase.QUARANTINED
+    assert stage.of("ill").workers[0].phase is WorkerPhase.LOST
+    assert stage.state("t1") is TicketState.QUEUED
+    stage.run(5)
+    assert stage.awake("ill") == [0]
+    stage.coordinators["ill"].hung = set()
+    stage.wait_for("t1", TicketState.GRANTED)
+
+
+def test_an_engine_that_is_slow_comes_up_after_its_turn_as_if_in_it() -> None:
     stage = shared()
-    stage.release("well", "r", GENERATION_CLUSTER)
+    ill = stage.coordinators["ill"]
+    ill.is_hung, ill.hung = False, {0}
     stage.generate("ill", "g")
-    stage.beat()
-    assert phases(stage, "ill") == [IntentPhase.SENT, IntentPhase.PLANNED, IntentPhase.PLANNED]
-    stage.generate("well", "again")
-    promise_s = stage.scheduler.book.settings.promise_s
-    stage.wait_for("again", TicketState.GRANTED, 2 * promise_s)
+    stage.release("well", "r", GENERATION_CLUSTER)
+    stage.run(SETTINGS.turn_s + SWITCH_S)
+    assert stage.awake("ill") == [1, 2], "its GPUs are not kept from it meanwhile"
     assert phases(stage, "ill") == [IntentPhase.SENT]
+    ill.hung = set()
+    stage.run(2)
+    assert stage.awake("ill") == [0, 1, 2]
+    assert stage.scheduler.book.num["pipeline.quarantined"] == 0
+
+
+@pytest.mark.parametrize(("wakes", "deadline_s"), [(False, 12.0), (True, 20.0)])
+def test_the_deadline_is_that_of_the_deed(wakes: bool, deadline_s: float) -> None:
+    stage = Stage(1, settings=msgspec.structs.replace(SETTINGS, sleep_deadline_s=12.0))
+    coordinator = stage.pipeline("a", train=(), generation=(0,))
+    if not wakes:
+        stage.generate("a", "g")
+        stage.run(2)
+    coordinator.hung = {0}
+    if wakes:
+        stage.generate("a", "g")
+    else:
+        stage.release("a", "r", GENERATION_CLUSTER)
+    [resize] = coordinator.told
+    assert resize.deadline_s == deadline_s
+    stage.run(deadline_s + SETTINGS.slack_s - 1.0)
+    assert stage.scheduler.book.num["pipeline.quarantined"] == 0
+    stage.run(2.0)
+    assert stage.scheduler.book.num["pipeline.quarantined"] == 1
+
+
+def test_all_that_is_under_way_is_said_again_to_who_has_not_heard_it() -> None:
+    stage = hanging(Stage(3))
+    stage.train("second", "t2")
+    ill = stage.coordinators["ill"]
+    ill.hung = {0, 1}
+    stage.run(SETTINGS.turn_s + 1.0)
+    told = {each.resize_id: each.changes for each in ill.told}
+    assert len(told) == 2
+    ill.told.clear()
+    for rank in (0, 1):  # it forgets: both were lost on the way
+        ill.truths[rank] = msgspec.structs.replace(ill.truths[rank], epoch=0)
+    stage.run(1.5)
+    assert {each.resize_id: each.changes for each in ill.told} == told
+    ill.hung = set()
+    stage.wait_for("t1", TicketState.GRANTED)
+    stage.wait_for("t2", TicketState.GRANTED)
+    assert stage.scheduler.book.num["pipeline.quarantined"] == 0

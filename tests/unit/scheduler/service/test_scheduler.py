@@ -126,9 +126,9 @@ def test_a_loop_that_ends_with_its_first_error_answers_nobody_any_more() -> None
 class BlamesAll(Coordinators):
     """The fault: one that fails fails all."""
 
-    def quarantine(self, name: str, why: str, is_answered: bool = False) -> None:
+    def quarantine(self, name: str, why: str, answered: int = 0) -> None:
         for each in self._book.tenants:
-            super().quarantine(each, why, is_answered)
+            super().quarantine(each, why, answered)
 
 
 class Unfenced(Scheduler):

@@ -4,6 +4,8 @@ Invariant: what the machine asks for is carried out at once, unless the test hol
 test_machine.py, test_table.py and test_worker.py.
 """
 
+import math
+
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, Fleet, ProbeEngine
 from rollmesh.serve.coordinator.events import (
     SCHEDULER,
@@ -114,13 +116,18 @@ class Yard:
             self._carry_out(action)
 
     def resize(
-        self, wakes: bool, *ranks: int, epoch: int = 0, deadline_s: float = 20.0
+        self,
+        wakes: bool,
+        *ranks: int,
+        epoch: int = 0,
+        deadline_s: float = 20.0,
+        turn_s: float = math.inf,
     ) -> ResizeWorkers:
         """The scheduler asks; the epoch is that of the ask where none is told."""
         self._resizes += 1
         epoch = epoch or self._resizes
         changes = tuple(WorkerChange(rank, wakes, epoch) for rank in ranks)
-        ask = ResizeWorkers("p", self._resizes, changes, deadline_s)
+        ask = ResizeWorkers("p", self._resizes, changes, deadline_s, turn_s=turn_s)
         self.step(Received(SCHEDULER, ask))
         return ask
 
