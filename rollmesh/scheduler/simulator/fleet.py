@@ -1,8 +1,9 @@
 """The fleet in simulated time: asks for the real plan(), and carries it out.
 
 Owns the planner's state, and which GPUs are clear. Invariants: as in the service, an op starts when
-its GPUs are clear, and none waits for another to be planned; who wants to change something says so
-and is planned for at the end of that moment. Driven by the tenants, by name.
+its GPUs are clear, and none waits for another to be planned; a pipeline has one resize at a time
+(resizes.py), and is promised nothing more meanwhile; who wants to change something says so and is
+planned for at the end of that moment. Driven by the tenants, by name.
 
     Shrink  the worker serves nobody > sleep_s > clear        Expand  clear > wake_s > it serves
     Grant   clear > the fixed cluster starts                  Release clear
@@ -25,6 +26,7 @@ from rollmesh.scheduler.planning.state import (
     Worker,
 )
 from rollmesh.scheduler.simulator.agenda import Agenda
+from rollmesh.scheduler.simulator.resizes import Resizes
 from rollmesh.scheduler.simulator.spans import Spans, Use
 from rollmesh.scheduler.simulator.trace import Trace
 from rollmesh.wire.scheduling import PipelineSpec, WorkerPhase
@@ -63,9 +65,11 @@ class Fleet:
         self.num_plans = 0
         self._agenda = agenda
         self._policy = policy
-        self._costs = trace.costs
         self._state = State()
         self._tenants: dict[str, Tenant] = {}
+        self._resizes = Resizes(
+            trace.costs, agenda, self.spans, self._falls_asleep, self._resized, self._change
+        )
         self._starts: dict[int, tuple[tuple[int, ...], Callable[[], None]]] = {}
         """By GPU, what starts when all of its GPUs are clear."""
         self._plan_s: float | None = None
@@ -148,6 +152,7 @@ class Fleet:
         state.now_s, self._plan_s = now_s, None
         for pipeline_id, pipeline in state.pipelines.items():
             self._weigh(pipeline_id, pipeline)
+            pipeline.is_busy = pipeline_id in self._resizes.busy
         planned = plan(state, self._policy)
         self.num_plans += 1
         for pipeline_id, credit in planned.credits.items():
@@ -155,6 +160,7 @@ class Fleet:
         state.credited_s = now_s
         for op in planned.ops:
             self._carry_out(op)
+        self._resizes.drive()
         self._again_s = max(planned.again_s, now_s + MIN_AGAIN_S)
         if planned.again_s < float("inf"):
             self._agenda.at(self._again_s, partial(self._again, self._again_s))
@@ -175,21 +181,14 @@ class Fleet:
     # carrying it out
 
     def _carry_out(self, op: Op) -> None:
-        state, now_s = self._state, self._agenda.now_s
+        state = self._state
         match op:
-            case Shrink(pipeline_id, rank, _):
+            case Shrink(pipeline_id, rank) | Expand(pipeline_id, rank):
                 apply(state, op)
                 worker = state.pipelines[pipeline_id].workers[rank]
                 worker.kv_tokens = 0
                 self.num_resizes += 1
-                self.num_evictions += self._tenants[pipeline_id].sleeps(rank) > 0
-                self.spans.turn(worker.gpus, Use.SLEEP, now_s)
-                self._agenda.after(self._costs.sleep_s, partial(self._asleep, pipeline_id, worker))
-            case Expand(pipeline_id, rank):
-                apply(state, op)
-                worker = state.pipelines[pipeline_id].workers[rank]
-                self.num_resizes += 1
-                self._start(worker.gpus, partial(self._wake, pipeline_id, worker))
+                self._resizes.promise(pipeline_id, worker)
             case Grant(key):
                 request = state.requests[key]
                 gpus = state.gpus_of(request)
@@ -217,19 +216,17 @@ class Fleet:
                     del self._starts[each]
                 begin()
 
-    def _wake(self, pipeline_id: str, worker: Worker) -> None:
-        label = f"engine {worker.rank}"
-        self.spans.enter(worker.gpus, pipeline_id, label, Use.WAKE, self._agenda.now_s)
-        self._agenda.after(self._costs.wake_s, partial(self._awake, pipeline_id, worker))
+    def _falls_asleep(self, pipeline_id: str, worker: Worker) -> None:
+        self.num_evictions += self._tenants[pipeline_id].sleeps(worker.rank) > 0
 
-    def _awake(self, pipeline_id: str, worker: Worker) -> None:
+    def _resized(self, pipeline_id: str, worker: Worker) -> None:
+        if worker.phase is WorkerPhase.SLEEPING:
+            self._move(pipeline_id, worker, WorkerPhase.ASLEEP)
+            self._clear(worker.gpus)
+            return
         self._move(pipeline_id, worker, WorkerPhase.AWAKE)
         self.spans.turn(worker.gpus, Use.SERVE, self._agenda.now_s)
         self._tenants[pipeline_id].woke(worker.rank)
-
-    def _asleep(self, pipeline_id: str, worker: Worker) -> None:
-        self._move(pipeline_id, worker, WorkerPhase.ASLEEP)
-        self._clear(worker.gpus)
 
     def _move(self, pipeline_id: str, worker: Worker, phase: WorkerPhase) -> None:
         self._state.now_s = self._agenda.now_s

@@ -4,6 +4,7 @@ from rollmesh.scheduler.planning.draft import Draft
 from rollmesh.scheduler.planning.plan import Outlook
 from rollmesh.scheduler.simulator.agenda import Agenda
 from rollmesh.scheduler.simulator.fleet import PROGRESS_BUCKETS, Fleet
+from rollmesh.scheduler.simulator.resizes import TURN_S
 from rollmesh.scheduler.simulator.trace import Costs, Trace, TracePipeline
 from rollmesh.scheduler.simulator.world import run
 
@@ -27,6 +28,7 @@ class Sees:
         self.remaining: list[int | None] = []
         self.kv_tokens: list[int] = []
         self.credits: list[tuple[float, float]] = []
+        self.busy: list[bool] = []
         self.num_pipelines = 0
         self._again_s = list(again_s)
 
@@ -38,6 +40,7 @@ class Sees:
             worker = pipeline.workers[0]
             self.remaining.append(pipeline.remaining)
             self.kv_tokens.append(worker.kv_tokens)
+            self.busy.append(pipeline.is_busy)
             self.credits.append((pipeline.credit_gpu_s, state.credited_s))
             if pipeline.demand and draft.can_expand(pipeline_id, worker):
                 draft.expand(pipeline_id, worker)
@@ -57,7 +60,7 @@ def _ask(fleet: Fleet) -> None:
 def test_time_alone_is_reason_to_plan_where_the_policy_says_so() -> None:
     sees = Sees(again_s=(7.0, 9.5))
     run(_trace(ROLLS), sees)
-    assert sees.asked_s[:4] == [0.0, 7.0, 9.5, 15.0]
+    assert sees.asked_s[:3] == [0.0, 7.0, 9.5]
 
 
 def test_an_older_wish_to_plan_again_is_forgotten() -> None:
@@ -81,7 +84,7 @@ def test_an_older_wish_to_plan_again_is_forgotten() -> None:
     agenda.at(0.0, lambda: fleet.join(ROLLS.spec(), Nobody()))
     agenda.at(0.0, lambda: _ask(fleet))
     agenda.at(3.0, lambda: _ask(fleet))
-    agenda.run(10.0)
+    agenda.run(9.0)
     assert sees.asked_s == [0.0, 3.0]
 
 
@@ -110,3 +113,10 @@ def test_who_has_left_is_forgotten_once_its_engines_are_asleep() -> None:
     )
     run(_trace(ROLLS, short), sees)
     assert sees.num_pipelines == 1
+
+
+def test_who_has_a_resize_under_way_is_shown_as_busy_for_its_turn() -> None:
+    sees = Sees(again_s=(7.0, 9.5))
+    run(_trace(ROLLS), sees)
+    assert sees.asked_s[:5] == [0.0, 7.0, 9.5, TURN_S, 15.0]
+    assert sees.busy[:5] == [False, True, True, False, False]
