@@ -93,6 +93,13 @@ class _Open(msgspec.Struct):
     """The scheduler knows it."""
     withdrawn_s: float | None = None
 
+    def is_last(self, state: TicketState) -> bool:
+        """Whether it ends with that. A grant that has crossed its withdrawal does not, but of
+        generation: nobody else would give it back, should the withdrawal be lost."""
+        if state is TicketState.GRANTED and self.withdrawn_s is not None:
+            return self.claim.cluster == GENERATION_CLUSTER
+        return state is not TicketState.QUEUED
+
     @property
     def words(self) -> list[Claim | WithdrawRequest]:
         """What is said of it now; what gives up something first has to be heard of."""
@@ -200,7 +207,7 @@ class Claims:
                     actions += self._say_all(now_s)
             case TicketMoved(key, state, gpus, reason) if key in self._open:
                 self._open[key].reason, self._open[key].is_heard = reason, True
-                if state is not TicketState.QUEUED:
+                if self._open[key].is_last(state):
                     del self._open[key]
                     actions.append(Settled(key, state, gpus, reason))
         return actions

@@ -173,6 +173,24 @@ def test_what_is_withdrawn_is_said_to_be_so_until_that_is_answered(program: Prog
     assert program.says(withdrawn) == []
 
 
+@pytest.mark.parametrize("claim", [TRAIN, GENERATE])
+def test_a_grant_that_crosses_its_withdrawal_is_given_back_where_it_is_a_cluster(
+    program: Program, claim: RequestGpus
+) -> None:
+    """The withdrawal may be lost, and the scheduler would hold the GPUs for nobody for ever."""
+    program.do(claim)
+    program.hears(SchedulerHello("s1"))
+    withdrawn = WithdrawRequest(claim.key)
+    program.do(withdrawn)
+    program.hears(TicketMoved(claim.key, TicketState.GRANTED, (0, 1)))
+    is_fixed = claim is TRAIN
+    assert (withdrawn in program.says(Ticked(), 1.0)) is is_fixed
+    if is_fixed:
+        given_back = Settled(claim.key, TicketState.RELEASED)
+        assert given_back in program.hears(TicketMoved(claim.key, TicketState.RELEASED))
+    assert withdrawn not in program.says(Ticked(), 1.0)
+
+
 def test_what_nobody_answers_is_not_withdrawn_for_ever(program: Program) -> None:
     program.do(TRAIN)
     program.do(WithdrawRequest("k1"))
