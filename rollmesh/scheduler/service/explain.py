@@ -6,21 +6,21 @@ times are spans as of now, for no clock of ours is the reader's. Driven by the s
 by its tests; what the verb `rollmesh scheduler explain` shows are the lines that stand here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from rollmesh.scheduler.planning.state import (
     AWAKE_PHASES,
-    FIXED,
     NodePhase,
-    Owner,
     Pipeline,
     PipelinePhase,
     Request,
     State,
     Worker,
 )
+from rollmesh.scheduler.service.known import FOREVER, Known, UnderWay
+from rollmesh.scheduler.service.occupants import Occupants
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     GpuPriority,
@@ -28,43 +28,6 @@ from rollmesh.wire.scheduling import (
     RunClaim,
     WorkerPhase,
 )
-
-FOREVER = float("inf")
-
-
-class UnderWay(msgspec.Struct, frozen=True, kw_only=True):
-    """An op that was planned and is not done: the state counts it as done already."""
-
-    pipeline_id: str
-    cluster: str
-    rank: int = FIXED
-    """FIXED, or of the generation worker."""
-    stage: str
-    """Of its intent: planned, sent..."""
-    since_s: float
-    until_s: float = FOREVER
-    """When its pipeline is quarantined if it has not answered."""
-
-
-class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """What the service knows beside the state."""
-
-    scheduler: str = ""
-    """Its incarnation."""
-    policy: str = ""
-    reserve_after_s: float = FOREVER
-    """A request that waited so long is not bypassed."""
-    again_s: float = FOREVER
-    """When time alone may change the plan."""
-    under_way: tuple[UnderWay, ...] = ()
-    driven: frozenset[str] = frozenset()
-    """Pipelines that a run drives: its coordinator was heard a moment ago."""
-    runs: Mapping[str, RunClaim] = {}
-    """By pipeline, the run that has its name."""
-    faults: Mapping[str, str] = {}
-    """By pipeline, why it is quarantined, or anything else that is wrong with it."""
-    troubles: tuple[str, ...] = ()
-    """Of the service itself, newest last: plans that failed, say."""
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,10 +102,8 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 
 def view(state: State, known: Known, pipeline_id: str = "") -> FleetView:
     """Of one pipeline or ('') of all."""
-    chosen = [each for each in state.pipelines.values() if pipeline_id in ("", each.pipeline_id)]
-    names = ", ".join(state.pipelines) or "none is"
     up = [node for node in state.nodes.values() if node.phase is NodePhase.UP]
-    return FleetView(
+    whole = FleetView(
         scheduler=known.scheduler,
         policy=known.policy,
         nodes=tuple(
@@ -150,10 +111,23 @@ def view(state: State, known: Known, pipeline_id: str = "") -> FleetView:
             for node in state.nodes.values()
         ),
         num_free=sum(gpu not in state.owners for node in up for gpu in node.gpus),
-        pipelines=tuple(_Words(state, known, each).view() for each in chosen),
+        pipelines=tuple(
+            _Words(state, known, each).view()
+            for each in state.pipelines.values()
+            if pipeline_id in ("", each.pipeline_id)
+        ),
         troubles=known.troubles,
-        error="" if chosen or not pipeline_id else f"no pipeline {pipeline_id!r}; {names} known",
     )
+    return only(whole, pipeline_id, tuple(state.pipelines)) if pipeline_id else whole
+
+
+def only(fleet: FleetView, pipeline_id: str, names: tuple[str, ...] = ()) -> FleetView:
+    """Of that one alone, of whom it tells; an error with the `names` that there are if it is none
+    of these."""
+    chosen = tuple(each for each in fleet.pipelines if each.pipeline_id == pipeline_id)
+    known = ", ".join(names or [each.pipeline_id for each in fleet.pipelines]) or "none is"
+    error = "" if chosen else f"no pipeline {pipeline_id!r}; {known} known"
+    return msgspec.structs.replace(fleet, pipelines=chosen, error=error)
 
 
 class _Words:
@@ -163,7 +137,7 @@ class _Words:
         self._state = state
         self._known = known
         self._pipeline = pipeline
-        self._moves = {(op.pipeline_id, op.cluster, op.rank): op for op in known.under_way}
+        self._occupants = Occupants(state, known)
 
     def view(self) -> PipelineView:
         pipeline, now_s = self._pipeline, self._state.now_s
@@ -200,10 +174,12 @@ class _Words:
             if request.pipeline_id == self._pipeline.pipeline_id:
                 yield self._of_request(request)
         for cluster, hold in self._pipeline.holds.items():
-            if move := self._moves.get((self._pipeline.pipeline_id, cluster, FIXED)):
+            if move := self._occupants.move(self._pipeline.pipeline_id, cluster):
                 yield self._of_promise(cluster, hold.priority, hold.since_s, move)
         if self._pipeline.waiting_s is not None:
             yield self._of_generation(self._pipeline.waiting_s)
+        elif wait := self._of_wakes():
+            yield wait
 
     def _of_request(self, request: Request) -> WaitView:
         gpus = self._pipeline.spec.clusters[request.cluster]
@@ -211,7 +187,7 @@ class _Words:
         place = self._place(request)
         ahead = [each for each in self._state.requests.values() if self._place(each) < place]
         rivals = [each for each in ahead if set(self._gpus_of(each)) & set(gpus)]
-        until = "their holders release them"
+        until = "; ".join(self._occupants.returns(gpus)) or "their holders release them"
         if rivals:
             names = ", ".join(f"{each.pipeline_id} {each.cluster}" for each in rivals)
             until = f"{until}; before it comes {names}"
@@ -225,35 +201,52 @@ class _Words:
             priority=_priority(request.priority),
             for_s=waited_s,
             gpus=gpus,
-            missing=self._missing(gpus),
+            missing=self._occupants.missing(gpus),
             until=until if self._pipeline.phase is PipelinePhase.ADMITTED else self._unheld(),
         )
 
     def _of_promise(self, cluster: str, priority: int, since_s: float, move: UnderWay) -> WaitView:
         """It is planned, and others stand there still."""
         gpus = self._pipeline.spec.clusters[cluster]
-        missing = {
-            gpu: f"{op.pipeline_id} generation worker {op.rank} goes to sleep ({self._stage(op)})"
-            for op in self._known.under_way
-            if op.rank != FIXED
-            for gpu in self._bundle(op)
-            if gpu in gpus
-        }
         return WaitView(
             cluster=cluster,
             priority=_priority(priority),
             for_s=self._state.now_s - since_s,
             gpus=gpus,
-            missing=missing,
+            missing=self._occupants.leaving(gpus),
             until=f"they are clear: it is promised them ({move.stage})",
+        )
+
+    def _of_wakes(self) -> WaitView | None:
+        """It has been promised its first workers, and none serves yet."""
+        workers = self._pipeline.workers
+        waking = [each for each in workers if each.phase is WorkerPhase.WAKING]
+        if not waking or any(each.phase is WorkerPhase.AWAKE for each in workers):
+            return None
+        gpus = tuple(gpu for worker in waking for gpu in worker.gpus)
+        name = self._pipeline.pipeline_id
+        moves = [self._occupants.move(name, GENERATION_CLUSTER, each.rank) for each in waking]
+        stages = ", ".join(dict.fromkeys(self._occupants.stage(move) for move in moves if move))
+        return WaitView(
+            cluster=GENERATION_CLUSTER,
+            priority=_priority(GpuPriority.GENERATION),
+            for_s=self._state.now_s - min(worker.since_s for worker in waking),
+            gpus=gpus,
+            missing=self._occupants.leaving(gpus, but=name),
+            until=f"one of {_ranks(waking)} has woken ({stages})",
         )
 
     def _of_generation(self, waiting_s: float) -> WaitView:
         pipeline = self._pipeline
         gpus = pipeline.spec.generation
         until = "a worker's GPUs are free, or others have had more than their share"
+        nodes = [self._state.node_of.get(gpu) for gpu in gpus]
         if pipeline.phase is not PipelinePhase.ADMITTED:
             until = self._unheld()
+        elif not any(node and node.phase is NodePhase.UP for node in nodes):
+            until = "; ".join(self._occupants.returns(gpus))
+        elif pipeline.is_busy:
+            until = "its resize that is under way has ended"
         elif (left_s := self._known.again_s - self._state.now_s) < FOREVER:
             until = f"{until}; looked at again in {max(0.0, left_s):.1f} s at the latest"
         return WaitView(
@@ -261,7 +254,7 @@ class _Words:
             priority=_priority(GpuPriority.GENERATION),
             for_s=self._state.now_s - waiting_s,
             gpus=gpus,
-            missing=self._missing(gpus),
+            missing=self._occupants.missing(gpus),
             until=until,
         )
 
@@ -272,48 +265,9 @@ class _Words:
             PipelinePhase.QUARANTINED: "its coordinator says again how its workers are",
             PipelinePhase.LEAVING: "never: it is leaving",
         }
-        return told.get(self._pipeline.phase, "")
-
-    # who has what
-
-    def _missing(self, gpus: tuple[int, ...]) -> dict[int, str]:
-        told = {gpu: self._holder(gpu) for gpu in gpus}
-        return {gpu: holder for gpu, holder in told.items() if holder}
-
-    def _holder(self, gpu: int) -> str:
-        """Who has it, or why nobody may; '' where it is to be had."""
-        if owner := self._state.owners.get(gpu):
-            return self._named(owner)
-        node = self._state.node_of.get(gpu)
-        if node is None:
-            return "of no node that has joined"
-        return "" if node.phase is NodePhase.UP else f"its node {node.name} is {node.phase}"
-
-    def _named(self, owner: Owner) -> str:
-        pipeline = self._state.pipelines[owner.pipeline_id]
-        if owner.rank == FIXED:
-            since_s = pipeline.holds[owner.cluster].since_s
-            return f"{owner.pipeline_id} {owner.cluster}, for {self._state.now_s - since_s:.1f} s"
-        worker = pipeline.workers[owner.rank]
-        fence = ", fenced until its coordinator tells" if worker.phase is WorkerPhase.LOST else ""
-        move = self._moves.get((owner.pipeline_id, owner.cluster, owner.rank))
-        stage = f", {self._stage(move)}" if move else ""
-        return (
-            f"{owner.pipeline_id} generation worker {worker.rank}, {worker.phase}"
-            f"{self._for(worker)}{stage}{fence}"
-        )
-
-    def _for(self, worker: Worker) -> str:
-        known = worker.since_s != -FOREVER
-        return f" for {self._state.now_s - worker.since_s:.1f} s" if known else ""
-
-    def _stage(self, op: UnderWay) -> str:
-        now_s = self._state.now_s
-        limit = f", at most {max(0.0, op.until_s - now_s):.1f} s more"
-        return f"{op.stage} {now_s - op.since_s:.1f} s ago{limit if op.until_s < FOREVER else ''}"
-
-    def _bundle(self, op: UnderWay) -> tuple[int, ...]:
-        return self._state.pipelines[op.pipeline_id].workers[op.rank].gpus
+        until = told.get(self._pipeline.phase, "")
+        left_s = self._known.retry_s.get(self._pipeline.pipeline_id, 0.0) - self._state.now_s
+        return f"{until}; in {left_s:.1f} s at the earliest" if left_s > 0.0 else until
 
     def _place(self, request: Request) -> tuple[bool, int, int]:
         """Where it stands in the line, as the planner has it (fixed.py)."""
@@ -331,8 +285,10 @@ class _Words:
         name = pipeline.pipeline_id
         fault = self._known.faults.get(name, "")
         yield f"{name}: {pipeline.phase}{f': {fault}' if fault else ''}"
+        if pipeline.workers and name not in self._known.driven:
+            yield "no run drives it: its coordinator is not heard"
         for cluster, hold in pipeline.holds.items():
-            if (name, cluster, FIXED) not in self._moves:
+            if not self._occupants.move(name, cluster):
                 held_s = self._state.now_s - hold.since_s
                 yield f"has {cluster} on {_list(pipeline.spec.clusters[cluster])}, {held_s:.1f} s"
         yield self._generation_line()
@@ -340,29 +296,57 @@ class _Words:
             yield f"waits for {wait.cluster} ({wait.priority}) since {wait.for_s:.1f} s"
             yield f"  until {wait.until}"
             yield from (f"  GPU {gpu}: {holder}" for gpu, holder in wait.missing.items())
-            if not wait.missing:
+            if not wait.missing and pipeline.phase is PipelinePhase.ADMITTED:
                 yield "  all of its GPUs are free: the next plan decides"
-        if not waits:
+        if pipeline.phase is PipelinePhase.LEAVING:
+            yield "is forgotten when its workers are asleep"
+        elif not waits and pipeline.phase is not PipelinePhase.ADMITTED:
+            yield f"gets no GPU until {self._unheld()}"
+        elif not waits:
             yield "waits for nothing"
 
     def _generation_line(self) -> str:
         pipeline = self._pipeline
-        awake = [each.rank for each in pipeline.workers if each.phase in AWAKE_PHASES]
-        num, of = len(awake), len(pipeline.workers)
-        ranks = f" (ranks {' '.join(map(str, awake))})" if awake else ""
+        serving = [each for each in pipeline.workers if each.phase is WorkerPhase.AWAKE]
+        workers = f"{len(serving)} of {len(pipeline.workers)} workers"
+        ranks = f" (ranks {' '.join(str(each.rank) for each in serving)})" if serving else ""
+        told = f"{workers}{ranks}{self._moves_line()}"
+        if GENERATION_CLUSTER in pipeline.releasing:
+            return f"gives generation up; {workers} are still awake{self._moves_line()}"
         if pipeline.demand is None:
-            return f"wants no generation; {num} of {of} workers awake{ranks}"
+            return f"wants no generation; {workers} awake{ranks}{self._moves_line()}"
         left = "an unknown number of" if pipeline.remaining is None else pipeline.remaining
         credit = pipeline.credit_gpu_s
         share = "owed" if credit >= 0 else "ahead of its share by"
         return (
-            f"generates {left} rollouts more on {num} of {of} workers{ranks},"
-            f" {share} {abs(credit):.1f} GPU seconds"
+            f"generates {left} rollouts more on {told}, {share} {abs(credit):.1f} GPU seconds"
+            f"{self._quota_line()}"
         )
+
+    def _moves_line(self) -> str:
+        """Its workers that are on their way."""
+        verbs = {WorkerPhase.WAKING: "wakes", WorkerPhase.SLEEPING: "goes to sleep"}
+        told = ""
+        for worker in self._pipeline.workers:
+            name = self._pipeline.pipeline_id
+            move = self._occupants.move(name, GENERATION_CLUSTER, worker.rank)
+            if move and (verb := verbs.get(worker.phase)):
+                told += f"; {worker.rank} {verb} ({self._occupants.stage(move)})"
+        return told
+
+    def _quota_line(self) -> str:
+        spec = self._pipeline.spec
+        num = sum(each.phase in AWAKE_PHASES for each in self._pipeline.workers)
+        is_full = spec.max_gpus and (num + 1) * spec.tp > spec.max_gpus
+        return f"; no more than max_gpus = {spec.max_gpus}" if is_full else ""
 
 
 def _priority(number: int) -> str:
     return GpuPriority(number).name.lower()
+
+
+def _ranks(workers: Sequence[Worker]) -> str:
+    return f"worker{'s' * (len(workers) > 1)} {' '.join(str(each.rank) for each in workers)}"
 
 
 def _list(gpus: tuple[int, ...]) -> str:

@@ -1,7 +1,9 @@
 """The service's HTTP face, in a thread of its own, apart from the loop that schedules.
 
-    GET /status    the state as JSON          GET /metrics   for Prometheus
-    GET /healthz   200 while the loop turns, else 503
+    GET /status               the state as JSON
+    GET /explain/PIPELINE     why it waits, and until what, as JSON; as text with ?text
+    GET /metrics              for Prometheus
+    GET /healthz              200 while the loop turns, else 503
 
 Invariants: nothing here waits for the loop or makes it wait: it hangs a finished snapshot on the
 board. An address that other machines can reach needs the admin token, as a Bearer, as the router's
@@ -22,6 +24,7 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.errors import AddressError
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
+from rollmesh.scheduler.service.explain import only
 from rollmesh.scheduler.service.status import Status, figures_of
 
 STALE_S = 5.0
@@ -68,6 +71,7 @@ class Face:
     async def _serve(self) -> None:
         app = web.Application(middlewares=[self._check_token])
         app.router.add_get("/status", self._get_status)
+        app.router.add_get("/explain/{pipeline}", self._get_explain)
         app.router.add_get("/healthz", self._get_healthz)
         app.router.add_get("/metrics", self._get_metrics)
         face = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
@@ -92,6 +96,17 @@ class Face:
     async def _get_status(self, _: web.Request) -> web.Response:
         body = msgspec.json.encode(self._hung[0] if self._hung else None)
         return web.Response(body=body, content_type="application/json")
+
+    async def _get_explain(self, request: web.Request) -> web.Response:
+        if not self._hung:
+            return web.Response(status=503, text="the scheduler has not turned yet\n")
+        told = only(self._hung[0].fleet, request.match_info["pipeline"])
+        if told.error:
+            return web.Response(status=404, text=f"{told.error}\n")
+        if "text" in request.query:
+            lines = [line for each in told.pipelines for line in each.lines]
+            return web.Response(text="\n".join([*lines, ""]))
+        return web.Response(body=msgspec.json.encode(told), content_type="application/json")
 
     async def _get_healthz(self, _: web.Request) -> web.Response:
         if self._hung and self._clock.now_s() - self._hung[1] < STALE_S:

@@ -24,8 +24,9 @@ from rollmesh.scheduler.service.actions import Action, Event
 from rollmesh.scheduler.service.book import Book
 from rollmesh.scheduler.service.coordinators import Coordinators
 from rollmesh.scheduler.service.demands import Demands
-from rollmesh.scheduler.service.explain import Known, UnderWay, view
+from rollmesh.scheduler.service.explain import view
 from rollmesh.scheduler.service.intents import Intents
+from rollmesh.scheduler.service.known import Known, UnderWay
 from rollmesh.scheduler.service.lateness import limit_s, note_turns
 from rollmesh.scheduler.service.records import Intent, Revived
 from rollmesh.scheduler.service.revival import revive
@@ -155,6 +156,7 @@ class Scheduler:
             driven=self.coordinators.driven(),
             runs={name: each.run for name, each in book.tenants.items() if each.run},
             faults={name: each.why for name, each in book.tenants.items() if each.why},
+            retry_s={name: book.links[name].retry_s for name, t in book.tenants.items() if t.why},
             troubles=tuple(book.troubles),
         )
 

@@ -18,7 +18,8 @@ from rollmesh.launch.folder import Pid
 from rollmesh.scheduler.admission.asking import Answer, Question
 from rollmesh.scheduler.admission.desk import Desk
 from rollmesh.scheduler.planning.state import PipelinePhase, Request
-from rollmesh.scheduler.service.explain import Known, view
+from rollmesh.scheduler.service.explain import view
+from rollmesh.scheduler.service.known import Known
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.scheduling import (
     AdmissionMessage,

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import msgspec
 
 from rollmesh.scheduler.planning.state import PipelinePhase, State
-from rollmesh.scheduler.service.explain import Known, view
+from rollmesh.scheduler.service.explain import view
+from rollmesh.scheduler.service.known import Known
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (

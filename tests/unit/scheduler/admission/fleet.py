@@ -8,7 +8,8 @@ import msgspec
 
 from rollmesh.scheduler.admission.asking import Answer, Question
 from rollmesh.scheduler.planning.state import Node, PipelinePhase, State
-from rollmesh.scheduler.service.explain import Known, view
+from rollmesh.scheduler.service.explain import view
+from rollmesh.scheduler.service.known import Known
 from rollmesh.wire.scheduling import (
     AdmitPipeline,
     KillPipeline,

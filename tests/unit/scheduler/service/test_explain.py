@@ -12,8 +12,22 @@ from rollmesh.scheduler.planning.state import (
     Request,
     State,
 )
-from rollmesh.scheduler.service.explain import FleetView, Known, PipelineView, UnderWay, view
-from rollmesh.wire.scheduling import GENERATION_CLUSTER, GpuPriority, PipelineSpec, WorkerPhase
+from rollmesh.scheduler.service.explain import FleetView, PipelineView, view
+from rollmesh.scheduler.service.known import Known, UnderWay
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    DrainNode,
+    GpuPriority,
+    JoinNode,
+    KillPipeline,
+    NodeBeat,
+    PipelineSpec,
+    TicketState,
+    UndrainNode,
+    UnregisterPipeline,
+    WorkerPhase,
+)
+from tests.unit.scheduler.service.stage import QUICK, Stage
 
 
 @pytest.fixture
@@ -171,7 +185,7 @@ def test_gpus_that_nobody_may_have_say_why(state: State) -> None:
     state.nodes["a"].phase = NodePhase.DRAINING
     ask(state, "math", 1)
     missing = told(state, "math").waits[0].missing
-    assert missing[0].endswith(", fenced until its coordinator tells")
+    assert missing[0].endswith(", fenced until its coordinator tells; its node a is draining")
     assert missing[1] == "its node a is draining"
 
 
@@ -187,3 +201,159 @@ def test_a_view_goes_through_json_as_it_is(state: State) -> None:
     ask(state, "math", 1)
     seen = view(state, Known())
     assert msgspec.json.decode(msgspec.json.encode(seen), type=FleetView) == seen
+
+
+# a whole scheduler, in each state that a pipeline may be in
+
+
+def lines(stage: Stage, name: str) -> list[str]:
+    return list(told(stage.scheduler.book.state, name, stage.scheduler.known()).lines)
+
+
+def test_a_pipeline_that_is_there_and_wants_nothing() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", generation=(0, 1))
+    assert lines(stage, "a") == [
+        "a: admitted",
+        "wants no generation; 0 of 2 workers awake",
+        "waits for nothing",
+    ]
+    stage.coordinators["a"].is_silent = True
+    stage.run(5.0)
+    assert lines(stage, "a")[1] == "no run drives it: its coordinator is not heard"
+
+
+def test_engines_of_which_nobody_has_told_yet() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", generation=(0, 1)).is_silent = True
+    stage.begin()
+    stage.generate("a", "g")
+    stage.run(stage.settings.settle_s + 1.0)
+    said = lines(stage, "a")
+    assert said[1] == "no run drives it: its coordinator is not heard"
+    assert any(line.startswith("  until one of workers 0 1 has woken (planned") for line in said)
+    stage.run(stage.settings.coordinator_grace_s)
+    said = lines(stage, "a")
+    assert said[0].startswith("a: quarantined: its coordinator is silent for ")
+    assert any(line.startswith("  until its coordinator says again how its w") for line in said)
+
+
+def test_a_wake_that_waits_for_those_who_sleep_there() -> None:
+    stage = Stage(2)
+    stage.pipeline("b", generation=(0, 1))
+    stage.generate("b", "g")
+    stage.act()
+    assert lines(stage, "b")[1] == (
+        "generates 16 rollouts more on 2 of 2 workers (ranks 0 1), owed 0.0 GPU seconds"
+    )
+    stage.coordinators["b"].is_hung = True
+    stage.pipeline("a", generation=(0, 1))
+    stage.generate("a", "g2", target=0)
+    stage.run(QUICK.hold_s + 5.0)
+    said = lines(stage, "a")
+    limit = "at most 17.0 s more"
+    assert said[1].startswith("generates an unknown number of rollouts more on 0 of 2 workers; ")
+    assert "waits for actor_infer (generation) since 5.0 s" in said
+    assert any(line.startswith("  until one of worker 0 has woken (planned") for line in said)
+    gpu = "  GPU 0: b generation worker 0 goes to sleep (sent 5.0 s ago, " + limit + ")"
+    assert gpu in said
+    assert f"; 0 goes to sleep (sent 5.0 s ago, {limit})" in lines(stage, "b")[1]
+    stage.coordinators["b"].is_hung = False
+    stage.run(1.0)
+    assert "waits for nothing" in lines(stage, "a")
+
+
+def test_a_quota_that_is_full() -> None:
+    stage = Stage(4)
+    stage.pipeline("a", max_gpus=2)
+    stage.generate("a", "g")
+    stage.act()
+    said = lines(stage, "a")
+    assert said[1].startswith("generates 16 rollouts more on 2 of 4 workers (ranks ")
+    assert said[1].endswith("; no more than max_gpus = 2")
+    assert said[-1] == "waits for nothing"
+
+
+def test_a_quarantine_without_an_ask_says_until_what() -> None:
+    stage = Stage(2)
+    coordinator = stage.pipeline("a", generation=(0, 1))
+    coordinator.move(0, WorkerPhase.LOST)
+    stage.beat()
+    said = lines(stage, "a")
+    assert said[0] == "a: quarantined: worker 0 is lost: nobody knows why"
+    assert said[-1] == (
+        "gets no GPU until its coordinator says again how its workers are; in 1.0 s at the earliest"
+    )
+    coordinator.move(0, WorkerPhase.ASLEEP)
+    stage.run(3.0)
+    assert lines(stage, "a")[0] == "a: admitted"
+
+
+def test_a_pipeline_that_is_registered_or_leaves_says_until_what() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", generation=(0, 1))
+    stage.generate("a", "g")
+    stage.act()
+    stage.coordinators["a"].is_hung = True
+    stage.say(UnregisterPipeline("u", "a"))
+    assert lines(stage, "a")[-1] == "is forgotten when its workers are asleep"
+    stage.pipeline("b", generation=(0, 1))
+    stage.say(KillPipeline("k", "b"))
+    assert lines(stage, "b")[-1] == ("gets no GPU until it is admitted: rollmesh scheduler admit")
+
+
+def test_generation_that_is_given_up_is_told_until_all_sleep() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", generation=(0, 1))
+    stage.generate("a", "g")
+    stage.act()
+    stage.coordinators["a"].is_hung = True
+    stage.release("a", "r", GENERATION_CLUSTER)
+    assert lines(stage, "a")[1].startswith("gives generation up; 0 of 2 workers are still awake; 0")
+    stage.coordinators["a"].is_hung = False
+    stage.run(1.0)
+    assert lines(stage, "a")[1] == "wants no generation; 0 of 2 workers awake"
+
+
+def test_a_node_that_drains_or_is_down_is_what_is_waited_for() -> None:
+    stage = Stage(0)
+    stage.say(JoinNode("j", "n1", 2))
+    stage.pipeline("a", generation=(0, 1))
+    stage.say(DrainNode("d", "n1"))
+    stage.train("a", "t")
+    stage.generate("a", "g")
+    undo = "  until node n1 is used again (rollmesh scheduler drain n1 --undo)"
+    assert sum(line.startswith(undo) for line in lines(stage, "a")) == 2
+    assert lines(stage, "a").count("  GPU 0: its node n1 is draining") == 2
+    stage.run(stage.settings.node_grace_s + 1)
+    said = lines(stage, "a")
+    assert sum(line.startswith("  until node n1 is up again") for line in said) == 2
+    stage.say(NodeBeat("n1"))
+    stage.say(UndrainNode("u", "n1"))
+    stage.act()
+    assert not any("its node" in line for line in lines(stage, "a"))
+    assert stage.state("t") is TicketState.GRANTED
+
+
+def test_a_cluster_that_waited_long_is_not_bypassed() -> None:
+    stage = Stage(2)
+    stage.pipeline("b", train=(0, 1), generation=())
+    stage.train("b", "t")
+    stage.act()
+    stage.pipeline("a", train=(0,), generation=())
+    stage.train("a", "t2")
+    assert lines(stage, "a")[2:] == [
+        "waits for actor_train (actor_training) since 0.0 s",
+        "  until their holders release them; after 8.0 s more nothing may bypass it",
+        "  GPU 0: b actor_train, for 0.0 s",
+    ]
+    stage.run(9.0)
+    assert "  until their holders release them; nothing new may bypass it" in lines(stage, "a")
+    stage.release("b", "r")
+    stage.act()
+    assert lines(stage, "a") == [
+        "a: admitted",
+        "has actor_train on GPU 0, 0.0 s",
+        "wants no generation; 0 of 0 workers awake",
+        "waits for nothing",
+    ]
