@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.core.process import pid_space
 
-ENDS_WITHIN_S = 10.0
+ENDS_WITHIN_S = 60.0
 LINGERS = """
 import asyncio
 from rollmesh.core.process import stop_event

@@ -15,7 +15,7 @@ import pytest
 from rollmesh.core import warden
 from rollmesh.core.warden import MARK_VARIABLE, kill_marked, new_mark
 
-ENDS_WITHIN_S = 10.0
+ENDS_WITHIN_S = 60.0
 SLEEPS = "import signal; print(flush=True); signal.pause()"
 # Leaves its group, its session and its parent, as a tmux server does; says its pid.
 DAEMON = """

@@ -16,7 +16,7 @@ from rollmesh.engine.parser import Headers
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 
 
 class Wire:

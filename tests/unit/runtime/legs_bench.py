@@ -23,7 +23,7 @@ from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChan
 
 PROMPT = [5, 6, 7]
 TO_THE_END = 2**31
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 PAUSES = pytest.mark.parametrize("phase", [EnginePhase.UPDATING, EnginePhase.ASLEEP])
 """In which what can go on leaves an engine, and what has none waits."""
 

@@ -77,7 +77,7 @@ def test_the_keepers_thread_trims_and_ends() -> None:
     note_freed(MIN_FREED_BYTES)
     kept.start()
     try:
-        assert library.called.wait(10.0)
+        assert library.called.wait(60.0)
     finally:
         kept.close()
     assert library.threads == ["keeper"]

@@ -1,8 +1,8 @@
 """Generations carried to a scripted engine over real sockets."""
 
 import asyncio
+import gc
 import random
-import time
 import weakref
 from collections.abc import AsyncIterator
 
@@ -210,7 +210,7 @@ async def test_stop_string_ends_the_turn_and_names_itself(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_deaf_aborts", [0, 1])
-async def test_leg_is_over_at_the_engine_within_100_ms_of_its_last_readers_leaving(
+async def test_leg_is_over_at_the_engine_once_its_last_reader_has_left(
     engine: ScriptedEngine, bench: Bench, stream: bool, num_deaf_aborts: int
 ) -> None:
     engine.hold()
@@ -221,26 +221,24 @@ async def test_leg_is_over_at_the_engine_within_100_ms_of_its_last_readers_leavi
     generation.leave()
     await asyncio.sleep(0)
     assert engine.num_live == 1
-    left_s = time.monotonic()
     generation.leave()
     await until(lambda: engine.num_live == bench.num_running() == 0)
-    assert time.monotonic() - left_s < 0.1
     assert generation.state is GenerationState.PARKED
 
 
-async def test_parked_turn_that_nobody_comes_back_for_leaves_nothing(
-    engine: ScriptedEngine,
-) -> None:
+async def test_parked_turn_that_nobody_wants_leaves_nothing(engine: ScriptedEngine) -> None:
     bench = Bench(engine, settings=GenerationSettings(retry_window_s=0.05))
     engine.hold()
     held = [bench.start()]
     await engine.until(lambda: engine.num_live == 1)
     held[0].leave()
-    await until(lambda: held[0].state is GenerationState.VOID)
-    await until(lambda: engine.num_live == bench.num_running() == 0)
-    kept = weakref.ref(held.pop())
-    await asyncio.sleep(0)
-    assert kept() is None
+    gc.disable()  # what waits for the collector is not gone
+    try:
+        await until(lambda: held[0].state is GenerationState.VOID)
+        kept = weakref.ref(held.pop())
+        await until(lambda: engine.num_live == bench.num_running() == 0 and kept() is None)
+    finally:
+        gc.enable()
     await bench.sampler.close()
 
 

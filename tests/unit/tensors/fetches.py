@@ -21,7 +21,7 @@ OWNER = "tcp://127.0.0.1:7"
 SHARD_BYTES = 100
 BUDGET = 10 * SHARD_BYTES
 """Of a World."""
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 T = TypeVar("T")
 

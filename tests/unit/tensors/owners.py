@@ -26,7 +26,7 @@ from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.wire.keys import Keys
 
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 
 
 def content_of(seed: int, num_bytes: int) -> Content:

@@ -215,7 +215,7 @@ async def test_what_is_undone_goes_on_no_more_and_only_then_the_engine_does(
         part = hold.lay({"w": torch.zeros(4)}, {"w"}, tmp_path)
         try:
             publication = asyncio.create_task(mesh.shell.publish(1, folder, None, (part,)))
-            await asyncio.wait([publication], timeout=4)
+            await asyncio.wait([publication], timeout=PATIENCE_S)
             assert publication.done()
             whys = [each.split(": ", 1)[1] for each in publication.result().failed]
             assert whys == ["loading: took too long"] * 2

@@ -39,7 +39,7 @@ from rollmesh.wire.messages import AskGroup, GroupFinished
 from rollmesh.wire.sockets import Dialer
 from tests.unit.serve.client.fake_router import FakeRouter, next_ack
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 SAMPLES = 2
 PERIOD_STEPS = 2
 COMPLETED = (Outcome.COMPLETED,) * SAMPLES

@@ -21,7 +21,7 @@ from rollmesh.wire.messages import ClientBeat, ClientHello, RouterHello
 from rollmesh.wire.sockets import QUEUE_MESSAGES, Dialer, Doorbell, Hub, wait
 from tests.nonsense import nonsense
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from rollmesh.wire.sockets import Hub
 from tests.unit.serve.client.fake_router import FakeRouter, deliver
 
 TASK = Task(id="t")
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_ask_reaches_the_router_and_its_result_is_acked_and_taken(
     assert message.sink == client.address
     assert decode_ask(packet.body).seed == 5
     assert deliver(client.address, group_id) == GroupAcked(group_id, 1, duplicate=False)
-    [finished] = client.take(timeout_s=5)
+    [finished] = client.take(timeout_s=60)
     assert isinstance(finished, Finished)
     assert finished.group_id == group_id
     assert deliver(client.address, group_id, attempt=2) == GroupAcked(group_id, 2, duplicate=True)
@@ -82,7 +82,7 @@ def test_cancelled_group_is_handed_out_as_dropped(router: FakeRouter, tmp_path: 
     group_id = ask(client)
     router.expect(AskGroup)
     client.cancel(group_id, "no longer needed")
-    assert client.take(timeout_s=5) == [Dropped(group_id, "cancelled: no longer needed")]
+    assert client.take(timeout_s=60) == [Dropped(group_id, "cancelled: no longer needed")]
     _, message, _ = router.expect(CancelGroup)
     assert message.group_id == group_id
     assert deliver(client.address, group_id).duplicate
@@ -94,7 +94,7 @@ def test_failed_group_is_handed_out_as_dropped(router: FakeRouter, tmp_path: Pat
     group_id = ask(client)
     route, _, _ = router.expect(AskGroup)
     router.say(route, GroupFailed(group_id, "env_failed: no such module"))
-    assert client.take(timeout_s=5) == [Dropped(group_id, "env_failed: no such module")]
+    assert client.take(timeout_s=60) == [Dropped(group_id, "env_failed: no such module")]
     client.close()
 
 
@@ -109,7 +109,7 @@ def test_untaken_results_are_handed_out_again_after_a_restart(
     client.note_published(1, 1)
     client.close()
     again = open_client(router, tmp_path)
-    [finished] = again.take(timeout_s=5)
+    [finished] = again.take(timeout_s=60)
     assert finished.group_id == waiting
     assert deliver(again.address, trained).duplicate
     assert ask(again).run_id != trained.run_id
@@ -123,7 +123,7 @@ def test_asks_wait_while_the_journal_is_full(router: FakeRouter, tmp_path: Path)
     client.note_step(0, [])  # the ask before it is carried out by now
     router.expect(ClientHello)
     client.cancel(group_id, "gave up")
-    assert client.take(timeout_s=5) == [Dropped(group_id, "cancelled: gave up")]
+    assert client.take(timeout_s=60) == [Dropped(group_id, "cancelled: gave up")]
     client.close()
     router.expect(ClientLeft)
     assert not any(isinstance(packet.message, AskGroup) for _, packet in router.packets)
@@ -193,10 +193,10 @@ def test_kept_groups_are_gone_on_with_by_the_next_client_on_the_folder(
     assert said.attempts == 1
     assert packet
     assert decode_ask(packet.body).seed == 5
-    [restored] = again.take(timeout_s=5)
+    [restored] = again.take(timeout_s=60)
     assert restored.group_id == finished
     assert not deliver(address, still_open).duplicate
-    [late] = again.take(timeout_s=5)
+    [late] = again.take(timeout_s=60)
     assert isinstance(late, Finished)
     assert late.group_id == still_open
     assert again.reopened == {}
@@ -260,7 +260,7 @@ def test_results_that_are_done_with_are_not_handed_out_again(
     client.done_with([done])
     client.close()
     again = open_client(router, tmp_path)
-    assert [arrival.group_id for arrival in again.take(timeout_s=5)] == [waiting]
+    assert [arrival.group_id for arrival in again.take(timeout_s=60)] == [waiting]
     again.close()
 
 
@@ -273,7 +273,7 @@ def test_ask_past_the_bound_is_refused_until_something_is_taken(
         ask(client)
     assert refused.value.retry_after_s > 0
     client.cancel(group_id, "room")
-    assert len(client.take(timeout_s=5)) == 1
+    assert len(client.take(timeout_s=60)) == 1
     ask(client)
     client.close()
 
@@ -333,12 +333,12 @@ def test_watcher_is_called_once_for_what_arrives_until_it_is_taken(
         deliver(client.address, group_id)
     client.note_step(0, [])
     assert calls == [1]
-    client.take(timeout_s=5)
+    client.take(timeout_s=60)
     deliver(client.address, ask(client))
     client.note_step(0, [])
     assert calls == [1, 1]
     client.watch(None)
-    client.take(timeout_s=5)
+    client.take(timeout_s=60)
     deliver(client.address, ask(client))
     client.note_step(0, [])
     assert calls == [1, 1]

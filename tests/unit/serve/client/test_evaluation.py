@@ -30,7 +30,7 @@ PLAN = Plan(
     sampling=EVAL_SAMPLING,
 )
 TASKS = [Task(id=name) for name in ("a", "b", "a", "c")]
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 Asked = tuple[AskGroup, Task, int]
 
 

@@ -50,7 +50,7 @@ def test_what_no_savepoint_covers_is_told_to_the_next_trainer(
     assert (open_ask.group_id, open_ask.task.data) == (still_open, {"n": 1})
     assert (told.num_asked, told.num_drawn) == (4, 4)
     again.start(StateSaved())
-    assert [each.group_id for each in again.take(timeout_s=5)] == [waiting]
+    assert [each.group_id for each in again.take(timeout_s=60)] == [waiting]
     opened = again.open(told.results[0])
     assert isinstance(opened, Finished)
     assert opened.group_id == trained

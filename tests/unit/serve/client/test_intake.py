@@ -52,7 +52,7 @@ def test_result_that_cannot_be_written_is_not_acked_until_it_can(
         assert next_ack(worker) == GroupAcked(unwritten, 1, duplicate=False)
     assert [each["event"] for each in said] == ["journal.failed", "journal.writes_again"]
     assert f"{tmp_path}/journal/" in said[0]["error"]
-    assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [unwritten]
+    assert [arrival.group_id for arrival in client.take(timeout_s=60)] == [unwritten]
     worker.close()
     client.close()
 
@@ -69,9 +69,9 @@ def test_results_that_nobody_takes_stay_with_their_workers(
     send_result(worker, second)
     client.note_step(0, [])
     client.note_step(0, [])  # a whole turn of the intake has passed, and it left the result alone
-    assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [first]
+    assert [arrival.group_id for arrival in client.take(timeout_s=60)] == [first]
     assert next_ack(worker).group_id == second
-    assert [arrival.group_id for arrival in client.take(timeout_s=5)] == [second]
+    assert [arrival.group_id for arrival in client.take(timeout_s=60)] == [second]
     worker.close()
     client.close()
 
@@ -96,8 +96,8 @@ def test_sink_that_is_full_takes_in_no_more_than_a_few_results(
             worker.send_multipart(frames)
             num_sent += 1
             assert num_sent < 2 * QUEUE_RESULTS + 4  # there, in zmq's hands and in the kernel's
-        assert [each.group_id for each in client.take(timeout_s=5)] == [first]
-        assert [each.group_id for each in client.take(timeout_s=5)] == [second]
+        assert [each.group_id for each in client.take(timeout_s=60)] == [first]
+        assert [each.group_id for each in client.take(timeout_s=60)] == [second]
     client.close()
 
 
@@ -129,7 +129,7 @@ def test_a_result_that_is_gone_from_the_disk_is_dropped(router: FakeRouter, tmp_
     again = open_client(router, tmp_path)
     for segment in (tmp_path / "journal").glob("*.journal"):
         segment.unlink()
-    [dropped] = again.take(timeout_s=5)
+    [dropped] = again.take(timeout_s=60)
     assert isinstance(dropped, Dropped)
     assert dropped.group_id == group_id
     assert dropped.reason.startswith("infra_error: ")
@@ -162,7 +162,7 @@ class Local:
 def take_in_vain(client: RolloutClient) -> "weakref.ref[Local]":
     local = Local()
     with pytest.raises(TypeError):
-        client.take(timeout_s=5)
+        client.take(timeout_s=60)
     return weakref.ref(local)
 
 
@@ -199,7 +199,7 @@ def test_asks_that_the_disk_refuses_are_made_in_order_when_there_is_room(
         full.enter_context(small_disk(monkeypatch, tmp_path / "journal", 0))
         first, unwanted, last = (ask(client) for _ in range(3))
         client.cancel(unwanted, "of no use")
-        [cancelled] = client.take(timeout_s=5)
+        [cancelled] = client.take(timeout_s=60)
         assert cancelled == Dropped(unwanted, "cancelled: of no use")
         full.close()
         assert [router.expect(AskGroup)[1].group_id for _ in range(2)] == [first, last]

@@ -21,7 +21,7 @@ from rollmesh.wire.messages import AskGroup, CancelGroup, ClientLeft, GroupFaile
 from tests.unit.serve.client.fake_router import FakeRouter, deliver
 
 TASK = Task(id="t")
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from rollmesh.wire.scheduling import (
 )
 from tests.unit.serve.coordinator.fake_scheduler import FakeScheduler
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 TRAIN = GpuPriority.ACTOR_TRAINING
 
 

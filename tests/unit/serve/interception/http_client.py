@@ -11,7 +11,7 @@ from rollmesh.serve.interception.inbound import Limits
 from rollmesh.serve.interception.request import JSON, Request
 from rollmesh.serve.interception.server import Handler, HttpServer
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 MAX_BYTES = 100_000
 GET = b"GET / HTTP/1.1\r\n\r\n"
 LAST_GET = b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n"

@@ -14,7 +14,8 @@ from tests.unit.serve.interception.http_client import Client, Place, serving, si
 MIB = 2**20
 LIMIT = 4 * MIB
 MAX_BODY = 3 * MIB
-SILENCE_S = 0.2
+SILENCE_S = 1.0
+"""Longer than a busy machine keeps us from our CPU between two drops."""
 DRIP_S = 0.02
 MAX_AHEAD_BYTES = 400_000
 """What two reads bring before a connection is paused."""

@@ -22,7 +22,7 @@ ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "guess"}]}
 
 async def until_empty(desk: Desk) -> set[ExchangeState]:
     """The last states of all exchanges there were, once there are no more."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(desk.edge.intercepts):  # noqa: ASYNC110 - nobody tells when an exchange ends
             await asyncio.sleep(0)
     return {state for _, state in desk.edge.num_exchanges}
@@ -48,7 +48,7 @@ def head(desk: Desk, num_bytes: int) -> bytes:
 async def answer_of(client: socket.socket) -> tuple[int, Any]:
     """Status and body of the next answer."""
     told = b""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while b"}}" not in told:
             told += await asyncio.get_running_loop().sock_recv(client, 65536)
     top, _, body = told.partition(b"\r\n\r\n")
@@ -83,7 +83,7 @@ async def test_what_a_client_does_not_take_goes_with_its_rollout(make_desk: Make
     num_bytes = 0
     loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while taken := await loop.sock_recv(client, 65536):
                 num_bytes += len(taken)
     except ConnectionResetError:

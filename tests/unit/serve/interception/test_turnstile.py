@@ -55,7 +55,7 @@ async def test_who_is_cancelled_in_the_line_holds_up_nobody() -> None:
     await asyncio.sleep(0)
     assert len(turnstile) == 2
     tasks[1].cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await asyncio.gather(*tasks, return_exceptions=True)
     assert [task.cancelled() for task in tasks] == [False, True, False]
     assert len(turnstile) == 0
@@ -68,6 +68,6 @@ async def test_who_is_cancelled_once_let_through_holds_up_nobody() -> None:
     while len(turnstile) != 1:  # noqa: ASYNC110 - the line tells nobody
         await asyncio.sleep(0)
     first.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await second
     assert (first.cancelled(), len(turnstile)) == (True, 0)

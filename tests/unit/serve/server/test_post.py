@@ -48,7 +48,7 @@ async def test_router_and_sink_hear_us_and_we_hear_them_by_their_routes() -> Non
     assert await asyncio.to_thread(next_route, router) == b"w1"
     assert await asyncio.to_thread(next_route, sink) == b"w1"
     router.send(b"w1", Packet(RouterHello(1.0)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await news.wait()
         news.clear()
         sink.send(b"w1", Packet(GroupAcked(GroupId("r1", 1), 1, False)))
@@ -106,7 +106,7 @@ async def test_sinks_that_were_all_just_used_are_heard_though_they_are_many() ->
     for sink in sinks:
         route = await asyncio.to_thread(next_route, sink)
         sink.send(route, Packet(GroupAcked(GroupId("r1", 1), 1, False)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await all_heard.wait()
     assert heard == {sink.address.encode() for sink in sinks}
     post.close()
@@ -127,7 +127,7 @@ async def test_router_that_stays_silent_is_told_of_once_and_again_when_it_is_bac
         assert router.address in logs[0]["error"]
         post.send(ROUTER, FINISHED)
         router.send(await asyncio.to_thread(next_route, router), Packet(RouterHello(1.0)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await news.wait()
         assert [each["event"] for each in logs] == ["router.silent", "router.back"]
     post.close()

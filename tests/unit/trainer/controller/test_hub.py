@@ -11,7 +11,7 @@ from rollmesh.trainer.controller.hub import CrewHub
 from rollmesh.trainer.controller.spec import RankSpec
 from rollmesh.trainer.controller.topology import Topology
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def nowhere(address: str) -> Sequence[RankSpec]:

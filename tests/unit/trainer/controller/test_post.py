@@ -26,7 +26,7 @@ from rollmesh.wire.ranks import (
 )
 from rollmesh.wire.sockets import Hub, wait
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 ROUTE = b"rank-0"
 
 

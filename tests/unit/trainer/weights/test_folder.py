@@ -13,7 +13,7 @@ from rollmesh.trainer.weights.events import Probe, PublishReport
 from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
 
 PROBE = Probe((1, 2), (-1.0,))
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture
