@@ -7,6 +7,9 @@ trainer.
 
 import msgspec
 
+from rollmesh.core.config import Config
+from rollmesh.core.errors import ConfigError
+
 
 class Share(msgspec.Struct, frozen=True):
     """See the module."""
@@ -15,3 +18,13 @@ class Share(msgspec.Struct, frozen=True):
     """tcp:// address of who knows the shares."""
     pipeline_id: str
     """What the run is called there."""
+
+
+def check_may_share(config: Config) -> None:
+    """ConfigError where the trainer could not leave GPUs that are others' between its steps."""
+    num_ranks, device = config.trainer.num_ranks, config.trainer.device
+    if num_ranks > 1 and device != "cpu":
+        raise ConfigError(
+            f'trainer.num_ranks = {num_ranks}, trainer.device = "{device}": on a shared fleet only '
+            "a trainer of one rank can leave its GPUs to others; set trainer.num_ranks = 1"
+        )

@@ -11,7 +11,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, InvalidURL
 from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PER_CHILD, PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import AddressError, ModelError
-from rollmesh.core.share import Share
+from rollmesh.core.share import Share, check_may_share
 from rollmesh.launch.share import check_share
 
 ANSWER_S = 5.0
@@ -28,6 +28,7 @@ async def check(config: Config, makes_model: bool, share: Share | None = None) -
     if not makes_model:
         check_model(config.model.path)
     if share:
+        check_may_share(config)
         check_share(share, len(config.engine.urls) or config.engine.num_embedded)
     if config.engine.urls:
         async with ClientSession(timeout=ClientTimeout(total=ANSWER_S)) as session:

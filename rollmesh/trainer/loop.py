@@ -72,7 +72,6 @@ class TrainLoop:
         """Go on from there: do again what is not in the weights, measure the untrained policy,
         train until `num_steps` steps are done, save. Whether they are."""
         self._saver.go_on(recovery.saved)
-        self._parts.tenancy.settle_in()
         if recovery.next_step and self._parts.tally.measured:
             self._end_evaluation()  # all of it was there before the first step
         named = {step: each for each, step in recovery.step_of_version.items()}
@@ -81,6 +80,7 @@ class TrainLoop:
         num_done, num_steps = recovery.next_step, self._config.trainer.num_steps
         # Whatever the engines were started with: from here on they sample from our weights.
         self._publish(num_done)
+        self._parts.tenancy.step_out()
         self._await_publication()
         if num_done or self._has_measured():
             num_done += sum(1 for _ in itertools.takewhile(self._do, range(num_done, num_steps)))

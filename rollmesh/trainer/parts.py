@@ -19,12 +19,12 @@ from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.pacing.room import Room
 from rollmesh.trainer.savepoints.shelf import Savepoints, Subject
-from rollmesh.trainer.tenancy import Tenancy, Unshared
+from rollmesh.trainer.tenancy import Lodger, Tenancy, Unshared
 from rollmesh.trainer.weights.events import Probe
 from rollmesh.trainer.weights.folder import Bring, Weights
 
 
-class Trainee(Subject, Protocol):
+class Trainee(Subject, Lodger, Protocol):
     """A policy, in this process or on ranks of its own."""
 
     @property

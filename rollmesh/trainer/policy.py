@@ -6,7 +6,8 @@
 Invariants: log-probs are recomputed by the definition under which they were recorded (softmax of
 logits / temperature over the whole vocabulary); samples of the very weights held now that disagree
 with the recording by more than `max_logprob_gap` do not train, and say so; the weights change in
-`step` alone. Driven by the train loop, on its thread.
+`step` alone; while it is away from its device nothing of it is there, and it can be saved still.
+Driven by the train loop, on its thread.
 Shapes: B rows, T tokens, K kept positions, N trained tokens, V vocabulary.
 """
 
@@ -47,6 +48,7 @@ from rollmesh.trainer.weights.carriers.hold import Hold
 from rollmesh.trainer.weights.events import Probe
 
 PROBE_TOKENS = 32
+HOST = torch.device("cpu")
 
 
 class Policy:
@@ -170,6 +172,21 @@ class Policy:
         logprobs_TV = torch.log_softmax(logits_BTV[0, :-1].float(), -1)
         logprobs_T = logprobs_TV.gather(-1, ids_BT[0, 1:, None])[:, 0]
         return Probe(tuple(token_ids), tuple(logprobs_T.tolist()))
+
+    def vacate(self) -> None:
+        """As Lodger has it; what torch itself keeps on a device (its context) stays."""
+        self._move(HOST)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+
+    def occupy(self) -> None:
+        """As Lodger has it."""
+        self._move(torch.device(self._settings.device))
+
+    def _move(self, device: torch.device) -> None:
+        # In place, as far as torch goes: who has a parameter has the same one.
+        self._model.to(device)
+        self._descent.move(device)
 
     def close(self) -> None:
         """What was handed over is gone; the rest is of this process, and goes with it."""

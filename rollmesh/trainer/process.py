@@ -17,7 +17,7 @@ from rollmesh.core.config import Config
 from rollmesh.core.errors import JournalError, UserError
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, announce
-from rollmesh.core.share import Share
+from rollmesh.core.share import Share, check_may_share
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.trainer.books.picture import draw_learning
@@ -41,7 +41,7 @@ from rollmesh.trainer.recovery.revival import (
 )
 from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.staleness import Staleness
-from rollmesh.trainer.tenancy import SLEEP_S, STOP_SHARE, tenancy_of
+from rollmesh.trainer.tenancy import SLEEP_S, STOP_SHARE, Tenancy, tenancy_of
 from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
 from rollmesh.wire.keys import read_keys
 
@@ -56,13 +56,21 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     train on, too."""
     folder = config.run_folder()
     setup("trainer", folder, on_console=ready_fd is None)
+    if share:
+        check_may_share(config)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
     tenancy = tenancy_of(share, read_keys(), stop)
     client, savepoints, revival = begin(config, router, ready_fd)
     recovery = revival.recovery
     staleness = staleness_of(config, revival)
-    policy = policy_of(config, staleness)
+    hurried_s = STOP_SHARE * config.launch.stop_timeout_s
+    policy = build(config, staleness, tenancy)
+    if policy is None:
+        tenancy.leave()
+        client.close()
+        tenancy.close(hurried_s)
+        return
     if revival.saved:
         savepoints.restore(revival.saved, policy)
     records = RunRecords(folder, SystemClock(), revival.covered, stop)
@@ -96,7 +104,6 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     gc.freeze()  # torch alone is 400,000 objects, which no collection need look at
     # Whoever is late, or fails, keeps none of the others from it.
     with told_in_one_line(), ExitStack() as leaving:
-        hurried_s = STOP_SHARE * config.launch.stop_timeout_s
         leaving.callback(lambda: tenancy.close(SLEEP_S if is_done else hurried_s))
         leaving.callback(policy.close)
         leaving.callback(pacer.close)
@@ -136,6 +143,17 @@ def told_in_one_line() -> Iterator[None]:
         yield
     except JournalError as error:
         raise UserError(f"{error}; make room there, then --resume") from None
+
+
+def build(config: Config, staleness: Staleness, tenancy: Tenancy) -> Trainee | None:
+    """The policy, once the GPUs are there that it is on; None where the run is to end before.
+
+    What an earlier life has written down stands as it was."""
+    if not tenancy.settle_in():
+        return None
+    policy = policy_of(config, staleness)
+    tenancy.lodge(policy)
+    return policy
 
 
 def policy_of(config: Config, staleness: Staleness) -> Trainee:

@@ -177,6 +177,12 @@ class RankedPolicy:
         told = self._controller.call(f"{ROLE}.probe")
         return msgspec.convert(told, Probe)
 
+    def vacate(self) -> None:
+        """As Lodger has it; on GPUs core/share.py refuses it."""
+
+    def occupy(self) -> None:
+        """As Lodger has it."""
+
     def close(self) -> None:
         """End the ranks."""
         self._controller.close()

@@ -4,14 +4,17 @@
     Tenant     a scheduler is asked for engines before anything is asked of them, and for the
                trainer's GPUs before a step; it is told how many rollouts are to come
 
+    a life   ASKED (for the trainer's GPUs, before all others) -> BUILT -> PUBLISHED -> given back
     a step   DEMANDED -> ROLLING OUT -> ASKED (for the trainer's GPUs) -> TRAINING -> TRAINED
              -> handed over: what the step had goes back as the next step's demand is opened, in
                 one ask; or, where the next batch is there already, as the next step asks for it
 
-Owns what this life has asked for. Invariants: generation goes on while a step waits for GPUs or
-trains, on engines that no step needs; what an earlier life held is given up before anything is
-asked for; a clean end leaves neither hold nor demand. Rollouts are counted, never groups. Driven by
-the train loop and by process.py, on one thread.
+Owns what this life has asked for. Invariants: nothing of a run is on the trainer's GPUs while it
+does not hold them: what computes there is built when they are granted, and has left them before
+they are given up; generation goes on while a step waits for GPUs or trains, on engines that no step
+needs; what an earlier life held is given up before anything is asked for; a clean end leaves
+neither hold nor demand. Rollouts are counted, never groups. Driven by the train loop and by
+process.py, on one thread.
 """
 
 import contextlib
@@ -43,11 +46,28 @@ STOP_SHARE = 0.25
 Stream = Literal["train", "eval"]
 
 
+class Lodger(Protocol):
+    """What computes on the trainer's GPUs."""
+
+    def vacate(self) -> None:
+        """Nothing of it is there any more; it may still be saved."""
+
+    def occupy(self) -> None:
+        """It computes there again."""
+
+
 class Tenancy(Protocol):
     """What a train loop asks of it."""
 
-    def settle_in(self) -> None:
-        """Give up what an earlier life held."""
+    def settle_in(self) -> bool:
+        """Give up what an earlier life held, and wait for the trainer's GPUs; False where the run
+        is to end before they are there."""
+
+    def lodge(self, lodger: Lodger) -> None:
+        """It was built on them."""
+
+    def step_out(self) -> None:
+        """The run has begun, and needs them no more until a step does."""
 
     def hand_over(self, step: int, num_to_come: int, *, is_next_there: bool) -> None:
         """The step before this one needs the trainer's GPUs no more; once for each that trained.
@@ -75,8 +95,14 @@ class Tenancy(Protocol):
 class Unshared:
     """See the module."""
 
-    def settle_in(self) -> None:
-        """Nobody has anything of it."""
+    def settle_in(self) -> bool:
+        return True
+
+    def lodge(self, lodger: Lodger) -> None:
+        del lodger
+
+    def step_out(self) -> None:
+        """They are its own."""
 
     def may_ask(self, step: int, num_to_come: int, stream: Stream = "train") -> bool:
         del step, num_to_come, stream
@@ -115,12 +141,27 @@ class Tenant:
         self._handed: Ticket | None = None
         """The next step's demand, opened as the last step ended."""
         self._train: Ticket | None = None
-        self._has_trained = False
-        """On what `_train` brought, which is still here."""
+        self._is_there = False
+        """What `_train` brought, which is still here."""
+        self._lodger: Lodger | None = None
+        self._is_lodged = False
+        """Something of the lodger may be on these GPUs."""
         self._releases: list[Ticket] = []
 
-    def settle_in(self) -> None:
-        self._hooks.notify_release_gpus(TRAIN_CLUSTER).wait(self._stop)
+    def settle_in(self) -> bool:
+        self._train = self._give_up_for(TRAIN_CLUSTER, GpuPriority.INITIALIZATION, 0, 0)
+        while not (self._stop.is_set() or self.may_train(0)):
+            pass
+        return self._is_there
+
+    def lodge(self, lodger: Lodger) -> None:
+        self._lodger, self._is_lodged = lodger, True
+
+    def step_out(self) -> None:
+        if self._is_there:
+            self._vacate()
+            self._train = None
+            self._hooks.notify_release_gpus(TRAIN_CLUSTER)
 
     def may_ask(self, step: int, num_to_come: int, stream: Stream = "train") -> bool:
         if not num_to_come:  # so nothing is asked for
@@ -139,13 +180,16 @@ class Tenant:
     def may_train(self, step: int) -> bool:
         if self._train is None or self._train.is_void:
             self._train = self._hooks.request_gpus(TRAIN_CLUSTER, GpuPriority.ACTOR_TRAINING, step)
-        self._has_trained = self._train.wait(self._stop, LOOK_S) is not None
-        return self._has_trained
+        self._is_there = self._train.wait(self._stop, LOOK_S) is not None
+        if self._is_there and self._lodger and not self._is_lodged:
+            self._is_lodged = True
+            self._lodger.occupy()
+        return self._is_there
 
     def hand_over(self, step: int, num_to_come: int, *, is_next_there: bool) -> None:
-        if not self._has_trained:
+        if not self._is_there:
             return
-        self._has_trained = False
+        self._vacate()
         if is_next_there:
             # Others that wait for these GPUs go first, and no engine is woken there for a moment.
             self._train = self._give_up_for(TRAIN_CLUSTER, GpuPriority.ACTOR_TRAINING, step, 0)
@@ -174,6 +218,7 @@ class Tenant:
             self._hooks.report_preempt(url)
 
     def leave(self) -> None:
+        self._vacate()
         for ticket in (self._handed, self._train):
             if ticket:
                 ticket.withdraw()
@@ -191,6 +236,12 @@ class Tenant:
                     log.warning("gpus.not_released", pipeline=self._hooks.pipeline_id, fix=fix)
                     break
         self._hooks.close()
+
+    def _vacate(self) -> None:
+        """Before a word is said: who is given these GPUs may be there at once."""
+        if self._is_lodged and self._lodger:
+            self._lodger.vacate()
+        self._is_there = self._is_lodged = False
 
     def _has_engine(self, step: int, num_to_come: int, stream: Stream) -> bool:
         """Whether one is awake for the step's rollouts, whose demand is opened where it is not."""

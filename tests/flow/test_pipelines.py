@@ -165,3 +165,12 @@ def test_of_two_runs_of_one_pipeline_in_the_same_moment_one_is_refused_in_one_li
     assert told[trained][0] == 0, told[trained][1]
     check_trained(fleet, trained, FEW["num_steps"])
     check_given_back(fleet)
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_of_two_ranks_trains_on_its_share(fleet: SharedFleet) -> None:
+    run = fleet.begin("math", trainer={**FEW, "num_ranks": 2})
+    code, out = ended(run)
+    assert code == 0, out
+    check_trained(fleet, "math", FEW["num_steps"])
+    check_given_back(fleet)

@@ -97,9 +97,11 @@ class Ticket:
 
     @property
     def is_void(self) -> bool:
-        """It has ended, and was never granted: who wants the GPUs still asks anew."""
+        """It has ended, and was never granted: who wants the GPUs still asks anew. Not where it was
+        refused, which `wait` raises: it would be again."""
         is_release = isinstance(self._claim, NotifyReleaseGpus)
-        ended = self._answer is not None and self._answer.state is not TicketState.GRANTED
+        answered = (TicketState.GRANTED, TicketState.REFUSED)
+        ended = self._answer is not None and self._answer.state not in answered
         return ended and not is_release
 
     def withdraw(self) -> None:

@@ -47,6 +47,13 @@ class Descent:
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state
 
+    def move(self, device: torch.device) -> None:
+        """AdamW's state goes where the model has gone."""
+        for state in self._optimizer.state.values():
+            for name, each in state.items():
+                if each.dim():  # AdamW counts steps on the host
+                    state[name] = each.to(device)
+
     def step(self) -> float:
         """Change the weights; the gradient's norm before it was clipped. A collective."""
         norm = torch.nn.utils.clip_grad_norm_(

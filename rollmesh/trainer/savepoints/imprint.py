@@ -54,7 +54,7 @@ class Imprint:
         """Copy now, and write the copy into `folder` from now on, the first rank with `papers`."""
         if self._writing:
             self._writing.exception()  # of a savepoint that was given up for another rank's sake
-        copied, chance = self._tray.fill(), chance_now()
+        copied, chance = self._tray.fill(self._slots()), chance_now()
 
         def write() -> None:
             for gpus in copied:

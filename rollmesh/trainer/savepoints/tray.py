@@ -1,7 +1,8 @@
 """Memory of the host for a copy of what trains, and which bytes of it belong where in files.
 
 Invariants: the memory is taken once, as much as this rank's own rows are, and filled anew for each
-savepoint; pinned where the rows are on a GPU, which then copies beside the step. What stands side
+savepoint, from wherever these are by then; pinned where the rows are on a GPU, which then copies
+beside the step. What stands side
 by side in a file does so here, so one rank writes each file in one piece. Driven by imprint.py.
 """
 
@@ -35,29 +36,34 @@ class Tray:
     def __init__(self, slots: Mapping[str, Sequence[Slot]], *, is_first: bool) -> None:
         """Of the slots of each folder; the files' heads are the first rank's to write."""
         own = [each.rows for members in slots.values() for each in members if each.is_ours]
-        self._gpus = {rows.device for rows in own if rows.is_cuda}
         self._memory = torch.empty(
             sum(rows.nbytes for rows in own) + ALIGN * len(slots),
             dtype=torch.uint8,
-            pin_memory=bool(self._gpus),
+            pin_memory=any(rows.is_cuda for rows in own),
         )
         self._heads: dict[str, bytes] = {}
         self._runs: list[_Run] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._places: dict[tuple[str, str], Tensor] = {}
+        """By folder and name."""
         end = 0
         for folder, members in slots.items():
             end = self._place(folder, members, -(-end // ALIGN) * ALIGN)
         if not is_first:
             self._heads.clear()
 
-    def fill(self) -> list[torch.cuda.Event]:
-        """Copy all rows as they are; what tells that this is done, where GPUs do it beside us.
+    def fill(self, slots: Mapping[str, Sequence[Slot]]) -> list[torch.cuda.Event]:
+        """Copy all rows as they are, of the same slots; what tells that this is done, where GPUs do
+        it beside us.
 
         What their streams do to the rows from now on, they do when these are copied.
         """
-        for place, rows in self._copies:
-            place.copy_(rows, non_blocking=True)
-        return [torch.cuda.current_stream(gpu).record_event() for gpu in self._gpus]
+        gpus = set[torch.device]()
+        for folder, members in slots.items():
+            for whole, rows, *_ in members:
+                if (place := self._places.get((folder, whole.name))) is not None:
+                    place.copy_(rows, non_blocking=True)
+                    gpus |= {rows.device} if rows.is_cuda else set()
+        return [torch.cuda.current_stream(gpu).record_event() for gpu in gpus]
 
     def parts(self) -> dict[str, list[tuple[int, Buffer]]]:
         """By path, which bytes this rank writes from which offset on."""
@@ -82,7 +88,7 @@ class Tray:
                 continue
             num_bytes = slot.rows.nbytes
             place = self._memory[end : end + num_bytes].view(slot.whole.dtype)
-            self._copies.append((place.view(slot.rows.shape), slot.rows))
+            self._places[folder, name] = place.view(slot.rows.shape)
             before = num_bytes // len(slot.rows) * slot.first_row if slot.first_row else 0
             self._run(_Run(f"{folder}/{file_name}", offset + before, end, num_bytes))
             end += num_bytes

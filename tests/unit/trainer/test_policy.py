@@ -282,3 +282,35 @@ def test_weights_that_a_full_disk_refused_are_handed_over_once_there_is_room(
     write_folder(Cargo(1, str(folder), policy.hand_over(folder, 1)))
     assert (folder / ("adapter_config.json" if lora_rank else "model.safetensors")).is_file()
     policy.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_one_that_leaves_its_gpu_between_steps_trains_as_if_it_had_stayed(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, device="cuda")
+    stays, leaves = (Policy(str(tiny_folder), settings) for _ in range(2))
+    samples = two_groups(tiny_folder)
+    for step in range(3):
+        stays.step(samples, step)
+        leaves.step(samples, step)
+        before = torch.cuda.memory_allocated()
+        leaves.vacate()
+        assert torch.cuda.memory_allocated() < before
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        leaves.snapshot(folder)
+        leaves.occupy()
+        assert leaves.probe() == stays.probe()
+
+
+def test_on_a_host_nothing_moves_and_all_goes_on(tiny_folder: Path) -> None:
+    policy, samples = Policy(str(tiny_folder), SETTINGS), two_groups(tiny_folder)
+    policy.step(samples, 0)
+    before = policy.probe()
+    policy.vacate()
+    policy.occupy()
+    assert policy.probe() == before
+    policy.step(samples, 1)
+    assert policy.probe() != before

@@ -82,24 +82,27 @@ def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
     scheduler: FakeScheduler, tenant: Tenant
 ) -> None:
     with scheduler.granting(*ALL) as told:
-        tenant.settle_in()
+        assert tenant.settle_in()
+        tenant.step_out()
         for step in range(2):
             tenant.hand_over(step, 8, is_next_there=False)
             ask(tenant, step)
             train(tenant, step)
         leave(tenant)
     assert asks(told) == [
+        (TRAIN_CLUSTER, 0),
         (GENERATION_CLUSTER, 8),
         (TRAIN_CLUSTER, 0),
         (GENERATION_CLUSTER, 8),
         (TRAIN_CLUSTER, 0),
     ]
-    [handed] = [m for m in told if isinstance(m, NotifyReleaseThenRequestGpus)]
+    first, handed = (m for m in told if isinstance(m, NotifyReleaseThenRequestGpus))
+    assert first is told[0], "what an earlier life held is given up before all else"
+    assert (first.release_cluster, first.priority) == (TRAIN_CLUSTER, GpuPriority.INITIALIZATION)
     assert (handed.release_cluster, handed.priority) == (TRAIN_CLUSTER, GpuPriority.GENERATION)
     assert (handed.release_global_step, handed.global_step) == (0, 1)
     released = [m.cluster for m in told if isinstance(m, NotifyReleaseGpus)]
     assert released == [TRAIN_CLUSTER, TRAIN_CLUSTER, GENERATION_CLUSTER]
-    assert isinstance(told[0], NotifyReleaseGpus), "what an earlier life held, before all else"
     assert any(isinstance(m, ClearProgress) for m in told)
 
 
@@ -227,11 +230,11 @@ def test_who_is_told_to_stop_waits_neither_for_engines_nor_for_gpus(
     scheduler: FakeScheduler, tenant: Tenant, stop: threading.Event
 ) -> None:
     stop.set()
-    tenant.settle_in()
+    assert not tenant.settle_in()
     assert not tenant.may_ask(0, 8)
     assert not tenant.may_train(0)
-    key = scheduler.expect(RequestGpus).key
-    assert scheduler.expect(WithdrawRequest) == WithdrawRequest(key)
+    asked = {scheduler.expect(NotifyReleaseThenRequestGpus).key, scheduler.expect(RequestGpus).key}
+    assert scheduler.expect(WithdrawRequest).key in asked
 
 
 def test_who_leaves_in_mid_step_leaves_nothing(scheduler: FakeScheduler, tenant: Tenant) -> None:
@@ -245,6 +248,17 @@ def test_who_leaves_in_mid_step_leaves_nothing(scheduler: FakeScheduler, tenant:
     assert released == [TRAIN_CLUSTER, GENERATION_CLUSTER]
 
 
+def test_a_refusal_that_came_while_nobody_waited_is_the_users_mistake_too(
+    scheduler: FakeScheduler, tenant: Tenant
+) -> None:
+    assert not tenant.may_train(0)
+    key = scheduler.expect(RequestGpus).key
+    scheduler.say(TicketMoved(key, TicketState.REFUSED, (), "no such pipeline"))
+    with scheduler.granting() as told, pytest.raises(UserError, match="no such pipeline"):
+        train(tenant, 0)
+    assert not [m for m in told if isinstance(m, RequestGpus) and m.key != key], "nor asked anew"
+
+
 def test_a_pipeline_that_is_unknown_is_the_users_mistake(
     scheduler: FakeScheduler, tenant: Tenant, stop: threading.Event
 ) -> None:
@@ -256,7 +270,7 @@ def test_a_pipeline_that_is_unknown_is_the_users_mistake(
 
 
 def refuse(scheduler: FakeScheduler) -> None:
-    key = scheduler.expect(NotifyReleaseGpus).key
+    key = scheduler.expect(NotifyReleaseThenRequestGpus).key
     scheduler.say(TicketMoved(key, TicketState.REFUSED, (), "no such pipeline"))
 
 
@@ -279,8 +293,6 @@ def test_a_loop_asks_for_engines_first_and_trains_on_gpus_that_it_was_given(
 ) -> None:
     life = begin(JournalConfig())
     with running(life, scheduler):
-        held = scheduler.expect(NotifyReleaseGpus)
-        scheduler.say(TicketMoved(held.key, TicketState.RELEASED))
         demand = scheduler.expect(RequestGpus)
         assert (demand.cluster, demand.global_step) == (GENERATION_CLUSTER, 0)
         assert demand.step_target_estimate == 5 * SAMPLES, "of max_staleness + 1 steps"
@@ -312,6 +324,7 @@ def test_a_loop_that_is_stopped_waits_for_no_gpus(scheduler: FakeScheduler, begi
 def test_a_run_that_shares_nothing_asks_nobody(stop: threading.Event) -> None:
     tenancy = tenancy_of(None, None, stop)
     assert isinstance(tenancy, Unshared)
+    assert tenancy.settle_in()
     assert tenancy.may_ask(0, 8)
     assert tenancy.may_train(0)
 

@@ -82,6 +82,21 @@ def test_a_gpu_goes_on_with_other_weights_than_are_written(tmp_path: Path) -> No
     assert same(other.values(), after)
 
 
+def test_what_has_moved_is_saved_from_where_it_is(tmp_path: Path) -> None:
+    """A trainer on a shared fleet leaves its GPU between steps: what it had is elsewhere then."""
+    one, other = Trained(seed=1), Trained(seed=2)
+    write(one, tmp_path / "1")
+    for each in one.model.parameters():
+        each.data = each.data.clone()  # as Module.to does it
+    for moments in one.descent._optimizer.state.values():  # noqa: SLF001 - as Descent.move does
+        moments.update({name: each.clone() for name, each in moments.items()})
+    one.train()
+    expected = one.values()
+    write(one, tmp_path / "2")
+    other.restore(tmp_path / "2")
+    assert same(other.values(), expected)
+
+
 def test_memory_is_taken_once_and_used_again(tmp_path: Path) -> None:
     one, other = Trained(seed=1), Trained(seed=2)
 
