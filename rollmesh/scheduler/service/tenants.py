@@ -14,7 +14,13 @@ from typing import ClassVar
 
 from rollmesh.core.errors import UserError
 from rollmesh.scheduler.planning.placement import check
-from rollmesh.scheduler.planning.state import Node, NodePhase, Pipeline, PipelinePhase
+from rollmesh.scheduler.planning.state import (
+    MAX_NODE_GPUS,
+    Node,
+    NodePhase,
+    Pipeline,
+    PipelinePhase,
+)
 from rollmesh.scheduler.service.book import Asker, Book, Link
 from rollmesh.scheduler.service.demands import Demands
 from rollmesh.scheduler.service.intents import Intents
@@ -125,8 +131,8 @@ class Tenants:
                 return ""
             fields = ", ".join(differs)
             return f"{name} is registered with another spec ({fields}); unregister it first"
-        if "/" in name or not name or GENERATION_CLUSTER in spec.clusters:
-            return f"{name!r}: a name without slashes, and {GENERATION_CLUSTER} as `generation`"
+        if not _is_word(name) or GENERATION_CLUSTER in spec.clusters:
+            return f"{name!r}: a name is one word, and {GENERATION_CLUSTER} is `generation`"
         try:
             check(spec, book.state)
         except UserError as error:
@@ -194,8 +200,10 @@ class Tenants:
             self._forget(pipeline)
             for key in leavers:
                 self._answer(key, "")
-                if asker := book.askers.pop(key, None):
+                if asker := book.askers.get(key):
                     book.send(asker.route, SchedulerAnswered(key, True))
+                if key not in book.tickets:  # somebody may call two asks the same
+                    book.askers.pop(key, None)
 
     def _forget(self, pipeline: Pipeline) -> None:
         book, name = self._book, pipeline.pipeline_id
@@ -214,8 +222,10 @@ class Tenants:
     def _on_join(self, ask: JoinNode) -> str:
         book = self._book
         known = book.machines.get(ask.name)
-        if ask.num_gpus < 1:
-            return f"node {ask.name!r} has {ask.num_gpus} GPUs; at least 1"
+        if not _is_word(ask.name):
+            return f"node {ask.name!r}: a name is one word, without spaces and slashes"
+        if not 1 <= ask.num_gpus <= MAX_NODE_GPUS:
+            return f"node {ask.name!r} has {ask.num_gpus} GPUs; it has from 1 to {MAX_NODE_GPUS}"
         if known and len(known.node.gpus) != ask.num_gpus:
             had = len(known.node.gpus)
             return f"node {ask.name!r} had {had} GPUs and comes back with {ask.num_gpus}; rename it"
@@ -289,3 +299,7 @@ class Tenants:
         book.mark("nodes", node.name)
         book.note("node.lost", "", f"{node.name} does not beat")
         book.wants_plan = True
+
+
+def _is_word(name: str) -> bool:
+    return bool(name) and name.isprintable() and not {" ", "/"} & set(name)

@@ -80,8 +80,8 @@ def test_were_admission_reset_by_it_requests_would_be_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (spec("a/b"), "without slashes"),
-        (spec(clusters={GENERATION_CLUSTER: (0,)}), "as `generation`"),
+        (spec("a/b"), "a name is one word"),
+        (spec(clusters={GENERATION_CLUSTER: (0,)}), "is `generation`"),
         (spec(generation=(0, 99)), "99"),
     ],
 )
@@ -227,8 +227,12 @@ def test_a_node_that_has_changed_is_refused() -> None:
     stage = Stage(2)
     stage.say(JoinNode("again", "n0", 3))
     assert stage.answers["again"].error == "node 'n0' had 2 GPUs and comes back with 3; rename it"
-    stage.say(JoinNode("none", "n1", 0))
-    assert not stage.answers["none"].ok
+    for number, num_gpus in enumerate((0, -1, 2**62)):
+        stage.say(JoinNode(f"none-{number}", "n1", num_gpus))
+        assert "it has from 1 to 1024" in stage.answers[f"none-{number}"].error
+    for number, name in enumerate(("", "a b", "a/b", "a\n")):
+        stage.say(JoinNode(f"name-{number}", name, 2))
+        assert "a name is one word" in stage.answers[f"name-{number}"].error
 
 
 def test_a_node_that_drains_puts_its_workers_to_sleep() -> None:
@@ -242,6 +246,16 @@ def test_a_node_that_drains_puts_its_workers_to_sleep() -> None:
     assert stage.train("a", "t") is TicketState.QUEUED
     stage.say(DrainNode("d2", "nowhere"))
     assert not stage.answers["d2"].ok
+
+
+def test_a_ticket_outlives_a_leave_that_has_its_key() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", generation=(0, 1))
+    stage.train("a", "same")
+    stage.say(UnregisterPipeline("same", "a"))
+    assert stage.answers["same"].ok
+    stage.run(2 * stage.settings.memory_s)
+    assert not stage.scheduler.book.askers
 
 
 def test_a_drain_that_is_undone_wakes_what_waits() -> None:
