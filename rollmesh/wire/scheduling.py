@@ -251,7 +251,7 @@ class KillPipeline(Message, frozen=True, tag="kill_pipeline"):
 
 
 class UnregisterPipeline(Message, frozen=True, tag="unregister_pipeline"):
-    """Put its workers to sleep, free what it holds, forget it."""
+    """Put its workers to sleep, and forget it once its trainer has given up what it holds."""
 
     key: str
     pipeline_id: str

@@ -86,7 +86,7 @@ def _clear(draft: Draft) -> None:
     for pipeline in draft.state.pipelines.values():
         is_leaving = pipeline.phase is PipelinePhase.LEAVING
         for cluster in pipeline.holds:
-            if is_leaving or cluster in pipeline.releasing:
+            if cluster in pipeline.releasing:  # who leaves may still train, until it says so
                 draft.release(pipeline.pipeline_id, cluster)
         if is_leaving:
             _shrink_all(draft, pipeline, ShrinkReason.LEAVE)

@@ -299,7 +299,8 @@ class _Words:
             if not wait.missing and pipeline.phase is PipelinePhase.ADMITTED:
                 yield "  all of its GPUs are free: the next plan decides"
         if pipeline.phase is PipelinePhase.LEAVING:
-            yield "is forgotten when its workers are asleep"
+            given_up = "".join(f", and {each} is given up" for each in pipeline.holds)
+            yield f"is forgotten when its workers are asleep{given_up}"
         elif not waits and pipeline.phase is not PipelinePhase.ADMITTED:
             yield f"gets no GPU until {self._unheld()}"
         elif not waits:

@@ -62,12 +62,16 @@ class Runs:
         book.links[name] = Link(heard_s=book.now_s)
         book.mark("pipelines", name)
 
-    def strip(self, pipeline: Pipeline, why: str) -> None:
-        """It has no fixed cluster any more, and asks for nothing."""
-        name = pipeline.pipeline_id
+    def strip(self, pipeline: Pipeline, why: str, *, with_trainer: bool = True) -> None:
+        """It asks for nothing any more; and has no fixed cluster, but for one on which its trainer
+        may stand."""
+        name, kept = pipeline.pipeline_id, set[str]()
+        if not with_trainer:
+            kept = {each for each in pipeline.holds if not self._intents.is_promise(name, each)}
         self._demands.close(pipeline)
-        self._tickets.refuse_all(name, f"{name}: {why}")
+        self._tickets.refuse_all(name, f"{name}: {why}", kept)
         for cluster in pipeline.spec.clusters:
-            self._tickets.take_back(name, cluster)
+            if cluster not in kept:
+                self._tickets.take_back(name, cluster)
         self._book.tenants[name].releasing = ""
         pipeline.releasing.clear()

@@ -6,8 +6,9 @@
 
 Invariants: an ask with a key is done once, and its answer is known for `memory_s`; a pipeline that
 is registered again with the same spec stays as it is, and another spec is refused; who leaves is
-forgotten, and its ask answered, when all its workers sleep; a node that comes back has the GPU
-numbers that it had. Driven by scheduler.py.
+forgotten, and its ask answered, when all its workers sleep and its trainer has given up the
+clusters that it has; a node that comes back has the GPU numbers that it had. Driven by
+scheduler.py.
 """
 
 from typing import ClassVar
@@ -183,7 +184,7 @@ class Tenants:
             book.mark("pipelines", name)
         if pipeline.phase is PipelinePhase.LEAVING:
             return
-        self._runs.strip(pipeline, "it is leaving")
+        self._runs.strip(pipeline, "it is leaving", with_trainer=False)
         self._intents.call_off(name, "it is leaving")
         pipeline.phase = PipelinePhase.LEAVING
         book.wants_plan = True
@@ -194,7 +195,8 @@ class Tenants:
         for name, pipeline in list(book.state.pipelines.items()):
             if pipeline.phase is not PipelinePhase.LEAVING:
                 continue
-            if any(each.phase is not WorkerPhase.ASLEEP for each in pipeline.workers):
+            is_awake = any(each.phase is not WorkerPhase.ASLEEP for each in pipeline.workers)
+            if is_awake or pipeline.holds:
                 continue
             leavers = book.tenants[name].leavers
             self._forget(pipeline)

@@ -10,6 +10,8 @@ again, waits again, for he would take its end for a grant; what has ended is kno
 so that a late copy of an ask is not done anew. Driven by scheduler.py.
 """
 
+from collections.abc import Container
+
 from rollmesh.scheduler.planning.ops import Release, ShrinkReason, apply
 from rollmesh.scheduler.planning.state import FIXED, Owner, Pipeline, PipelinePhase, Request
 from rollmesh.scheduler.service.book import Asker, Book
@@ -261,10 +263,10 @@ class Tickets:
                 is_held = state is TicketState.GRANTED
                 self._close(ticket, TicketState.RELEASED if is_held else TicketState.WITHDRAWN)
 
-    def refuse_all(self, pipeline_id: str, why: str) -> None:
-        """Its pipeline is gone, or goes."""
+    def refuse_all(self, pipeline_id: str, why: str, but: Container[str] = ()) -> None:
+        """Its pipeline is gone, or goes; tickets of these clusters stay."""
         for of_pipeline, cluster in list(self._book.queue):
-            if of_pipeline == pipeline_id:
+            if of_pipeline == pipeline_id and cluster not in but:
                 self._close_all(pipeline_id, cluster, TicketState.REFUSED, why)
 
     def _close_all(

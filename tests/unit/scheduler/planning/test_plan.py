@@ -94,7 +94,7 @@ def test_a_worker_that_wakes_goes_to_sleep_once_it_is_awake() -> None:
     assert plan(state, Idle()).ops == (Shrink("p", 0, ShrinkReason.RELEASE),)
 
 
-def test_a_pipeline_that_leaves_gives_up_all_that_it_has_and_another_gets_it_at_once() -> None:
+def test_a_pipeline_that_leaves_sleeps_and_what_it_gives_up_another_gets_at_once() -> None:
     state = fleet(2)
     leaver = add(state, "p", generation=(0,), train=(1,))
     wake(state, "p", 0)
@@ -105,6 +105,8 @@ def test_a_pipeline_that_leaves_gives_up_all_that_it_has_and_another_gets_it_at_
     key = ask(state, "q")
     leaver.phase = PipelinePhase.LEAVING
     shrink = Shrink("p", 0, ShrinkReason.LEAVE)
+    assert plan(state, Greedy()).ops == (shrink, Expand("q", 0)), "its trainer is still there"
+    leaver.releasing[TRAIN] = "release"
     assert plan(state, Greedy()).ops == (Release("p", TRAIN), shrink, Grant(key), Expand("q", 0))
 
 

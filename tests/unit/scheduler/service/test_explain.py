@@ -289,6 +289,15 @@ def test_a_quarantine_without_an_ask_says_until_what() -> None:
     assert lines(stage, "a")[0] == "a: admitted"
 
 
+def test_a_pipeline_that_leaves_says_what_its_trainer_still_has() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", generation=(0, 1))
+    stage.train("a", "t")
+    stage.say(UnregisterPipeline("u", "a"))
+    told = "is forgotten when its workers are asleep, and actor_train is given up"
+    assert lines(stage, "a")[-1] == told
+
+
 def test_a_pipeline_that_is_registered_or_leaves_says_until_what() -> None:
     stage = Stage(2)
     stage.pipeline("a", generation=(0, 1))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rollmesh.scheduler.planning.state import Node, NodePhase, PipelinePhase
+from rollmesh.scheduler.planning.state import Node, NodePhase, Pipeline, PipelinePhase
+from rollmesh.scheduler.service.runs import Runs
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.tenants import Tenants
 from rollmesh.wire.scheduling import (
@@ -128,6 +129,9 @@ def test_who_leaves_sleeps_first_and_then_nothing_is_left_of_it() -> None:
     assert "u" not in stage.answers
     assert stage.train("a", "t2") is TicketState.REFUSED
     stage.act()
+    assert stage.awake("a") == []
+    assert "u" not in stage.answers, "its trainer has not given up its GPUs"
+    stage.release("a", "r")
     assert stage.answers["u"].ok
     book = stage.scheduler.book
     assert book.state.owners == book.standing == {}
@@ -135,6 +139,55 @@ def test_who_leaves_sleeps_first_and_then_nothing_is_left_of_it() -> None:
     assert book.intents == {}
     kept = {table for table, rows in stage.kept.tables.items() if rows}
     assert kept == {"nodes", "answers", "tickets", "credits", "numbers"}
+
+
+class Hurried(Runs):
+    """The fault: who leaves has nothing from then on, whoever stands there."""
+
+    def strip(self, pipeline: Pipeline, why: str, *, with_trainer: bool = True) -> None:
+        super().strip(pipeline, why, with_trainer=True)
+
+
+class HurriedTenants(Tenants):
+    RUNS = Hurried
+
+
+class LeavesAtOnce(Scheduler):
+    TENANTS = HurriedTenants
+
+
+def left_while_training(kind: type[Scheduler]) -> Stage:
+    """Pipeline a trains as somebody unregisters it; b waits for a GPU of it."""
+    stage = Stage(2, kind=kind)
+    stage.pipeline("a", train=(0, 1), generation=())
+    stage.pipeline("b", train=(1,), generation=())
+    stage.train("a", "ta")
+    stage.train("b", "tb")
+    stage.say(UnregisterPipeline("u", "a"))
+    return stage
+
+
+def test_who_trains_as_its_pipeline_leaves_keeps_its_gpus_until_it_gives_them_up() -> None:
+    stage = left_while_training(Scheduler)
+    stage.run(1)
+    stage.begin()  # also in the scheduler's next life
+    stage.run(30)
+    assert stage.state("tb") is TicketState.QUEUED
+    stage.release("a", "r")
+    stage.wait_for("tb", TicketState.GRANTED, 5)
+    assert list(stage.scheduler.book.state.pipelines) == ["b"]
+
+
+def test_were_it_forgotten_at_once_two_would_stand_on_its_gpus() -> None:
+    stage = left_while_training(LeavesAtOnce)
+    assert stage.state("tb") is TicketState.GRANTED, "and nobody has told a's trainer"
+
+
+def test_who_leaves_and_is_killed_is_forgotten_whatever_it_held() -> None:
+    stage = left_while_training(Scheduler)
+    stage.say(KillPipeline("k", "a"))
+    assert stage.answers["u"].ok
+    assert stage.state("tb") is TicketState.GRANTED
 
 
 def test_who_leaves_while_others_are_about_to_get_its_gpus_leaves_all_idle() -> None:
