@@ -9,16 +9,18 @@ the coordinator, for engines that wake.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 MODEL_FILES = ("config.json", "tokenizer.json")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 PROBE_FILE = "probe.json"
 
 
 class Published(msgspec.Struct, frozen=True):
-    """A whole model."""
+    """A whole model, or an adapter."""
 
     folder: Path
     policy_version: int
@@ -47,10 +49,19 @@ class WeightsProbe(msgspec.Struct, frozen=True, kw_only=True):
 
 def newest_published(weights: Path) -> Published | None:
     """The newest whole model of those that stand in a run's folder `weights`; None without any."""
+    return _newest(weights, holds_model)
+
+
+def newest_adapter(weights: Path) -> Published | None:
+    """The same of adapters."""
+    return _newest(weights, holds_adapter)
+
+
+def _newest(weights: Path, is_one: Callable[[Path], bool]) -> Published | None:
     versions = {
         int(folder.name[1:]): folder
         for folder in weights.glob("v*")
-        if folder.name[1:].isdecimal() and holds_model(folder)
+        if folder.name[1:].isdecimal() and is_one(folder)
     }
     return Published(versions[max(versions)], max(versions)) if versions else None
 
@@ -59,6 +70,11 @@ def holds_model(folder: Path) -> bool:
     """Whether an engine can begin with it: an adapter alone is no model."""
     has_files = all((folder / name).is_file() for name in MODEL_FILES)
     return has_files and any(folder.glob("*.safetensors"))
+
+
+def holds_adapter(folder: Path) -> bool:
+    """Whether it is one of PEFT's."""
+    return all((folder / name).is_file() for name in ADAPTER_FILES)
 
 
 def leave_probe(folder: Path, probe: WeightsProbe) -> None:

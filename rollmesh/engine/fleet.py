@@ -251,6 +251,7 @@ class Fleet:
         if engine.row.phase is EnginePhase.ASLEEP:
             engine.trusted = ask.policy_version
             self._rejoin(engine, "woken", now_s)
+            engine.row = msgspec.structs.replace(engine.row, adapter=ask.adapter)
         return ""
 
     def _on_fence(self, engine: Member, ask: FenceEngine, now_s: float) -> str:

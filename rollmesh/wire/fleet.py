@@ -104,6 +104,8 @@ class WakeEngine(Message, frozen=True, tag="wake_engine"):
     ask_id: int
     url: str
     policy_version: int
+    adapter: str = ""
+    """Of these weights, as EngineRow has it."""
 
 
 class FenceEngine(Message, frozen=True, tag="fence_engine"):

@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.published import WeightsProbe, leave_probe
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
+from rollmesh.engine.member import adapter_name
 from rollmesh.runtime.generation_view import Generation
 from rollmesh.testing.engine import ScriptedEngine, Tenure, endless_token
 from rollmesh.wire.fleet import EnginePhase
@@ -29,6 +32,7 @@ from tests.flow.test_update import (
     models,
     scores,
 )
+from tests.unit.engine.embedded.tiny_adapters import write_adapter
 
 __all__ = ["models"]
 ASLEEP, AWAKE = WorkerPhase.ASLEEP, WorkerPhase.AWAKE
@@ -184,6 +188,38 @@ async def test_a_woken_engine_alone_loads_the_newest_weights_and_proves_them(
     assert not (await scheduler.answer(number)).error
     assert (await torch_mesh.info(0))["weight_version"] == "7"
     await worker.close()
+
+
+async def test_an_engine_wakes_with_the_adapter_over_its_weights_before_it_serves(
+    torch_mesh: SleepingMesh, models: list[Path]
+) -> None:
+    """There is no publisher: what it serves is what its coordinator has brought."""
+    scheduler, weights = torch_mesh.scheduler, torch_mesh.weights
+    worker, base = Worker(torch_mesh.router), await scores_of_base(torch_mesh)
+    for version in (1, 2):
+        write_adapter(weights / f"v{version:06d}", models[0], seed=version, size=0.5)
+        await scheduler.resize(True, 0)
+        turn = worker.start(f"t{version}", stream=False, num_tokens=40)
+        await ended(turn, 40)
+        assert [run.policy_version for run in turn.policy_versions] == [version]
+        async with HttpClient() as http:
+            client = EngineClient(torch_mesh.engines[0], http, VOCAB_SIZE)
+            name = adapter_name(version)
+            assert await client.adapters() == [name], "that of before is gone"
+            whole = [*PROMPT, *turn.token_ids]
+            told = await client.score(whole, str(version), name)
+        assert list(turn.logprobs) == pytest.approx(told[len(PROMPT) - 1 :], abs=1e-3)
+        assert told[: len(PROMPT) - 1] != pytest.approx(base, abs=1e-3), "it changes what is said"
+        await scheduler.resize(False, 0)
+    await worker.close()
+
+
+async def scores_of_base(mesh: SleepingMesh) -> list[float]:
+    """Of the prompt, by the weights alone."""
+    await mesh.scheduler.resize(True, 1)
+    base = await scores(mesh.engines[1], PROMPT, "0")
+    await mesh.scheduler.resize(False, 1)
+    return base
 
 
 async def test_a_hung_engine_is_lost_alone_and_sleeps_when_it_is_back(

@@ -94,7 +94,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     f.BeginUpdate(3, "http://e:1", 12, 30.0, "c5d1e"),
     f.FinishUpdate(3, "http://e:1", 12, True, "done", "a12"),
     f.SleepEngine(3, "http://e:1", 30.0),
-    f.WakeEngine(3, "http://e:1", 12),
+    f.WakeEngine(3, "http://e:1", 12, "a12"),
     f.FenceEngine(3, "http://e:1", 12, "off by 0.5"),
     f.RemoveEngine(3, "http://e:1"),
     f.ReadFleet(3),

@@ -2,19 +2,21 @@
 
 Invariants: every call is answered by exactly one EngineDone, whatever the engine does; its memory
 is given up only when nothing runs there; what was done is said by the name of its weights, before
-and after, so that whoever comes next knows; woken weights are those that the run published last.
-Driven by process.py.
+and after, so that whoever comes next knows; woken weights are those that the run published last,
+with their adapter. Driven by process.py.
 """
 
 import asyncio
 from pathlib import Path
 
+import msgspec
+
 from rollmesh.core.errors import AddressError, EngineError, EngineRefused
-from rollmesh.core.published import find_probe, newest_published
+from rollmesh.core.published import find_probe, newest_adapter, newest_published
 from rollmesh.engine.answers import policy_version_of
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.member import ADAPTER_PREFIX
+from rollmesh.engine.member import ADAPTER_PREFIX, adapter_name
 from rollmesh.engine.occupation import Occupation, name_of, told_by
 from rollmesh.serve.coordinator.events import (
     UNVERSIONED,
@@ -36,15 +38,13 @@ async def carry_out(call: CallEngine, http: HttpClient, weights: Path) -> Engine
         await asyncio.sleep(call.after_s)
     try:
         engine = _Engine(EngineClient(call.url, http), weights)
-        seen, policy_version = await engine.do(call)
+        done = await engine.do(call)
     except (AddressError, EngineError, TimeoutError) as error:
         detail = str(error) or "it took too long"
         return _failed(call, detail)
     except Exception as error:  # noqa: BLE001 - door: who waits for an answer must have one
         return _failed(call, f"{type(error).__name__}: {error}")
-    return EngineDone(
-        url=call.url, serial=call.serial, ok=True, seen=seen, policy_version=policy_version
-    )
+    return done
 
 
 def _failed(call: CallEngine, detail: str) -> EngineDone:
@@ -58,11 +58,15 @@ class _Engine:
         self._client = client
         self._weights = weights
 
-    async def do(self, call: CallEngine) -> tuple[EngineSeen | None, int]:
-        """The deed; what was seen, and the version of the weights that it has now."""
+    async def do(self, call: CallEngine) -> EngineDone:
+        """The deed, and what came of it."""
+        done = EngineDone(
+            url=call.url, serial=call.serial, ok=True, policy_version=call.policy_version
+        )
         match call.deed:
             case Deed.LOOK:
-                return await self._look(), UNVERSIONED
+                seen = await self._look()
+                return msgspec.structs.replace(done, seen=seen, policy_version=UNVERSIONED)
             case Deed.PAUSE:
                 await self._client.pause("abort")
             case Deed.RELEASE:
@@ -70,17 +74,21 @@ class _Engine:
             case Deed.RESUME:
                 await self._resume()
             case Deed.LOAD:
-                return None, await self._load()
+                called, adapter = await self._load()
+                version = policy_version_of(called)
+                return msgspec.structs.replace(done, policy_version=version, adapter=adapter)
             case Deed.PROBE:
                 await self._probe(call.policy_version)
-        return None, call.policy_version
+        return done
 
     async def _look(self) -> EngineSeen:
         info, load = await self._client.model_info(), await self._client.loads()
         occupation, _ = told_by(info.weight_version)
+        adapter = adapter_name(info.policy_version)
         return EngineSeen(
             is_released=occupation is Occupation.RELEASED,
             policy_version=info.policy_version,
+            adapter=adapter if adapter in await self._client.adapters() else "",
             num_requests=load.num_running + load.num_waiting,
             kv_tokens=load.num_tokens,
         )
@@ -110,20 +118,31 @@ class _Engine:
         if occupation is not Occupation.HELD:
             await self._client.memory.retake()
 
-    async def _load(self) -> int:
+    async def _load(self) -> tuple[str, str]:
+        """What its weights are called now, and the adapter over them."""
         info = await self._client.model_info()
         _, called = told_by(info.weight_version)
         folder = info.model_path
         loop = asyncio.get_running_loop()
-        if newest := await loop.run_in_executor(None, newest_published, self._weights):
+        newest = await loop.run_in_executor(None, newest_published, self._weights)
+        adapter = await loop.run_in_executor(None, newest_adapter, self._weights)
+        if newest:
             folder, called = str(newest.folder.absolute()), str(newest.policy_version)
-        for adapter in await self._client.adapters():
-            if adapter.startswith(ADAPTER_PREFIX):  # it stood over weights that are gone
-                await self._client.unload_adapter(adapter)
-        body = {"model_path": folder, "weight_version": called, "flush_cache": True}
+        if adapter and newest and adapter.policy_version < newest.policy_version:
+            adapter = None
+        for name in await self._client.adapters():
+            if name.startswith(ADAPTER_PREFIX):  # it stood over weights that are gone
+                await self._client.unload_adapter(name)
+        # Without its adapter it has nobody's weights: nothing is to take them for a version's.
+        base = name_of(Occupation.MOVING, called) if adapter else called
+        body = {"model_path": folder, "weight_version": base, "flush_cache": True}
         await self._client.order("/update_weights_from_disk", body, LOAD_TIMEOUT_S)
+        if adapter:
+            called, name = str(adapter.policy_version), adapter_name(adapter.policy_version)
+            await self._client.load_adapter(name, adapter.folder.absolute())
+            await self._rename(Occupation.HELD, called)
         await self._client.resume()
-        return policy_version_of(called)
+        return called, adapter_name(adapter.policy_version) if adapter else ""
 
     async def _probe(self, policy_version: int) -> None:
         """EngineRefused where it serves something else."""
@@ -132,7 +151,7 @@ class _Engine:
             told = f"it was brought version {policy_version} and serves {info.weight_version}"
             raise EngineRefused(f"{self._client.url}: {told}")
         probe = find_probe(Path(info.model_path))
-        if probe is None:
+        if probe is None or adapter_name(policy_version) in await self._client.adapters():
             return
         scores = await self._client.score(probe.token_ids, info.weight_version)
         if why := probe.why_not(scores):

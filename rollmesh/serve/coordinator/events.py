@@ -30,7 +30,8 @@ class Deed(enum.StrEnum):
     RESUME = "resume"
     """Take its memory again; its weights are lost."""
     LOAD = "load"
-    """The newest weights that were published, else what it was started with; then generate."""
+    """The newest weights that were published, with the adapter over them if that is newer, else
+    what it was started with; then generate."""
     PROBE = "probe"
     """Prove that it serves `policy_version`."""
 
@@ -40,6 +41,8 @@ class EngineSeen(msgspec.Struct, frozen=True, kw_only=True):
 
     is_released: bool
     policy_version: int = UNVERSIONED
+    adapter: str = ""
+    """Of that version, if it is there."""
     num_requests: int = 0
     kv_tokens: int = 0
     """Held for what runs there."""
@@ -57,6 +60,8 @@ class EngineDone(msgspec.Struct, frozen=True, kw_only=True):
     """Of LOOK."""
     policy_version: int = UNVERSIONED
     """Of LOAD: that of the weights which it has now."""
+    adapter: str = ""
+    """Of LOAD: over them."""
 
 
 class CallEngine(msgspec.Struct, frozen=True):

@@ -76,6 +76,7 @@ class Worker:
         self.is_settled = False
         """Whether it was found asleep or awake, or told to be, since the coordinator began."""
         self.policy_version = UNVERSIONED
+        self.adapter = ""
         self.kv_tokens = 0
         self._settings = settings
         self._serial = 0
@@ -138,7 +139,7 @@ class Worker:
             self._arrive(WorkerPhase.ASLEEP)
         else:
             if self.step is Step.LOADING:
-                self.policy_version = done.policy_version
+                self.policy_version, self.adapter = done.policy_version, done.adapter
             self._enter(NEXT[self.step])
 
     def _on_failed(self, why: str, now_s: float) -> None:
@@ -179,7 +180,7 @@ class Worker:
     def _take(self, seen: EngineSeen) -> None:
         self.kv_tokens = seen.kv_tokens
         if not seen.is_released and seen.policy_version != UNVERSIONED:
-            self.policy_version = seen.policy_version
+            self.policy_version, self.adapter = seen.policy_version, seen.adapter
 
     def _on_drained(self, done: EngineDone, now_s: float) -> None:
         """Looked at while its legs leave; what does not answer is not waited for any longer."""

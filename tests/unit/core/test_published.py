@@ -10,6 +10,7 @@ from rollmesh.core.published import (
     WeightsProbe,
     find_probe,
     leave_probe,
+    newest_adapter,
     newest_published,
 )
 
@@ -28,9 +29,11 @@ def test_the_newest_whole_model_counts(tmp_path: Path) -> None:
     whole = ("config.json", "tokenizer.json", "model.safetensors")
     write(tmp_path / "v000002", *whole)
     ninth = write(tmp_path / "v000009", *whole)
-    write(tmp_path / "v000010", "adapter_config.json", "adapter_model.safetensors")
+    adapter = write(tmp_path / "v000010", "adapter_config.json", "adapter_model.safetensors")
     write(tmp_path / "v000011.part", *whole)
+    write(tmp_path / "v000012", "adapter_config.json")
     assert newest_published(tmp_path) == Published(ninth, 9)
+    assert newest_adapter(tmp_path) == Published(adapter, 10)
 
 
 def test_a_probe_is_found_again_and_what_is_none_proves_nothing(tmp_path: Path) -> None:
