@@ -108,6 +108,10 @@ class FleetView:
         """The row of one engine."""
         return self._rows.get(url)
 
+    def any_serves(self) -> bool:
+        """Whether an engine is ready, with whatever weights."""
+        return any(row.phase is EnginePhase.READY for row in self._rows.values())
+
     def is_paused(self, min_policy_version: int) -> bool:
         """No engine is fit now, and one will be that is being updated, or sleeps while its GPUs are
         lent: whoever waits for it has all the time that this takes."""

@@ -8,6 +8,8 @@
                  DRAINING --nothing left--> LEFT
                  DRAINING --nothing left but results for sinks that are away--> LEFT, and the
                             router has these groups run again, elsewhere; not if it is worn out
+                 DRAINING --no engine has served for stranded_s--> what runs is aborted, and runs
+                            again elsewhere: nothing of it would come to its end here
 
 A worn worker says so in its beats, and the router lets it go when others are there to serve; nobody
 waits for it, so it stays until its results are at their sinks.
@@ -90,6 +92,9 @@ class DutiesSettings(msgspec.Struct, frozen=True, kw_only=True):
     hello_s: float = 0.5
     """The hello is said again after this time, until a router answers."""
     outbox: OutboxSettings = OutboxSettings()
+    stranded_s: float = 60.0
+    """One that drains waits so long for any engine to serve: longer than a publication, or the
+    lease of a publisher that died in the midst of one."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -110,6 +115,12 @@ class Stopping(msgspec.Struct, frozen=True):
     """Event: the process ends now: what runs is aborted, what is finished is delivered."""
 
     reason: str
+
+
+class EnginesSeen(msgspec.Struct, frozen=True):
+    """Event: whether any engine serves now."""
+
+    any_serves: bool
 
 
 class WornOut(msgspec.Struct, frozen=True):
@@ -144,7 +155,7 @@ class Left(msgspec.Struct, frozen=True):
     """Results whose sinks were away."""
 
 
-Event = Ended | StopAsked | Stopping | WornOut | Received | Ticked
+Event = Ended | StopAsked | Stopping | EnginesSeen | WornOut | Received | Ticked
 Action = Send | Begin | Abort | Forget | Left
 
 
@@ -175,6 +186,8 @@ class Duties:
         self._delivered: dict[GroupId, None] = {}
         self._awaits_hello = True
         self._next_hello_s = float("-inf")
+        self._stranded_from_s: float | None = None
+        """It drains, and no engine serves since."""
 
     @property
     def num_rollouts(self) -> int:
@@ -235,8 +248,9 @@ class Duties:
                 self._drain(Cause.STOPPED, reason)
             case Stopping(reason):
                 self._drain(Cause.STOPPED, reason)
-                for group_id in list(self.running):
-                    actions += self._abort(group_id, reason)
+                actions += self._abort_all(reason)
+            case EnginesSeen(any_serves):
+                actions += self._see_engines(any_serves, now_s)
             case Received():
                 actions += self._received(event, now_s)
             case Ticked():
@@ -326,6 +340,19 @@ class Duties:
             return []
         self.aborting.add(group_id)
         return [Abort(group_id, reason)]
+
+    def _abort_all(self, reason: str) -> list[Action]:
+        return [each for group_id in [*self.running] for each in self._abort(group_id, reason)]
+
+    def _see_engines(self, any_serves: bool, now_s: float) -> list[Action]:
+        if any_serves or self.state is not WorkerState.DRAINING:
+            self._stranded_from_s = None
+            return []
+        if self._stranded_from_s is None:
+            self._stranded_from_s = now_s
+        if now_s - self._stranded_from_s < self.settings.stranded_s:
+            return []
+        return self._abort_all("it drains, and no engine serves")
 
     def _wear_out(self, event: WornOut) -> None:
         if self.state is WorkerState.SERVING:

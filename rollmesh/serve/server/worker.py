@@ -32,6 +32,7 @@ from rollmesh.serve.server.duties import (
     Duties,
     DutiesSettings,
     Ended,
+    EnginesSeen,
     Event,
     Leaving,
     Left,
@@ -168,6 +169,7 @@ class Worker:
         assert stage is not None
         while True:
             self._step(Ticked())
+            self._step(EnginesSeen(self.view.any_serves()))
             self._duties.weigh(self.inventory.held_bytes())
             self._look_for_wear()
             stage.runtime.look_for_leaks()
