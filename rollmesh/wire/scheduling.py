@@ -1,7 +1,7 @@
 """What is said of GPUs: who asks the scheduler for them, and who gives them up.
 
     hooks -> scheduler         HooksWired RequestGpus NotifyReleaseGpus NotifyReleaseThenRequestGpus
-                               WithdrawRequest ReportProgress ClearProgress ReportPreempt
+                               TakeGpus WithdrawRequest ReportProgress ClearProgress ReportPreempt
     scheduler -> hooks         SchedulerHello TicketMoved
     coordinator -> scheduler   CoordinatorHello (each second as well) WorkersResized
     scheduler -> coordinator   SchedulerHello ResizeWorkers
@@ -41,9 +41,12 @@ class GpuPriority(enum.IntEnum):
 class TicketState(enum.StrEnum):
     """QUEUED -> GRANTED -> RELEASED; QUEUED -> REFUSED | WITHDRAWN
 
-    The ticket of a NotifyReleaseGpus is QUEUED until all is given up, and then RELEASED."""
+    Of a fixed cluster QUEUED -> OFFERED -> GRANTED: the GPUs are kept for who asked, who has them
+    once the scheduler has heard that he takes them; not taken in time, he waits again. The ticket
+    of a NotifyReleaseGpus is QUEUED until all is given up, and then RELEASED."""
 
     QUEUED = "queued"
+    OFFERED = "offered"
     GRANTED = "granted"
     RELEASED = "released"
     REFUSED = "refused"
@@ -146,6 +149,14 @@ class NotifyReleaseThenRequestGpus(Message, frozen=True, tag="notify_release_the
     step_target_estimate: int = 0
 
 
+class TakeGpus(Message, frozen=True, tag="take_gpus"):
+    """Who asked has heard of the offer, and is there; answered by a TicketMoved."""
+
+    key: str
+    offer: int
+    """Another is not taken by this: who was offered GPUs before may have died since."""
+
+
 class WithdrawRequest(Message, frozen=True, tag="withdraw_request"):
     key: str
 
@@ -186,6 +197,8 @@ class TicketMoved(Message, frozen=True, tag="ticket_moved"):
     gpus: tuple[int, ...] = ()
     reason: str = ""
     """Why it waits, and who holds what it waits for; or why it was refused."""
+    offer: int = 0
+    """Of OFFERED: its number, no two are equal."""
 
 
 class SchedulerHello(Message, frozen=True, tag="scheduler_hello"):
@@ -336,6 +349,7 @@ HookMessage = (
     | RequestGpus
     | NotifyReleaseGpus
     | NotifyReleaseThenRequestGpus
+    | TakeGpus
     | WithdrawRequest
     | ReportProgress
     | ClearProgress

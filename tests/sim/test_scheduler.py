@@ -4,6 +4,7 @@ A seed that ever failed is added to KEPT_SEEDS with what it found.
 """
 
 import collections
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,14 +12,23 @@ import pytest
 from rollmesh.scheduler.planning.plan import Policy
 from rollmesh.scheduler.service.demands import Demands
 from rollmesh.scheduler.service.intents import Intents
+from rollmesh.scheduler.service.records import Ticket
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.scheduler.service.tickets import Tickets
+from rollmesh.serve.coordinator.claims import Action, Claims
 from rollmesh.testing.scheduler_sim.draws import Shape, draw
 from rollmesh.testing.scheduler_sim.faults import FleetFaults
 from rollmesh.testing.scheduler_sim.fleet import simulate
 from rollmesh.testing.scheduler_sim.plans import Boundary, TenantPlan
-from rollmesh.testing.scheduler_sim.scheduler import Parts, quick
-from rollmesh.wire.scheduling import GpuPriority, PipelineSpec, ReportProgress
+from rollmesh.testing.scheduler_sim.scheduler import SETTINGS, Parts, quick
+from rollmesh.wire.scheduling import (
+    GpuPriority,
+    PipelineSpec,
+    ReportProgress,
+    TicketMoved,
+    TicketState,
+)
 
 NUM_SEEDS = 100
 SEEDS_PER_TEST = 25
@@ -28,6 +38,8 @@ KEPT_SEEDS = {
 }
 DELAYS = FleetFaults(slow=0.5)
 """Any message may take long, and overtake or be overtaken."""
+DEATHS = FleetFaults(slow=0.1, drop=0.05, lost=0.03, cut=0.02, killed_after_write=0.005)
+"""Trainers die and stay dead, or are not heard for longer than anybody has patience."""
 
 
 SWITCH_S = 2.5
@@ -40,6 +52,8 @@ FAULTS = {
     "freeze",
     "crash",
     "killed",
+    "lost",
+    "cut",
     "silent",
     "node_lost",
     "engine_hang",
@@ -102,10 +116,42 @@ class Hasty(Scheduler):
     INTENTS = NobodyStands
 
 
-def boundary(num: int, how: Boundary, *, num_steps: int = 5) -> Shape:
+class TakenByNobody(Tickets):
+    """What is clear is the asker's at once, dead or alive."""
+
+    def _offer(self, ticket: Ticket) -> None:
+        self._grant(ticket)
+
+
+class OfferedForEver(Tickets):
+    """Who was offered GPUs may be dead: they are kept for him."""
+
+    def _forsake(self, ticket: Ticket) -> None:
+        if ticket.state is not TicketState.OFFERED:
+            super()._forsake(ticket)
+
+
+class GrantsTheDead(Scheduler):
+    TICKETS = TakenByNobody
+
+
+class WaitsForTheDead(Scheduler):
+    TICKETS = OfferedForEver
+
+
+class BelievesOffers(Claims):
+    """It computes on what it was but offered."""
+
+    def _on_moved(self, waiting: Any, moved: TicketMoved) -> list[Action]:
+        if moved.state is TicketState.OFFERED:
+            moved = msgspec.structs.replace(moved, state=TicketState.GRANTED)
+        return super()._on_moved(waiting, moved)
+
+
+def boundary(num: int, how: Boundary, *, num_steps: int = 5, trains_s: float = 1.0) -> Shape:
     """Pipelines whose training needs every GPU on which any of them generates."""
     gpus = (0, 1, 2, 3)
-    phases = (("actor_train", GpuPriority.ACTOR_TRAINING, 1.0),)
+    phases = (("actor_train", GpuPriority.ACTOR_TRAINING, trains_s),)
     plans = tuple(
         TenantPlan(
             spec=PipelineSpec(
@@ -153,6 +199,40 @@ def test_pipeline_that_ends_early_does_not_wedge_the_other(how: Boundary) -> Non
 @pytest.mark.parametrize("broken", [ForgetsAll, SnapshotDemand, Hasty])
 def test_a_broken_scheduler_is_found(broken: type[Scheduler]) -> None:
     assert any(breaks(seed, broken) for seed in range(10))
+
+
+@pytest.mark.parametrize(
+    ("broken", "is_found"), [(GrantsTheDead, True), (WaitsForTheDead, True), (Scheduler, False)]
+)
+def test_who_died_as_he_waited_holds_nothing(broken: type[Scheduler], is_found: bool) -> None:
+    """Not later than `patience_s` after he was last heard, and a moment: fleet.py looks at that."""
+    shape = boundary(5, Boundary.CLEARS, num_steps=3, trains_s=6.0)
+    told = (outcome(seed, broken, shape) for seed in range(12))
+    assert any("is dead" in each for each in told) is is_found
+
+
+@pytest.mark.parametrize(("broken", "is_found"), [(BelievesOffers, True), (Claims, False)])
+def test_who_computes_on_what_was_but_offered_is_where_another_is(
+    broken: type[Claims], is_found: bool
+) -> None:
+    """He who was not heard for long, and he who was told and says no more."""
+    shape = boundary(2, Boundary.CLEARS, num_steps=2, trains_s=2 * SETTINGS.patience_s)
+    told = []
+    for seed in range(4):
+        try:
+            simulate(seed, DEATHS, Parts(claims=broken), shape)
+        except AssertionError as error:
+            told.append(str(error))
+    assert any("is used by" in each for each in told) is is_found, told
+
+
+def outcome(seed: int, kind: type[Scheduler], shape: Shape) -> str:
+    """What the simulation finds, if anything."""
+    try:
+        simulate(seed, DEATHS, Parts(scheduler=kind), shape)
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 def breaks(seed: int, kind: type[Scheduler]) -> bool:

@@ -1,6 +1,7 @@
 """What the scheduler must find again after its death, as values: one record for each row.
 
     ticket   QUEUED -> GRANTED -> RELEASED;  QUEUED -> REFUSED | WITHDRAWN
+             of a fixed cluster QUEUED -> OFFERED -> GRANTED
              WITHDRAWN, since nobody said it -> QUEUED, when it is said after all
     intent   PLANNED -> SENT -> ACKED -> COMMITTED | FAILED
              a grant, and what is called off: PLANNED -> COMMITTED | FAILED
@@ -49,10 +50,17 @@ class Ticket(msgspec.Struct, kw_only=True):
     """When it came to its last state."""
     is_forsaken: bool = False
     """It was withdrawn since nobody said it any more; who does after all has waited all along."""
+    offer: int = 0
+    """Number of the newest offer, if any."""
 
     @property
     def is_open(self) -> bool:
-        return self.state in (TicketState.QUEUED, TicketState.GRANTED)
+        return self.is_waiting or self.state is TicketState.GRANTED
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whoever asked does not have it yet."""
+        return self.state in (TicketState.QUEUED, TicketState.OFFERED)
 
 
 class IntentKind(enum.StrEnum):

@@ -21,7 +21,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
     patience_s: Beats = 15.0
-    """A queued ask that nobody has said again for so long is withdrawn."""
+    """A queued ask that nobody has said again for so long is withdrawn, and so is an offer."""
     memory_s: Beats = 600.0
     """What has ended is known so long, for those who ask again."""
     resize_deadline_s: Second = 120.0

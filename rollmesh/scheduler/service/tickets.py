@@ -1,38 +1,48 @@
 """Asks with a key: who waits for what, who has it, and what they are told.
 
-    QUEUED -> GRANTED -> RELEASED;  QUEUED -> REFUSED | WITHDRAWN <-> QUEUED (forsaken, taken up)
+    generation       QUEUED -> GRANTED -> RELEASED
+    a fixed cluster  QUEUED -> OFFERED -> GRANTED -> RELEASED
+    either           QUEUED, OFFERED -> REFUSED | WITHDRAWN <-> QUEUED (forsaken, taken up)
+
+    whoever asks          the scheduler            their GPUs
+    RequestGpus     --->  QUEUED                   somebody's
+                    <---  OFFERED, offer n         kept: the ticket waits for its asker
+    TakeGpus n      --->  GRANTED, on the disk     his, until he gives them up
+    computes        <---  GRANTED
+
+Who asks for a fixed cluster computes there only when he is told GRANTED. So an offer may lapse: who
+was offered GPUs and died, or is not heard for `patience_s`, has never had them; and a grant never
+lapses: who was told of one may be computing, however long he is not heard. An offer has a number,
+so that what a dead asker still had on its way does not take a later one.
 
 An ask that is said again is its renewal, and is answered by how its ticket stands; a second ask for
 what somebody of that pipeline waits for, or has, joins it. Invariants: a fixed cluster has one
-place in the line, which is there as long as one open ticket is; a queued ticket that nobody renews
-for `patience_s` is withdrawn, told to nobody, and leaves nothing: who was but held up, and says it
-again, waits again, for he would take its end for a grant; what has ended is known for `memory_s`,
-so that a late copy of an ask is not done anew. Driven by scheduler.py.
+place in the line, which is there as long as one open ticket is; a ticket that is queued or offered
+and that nobody renews for `patience_s` is withdrawn, told to nobody, and leaves nothing: who was
+but held up, and says it again, waits again, for he would take its end for a grant; what has ended
+is known for `memory_s`, so that a late copy of an ask is not done anew. Driven by scheduler.py.
 """
 
 from collections.abc import Container
 
-from rollmesh.scheduler.planning.ops import Release, ShrinkReason, apply
+from rollmesh.scheduler.planning.ops import Release, apply
 from rollmesh.scheduler.planning.state import FIXED, Owner, Pipeline, PipelinePhase, Request
 from rollmesh.scheduler.service.book import Asker, Book
 from rollmesh.scheduler.service.demands import Demands
 from rollmesh.scheduler.service.intents import Intents, rests
 from rollmesh.scheduler.service.records import Ticket
+from rollmesh.scheduler.service.refusals import Ask, refusal
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
-    GpuPriority,
     NotifyReleaseGpus,
     NotifyReleaseThenRequestGpus,
     RequestGpus,
+    TakeGpus,
     TicketMoved,
     TicketState,
     WithdrawRequest,
     WorkerPhase,
 )
-
-Ask = RequestGpus | NotifyReleaseGpus | NotifyReleaseThenRequestGpus
-_RESERVED = frozenset(map(str, ShrinkReason))
-"""A plan names by a key for whom a worker sleeps, or by one of these."""
 
 
 class Tickets:
@@ -61,8 +71,8 @@ class Tickets:
         ticket.gives_up = isinstance(ask, NotifyReleaseGpus)
         book.tickets[ask.key] = ticket
         book.mark("tickets", ask.key)
-        if refusal := self._refusal(ask):
-            self._close(ticket, TicketState.REFUSED, refusal)
+        if why := refusal(self._book, ask):
+            self._close(ticket, TicketState.REFUSED, why)
             return
         book.num["asks"] += 1
         if isinstance(ask, NotifyReleaseGpus):
@@ -77,10 +87,21 @@ class Tickets:
         assert not isinstance(ask, NotifyReleaseGpus)
         ticket.is_forsaken, ticket.state = False, TicketState.QUEUED
         self._book.mark("tickets", ticket.key)
-        if refusal := self._refusal(ask):
-            self._close(ticket, TicketState.REFUSED, refusal)
+        if why := refusal(self._book, ask):
+            self._close(ticket, TicketState.REFUSED, why)
         else:
             self._request(ticket, ask)
+
+    def on_take(self, route: bytes, take: TakeGpus) -> None:
+        """Whoever asked is there; of what has lapsed he hears by his next renewal."""
+        book = self._book
+        ticket = book.tickets.get(take.key)
+        if ticket is None or ticket.is_forsaken:
+            return
+        book.askers[take.key] = Asker(route, book.now_s)
+        self._to_tell[take.key] = None
+        if ticket.state is TicketState.OFFERED and take.offer == ticket.offer:
+            self._grant(ticket)
 
     def on_withdraw(self, route: bytes, ask: WithdrawRequest) -> None:
         """Whoever asked has lost interest, and may not know yet that it was granted."""
@@ -95,51 +116,13 @@ class Tickets:
         elif ticket.is_forsaken:
             ticket.is_forsaken = False
             book.mark("tickets", ask.key)
-        elif ticket.state is TicketState.QUEUED and not ticket.gives_up:
+        elif ticket.is_waiting and not ticket.gives_up:
             self._withdraw(ticket)
         elif ticket.state is TicketState.GRANTED and ticket.cluster != GENERATION_CLUSTER:
             if len(self._open(ticket.pipeline_id, ticket.cluster)) > 1:
                 self._close(ticket, TicketState.RELEASED)  # another that joined it has it still
             else:
                 self.release(ticket.pipeline_id, ticket.cluster, ask.key)
-
-    def _refusal(self, ask: Ask) -> str:
-        """Why it can never be granted, in one line."""
-        if not ask.key or ask.key in _RESERVED:
-            return f"{ask.key!r} is no key; name the ask by its pipeline, cluster and number"
-        pipeline = self._book.state.pipelines.get(ask.pipeline_id)
-        if pipeline is None:
-            return f"no pipeline {ask.pipeline_id!r} is registered; register and admit it first"
-        if pipeline.phase is PipelinePhase.REGISTERED:
-            return f"{ask.pipeline_id} is registered and not admitted; admit it first"
-        released = getattr(ask, "release_cluster", ask.cluster)
-        for cluster in (ask.cluster, released):
-            if cluster != GENERATION_CLUSTER and cluster not in pipeline.spec.clusters:
-                names = ", ".join([*pipeline.spec.clusters, GENERATION_CLUSTER])
-                return f"{ask.pipeline_id} has no cluster {cluster!r}; it has {names}"
-        if isinstance(ask, NotifyReleaseGpus):
-            return ""
-        if pipeline.phase is PipelinePhase.LEAVING:
-            return f"{ask.pipeline_id} is leaving"
-        return self._mismatch(pipeline, ask)
-
-    def _mismatch(self, pipeline: Pipeline, ask: RequestGpus | NotifyReleaseThenRequestGpus) -> str:
-        is_generation = ask.cluster == GENERATION_CLUSTER
-        if is_generation != (ask.priority == GpuPriority.GENERATION) or ask.priority < 0:
-            return (
-                f"{ask.cluster} cannot be asked for with priority {ask.priority}: "
-                f"{int(GpuPriority.GENERATION)} is {GENERATION_CLUSTER}'s, and that alone is its"
-            )
-        if ask.priority > GpuPriority.GENERATION:
-            return f"there is no priority {ask.priority}; the last is {int(GpuPriority.GENERATION)}"
-        if is_generation and not pipeline.workers:
-            return f"{pipeline.pipeline_id} has no engines; register it with GPUs of generation"
-        if is_generation and not self._book.tenants[pipeline.pipeline_id].is_wired:
-            return (
-                f"the hooks of {pipeline.pipeline_id} are not wired, so nobody would report its "
-                "progress; make its PipelineHooks before it generates"
-            )
-        return ""
 
     def _request(self, ticket: Ticket, ask: RequestGpus | NotifyReleaseThenRequestGpus) -> None:
         book = self._book
@@ -150,7 +133,7 @@ class Tickets:
             return
         hold = pipeline.holds.get(ticket.cluster)
         if hold is not None and not self._intents.is_promise(pipeline.pipeline_id, hold.cluster):
-            self._grant(ticket)
+            self._offer(ticket)
         elif hold is None and not self._place(ticket):
             book.numbers.seq += 1
             book.state.requests[ask.key] = Request(
@@ -229,8 +212,8 @@ class Tickets:
     # grants
 
     def settle_grants(self) -> None:
-        """Who waits for generation of a pipeline that has a worker awake, and for what was promised
-        and is clear now, has it."""
+        """Who waits for generation of a pipeline that has a worker awake has it; what was promised
+        and is clear now is offered."""
         book = self._book
         for pipeline_id, cluster in list(book.queue):
             pipeline = book.state.pipelines[pipeline_id]
@@ -243,7 +226,15 @@ class Tickets:
                 continue
             for ticket in self._open(pipeline_id, cluster):
                 if ticket.state is TicketState.QUEUED and not ticket.gives_up:
-                    self._grant(ticket)
+                    settle = self._grant if cluster == GENERATION_CLUSTER else self._offer
+                    settle(ticket)
+
+    def _offer(self, ticket: Ticket) -> None:
+        book = self._book
+        book.numbers.seq += 1
+        ticket.state, ticket.offer = TicketState.OFFERED, book.numbers.seq
+        book.mark("tickets", ticket.key)
+        self._to_tell[ticket.key] = None
 
     def _grant(self, ticket: Ticket) -> None:
         book = self._book
@@ -272,7 +263,7 @@ class Tickets:
     def _close_all(
         self, pipeline_id: str, cluster: str, queued: TicketState, why: str = ""
     ) -> None:
-        """Open tickets end: granted ones as RELEASED, queued ones as `queued`; releases go on."""
+        """Open tickets end: granted ones as RELEASED, others as `queued`; releases go on."""
         for ticket in self._open(pipeline_id, cluster):
             is_held = ticket.state is TicketState.GRANTED
             if is_held or (ticket.gives_up and queued is TicketState.REFUSED):
@@ -317,7 +308,7 @@ class Tickets:
             if not ticket.is_open and max(heard_s, ticket.closed_s) < forget_s:
                 del book.tickets[key], book.askers[key]
                 book.mark("tickets", key)
-            elif ticket.state is TicketState.QUEUED and heard_s < patience_s:
+            elif ticket.is_waiting and heard_s < patience_s:
                 self._forsake(ticket)
             elif ticket.state is TicketState.GRANTED and heard_s < forget_s:
                 self._forget_grant(ticket)
@@ -345,11 +336,12 @@ class Tickets:
             ticket = book.tickets[key]
             gpus: tuple[int, ...] = ()
             reason = ticket.reason
-            if ticket.state is TicketState.GRANTED:
+            if ticket.state in (TicketState.GRANTED, TicketState.OFFERED):
                 gpus = self._gpus(ticket)
             elif ticket.state is TicketState.QUEUED:
                 reason = self._why(ticket)
-            book.send(book.askers[key].route, TicketMoved(key, ticket.state, gpus, reason))
+            moved = TicketMoved(key, ticket.state, gpus, reason, ticket.offer)
+            book.send(book.askers[key].route, moved)
         self._to_tell = {}
 
     def _gpus(self, ticket: Ticket) -> tuple[int, ...]:

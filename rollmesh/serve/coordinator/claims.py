@@ -1,16 +1,19 @@
 """What a pipeline's program has said to the scheduler, and what it waits to hear.
 
     claim      OPEN -> GRANTED | RELEASED | REFUSED | WITHDRAWN   (then it is forgotten here)
-               OPEN -> WITHDRAWING -> any of these, or nothing heard of it for PATIENCE_S from who
-                                      is heard
+               OPEN <-> OFFERED, which is answered by TakeGpus, again each second -> any of these
+               OPEN, OFFERED -> WITHDRAWING -> any but GRANTED, or nothing heard of it for
+                                      PATIENCE_S from who is heard
     stream     REPORTED -> RETIRED -> forgotten, when generation is asked for anew
     scheduler  HEARD <-> SILENT   (nothing came from it for SILENT_S)
 
 Owns the asks that have no last answer, and the newest word of each stream of progress. Invariants:
 HooksWired is said before anything else; who waits says its ask again each second, and all that is
 open at once to a scheduler that was started anew, in the order in which it was asked; to a silent
-one only HooksWired is said, so that nothing piles up on the way. A claim that was answered for good
-is never said again: the scheduler's journal knows it. Pure; driven by hooks.py and by simulators.
+one only HooksWired is said, so that nothing piles up on the way. What is offered is nobody's to
+compute on until it is granted: an offer may have lapsed (service/tickets.py draws that). A claim
+that was answered for good is never said again: the scheduler's journal knows it. Pure; driven by
+hooks.py and by simulators.
 """
 
 import math
@@ -29,6 +32,7 @@ from rollmesh.wire.scheduling import (
     ReportProgress,
     RequestGpus,
     SchedulerHello,
+    TakeGpus,
     TicketMoved,
     TicketState,
     WithdrawRequest,
@@ -91,6 +95,8 @@ class _Open(msgspec.Struct):
     reason: str = ""
     is_heard: bool = False
     """The scheduler knows it."""
+    offer: int = 0
+    """Its number, where there is one."""
     withdrawn_s: float | None = None
 
     def is_last(self, state: TicketState) -> bool:
@@ -98,13 +104,14 @@ class _Open(msgspec.Struct):
         generation: nobody else would give it back, should the withdrawal be lost."""
         if state is TicketState.GRANTED and self.withdrawn_s is not None:
             return self.claim.cluster == GENERATION_CLUSTER
-        return state is not TicketState.QUEUED
+        return state not in (TicketState.QUEUED, TicketState.OFFERED)
 
     @property
-    def words(self) -> list[Claim | WithdrawRequest]:
+    def words(self) -> list[Claim | TakeGpus | WithdrawRequest]:
         """What is said of it now; what gives up something first has to be heard of."""
         if self.withdrawn_s is None:
-            return [self.claim]
+            takes = [TakeGpus(self.claim.key, self.offer)] if self.offer else []
+            return [self.claim, *takes]
         gives_up = isinstance(self.claim, NotifyReleaseThenRequestGpus)
         first = [self.claim] if gives_up and not self.is_heard else []
         return [*first, WithdrawRequest(self.claim.key)]
@@ -205,12 +212,20 @@ class Claims:
                     for stream in self._streams.values():
                         stream.num_clears = NUM_CLEARS if stream.is_retired else 0
                     actions += self._say_all(now_s)
-            case TicketMoved(key, state, gpus, reason) if key in self._open:
-                self._open[key].reason, self._open[key].is_heard = reason, True
-                if self._open[key].is_last(state):
-                    del self._open[key]
-                    actions.append(Settled(key, state, gpus, reason))
+            case TicketMoved(key) if key in self._open:
+                actions += self._on_moved(self._open[key], message)
         return actions
+
+    def _on_moved(self, waiting: _Open, moved: TicketMoved) -> list[Action]:
+        waiting.reason, waiting.is_heard = moved.reason, True
+        if waiting.is_last(moved.state):
+            del self._open[moved.key]
+            return [Settled(moved.key, moved.state, moved.gpus, moved.reason)]
+        before, waiting.offer = waiting.offer, 0
+        if moved.state is not TicketState.OFFERED or waiting.withdrawn_s is not None:
+            return []
+        waiting.offer = moved.offer
+        return self._say(TakeGpus(moved.key, moved.offer)) if moved.offer != before else []
 
     # what time brings
 

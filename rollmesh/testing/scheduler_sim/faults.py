@@ -18,6 +18,10 @@ class FleetFaults(Faults, frozen=True, kw_only=True):
     """Per second and pipeline: all of its processes die, and do not come back."""
     silent: float = 0.0
     """Per second and node: its agent says nothing for a while."""
+    lost: float = 0.0
+    """Per second and trainer: it dies, and comes back when what it had asked for is given up."""
+    cut: float = 0.0
+    """Per second and trainer: nothing of it is heard at the scheduler for 20 s, nor it of that."""
     node_lost: float = 0.0
     """Per second and node: whatever runs there dies, and it comes back later."""
 
@@ -34,6 +38,8 @@ CHAOS = FleetFaults(
     engine_hang=0.004,
     engine_crash=0.004,
     killed=0.002,
+    lost=0.003,
+    cut=0.004,
     silent=0.005,
     node_lost=0.002,
 )

@@ -1,6 +1,7 @@
 """Builds a shared fleet, lets chaos loose on it, then calm, and sees whether all came to its end.
 
-    CHAOS (faults, crashes, kills) -> CALM (a perfect network, everyone up) -> at rest, or failed
+    CHAOS (faults, crashes, kills) -> HUSH (a perfect network; lost trainers stay dead, and have
+    nothing that they did not take) -> CALM (everyone up) -> at rest, or failed
 
 Driven by `simulate`, which tests, the kept seeds and the search call.
 """
@@ -15,7 +16,7 @@ from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.scheduler_sim.clerk import SimAgent
 from rollmesh.testing.scheduler_sim.draws import GPUS_A_NODE, Shape, draw
 from rollmesh.testing.scheduler_sim.faults import CHAOS, FleetFaults
-from rollmesh.testing.scheduler_sim.scheduler import Parts, SimScheduler
+from rollmesh.testing.scheduler_sim.scheduler import SETTINGS, Parts, SimScheduler
 from rollmesh.testing.scheduler_sim.space import Space
 from rollmesh.testing.scheduler_sim.tenancy import Stage, Tenancy
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, NotifyReleaseGpus
@@ -26,6 +27,10 @@ CALM_S = 400.0
 REST_S = 3.0
 HANG_S = (2.0, 15.0)
 SILENT_S = (1.0, 12.0)
+CUT_S = 20.0
+"""Longer than the scheduler's patience."""
+SLOW_S = 8.0
+"""What was on its way has come, and who was told of it has looked at the time."""
 
 
 class FleetReport(msgspec.Struct):
@@ -63,7 +68,8 @@ class SharedFleet:
             for index in range(shape.num_nodes)
         ]
         self.tenancies = [
-            Tenancy(plan, self.kernel, self.network, self.space) for plan in shape.plans
+            Tenancy(plan, self.kernel, self.network, self.space, parts.claims)
+            for plan in shape.plans
         ]
         self.num_granted_asleep = 0
         self._granted: set[str] = set()
@@ -75,6 +81,7 @@ class SharedFleet:
         self._start()
         self._fate()
         self.kernel.run(10**9, chaos_s)
+        self._hush()
         self._calm()
 
     # the beginning
@@ -129,12 +136,22 @@ class SharedFleet:
         if tenancy.coordinator.alive and network.strikes("killed", FATE_S):
             tenancy.kill()
             return
+        self._lose_trainer(tenancy)
         for engine in tenancy.engines:
             if engine.alive and network.strikes("engine_hang", FATE_S):
                 until_s = self.kernel.now_s() + self.kernel.rng.uniform(*HANG_S)
                 engine.freeze(until_s)
             elif engine.alive and network.strikes("engine_crash", FATE_S):
                 self._crash(engine)
+
+    def _lose_trainer(self, tenancy: Tenancy) -> None:
+        """It is not heard any more, for a while or for long; or it is dead."""
+        trainer = tenancy.tenant
+        if self.network.strikes("cut", FATE_S):
+            trainer.cut_until_s = self.kernel.now_s() + CUT_S
+        if trainer.alive and self.network.strikes("lost", FATE_S):
+            tenancy.is_lost = True
+            trainer.crash()
 
     def _lose(self, agent: SimAgent) -> None:
         """The machine is gone with whatever runs there, trainers too; it comes back."""
@@ -158,14 +175,32 @@ class SharedFleet:
 
     def _may_rise(self, node: Node) -> bool:
         for tenancy in self.tenancies:
+            if node is tenancy.tenant and tenancy.is_lost:
+                return False
             if node in tenancy.all_nodes():
                 return not tenancy.is_killed and tenancy.stage is not Stage.GONE
         return True
 
     # the end
 
-    def _calm(self) -> None:
+    def _hush(self) -> None:
+        """Whoever is lost holds nothing of what it was but offered."""
         self.network.faults = FleetFaults()
+        lost = [tenancy for tenancy in self.tenancies if tenancy.is_lost]
+        if not lost:
+            return
+        if not self.scheduler.alive:
+            self.scheduler.restart()
+        begins_s = max(self.kernel.now_s(), self.scheduler.frozen_until_s)
+        self.kernel.run(10**9, begins_s + SETTINGS.patience_s + SLOW_S)
+        for tenancy in lost:
+            waits, holds = self.scheduler.fixed_of(tenancy.pipeline_id)
+            name, taken = tenancy.pipeline_id, tenancy.tenant.taken
+            assert not waits, f"{name} is dead, and waits for {waits}"
+            assert holds <= taken, f"{name} is dead, has taken {taken}, and holds {holds}"
+            tenancy.is_lost = False
+
+    def _calm(self) -> None:
         engines = [engine for each in self.tenancies for engine in each.engines]
         for node in [*self._mortals(), *engines]:
             if not node.alive and self._may_rise(node):

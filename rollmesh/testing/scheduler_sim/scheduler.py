@@ -17,6 +17,7 @@ from rollmesh.scheduler.planning.state import Pipeline, State
 from rollmesh.scheduler.service.actions import Note, Write
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.serve.coordinator.claims import Claims
 from rollmesh.testing.mesh_sim.kernel import Kernel, Killed, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.scheduler_sim import witness
@@ -40,6 +41,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler is built from; a test may put a broken one in a real one's place."""
 
     scheduler: type[Scheduler] = Scheduler
+    claims: type[Claims] = Claims
     policy: Callable[[str], Policy] = quick
     settings: SchedulerSettings = SETTINGS
 
@@ -69,6 +71,13 @@ class SimScheduler(Node):
             self._network.transitions.forget(machine)
         self._begin_life()
         self.start()
+
+    def fixed_of(self, pipeline_id: str) -> tuple[set[str], set[str]]:
+        """Fixed clusters that it waits for, and that it has."""
+        state = self.machine.book.state
+        pipeline = state.pipelines.get(pipeline_id)
+        waits = {r.cluster for r in state.requests.values() if r.pipeline_id == pipeline_id}
+        return waits, set(pipeline.holds if pipeline else ())
 
     def leftovers(self) -> list[str]:
         """What should be gone when nobody wants anything."""

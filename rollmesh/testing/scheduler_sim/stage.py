@@ -29,6 +29,7 @@ from rollmesh.wire.scheduling import (
     RegisterPipeline,
     RequestGpus,
     ResizeWorkers,
+    TakeGpus,
     TicketMoved,
     TicketState,
     WorkerPhase,
@@ -213,6 +214,9 @@ class Stage:
         each = self.cast[name]
         ask = each.open.get(moved.key)
         if ask is None or moved.state is TicketState.QUEUED:
+            return
+        if moved.state is TicketState.OFFERED:
+            self.tell(name, TakeGpus(moved.key, moved.offer))
             return
         del each.open[moved.key]
         if moved.state is not TicketState.GRANTED:

@@ -7,6 +7,7 @@ Invariant: who is killed or has left has no process and stands on no GPU. Driven
 
 import enum
 
+from rollmesh.serve.coordinator.claims import Claims
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.scheduler_sim.clerk import Clerk
@@ -40,11 +41,20 @@ class Stage(enum.StrEnum):
 class Tenancy:
     """See the module."""
 
-    def __init__(self, plan: TenantPlan, kernel: Kernel, network: Network, space: Space) -> None:
+    def __init__(
+        self,
+        plan: TenantPlan,
+        kernel: Kernel,
+        network: Network,
+        space: Space,
+        claims: type[Claims] = Claims,
+    ) -> None:
         spec = plan.spec
         self.plan = plan
         self.stage = Stage.NOT_YET
         self.is_killed = False
+        self.is_lost = False
+        """Its trainer is dead, and does not come back yet."""
         starts = range(0, len(spec.generation), spec.tp)
         bundles = [spec.generation[start : start + spec.tp] for start in starts]
         self.engines = [
@@ -53,7 +63,7 @@ class Tenancy:
         ]
         self.coordinator = SimCoordinator(spec.pipeline_id, self.engines, kernel, network)
         self.router = SimRouter(spec.pipeline_id, self.engines, kernel, network)
-        self.tenant = SimTenant(plan, kernel, network, space, self.router.num_serving)
+        self.tenant = SimTenant(plan, kernel, network, space, self.router.num_serving, claims)
         self.clerk = Clerk(f"admission-{spec.pipeline_id}", kernel, network)
         self._kernel = kernel
 
@@ -65,7 +75,7 @@ class Tenancy:
         """What may die and rise again."""
         if self.is_killed or self.stage in (Stage.NOT_YET, Stage.GONE):
             return []
-        return [self.coordinator, self.router, self.tenant]
+        return [self.coordinator, self.router, *[self.tenant] * (not self.is_lost)]
 
     def all_nodes(self) -> list[Node]:
         return [self.tenant, self.coordinator, self.router, *self.engines]

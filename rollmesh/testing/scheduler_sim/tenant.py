@@ -26,6 +26,7 @@ from rollmesh.testing.scheduler_sim.plans import Boundary, TenantPlan
 from rollmesh.testing.scheduler_sim.space import Space
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     ClearProgress,
@@ -34,6 +35,7 @@ from rollmesh.wire.scheduling import (
     NotifyReleaseThenRequestGpus,
     ReportProgress,
     RequestGpus,
+    TakeGpus,
     TicketState,
 )
 
@@ -61,6 +63,7 @@ class SimTenant(Node):
         network: Network,
         space: Space,
         num_serving: Callable[[], int],
+        claims: type[Claims] = Claims,
     ) -> None:
         super().__init__(f"trainer-{plan.spec.pipeline_id}")
         self.plan = plan
@@ -77,6 +80,10 @@ class SimTenant(Node):
         """What waits for an answer, and since when."""
         self.reasons: list[str] = []
         """Why asks were refused."""
+        self.taken: set[str] = set()
+        """Clusters that it takes or has, and was not told to have given up; over all lives."""
+        self.cut_until_s = 0.0
+        """Nothing of it is heard, nor it of anybody."""
         self._kernel = kernel
         self._network = network
         self._space = space
@@ -87,7 +94,8 @@ class SimTenant(Node):
         """Seconds of the rollouts that are not done."""
         self._batch = 0
         self._num_keys = 0
-        self._hooks = Claims(self.pipeline_id)
+        self._claims = claims
+        self._hooks = claims(self.pipeline_id)
         network.attach(self, self._receive)
 
     @property
@@ -101,7 +109,7 @@ class SimTenant(Node):
     def start(self) -> None:
         self._batch = self.life * LIFE_BATCHES
         self._script = self._work()
-        self._hooks = Claims(self.pipeline_id)
+        self._hooks = self._claims(self.pipeline_id)
         self._tick()
         self._look()
         self._next()
@@ -241,14 +249,19 @@ class SimTenant(Node):
         self._hear(Ticked())
         self._kernel.after(TICK_S, self._tick, self)
 
+    @property
+    def _is_cut(self) -> bool:
+        return self.cut_until_s > self._kernel.time_s
+
     def _receive(self, _source: str, packet: Packet) -> None:
-        self._hear(Received(ROUTER, packet.message))
+        if not self._is_cut:
+            self._hear(Received(ROUTER, packet.message))
 
     def _hear(self, event: Event) -> None:
         for action in self._hooks.step(event, self._kernel.now_s(self)):
             match action:
-                case Send():
-                    self._network.send(self, "scheduler", Packet(action.message))
+                case Send(message=message):
+                    self._say(message)
                 case Settled():
                     self._settled(action)
                 case SchedulerSilent():
@@ -258,12 +271,26 @@ class SimTenant(Node):
                 case Waits():
                     self._network.num["waits_long"] += 1
 
+    def _say(self, message: AnyMessage) -> None:
+        if self._is_cut:
+            return
+        if isinstance(message, TakeGpus) and message.key in self.asked:
+            self.taken.add(self.asked[message.key][0].cluster)
+        self._network.send(self, "scheduler", Packet(message))
+
     def _settled(self, answer: Settled) -> None:
         ask, since_s = self.asked.pop(answer.key)
         then = self._then.pop(answer.key)
         waited_s = self._kernel.time_s - since_s
         self.waits_s[ask.cluster] = max(waited_s, self.waits_s.get(ask.cluster, 0.0))
         if answer.state in GOOD:
+            match ask:
+                case NotifyReleaseGpus(cluster=cluster):
+                    self.taken.discard(cluster)
+                case NotifyReleaseThenRequestGpus(release_cluster=cluster):
+                    self.taken.discard(cluster)
+            if answer.state is TicketState.GRANTED:
+                self.taken.add(ask.cluster)
             # Not from within: what comes next may ask again, and the hooks still speak.
             self._kernel.after(0.0, then, self)
             return

@@ -35,6 +35,7 @@ from rollmesh.wire.scheduling import (
     ReportProgress,
     RequestGpus,
     ResizeWorkers,
+    TakeGpus,
     TicketMoved,
     TicketState,
     WorkerPhase,
@@ -148,6 +149,8 @@ class Tenant:
                 match packet.message:
                     case TicketMoved(question.key, its_state, gpus) if its_state is state:
                         return gpus
+                    case TicketMoved(key, TicketState.OFFERED) as moved:
+                        self.say(TakeGpus(key, moved.offer))
                     case ResizeWorkers() as resize:
                         self._do(resize)
         raise AssertionError(f"{question} never became {state}")

@@ -35,7 +35,7 @@ class Program:
         """Ask for the next thing, once the last was had for long enough."""
         if self._now is not None:
             state = stage.state(self._now.key)
-            if state is TicketState.QUEUED:
+            if state in (TicketState.QUEUED, TicketState.OFFERED):
                 return
             releases = isinstance(self._now, NotifyReleaseGpus)
             expected = TicketState.RELEASED if releases else TicketState.GRANTED

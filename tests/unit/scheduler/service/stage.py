@@ -31,6 +31,7 @@ from rollmesh.wire.scheduling import (
     RequestGpus,
     ResizeWorkers,
     SchedulerAnswered,
+    TakeGpus,
     TicketMoved,
     TicketState,
     WorkerPhase,
@@ -300,6 +301,10 @@ class Stage:
 
     def _on_moved(self, key: str, state: TicketState, moved: TicketMoved) -> None:
         self.moved[key] = moved
+        if state is TicketState.OFFERED:
+            if key in self.open:
+                self.say(TakeGpus(key, moved.offer), f"hooks-{key}".encode())
+            return
         if state is TicketState.QUEUED:
             return
         self.ended.setdefault(key, state)

@@ -25,6 +25,7 @@ from rollmesh.wire.scheduling import (
     RequestGpus,
     SchedulerAnswered,
     SchedulerHello,
+    TakeGpus,
     TicketMoved,
     TicketState,
 )
@@ -89,6 +90,9 @@ def begin(folder: Path, now_s: float = 0.0) -> Life:
 def granted(life: Life, key: str) -> TicketMoved:
     moved = life.ask(RequestGpus(key, "a", "actor_train", 1), TicketMoved)
     assert isinstance(moved, TicketMoved)
+    if moved.state is TicketState.OFFERED:
+        moved = life.ask(TakeGpus(key, moved.offer), TicketMoved)
+        assert isinstance(moved, TicketMoved)
     return moved
 
 

@@ -30,7 +30,7 @@ def test_a_ticket_is_open_until_its_last_state() -> None:
         ticket.state = state
         if ticket.is_open:
             opened.add(state)
-    assert opened == {TicketState.QUEUED, TicketState.GRANTED}
+    assert opened == {TicketState.QUEUED, TicketState.OFFERED, TicketState.GRANTED}
 
 
 def test_an_intent_that_is_not_sent_is_never_late() -> None:

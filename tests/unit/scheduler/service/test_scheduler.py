@@ -10,8 +10,9 @@ from rollmesh.scheduler.planning.policies.fair import Fair
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.actions import Action, Event
 from rollmesh.scheduler.service.coordinators import Coordinators
+from rollmesh.scheduler.service.refusals import Ask
 from rollmesh.scheduler.service.scheduler import Scheduler
-from rollmesh.scheduler.service.tickets import Ask, Tickets
+from rollmesh.scheduler.service.tickets import Tickets
 from rollmesh.wire.machine import Received, Send
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -343,7 +344,7 @@ def test_of_what_has_come_at_once_the_last_makes_the_plan() -> None:
     assert book.num["plans"] == num_plans + 1
     said = [each.message for each in actions if isinstance(each, Send)]
     told = {each.key: each.state for each in said if isinstance(each, TicketMoved)}
-    assert told == {"ka": GRANTED, "kb": QUEUED}
+    assert told == {"ka": TicketState.OFFERED, "kb": QUEUED}
 
 
 def test_a_step_that_changes_nothing_writes_nothing_and_plans_nothing() -> None:

@@ -306,6 +306,7 @@ def test_a_ticket_outlives_a_leave_that_has_its_key() -> None:
     stage.pipeline("a", generation=(0, 1))
     stage.train("a", "same")
     stage.say(UnregisterPipeline("same", "a"))
+    stage.release("a", "r")
     assert stage.answers["same"].ok
     stage.run(2 * stage.settings.memory_s)
     assert not stage.scheduler.book.askers

@@ -1,17 +1,13 @@
-"""Asks with a key: what is granted, what joins what, what is refused, what leaves nothing."""
+"""Asks with a key: what is granted, what joins what, what leaves nothing."""
 
-import pytest
-
-from rollmesh.scheduler.planning.ops import ShrinkReason
 from rollmesh.scheduler.service.records import IntentPhase
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     GpuPriority,
     NotifyReleaseGpus,
     NotifyReleaseThenRequestGpus,
-    PipelineSpec,
-    RegisterPipeline,
     RequestGpus,
+    TakeGpus,
     TicketState,
     WithdrawRequest,
     WorkerPhase,
@@ -19,7 +15,7 @@ from rollmesh.wire.scheduling import (
 from tests.unit.scheduler.service.stage import TRAIN, Stage
 
 GRANTED, QUEUED, RELEASED = TicketState.GRANTED, TicketState.QUEUED, TicketState.RELEASED
-REFUSED, WITHDRAWN = TicketState.REFUSED, TicketState.WITHDRAWN
+OFFERED, WITHDRAWN = TicketState.OFFERED, TicketState.WITHDRAWN
 
 
 def test_a_free_cluster_is_granted_at_once_with_its_gpus() -> None:
@@ -81,45 +77,6 @@ def test_who_waits_is_told_who_holds_it() -> None:
     assert stage.moved["b1"].reason == "waits for a/actor_train on 1"
 
 
-@pytest.mark.parametrize(
-    ("cluster", "priority", "said"),
-    [
-        ("critic", GpuPriority.CRITIC_TRAINING, "has no cluster 'critic'; it has actor_train"),
-        (TRAIN, GpuPriority.GENERATION, "cannot be asked for with priority 6"),
-        (GENERATION_CLUSTER, GpuPriority.ACTOR_TRAINING, "cannot be asked for with priority 1"),
-        (TRAIN, 9, "there is no priority 9"),
-        (TRAIN, -1, "cannot be asked for with priority -1"),
-    ],
-)
-def test_what_can_never_be_is_refused_in_one_line(cluster: str, priority: int, said: str) -> None:
-    stage = Stage()
-    stage.pipeline("a")
-    assert stage.ask(RequestGpus("k", "a", cluster, priority)) is REFUSED
-    assert said in stage.moved["k"].reason
-    assert "\n" not in stage.moved["k"].reason
-
-
-def test_who_has_no_engines_is_refused_generation() -> None:
-    stage = Stage()
-    stage.pipeline("a", generation=())
-    assert stage.generate("a", "k") is REFUSED
-    assert "no engines" in stage.moved["k"].reason
-    assert stage.release("a", "r", GENERATION_CLUSTER) is RELEASED
-
-
-@pytest.mark.parametrize("key", ["", *ShrinkReason])
-def test_a_key_that_a_plan_would_take_for_a_reason_stops_nobody(key: str) -> None:
-    stage = Stage()
-    stage.pipeline("a", train=(0, 1))
-    stage.generate("a", "g")
-    stage.act()
-    assert stage.train("a", key) is REFUSED
-    assert "key" in stage.moved[key].reason
-    stage.train("a", "t")
-    stage.wait_for("t", GRANTED, 5)
-    assert not stage.scheduler.book.troubles
-
-
 def test_grants_of_a_demand_that_never_closes_are_forgotten_one_by_one() -> None:
     stage = Stage()
     stage.pipeline("a")
@@ -130,25 +87,6 @@ def test_grants_of_a_demand_that_never_closes_are_forgotten_one_by_one() -> None
     assert len(stage.scheduler.book.tickets) <= 3
     assert len(stage.kept.tables["tickets"]) <= 3
     assert stage.of("a").demand is not None
-
-
-def test_who_is_unknown_or_not_admitted_is_refused() -> None:
-    stage = Stage()
-    assert stage.train("x", "k1") is REFUSED
-    assert "register" in stage.moved["k1"].reason
-    spec = PipelineSpec(pipeline_id="b", clusters={}, generation=(0,))
-    stage.say(RegisterPipeline("r", spec))
-    assert stage.generate("b", "k2") is REFUSED
-    assert "admit" in stage.moved["k2"].reason
-
-
-def test_a_pipeline_without_hooks_is_refused_generation_and_not_training() -> None:
-    stage = Stage()
-    stage.pipeline("a")
-    stage.scheduler.book.tenants["a"].is_wired = False
-    assert stage.generate("a", "k1") is REFUSED
-    assert "PipelineHooks" in stage.moved["k1"].reason
-    assert stage.train("a", "k2") is GRANTED
 
 
 def test_a_queued_ask_that_nobody_renews_leaves_nothing() -> None:
@@ -333,15 +271,6 @@ def test_release_then_request_leaves_no_gap_for_others() -> None:
     assert stage.state("b1") is GRANTED
 
 
-def test_a_hand_over_whose_second_half_is_refused_releases_nothing() -> None:
-    stage = Stage()
-    stage.pipeline("a")
-    stage.train("a", "a1")
-    ask = NotifyReleaseThenRequestGpus("a2", "a", TRAIN, "critic", GpuPriority.CRITIC_TRAINING)
-    assert stage.ask(ask) is REFUSED
-    assert TRAIN in stage.of("a").holds
-
-
 def test_a_release_is_carried_out_though_nobody_waits_for_it() -> None:
     stage = Stage()
     stage.pipeline("a")
@@ -355,3 +284,100 @@ def test_a_release_is_carried_out_though_nobody_waits_for_it() -> None:
     stage.run(2)
     assert stage.state("r") is RELEASED
     assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.ASLEEP}
+
+
+def queue_of_two(num_gpus: int = 4) -> Stage:
+    """`a` trains, `b` waits for one of its GPUs."""
+    stage = Stage(num_gpus)
+    stage.pipeline("a", train=(0, 1))
+    stage.pipeline("b", train=(1, 2))
+    stage.train("a", "a1")
+    stage.train("b", "b1")
+    return stage
+
+
+def test_what_is_offered_to_the_dead_is_free_once_nobody_has_patience() -> None:
+    stage = queue_of_two()
+    stage.open.clear()
+    stage.release("a", "a2")
+    assert stage.state("b1") is OFFERED
+    assert stage.train("a", "a3") is QUEUED
+    stage.run(stage.settings.patience_s + 1)
+    assert stage.state("a3") is GRANTED
+    assert not stage.of("b").holds
+    assert stage.state("b1") is OFFERED, "who says nothing is told nothing"
+
+
+def test_who_was_held_up_past_his_offer_waits_again_and_an_old_word_takes_nothing() -> None:
+    stage = queue_of_two()
+    held_up = stage.open.pop("b1")
+    stage.release("a", "a2")
+    first = stage.moved["b1"].offer
+    stage.train("a", "a3")
+    stage.run(stage.settings.patience_s + 1)
+    stage.say(TakeGpus("b1", first))
+    assert stage.state("b1") is OFFERED
+    stage.open["b1"] = held_up
+    stage.say(held_up)
+    assert stage.state("b1") is QUEUED
+    del stage.open["b1"]
+    stage.release("a", "a4")
+    assert stage.state("b1") is OFFERED
+    stage.say(TakeGpus("b1", first))
+    assert stage.state("b1") is OFFERED
+    stage.say(TakeGpus("b1", stage.moved["b1"].offer))
+    assert stage.state("b1") is GRANTED
+
+
+def test_what_was_taken_never_lapses() -> None:
+    stage = queue_of_two()
+    stage.open.clear()
+    stage.run(stage.settings.memory_s + stage.settings.patience_s)
+    stage.begin()
+    stage.run(stage.settings.patience_s + 1)
+    assert TRAIN in stage.of("a").holds
+
+
+def test_an_offer_outlives_the_scheduler_and_not_its_asker() -> None:
+    stage = queue_of_two()
+    del stage.open["b1"]
+    stage.release("a", "a2")
+    offer = stage.moved["b1"].offer
+    stage.begin()
+    stage.run(stage.settings.patience_s - 1)
+    assert TRAIN in stage.of("b").holds
+    stage.run(2)
+    assert not stage.of("b").holds
+    again = queue_of_two()
+    held_up = again.open.pop("b1")
+    again.release("a", "a2")
+    again.begin()
+    again.say(held_up)
+    assert again.moved["b1"].offer == offer
+    again.say(TakeGpus("b1", offer))
+    assert again.state("b1") is GRANTED
+
+
+def test_what_is_withdrawn_while_it_is_offered_is_given_back() -> None:
+    stage = queue_of_two()
+    del stage.open["b1"]
+    stage.release("a", "a2")
+    stage.say(WithdrawRequest("b1"))
+    assert stage.state("b1") is WITHDRAWN
+    assert not stage.scheduler.book.state.owners
+    stage.say(TakeGpus("b1", stage.moved["b1"].offer))
+    assert stage.state("b1") is WITHDRAWN
+    stage.say(TakeGpus("nobody", 1))
+    assert "nobody" not in stage.moved
+
+
+def test_an_offer_that_lapses_takes_nothing_from_who_has_taken_it() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.train("a", "k1")
+    second = RequestGpus("k2", "a", TRAIN, GpuPriority.ACTOR_TRAINING)
+    stage.say(second)
+    assert stage.state("k2") is OFFERED
+    stage.run(stage.settings.patience_s + 1)
+    assert stage.scheduler.book.tickets["k2"].state is WITHDRAWN
+    assert TRAIN in stage.of("a").holds

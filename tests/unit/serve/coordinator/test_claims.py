@@ -28,6 +28,7 @@ from rollmesh.wire.scheduling import (
     ReportProgress,
     RequestGpus,
     SchedulerHello,
+    TakeGpus,
     TicketMoved,
     TicketState,
     WithdrawRequest,
@@ -224,3 +225,33 @@ def test_what_gives_up_is_said_before_it_is_withdrawn_where_nobody_has_heard_of_
     assert said(program.hears(SchedulerHello("s1"))) == heard
     program.hears(TicketMoved("k4", TicketState.QUEUED, (), "held by q"))
     assert program.says(Ticked(), 1.0) == [WIRED, WithdrawRequest("k4")]
+
+
+def offered(offer: int) -> TicketMoved:
+    return TicketMoved("k1", TicketState.OFFERED, (0, 1), "", offer)
+
+
+def test_what_is_offered_is_taken_and_nobodys_before_it_is_granted(program: Program) -> None:
+    program.do(TRAIN)
+    take = TakeGpus("k1", 7)
+    assert program.hears(offered(7)) == [Send(ROUTER, take)]
+    assert program.hears(offered(7)) == []
+    assert program.says(Ticked(), 1.0) == [WIRED, TRAIN, take]
+    granted = TicketMoved("k1", TicketState.GRANTED, (0, 1), "", 7)
+    assert program.hears(granted) == [Settled("k1", TicketState.GRANTED, (0, 1))]
+    assert program.says(Ticked(), 1.0) == [WIRED]
+
+
+def test_an_offer_that_has_lapsed_is_not_taken_and_the_next_one_is(program: Program) -> None:
+    program.do(TRAIN)
+    program.hears(offered(7))
+    assert program.hears(TicketMoved("k1", TicketState.QUEUED)) == []
+    assert program.says(Ticked(), 1.0) == [WIRED, TRAIN]
+    assert said(program.hears(offered(9))) == [TakeGpus("k1", 9)]
+
+
+def test_who_has_withdrawn_takes_nothing(program: Program) -> None:
+    program.do(TRAIN)
+    program.do(WithdrawRequest("k1"))
+    assert program.hears(offered(7)) == []
+    assert program.says(Ticked(), 1.0) == [WIRED, WithdrawRequest("k1")]

@@ -19,6 +19,7 @@ from rollmesh.wire.scheduling import (
     ReportPreempt,
     ReportProgress,
     RequestGpus,
+    TakeGpus,
     TicketMoved,
     TicketState,
     WithdrawRequest,
@@ -89,6 +90,18 @@ def test_what_has_ended_without_a_grant_is_none(
     while not ticket.is_void:
         assert ticket.wait(timeout_s=0.1) is None
     assert ticket.wait() is None
+
+
+def test_gpus_that_are_offered_are_taken_and_had_once_they_are_granted(
+    scheduler: FakeScheduler, hooks: PipelineHooks
+) -> None:
+    ticket = hooks.request_gpus("actor_train", TRAIN)
+    key = scheduler.expect(RequestGpus).key
+    scheduler.say(TicketMoved(key, TicketState.OFFERED, (0, 1), "", 7))
+    assert scheduler.expect(TakeGpus) == TakeGpus(key, 7)
+    assert ticket.wait(timeout_s=0.0) is None
+    scheduler.say_granted(key, (0, 1))
+    assert ticket.wait() == (0, 1)
 
 
 def test_who_waits_as_the_hooks_are_closed_waits_no_longer(
