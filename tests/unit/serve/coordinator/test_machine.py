@@ -114,6 +114,50 @@ def test_an_engine_that_is_slow_ends_its_resize_after_its_turn() -> None:
     assert told[-2:] == [(third.resize_id, ""), (slow.resize_id, "")]
 
 
+def test_of_a_resize_that_is_late_only_who_is_late_is_lost() -> None:
+    """Not who is there, nor who is on its way in another one."""
+    yard = Yard(3)
+    yard.run(1.0)
+    yard.toy(0).fails[Deed.LOAD] = "slow"
+    late = yard.resize(True, 0, 1, deadline_s=6.0, turn_s=2.0)
+    yard.toy(2).fails[Deed.LOAD] = "slow"
+    other = yard.resize(True, 2)
+    yard.run(8.0)
+    assert yard.answers()[-1].resize_id == late.resize_id
+    assert yard.phases()[1:] == [WorkerPhase.AWAKE, WorkerPhase.WAKING]
+    yard.toy(2).fails.clear()
+    yard.run(2.0)
+    assert (yard.answers()[-1].resize_id, yard.answers()[-1].error) == (other.resize_id, "")
+
+
+def test_a_resize_that_failed_is_not_begun_anew_by_being_said_again() -> None:
+    yard = Yard()
+    yard.run(1.0)
+    yard.toy(0).fails[Deed.LOAD] = "slow"
+    ask = yard.resize(True, 0, deadline_s=3.0)
+    yard.run(5.0)
+    yard.toy(0).fails.clear()
+    error = yard.answers()[-1].error
+    yard.hear(ask)
+    yard.run(5.0)
+    assert error
+    assert (yard.answers()[-1].resize_id, yard.answers()[-1].error) == (ask.resize_id, error)
+    assert yard.truth(0).phase is WorkerPhase.ASLEEP
+
+
+def test_before_the_router_is_heard_no_engine_is_touched() -> None:
+    """Whether one is awake stands in its table: what serves would be put to sleep."""
+    yard = awake(0)
+    yard.is_router_deaf = True
+    yard.restart()
+    num_done = len(yard.toy(0).done)
+    yard.run(2.0)
+    assert yard.toy(0).done[num_done:] == []
+    yard.is_router_deaf = False
+    yard.run(2.0)
+    assert yard.truth(0).phase is WorkerPhase.AWAKE
+
+
 def test_an_older_epoch_is_refused_and_changes_nothing() -> None:
     yard = awake(0)
     yard.resize(False, 0, epoch=7)
@@ -275,7 +319,21 @@ def test_the_first_truth_waits_for_a_silent_engine_only_for_a_while() -> None:
     assert len(yard.hellos()) == num
     yard.run(2.0)
     assert yard.hellos()[-1].workers[0].phase is WorkerPhase.AWAKE
-    assert yard.hellos()[-1].workers[1].phase is WorkerPhase.LOST
+    assert yard.hellos()[-1].workers[1].phase is WorkerPhase.ABSENT
+    assert yard.hellos()[-1].workers[1].detail
+    yard.toy(1).is_hung = False
+    yard.run(3.0)
+    assert yard.hellos()[-1].workers[1].phase is WorkerPhase.ASLEEP
+
+
+def test_an_engine_that_has_never_been_seen_is_absent_and_not_lost() -> None:
+    yard = Yard()
+    yard.toy(1).is_hung = True
+    yard.run(yard.settings.settle_s + 30.0)
+    assert {hello.workers[1].phase for hello in yard.hellos()} == {WorkerPhase.ABSENT}
+    yard.resize(True, 0)
+    yard.run(2.0)
+    assert yard.phases() == [WorkerPhase.AWAKE, WorkerPhase.ABSENT]
 
 
 def test_of_another_pipeline_or_worker_nothing_is_done() -> None:
