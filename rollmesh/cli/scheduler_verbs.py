@@ -216,11 +216,13 @@ def _ask(address: str, question: Question, body: Buffer = b"") -> Answer:
 
 def _row(pipeline: PipelineView) -> tuple[str, ...]:
     awake = sum(each.phase is WorkerPhase.AWAKE for each in pipeline.workers)
+    absent = sum(each.phase is WorkerPhase.ABSENT for each in pipeline.workers)
+    coming = f", {absent} not up yet" if absent else ""
     left = "" if not pipeline.has_demand else str(pipeline.remaining or "?")
     return (
         pipeline.pipeline_id,
         pipeline.phase.value,
-        f"{awake} of {len(pipeline.workers)}",
+        f"{awake} of {len(pipeline.workers)}{coming}",
         left,
         " ".join(pipeline.holds),
         " ".join(each.cluster for each in pipeline.waits),

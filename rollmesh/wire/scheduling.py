@@ -76,8 +76,10 @@ class PipelineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class WorkerPhase(enum.StrEnum):
-    """ASLEEP -> WAKING -> AWAKE -> SLEEPING -> ASLEEP; any -> LOST (nobody knows) -> ASLEEP"""
+    """ABSENT (never seen yet) -> ASLEEP -> WAKING -> AWAKE -> SLEEPING -> ASLEEP;
+    any -> LOST (nobody knows) -> ASLEEP"""
 
+    ABSENT = "absent"
     ASLEEP = "asleep"
     WAKING = "waking"
     AWAKE = "awake"

@@ -9,6 +9,7 @@ so it costs nobody anything. `now_s` is part of the state, nothing here reads a 
 its own methods, by ops.apply and by the service's machine; read by everybody.
 
     worker   ASLEEP -> WAKING -> AWAKE -> SLEEPING -> ASLEEP;  any -> LOST -> ASLEEP, AWAKE
+             ASLEEP -> ABSENT (its engine has not come up yet) -> ASLEEP, AWAKE
     pipeline REGISTERED -> ADMITTED <-> QUARANTINED;  any -> LEAVING -> forgotten
     node     UP -> DRAINING -> UP;  UP, DRAINING -> DOWN -> UP
 """
@@ -26,6 +27,8 @@ MAX_NODE_GPUS = 1024
 """A node that claims more is a mistake."""
 AWAKE_PHASES = frozenset({WorkerPhase.AWAKE, WorkerPhase.WAKING})
 OWNING_PHASES = AWAKE_PHASES | {WorkerPhase.LOST}
+RESTING_PHASES = frozenset({WorkerPhase.ASLEEP, WorkerPhase.ABSENT})
+"""Of those that stand on no GPU."""
 
 
 class Owner(NamedTuple):
@@ -202,7 +205,7 @@ class State(msgspec.Struct, kw_only=True):
             if there.isdisjoint(pipeline.spec.generation):
                 continue
             for worker in pipeline.workers:
-                if worker.phase is not WorkerPhase.ASLEEP and not there.isdisjoint(worker.gpus):
+                if worker.phase not in RESTING_PHASES and not there.isdisjoint(worker.gpus):
                     self.move_worker(pipeline_id, worker.rank, WorkerPhase.LOST)
 
     # pipelines

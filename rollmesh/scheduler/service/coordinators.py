@@ -4,13 +4,22 @@
                                          where it must not be; its coordinator is silent
                QUARANTINED -> ADMITTED   its coordinator tells of all its workers, and none is lost
 
+An engine that its coordinator has never seen is ABSENT, which is no fault for `join_s`: it is not
+woken, and the others work meanwhile. Where it was awake before, it is lost.
+
 Invariants: a pipeline in quarantine keeps the GPUs that its workers may be on, and the others go
 on; what a coordinator says is believed of workers whose newest epoch it knows, or that it was never
 told of; what it does not know the truth of, it is made to put to sleep before it is let in again.
 Driven by scheduler.py.
 """
 
-from rollmesh.scheduler.planning.state import Owner, Pipeline, PipelinePhase, Worker
+from rollmesh.scheduler.planning.state import (
+    RESTING_PHASES,
+    Owner,
+    Pipeline,
+    PipelinePhase,
+    Worker,
+)
 from rollmesh.scheduler.service.book import Book
 from rollmesh.scheduler.service.intents import Intents, is_down
 from rollmesh.scheduler.service.lateness import has_turn
@@ -52,6 +61,9 @@ class Coordinators:
         if hello.started_s > tenant.started_s:
             tenant.started_s, tenant.told, tenant.unsure = hello.started_s, [], []
             book.mark("pipelines", hello.pipeline_id)
+            for worker in pipeline.workers:
+                if worker.phase is WorkerPhase.ABSENT:  # as far as the life before knew
+                    self._intents.settle(hello.pipeline_id, worker.rank, WorkerPhase.ASLEEP)
         if not link.is_known:
             link.is_known = True
             if pipeline.demand or self._intents.of(hello.pipeline_id):
@@ -134,12 +146,16 @@ class Coordinators:
         """Of a worker that nobody has told to move: what is wrong, or ''."""
         if is_down(self._book, worker):
             return ""
+        if truth.phase is WorkerPhase.ABSENT:
+            return self._absent(name, worker, truth)
         if truth.phase is WorkerPhase.LOST:
             return self._lost(truth)
         if worker.phase is WorkerPhase.LOST:
             if truth.phase in _SETTLED and not self._book.tenants[name].why:
                 self._intents.settle(name, worker.rank, truth.phase)  # its node is back
             return ""
+        if worker.phase is WorkerPhase.ABSENT and truth.phase in _SETTLED:
+            self._intents.settle(name, worker.rank, WorkerPhase.ASLEEP)
         if truth.phase is WorkerPhase.AWAKE and worker.phase in (
             WorkerPhase.ASLEEP,
             WorkerPhase.WAKING,
@@ -166,6 +182,22 @@ class Coordinators:
                 return ""
             book.stand(owner, worker.gpus, WorkerPhase.LOST.value)
         return f"worker {worker.rank} is awake on GPUs that it was not given"
+
+    def _absent(self, name: str, worker: Worker, truth: WorkerTruth) -> str:
+        """Of one that its coordinator has never seen."""
+        if worker.phase is WorkerPhase.ASLEEP:
+            self._intents.settle(name, worker.rank, WorkerPhase.ABSENT)
+        if worker.phase is WorkerPhase.LOST:
+            return ""
+        if worker.phase is not WorkerPhase.ABSENT:
+            return self._lost(truth)
+        if not self._is_overdue(worker):
+            return ""
+        still_s = self._book.now_s - worker.since_s
+        return f"engine {worker.rank} has not come up within {still_s:.0f} s: {truth.detail}"
+
+    def _is_overdue(self, worker: Worker) -> bool:
+        return self._book.now_s > worker.since_s + self._book.settings.join_s
 
     def _lost(self, truth: WorkerTruth) -> str:
         return f"worker {truth.rank} is lost: {truth.detail or 'nobody knows why'}"
@@ -249,8 +281,13 @@ class Coordinators:
         return not is_stray
 
     def _here(self, pipeline: Pipeline) -> list[Worker]:
-        """Its workers, but for those on nodes that are down."""
-        return [each for each in pipeline.workers if not is_down(self._book, each)]
+        """Its workers, but for those on nodes that are down, or that have time yet to come up."""
+        return [
+            each
+            for each in pipeline.workers
+            if not is_down(self._book, each)
+            and (each.phase is not WorkerPhase.ABSENT or self._is_overdue(each))
+        ]
 
     # time
 
@@ -272,7 +309,7 @@ class Coordinators:
                 continue
             pipeline = book.state.pipelines[name]
             wants = pipeline.demand is not None and pipeline.phase is PipelinePhase.ADMITTED
-            if wants or any(each.phase is not WorkerPhase.ASLEEP for each in pipeline.workers):
+            if wants or any(each.phase not in RESTING_PHASES for each in pipeline.workers):
                 link.is_known = False
                 still_s = book.now_s - link.heard_s
                 self.quarantine(name, f"its coordinator is silent for {still_s:.0f} s")

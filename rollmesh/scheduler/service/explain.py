@@ -292,6 +292,7 @@ class _Words:
                 held_s = self._state.now_s - hold.since_s
                 yield f"has {cluster} on {_list(pipeline.spec.clusters[cluster])}, {held_s:.1f} s"
         yield self._generation_line()
+        yield from self._absent_lines()
         for wait in waits:
             yield f"waits for {wait.cluster} ({wait.priority}) since {wait.for_s:.1f} s"
             yield f"  until {wait.until}"
@@ -305,6 +306,12 @@ class _Words:
             yield f"gets no GPU until {self._unheld()}"
         elif not waits:
             yield "waits for nothing"
+
+    def _absent_lines(self) -> Iterator[str]:
+        for worker in self._pipeline.workers:
+            if worker.phase is WorkerPhase.ABSENT:
+                absent_s = self._state.now_s - worker.since_s
+                yield f"engine {worker.rank} has not come up yet ({absent_s:.0f} s)"
 
     def _generation_line(self) -> str:
         pipeline = self._pipeline

@@ -12,7 +12,15 @@ scheduler.py; coordinators.py says when a pipeline fails.
 """
 
 from rollmesh.scheduler.planning.ops import Expand, Grant, Op, Release, Shrink, ShrinkReason, apply
-from rollmesh.scheduler.planning.state import FIXED, NodePhase, Owner, Pipeline, Request, Worker
+from rollmesh.scheduler.planning.state import (
+    FIXED,
+    RESTING_PHASES,
+    NodePhase,
+    Owner,
+    Pipeline,
+    Request,
+    Worker,
+)
 from rollmesh.scheduler.service.book import HELD, Book
 from rollmesh.scheduler.service.lateness import has_turn, limit_s
 from rollmesh.scheduler.service.records import Intent, IntentKind, IntentPhase
@@ -200,7 +208,7 @@ class Intents:
         owner = Owner(pipeline_id, GENERATION_CLUSTER, rank)
         book.state.move_worker(pipeline_id, rank, phase)
         self._mark_worker(pipeline_id, rank)
-        if phase is WorkerPhase.ASLEEP:
+        if phase in RESTING_PHASES:
             book.clear(owner, worker.gpus)
         else:
             book.stand(owner, worker.gpus, phase.value)
@@ -223,7 +231,7 @@ class Intents:
             else:
                 self._end(intent, IntentPhase.FAILED, why)
         for worker in book.state.pipelines[pipeline_id].workers:
-            if worker.phase is not WorkerPhase.ASLEEP:
+            if worker.phase not in RESTING_PHASES:
                 self._lose(pipeline_id, worker)
 
     def leave(self, pipeline: Pipeline, gpus: frozenset[int]) -> None:
@@ -241,7 +249,7 @@ class Intents:
             else:
                 self._end(intent, IntentPhase.FAILED, "its node is down")
         for worker in pipeline.workers:
-            if worker.phase is not WorkerPhase.ASLEEP and not gpus.isdisjoint(worker.gpus):
+            if worker.phase not in RESTING_PHASES and not gpus.isdisjoint(worker.gpus):
                 self._lose(name, worker)
 
     def _lose(self, pipeline_id: str, worker: Worker) -> None:
@@ -318,9 +326,9 @@ class Intents:
 
 
 def rests(book: Book, worker: Worker) -> bool:
-    """It is asleep, or was on a node that is down."""
+    """It is asleep or not there yet, or was on a node that is down."""
     if worker.phase is not WorkerPhase.LOST:
-        return worker.phase is WorkerPhase.ASLEEP
+        return worker.phase in RESTING_PHASES
     return is_down(book, worker)
 
 

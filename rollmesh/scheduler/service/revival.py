@@ -7,7 +7,14 @@ says (routes, beats, who is heard) counts from the first step on. Driven by sche
 
 from collections.abc import Iterator
 
-from rollmesh.scheduler.planning.state import FIXED, OWNING_PHASES, Owner, Pipeline, Request
+from rollmesh.scheduler.planning.state import (
+    FIXED,
+    OWNING_PHASES,
+    RESTING_PHASES,
+    Owner,
+    Pipeline,
+    Request,
+)
 from rollmesh.scheduler.service.book import Asker, Book, Link
 from rollmesh.scheduler.service.records import (
     Answer,
@@ -25,7 +32,7 @@ from rollmesh.scheduler.service.records import (
     Ticket,
     Wish,
 )
-from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
+from rollmesh.wire.scheduling import GENERATION_CLUSTER
 
 
 def revive(book: Book, revived: Revived) -> Book:
@@ -111,4 +118,4 @@ def _claims(name: str, pipeline: Pipeline) -> Iterator[tuple[Owner, tuple[int, .
     for worker in pipeline.workers:
         owner = Owner(name, GENERATION_CLUSTER, worker.rank)
         owns = worker.phase in OWNING_PHASES
-        yield owner, worker.gpus, owns, worker.phase is not WorkerPhase.ASLEEP
+        yield owner, worker.gpus, owns, worker.phase not in RESTING_PHASES

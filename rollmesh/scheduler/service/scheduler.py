@@ -62,7 +62,8 @@ from rollmesh.wire.scheduling import (
 _QUIET = frozenset({"progress", "credits", "numbers"})
 """Tables that nobody waits for a change of."""
 MAX_TICKS = 4
-"""Without a step for longer, we were held up: who was silent meanwhile may have spoken."""
+"""Without a step for longer, we were held up: who was silent meanwhile may have spoken. That is
+forgiven once in a grace: a loop that is always slow hears at each turn who has spoken."""
 ROUNDS = 3
 """What a plan frees at once may be planned for in the same step; the rest in the next."""
 
@@ -92,7 +93,7 @@ class Scheduler:
         self.coordinators = self.COORDINATORS(self.book, self.intents)
         self.tenants = self.TENANTS(self.book, self.tickets, self.demands, self.intents)
         self._has_begun = False
-        self._began_s = 0.0
+        self._began_s, self._forgiven_s = 0.0, -math.inf
         self._is_settled = revived is None
         self._has_moved = True
         """Since somebody last looked whether anything can be done."""
@@ -175,11 +176,18 @@ class Scheduler:
                     for_s = limit_s(book.settings, intent.kind) + book.settings.slack_s
                     self._defer(intent, book.now_s + for_s)
             self._forgive(math.inf)
-        elif book.now_s - before_s > MAX_TICKS * book.settings.tick_s:
+        elif self._was_held_up(before_s):
+            self._forgiven_s = book.now_s
             for intent in book.intents.values():
                 if intent.resize_id:
                     self._defer(intent, intent.until_s + book.now_s - before_s)
             self._forgive(book.now_s - before_s)
+
+    def _was_held_up(self, before_s: float) -> bool:
+        settings = self.book.settings
+        grace_s = max(settings.coordinator_grace_s, settings.node_grace_s, settings.patience_s)
+        gap_s = self.book.now_s - before_s
+        return gap_s > MAX_TICKS * settings.tick_s and before_s >= self._forgiven_s + grace_s
 
     def _defer(self, intent: Intent, until_s: float) -> None:
         intent.until_s = until_s

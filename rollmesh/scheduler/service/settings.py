@@ -33,6 +33,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     turn_s: Second = 10.0
     """Resizes of a pipeline are done one after another, but the next one waits no longer than that
     for the one before: engines that take longer go on by themselves."""
+    join_s: Second = 600.0
+    """An engine that has not come up so long after its run began is a fault."""
     coordinator_grace_s: Beats = 15.0
     """A pipeline is quarantined whose coordinator is silent for so long."""
     node_grace_s: Beats = 15.0

@@ -17,6 +17,7 @@ from rollmesh.core.errors import UserError
 from rollmesh.scheduler.planning.placement import check
 from rollmesh.scheduler.planning.state import (
     MAX_NODE_GPUS,
+    RESTING_PHASES,
     Node,
     NodePhase,
     Pipeline,
@@ -42,7 +43,6 @@ from rollmesh.wire.scheduling import (
     SchedulerHello,
     UndrainNode,
     UnregisterPipeline,
-    WorkerPhase,
 )
 
 Ask = (
@@ -195,8 +195,8 @@ class Tenants:
         for name, pipeline in list(book.state.pipelines.items()):
             if pipeline.phase is not PipelinePhase.LEAVING:
                 continue
-            is_awake = any(each.phase is not WorkerPhase.ASLEEP for each in pipeline.workers)
-            if is_awake or pipeline.holds:
+            is_there = any(each.phase not in RESTING_PHASES for each in pipeline.workers)
+            if is_there or pipeline.holds:
                 continue
             leavers = book.tenants[name].leavers
             self._forget(pipeline)

@@ -4,6 +4,7 @@
     wake    RESTING -> RESUMING -> LOADING -> PROBING -> JOINING -> RESTING (awake)
 
     LEAVING: until the table says ASLEEP.  JOINING: until it says that the engine serves.
+    ABSENT until it answers for the first time;  found half asleep -> LOST, and on to sleep
     a step fails -> it is tried again;  the resize's deadline passes -> LOST, and on to sleep
     awake, and found without memory -> RESUMING, for repair_s, then LOST, and on to sleep
     asleep, and found with memory -> PAUSING, LOST if that fails
@@ -67,7 +68,7 @@ class Worker:
     def __init__(self, rank: int, url: str, settings: CoordinatorSettings) -> None:
         self.rank = rank
         self.url = url
-        self.phase = WorkerPhase.LOST
+        self.phase = WorkerPhase.ABSENT
         """What the scheduler hears."""
         self.epoch = 0
         self.detail = NOT_SEEN
@@ -174,7 +175,7 @@ class Worker:
             self.is_wanted_awake = True
             self._arrive(WorkerPhase.AWAKE)
         else:
-            self.detail = "found half asleep"
+            self.phase, self.detail = WorkerPhase.LOST, "found half asleep"
             self._enter(Step.LEAVING)
 
     def _take(self, seen: EngineSeen) -> None:

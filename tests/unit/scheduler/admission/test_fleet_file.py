@@ -48,6 +48,7 @@ RANGES = {
     "resize_deadline_s": (1, 1e6),
     "sleep_deadline_s": (1, 1e6),
     "turn_s": (1, 1e6),
+    "join_s": (1, 1e6),
     "coordinator_grace_s": (2, 1e6),
     "node_grace_s": (2, 1e6),
     "retry_s": (1, 1e6),
