@@ -6,7 +6,7 @@ by the tests of the contract.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -78,7 +78,7 @@ def logprobs_of(answer: Json) -> list[float]:
     return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
 
 
-async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
+async def lines_of(response: httpx.Response) -> AsyncGenerator[str, None]:
     """The lines of a stream. httpx's own also end where Python's splitlines end one, at a U+2028 or
     U+0085 that was sampled."""
     rest = b""

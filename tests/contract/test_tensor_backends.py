@@ -20,7 +20,8 @@ from tests.contract.tensor_backends import HAS_RAY, Mesh, OwnerProcess, RayMesh
 from tests.contract.tensor_owner import Kind, shards
 from tests.unit.tensors.fetches import Asking
 
-PROMPT_S = 60.0
+PROMPT_S = 25.0
+"""Less than a line's patience."""
 BEGUN_S = 60.0
 """Ray takes its time with an owner's desk on a busy machine."""
 KINDS: list[Kind] = [

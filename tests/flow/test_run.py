@@ -50,9 +50,11 @@ def kept(versions: Path, copies: Path) -> Iterator[None]:
 
     watcher = threading.Thread(target=keep)
     watcher.start()
-    yield
-    ended.set()
-    watcher.join()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def test_a_run_loses_nothing_and_says_so(ended: Path) -> None:

