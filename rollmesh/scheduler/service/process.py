@@ -151,7 +151,7 @@ class ServiceLoop:
             event = Received(route, packet.message, packet.body, packet.router)
             self._step(event, is_last=number == len(arrived))
         now_s = self._clock.now_s()
-        if now_s >= min(self._next_tick_s, self.scheduler.book.again_s - self._ahead_s):
+        if now_s >= min(self._next_tick_s, self.scheduler.due_s - self._ahead_s):
             self._next_tick_s = now_s + self._settings.tick_s
             self._step(Ticked())
         self._carry_out()
@@ -166,7 +166,7 @@ class ServiceLoop:
         """How long nothing needs a turn, if nothing arrives."""
         if self._is_stuck:
             return RETRY_S
-        due_s = min(self._next_tick_s, self.scheduler.book.again_s - self._ahead_s)
+        due_s = min(self._next_tick_s, self.scheduler.due_s - self._ahead_s)
         return max(0.0, due_s - self._clock.now_s())
 
     def _step(self, event: Event, is_last: bool = True) -> None:

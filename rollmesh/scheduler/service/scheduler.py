@@ -137,6 +137,11 @@ class Scheduler:
         self.tickets.tell()
         return self.book.take()
 
+    @property
+    def due_s(self) -> float:
+        """When a plan is due, if time alone may bring one."""
+        return self.book.again_s if self._is_settled else math.inf
+
     def known(self) -> Known:
         """What explain.py needs beside the state."""
         book = self.book

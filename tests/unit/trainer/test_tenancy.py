@@ -150,6 +150,42 @@ def test_nothing_is_asked_of_engines_before_one_is_awake(
     assert tenant.may_ask(1, 8)
 
 
+@pytest.mark.parametrize("state", [TicketState.WITHDRAWN, TicketState.RELEASED])
+@pytest.mark.parametrize("cluster", ALL)
+def test_what_has_ended_without_a_grant_is_asked_for_anew(
+    cluster: str,
+    state: TicketState,
+    scheduler: FakeScheduler,
+    stop: threading.Event,
+    tenant: Tenant,
+) -> None:
+    """Somebody has given the cluster up meanwhile; the step needs it still."""
+
+    def wait() -> None:
+        may_go_on = tenant.may_train if cluster == TRAIN_CLUSTER else has_engines
+        while not (stop.is_set() or may_go_on(0)):
+            pass
+
+    def has_engines(step: int) -> bool:
+        return tenant.may_ask(step, 8)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    try:
+        first = scheduler.expect(RequestGpus)
+        assert first.cluster == cluster
+        scheduler.say(TicketMoved(first.key, state))
+        second = scheduler.expect(RequestGpus)
+        assert (second.cluster, second.global_step) == (cluster, 0)
+        assert second.key != first.key
+        scheduler.say_granted(second.key, (0,))
+        waiting.join(PATIENCE_S)
+        assert not waiting.is_alive()
+    finally:
+        stop.set()
+        waiting.join()
+
+
 def test_progress_is_what_is_left_and_grows_where_there_is_room_for_more(
     scheduler: FakeScheduler, tenant: Tenant
 ) -> None:

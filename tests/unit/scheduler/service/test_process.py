@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError, JournalError
@@ -17,11 +18,13 @@ from rollmesh.testing.clock import FakeClock
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
     AdmitPipeline,
     HooksWired,
     JoinNode,
     PipelineSpec,
     RegisterPipeline,
+    ReportProgress,
     RequestGpus,
     SchedulerAnswered,
     SchedulerHello,
@@ -109,6 +112,22 @@ def test_what_was_granted_is_held_over_lives(tmp_path: Path) -> None:
         assert first != second
         assert granted(life, "k").state is TicketState.GRANTED
         assert life.loop.scheduler.book.numbers.num_lives == 2
+
+
+def test_it_does_not_spin_while_it_may_not_plan_yet(tmp_path: Path) -> None:
+    """Progress asks for a plan at once, and there is none before the coordinator is heard."""
+    spec = msgspec.structs.replace(SPEC, generation=(0,))
+    with closing(begin(tmp_path)) as life:
+        for message in (RegisterPipeline("r", spec), AdmitPipeline("ad", "a")):
+            life.ask(message, SchedulerAnswered)
+        life.ask(HooksWired("a"), SchedulerHello)
+        life.ask(RequestGpus("g", "a", GENERATION_CLUSTER, 6, 0, 8), TicketMoved)
+    with closing(begin(tmp_path)) as life:
+        life.dialer.send(Packet(ReportProgress("a", "train", 1, 8, 4)))
+        life.ask(HooksWired("a"), SchedulerHello)
+        life.loop.turn()
+        assert life.loop.scheduler.book.again_s <= life.loop.scheduler.book.now_s
+        assert life.loop.idle_s() > 0.0
 
 
 def test_its_time_does_not_run_back_over_lives(tmp_path: Path) -> None:
