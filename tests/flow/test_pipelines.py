@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -21,10 +22,13 @@ from rollmesh.trainer.models.warmstart import texts_of
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 from tests.flow.demo import follow, read
 from tests.flow.shared_fleet import RUN, TRAINS_ON, SharedFleet, handed_over
+from tests.flow.test_update import Process
 from tests.flow.trained_mesh import Story
 
 NUM_STEPS = 5
 LIMIT_S = 240.0
+EXACT = 1e-3
+"""float32 on both sides is within 1e-5."""
 FEW: dict[str, Any] = {**RUN["trainer"], "num_steps": 2}
 
 
@@ -168,9 +172,42 @@ def test_of_two_runs_of_one_pipeline_in_the_same_moment_one_is_refused_in_one_li
 
 
 @pytest.mark.timeout(300)
-def test_a_trainer_of_two_ranks_trains_on_its_share(fleet: SharedFleet) -> None:
-    run = fleet.begin("math", trainer={**FEW, "num_ranks": 2})
-    code, out = ended(run)
+@pytest.mark.parametrize("kind", [{"num_ranks": 2}, {"lora_rank": 4, "max_staleness": 0}], ids=str)
+def test_ranks_and_adapters_train_on_a_share_as_well(
+    fleet: SharedFleet, kind: dict[str, int]
+) -> None:
+    code, out = ended(fleet.begin("math", trainer={**FEW, **kind}))
     assert code == 0, out
     check_trained(fleet, "math", FEW["num_steps"])
     check_given_back(fleet)
+    exactness = read(fleet.folder / "math" / "summary.json")["exactness"]
+    assert all(row["max_gap"] < EXACT for row in exactness), exactness
+
+
+@pytest.fixture
+def engines(model: Path) -> Iterator[list[str]]:
+    """Addresses of four that are somebody else's, and serve."""
+    begin = (
+        "--model-dir",
+        str(model),
+        "--weight-version",
+        "0",
+        "--incremental-streaming-output",
+        "--skip-tokenizer-init",
+    )
+    processes = [Process("rollmesh.engine.embedded", *begin) for _ in range(4)]
+    yield [process.ready.address for process in processes]
+    for process in processes:
+        process.end()
+
+
+@pytest.mark.timeout(300)
+def test_engines_that_are_not_the_runs_own_are_put_to_sleep_and_outlive_it(
+    fleet: SharedFleet, engines: list[str]
+) -> None:
+    code, out = ended(fleet.begin("math", trainer=FEW, engine={"urls": engines}))
+    assert code == 0, out
+    check_trained(fleet, "math", FEW["num_steps"])
+    check_given_back(fleet)
+    told = [httpx.get(f"{url}/server_info", trust_env=False).json() for url in engines]
+    assert {each["memory_occupation"] for each in told} == {"released"}
