@@ -12,11 +12,13 @@ from rollmesh.wire.scheduling import (
     JoinNode,
     KillPipeline,
     TicketState,
+    UnregisterPipeline,
+    WithdrawRequest,
     WorkerPhase,
     WorkersResized,
     WorkerTruth,
 )
-from tests.unit.scheduler.service.stage import TRAIN, Stage
+from tests.unit.scheduler.service.stage import SETTINGS, TRAIN, Stage
 
 GRANTED, QUEUED = TicketState.GRANTED, TicketState.QUEUED
 QUARANTINED, ADMITTED = PipelinePhase.QUARANTINED, PipelinePhase.ADMITTED
@@ -163,6 +165,30 @@ def test_what_waits_behind_a_resize_that_fails_is_called_off_with_it() -> None:
     coordinator.is_hung = False
     stage.wait_for("t0", GRANTED)
     assert stage.train("t1", "t1") is GRANTED
+
+
+def test_what_was_asked_before_its_pipeline_left_is_refused_when_it_is_said_again() -> None:
+    stage = Stage(1)
+    stage.pipeline("a", generation=())
+    stage.pipeline("b", generation=())
+    stage.train("a", "ta")
+    stage.train("b", "tb")
+    said = stage.open.pop("tb")
+    stage.run(stage.settings.patience_s + 2)  # nobody says it any more
+    stage.say(UnregisterPipeline("u", "b"))
+    assert stage.ask(said) is TicketState.REFUSED
+
+
+def test_a_withdrawal_gives_back_what_was_granted_long_ago() -> None:
+    stage = Stage(1, settings=msgspec.structs.replace(SETTINGS, memory_s=20.0))
+    stage.pipeline("a", generation=())
+    stage.pipeline("b", generation=())
+    stage.train("a", "ta")
+    stage.run(30)
+    stage.train("b", "tb")
+    stage.say(WithdrawRequest("ta"), b"hooks-a")
+    assert stage.state("ta") is TicketState.RELEASED
+    assert stage.state("tb") is GRANTED
 
 
 # quarantine

@@ -75,6 +75,15 @@ def test_who_is_not_preemptible_gives_way_where_all_would_wait_for_each_other(
     assert plan(state, Idle()).ops == (), "who trains keeps nobody from it"
 
 
+def test_who_keeps_workers_and_waits_for_nobody_is_not_evicted_with_those_that_wait() -> None:
+    """p0 wants GPUs of p1, which waits for it, and of p2, which does not."""
+    state = keepers((1, 2), (0,), ())
+    ask(state, "p0")
+    ask(state, "p1")
+    ops = carry_out(state, Idle()).ops
+    assert not [op for op in ops if isinstance(op, Shrink) and op.pipeline_id == "p2"]
+
+
 def test_generation_that_is_given_up_goes_to_sleep_whole() -> None:
     state = fleet(2)
     pipeline = add(state, "p", generation=(0, 1))
