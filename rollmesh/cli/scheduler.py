@@ -13,7 +13,7 @@ from pathlib import Path
 from rollmesh.cli.main import Verb, load
 from rollmesh.cli.options import parser
 from rollmesh.core.descriptors import PEERS, allow_descriptors
-from rollmesh.core.errors import UserError
+from rollmesh.core.errors import JournalDamaged, JournalError, UserError
 from rollmesh.core.process import OK, USAGE
 from rollmesh.scheduler.admission.fleet_file import FLEET_FILE, read_fleet, settings_of
 from rollmesh.wire.scheduling import JoinNode
@@ -126,7 +126,15 @@ def serve(argv: list[str]) -> int:
         ready_fd=options.ready_fd,
     )
     allow_descriptors(PEERS, "a scheduler")
-    run(ask)
+    try:
+        run(ask)
+    except JournalDamaged as error:
+        raise UserError(
+            f"{error}; put a copy back, or move {fleet.journal} away: an empty one is begun, "
+            "which knows of no pipeline that runs"
+        ) from None
+    except JournalError as error:
+        raise UserError(f"{error}; look to its disk") from None
     return OK
 
 

@@ -40,6 +40,7 @@ class Face:
         self._listening = listening
         self._clock = clock
         self._hung: tuple[Status, float] | None = None
+        self._stuck = ""
         self._exposition = Exposition("scheduler")
         self._exposition.add(lambda: figures_of(self._hung[0]) if self._hung else ())
         self._loop = uvloop.new_event_loop()
@@ -55,6 +56,10 @@ class Face:
     def hang(self, status: Status) -> None:
         """Show `status` from now on."""
         self._hung = (status, self._clock.now_s())
+
+    def stick(self, why: str) -> None:
+        """Say by /healthz that nothing is done, and why; '' once it is."""
+        self._stuck = why
 
     def close(self) -> None:
         """Returns when the thread has ended."""
@@ -109,6 +114,8 @@ class Face:
         return web.Response(body=msgspec.json.encode(told), content_type="application/json")
 
     async def _get_healthz(self, _: web.Request) -> web.Response:
+        if self._stuck:
+            return web.Response(status=503, text=f"nothing is done: {self._stuck}\n")
         if self._hung and self._clock.now_s() - self._hung[1] < STALE_S:
             return web.Response(text="ok\n")
         return web.Response(status=503, text=f"the scheduler has not turned for {STALE_S:g} s\n")

@@ -22,6 +22,8 @@ FILE_NAME = "scheduler.sqlite"
 LOCK_NAME = "scheduler.lock"
 SCHEMA = 1
 """Raised when a record changes other than by a field with a default."""
+_DISK = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR})
+"""What is the disk's fault."""
 MAX_HISTORY = 1_000_000
 """Rows of the past; about 100 MB."""
 PRUNE_EVERY = 10_000
@@ -31,7 +33,9 @@ class Journal:
     """See the module."""
 
     def __init__(self, folder: Path, max_history: int = MAX_HISTORY) -> None:
-        """Open or make it; ConfigError where another process has it, or it cannot be made."""
+        """Open or make it; ConfigError where another process has it, or it cannot be made,
+        JournalDamaged where it is none, JournalError where the disk is full.
+        """
         self._max_history = max_history
         self._num_unpruned = 0
         try:
@@ -47,11 +51,17 @@ class Journal:
             told = "another scheduler has this journal; end it, or name another folder"
             raise ConfigError(f"journal = {folder}: {told}") from None
         self._path = folder / FILE_NAME
-        self._database = sqlite3.connect(self._path, isolation_level=None)
+        try:
+            self._database = sqlite3.connect(self._path, isolation_level=None)
+        except sqlite3.Error as error:
+            os.close(self._lock)
+            raise JournalDamaged(f"{self._path} is no scheduler's journal: {error}") from None
         try:
             self._open()
         except sqlite3.Error as error:
             self.close()
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DISK:
+                raise JournalError(f"{self._path} cannot be written: {error}") from None
             raise JournalDamaged(f"{self._path} is no scheduler's journal: {error}") from None
 
     def load(self) -> Revived | None:
@@ -87,6 +97,9 @@ class Journal:
         database = self._database
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
+        (fault,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        if fault != "ok":  # else it would be found when something is to be written
+            raise sqlite3.DatabaseError(str(fault).replace("\n", " "))
         (schema,) = database.execute("PRAGMA user_version").fetchone()
         if schema not in (0, SCHEMA):
             raise sqlite3.DatabaseError(f"its schema is {schema}, ours {SCHEMA}")

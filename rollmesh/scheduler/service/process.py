@@ -64,7 +64,10 @@ def run(ask: ServiceAsk) -> None:
     setup("scheduler", ask.journal if ask.ready_fd is not None else None)
     clock, bell = SystemClock(), Doorbell()
     journal = Journal(ask.journal)
-    listening = listen(ask.http_bind, ask.listen_fd)
+    try:
+        listening = listen(ask.http_bind, ask.listen_fd)
+    except AddressError as error:
+        raise AddressError(f"http_bind = {error}") from None
     face = Face(listening, clock)
     hub = open_hub(ask.bind)
     loop = ServiceLoop(ask, hub, journal, face, clock)
@@ -188,8 +191,12 @@ class ServiceLoop:
             if not self._is_stuck:
                 log.error("journal.stuck", why=str(error), fix="nothing is done until it can be")
             self._is_stuck = True
+            self._face.stick(str(error))
             return
-        self._is_stuck = False
+        if self._is_stuck:
+            log.info("journal.unstuck")
+            self._is_stuck = False
+            self._face.stick("")
         for action in self._actions:
             if isinstance(action, Send):
                 packet = Packet(action.message, self.incarnation, action.body)

@@ -9,6 +9,7 @@ import pytest
 from rollmesh.cli.main import load, main
 from rollmesh.cli.scheduler import VERBS
 from rollmesh.scheduler.admission.fleet_file import read_fleet
+from rollmesh.scheduler.service.journal import FILE_NAME
 
 
 def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,3 +76,13 @@ def test_seconds_are_checked_before_the_service_serves(
     path = tmp_path / "scheduler.toml"
     path.write_text(text)
     assert f"{path}: {told}" in complaint("serve", path)
+
+
+def test_a_damaged_journal_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+    path, journal = tmp_path / "scheduler.toml", tmp_path / "journal"
+    path.write_text(f'bind = "tcp://127.0.0.1:0"\nhttp_bind = "127.0.0.1:0"\njournal = "{journal}"')
+    journal.mkdir()
+    (journal / FILE_NAME).write_bytes(b"no journal " * 1000)
+    told = complaint("serve", path)
+    assert f"{journal / FILE_NAME} is no scheduler's journal: " in told
+    assert f"; put a copy back, or move {journal} away: an empty one is begun" in told

@@ -36,6 +36,10 @@ def test_it_serves_the_newest_snapshot_and_says_when_there_is_none(
         assert client.get("/healthz").text == "ok\n"
         assert client.get("/status").json()["fleet"]["num_free"] == 2
         assert "rollmesh_scheduler_gpus_free 2.0" in client.get("/metrics").text
+        face.stick("the disk is full")
+        assert client.get("/healthz").text == "nothing is done: the disk is full\n"
+        face.stick("")
+        assert client.get("/healthz").text == "ok\n"
         clock.advance(STALE_S + 1)
         assert client.get("/healthz").status_code == 503
     face.close()

@@ -1,6 +1,7 @@
 """The journal on the disk: all of a transaction or none, one owner, a bounded past."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from rollmesh.core.errors import ConfigError, JournalDamaged, JournalError
 from rollmesh.scheduler.service.actions import Drop, Happened, Put
 from rollmesh.scheduler.service.journal import FILE_NAME, Journal
+from tests.disks import full_disk
 
 
 def history(folder: Path) -> list[tuple[object, ...]]:
@@ -81,3 +83,29 @@ def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="name another folder"):
         Journal(tmp_path / "file")
+
+
+def test_a_page_that_was_scribbled_over_is_found_when_it_is_opened(tmp_path: Path) -> None:
+    """Else nothing could be written later, and nothing would be done for ever."""
+    rows = [Happened(float(at), 0, "a", "c", 0, "awake") for at in range(2000)]
+    with closing(Journal(tmp_path)) as journal:
+        journal.keep(rows)
+    raw = bytearray((tmp_path / FILE_NAME).read_bytes())
+    raw[len(raw) // 2 : len(raw) // 2 + 4096] = bytes(range(256)) * 16
+    (tmp_path / FILE_NAME).write_bytes(raw)
+    with pytest.raises(JournalDamaged, match="is no scheduler's journal"):
+        Journal(tmp_path)
+
+
+def test_a_folder_where_its_file_should_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(JournalDamaged, match="is no scheduler's journal"):
+        Journal(tmp_path)
+    (tmp_path / FILE_NAME).rmdir()
+    Journal(tmp_path).close()  # nobody has its lock
+
+
+def test_a_full_disk_is_told_from_a_damaged_journal(tmp_path: Path) -> None:
+    with full_disk(1024), pytest.raises(JournalError, match="cannot be written") as caught:
+        Journal(tmp_path)
+    assert not isinstance(caught.value, JournalDamaged)
