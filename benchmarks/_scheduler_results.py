@@ -3,11 +3,15 @@
 Owns the published results: the traces of workload.SHAPES, seeds 0 to 19 (--quick: 0 to 2). `mixed`
 has the goals, and `scarce` those of who waits how long; all else is told as it is. Where engines
 are scarce there is no partition, so no `static`. Figures are of simulated seconds, the same on any
-machine; comparison.py says what each means. Driven by scheduler.py; alone it prints the tables of
-docs/scheduler.md:
+machine; comparison.py says what each means. Traces are simulated side by side, `--jobs` of them.
+Driven by scheduler.py; alone it prints the tables of docs/scheduler.md, in 20 minutes of one core:
 
-    python -m benchmarks._scheduler_results [--quick] [--json] [--check]
+    python -m benchmarks._scheduler_results [--quick] [--json] [--check] [--only CELL] [--jobs N]
 """
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -27,6 +31,7 @@ SIZES = (4, 8)
 SCARCE = "scarce"
 NUM_SEEDS = 20
 NUM_SEEDS_QUICK = 3
+CELLS = {f"{shape}.{size}": (shape, size) for shape in SHAPES for size in SIZES}
 goals = [
     goal
     for size in SIZES
@@ -35,6 +40,7 @@ goals = [
         Goal(f"mixed.{size}.fair_vs_gap_ratio", ">=", 1.0),
         Goal(f"mixed.{size}.fair.jain", ">=", 0.95),
         Goal(f"mixed.{size}.wait_p99_vs_gap_ratio", "<=", 0.5),
+        Goal(f"mixed.{size}.wait_next_p99_vs_gap_ratio", "<=", 0.5),
         Goal(f"scarce.{size}.fair.jain", ">=", 0.95),
         Goal(f"scarce.{size}.wait_p99_vs_gap_ratio", "<=", 0.5),
     )
@@ -61,6 +67,7 @@ class Cell(msgspec.Struct, frozen=True):
             "fair_vs_gap_ratio": fair.steps_per_h_gpu / gap_ratio.steps_per_h_gpu,
             "fair_vs_bound": fair.steps_per_h_gpu / self.bound,
             "wait_p99_vs_gap_ratio": fair.wait_p99_s / gap_ratio.wait_p99_s,
+            "wait_next_p99_vs_gap_ratio": fair.wait_next_p99_s / gap_ratio.wait_next_p99_s,
         }
         if STATIC in self.by_policy:
             static = self.by_policy[STATIC]
@@ -68,24 +75,41 @@ class Cell(msgspec.Struct, frozen=True):
         return found | {f"{self.name}.{name}": value for name, value in compared.items()}
 
 
-def cell(shape: str, size: int, num_seeds: int) -> Cell:
-    """Simulate all policies on its traces."""
+class Simulated(msgspec.Struct, frozen=True):
+    """One trace."""
+
+    results: dict[str, Result]
+    """By policy."""
+    bound: float
+
+
+def simulate(shape: str, size: int, seed: int) -> Simulated:
+    """Under all policies."""
     policies = [each for each in POLICIES if shape != SCARCE or each != STATIC]
-    results: dict[str, list[Result]] = {policy: [] for policy in policies}
-    bounds = []
-    for seed in range(num_seeds):
-        comparison = Comparison(generate(SHAPES[shape], size, seed))
-        bounds.append(comparison.bound())
-        for policy in policies:
-            results[policy].append(comparison.result(policy, comparison.run(policy)))
-    by_policy = {policy: summary(each) for policy, each in results.items()}
-    return Cell(f"{shape}.{size}", by_policy, sum(bounds) / num_seeds)
+    comparison = Comparison(generate(SHAPES[shape], size, seed))
+    results = {policy: comparison.result(policy, comparison.run(policy)) for policy in policies}
+    return Simulated(results, comparison.bound())
 
 
-def cells(quick: bool) -> list[Cell]:
-    """All of them."""
+def cells(
+    quick: bool, names: Sequence[str] = tuple(CELLS), num_jobs: int | None = None
+) -> Iterator[Cell]:
+    """Each of these as soon as all its traces are simulated."""
     num_seeds = NUM_SEEDS_QUICK if quick else NUM_SEEDS
-    return [cell(shape, size, num_seeds) for shape in SHAPES for size in SIZES]
+    with multiprocessing.get_context("spawn").Pool(num_jobs or os.cpu_count()) as pool:
+        begun = {
+            name: pool.starmap_async(
+                simulate, [(*CELLS[name], seed) for seed in range(num_seeds)], chunksize=1
+            )
+            for name in names
+        }
+        for name, traces in begun.items():
+            done = traces.get()
+            by_policy = {
+                policy: summary([each.results[policy] for each in done])
+                for policy in done[0].results
+            }
+            yield Cell(name, by_policy, sum(each.bound for each in done) / num_seeds)
 
 
 def figures(quick: bool) -> dict[str, float]:
@@ -95,12 +119,14 @@ def figures(quick: bool) -> dict[str, float]:
 
 def main() -> None:
     """Simulate, and print the tables."""
-    options = parser("_scheduler_results").parse_args()
+    arguments = parser("_scheduler_results", CELLS)
+    arguments.add_argument("--jobs", type=int, metavar="N", help="default: as many as CPUs")
+    options = arguments.parse_args()
     flat: dict[str, float] = {}
-    for each in cells(options.quick):
-        print(f"{each.name}\n", *lines(each.by_policy, each.bound), "", sep="\n")
+    for each in cells(options.quick, options.only or tuple(CELLS), options.jobs):
+        print(f"{each.name}\n", *lines(each.by_policy, each.bound), "", sep="\n", flush=True)
         flat |= each.flat()
-    report(options, flat, goals)
+    report(options, flat, [goal for goal in goals if goal.figure in flat])
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rollmesh.scheduler.planning.habits import Habits
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, PipelineSpec, WorkerPhase
 
 FIXED = -1
@@ -146,6 +147,8 @@ class Pipeline(msgspec.Struct, kw_only=True):
     is_busy: bool = False
     """A resize of it is under way: it is promised nothing more before that has ended, for it could
     not take it, and who was evicted for it would have been for nothing."""
+    habits: Habits = msgspec.field(default_factory=Habits)
+    """By which the policy foresees its next demand."""
     waiting_s: float | None = None
     """Since when it has demand and no worker that is awake or wakes."""
 

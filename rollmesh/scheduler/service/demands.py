@@ -4,6 +4,7 @@
              are retired, or with its pipeline
     stream   reported -> retired -> forgotten with its demand
 
+What it does when its demand has ended tells when it will ask again (planning/habits.py).
 Invariants: progress corrects a demand's estimate, is never added to it, and never opens one; a
 batch that began before the demand did is no news of it, so that what comes late closes nothing;
 a plan is wanted where a demand opens, closes, or has got on by a bucket of 2 %, and of the last no
@@ -35,18 +36,32 @@ class Demands:
             self._retire(pipeline, wish)
             pipeline.demand = Demand(key=key, estimate=max(0, estimate), opened_s=book.now_s)
             wish.demand, wish.step = pipeline.demand, step
+            pipeline.habits = wish.habits
+            wish.habits.signalled(max(0, estimate), book.now_s)
             book.links[name].progressed_s = book.now_s
             book.links[name].is_stalled = False
         self._changed(pipeline)
 
     def close(self, pipeline: Pipeline) -> None:
-        """It wants no more; what is said of it from now on is old."""
+        """It wants no more; what is said of it from now on is old. Who gave it up, or is dead, is
+        not expected to ask again."""
         wish = self._book.wishes.get(pipeline.pipeline_id)
+        if pipeline.habits.marks:
+            pipeline.habits.broken_off()
+            self._book.mark("demands", pipeline.pipeline_id)
         if pipeline.demand is None or wish is None:
             return
         self._retire(pipeline, wish)
         pipeline.demand = wish.demand = None
         self._changed(pipeline)
+
+    def note_grant(self, pipeline: Pipeline, cluster: str) -> None:
+        """A phase begins, after which it will ask again."""
+        priority = pipeline.holds[cluster].priority
+        if pipeline.habits.marks:
+            pipeline.habits.granted(cluster, priority, self._book.now_s)
+            self._book.mark("demands", pipeline.pipeline_id)
+            self._book.wants_plan = True
 
     def on_report(self, report: ReportProgress) -> None:
         """How far a stream is."""
@@ -81,6 +96,7 @@ class Demands:
         self._book.mark("progress", pipeline.pipeline_id, clear.stream)
         if all(each.is_retired for each in pipeline.progress.values()):
             self.close(pipeline)
+            pipeline.habits.ended(self._book.now_s)
             return True
         self._corrected(pipeline)
         return False

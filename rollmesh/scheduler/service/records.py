@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from rollmesh.core.errors import JournalDamaged
+from rollmesh.scheduler.planning.habits import Habits
 from rollmesh.scheduler.planning.state import (
     FIXED,
     Demand,
@@ -159,6 +160,8 @@ class Wish(msgspec.Struct, kw_only=True):
     """The rollout that opened it."""
     floors: dict[str, int] = {}
     """By stream, the newest batch of demands before: its news is old."""
+    habits: Habits = msgspec.field(default_factory=Habits)
+    """What its next demand is foreseen by."""
 
 
 class Stream(msgspec.Struct, kw_only=True):

@@ -77,7 +77,8 @@ def _pipelines(book: Book, revived: Revived) -> None:
         book.state.pipelines[held.pipeline_id].holds[held.hold.cluster] = held.hold
     for wish in revived.read("demands", Wish):
         book.wishes[wish.pipeline_id] = wish
-        book.state.pipelines[wish.pipeline_id].demand = wish.demand
+        pipeline = book.state.pipelines[wish.pipeline_id]
+        pipeline.demand, pipeline.habits = wish.demand, wish.habits
     for stream in revived.read("progress", Stream):
         book.state.pipelines[stream.pipeline_id].progress[stream.stream] = stream.progress
 

@@ -238,6 +238,9 @@ class Tickets:
 
     def _grant(self, ticket: Ticket) -> None:
         book = self._book
+        if ticket.cluster != GENERATION_CLUSTER:
+            pipeline = book.state.pipelines[ticket.pipeline_id]
+            self._demands.note_grant(pipeline, ticket.cluster)
         ticket.state = TicketState.GRANTED
         book.waits_s.append(book.now_s - ticket.asked_s)
         book.num["grants"] += 1

@@ -8,7 +8,8 @@ benchmarks/_scheduler_results.py.
     utilisation      GPU seconds that rollouts and phases need at full workers, of those there were
     slowdown         from its arrival to its end, by the same alone on the whole fleet; mean, worst
     jain             (sum x)^2 / (n sum x^2) over the slowdowns of a trace's pipelines; 1: all alike
-    wait             from a step's signal for generation to the first engine that serves
+    wait             from a step's signal for generation to the first engine that serves; wait_next
+                     is without each pipeline's first, before which nobody can know of it
     evictions        of workers on which rollouts ran
     switch_share     of the GPU seconds, those of workers that wake or go to sleep
     bound            the same steps in no less than the work at full workers takes the fleet, and
@@ -39,6 +40,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     utilisation: float
     slowdowns: tuple[float, ...]
     waits_s: tuple[float, ...]
+    next_waits_s: tuple[float, ...]
+    """Without the first of each pipeline."""
     num_evictions: int
     num_resizes: int
     switch_share: float
@@ -64,6 +67,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     jain_worst: float
     wait_p50_s: float
     wait_p99_s: float
+    wait_next_p99_s: float
     evictions: float
     resizes: float
     switch_share: float
@@ -96,6 +100,7 @@ class Comparison:
                 for life, alone_s in zip(lives, self._alone_s, strict=True)
             ),
             waits_s=tuple(wait_s for life in lives for wait_s in life.waits_s),
+            next_waits_s=tuple(wait_s for life in lives for wait_s in life.waits_s[1:]),
             num_evictions=done.num_evictions,
             num_resizes=done.num_resizes,
             switch_share=done.switch_gpu_s / gpu_s,
@@ -119,6 +124,7 @@ class Comparison:
 def summary(results: Sequence[Result]) -> Figures:
     """Of the same policy."""
     waits_s = sorted(wait_s for each in results for wait_s in each.waits_s)
+    next_s = sorted(wait_s for each in results for wait_s in each.next_waits_s)
     return Figures(
         steps_per_h_gpu=_mean([each.steps_per_h_gpu for each in results]),
         utilisation=_mean([each.utilisation for each in results]),
@@ -128,6 +134,7 @@ def summary(results: Sequence[Result]) -> Figures:
         jain_worst=min(each.jain for each in results),
         wait_p50_s=_quantile(waits_s, 0.5),
         wait_p99_s=_quantile(waits_s, 0.99),
+        wait_next_p99_s=_quantile(next_s or [0.0], 0.99),
         evictions=_mean([each.num_evictions for each in results]),
         resizes=_mean([each.num_resizes for each in results]),
         switch_share=_mean([each.switch_share for each in results]),

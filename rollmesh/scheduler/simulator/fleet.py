@@ -98,6 +98,7 @@ class Fleet:
         """It wants to generate; whether a worker is awake already."""
         pipeline = self._state.pipelines[pipeline_id]
         self._state.now_s = self._agenda.now_s
+        pipeline.habits.signalled(estimate, self._agenda.now_s)
         pipeline.demand = Demand(key=self._key(), estimate=estimate, opened_s=self._agenda.now_s)
         self._state.note_waiting(pipeline)
         self._change()
@@ -109,6 +110,7 @@ class Fleet:
         pipeline.progress = {STREAM: Progress(batch=0, target=target, completed=completed)}
         if completed == target:
             pipeline.demand, pipeline.progress = None, {}
+            pipeline.habits.ended(self._agenda.now_s)
             self._state.note_waiting(pipeline)
             self._change()
         elif completed * PROGRESS_BUCKETS // target > (completed - 1) * PROGRESS_BUCKETS // target:
@@ -234,6 +236,9 @@ class Fleet:
         self._change()
 
     def _grant(self, request: Request, gpus: tuple[int, ...]) -> None:
-        pipeline_id = request.pipeline_id
-        self.spans.enter(gpus, pipeline_id, request.cluster, Use.FIXED, self._agenda.now_s)
+        pipeline_id, now_s = request.pipeline_id, self._agenda.now_s
+        self.spans.enter(gpus, pipeline_id, request.cluster, Use.FIXED, now_s)
+        habits = self._state.pipelines[pipeline_id].habits
+        habits.granted(request.cluster, request.priority, now_s)
+        self._change()
         self._tenants[pipeline_id].granted()

@@ -17,6 +17,7 @@ FORMATS = {
     "jain_worst": "{:.3f}",
     "wait_p50_s": "{:.1f}",
     "wait_p99_s": "{:.1f}",
+    "wait_next_p99_s": "{:.1f}",
     "evictions": "{:.0f}",
     "resizes": "{:.0f}",
     "switch_share": "{:.1%}",

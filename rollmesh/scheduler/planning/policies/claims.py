@@ -8,6 +8,7 @@ count for nobody. Driven by the policies, once for each plan.
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from rollmesh.scheduler.planning.draft import Draft
@@ -24,9 +25,11 @@ from rollmesh.scheduler.planning.state import (
 )
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 
+NOBODY: Mapping[str, int] = {}
+
 
 class Claim(NamedTuple):
-    """One pipeline with demand."""
+    """One pipeline with demand, or of whom one is foreseen."""
 
     pipeline: Pipeline
     bundles: list[Worker]
@@ -55,13 +58,18 @@ def has_demand(pipeline: Pipeline) -> bool:
     )
 
 
-def read_claims(draft: Draft) -> list[Claim]:
-    """Of all pipelines with demand, in the order of their registration."""
-    wanting = [each for each in draft.state.pipelines.values() if has_demand(each)]
+def read_claims(draft: Draft, foreseen: Mapping[str, int] = NOBODY) -> list[Claim]:
+    """Of all pipelines with demand, in the order of their registration, and of those that will have
+    it soon, with so many rollouts."""
+    wanting = [
+        each for name, each in draft.state.pipelines.items() if has_demand(each) or name in foreseen
+    ]
     if not wanting:
         return []
     ground = _Ground(draft)
-    return [_claim(pipeline, ground) for pipeline in wanting]
+    return [
+        _claim(each, ground, foreseen.get(each.pipeline_id, each.remaining)) for each in wanting
+    ]
 
 
 def read_pools(claims: list[Claim]) -> list[Pool]:
@@ -77,12 +85,11 @@ def read_pools(claims: list[Claim]) -> list[Pool]:
     return [Pool(num_gpus, indexes) for indexes, num_gpus in sizes.items()]
 
 
-def _claim(pipeline: Pipeline, ground: "_Ground") -> Claim:
+def _claim(pipeline: Pipeline, ground: "_Ground", remaining: int | None) -> Claim:
     spec, bundles = pipeline.spec, ground.bundles(pipeline)
     limit = len(bundles)
     if spec.max_gpus:
         limit = min(limit, spec.max_gpus // spec.tp)
-    remaining = pipeline.remaining
     if remaining is None:
         floor = max(1, math.ceil(spec.min_gpus / spec.tp))
         return Claim(pipeline, bundles, min(limit, floor), limit)

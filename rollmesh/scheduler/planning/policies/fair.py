@@ -13,6 +13,9 @@ switch costs. In the long tail of a step a pipeline can fill fewer bundles, and 
 goes to those that can. Credit is counted while there is demand, at the share of now, and lasts as
 long as the demand.
 
+Before a signal that is foreseen (foresight.py) a pipeline counts as one that has asked, as long as
+nobody has less than a bundle for that.
+
 Bound: while the same pipelines want the same GPUs, in bundles of one size, nobody comes to lack
 more than one quantum and one switch of one bundle: credit <= tp * (quantum_s + switch_s). Device
 maps that overlap in part may delay a slice further: who is in the way gives way only at the end of
@@ -32,6 +35,7 @@ import msgspec
 from rollmesh.scheduler.planning.draft import Draft
 from rollmesh.scheduler.planning.plan import Outlook
 from rollmesh.scheduler.planning.policies.claims import Claim, read_claims, read_pools
+from rollmesh.scheduler.planning.policies.foresight import foresee
 from rollmesh.scheduler.planning.policies.moves import Moves, Victim
 from rollmesh.scheduler.planning.policies.slices import Turn
 from rollmesh.scheduler.planning.shares import Share, max_min
@@ -71,22 +75,33 @@ class Fair:
         return self.settings.reserve_after_s
 
     def generate(self, draft: Draft) -> Outlook:
-        claims = read_claims(draft)
+        claims, ideal, foreseen_s = self._read(draft)
         credits = {
             name: 0.0 for name, each in draft.state.pipelines.items() if each.credit_gpu_s != 0.0
         }
         turns: dict[str, Turn] = {}
-        for claim, gpus in zip(claims, ideal_gpus(claims), strict=True):
+        for claim, gpus in zip(claims, ideal, strict=True):
             credit = self._credit(draft, claim, gpus)
             credits[claim.pipeline_id] = credit
             turns[claim.pipeline_id] = Turn(gpus / claim.tp, credit / claim.tp)
         again_s = _Round(draft, claims, turns, self.settings).share_out() if claims else math.inf
-        return Outlook(credits, again_s)
+        return Outlook(credits, min(again_s, foreseen_s))
+
+    def _read(self, draft: Draft) -> tuple[list[Claim], list[float], float]:
+        """Who wants, or soon will, and the share of each; when others will."""
+        foreseen = foresee(draft.state, self.settings.switch_s)
+        claims = read_claims(draft, foreseen.rollouts)
+        ideal = ideal_gpus(claims)
+        if foreseen.rollouts and not _have_one(claims, ideal):
+            claims = read_claims(draft)
+            ideal = ideal_gpus(claims)
+        return claims, ideal, foreseen.again_s
 
     def _credit(self, draft: Draft, claim: Claim, gpus: float) -> float:
         """What it lacks now; a fault in it is forgotten in the end."""
         demand = claim.pipeline.demand
-        assert demand is not None
+        if demand is None:
+            return 0.0
         passed_s = draft.state.now_s - max(draft.state.credited_s, demand.opened_s)
         num_awake = sum(each.phase in AWAKE_PHASES for each in claim.pipeline.workers)
         # What it has beyond its slice is what nobody else has asked for yet, and costs it nothing.
@@ -104,6 +119,14 @@ def ideal_gpus(claims: Sequence[Claim]) -> list[float]:
         floor = min(most, claim.pipeline.spec.min_gpus)
         shares.append(Share(claim.pipeline.spec.weight, floor, most))
     return max_min(shares, read_pools(list(claims)))
+
+
+def _have_one(claims: Sequence[Claim], ideal: Sequence[float]) -> bool:
+    """Whether the share of each is a bundle, or all that it can have."""
+    return all(
+        Turn(gpus / claim.tp, 0.0).lower >= min(1, claim.num_wanted)
+        for claim, gpus in zip(claims, ideal, strict=True)
+    )
 
 
 class _Round:

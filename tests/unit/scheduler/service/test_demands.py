@@ -6,6 +6,7 @@ from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     ClearProgress,
+    KillPipeline,
     ReportProgress,
     TicketState,
 )
@@ -174,3 +175,37 @@ def test_a_rollout_that_stands_still_is_told_of_once_and_who_holds_its_gpus() ->
     stage.say(ReportProgress("a", "train", 1, 100, 4))
     stage.run(stage.settings.stall_s + 2)
     assert len([note for note in stage.notes if note.event == "rollout.stalled"]) == 2
+
+
+def test_when_a_pipeline_asks_again_is_learned_and_known_after_a_death() -> None:
+    stage = wanting()
+    stage.say(ClearProgress("a", "train", 1))
+    stage.run(10.0)
+    stage.train("a", "t0")
+    stage.run(20.0)
+    stage.release("a", "r0")
+    stage.generate("a", "g1", target=64, step=1)
+    learned = stage.of("a").habits
+    assert learned.estimate == 64
+    assert learned.until_s["ended"] == 30.0
+    assert 15.0 < learned.until_s["actor_train/1"] <= 20.0, "from when it was granted"
+    stage.begin()
+    assert stage.of("a").habits == learned
+
+
+def test_of_a_run_that_is_dead_nobody_foresees_anything() -> None:
+    stage = wanting()
+    stage.say(ClearProgress("a", "train", 1))
+    assert stage.of("a").habits.marks
+    stage.say(KillPipeline("kill", "a"))
+    assert not stage.of("a").habits.marks
+
+
+def test_who_gives_generation_up_is_not_expected_to_ask_again() -> None:
+    stage = wanting()
+    stage.say(ClearProgress("a", "train", 1))
+    assert stage.of("a").habits.marks
+    stage.release("a", "r", GENERATION_CLUSTER)
+    stage.run(30.0)
+    assert not stage.of("a").habits.marks
+    assert not stage.awake("a")

@@ -29,6 +29,7 @@ RESULT = Result(
     utilisation=0.5,
     slowdowns=(1.0, 3.0),
     waits_s=(0.0, 10.0),
+    next_waits_s=(0.0,),
     num_evictions=4,
     num_resizes=9,
     switch_share=0.1,
@@ -94,3 +95,13 @@ def test_means_are_of_traces_and_waits_of_all_steps() -> None:
     assert figures.jain_worst == pytest.approx(0.8)
     assert (figures.slowdown_mean, figures.slowdown_worst) == (2.0, 3.0)
     assert (figures.wait_p50_s, figures.wait_p99_s) == (67.0, 116.0)
+    assert figures.wait_next_p99_s == 0.0
+
+
+def test_the_first_wait_of_a_pipeline_is_no_next_one() -> None:
+    done = Comparison(trace := generate(TINY, 2, 0)).run("fair")
+    result = Comparison(trace).result("fair", done)
+    assert len(result.waits_s) - len(result.next_waits_s) == 2
+    assert sorted([*result.next_waits_s, *(life.waits_s[0] for life in done.lives)]) == sorted(
+        result.waits_s
+    )
