@@ -31,6 +31,8 @@ log = get_logger()
 BEAT_S = 1.0
 REJOIN_S = 10.0
 """A scheduler that has never heard of the node learns of it after so long."""
+UNHEARD_S = 2 * REJOIN_S
+"""A scheduler that says nothing for so long is told of."""
 SCHEDULER = b""
 """The route of an agent's only peer."""
 _NVIDIA_SMI = ("nvidia-smi", "-L")
@@ -51,6 +53,8 @@ class Agent:
         self.phase = AgentPhase.JOINING
         self.why = ""
         """It was refused."""
+        self.num_heard = 0
+        """Answers of the scheduler so far."""
         self._join = JoinNode(new_id("join"), name, num_gpus, labels, beats=True)
         self._next_beat_s = self._next_join_s = float("-inf")
 
@@ -72,6 +76,7 @@ class Agent:
     def _on_message(self, event: Received) -> None:
         match event.message:
             case SchedulerAnswered(key, ok, error) if key == self._join.key:
+                self.num_heard += 1
                 self.phase = AgentPhase.JOINED if ok else AgentPhase.REFUSED
                 self.why = error
 
@@ -82,13 +87,14 @@ def serve(scheduler: str, agent: Agent, stop: threading.Event) -> None:
     check_dial(scheduler, keys)
     dialer = Dialer(scheduler, new_id("node"), keys)
     try:
-        phase = agent.phase
+        phase, silence = agent.phase, Silence(scheduler)
         while not stop.is_set():
             heard = [Received(SCHEDULER, each.message) for each in dialer.receive()]
             events: list[Received | Ticked] = [*heard, Ticked()]
             for event in events:
                 for send in agent.step(event, time.monotonic()):
                     dialer.send(Packet(send.message))
+            silence.look(agent.num_heard, time.monotonic())
             if agent.phase is AgentPhase.REFUSED:
                 raise UserError(agent.why)
             if agent.phase is not phase:
@@ -97,6 +103,25 @@ def serve(scheduler: str, agent: Agent, stop: threading.Event) -> None:
             wait([dialer], None, BEAT_S / 4)
     finally:
         dialer.close()
+
+
+class Silence:
+    """Of a scheduler that does not answer: told of once, until it is heard again."""
+
+    def __init__(self, scheduler: str) -> None:
+        self._scheduler = scheduler
+        self._num_heard = 0
+        self._since_s: float | None = None
+        self._is_told = False
+
+    def look(self, num_heard: int, now_s: float) -> None:
+        """So many answers have been heard until now."""
+        if self._since_s is None or num_heard > self._num_heard:
+            self._num_heard, self._since_s, self._is_told = num_heard, now_s, False
+        elif not self._is_told and now_s - self._since_s >= UNHEARD_S:
+            self._is_told = True
+            fix = "does it run, are its address and our keys right? it is dialled on"
+            log.warning("scheduler.unheard", scheduler=self._scheduler, fix=fix)
 
 
 def num_gpus(

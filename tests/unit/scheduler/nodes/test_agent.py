@@ -9,8 +9,10 @@ from rollmesh.scheduler.nodes.agent import (
     BEAT_S,
     REJOIN_S,
     SCHEDULER,
+    UNHEARD_S,
     Agent,
     AgentPhase,
+    Silence,
     num_gpus,
     serve,
 )
@@ -110,6 +112,20 @@ def test_a_node_is_down_while_its_agent_is_silent_and_has_its_gpus_again() -> No
     live(scheduler, agent, 25.0, 26.0)
     assert scheduler.book.state.nodes["a"].phase is NodePhase.UP
     assert scheduler.book.state.nodes["a"].gpus == (0, 1, 2, 3)
+
+
+def test_a_silent_scheduler_is_told_of_once_until_it_is_heard_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    silence = Silence("tcp://there:1")
+    for num_heard, now_s in ((0, 0.0), (0, UNHEARD_S), (0, 9 * UNHEARD_S)):
+        silence.look(num_heard, now_s)
+    assert sum("scheduler.unheard" in line for line in caplog.messages) == 1
+    for num_heard, now_s in ((1, 200.0), (1, 200.0 + UNHEARD_S / 2), (2, 220.0), (2, 230.0)):
+        silence.look(num_heard, now_s)
+    assert sum("scheduler.unheard" in line for line in caplog.messages) == 1
+    silence.look(2, 220.0 + UNHEARD_S)
+    assert sum("scheduler.unheard" in line for line in caplog.messages) == 2
 
 
 class Answering(threading.Thread):
