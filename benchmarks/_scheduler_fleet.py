@@ -49,7 +49,7 @@ class PlannedFleet:
             apply(state, op)
         for pipeline_id, credit in plan.credits.items():
             state.pipelines[pipeline_id].credit_gpu_s = credit
-        state.credited_s = state.now_s
+        state.credited_s, state.water = state.now_s, plan.water
         moved = {op.pipeline_id for op in plan.ops if isinstance(op, Shrink | Expand)}
         for pipeline_id in moved:
             for worker in state.pipelines[pipeline_id].workers:

@@ -9,7 +9,6 @@ import msgspec
 
 from rollmesh.scheduler.planning.ops import Expand, Grant, Op, Release, Shrink
 from rollmesh.scheduler.planning.state import (
-    AWAKE_PHASES,
     FIXED,
     NodePhase,
     Owner,
@@ -47,10 +46,12 @@ class Draft:
         self.owners = state.owners.copy()
         """By GPU, as State has them, with the ops so far: a copy, for it is asked far more often
         than it is made. Changed by ops alone."""
+        self.free = state.node_of.keys() - self.owners.keys()
+        """GPUs that are nobody's, of any node. Changed by ops alone."""
         self._moved: dict[tuple[str, int], bool] = {}
         """Workers that an op moves: whether it wakes."""
         self._num_awake: dict[str, int] = {}
-        """Of pipelines that were asked about."""
+        """Of pipelines that were asked about, or moved."""
         self.reserved: dict[int, list[Reservation]] = {}
         """By GPU; all must allow what starts there."""
         self.up: set[int] = set()
@@ -78,8 +79,7 @@ class Draft:
         """Its workers that serve, or will."""
         pipeline_id = pipeline.spec.pipeline_id
         if pipeline_id not in self._num_awake:
-            awake = [self._is_awake(pipeline_id, each) for each in pipeline.workers]
-            self._num_awake[pipeline_id] = sum(awake)
+            self._num_awake[pipeline_id] = pipeline.num_awake
         return self._num_awake[pipeline_id]
 
     def can_shrink(self, pipeline_id: str, worker: Worker) -> bool:
@@ -110,9 +110,6 @@ class Draft:
         return not self.reserved or all(
             self.may_start(pipeline_id, gpu, gives_way) for gpu in worker.gpus
         )
-
-    def _is_awake(self, pipeline_id: str, worker: Worker) -> bool:
-        return self._moved.get((pipeline_id, worker.rank), worker.phase in AWAKE_PHASES)
 
     def _has_enough(self, pipeline: Pipeline) -> bool:
         if GENERATION_CLUSTER in pipeline.releasing:
@@ -166,15 +163,17 @@ class Draft:
         self._give(worker.gpus, owner)
 
     def _give(self, gpus: tuple[int, ...], owner: Owner | None) -> None:
-        for gpu in gpus:
-            if owner is None:
+        if owner is None:
+            for gpu in gpus:
                 del self.owners[gpu]
-            else:
-                self.owners[gpu] = owner
+            self.free.update(gpus)
+        else:
+            self.owners.update(dict.fromkeys(gpus, owner))
+            self.free.difference_update(gpus)
 
     def _count(self, pipeline_id: str, change: int) -> None:
-        if pipeline_id in self._num_awake:
-            self._num_awake[pipeline_id] += change
+        num_awake = self.num_awake(self.state.pipelines[pipeline_id])
+        self._num_awake[pipeline_id] = num_awake + change
 
     def _undo(self, op: Op) -> None:
         state, owner = self.state, None

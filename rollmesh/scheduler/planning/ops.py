@@ -11,6 +11,7 @@ import enum
 import msgspec
 
 from rollmesh.scheduler.planning.state import FIXED, Hold, Owner, State
+from rollmesh.scheduler.planning.water import Water
 from rollmesh.wire.scheduling import WorkerPhase
 
 
@@ -69,6 +70,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """By pipeline, its `credit_gpu_s` at `now_s`."""
     again_s: float = float("inf")
     """When time alone may change the plan: the end of a slice, of a hold, of a reservation."""
+    water: Water | None = None
+    """What `State.water` is to be."""
 
 
 def worker_name(pipeline_id: str, rank: int) -> str:

@@ -27,6 +27,7 @@ from rollmesh.scheduler.planning.ops import (
     ShrinkReason,
 )
 from rollmesh.scheduler.planning.state import NodePhase, Pipeline, PipelinePhase, State
+from rollmesh.scheduler.planning.water import Water
 from rollmesh.wire.scheduling import GENERATION_CLUSTER
 
 _ORDER: dict[type[Op], int] = {Release: 0, Shrink: 1, Grant: 2, Expand: 3}
@@ -39,6 +40,8 @@ class Outlook(msgspec.Struct, frozen=True):
     """By pipeline, what its `credit_gpu_s` is at `now_s`."""
     again_s: float = float("inf")
     """When time alone may change its mind."""
+    water: Water | None = None
+    """What its shares were made of."""
 
 
 class Policy(Protocol):
@@ -78,7 +81,7 @@ def plan(state: State, policy: Policy) -> Plan:
     ops = tuple(sorted(draft.ops, key=lambda op: _ORDER[type(op)]))
     validate(state, ops)
     again_s = min(reserve_s, outlook.again_s)
-    return Plan(ops=ops, credits=outlook.credits, again_s=again_s)
+    return Plan(ops=ops, credits=outlook.credits, again_s=again_s, water=outlook.water)
 
 
 def _clear(draft: Draft) -> None:

@@ -85,7 +85,7 @@ class _Water:
         filled = self._even(pool, elsewhere)
         if filled is None:
             claims = [self._claims[taker] for taker in pool.takers]
-            filled, self._levels[index] = _fill(claims, elsewhere, pool.num_gpus)
+            filled, self._levels[index] = fill(claims, elsewhere, pool.num_gpus)
         else:
             self._levels[index] = self._level
         for taker, has, part in zip(pool.takers, elsewhere, filled, strict=True):
@@ -149,7 +149,7 @@ def max_min(claims: Sequence[Share], pools: Sequence[Pool]) -> list[float]:
     return water.got
 
 
-def _fill(
+def fill(
     claims: Sequence[Share], elsewhere: Sequence[float], num_gpus: int
 ) -> tuple[list[float], float]:
     """What each gets of the pool, having something elsewhere; and how high the water stands."""

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import msgspec
 
 from rollmesh.scheduler.planning.habits import Habits
+from rollmesh.scheduler.planning.index import Index
+from rollmesh.scheduler.planning.water import Water
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, PipelineSpec, WorkerPhase
 
 FIXED = -1
@@ -147,6 +149,10 @@ class Pipeline(msgspec.Struct, kw_only=True):
     is_busy: bool = False
     """A resize of it is under way: it is promised nothing more before that has ended, for it could
     not take it, and who was evicted for it would have been for nothing."""
+    num_awake: int = 0
+    """Of its workers, those that serve or will: counted by State.move_worker."""
+    num_lost: int = 0
+    """The same of those that nobody knows the truth of."""
     habits: Habits = msgspec.field(default_factory=Habits)
     """By which the policy foresees its next demand."""
     waiting_s: float | None = None
@@ -186,6 +192,10 @@ class State(msgspec.Struct, kw_only=True):
     """Until when credits are counted."""
     node_of: dict[int, Node] = {}
     """By GPU, of all nodes."""
+    water: Water | None = None
+    """What the last plan's shares were made of, where they go on from: of a large fleet."""
+    index: Index = msgspec.field(default_factory=Index)
+    """Derived from the rest."""
 
     # nodes
 
@@ -219,11 +229,13 @@ class State(msgspec.Struct, kw_only=True):
         bundles = [spec.generation[start : start + spec.tp] for start in starts]
         workers = [Worker(rank=rank, gpus=gpus) for rank, gpus in enumerate(bundles)]
         self.pipelines[spec.pipeline_id] = Pipeline(spec=spec, workers=workers)
+        self.index.add(spec.pipeline_id, spec.generation)
         return self.pipelines[spec.pipeline_id]
 
     def remove_pipeline(self, pipeline_id: str) -> None:
         """Forget it, with all that it has and asks for."""
         spec = self.pipelines.pop(pipeline_id).spec
+        self.index.remove(pipeline_id, spec.generation)
         for gpu in {*spec.generation, *(gpu for gpus in spec.clusters.values() for gpu in gpus)}:
             if gpu in self.owners and self.owners[gpu].pipeline_id == pipeline_id:
                 del self.owners[gpu]
@@ -239,6 +251,8 @@ class State(msgspec.Struct, kw_only=True):
         pipeline = self.pipelines[pipeline_id]
         worker = pipeline.workers[rank]
         if worker.phase is not phase:
+            self._count(pipeline, worker.phase, -1)
+            self._count(pipeline, phase, 1)
             worker.phase, worker.since_s = phase, self.now_s
         owner = Owner(pipeline_id, GENERATION_CLUSTER, rank)
         for gpu in worker.gpus:
@@ -250,11 +264,22 @@ class State(msgspec.Struct, kw_only=True):
 
     def note_waiting(self, pipeline: Pipeline) -> None:
         """Since when it waits for a worker, if it does: to be said when its demand has changed."""
-        is_served = any(worker.phase in AWAKE_PHASES for worker in pipeline.workers)
-        if pipeline.demand is None or is_served:
+        if pipeline.demand is None or pipeline.num_awake:
             pipeline.waiting_s = None
         elif pipeline.waiting_s is None:
             pipeline.waiting_s = self.now_s
+
+    def count_workers(self, pipeline: Pipeline) -> None:
+        """To be said when phases were put in by hand, of what was kept elsewhere."""
+        pipeline.num_awake = pipeline.num_lost = 0
+        for worker in pipeline.workers:
+            self._count(pipeline, worker.phase, 1)
+
+    def _count(self, pipeline: Pipeline, phase: WorkerPhase, change: int) -> None:
+        if phase in AWAKE_PHASES:
+            pipeline.num_awake += change
+        elif phase is WorkerPhase.LOST:
+            pipeline.num_lost += change
 
     # views
 

@@ -73,6 +73,8 @@ def _pipelines(book: Book, revived: Revived) -> None:
     for engine in revived.read("workers", Engine):
         worker = book.state.pipelines[engine.pipeline_id].workers[engine.rank]
         worker.phase, worker.epoch, worker.since_s = engine.phase, engine.epoch, engine.since_s
+    for pipeline in book.state.pipelines.values():
+        book.state.count_workers(pipeline)
     for held in sorted(revived.read("holds", Held), key=lambda each: each.hold.since_s):
         book.state.pipelines[held.pipeline_id].holds[held.hold.cluster] = held.hold
     for wish in revived.read("demands", Wish):

@@ -256,6 +256,7 @@ class Scheduler:
             for name, credit in made.credits.items():
                 book.state.pipelines[name].credit_gpu_s = credit
         book.state.credited_s = book.credits.credited_s = book.now_s
+        book.state.water = made.water
         book.mark("credits", "1")
 
     def _make(self) -> Plan:

@@ -159,7 +159,7 @@ class Fleet:
         self.num_plans += 1
         for pipeline_id, credit in planned.credits.items():
             state.pipelines[pipeline_id].credit_gpu_s = credit
-        state.credited_s = now_s
+        state.credited_s, state.water = now_s, planned.water
         for op in planned.ops:
             self._carry_out(op)
         self._resizes.drive()

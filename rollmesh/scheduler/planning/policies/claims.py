@@ -3,7 +3,8 @@
 Owns what a claim is. Invariant: a bundle stands in a claim only if its worker could be awake there:
 its node takes work, no fixed cluster has one of its GPUs or is about to, nobody is lost there, and
 whoever generates there gives way. Idle GPUs that no claim can use are in no claim, so that they
-count for nobody. Driven by the policies, once for each plan.
+count for nobody. What a pipeline is left, and the basins of a large fleet, are kept in the state's
+index until the ground there is another. Driven by the policies, once for each plan.
 """
 
 import math
@@ -12,17 +13,20 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.ops import Expand, Grant, Op, Release, Shrink
+from rollmesh.scheduler.planning.index import Cell, Site, Used
+from rollmesh.scheduler.planning.ops import Grant, Release
 from rollmesh.scheduler.planning.shares import Pool
 from rollmesh.scheduler.planning.state import (
     AWAKE_PHASES,
-    FIXED,
+    RESTING_PHASES,
     NodePhase,
     Owner,
     Pipeline,
     PipelinePhase,
+    State,
     Worker,
 )
+from rollmesh.scheduler.planning.water import Basin
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 
 NOBODY: Mapping[str, int] = {}
@@ -85,6 +89,40 @@ def read_pools(claims: list[Claim]) -> list[Pool]:
     return [Pool(num_gpus, indexes) for indexes, num_gpus in sizes.items()]
 
 
+def read_basins(state: State, claims: list[Claim]) -> dict[int, Basin]:
+    """The same by name, where they are many: of what has changed since the last plan."""
+    index, ground = state.index, state.index.ground
+    cells, found = index.cells(), dict[str, Used]()
+    changed = ground.used.keys() - {claim.pipeline_id for claim in claims}
+    for claim in claims:
+        name, used = claim.pipeline_id, ground.used.get(claim.pipeline_id)
+        if used is None or used.bundles is not claim.bundles:
+            used = Used(claim.bundles, frozenset(g for w in claim.bundles for g in w.gpus))
+            changed.add(name)
+        found[name] = used
+    if not changed:
+        return ground.basins
+    basins = ground.basins.copy()
+    for first in {each for name in changed for each in index.cells_of(name)}:
+        for old in ground.firsts.get(first, ()):
+            del basins[old]
+        now = _basins(cells[first], found)
+        basins.update(now)
+        ground.firsts[first] = tuple(now)
+    ground.used, ground.basins = found, basins
+    return basins
+
+
+def _basins(cell: Cell, used: dict[str, Used]) -> dict[int, Basin]:
+    takers = tuple([name for name in cell.users if name in used])
+    if all(used[name].gpus.issuperset(cell.gpus) for name in takers):
+        return {cell.gpus[0]: Basin(len(cell.gpus), takers)} if takers else {}
+    together: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for gpu in cell.gpus:
+        together[tuple([name for name in takers if gpu in used[name].gpus])].append(gpu)
+    return {gpus[0]: Basin(len(gpus), takers) for takers, gpus in together.items() if takers}
+
+
 def _claim(pipeline: Pipeline, ground: "_Ground", remaining: int | None) -> Claim:
     spec, bundles = pipeline.spec, ground.bundles(pipeline)
     limit = len(bundles)
@@ -97,18 +135,6 @@ def _claim(pipeline: Pipeline, ground: "_Ground", remaining: int | None) -> Clai
     return Claim(pipeline, bundles, limit, limit)
 
 
-def _gpus(draft: Draft, op: Op) -> tuple[int, ...]:
-    """Whose owner may be another than in the state."""
-    pipelines = draft.state.pipelines
-    match op:
-        case Shrink(pipeline_id, rank) | Expand(pipeline_id, rank):
-            return pipelines[pipeline_id].workers[rank].gpus
-        case Grant(key):
-            return draft.state.gpus_of(draft.state.requests[key])
-        case Release(pipeline_id, cluster):
-            return pipelines[pipeline_id].spec.clusters[cluster]
-
-
 class _Ground:
     """Where nobody can generate, and where only one can."""
 
@@ -116,40 +142,52 @@ class _Ground:
         self._draft = draft
         self._closed: set[int] = set()
         self._kept: dict[int, str] = {}
-        state = draft.state
-        for node in state.nodes.values():
+        for node in draft.state.nodes.values():
             if node.phase is not NodePhase.UP:
                 self._closed.update(node.gpus)
-        touched = {gpu for op in draft.ops for gpu in _gpus(draft, op)}
-        for gpu, owner in state.owners.items():
-            if gpu not in touched:
-                self._note(gpu, owner)
-        for gpu in touched:
-            if now := draft.owner(gpu):
-                self._note(gpu, now)
-        asked = {gpu for request in state.requests.values() for gpu in state.gpus_of(request)}
-        self._closed.update(g for g in asked if not draft.may_start("", g, gives_way=True))
+        released = {(op.pipeline_id, op.cluster) for op in draft.ops if isinstance(op, Release)}
+        for pipeline in draft.state.pipelines.values():
+            for cluster in pipeline.holds:
+                if (pipeline.spec.pipeline_id, cluster) not in released:
+                    self._closed.update(pipeline.spec.clusters[cluster])
+            if _is_in_the_way(pipeline):
+                self._note_workers(pipeline)
+        for op in draft.ops:
+            if isinstance(op, Grant):
+                self._closed.update(draft.state.gpus_of(draft.state.requests[op.key]))
+        self._closed.update(g for g in draft.reserved if not draft.may_start("", g, True))
+        self._sites = draft.state.index.move_ground(self._closed, self._kept).sites
 
     def bundles(self, pipeline: Pipeline) -> list[Worker]:
-        """Of its workers, those that could be awake."""
+        """Of its workers, those that could be awake; not to be changed."""
+        pipeline_id = pipeline.spec.pipeline_id
+        site = self._sites.get(pipeline_id)
+        if site is None or site.pipeline is not pipeline:
+            site = self._sites[pipeline_id] = Site(pipeline, self._find_bundles(pipeline))
+        if pipeline.spec.is_preemptible or not self._draft.reserved:
+            return site.bundles
+        return [each for each in site.bundles if self._may_keep(pipeline_id, each)]
+
+    def _find_bundles(self, pipeline: Pipeline) -> list[Worker]:
         closed = self._closed
         bundles = [each for each in pipeline.workers if closed.isdisjoint(each.gpus)]
         if self._kept:
             bundles = [each for each in bundles if self._is_its(pipeline.pipeline_id, each)]
-        if not pipeline.spec.is_preemptible:
-            bundles = [each for each in bundles if self._may_keep(pipeline.pipeline_id, each)]
         return bundles
 
-    def _note(self, gpu: int, owner: Owner) -> None:
-        if owner.rank == FIXED:
-            self._closed.add(gpu)
-            return
-        pipeline = self._draft.state.pipelines[owner.pipeline_id]
-        phase = pipeline.workers[owner.rank].phase
-        if phase is WorkerPhase.LOST or pipeline.phase is PipelinePhase.QUARANTINED:
-            self._closed.add(gpu)
-        elif pipeline.keeps_workers:
-            self._kept[gpu] = owner.pipeline_id
+    def _note_workers(self, pipeline: Pipeline) -> None:
+        """GPUs that its workers own, and do not leave to others."""
+        pipeline_id, owners = pipeline.spec.pipeline_id, self._draft.owners
+        is_ill = pipeline.phase is PipelinePhase.QUARANTINED
+        for worker in pipeline.workers:
+            if worker.phase in RESTING_PHASES:
+                continue
+            owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
+            gpus = [gpu for gpu in worker.gpus if owners.get(gpu) == owner]
+            if is_ill or worker.phase is WorkerPhase.LOST:
+                self._closed.update(gpus)
+            elif pipeline.keeps_workers:
+                self._kept.update(dict.fromkeys(gpus, pipeline_id))
 
     def _is_its(self, pipeline_id: str, worker: Worker) -> bool:
         return all(self._kept.get(gpu, pipeline_id) == pipeline_id for gpu in worker.gpus)
@@ -159,3 +197,9 @@ class _Ground:
         return worker.phase in AWAKE_PHASES or all(
             self._draft.may_start(pipeline_id, gpu, gives_way=False) for gpu in worker.gpus
         )
+
+
+def _is_in_the_way(pipeline: Pipeline) -> bool:
+    """Whether it may have a worker that does not give way."""
+    is_ill = pipeline.phase is PipelinePhase.QUARANTINED
+    return is_ill or pipeline.num_lost > 0 or pipeline.keeps_workers

@@ -21,25 +21,33 @@ more than one quantum and one switch of one bundle: credit <= tp * (quantum_s + 
 maps that overlap in part may delay a slice further: who is in the way gives way only at the end of
 its own, and goes elsewhere by a trade where it is owed as much as the one that waits.
 
-Invariant: deterministic, and nothing is kept from one plan to the next. Driven by plan.py.
+Invariant: the same state gives the same plan; of a large fleet the water of the last one is a part
+of it (water.py), and that is all that is kept. Driven by plan.py.
 """
 
 import heapq
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Annotated
 
 import msgspec
 
 from rollmesh.scheduler.planning.draft import Draft
 from rollmesh.scheduler.planning.plan import Outlook
-from rollmesh.scheduler.planning.policies.claims import Claim, read_claims, read_pools
+from rollmesh.scheduler.planning.policies.claims import (
+    Claim,
+    read_basins,
+    read_claims,
+    read_pools,
+)
 from rollmesh.scheduler.planning.policies.foresight import foresee
 from rollmesh.scheduler.planning.policies.moves import Moves, Victim
 from rollmesh.scheduler.planning.policies.slices import Turn
 from rollmesh.scheduler.planning.shares import Share, max_min
-from rollmesh.scheduler.planning.state import AWAKE_PHASES
+from rollmesh.scheduler.planning.state import State
+from rollmesh.scheduler.planning.water import Water, refill
 
 GONE = Turn(0.0, 0.0)
 """Of who has no demand any more."""
@@ -47,6 +55,8 @@ KEPT = 3
 """The cost of a slice to whom it belongs."""
 OWN = 4
 """Of what is certain."""
+FEW_CELLS = 64
+"""With no more, shares are found anew by each plan; with more, from those of the last one."""
 
 
 class FairSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +85,7 @@ class Fair:
         return self.settings.reserve_after_s
 
     def generate(self, draft: Draft) -> Outlook:
-        claims, ideal, foreseen_s = self._read(draft)
+        claims, ideal, water, foreseen_s = self._read(draft)
         credits = {
             name: 0.0 for name, each in draft.state.pipelines.items() if each.credit_gpu_s != 0.0
         }
@@ -85,17 +95,17 @@ class Fair:
             credits[claim.pipeline_id] = credit
             turns[claim.pipeline_id] = Turn(gpus / claim.tp, credit / claim.tp)
         again_s = _Round(draft, claims, turns, self.settings).share_out() if claims else math.inf
-        return Outlook(credits, min(again_s, foreseen_s))
+        return Outlook(credits, min(again_s, foreseen_s), water)
 
-    def _read(self, draft: Draft) -> tuple[list[Claim], list[float], float]:
+    def _read(self, draft: Draft) -> tuple[list[Claim], list[float], Water | None, float]:
         """Who wants, or soon will, and the share of each; when others will."""
         foreseen = foresee(draft.state, self.settings.switch_s)
         claims = read_claims(draft, foreseen.rollouts)
-        ideal = ideal_gpus(claims)
+        ideal, water = ideal_gpus(draft.state, claims)
         if foreseen.rollouts and not _have_one(claims, ideal):
             claims = read_claims(draft)
-            ideal = ideal_gpus(claims)
-        return claims, ideal, foreseen.again_s
+            ideal, water = ideal_gpus(draft.state, claims)
+        return claims, ideal, water, foreseen.again_s
 
     def _credit(self, draft: Draft, claim: Claim, gpus: float) -> float:
         """What it lacks now; a fault in it is forgotten in the end."""
@@ -103,22 +113,25 @@ class Fair:
         if demand is None:
             return 0.0
         passed_s = draft.state.now_s - max(draft.state.credited_s, demand.opened_s)
-        num_awake = sum(each.phase in AWAKE_PHASES for each in claim.pipeline.workers)
         # What it has beyond its slice is what nobody else has asked for yet, and costs it nothing.
-        had = min(num_awake, Turn(gpus / claim.tp, 0.0).upper) * claim.tp
+        had = min(claim.pipeline.num_awake, Turn(gpus / claim.tp, 0.0).upper) * claim.tp
         credit = claim.pipeline.credit_gpu_s + (gpus - had) * max(0.0, passed_s)
         most = 2.0 * claim.tp * (self.settings.quantum_s + self.settings.switch_s)
         return min(most, max(-most, credit))
 
 
-def ideal_gpus(claims: Sequence[Claim]) -> list[float]:
-    """The weighted max-min share of each, in GPUs."""
+def ideal_gpus(state: State, claims: list[Claim]) -> tuple[list[float], Water | None]:
+    """The weighted max-min share of each, in GPUs; in a large fleet with what they are made of."""
     shares = []
     for claim in claims:
         most = claim.num_wanted * claim.tp
         floor = min(most, claim.pipeline.spec.min_gpus)
         shares.append(Share(claim.pipeline.spec.weight, floor, most))
-    return max_min(shares, read_pools(list(claims)))
+    if len(state.index.cells()) <= FEW_CELLS:
+        return max_min(shares, read_pools(claims)), None
+    named = {claim.pipeline_id: share for claim, share in zip(claims, shares, strict=True)}
+    water = refill(state.water, named, read_basins(state, claims))
+    return [min(share.cap_gpus, water.got[name]) for name, share in named.items()], water
 
 
 def _have_one(claims: Sequence[Claim], ideal: Sequence[float]) -> bool:
@@ -165,20 +178,22 @@ class _Round:
 
     def _open_up(self, most: Callable[[Claim], int]) -> list[Claim]:
         """Give open bundles to who has less than so many; those that still have."""
-        waiting = [
-            (self._place(claim), place, claim)
-            for place, claim in enumerate(self._claims)
-            if self._num_awake(claim) < most(claim)
-        ]
+        waiting, lacking = list[tuple[tuple[float, ...], int, Claim]](), list[tuple[int, Claim]]()
+        for place, claim in enumerate(self._claims):
+            if self._num_awake(claim) >= most(claim):
+                continue
+            if self._moves.may_open(claim):
+                waiting.append((self._place(claim), place, claim))
+            else:
+                lacking.append((place, claim))
         heapq.heapify(waiting)
-        lacking = []
         while waiting:
             _, place, claim = heapq.heappop(waiting)
             if not self._moves.open_one(claim):
-                lacking.append(claim)
+                lacking.append((place, claim))
             elif self._num_awake(claim) < most(claim):
                 heapq.heappush(waiting, (self._place(claim), place, claim))
-        return lacking
+        return [claim for _, claim in sorted(lacking, key=itemgetter(0))]
 
     def _place(self, claim: Claim) -> tuple[float, ...]:
         """In the line for a bundle."""
@@ -216,12 +231,14 @@ class _Round:
         if 0 < num_awake < turn.lower and turn.credit_s < self._settings.switch_s:
             return self._later((self._settings.switch_s - turn.credit_s) / (turn.share - num_awake))
         before_s, self._again_s = self._again_s, math.inf
-        is_done = self._moves.take_one(claim, self._gives_way)
+        is_done = self._moves.take_one(claim, self._gives_way, partial(self._gives, claim))
         will_be = self._again_s < math.inf
         self._again_s = min(before_s, self._again_s)
         if is_done or will_be:
             return is_done
-        if self._moves.take_one(claim, partial(self._gives_way, cedes=True)):
+        if self._moves.take_one(
+            claim, partial(self._gives_way, cedes=True), partial(self._gives, claim, cedes=True)
+        ):
             return True
         is_owed = num_awake < turn.lower or num_awake == 0
         return is_owed and self._moves.trade_one(claim, self._gives_way, self._may_trade)
@@ -249,6 +266,13 @@ class _Round:
             price, kv_tokens = max(price, cost), kv_tokens + victim.worker.kv_tokens
         is_over = [self._has_served(taker, each, num_left) for each in victims]
         return (price, -deadline_s, kv_tokens, len(victims)) if all(is_over) else None
+
+    def _gives(self, taker: Claim, name: str, cedes: bool = False) -> bool:
+        """Whether one worker of this pipeline may have a price."""
+        turn = self._turns.get(name, GONE)
+        num_awake = self._draft.num_awake(self._draft.state.pipelines[name])
+        cost = self._cost(turn, num_awake, name in self._keepers)
+        return cost < KEPT or (cedes and cost == KEPT and self._goes_before(taker, turn))
 
     def _cost(self, turn: Turn, num_awake: int, is_keeper: bool) -> int:
         """Of one worker, to the pipeline that has that many."""

@@ -11,7 +11,7 @@ leaves nothing. Driven by the policies.
 """
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from rollmesh.scheduler.planning.draft import Draft
@@ -32,6 +32,9 @@ class Victim(NamedTuple):
     worker: Worker
 
 
+Gives = Callable[[str], bool]
+
+
 class GivesWay(Protocol):
     """The policy's word on one bundle."""
 
@@ -47,7 +50,6 @@ class Moves:
         self._spares_others = spares_others
         self._claims = {claim.pipeline_id: claim for claim in claims}
         self._num_takers: dict[int, int] | None = None
-        self._open_gpus: set[int] | None = None
         self._open: dict[str, Iterator[Worker]] = {}
         self._givers: Container[str] | None = None
         self._num_trials = 0
@@ -55,27 +57,29 @@ class Moves:
     def open_one(self, claim: Claim) -> bool:
         """Wake one of its workers where nobody is."""
         pipeline_id = claim.pipeline_id
-        if pipeline_id not in self._open:
-            self._open[pipeline_id] = iter(self._by_use(claim))
+        if pipeline_id not in self._open and not self.may_open(claim):
+            return False
         for worker in self._open[pipeline_id]:
             if self._is_open(worker) and self._draft.can_expand(pipeline_id, worker):
                 self._draft.expand(pipeline_id, worker)
                 return True
         return False
 
-    def _look_again(self) -> None:
-        """What is open has changed."""
-        self._open_gpus = None
-        self._open.clear()
+    def may_open(self, claim: Claim) -> bool:
+        """Whether any of its bundles stands open."""
+        here = self._by_use(claim)
+        self._open[claim.pipeline_id] = iter(here)
+        return bool(here)
 
     def ask_only(self, givers: Container[str]) -> None:
         """Of these pipelines alone something can be had; the others need not be asked."""
         self._givers = givers
 
-    def take_one(self, claim: Claim, gives_way: GivesWay) -> bool:
-        """Wake one of its workers where others sleep for it."""
+    def take_one(self, claim: Claim, gives_way: GivesWay, gives: Gives | None = None) -> bool:
+        """Wake one of its workers where others sleep for it. `gives`: whether `gives_way` has a
+        price for one of this pipeline at all, so that it is not asked in vain."""
         best: tuple[tuple[float, ...], Worker, list[Victim]] | None = None
-        for worker, victims in self._candidates(claim, self._givers):
+        for worker, victims in self._candidates(claim, self._bundles_of(claim, gives)):
             price = gives_way(claim, victims)
             if price is None:
                 continue
@@ -90,7 +94,7 @@ class Moves:
         self, claim: Claim, gives_way: GivesWay, may_trade: GivesWay, num_trades: int = MAX_TRADES
     ) -> bool:
         """Wake one of its workers where another goes elsewhere, who then has as much as before."""
-        for worker, victims in self._candidates(claim):
+        for worker, victims in self._candidates(claim, claim.bundles):
             other = self._partner(claim, victims)
             if other is None or may_trade(claim, victims) is None:
                 continue
@@ -122,15 +126,29 @@ class Moves:
         name = names.pop()
         return None if names or name == claim.pipeline_id else self._claims.get(name)
 
+    def _bundles_of(self, claim: Claim, gives: Gives | None) -> list[Worker]:
+        """Its bundles, but where the first GPU is somebody's who gives nothing."""
+        if self._givers is None:
+            return claim.bundles
+        owners, givers = self._draft.owners, self._givers
+        found, known = [], dict[str, bool]()
+        for worker in claim.bundles:
+            owner = owners.get(worker.gpus[0])
+            if owner is not None:
+                name = owner.pipeline_id
+                if name not in known:
+                    known[name] = name in givers and (gives is None or gives(name))
+                if not known[name]:
+                    continue
+            found.append(worker)
+        return found
+
     def _candidates(
-        self, claim: Claim, givers: Container[str] | None = None
+        self, claim: Claim, bundles: list[Worker]
     ) -> Iterator[tuple[Worker, list[Victim]]]:
         """Its sleeping workers with those that are on their GPUs, all of whom can sleep."""
         pipeline_id, draft = claim.pipeline_id, self._draft
-        for worker in claim.bundles:
-            owner = draft.owner(worker.gpus[0])
-            if owner is not None and givers is not None and owner.pipeline_id not in givers:
-                continue
+        for worker in bundles:
             if not draft.can_expand(pipeline_id, worker):
                 continue
             victims = self._victims(worker)
@@ -154,18 +172,18 @@ class Moves:
             name = worker_name(claim.pipeline_id, worker.rank)
             self._draft.shrink(victim.pipeline.pipeline_id, victim.worker, name)
         self._draft.expand(claim.pipeline_id, worker)
-        self._look_again()
+        self._open.clear()
 
     def _is_open(self, worker: Worker) -> bool:
         return all(self._draft.owner(gpu) is None for gpu in worker.gpus)
 
     def _by_use(self, claim: Claim) -> list[Worker]:
         """Its bundles that stand open, those first that the fewest others could use."""
-        if self._open_gpus is None:
-            draft = self._draft
-            self._open_gpus = {gpu for gpu in draft.state.node_of if draft.owner(gpu) is None}
-        is_open = self._open_gpus.issuperset
-        here = [worker for worker in claim.bundles if is_open(worker.gpus)]
+        free = self._draft.free
+        used = self._draft.state.index.ground.used.get(claim.pipeline_id)
+        if used and used.bundles is claim.bundles and free.isdisjoint(used.gpus):
+            return []
+        here = [worker for worker in claim.bundles if free.issuperset(worker.gpus)]
         if not self._spares_others or len(here) < 2:
             return here
         if self._num_takers is None:
