@@ -113,17 +113,17 @@ async def test_an_engine_that_is_gone_is_503_and_taken_again_when_it_is_back(
 @pytest.mark.parametrize(
     ("token", "is_stream", "said"), [(None, False, "HTTP 500: "), (10**6, True, "told of tokens")]
 )
-async def test_a_lone_engine_that_fails_at_every_try_is_told_within_3_s(
+async def test_a_lone_engine_that_fails_at_every_try_is_told_at_once(
     tmp_path: Path, token: int | None, is_stream: bool, said: str
 ) -> None:
     async with (
         ScriptedEngine(lambda _, __: token or 1) as engine,
-        sampling(tmp_path, engine, engine_wait_s=60.0) as gateway,
+        sampling(tmp_path, engine, engine_wait_s=10 * PATIENCE_S) as gateway,
     ):
         opened = await gateway.open()
         engine.faults.extend([] if token else [Fault.ERROR] * 1000)
         body = {"messages": [{"role": "user", "content": "guess"}], "stream": is_stream}
-        async with asyncio.timeout(3.0):
+        async with asyncio.timeout(PATIENCE_S):
             status, told = await gateway.call(opened, body)
     assert (status, told["error"]["code"]) == (503, "engine_unavailable")
     assert f"(last: {engine.url}: {said}" in told["error"]["message"]

@@ -72,7 +72,7 @@ from rollmesh.wire.messages import (
 from rollmesh.wire.sockets import Hub, wait
 from tests.leftovers import holders, lying_about
 
-PATIENCE_S, SOON_S = 20.0, 10.0
+PATIENCE_S, SOON_S = 100.0, 60.0
 SHORT_CHARS = 100
 HI: Message = {"role": "user", "content": "hi"}
 
@@ -274,7 +274,7 @@ class Mesh:
         self.env.begun.clear()
         group_id = GROUPS[ending]
         ask = encode_ask(GroupAsk(task=Task(id=ending), sampling=SamplingPolicy(), seed=5))
-        deadline_s = 0.5 if ending == "deadline" else 0.0
+        deadline_s = 2.0 if ending == "deadline" else 0.0
         self.router.say(RunGroup(group_id, 1, 2, self.sink.hub.address, deadline_s), ask)
         if ending == "cancelled":
             await self.env.begun.wait()

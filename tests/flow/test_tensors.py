@@ -24,8 +24,8 @@ from rollmesh.tensors.store import OwnerStore, StoreSettings
 
 PROGRAM = Path(__file__).with_name("tensor_process.py")
 NUM_BYTES = 2**20
-PROMPT_S = 5.0
-"""Far less than a line's patience."""
+PROMPT_S = 25.0
+"""Less than a line's patience."""
 ROOT = Path(__file__).parents[2]
 
 
