@@ -322,7 +322,9 @@ class _Words:
         if GENERATION_CLUSTER in pipeline.releasing:
             return f"gives generation up; {workers} are still awake{self._moves_line()}"
         if pipeline.demand is None:
-            return f"wants no generation; {workers} awake{ranks}{self._moves_line()}"
+            soon_s = pipeline.habits.expected_s - self._state.now_s
+            when = f", and is expected to in {soon_s:.1f} s" if 0.0 < soon_s < FOREVER else ""
+            return f"wants no generation{when}; {workers} awake{ranks}{self._moves_line()}"
         left = "an unknown number of" if pipeline.remaining is None else pipeline.remaining
         credit = pipeline.credit_gpu_s
         share = "owed" if credit >= 0 else "ahead of its share by"

@@ -16,6 +16,7 @@ from rollmesh.scheduler.service.explain import FleetView, PipelineView, view
 from rollmesh.scheduler.service.known import Known, UnderWay
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
+    ClearProgress,
     DrainNode,
     GpuPriority,
     JoinNode,
@@ -322,6 +323,17 @@ def test_generation_that_is_given_up_is_told_until_all_sleep() -> None:
     stage.coordinators["a"].is_hung = False
     stage.run(1.0)
     assert lines(stage, "a")[1] == "wants no generation; 0 of 2 workers awake"
+
+
+def test_when_it_is_expected_to_ask_is_told_of_one_whose_habits_are_known() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", generation=(0, 1))
+    for step, when in ((0, ""), (1, ", and is expected to in 60.0 s")):
+        stage.generate("a", f"g{step}", step=step)
+        stage.act()
+        stage.say(ClearProgress("a", "train", step))
+        assert lines(stage, "a")[1].startswith(f"wants no generation{when}; ")
+        stage.run(60.0)
 
 
 def test_a_node_that_drains_or_is_down_is_what_is_waited_for() -> None:
