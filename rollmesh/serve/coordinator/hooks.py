@@ -35,7 +35,7 @@ from rollmesh.serve.coordinator.claims import (
     Waits,
 )
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.keys import Keys, check_dial
+from rollmesh.wire.keys import Keys, check_dial, read_keys
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -120,7 +120,9 @@ class PipelineHooks:
 
     def __init__(self, scheduler: str, pipeline_id: str, keys: Keys | None = None) -> None:
         """Dial the scheduler and say that this pipeline's rollouts will report; AddressError where
-        `scheduler` is no address, or one that needs keys."""
+        `scheduler` is no address, or one that needs keys, which are the environment's if not told.
+        """
+        keys = keys or read_keys()
         check_dial(scheduler, keys)
         self.pipeline_id = pipeline_id
         self._life = new_id("h")
