@@ -237,6 +237,7 @@ async def test_parked_turn_that_nobody_wants_leaves_nothing(engine: ScriptedEngi
         await until(lambda: held[0].state is GenerationState.VOID)
         kept = weakref.ref(held.pop())
         await until(lambda: engine.num_live == bench.num_running() == 0 and kept() is None)
+        assert bench.num_running() == 0
     finally:
         gc.enable()
     await bench.sampler.close()
