@@ -208,6 +208,11 @@ class SchedulerHello(Message, frozen=True, tag="scheduler_hello"):
 
     scheduler: str
     """Its incarnation."""
+    newest_s: float = 0.0
+    """To a coordinator that began, by its clock, before the newest one known: when that did. Who
+    hears this lives, and so is the newer one."""
+    newest_batch: int = 0
+    """To hooks: of all progress known of their pipeline."""
 
 
 # coordinators
@@ -217,7 +222,8 @@ class CoordinatorHello(Message, frozen=True, tag="coordinator_hello"):
     pipeline_id: str
     workers: tuple[WorkerTruth, ...]
     started_s: float = 0.0
-    """Unix time; tells a process from an earlier one of its pipeline, whose news is ignored."""
+    """Tells a process from an earlier one of its pipeline, whose news is ignored: unix time, or
+    later than that where the clock has gone back since."""
 
 
 class ResizeWorkers(Message, frozen=True, tag="resize_workers"):

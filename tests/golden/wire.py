@@ -127,7 +127,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     s.ClearProgress("p1", "train", 6),
     s.ReportPreempt("p1", 1, "http://e:1"),
     s.TicketMoved("k1", s.TicketState.GRANTED, (0, 1), "held", 7),
-    s.SchedulerHello("s5d1e"),
+    s.SchedulerHello("s5d1e", 1.5e9, 7),
     s.CoordinatorHello("p1", (TRUTH,), 1.5e9),
     s.ResizeWorkers("p1", 9, (s.WorkerChange(1, True, 7),), 120.0, 1.5e9, 10.0),
     s.WorkersResized("p1", 9, (TRUTH,), "no answer"),

@@ -17,6 +17,7 @@ from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.settings import SchedulerSettings
 from rollmesh.scheduler.service.tickets import Tickets
 from rollmesh.serve.coordinator.claims import Action, Claims
+from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.testing.scheduler_sim.draws import Shape, draw
 from rollmesh.testing.scheduler_sim.faults import FleetFaults
 from rollmesh.testing.scheduler_sim.fleet import simulate
@@ -26,6 +27,7 @@ from rollmesh.wire.scheduling import (
     GpuPriority,
     PipelineSpec,
     ReportProgress,
+    SchedulerHello,
     TicketMoved,
     TicketState,
 )
@@ -54,6 +56,7 @@ FAULTS = {
     "killed",
     "lost",
     "cut",
+    "set_back",
     "silent",
     "node_lost",
     "engine_hang",
@@ -166,6 +169,13 @@ def boundary(num: int, how: Boundary, *, num_steps: int = 5, trains_s: float = 1
     return Shape(policy="fair", num_nodes=1, plans=plans)
 
 
+class KeepsItsClock(Coordinator):
+    """It is a process of before, if its clock says so."""
+
+    def _on_scheduler(self, hello: SchedulerHello) -> None:
+        super()._on_scheduler(msgspec.structs.replace(hello, newest_s=0.0))
+
+
 @pytest.fixture(scope="module")
 def seen() -> collections.Counter[str]:
     """Faults and transitions of all seeds; filled by the tests before the last one."""
@@ -207,7 +217,7 @@ def test_a_broken_scheduler_is_found(broken: type[Scheduler]) -> None:
 def test_who_died_as_he_waited_holds_nothing(broken: type[Scheduler], is_found: bool) -> None:
     """Not later than `patience_s` after he was last heard, and a moment: fleet.py looks at that."""
     shape = boundary(5, Boundary.CLEARS, num_steps=3, trains_s=6.0)
-    told = (outcome(seed, broken, shape) for seed in range(12))
+    told = (outcome(seed, Parts(scheduler=broken), shape) for seed in range(12))
     assert any("is dead" in each for each in told) is is_found
 
 
@@ -217,19 +227,30 @@ def test_who_computes_on_what_was_but_offered_is_where_another_is(
 ) -> None:
     """He who was not heard for long, and he who was told and says no more."""
     shape = boundary(2, Boundary.CLEARS, num_steps=2, trains_s=2 * SETTINGS.patience_s)
-    told = []
-    for seed in range(4):
-        try:
-            simulate(seed, DEATHS, Parts(claims=broken), shape)
-        except AssertionError as error:
-            told.append(str(error))
+    told = [outcome(seed, Parts(claims=broken), shape) for seed in range(4)]
     assert any("is used by" in each for each in told) is is_found, told
 
 
-def outcome(seed: int, kind: type[Scheduler], shape: Shape) -> str:
+@pytest.mark.parametrize(
+    ("parts", "is_found"),
+    [(Parts(coordinator=KeepsItsClock), True), (Parts(), False)],
+    ids=["keeps its clock", "hears of others"],
+)
+def test_a_clock_that_went_back_silences_nobody(parts: Parts, is_found: bool) -> None:
+    """A next life by an earlier clock: its truth is the newest all the same."""
+    assert any(is_stuck(seed, parts) for seed in range(6)) is is_found
+
+
+def is_stuck(seed: int, parts: Parts) -> bool:
+    """Whether somebody does not come to his end."""
+    faults = FleetFaults(crash=0.05, set_back=0.5)
+    return "is at work" in outcome(seed, parts, boundary(2, Boundary.CLEARS, num_steps=20), faults)
+
+
+def outcome(seed: int, parts: Parts, shape: Shape, faults: FleetFaults = DEATHS) -> str:
     """What the simulation finds, if anything."""
     try:
-        simulate(seed, DEATHS, Parts(scheduler=kind), shape)
+        simulate(seed, faults, parts, shape)
     except AssertionError as error:
         return str(error)
     return ""

@@ -51,13 +51,16 @@ class Coordinators:
     def on_hello(self, route: bytes, hello: CoordinatorHello) -> None:
         """All of the truth."""
         book = self._book
-        book.send(route, SchedulerHello(book.incarnation))
         pipeline = book.state.pipelines.get(hello.pipeline_id)
         if pipeline is None:
+            book.send(route, SchedulerHello(book.incarnation))
             return
         tenant, link = book.tenants[hello.pipeline_id], book.links[hello.pipeline_id]
         if hello.started_s < tenant.started_s:
-            return  # of a process that was before
+            # Of a process that was before, which hears nothing any more; or its clock went back.
+            book.send(route, SchedulerHello(book.incarnation, newest_s=tenant.started_s))
+            return
+        book.send(route, SchedulerHello(book.incarnation))
         if hello.started_s > tenant.started_s:
             tenant.started_s, tenant.told, tenant.unsure = hello.started_s, [], []
             book.mark("pipelines", hello.pipeline_id)

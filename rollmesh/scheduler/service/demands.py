@@ -101,6 +101,14 @@ class Demands:
         self._corrected(pipeline)
         return False
 
+    def newest_batch(self, pipeline_id: str) -> int:
+        """What is not above it may be taken for old; 0 where nothing is known."""
+        pipeline = self._book.state.pipelines.get(pipeline_id)
+        wish = self._book.wishes.get(pipeline_id)
+        known = [each.batch for each in pipeline.progress.values()] if pipeline else []
+        floors: list[int] = [*wish.floors.values()] if wish else []
+        return max([0, *known, *floors])
+
     def tell_stalled(self, holders: str, pipeline: Pipeline) -> None:
         """Its rollouts stand still: say so once, and who has the GPUs."""
         link = self._book.links[pipeline.pipeline_id]

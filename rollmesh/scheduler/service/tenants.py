@@ -114,7 +114,8 @@ class Tenants:
     def on_wired(self, route: bytes, wired: HooksWired) -> None:
         """Its rollouts will report."""
         book = self._book
-        book.send(route, SchedulerHello(book.incarnation))
+        newest = self._demands.newest_batch(wired.pipeline_id)
+        book.send(route, SchedulerHello(book.incarnation, newest_batch=newest))
         tenant = book.tenants.get(wired.pipeline_id)
         if tenant and not tenant.is_wired:
             tenant.is_wired = True

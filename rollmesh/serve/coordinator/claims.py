@@ -127,6 +127,30 @@ class _Stream(msgspec.Struct):
     """Still to be said."""
 
 
+class _Batches:
+    """Numbers of batches, which have to grow over the lives of a program.
+
+    They are of its clock, which may have gone back since its last life: then what the scheduler
+    knows lies above all that was said in this one, and so do numbers from then on.
+    """
+
+    def __init__(self) -> None:
+        self._above = 0
+        self._foreign = self._own = 0
+
+    def hear(self, newest: int) -> None:
+        """The scheduler knows of this one."""
+        if newest > self._own:
+            self._foreign = newest
+
+    def number(self, batch: int) -> int:
+        """What the scheduler is told."""
+        if batch + self._above <= self._foreign:
+            self._above = self._foreign + 1 - batch
+        self._own = max(self._own, batch + self._above)
+        return batch + self._above
+
+
 class Claims:
     """See the module."""
 
@@ -140,6 +164,7 @@ class Claims:
         self._heard_s: float | None = None
         """None before the first event: patience counts from then."""
         self._renewed_s = -math.inf
+        self._batches = _Batches()
 
     def step(self, event: Event, now_s: float) -> list[Action]:
         """What follows from `event`; a program's words are sent at once where they are news."""
@@ -206,7 +231,8 @@ class Claims:
         if was_silent:
             actions.append(SchedulerHeard())
         match message:
-            case SchedulerHello(scheduler):
+            case SchedulerHello(scheduler, newest_batch=newest_batch):
+                self._batches.hear(newest_batch)
                 is_another, self._scheduler = scheduler != self._scheduler, scheduler
                 if was_silent or is_another:
                     for stream in self._streams.values():
@@ -277,7 +303,14 @@ class Claims:
         return said
 
     def _say(self, *messages: AnyMessage) -> list[Action]:
-        return [] if self._is_silent else [Send(ROUTER, message) for message in messages]
+        if self._is_silent:
+            return []
+        return [Send(ROUTER, self._numbered(message)) for message in messages]
+
+    def _numbered(self, message: AnyMessage) -> AnyMessage:
+        if not isinstance(message, ReportProgress | ClearProgress):
+            return message
+        return msgspec.structs.replace(message, batch=self._batches.number(message.batch))
 
 
 def opens_generation(claim: Claim) -> bool:

@@ -14,6 +14,7 @@ worker.py. Pure; driven by process.py and by the simulator, with a tick at least
 second.
 """
 
+import math
 from collections import deque
 
 import msgspec
@@ -80,6 +81,9 @@ class Coordinator:
         self._said: tuple[WorkerTruth, ...] = ()
         self._said_s = float("-inf")
         self._scheduler = ""
+        self._started_s = settings.started_s
+        self._is_believed = False
+        """A scheduler has taken it for the newest process of its pipeline."""
 
     def truths(self) -> tuple[WorkerTruth, ...]:
         """How the engines are, by rank."""
@@ -100,19 +104,28 @@ class Coordinator:
                 self._on_done(event, now_s)
             case Received(message=FleetAnswered() as answer):
                 self._table.take(answer, event.router)
-            case Received(message=SchedulerHello(scheduler)):
-                if scheduler != self._scheduler:
-                    self._scheduler, self._said_s = scheduler, float("-inf")
+            case Received(message=SchedulerHello() as hello):
+                self._on_scheduler(hello)
             case Received(message=ResizeWorkers() as ask):
                 actions += self._on_resize(ask, now_s)
         return [*actions, *self._tend(now_s)]
+
+    def _on_scheduler(self, hello: SchedulerHello) -> None:
+        """One that was started anew hears all at once; so does one that takes us for a process
+        before, since the clock went back between its life and ours."""
+        if hello.scheduler != self._scheduler:
+            self._scheduler, self._said_s = hello.scheduler, float("-inf")
+        if hello.newest_s > self._started_s and not self._is_believed:
+            self._started_s = math.nextafter(hello.newest_s, math.inf)
+            self._said_s = float("-inf")
+        self._is_believed = self._is_believed or not hello.newest_s
 
     # resizes
 
     def _on_resize(self, ask: ResizeWorkers, now_s: float) -> list[Action]:
         if ask.pipeline_id != self._settings.pipeline_id:
             return []
-        if ask.started_s not in (0.0, self._settings.started_s):
+        if ask.started_s not in (0.0, self._started_s):
             return []  # it was meant for a process before
         for known, error in self._answered:
             if _is_of(ask, known):
@@ -213,7 +226,7 @@ class Coordinator:
             return []
         self._said, self._said_s = truths, now_s
         mine = self._settings
-        return [Send(SCHEDULER, CoordinatorHello(mine.pipeline_id, truths, mine.started_s))]
+        return [Send(SCHEDULER, CoordinatorHello(mine.pipeline_id, truths, self._started_s))]
 
 
 def _state(truth: WorkerTruth) -> tuple[object, ...]:

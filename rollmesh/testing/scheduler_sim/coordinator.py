@@ -26,6 +26,8 @@ from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import ROUTER, Received, Ticked
 
 TICK_S = 0.2
+CLOCK_S = 1e6
+HOUR_S = 3600.0
 CALL_S = 3.0
 """How long an engine may take for a call."""
 
@@ -34,7 +36,12 @@ class SimCoordinator(Node):
     """One coordinator process."""
 
     def __init__(
-        self, pipeline_id: str, engines: Sequence[SimEngine], kernel: Kernel, network: Network
+        self,
+        pipeline_id: str,
+        engines: Sequence[SimEngine],
+        kernel: Kernel,
+        network: Network,
+        machine: type[Coordinator] = Coordinator,
     ) -> None:
         super().__init__(f"coordinator-{pipeline_id}")
         self._router = f"router-{pipeline_id}"
@@ -44,6 +51,9 @@ class SimCoordinator(Node):
         )
         self._kernel = kernel
         self._network = network
+        self._machine_kind = machine
+        self._clock_s = CLOCK_S
+        """What its clock showed when time began."""
         self.machine = self._new()
         network.attach(self, self._receive)
 
@@ -56,8 +66,10 @@ class SimCoordinator(Node):
         self.start()
 
     def _new(self) -> Coordinator:
-        started_s = 1.0 + self._kernel.now_s(self)
-        return Coordinator(msgspec.structs.replace(self._settings, started_s=started_s))
+        if self._network.strikes("set_back"):
+            self._clock_s -= HOUR_S
+        started_s = self._clock_s + self._kernel.now_s(self)
+        return self._machine_kind(msgspec.structs.replace(self._settings, started_s=started_s))
 
     def _tick(self) -> None:
         self._step(Ticked())

@@ -22,6 +22,8 @@ class FleetFaults(Faults, frozen=True, kw_only=True):
     """Per second and trainer: it dies, and comes back when what it had asked for is given up."""
     cut: float = 0.0
     """Per second and trainer: nothing of it is heard at the scheduler for 20 s, nor it of that."""
+    set_back: float = 0.0
+    """Per start of a coordinator or trainer: its clock is an hour behind the one before it."""
     node_lost: float = 0.0
     """Per second and node: whatever runs there dies, and it comes back later."""
 
@@ -40,6 +42,7 @@ CHAOS = FleetFaults(
     killed=0.002,
     lost=0.003,
     cut=0.004,
+    set_back=0.2,
     silent=0.005,
     node_lost=0.002,
 )

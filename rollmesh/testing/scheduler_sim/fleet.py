@@ -68,8 +68,7 @@ class SharedFleet:
             for index in range(shape.num_nodes)
         ]
         self.tenancies = [
-            Tenancy(plan, self.kernel, self.network, self.space, parts.claims)
-            for plan in shape.plans
+            Tenancy(plan, self.kernel, self.network, self.space, parts) for plan in shape.plans
         ]
         self.num_granted_asleep = 0
         self._granted: set[str] = set()

@@ -18,6 +18,7 @@ from rollmesh.scheduler.service.actions import Note, Write
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.settings import SchedulerSettings
 from rollmesh.serve.coordinator.claims import Claims
+from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.testing.mesh_sim.kernel import Kernel, Killed, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.scheduler_sim import witness
@@ -42,6 +43,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
     scheduler: type[Scheduler] = Scheduler
     claims: type[Claims] = Claims
+    coordinator: type[Coordinator] = Coordinator
     policy: Callable[[str], Policy] = quick
     settings: SchedulerSettings = SETTINGS
 

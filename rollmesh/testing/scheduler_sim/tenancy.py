@@ -7,7 +7,6 @@ Invariant: who is killed or has left has no process and stands on no GPU. Driven
 
 import enum
 
-from rollmesh.serve.coordinator.claims import Claims
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.scheduler_sim.clerk import Clerk
@@ -15,6 +14,7 @@ from rollmesh.testing.scheduler_sim.coordinator import SimCoordinator
 from rollmesh.testing.scheduler_sim.engine import SimEngine
 from rollmesh.testing.scheduler_sim.plans import TenantPlan
 from rollmesh.testing.scheduler_sim.router import SimRouter
+from rollmesh.testing.scheduler_sim.scheduler import Parts
 from rollmesh.testing.scheduler_sim.space import Space
 from rollmesh.testing.scheduler_sim.tenant import SimTenant
 from rollmesh.wire.scheduling import (
@@ -47,7 +47,7 @@ class Tenancy:
         kernel: Kernel,
         network: Network,
         space: Space,
-        claims: type[Claims] = Claims,
+        parts: Parts,
     ) -> None:
         spec = plan.spec
         self.plan = plan
@@ -61,9 +61,12 @@ class Tenancy:
             SimEngine(f"engine-{spec.pipeline_id}-{rank}", gpus, kernel, network, space)
             for rank, gpus in enumerate(bundles)
         ]
-        self.coordinator = SimCoordinator(spec.pipeline_id, self.engines, kernel, network)
+        self.coordinator = SimCoordinator(
+            spec.pipeline_id, self.engines, kernel, network, parts.coordinator
+        )
         self.router = SimRouter(spec.pipeline_id, self.engines, kernel, network)
-        self.tenant = SimTenant(plan, kernel, network, space, self.router.num_serving, claims)
+        num_serving = self.router.num_serving
+        self.tenant = SimTenant(plan, kernel, network, space, num_serving, parts.claims)
         self.clerk = Clerk(f"admission-{spec.pipeline_id}", kernel, network)
         self._kernel = kernel
 

@@ -46,7 +46,9 @@ LOOK_S = 0.2
 """How often rollouts go forward."""
 STREAM = "train"
 LIFE_BATCHES = 1000
-"""Batches of a later life come after those of an earlier one."""
+"""Batches of a later life come after those of an earlier one, by its clock."""
+HOUR_BATCHES = 100 * LIFE_BATCHES
+CLOCK_BATCHES = 100 * HOUR_BATCHES
 
 Wait = Callable[[Callable[[], None]], None]
 """Begins something, and calls when that is over."""
@@ -93,6 +95,7 @@ class SimTenant(Node):
         self._left: list[float] = []
         """Seconds of the rollouts that are not done."""
         self._batch = 0
+        self._clock_batches = CLOCK_BATCHES
         self._num_keys = 0
         self._claims = claims
         self._hooks = claims(self.pipeline_id)
@@ -107,7 +110,9 @@ class SimTenant(Node):
         return len(self._left)
 
     def start(self) -> None:
-        self._batch = self.life * LIFE_BATCHES
+        if self._network.strikes("set_back"):
+            self._clock_batches -= HOUR_BATCHES
+        self._batch = self._clock_batches + self.life * LIFE_BATCHES
         self._script = self._work()
         self._hooks = self._claims(self.pipeline_id)
         self._tick()

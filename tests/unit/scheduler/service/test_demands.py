@@ -3,11 +3,14 @@
 from rollmesh.scheduler.planning.state import Demand, Pipeline
 from rollmesh.scheduler.service.demands import Demands
 from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.wire.machine import Received, Send
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     ClearProgress,
+    HooksWired,
     KillPipeline,
     ReportProgress,
+    SchedulerHello,
     TicketState,
 )
 from tests.unit.scheduler.service.stage import Stage
@@ -209,3 +212,16 @@ def test_who_gives_generation_up_is_not_expected_to_ask_again() -> None:
     stage.run(30.0)
     assert not stage.of("a").habits.marks
     assert not stage.awake("a")
+
+
+def test_who_is_wired_hears_of_the_newest_batch_of_any_life() -> None:
+    stage = wanting()
+    stage.say(ReportProgress("a", "train", 5000, 100, 30))
+    assert stage.scheduler.demands.newest_batch("a") == 5000
+    stage.release("a", "r", GENERATION_CLUSTER)
+    stage.act()
+    stage.begin()
+    actions = stage.scheduler.step(Received(b"hooks", HooksWired("a")), stage.now_s)
+    said = [each.message for each in actions if isinstance(each, Send)]
+    assert SchedulerHello("s2", newest_batch=5000) in said
+    assert stage.scheduler.demands.newest_batch("nobody") == 0

@@ -255,3 +255,36 @@ def test_who_has_withdrawn_takes_nothing(program: Program) -> None:
     program.do(WithdrawRequest("k1"))
     assert program.hears(offered(7)) == []
     assert program.says(Ticked(), 1.0) == [WIRED, WithdrawRequest("k1")]
+
+
+class CountsByItsClock(Claims):
+    """The fault: a next life whose clock went back reports what is old."""
+
+    def _numbered(self, message: AnyMessage) -> AnyMessage:
+        return message
+
+
+@pytest.mark.parametrize(("kind", "is_news"), [(Claims, True), (CountsByItsClock, False)])
+def test_progress_by_a_clock_that_went_back_is_news(kind: type[Claims], is_news: bool) -> None:
+    program = Program()
+    program.claims = kind("p")
+    program.do(Ticked())
+    program.hears(SchedulerHello("s1", newest_batch=5000))
+    reports = [progress(0, batch=10), progress(50, batch=10), ClearProgress("p", "train", 10)]
+    batches = [batch_of(program.says(each)) for each in reports]
+    assert len(set(batches)) == 1
+    assert (batches[0] > 5000) is is_news
+    program.hears(SchedulerHello("s1", newest_batch=batches[0]))
+    assert batch_of(program.says(progress(0, batch=11))) == batches[0] + 1
+
+
+def batch_of(told: list[AnyMessage]) -> int:
+    [report] = told
+    assert isinstance(report, ReportProgress | ClearProgress)
+    return report.batch
+
+
+def test_what_a_life_before_said_late_makes_nothing_old(program: Program) -> None:
+    program.do(progress(0, batch=10))
+    program.hears(SchedulerHello("s1", newest_batch=5000))
+    assert progress(0, batch=5001) in program.says(Ticked(), 1.0)
