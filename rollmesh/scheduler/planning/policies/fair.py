@@ -19,7 +19,9 @@ nobody has less than a bundle for that.
 Bound: while the same pipelines want the same GPUs, in bundles of one size, nobody comes to lack
 more than one quantum and one switch of one bundle: credit <= tp * (quantum_s + switch_s). Device
 maps that overlap in part may delay a slice further: who is in the way gives way only at the end of
-its own, and goes elsewhere by a trade where it is owed as much as the one that waits.
+its own, and goes elsewhere by a trade where it is owed as much as the one that waits. With bundles
+of several sizes not all shares can be had: who has nobody awake and lacks a whole slice then takes
+what is certain to others for one, so that nobody goes without.
 
 Invariant: the same state gives the same plan; of a large fleet the water of the last one is a part
 of it (water.py), and that is all that is kept. Driven by plan.py.
@@ -241,7 +243,30 @@ class _Round:
         ):
             return True
         is_owed = num_awake < turn.lower or num_awake == 0
-        return is_owed and self._moves.trade_one(claim, self._gives_way, self._may_trade)
+        if is_owed and self._moves.trade_one(claim, self._gives_way, self._may_trade):
+            return True
+        return num_awake == 0 and turn.credit_s >= self._slice_s and self._takes_certain(claim)
+
+    def _takes_certain(self, claim: Claim) -> bool:
+        """From who has no more than its own: one whose bundles are larger than those of the others
+        would never get any, for of each it lacks a part."""
+        self._moves.ask_only(self._draft.state.pipelines)
+        is_done = self._moves.take_one(claim, self._cedes_certain)
+        self._moves.ask_only(self._find_givers())
+        return is_done
+
+    def _cedes_certain(self, _: Claim, victims: Sequence[Victim]) -> tuple[float, ...] | None:
+        """For a slice: who keeps another first, then who lacks least; nobody under its minimum."""
+        credit_s, num_left, is_held = -math.inf, dict[str, int](), False
+        for victim in victims:
+            name, spec = victim.pipeline.pipeline_id, victim.pipeline.spec
+            num_awake = num_left.get(name, self._draft.num_awake(victim.pipeline))
+            num_left[name] = num_awake - 1
+            if num_left[name] * spec.tp < spec.min_gpus:
+                return None
+            credit_s = max(credit_s, self._turns.get(name, GONE).credit_s)
+            is_held |= self._is_younger(victim, self._settings.quantum_s)
+        return None if is_held else (sum(not num for num in num_left.values()), credit_s)
 
     def _later(self, after_s: float) -> bool:
         self._again_s = min(self._again_s, self._draft.state.now_s + after_s)
