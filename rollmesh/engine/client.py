@@ -34,6 +34,9 @@ from rollmesh.engine.occupation import EngineMemory
 
 CONTROL_TIMEOUT_S = 30.0
 """For pause, flush, update and continue; SGLang's pause alone polls each second."""
+OUTCOME_S = 86_400.0
+"""For what must not be given up on its way, since it would count whenever it arrives: whoever
+orders it waits until the engine answers, or its connection ends."""
 READ_TIMEOUT_S = 5.0
 """For what an engine answers by heart."""
 
@@ -52,7 +55,7 @@ class EngineClient:
         self._vocab_size = vocab_size
         self._generate_target = target("POST", f"{self.url}/generate", _JSON)
         self._has_warned = False
-        self.memory = EngineMemory(lambda path: self._post(path, {}, CONTROL_TIMEOUT_S))
+        self.memory = EngineMemory(lambda path: self._post(path, {}, OUTCOME_S))
 
     def generate(self, leg: LegRequest, receiver: LegReceiver) -> Call:
         """Begin a leg; `receiver` hears its tokens, as they come if `leg.stream`, else all at once.

@@ -11,7 +11,9 @@ whoever waits closes the call. Driven by client.py and by the relay.
 import asyncio
 import functools
 import re
+import socket
 import ssl
+import sys
 import types
 from collections.abc import Iterable, Sequence
 from typing import Self
@@ -27,6 +29,8 @@ from rollmesh.engine.pieces import Piece
 IDLE_S = 4.0
 """Idle connections are closed after this; SGLang's server closes its own after 5 s."""
 CONNECT_TIMEOUT_S = 5.0
+KEEPALIVE_S = 15
+"""A peer that is silent for so long is asked whether it is there, where silence is minded."""
 _CLOSED = "this process hung up"
 _TARGET = re.compile(r"[\x21-\x7e]+")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -75,9 +79,12 @@ def target(method: str, url: str, headers: Iterable[tuple[str, str]] = ()) -> Ta
 class HttpClient:
     """Calls any number of origins; used from one event loop, as `async with HttpClient()`."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        """`tls` is for https; by default the system's authorities are trusted."""
+    def __init__(self, tls: ssl.SSLContext | None = None, *, minds_silence: bool = False) -> None:
+        """`tls` is for https; by default the system's authorities are trusted. Who waits for an
+        answer without a limit minds silence: a machine that is gone without a word is then an
+        error within a minute or so."""
         self._tls = tls
+        self._minds_silence = minds_silence
         self._idle: dict[str, list[Connection]] = {}
         self._connections: set[Connection] = set()
         self._opening: dict[asyncio.Task[None], Call] = {}
@@ -215,6 +222,8 @@ class HttpClient:
             told = f"{target.origin}: cannot connect: {one_line(error)}"
             call.over().on_error(EngineUnavailable(told))
             return
+        if self._minds_silence and connection.transport:
+            _mind_silence(connection.transport.get_extra_info("socket"))
         connection.begin(call)
 
 
@@ -241,6 +250,14 @@ class _Whole:
     def on_error(self, error: EngineUnavailable) -> None:
         if not self.response.done():
             self.response.set_exception(error)
+
+
+def _mind_silence(carrier: socket.socket) -> None:
+    carrier.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        carrier.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+        carrier.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+        carrier.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def _is_open(connection: Connection) -> bool:

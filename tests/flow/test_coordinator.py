@@ -196,18 +196,18 @@ async def test_an_engine_wakes_with_the_adapter_over_its_weights_before_it_serve
     """There is no publisher: what it serves is what its coordinator has brought."""
     scheduler, weights = torch_mesh.scheduler, torch_mesh.weights
     worker, base = Worker(torch_mesh.router), await scores_of_base(torch_mesh)
-    for version in (1, 2):
-        write_adapter(weights / f"v{version:06d}", models[0], seed=version, size=0.5)
+    for policy_version in (1, 2):
+        write_adapter(weights / f"v{policy_version:06d}", models[0], seed=policy_version, size=0.5)
         await scheduler.resize(True, 0)
-        turn = worker.start(f"t{version}", stream=False, num_tokens=40)
+        turn = worker.start(f"t{policy_version}", stream=False, num_tokens=40)
         await ended(turn, 40)
-        assert [run.policy_version for run in turn.policy_versions] == [version]
+        assert [run.policy_version for run in turn.policy_versions] == [policy_version]
         async with HttpClient() as http:
             client = EngineClient(torch_mesh.engines[0], http, VOCAB_SIZE)
-            name = adapter_name(version)
+            name = adapter_name(policy_version)
             assert await client.adapters() == [name], "that of before is gone"
             whole = [*PROMPT, *turn.token_ids]
-            told = await client.score(whole, str(version), name)
+            told = await client.score(whole, str(policy_version), name)
         assert list(turn.logprobs) == pytest.approx(told[len(PROMPT) - 1 :], abs=1e-3)
         assert told[: len(PROMPT) - 1] != pytest.approx(base, abs=1e-3), "it changes what is said"
         await scheduler.resize(False, 0)

@@ -14,7 +14,7 @@ import msgspec
 from rollmesh.core.errors import AddressError, EngineError, EngineRefused
 from rollmesh.core.published import find_probe, newest_adapter, newest_published
 from rollmesh.engine.answers import policy_version_of
-from rollmesh.engine.client import EngineClient
+from rollmesh.engine.client import OUTCOME_S, EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.member import ADAPTER_PREFIX, adapter_name
 from rollmesh.engine.occupation import Occupation, name_of, told_by
@@ -26,7 +26,6 @@ from rollmesh.serve.coordinator.events import (
     EngineSeen,
 )
 
-LOAD_TIMEOUT_S = 120.0
 FLUSH_S = 5.0
 """What was aborted has so long to end."""
 LOOK_AGAIN_S = 0.05
@@ -34,8 +33,6 @@ LOOK_AGAIN_S = 0.05
 
 async def carry_out(call: CallEngine, http: HttpClient, weights: Path) -> EngineDone:
     """Do it, and answer; `weights` is where the run publishes."""
-    if call.after_s:
-        await asyncio.sleep(call.after_s)
     try:
         engine = _Engine(EngineClient(call.url, http), weights)
         done = await engine.do(call)
@@ -75,8 +72,9 @@ class _Engine:
                 await self._resume()
             case Deed.LOAD:
                 called, adapter = await self._load()
-                version = policy_version_of(called)
-                return msgspec.structs.replace(done, policy_version=version, adapter=adapter)
+                return msgspec.structs.replace(
+                    done, policy_version=policy_version_of(called), adapter=adapter
+                )
             case Deed.PROBE:
                 await self._probe(call.policy_version)
         return done
@@ -136,7 +134,7 @@ class _Engine:
         # Without its adapter it has nobody's weights: nothing is to take them for a version's.
         base = name_of(Occupation.MOVING, called) if adapter else called
         body = {"model_path": folder, "weight_version": base, "flush_cache": True}
-        await self._client.order("/update_weights_from_disk", body, LOAD_TIMEOUT_S)
+        await self._client.order("/update_weights_from_disk", body, OUTCOME_S)
         if adapter:
             called, name = str(adapter.policy_version), adapter_name(adapter.policy_version)
             await self._client.load_adapter(name, adapter.folder.absolute())

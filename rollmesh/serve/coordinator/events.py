@@ -101,7 +101,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What failed is tried again after this time."""
     repair_s: float = 60.0
     """An engine that is awake and was started anew has so long to serve again."""
-    call_s: float = 150.0
+    call_s: float = 100_000.0
     """A call that its shell has not answered by then has failed; the shell's own limits are
     shorter."""
     settle_s: float = 10.0

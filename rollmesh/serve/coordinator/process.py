@@ -1,9 +1,9 @@
 """The coordinator's process: two sockets, an HTTP client, and the machine between them.
 
-Invariants: an engine is told one thing at a time, and what is undone goes on no more; a scheduler
-or a router that cannot be reached changes nothing here and is dialled for ever; it says Ready when
-it knows how each engine is. When it ends all stays as it is, and its next life finds out. Driven by
-`rollmesh coordinator`, which launch starts for a run on a shared fleet.
+Invariants: an engine is told one thing at a time (errands.py); a scheduler or a router that cannot
+be reached changes nothing here and is dialled for ever; it says Ready when it knows how each engine
+is. When it ends all stays as it is, and its next life finds out. Driven by `rollmesh coordinator`,
+which launch starts for a run on a shared fleet.
 """
 
 import asyncio
@@ -19,13 +19,8 @@ from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import OK, Ready, announce, stop_event
 from rollmesh.engine.http import HttpClient
-from rollmesh.serve.coordinator.deeds import carry_out
-from rollmesh.serve.coordinator.events import (
-    SCHEDULER,
-    CallEngine,
-    CoordinatorSettings,
-    Event,
-)
+from rollmesh.serve.coordinator.errands import Errands
+from rollmesh.serve.coordinator.events import SCHEDULER, CoordinatorSettings, Event
 from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys, check_dial, read_keys
@@ -84,10 +79,8 @@ class CoordinatorShell:
         self._clock = clock or SystemClock()
         started_s = self._clock.unix_s()
         self.machine = Coordinator(msgspec.structs.replace(ask.settings, started_s=started_s))
-        self._http = HttpClient()
-        self._calls: dict[str, asyncio.Task[None]] = {}
-        """By engine: the one of which it is told, of those under way."""
-        self._ended: set[asyncio.Task[None]] = set()
+        self._http = HttpClient(minds_silence=True)
+        self._errands = Errands(self._http, ask.weights, self._step)
         self._incarnations = {SCHEDULER: "", ROUTER: ""}
         self._is_announced = False
         self._logged: tuple[WorkerTruth, ...] = ()
@@ -105,10 +98,7 @@ class CoordinatorShell:
     async def close(self) -> None:
         """Stop; nothing is undone."""
         self._timer.cancel()
-        tasks = [*self._calls.values(), *self._ended]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._errands.close()
         for dialer in self._dialers.values():
             dialer.close()
         await self._http.close()
@@ -130,7 +120,7 @@ class CoordinatorShell:
                 packet = Packet(action.message, self._incarnations[action.route])
                 self._dialers[action.route].send(packet)
             else:
-                self._spawn(action)
+                self._errands.send(action)
         self._log_changes()
 
     def _log_changes(self) -> None:
@@ -144,21 +134,3 @@ class CoordinatorShell:
                 is_lost = each.phase is WorkerPhase.LOST
                 say = log.warning if is_lost and self._is_announced else log.info
                 say(f"engine.{each.phase.value}", rank=each.rank, detail=each.detail)
-
-    def _spawn(self, call: CallEngine) -> None:
-        """What is still under way at this engine is over: its answer would change nothing."""
-        before = self._calls.get(call.url)
-        if before:
-            before.cancel()
-            self._ended.add(before)
-            before.add_done_callback(self._ended.discard)
-        task = asyncio.get_running_loop().create_task(self._call(call, before))
-        self._calls[call.url] = task
-
-    async def _call(self, call: CallEngine, before: asyncio.Task[None] | None) -> None:
-        if before:
-            await asyncio.wait([before])
-        done = await carry_out(call, self._http, self._ask.weights)
-        if self._calls.get(call.url) is asyncio.current_task():
-            del self._calls[call.url]
-            self._step(done)

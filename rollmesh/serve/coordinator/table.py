@@ -86,8 +86,8 @@ class Table:
         asked.ask_id, asked.is_out, asked.at_s = self._next_ask(), is_out, now_s
         if not is_out:
             asked.leased_s = float("-inf")
-            version, adapter = worker.policy_version, worker.adapter
-            return [Send(ROUTER, WakeEngine(asked.ask_id, worker.url, version, adapter))]
+            wake = WakeEngine(asked.ask_id, worker.url, worker.policy_version, worker.adapter)
+            return [Send(ROUTER, wake)]
         asked.leased_s = now_s
         return [Send(ROUTER, SleepEngine(asked.ask_id, worker.url, self._settings.lease_s))]
 

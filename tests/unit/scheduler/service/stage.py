@@ -197,12 +197,9 @@ class Stage:
         while self.now_s < end_s:
             self.now_s = min(end_s, self.now_s + 0.25)
             self.act()
-            self.tick()
+            self._step(Ticked())
             if self.now_s % 1.0 < 0.25:
                 self.beat()
-
-    def tick(self) -> None:
-        self._step(Ticked())
 
     def act(self) -> None:
         """Coordinators do what they were told."""

@@ -138,3 +138,30 @@ def test_all_that_is_under_way_is_said_again_to_who_has_not_heard_it() -> None:
     stage.wait_for("t1", TicketState.GRANTED)
     stage.wait_for("t2", TicketState.GRANTED)
     assert stage.scheduler.book.num["pipeline.quarantined"] == 0
+
+
+def test_of_two_resizes_under_way_what_was_not_answered_stays_in_doubt() -> None:
+    stage = hanging(Stage(3))
+    stage.train("second", "t2")
+    ill = stage.coordinators["ill"]
+    ill.hung = {0, 1}
+    stage.run(SETTINGS.turn_s + 1.0)
+    assert phases(stage, "ill") == [IntentPhase.SENT, IntentPhase.SENT]
+    ill.hung, ill.error = {0}, "http://e:1 does not answer"
+    stage.act()
+    assert stage.of("ill").phase is PipelinePhase.QUARANTINED
+    assert stage.scheduler.book.tenants["ill"].unsure == [0]
+
+
+def test_in_quarantine_too_one_that_hangs_keeps_only_its_own_gpus() -> None:
+    stage = hanging(Stage(3))
+    ill = stage.coordinators["ill"]
+    ill.move(2, WorkerPhase.LOST)
+    stage.beat()
+    ill.hung = {0, 1}  # of what is told from now on, too: 0 and 1 are to sleep
+    stage.run(2)
+    ill.move(2, WorkerPhase.ASLEEP)
+    stage.pipeline("third", train=(2,), generation=())
+    stage.train("third", "t3")
+    stage.wait_for("t3", TicketState.GRANTED, 5)
+    assert stage.of("ill").phase is PipelinePhase.QUARANTINED

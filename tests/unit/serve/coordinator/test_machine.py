@@ -81,39 +81,6 @@ def test_resizes_are_carried_out_one_after_another() -> None:
     assert told[-2:] == [first.resize_id, second.resize_id]
 
 
-def test_an_engine_that_hangs_keeps_the_next_resize_waiting_for_its_turn_only() -> None:
-    yard = awake(0, 1)
-    yard.toy(0).is_hung = True
-    first = yard.resize(False, 0, turn_s=5.0)
-    second = yard.resize(False, 1, turn_s=5.0)
-    yard.run(4.0)
-    assert yard.phases() == [WorkerPhase.SLEEPING, WorkerPhase.AWAKE]
-    yard.run(3.0)
-    assert yard.phases() == [WorkerPhase.SLEEPING, WorkerPhase.ASLEEP]
-    assert (yard.answers()[-1].resize_id, yard.answers()[-1].error) == (second.resize_id, "")
-    yard.run(14.0)
-    assert yard.truth(0).phase is WorkerPhase.LOST
-    assert yard.answers()[-1].resize_id == first.resize_id
-    assert "worker 0" in yard.answers()[-1].error
-
-
-def test_an_engine_that_is_slow_ends_its_resize_after_its_turn() -> None:
-    yard = Yard(3)
-    yard.run(1.0)
-    yard.toy(0).fails[Deed.LOAD] = "slow"
-    slow = yard.resize(True, 0, turn_s=2.0)
-    yard.resize(True, 1, turn_s=2.0)
-    yard.run(4.0)
-    third = yard.resize(True, 2, turn_s=2.0)
-    yard.run(2.0)
-    assert yard.phases() == [WorkerPhase.WAKING, WorkerPhase.AWAKE, WorkerPhase.AWAKE]
-    yard.toy(0).fails.clear()
-    yard.run(2.0)
-    assert yard.truth(0).phase is WorkerPhase.AWAKE
-    told = [(answer.resize_id, answer.error) for answer in yard.answers()]
-    assert told[-2:] == [(third.resize_id, ""), (slow.resize_id, "")]
-
-
 def test_of_a_resize_that_is_late_only_who_is_late_is_lost() -> None:
     """Not who is there, nor who is on its way in another one."""
     yard = Yard(3)
@@ -324,16 +291,6 @@ def test_the_first_truth_waits_for_a_silent_engine_only_for_a_while() -> None:
     yard.toy(1).is_hung = False
     yard.run(3.0)
     assert yard.hellos()[-1].workers[1].phase is WorkerPhase.ASLEEP
-
-
-def test_an_engine_that_has_never_been_seen_is_absent_and_not_lost() -> None:
-    yard = Yard()
-    yard.toy(1).is_hung = True
-    yard.run(yard.settings.settle_s + 30.0)
-    assert {hello.workers[1].phase for hello in yard.hellos()} == {WorkerPhase.ABSENT}
-    yard.resize(True, 0)
-    yard.run(2.0)
-    assert yard.phases() == [WorkerPhase.AWAKE, WorkerPhase.ABSENT]
 
 
 def test_of_another_pipeline_or_worker_nothing_is_done() -> None:
