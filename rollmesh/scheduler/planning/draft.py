@@ -90,7 +90,11 @@ class Draft:
         if self.state.pipelines[pipeline_id].phase is _QUARANTINED:
             return False
         owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
-        return all(self.owners.get(gpu) == owner for gpu in worker.gpus)
+        owners = self.owners
+        for gpu in worker.gpus:  # noqa: SIM110 - a plan asks thousands of times
+            if owners.get(gpu) != owner:
+                return False
+        return True
 
     def can_evict(self, pipeline_id: str, worker: Worker, to: str) -> bool:
         """Whether it can shrink, and may for the pipeline `to`."""

@@ -46,12 +46,12 @@ from rollmesh.scheduler.planning.policies.claims import (
 )
 from rollmesh.scheduler.planning.policies.foresight import foresee
 from rollmesh.scheduler.planning.policies.moves import Moves, Victim
-from rollmesh.scheduler.planning.policies.slices import Turn
+from rollmesh.scheduler.planning.policies.slices import Turn, turn_of
 from rollmesh.scheduler.planning.shares import Share, max_min
 from rollmesh.scheduler.planning.state import State
 from rollmesh.scheduler.planning.water import Water, refill
 
-GONE = Turn(0.0, 0.0)
+GONE = turn_of(0.0, 0.0)
 """Of who has no demand any more."""
 KEPT = 3
 """The cost of a slice to whom it belongs."""
@@ -95,7 +95,7 @@ class Fair:
         for claim, gpus in zip(claims, ideal, strict=True):
             credit = self._credit(draft, claim, gpus)
             credits[claim.pipeline_id] = credit
-            turns[claim.pipeline_id] = Turn(gpus / claim.tp, credit / claim.tp)
+            turns[claim.pipeline_id] = turn_of(gpus / claim.tp, credit / claim.tp)
         again_s = _Round(draft, claims, turns, self.settings).share_out() if claims else math.inf
         return Outlook(credits, min(again_s, foreseen_s), water)
 
@@ -116,7 +116,7 @@ class Fair:
             return 0.0
         passed_s = draft.state.now_s - max(draft.state.credited_s, demand.opened_s)
         # What it has beyond its slice is what nobody else has asked for yet, and costs it nothing.
-        had = min(claim.pipeline.num_awake, Turn(gpus / claim.tp, 0.0).upper) * claim.tp
+        had = min(claim.pipeline.num_awake, turn_of(gpus / claim.tp, 0.0).upper) * claim.tp
         credit = claim.pipeline.credit_gpu_s + (gpus - had) * max(0.0, passed_s)
         most = 2.0 * claim.tp * (self.settings.quantum_s + self.settings.switch_s)
         return min(most, max(-most, credit))
@@ -139,7 +139,7 @@ def ideal_gpus(state: State, claims: list[Claim]) -> tuple[list[float], Water | 
 def _have_one(claims: Sequence[Claim], ideal: Sequence[float]) -> bool:
     """Whether the share of each is a bundle, or all that it can have."""
     return all(
-        Turn(gpus / claim.tp, 0.0).lower >= min(1, claim.num_wanted)
+        turn_of(gpus / claim.tp, 0.0).lower >= min(1, claim.num_wanted)
         for claim, gpus in zip(claims, ideal, strict=True)
     )
 

@@ -10,14 +10,15 @@ plan, a shrink stands in it with the expand that it is for, and a trade that doe
 leaves nothing. Driven by the policies.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from rollmesh.scheduler.planning.draft import Draft
 from rollmesh.scheduler.planning.ops import worker_name
 from rollmesh.scheduler.planning.policies.claims import Claim
-from rollmesh.scheduler.planning.state import FIXED, Pipeline, Worker
+from rollmesh.scheduler.planning.state import FIXED, Owner, Pipeline, Worker
 
 MAX_TRADES = 3
 """Pipelines that step aside for one another, at most."""
@@ -49,8 +50,11 @@ class Moves:
         self._draft = draft
         self._spares_others = spares_others
         self._claims = {claim.pipeline_id: claim for claim in claims}
-        self._num_takers: dict[int, int] | None = None
+        self._takers: dict[int, int] = {}
+        self._gpus: dict[str, frozenset[int]] = {}
         self._open: dict[str, Iterator[Worker]] = {}
+        self._full: set[str] = set()
+        """Pipelines that have no bundle that is open."""
         self._givers: Container[str] | None = None
         self._num_trials = 0
 
@@ -67,8 +71,12 @@ class Moves:
 
     def may_open(self, claim: Claim) -> bool:
         """Whether any of its bundles stands open."""
+        if claim.pipeline_id in self._full:
+            return False
         here = self._by_use(claim)
         self._open[claim.pipeline_id] = iter(here)
+        if not here:
+            self._full.add(claim.pipeline_id)
         return bool(here)
 
     def ask_only(self, givers: Container[str]) -> None:
@@ -152,27 +160,40 @@ class Moves:
             if not draft.can_expand(pipeline_id, worker):
                 continue
             victims = self._victims(worker)
-            if victims and all(
-                draft.can_evict(each.pipeline.pipeline_id, each.worker, pipeline_id)
-                for each in victims
-            ):
+            if victims and self._can_evict(victims, pipeline_id):
                 yield worker, victims
 
+    def _can_evict(self, victims: list[Victim], to: str) -> bool:
+        for pipeline, worker in victims:
+            if not self._draft.can_evict(pipeline.spec.pipeline_id, worker, to):
+                return False
+        return True
+
     def _victims(self, worker: Worker) -> list[Victim]:
-        owners = dict.fromkeys(self._draft.owner(gpu) for gpu in worker.gpus)
-        pipelines = self._draft.state.pipelines
+        owners, pipelines = self._owners_on(worker), self._draft.state.pipelines
         return [
             Victim(pipelines[owner.pipeline_id], pipelines[owner.pipeline_id].workers[owner.rank])
             for owner in owners
             if owner is not None and owner.rank != FIXED
         ]
 
+    def _owners_on(self, worker: Worker) -> list[Owner | None]:
+        """Each once."""
+        found, owners = list[Owner | None](), self._draft.owners
+        for gpu in worker.gpus:
+            owner = owners.get(gpu)
+            if owner not in found:
+                found.append(owner)
+        return found
+
     def _swap(self, claim: Claim, worker: Worker, victims: Sequence[Victim]) -> None:
         for victim in victims:
             name = worker_name(claim.pipeline_id, worker.rank)
             self._draft.shrink(victim.pipeline.pipeline_id, victim.worker, name)
         self._draft.expand(claim.pipeline_id, worker)
-        self._open.clear()
+        if any(gpu not in worker.gpus for victim in victims for gpu in victim.worker.gpus):
+            self._open.clear()  # there is more open than before
+            self._full.clear()
 
     def _is_open(self, worker: Worker) -> bool:
         return all(self._draft.owner(gpu) is None for gpu in worker.gpus)
@@ -186,22 +207,32 @@ class Moves:
         here = [worker for worker in claim.bundles if free.issuperset(worker.gpus)]
         if not self._spares_others or len(here) < 2:
             return here
-        if self._num_takers is None:
-            self._num_takers = self._count_takers()
-        takers = self._num_takers
         if claim.tp == 1:
-            return sorted(here, key=lambda each: takers[each.gpus[0]])
-        return sorted(here, key=lambda each: max([takers[gpu] for gpu in each.gpus]))
+            return sorted(here, key=lambda each: self._num_takers(each.gpus[0]))
+        return sorted(here, key=lambda each: max([self._num_takers(gpu) for gpu in each.gpus]))
 
-    def _count_takers(self) -> dict[int, int]:
-        """By GPU, the claims that could use it, and the fixed clusters that will."""
-        num: dict[int, int] = defaultdict(int)
-        for pipeline in self._draft.state.pipelines.values():
-            for gpus in pipeline.spec.clusters.values():
-                for gpu in gpus:
-                    num[gpu] += 1
-        for claim in self._claims.values():
-            for worker in claim.bundles:
-                for gpu in worker.gpus:
-                    num[gpu] += 1
-        return num
+    def _num_takers(self, gpu: int) -> int:
+        """The claims that could use it, and the fixed clusters that will."""
+        if gpu not in self._takers:
+            users = self._draft.state.index.users.get(gpu, ())
+            claims = [self._claims[name] for name in users if name in self._claims]
+            num = sum(gpu in self._gpus_of(claim) for claim in claims)
+            self._takers[gpu] = num + self._num_clusters[gpu]
+        return self._takers[gpu]
+
+    def _gpus_of(self, claim: Claim) -> frozenset[int]:
+        name = claim.pipeline_id
+        if name not in self._gpus:
+            used = self._draft.state.index.ground.used.get(name)
+            if used and used.bundles is claim.bundles:
+                self._gpus[name] = used.gpus
+            else:
+                self._gpus[name] = frozenset(g for each in claim.bundles for g in each.gpus)
+        return self._gpus[name]
+
+    @cached_property
+    def _num_clusters(self) -> Counter[int]:
+        """By GPU."""
+        pipelines = self._draft.state.pipelines.values()
+        clusters = [gpus for each in pipelines for gpus in each.spec.clusters.values()]
+        return Counter(gpu for gpus in clusters for gpu in gpus)

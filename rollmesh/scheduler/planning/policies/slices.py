@@ -18,22 +18,16 @@ ROUNDING = 1e-2
 
 
 class Turn(NamedTuple):
-    """Where one pipeline stands against its share."""
+    """Where one pipeline stands against its share; made by turn_of."""
 
     share: float
     """In bundles, what it should have now."""
     credit_s: float
     """Bundle seconds that it lacks."""
-
-    @property
-    def lower(self) -> int:
-        """Bundles that it should have at all times."""
-        return math.floor(self.share + ROUNDING)
-
-    @property
-    def upper(self) -> int:
-        """With its slice of one more; nobody's share is so small that it never gets one."""
-        return max(math.ceil(self.share - ROUNDING), 1 if self.share > 0.0 else 0)
+    lower: int
+    """Bundles that it should have at all times."""
+    upper: int
+    """With its slice of one more; nobody's share is so small that it never gets one."""
 
     def may_have(self, slice_s: float) -> bool:
         """Whether a slice is due to it at all."""
@@ -48,3 +42,9 @@ class Turn(NamedTuple):
     def order(self, slice_s: float) -> tuple[bool, float]:
         """The lower, the more a slice is its own."""
         return not self.may_have(slice_s), self.deadline_s(slice_s)
+
+
+def turn_of(share: float, credit_s: float) -> Turn:
+    """Of who should have so much now and lacks so much."""
+    upper = max(math.ceil(share - ROUNDING), 1 if share > 0.0 else 0)
+    return Turn(share, credit_s, math.floor(share + ROUNDING), upper)
