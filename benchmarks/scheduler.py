@@ -6,11 +6,11 @@ plans: plan() with the policy `fair` on the fleets of _scheduler_fleet.py, proof
 time of this process, each case beside a loop of plain Python that is timed right before and after.
 `cold` is the first plan of a fleet where nobody is awake and half the pipelines have demand; the
 median of several fleets. `cycle` is one of a fleet that runs: each second a demand begins or ends,
-and another pipeline makes progress; then all of the plan is made, with the credits of everybody and
-the moves of those whose slice has come. It goes on from what the state kept of the plan before: of
-where pipelines may generate, and of their shares. It is the median of as many cycles; those in which
-much moves at once take up to twice as long. A goal is of `scaled_ms`: the time that it would have taken where the loop takes
-LOOP_MS. results: _scheduler_results.py.
+and another pipeline makes progress; then all of the plan is made, with the credits of everybody
+and the moves of those whose slice has come. It goes on from what the state kept of the plan before:
+of where pipelines may generate, and of their shares. The median; a cycle in which much moves at
+once takes twice as long. A goal is of `scaled_ms`: the time that it would have taken where the loop
+takes LOOP_MS. results: _scheduler_results.py.
 
 Driven by `make bench`.
 """
