@@ -15,11 +15,12 @@ from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.books.records import RunRecords, Tally
 from rollmesh.trainer.learning.report import StepReport
+from rollmesh.trainer.lodging import Lodger
 from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.pacing.room import Room
 from rollmesh.trainer.savepoints.shelf import Savepoints, Subject
-from rollmesh.trainer.tenancy import Lodger, Tenancy, Unshared
+from rollmesh.trainer.tenancy import Tenancy, Unshared
 from rollmesh.trainer.weights.events import Probe
 from rollmesh.trainer.weights.folder import Bring, Weights
 

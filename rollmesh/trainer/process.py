@@ -67,9 +67,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     hurried_s = STOP_SHARE * config.launch.stop_timeout_s
     policy = build(config, staleness, tenancy)
     if policy is None:
-        tenancy.leave()
-        client.close()
-        tenancy.close(hurried_s)
+        leave_unbuilt(client, tenancy, hurried_s)
         return
     if revival.saved:
         savepoints.restore(revival.saved, policy)
@@ -77,8 +75,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     tally = restored_tally(config, revival)
     tell(revival, records)
     tasks = endless_tasks(env, config.env, config.run.seed, recovery.num_tasks)
-    books = (records, tally)
-    pacer = Pacer(client, staleness, tasks, asking_of(config), books, policy.room)
+    pacer = Pacer(client, staleness, tasks, asking_of(config), (records, tally), policy.room)
     pacer.go_on(recovery)
     background = BackgroundLoop("publisher")
     shell = PublishShell(router, config.publish, read_keys(), client.client_id)
@@ -154,6 +151,13 @@ def build(config: Config, staleness: Staleness, tenancy: Tenancy) -> Trainee | N
     policy = policy_of(config, staleness)
     tenancy.lodge(policy)
     return policy
+
+
+def leave_unbuilt(client: RolloutClient, tenancy: Tenancy, patience_s: float) -> None:
+    """There is nothing but what was asked for, and what came for an earlier life."""
+    tenancy.leave()
+    client.close()
+    tenancy.close(patience_s)
 
 
 def policy_of(config: Config, staleness: Staleness) -> Trainee:

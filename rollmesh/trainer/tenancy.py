@@ -29,6 +29,7 @@ from rollmesh.core.logs import get_logger
 from rollmesh.core.share import Share
 from rollmesh.core.types import GroupRecord
 from rollmesh.serve.coordinator.hooks import PipelineHooks, Ticket
+from rollmesh.trainer.lodging import Lodger
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, GpuPriority
 
@@ -44,16 +45,6 @@ STOP_SHARE = 0.25
 """One that is told to stop waits for so much of the time that launch gives it."""
 
 Stream = Literal["train", "eval"]
-
-
-class Lodger(Protocol):
-    """What computes on the trainer's GPUs."""
-
-    def vacate(self) -> None:
-        """Nothing of it is there any more; it may still be saved."""
-
-    def occupy(self) -> None:
-        """It computes there again."""
 
 
 class Tenancy(Protocol):

@@ -27,6 +27,7 @@ import msgspec
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.server.budget import Budget
 from rollmesh.serve.server.outbox import Forget, Outbox, OutboxSettings, Packed, Unwanted
+from rollmesh.serve.server.stranded import Stranded
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import (
@@ -186,8 +187,7 @@ class Duties:
         self._delivered: dict[GroupId, None] = {}
         self._awaits_hello = True
         self._next_hello_s = float("-inf")
-        self._stranded_from_s: float | None = None
-        """It drains, and no engine serves since."""
+        self._stranded = Stranded(settings.stranded_s)
 
     @property
     def num_rollouts(self) -> int:
@@ -345,14 +345,9 @@ class Duties:
         return [each for group_id in [*self.running] for each in self._abort(group_id, reason)]
 
     def _see_engines(self, any_serves: bool, now_s: float) -> list[Action]:
-        if any_serves or self.state is not WorkerState.DRAINING:
-            self._stranded_from_s = None
-            return []
-        if self._stranded_from_s is None:
-            self._stranded_from_s = now_s
-        if now_s - self._stranded_from_s < self.settings.stranded_s:
-            return []
-        return self._abort_all("it drains, and no engine serves")
+        drains = self.state is WorkerState.DRAINING
+        is_in_vain = self._stranded.look(now_s, drains=drains, any_serves=any_serves)
+        return self._abort_all("it drains, and no engine serves") if is_in_vain else []
 
     def _wear_out(self, event: WornOut) -> None:
         if self.state is WorkerState.SERVING:

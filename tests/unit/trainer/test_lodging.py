@@ -13,9 +13,10 @@ from rollmesh.core.errors import ConfigError
 from rollmesh.core.share import check_may_share
 from rollmesh.serve.coordinator.claims import Said
 from rollmesh.serve.coordinator.hooks import PipelineHooks
+from rollmesh.trainer.lodging import Lodger
 from rollmesh.trainer.process import build
 from rollmesh.trainer.recovery.revival import staleness_of
-from rollmesh.trainer.tenancy import TRAIN_CLUSTER, Lodger, Tenant
+from rollmesh.trainer.tenancy import TRAIN_CLUSTER, Tenant
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     GpuPriority,
@@ -128,7 +129,7 @@ def test_no_model_is_loaded_before_its_gpus_are_granted(
         def load() -> None:
             try:
                 build(config, staleness_of(config), tenant)
-            except Exception as error:  # noqa: BLE001 - whatever comes of a model that is not there
+            except Exception as error:  # noqa: BLE001 - door: whatever it is, the model is not there
                 ends.append(error)
 
         loading = threading.Thread(target=load)

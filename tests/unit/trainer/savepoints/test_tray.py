@@ -61,7 +61,7 @@ def check_that_ranks_write_one(
     for rank in reversed(range(num_ranks)):  # whoever comes first
         own = {name: slots_at(rank, num_ranks, each) for name, each in whole.items()}
         tray = Tray(own, is_first=rank == 0)
-        tray.fill()
+        tray.fill(own)
         parts = tray.parts()
         assert all(len(each) <= 2 for each in parts.values()) or num_ranks > 1
         tell(folder, str(rank), {path: write_pieces(folder / path, parts[path]) for path in parts})
@@ -76,13 +76,14 @@ def check_that_ranks_write_one(
 
 def test_a_copy_is_as_large_as_what_is_copied_and_is_filled_anew() -> None:
     tensor = torch.zeros(1000)
-    tray = Tray({"model": slots_at(0, 1, {"t": tensor})}, is_first=True)
-    tray.fill()
+    slots = {"model": slots_at(0, 1, {"t": tensor})}
+    tray = Tray(slots, is_first=True)
+    tray.fill(slots)
     [head, (_, before)] = tray.parts()["model/model.safetensors"]
     assert len(head[1]) < 200
     tensor += 1
     assert not any(before), "what trains goes on beside it"
-    tray.fill()
+    tray.fill(slots)
     [_, (_, after)] = tray.parts()["model/model.safetensors"]
     assert bytes(after) == tensor.numpy().tobytes()
     assert len(after) == tensor.nbytes <= tray._memory.nbytes <= tensor.nbytes + ALIGN  # noqa: SLF001 - nothing else tells
