@@ -1,7 +1,7 @@
 """An engine that hangs for a minute, on a fleet whose network is well: who waits for it?
 
-Pipeline `ill` has an engine on each GPU of a node; `first` trains on the one whose engine hangs,
-`second` on another of them.
+Pipeline `ill` has an engine on each GPU of a node; `first` trains on that whose engine hangs, three
+others train on the others.
 """
 
 import msgspec
@@ -17,40 +17,41 @@ HANGS_AT_S, THAWS_AT_S = 15.0, 75.0
 SWITCH_S = 2.5
 """A sleep and a wake take so long here, at the most."""
 BOUND_S = SETTINGS.turn_s + SWITCH_S
-NUM_SEEDS = 5
+NUM_SEEDS = 4
+NUM_STEPS = 12
 UNTURNED = msgspec.structs.replace(SETTINGS, turn_s=SETTINGS.resize_deadline_s)
 """The fault: the next resize waits for the one before to its end (W4)."""
 
 
-def trainer(name: str, gpu: int, own: int) -> TenantPlan:
+def trainer(gpu: int) -> TenantPlan:
     """It trains again and again, and generates on a GPU of its own."""
-    phases = (("actor_train", GpuPriority.ACTOR_TRAINING, 0.5),)
-    spec = PipelineSpec(pipeline_id=name, clusters={"actor_train": (gpu,)}, generation=(own,))
-    return TenantPlan(spec=spec, num_steps=10, num_rollouts=2, median_s=0.5, phases=phases)
+    phases = (("actor_train", GpuPriority.ACTOR_TRAINING, 0.3),)
+    name = "first" if gpu == 0 else f"other-{gpu}"
+    spec = PipelineSpec(pipeline_id=name, clusters={"actor_train": (gpu,)}, generation=(4 + gpu,))
+    return TenantPlan(spec=spec, num_steps=NUM_STEPS, num_rollouts=2, median_s=1.0, phases=phases)
 
 
-def longest_wait_s(seed: int, parts: Parts) -> tuple[float, float]:
-    """Of `first` and of `second` for their clusters."""
+def longest_waits_s(seed: int, parts: Parts) -> tuple[float, float]:
+    """Of `first`, and of the others, for their clusters."""
     spec = PipelineSpec(pipeline_id="ill", clusters={}, generation=(0, 1, 2, 3))
     ill = TenantPlan(spec=spec, num_steps=8, num_rollouts=64, boundary=Boundary.SIGNALS)
-    plans = (ill, trainer("first", 0, 4), trainer("second", 1, 5))
-    shape = Shape(policy="fair", num_nodes=2, plans=plans)
+    shape = Shape(policy="fair", num_nodes=2, plans=(ill, *map(trainer, range(4))))
     fleet = SharedFleet(seed, FleetFaults(), shape, parts)
     engine = fleet.tenancies[0].engines[0]
     fleet.kernel.after(HANGS_AT_S, lambda: engine.freeze(THAWS_AT_S))
     fleet.run(THAWS_AT_S + 5.0)
-    assert [each.tenant.num_done for each in fleet.tenancies] == [8, 10, 10]
-    first, second = (each.tenant.waits_s["actor_train"] for each in fleet.tenancies[1:])
-    return first, second
+    assert [each.tenant.num_done for each in fleet.tenancies] == [8, *[NUM_STEPS] * 4]
+    first, *others = (each.tenant.waits_s["actor_train"] for each in fleet.tenancies[1:])
+    return first, max(others)
 
 
 def test_who_needs_another_engine_of_that_pipeline_waits_for_a_turn_at_most() -> None:
     for seed in range(NUM_SEEDS):
-        first, second = longest_wait_s(seed, Parts())
-        assert second <= BOUND_S, f"seed {seed}"
+        first, others = longest_waits_s(seed, Parts())
+        assert others <= BOUND_S, f"seed {seed}"
         assert first > SETTINGS.resize_deadline_s, f"seed {seed}: it did not hang"
 
 
 def test_without_turns_it_waits_longer() -> None:
-    waits = [longest_wait_s(seed, Parts(settings=UNTURNED)) for seed in range(NUM_SEEDS)]
-    assert max(second for _, second in waits) > BOUND_S
+    waits = [longest_waits_s(seed, Parts(settings=UNTURNED)) for seed in range(NUM_SEEDS)]
+    assert max(others for _, others in waits) > BOUND_S
