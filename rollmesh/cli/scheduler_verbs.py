@@ -84,7 +84,8 @@ def explain(argv: list[str]) -> int:
     if options.is_json:
         print(bytes(raw).decode())
     else:
-        print("\n".join(line for each in seen.pipelines for line in each.lines))
+        for each in seen.pipelines:
+            print("\n".join([*each.lines, *(f"lately: {line}" for line in each.lately)]))
     return OK
 
 

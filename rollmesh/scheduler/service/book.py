@@ -85,6 +85,8 @@ class Book:
         """By pipeline and cluster, the keys of open tickets in the order in which they came."""
         self.intents: dict[int, Intent] = {}
         """That are under way."""
+        self.ended: dict[int, Intent] = {}
+        """The newest that are not any more; see lately.py."""
         self.standing: dict[int, Owner] = {}
         """By GPU, who stands there in truth."""
         self.wishes: dict[str, Wish] = {}
@@ -107,6 +109,7 @@ class Book:
             "demands": self.wishes,
             "tickets": self.tickets,
             "intents": self.intents,
+            "ended": self.ended,
             "answers": self.answers,
             "numbers": {"1": self.numbers},
             "credits": {"1": self.credits},

@@ -82,6 +82,8 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     run: RunClaim | None = None
     """The run that has its name."""
     fault: str = ""
+    lately: tuple[str, ...] = ()
+    """What has come of its newest ops, the newest first."""
     lines: tuple[str, ...] = ()
     """The same for people."""
 
@@ -164,6 +166,7 @@ class _Words:
             is_driven=pipeline.pipeline_id in self._known.driven,
             run=self._known.runs.get(pipeline.pipeline_id),
             fault=self._known.faults.get(pipeline.pipeline_id, ""),
+            lately=self._known.lately.get(pipeline.pipeline_id, ()),
         )
         return msgspec.structs.replace(partial, lines=tuple(self._lines(waits)))
 

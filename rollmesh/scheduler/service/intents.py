@@ -22,6 +22,7 @@ from rollmesh.scheduler.planning.state import (
     Worker,
 )
 from rollmesh.scheduler.service.book import HELD, Book
+from rollmesh.scheduler.service.lately import remember
 from rollmesh.scheduler.service.lateness import has_turn, limit_s
 from rollmesh.scheduler.service.records import Intent, IntentKind, IntentPhase
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, ResizeWorkers, WorkerChange, WorkerPhase
@@ -305,7 +306,7 @@ class Intents:
         book.wants_plan = True
 
     def _end(self, intent: Intent, phase: IntentPhase, detail: str = "") -> None:
-        intent.phase, intent.detail = phase, detail
+        intent.phase, intent.detail, intent.ended_s = phase, detail, self._book.now_s
         self._book.num[f"intents_{phase.value}"] += 1
         self._book.intents.pop(intent.intent_id)
         left = self._by_pipeline[intent.pipeline_id]
@@ -313,6 +314,7 @@ class Intents:
         if not left:
             del self._by_pipeline[intent.pipeline_id]
         self._book.mark("intents", intent.intent_id)
+        remember(self._book, intent)
 
     def _worker(self, intent: Intent) -> Worker:
         return self._book.state.pipelines[intent.pipeline_id].workers[intent.rank]

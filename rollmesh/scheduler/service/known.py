@@ -49,5 +49,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     """By pipeline, why it is quarantined, or anything else that is wrong with it."""
     retry_s: Mapping[str, float] = {}
     """Of these, when it may be let in again at the earliest."""
+    lately: Mapping[str, tuple[str, ...]] = {}
+    """By pipeline, what has come of its newest ops, the newest first."""
     troubles: tuple[str, ...] = ()
     """Of the service itself, newest last: plans that failed, say."""

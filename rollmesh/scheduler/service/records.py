@@ -103,6 +103,7 @@ class Intent(msgspec.Struct, kw_only=True):
     """From SENT on: its pipeline is quarantined if it is not done by then."""
     detail: str = ""
     """Why it failed."""
+    ended_s: float = 0.0
 
 
 class Tenant(msgspec.Struct, kw_only=True):
@@ -222,6 +223,7 @@ TABLES = (
     "progress",
     "tickets",
     "intents",
+    "ended",
     "answers",
     "credits",
     "numbers",

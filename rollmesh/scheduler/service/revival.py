@@ -96,6 +96,8 @@ def _asks(book: Book, revived: Revived) -> None:
             line[ticket.key] = None
     for intent in sorted(revived.read("intents", Intent), key=lambda each: each.intent_id):
         book.intents[intent.intent_id] = intent
+    ended = sorted(revived.read("ended", Intent), key=lambda each: (each.ended_s, each.intent_id))
+    book.ended.update((each.intent_id, each) for each in ended)
     book.answers.update((each.key, each) for each in revived.read("answers", Answer))
 
 

@@ -27,6 +27,7 @@ from rollmesh.scheduler.service.demands import Demands
 from rollmesh.scheduler.service.explain import view
 from rollmesh.scheduler.service.intents import Intents
 from rollmesh.scheduler.service.known import Known, UnderWay
+from rollmesh.scheduler.service.lately import told
 from rollmesh.scheduler.service.lateness import limit_s, note_turns
 from rollmesh.scheduler.service.records import Intent, Revived
 from rollmesh.scheduler.service.revival import revive
@@ -165,6 +166,7 @@ class Scheduler:
             runs={name: each.run for name, each in book.tenants.items() if each.run},
             faults={name: each.why for name, each in book.tenants.items() if each.why},
             retry_s={name: book.links[name].retry_s for name, t in book.tenants.items() if t.why},
+            lately=told(book.ended.values(), book.now_s),
             troubles=tuple(book.troubles),
         )
 
@@ -296,9 +298,9 @@ class Scheduler:
         self.tenants.on_beat(beat)
 
     def _on_read(self, route: bytes, ask: ReadScheduler) -> None:
-        told = view(self.book.state, self.known(), ask.pipeline_id)
-        answer = SchedulerAnswered(ask.key, not told.error, told.error)
-        self.book.send(route, answer, msgspec.json.encode(told))
+        seen = view(self.book.state, self.known(), ask.pipeline_id)
+        answer = SchedulerAnswered(ask.key, not seen.error, seen.error)
+        self.book.send(route, answer, msgspec.json.encode(seen))
 
     def _on_tick(self) -> None:
         self.tickets.on_tick()

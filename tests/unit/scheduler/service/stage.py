@@ -329,6 +329,7 @@ class Stage:
             k: set(v) for k, v in book.queue.items()
         }
         assert again.intents == book.intents
+        assert again.ended == book.ended
         assert again.tenants == book.tenants
         assert again.wishes == book.wishes
         assert again.machines == book.machines

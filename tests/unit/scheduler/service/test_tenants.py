@@ -138,7 +138,7 @@ def test_who_leaves_sleeps_first_and_then_nothing_is_left_of_it() -> None:
     assert book.state.pipelines == {}
     assert book.intents == {}
     kept = {table for table, rows in stage.kept.tables.items() if rows}
-    assert kept == {"nodes", "answers", "tickets", "credits", "numbers"}
+    assert kept == {"nodes", "answers", "tickets", "ended", "credits", "numbers"}
 
 
 class Hurried(Runs):
