@@ -24,24 +24,31 @@ SHORT = {
 }
 
 
-def start(folder: Path, *more: str, **settings: object) -> subprocess.Popen[str]:
+class Running(subprocess.Popen[str]):
+    """As a context it is waited for; where the test fails it is ended, since it may never end."""
+
+    def __exit__(self, kind: type[BaseException] | None, *about: Any) -> None:
+        if kind is not None:
+            self.kill()  # all that it started ends with it
+        super().__exit__(kind, *about)
+
+
+def start(folder: Path, *more: str, **settings: object) -> Running:
     """`rollmesh demo` in `folder`, with `more` words and these settings."""
     return _started(folder, "demo", "--seed", "1", *more, **settings)
 
 
-def start_with(model: Path, folder: Path, **settings: object) -> subprocess.Popen[str]:
+def start_with(model: Path, folder: Path, **settings: object) -> Running:
     """The same run of a model that is there: to make one takes as long as all that follows."""
     (folder / "mesh.json").write_bytes(msgspec.json.encode(SETTINGS))
     return _started(folder, "up", "mesh.json", **{"model.path": model, "run.seed": 1}, **settings)
 
 
-def _started(folder: Path, *words: str, **settings: object) -> subprocess.Popen[str]:
+def _started(folder: Path, *words: str, **settings: object) -> Running:
     argv = [sys.executable, "-m", "rollmesh.cli.main", *words, "--no-live"]
     for key, value in (SHORT | settings).items():
         argv += ["--set", f"{key}={value}"]
-    return subprocess.Popen(
-        argv, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    return Running(argv, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def follow(path: Path) -> Iterator[dict[str, Any]]:
