@@ -1,9 +1,11 @@
 """A gateway that is killed and started again on one socket, as a supervisor does it."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +18,8 @@ from rollmesh.core.process import Ready, listen
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
 from tests.flow.gateway_process import PATIENCE_S, Gateway, argv_of
+
+LOOK_S = 0.001
 
 
 class LastingGateway:
@@ -47,7 +51,12 @@ class LastingGateway:
         )
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
-            told = await asyncio.to_thread(pipe.readline)
+            try:
+                told = await asyncio.to_thread(pipe.readline)
+            except asyncio.CancelledError:  # a test that fails leaves nothing
+                process.kill()
+                await process.wait()
+                raise
         address = msgspec.json.decode(told, type=Ready).address
         self.lives.append(Gateway(process, address, (self.folder / "token").read_text().strip()))
 
@@ -61,13 +70,17 @@ class LastingGateway:
         await self.start()
 
     def num_journal_bytes(self) -> int:
-        return sum(each.stat().st_size for each in self.journal.glob("*.journal"))
+        total = 0
+        for each in self.journal.glob("*.journal"):
+            with contextlib.suppress(FileNotFoundError):  # it has just been let go of
+                total += each.stat().st_size
+        return total
 
     def wait_for_growth(self, num_bytes: int, tasks: Sequence[asyncio.Task[None]] = ()) -> None:
         """Until the journal has more than so many, or one of `tasks`, that make it grow, is done;
         looked at again and again, as nothing tells."""
         while self.num_journal_bytes() <= num_bytes and not any(task.done() for task in tasks):
-            pass
+            threading.Event().wait(LOOK_S)
 
     def recovered(self) -> dict[str, Any]:
         """What the newest life said of that."""

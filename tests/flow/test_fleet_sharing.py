@@ -11,6 +11,7 @@ from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.testing.pipeline import Ended, StepDone
 from rollmesh.wire.scheduling import WorkerPhase
 from tests.flow.scripted_fleet import ENDS_WITHIN_S, ScriptedFleet
+from tests.flow.worker_mesh import look_until
 
 NUM_STEPS = 3
 EIGHT = {f"p{index}": [index % 4] for index in range(6)} | {"p6": [0, 1], "p7": [0, 1, 2, 3]}
@@ -18,10 +19,16 @@ TWO = {"ill": [0, 1], "well": [2, 3]}
 
 
 def check_given_back(fleet: ScriptedFleet) -> None:
-    """Nobody holds or wants anything, and all may ask again."""
-    for view in fleet.view().pipelines:
-        assert (view.has_demand, view.holds, view.waits) == (False, {}, ())
-        assert {worker.phase for worker in view.workers} == {WorkerPhase.ASLEEP}
+    """Soon nobody holds or wants anything, and all may ask again."""
+
+    def are_at_rest() -> bool:
+        return all(
+            (view.has_demand, view.holds, view.waits) == (False, {}, ())
+            and {worker.phase for worker in view.workers} == {WorkerPhase.ASLEEP}
+            for view in fleet.view().pipelines
+        )
+
+    look_until(are_at_rest)
 
 
 @pytest.mark.timeout(240)
