@@ -9,7 +9,9 @@ The answer is found pool by pool: each is filled again, exactly, around what its
 elsewhere, until nothing moves by more than the tolerance. The even spread is the one minimum of
 sum(gpus^2 / weight) over what the pools allow, and each filling comes closer to it (Fujishige 1980,
 lexicographically optimal bases); with one pool it is there at once. Whoever has its cap then draws
-less where the water is low and more where it is high, and the filling goes on.
+less where the water is low and more where it is high, and the filling goes on. In the end, of few
+pools, whoever could have more at the cost of one who has more for its weight gets it, though others
+go from pool to pool for it: where no such path is left, the spread is even.
 
 Invariants: never more than the cap, nor than the pools hold; the same input gives the same answer.
 A fleet of many pools is left before all is at rest: by a fifth of a bundle in the mean, and single
@@ -24,10 +26,17 @@ TOLERANCE_GPUS = 1e-4
 ROUGH_GPUS = 0.1
 """The same where there are more than FEW_POOLS: nobody there is told apart by so little."""
 FEW_POOLS = 16
+NEAR = 1e-3
+"""GPUs that are not worth a path."""
+NUM_PATHS = 200
 NUM_FILLS = 20_000
 """Visits of a claim to a pool, at most."""
 NUM_ROUGH_FILLS, NUM_ROUNDS = 2_000, 3
 """The same where there are more than FEW_POOLS; or so many rounds, where that is more."""
+
+
+Step = tuple[int, int]
+"""Out of a pool, by a claim that can go elsewhere."""
 
 
 class Share(NamedTuple):
@@ -77,6 +86,76 @@ class _Water:
             for claim in range(len(self._claims)):
                 if len(self._pools_of[claim]) > 1:
                     self._shift(claim)
+
+    def even_out(self) -> None:
+        """Until nobody could have more at the cost of one who has more for its weight."""
+        for index in list(self._waiting):
+            self._refill(index)
+        for _ in range(NUM_PATHS):
+            low = [
+                each for each, c in enumerate(self._claims) if self.got[each] < c.cap_gpus - NEAR
+            ]
+            low.sort(key=self._height)
+            if not any(self._raise(claim) for claim in low):
+                break
+
+    def _height(self, claim: int) -> float:
+        return self.got[claim] / self._claims[claim].weight
+
+    def _raise(self, claim: int) -> bool:
+        """By the path to who has the most for its weight, or to room that nobody uses."""
+        came = dict[int, Step | None].fromkeys(self._pools_of[claim])
+        best, end, loser = 0.0, -1, -1
+        unseen = list(came)
+        for pool in unseen:
+            if self._unused(pool) > NEAR:
+                best, end, loser = math.inf, pool, -1
+                break
+            for other in self._others(pool, claim):
+                if self._height(other) > best and self.got[other] > self._claims[other].floor_gpus:
+                    best, end, loser = self._height(other), pool, other
+                for step in self._pools_of[other]:
+                    if step not in came:
+                        came[step] = (pool, other)
+                        unseen.append(step)
+        return best > self._height(claim) and self._move(claim, came, end, loser)
+
+    def _others(self, pool: int, claim: int) -> list[int]:
+        return [each for each, part in self._parts[pool].items() if part > NEAR and each != claim]
+
+    def _unused(self, pool: int) -> float:
+        return self._pools[pool].num_gpus - sum(self._parts[pool].values())
+
+    def _move(self, claim: int, came: dict[int, Step | None], end: int, loser: int) -> bool:
+        """As much along the path as makes both ends even, or as there is."""
+        path, pool = list[tuple[int, int, int]](), end
+        while (step := came[pool]) is not None:
+            path.append((*step, pool))
+            pool = step[0]
+        one = self._claims[claim]
+        most = [self._parts[before][each] for before, each, _ in path]
+        most.append(one.cap_gpus - self.got[claim])
+        if loser < 0:
+            most.append(self._unused(end))
+        else:
+            other = self._claims[loser]
+            gap = self._height(loser) - self._height(claim)
+            most.append(gap / (1.0 / one.weight + 1.0 / other.weight))
+            most += [self._parts[end][loser], self.got[loser] - other.floor_gpus]
+        amount = min(most)
+        if amount <= NEAR:
+            return False
+        for before, each, after in path:
+            self._give(before, each, -amount)
+            self._give(after, each, amount)
+        self._give(pool, claim, amount)
+        if loser >= 0:
+            self._give(end, loser, -amount)
+        return True
+
+    def _give(self, pool: int, claim: int, amount: float) -> None:
+        self._parts[pool][claim] += amount
+        self.got[claim] += amount
 
     def _refill(self, index: int) -> None:
         pool, parts, got = self._pools[index], self._parts[index], self.got
@@ -146,6 +225,8 @@ def max_min(claims: Sequence[Share], pools: Sequence[Pool]) -> list[float]:
     """The GPUs of each claim."""
     water = _Water(claims, pools)
     water.settle()
+    if len(pools) <= FEW_POOLS:
+        water.even_out()
     return water.got
 
 
