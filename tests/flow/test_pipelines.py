@@ -24,6 +24,7 @@ from tests.flow.demo import follow, read
 from tests.flow.shared_fleet import RUN, TRAINS_ON, SharedFleet, handed_over
 from tests.flow.test_update import Process
 from tests.flow.trained_mesh import Story
+from tests.flow.worker_mesh import look_until
 
 NUM_STEPS = 5
 LIMIT_S = 240.0
@@ -64,11 +65,17 @@ def check_trained(fleet: SharedFleet, name: str, num_steps: int = NUM_STEPS) -> 
 
 
 def check_given_back(fleet: SharedFleet) -> None:
-    """Nobody holds or wants anything, and all may ask again."""
-    for view in fleet.view().pipelines:
-        assert (view.has_demand, view.holds, view.waits) == (False, {}, ())
-        assert (view.phase, view.fault) == (PipelinePhase.ADMITTED, "")
-        assert {worker.phase for worker in view.workers} == {WorkerPhase.ASLEEP}
+    """Soon nobody holds or wants anything, and all may ask again."""
+
+    def are_at_rest() -> bool:
+        return all(
+            (view.has_demand, view.holds, view.waits) == (False, {}, ())
+            and (view.phase, view.fault) == (PipelinePhase.ADMITTED, "")
+            and {worker.phase for worker in view.workers} == {WorkerPhase.ASLEEP}
+            for view in fleet.view().pipelines
+        )
+
+    look_until(are_at_rest)
 
 
 def until(fleet: SharedFleet, pipeline: str, step: int) -> None:
