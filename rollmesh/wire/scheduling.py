@@ -209,8 +209,9 @@ class SchedulerHello(Message, frozen=True, tag="scheduler_hello"):
     scheduler: str
     """Its incarnation."""
     newest_s: float = 0.0
-    """To a coordinator that began, by its clock, before the newest one known: when that did. Who
-    hears this lives, and so is the newer one."""
+    """To a coordinator: when the newest one known began, by its clock, which is the one that is
+    answered or one that is not heard any more; so who hears it is the newer one. 0 where the
+    pipeline is not known, or another coordinator of it lives."""
     newest_batch: int = 0
     """To hooks: of all progress known of their pipeline."""
 

@@ -4,9 +4,13 @@ Each of these was found by a mutation of the service that no other test of it no
 """
 
 import msgspec
+import pytest
 
 from rollmesh.scheduler.planning.state import FIXED, Owner, PipelinePhase
+from rollmesh.scheduler.service.coordinators import DRIVEN_S, Coordinators
+from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.wire.machine import Received, Send
+from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     CoordinatorHello,
@@ -39,8 +43,46 @@ def generating(num_gpus: int = 1) -> Stage:
 def test_a_hello_is_answered_with_whose_life_it_is() -> None:
     stage = Stage(1)
     coordinator = stage.pipeline("a", train=(), generation=(0,))
-    actions = stage.scheduler.step(Received(coordinator.route, coordinator.hello()), stage.now_s)
-    assert Send(coordinator.route, SchedulerHello("s1"), b"") in actions
+    hello = coordinator.hello()
+    assert answer(stage, hello) == SchedulerHello("s1", newest_s=coordinator.started_s)
+    assert answer(stage, msgspec.structs.replace(hello, pipeline_id="z")) == SchedulerHello("s1")
+
+
+def answer(stage: Stage, hello: CoordinatorHello) -> AnyMessage:
+    """What that is answered with."""
+    actions = stage.scheduler.step(Received(b"c", hello), stage.now_s)
+    [said] = [each.message for each in actions if isinstance(each, Send) and each.route == b"c"]
+    return said
+
+
+class TellsWhoeverAsks(Coordinators):
+    """The fault: a process of before that lives yet goes above the newest one, and silences it."""
+
+    def on_hello(self, route: bytes, hello: CoordinatorHello) -> None:
+        link = self._book.links[hello.pipeline_id]
+        before, link.heard_s = link.heard_s, 0.0
+        super().on_hello(route, hello)
+        link.heard_s = max(before, link.heard_s)
+
+
+class GivesPlacesAway(Scheduler):
+    COORDINATORS = TellsWhoeverAsks
+
+
+@pytest.mark.parametrize(("kind", "is_safe"), [(Scheduler, True), (GivesPlacesAway, False)])
+def test_who_is_heard_keeps_its_place_before_one_of_an_earlier_clock(
+    kind: type[Scheduler], is_safe: bool
+) -> None:
+    """Only when it is silent that one may be its next life."""
+    stage = Stage(1, kind)
+    coordinator = stage.pipeline("a", train=(), generation=(0,))
+    coordinator.started_s = 5000.0
+    stage.beat()
+    earlier = msgspec.structs.replace(coordinator.hello(), started_s=4000.0)
+    assert (answer(stage, earlier) == SchedulerHello("s1")) is is_safe
+    coordinator.is_silent = True
+    stage.run(DRIVEN_S + 1.0)
+    assert answer(stage, earlier) == SchedulerHello("s1", newest_s=5000.0)
 
 
 def test_a_hello_of_a_time_before_does_not_end_a_sleep() -> None:

@@ -57,10 +57,12 @@ class Coordinators:
             return
         tenant, link = book.tenants[hello.pipeline_id], book.links[hello.pipeline_id]
         if hello.started_s < tenant.started_s:
-            # Of a process that was before, which hears nothing any more; or its clock went back.
-            book.send(route, SchedulerHello(book.incarnation, newest_s=tenant.started_s))
+            # Of a process that was before, or its clock went back. While the newest one is heard
+            # it is the former, and must not go above that.
+            newest_s = 0.0 if is_driven(book, hello.pipeline_id) else tenant.started_s
+            book.send(route, SchedulerHello(book.incarnation, newest_s=newest_s))
             return
-        book.send(route, SchedulerHello(book.incarnation))
+        book.send(route, SchedulerHello(book.incarnation, newest_s=hello.started_s))
         if hello.started_s > tenant.started_s:
             tenant.started_s, tenant.told, tenant.unsure = hello.started_s, [], []
             book.mark("pipelines", hello.pipeline_id)

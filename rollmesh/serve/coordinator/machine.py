@@ -14,7 +14,6 @@ worker.py. Pure; driven by process.py and by the simulator, with a tick at least
 second.
 """
 
-import math
 from collections import deque
 
 import msgspec
@@ -116,9 +115,11 @@ class Coordinator:
         if hello.scheduler != self._scheduler:
             self._scheduler, self._said_s = hello.scheduler, float("-inf")
         if hello.newest_s > self._started_s and not self._is_believed:
-            self._started_s = math.nextafter(hello.newest_s, math.inf)
+            # Above it by what no other process adds.
+            self._started_s = hello.newest_s + 1.0 + self._settings.started_s % 1.0
             self._said_s = float("-inf")
-        self._is_believed = self._is_believed or not hello.newest_s
+        # What was said of another, perhaps to the process before, says nothing of this one.
+        self._is_believed = self._is_believed or hello.newest_s == self._started_s
 
     # resizes
 

@@ -72,9 +72,16 @@ class Toy:
 class Yard:
     """See the module."""
 
-    def __init__(self, num_engines: int = 2, *, is_asleep: bool = True) -> None:
+    def __init__(
+        self,
+        num_engines: int = 2,
+        *,
+        is_asleep: bool = True,
+        kind: type[Coordinator] = Coordinator,
+        started_s: float = 0.0,
+    ) -> None:
         self.urls = tuple(f"http://e:{rank}" for rank in range(num_engines))
-        self.settings = CoordinatorSettings(pipeline_id="p", urls=self.urls)
+        self.settings = CoordinatorSettings(pipeline_id="p", urls=self.urls, started_s=started_s)
         self.toys = {url: Toy() for url in self.urls}
         self.newest = 0
         self.now_s = 100.0
@@ -87,7 +94,7 @@ class Yard:
         self._resizes = 0
         self._pending: list[CallEngine] = []
         self.start_router(is_asleep=is_asleep)
-        self.coordinator = Coordinator(self.settings)
+        self.coordinator = kind(self.settings)
 
     def start_router(self, *, is_asleep: bool = True) -> None:
         """A new one, whose engines begin asleep."""

@@ -1,7 +1,10 @@
 """The coordinator's machine: resizes, in order and once; the truth, whatever happens."""
 
+import pytest
+
 from rollmesh.engine.sleeping import ASLEEP
 from rollmesh.serve.coordinator.events import Deed
+from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.wire.fleet import EnginePhase, SleepEngine
 from rollmesh.wire.scheduling import ResizeWorkers, SchedulerHello, WorkerChange, WorkerPhase
 from tests.unit.serve.coordinator.engine_yard import Yard
@@ -222,6 +225,32 @@ def test_a_hung_engine_is_lost_alone_and_sleeps_when_it_is_back() -> None:
     yard.run(3.0)
     assert yard.truth(0).phase is WorkerPhase.ASLEEP
     assert yard.hellos()[-1].workers[0].phase is WorkerPhase.ASLEEP
+
+
+class BelievesAnyAnswer(Coordinator):
+    """The fault: what the process before is answered late is taken for its own."""
+
+    def _on_scheduler(self, hello: SchedulerHello) -> None:
+        super()._on_scheduler(hello)
+        self._is_believed |= hello.newest_s < self._started_s
+
+
+@pytest.mark.parametrize(("kind", "is_heard"), [(Coordinator, True), (BelievesAnyAnswer, False)])
+@pytest.mark.parametrize("late_s", [0.0, 1000.0])
+def test_who_hears_a_late_answer_to_the_process_before_still_goes_above_it(
+    kind: type[Coordinator], is_heard: bool, late_s: float
+) -> None:
+    """Its clock was set back; once it is believed itself, it goes above nobody."""
+    yard = Yard(kind=kind, started_s=1400.5)
+    yard.run(1.0)
+    for newest_s in (late_s, 5000.0):
+        yard.hear(SchedulerHello("s1", newest_s=newest_s))
+    mine_s = yard.hellos()[-1].started_s
+    assert (mine_s > 5000.0) is is_heard
+    for newest_s in (mine_s, 9000.0):
+        yard.hear(SchedulerHello("s1", newest_s=newest_s))
+    yard.run(2.0)
+    assert yard.hellos()[-1].started_s == mine_s
 
 
 def test_the_truth_is_said_each_second_and_at_once_to_another_scheduler() -> None:
