@@ -11,19 +11,17 @@ first time, and not again; both end with us. Driven by people: who wants other s
 
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from rollmesh.cli.options import parser
 from rollmesh.cli.scheduler_verbs import enrol
 from rollmesh.core.errors import UserError
-from rollmesh.core.process import FAILED, LAUNCHER_VARIABLE, OK, Ready
+from rollmesh.core.process import LAUNCHER_VARIABLE, OK, Ready, Stop
 from rollmesh.scheduler.admission.fleet_file import FLEET_FILE, read_fleet
 
 AGAIN_S = 0.5
@@ -89,21 +87,13 @@ def main(argv: list[str]) -> int:
     arguments.add_argument("fleet", type=Path, nargs="?", default=Path(FLEET_FILE))
     path: Path = arguments.parse_args(argv).fleet
     fleet = read_fleet(path)
-    stops: list[int] = []
-
-    def on_signal(number: int, _: Any) -> None:
-        if stops:
-            os._exit(FAILED)  # both die with us
-        stops.append(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    stop = Stop()  # both die with us
     children = [Child("serve", path), Child("admission", path)]
     try:
         service, admission = [each.start() for each in children]
         enrol(fleet, (), admission.address, admits=True)
         print(f"serves at {service.address}, {service.http_address}/status", flush=True)
-        while not stops:
+        while not stop.is_asked:
             time.sleep(LOOK_S)
             for child in children:
                 child.tend()

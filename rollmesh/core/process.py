@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 import msgspec
 
@@ -111,22 +112,31 @@ def die_with_launcher() -> None:
         die_with_parent()
 
 
-def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process at once.
+class Stop:
+    """Whether a SIGTERM or SIGINT has come since; the second ends the process at once, for which
+    nothing need turn: what holds the process up may be what it is meant to end."""
 
-    For that the loop need not turn: code that holds it may be what the second is meant to end.
-    """
-    stop = asyncio.Event()
-    is_asked = False
+    def __init__(self, wake: Callable[[], object] = bool) -> None:
+        """`wake` is called at the first, in the handler."""
+        self.is_asked = False
+        self._wake = wake
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
 
-    def on_signal(*_: object) -> None:
-        nonlocal is_asked
-        if is_asked:
+    def _on_signal(self, *_: object) -> None:
+        if self.is_asked:
             os._exit(FAILED)
-        is_asked = True
+        self.is_asked = True
+        self._wake()
+
+
+def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+    stop = asyncio.Event()
+
+    def wake() -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: all is done already
             loop.call_soon_threadsafe(stop.set)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    Stop(wake)
     return stop

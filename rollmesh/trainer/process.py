@@ -6,7 +6,6 @@ learning.png are written from what happened. Driven by `rollmesh train`.
 
 import gc
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,7 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import JournalError, UserError
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.process import Ready, announce
+from rollmesh.core.process import Ready, Stop, announce
 from rollmesh.core.share import Share, check_may_share
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
@@ -176,14 +175,7 @@ def policy_of(config: Config, staleness: Staleness) -> Trainee:
 def stop_by_signal() -> threading.Event:
     """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
     stop = threading.Event()
-
-    def on_signal(*_: object) -> None:
-        if stop.is_set():
-            os._exit(1)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    Stop(stop.set)
     return stop
 
 

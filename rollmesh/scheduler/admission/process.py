@@ -7,13 +7,11 @@ once, for the scheduler knows its key; whatever is asked, the loop goes on. Driv
 """
 
 import os
-import signal
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from rollmesh.core.errors import AddressError, RollmeshError
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.process import Ready, announce
+from rollmesh.core.process import Ready, Stop, announce
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
 from rollmesh.scheduler.admission.desk import Desk
 from rollmesh.wire.frames import Buffer, Packet
@@ -36,14 +34,8 @@ def run(bind: str, scheduler: str, ready_fd: int | None) -> None:
     except AddressError as error:
         raise AddressError(f"admission = {error}") from None
     setup("admission", None)
-    bell, stops = Doorbell(), list[int]()
-
-    def on_signal(number: int, _: Any) -> None:
-        stops.append(number)
-        bell.ring()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    bell = Doorbell()
+    stop = Stop(bell.ring)
 
     def ask_scheduler(question: Question, patience_s: float) -> Answer:
         return ask(scheduler, question, patience_s=patience_s)
@@ -51,7 +43,7 @@ def run(bind: str, scheduler: str, ready_fd: int | None) -> None:
     desk = Desk(ask_scheduler)
     announce(ready_fd, Ready("admission", os.getpid(), hub.address))
     log.info("admission.started", address=hub.address, scheduler=scheduler)
-    while not stops:
+    while not stop.is_asked:
         wait([hub], bell, IDLE_S)
         turn(hub, desk)
     hub.close()

@@ -8,9 +8,7 @@ Driven by `rollmesh scheduler serve`.
 """
 
 import os
-import signal
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -18,14 +16,15 @@ from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.errors import AddressError, ConfigError, JournalError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.process import Ready, announce, http_address, listen
+from rollmesh.core.process import Ready, Stop, announce, http_address, listen
 from rollmesh.scheduler.planning.plan import Policy
 from rollmesh.scheduler.service.actions import Action, Event, Note, Write
-from rollmesh.scheduler.service.face import Face
+from rollmesh.scheduler.service.face import board_of, face_of
 from rollmesh.scheduler.service.journal import Journal
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.settings import SchedulerSettings
-from rollmesh.scheduler.service.status import status_of
+from rollmesh.scheduler.service.status import Status, status_of
+from rollmesh.serve.face import Board
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import read_keys
 from rollmesh.wire.machine import Received, Send, Ticked
@@ -68,10 +67,11 @@ def run(ask: ServiceAsk) -> None:
         listening = listen(ask.http_bind, ask.listen_fd)
     except AddressError as error:
         raise AddressError(f"http_bind = {error}") from None
-    face = Face(listening, clock)
+    board = board_of(clock)
+    face = face_of(listening, board)
     hub = open_hub(ask.bind)
-    loop = ServiceLoop(ask, hub, journal, face, clock)
-    stop = _Stop(bell)
+    loop = ServiceLoop(ask, hub, journal, board, clock)
+    stop = Stop(bell.ring)
     loop.join(ask.nodes)
     loop.turn()
     face.start()
@@ -96,31 +96,15 @@ def open_hub(bind: str) -> Hub:
         raise AddressError(f"bind = {error}") from None
 
 
-class _Stop:
-    """Remembers that a signal came."""
-
-    def __init__(self, bell: Doorbell) -> None:
-        self.is_asked = False
-        self._bell = bell
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, _: int, __: FrameType | None) -> None:
-        if self.is_asked:
-            os._exit(1)
-        self.is_asked = True
-        self._bell.ring()
-
-
 class ServiceLoop:
     """One turn of it, and what a turn needs."""
 
     def __init__(
-        self, ask: ServiceAsk, hub: Hub, journal: Journal, face: Face, clock: Clock
+        self, ask: ServiceAsk, hub: Hub, journal: Journal, board: Board[Status], clock: Clock
     ) -> None:
         self.incarnation = new_id("s")
         self._settings = ask.settings
-        self._hub, self._journal, self._face, self._clock = hub, journal, face, clock
+        self._hub, self._journal, self._board, self._clock = hub, journal, board, clock
         revived = journal.load()
         self.scheduler = Scheduler(ask.settings, ask.policy, revived, self.incarnation)
         start_s = max(clock.unix_s(), self.scheduler.book.now_s)
@@ -191,12 +175,12 @@ class ServiceLoop:
             if not self._is_stuck:
                 log.error("journal.stuck", why=str(error), fix="nothing is done until it can be")
             self._is_stuck = True
-            self._face.stick(str(error))
+            self._board.stick(str(error))
             return
         if self._is_stuck:
             log.info("journal.unstuck")
             self._is_stuck = False
-            self._face.stick("")
+            self._board.stick("")
         for action in self._actions:
             if isinstance(action, Send):
                 packet = Packet(action.message, self.incarnation, action.body)
@@ -213,6 +197,6 @@ class ServiceLoop:
             "malformed": self._hub.num_malformed,
             "unsent": self._hub.num_unsent,
         }
-        self._face.hang(status_of(self.scheduler, counts))
+        self._board.hang(status_of(self.scheduler, counts))
         spent_s = self._clock.now_s() - now_s
         self._next_status_s = now_s + max(STATUS_S, spent_s / STATUS_SHARE)

@@ -8,7 +8,6 @@ the router's incarnation, by which peers notice a restart. Driven by `rollmesh r
 
 import gc
 import os
-import signal
 import typing
 
 import msgspec
@@ -19,16 +18,17 @@ from rollmesh.core.errors import AddressError
 from rollmesh.core.heap import Heap, note_freed
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.process import Ready, announce, http_address, listen, pid_space
+from rollmesh.core.process import Ready, Stop, announce, http_address, listen, pid_space
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import Event as FleetEvent
 from rollmesh.engine.fleet import Fleet, FleetSettings, PublishTable
 from rollmesh.engine.member import UNVERSIONED
 from rollmesh.runtime.keeper import Keeper
+from rollmesh.serve.face import Board
 from rollmesh.serve.router.ledger import Ledger
 from rollmesh.serve.router.pids import LocalPids
-from rollmesh.serve.router.side import Board, SideThread
-from rollmesh.serve.router.status import status_of
+from rollmesh.serve.router.side import SideThread
+from rollmesh.serve.router.status import Status, figures_of, status_of
 from rollmesh.serve.router.workers import WorkerState
 from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine, PublisherLeft, SleepEngine
 from rollmesh.wire.frames import Packet
@@ -78,7 +78,7 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
     Heap().settle()
     bell, clock = Doorbell(), SystemClock()
     listening = listen(config.router.http_bind, listen_fd)
-    board = Board(clock)
+    board = Board("router", clock, figures_of)
     keeper = Keeper(clock)
     side = SideThread(listening, board, bell, keeper.figures)
     hub = open_hub(config.router.bind)
@@ -88,7 +88,7 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
         )
     )
     loop = RouterLoop(config, fleet, hub, side, board, clock)
-    stop = _Stop(bell)
+    stop = Stop(bell.ring)
     for url in engines.urls or config.engine.urls:
         loop.join_engine(url, is_asleep=engines.are_asleep)
     loop.turn()
@@ -118,22 +118,6 @@ def open_hub(bind: str) -> Hub:
         raise AddressError(f"router.bind = {error}") from None
 
 
-class _Stop:
-    """Remembers the first signal; the second ends the process."""
-
-    def __init__(self, bell: Doorbell) -> None:
-        self.is_asked = False
-        self._bell = bell
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, *_: object) -> None:
-        if self.is_asked:
-            os._exit(1)
-        self.is_asked = True
-        self._bell.ring()
-
-
 class RouterLoop:
     """One turn of it, and what a turn needs."""
 
@@ -143,7 +127,7 @@ class RouterLoop:
         fleet: Fleet,
         hub: Hub,
         side: SideThread,
-        board: Board,
+        board: Board[Status],
         clock: Clock,
     ) -> None:
         self.incarnation = new_id("i")

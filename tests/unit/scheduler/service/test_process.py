@@ -8,10 +8,9 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError, JournalError
-from rollmesh.core.process import listen
 from rollmesh.scheduler.planning.policies.fair import Fair
 from rollmesh.scheduler.service.actions import Row
-from rollmesh.scheduler.service.face import Face
+from rollmesh.scheduler.service.face import board_of
 from rollmesh.scheduler.service.journal import Journal
 from rollmesh.scheduler.service.process import ServiceAsk, ServiceLoop, open_hub
 from rollmesh.testing.clock import FakeClock
@@ -59,9 +58,7 @@ class Life:
         self.clock = clock
         self.hub = open_hub(ask.bind)
         self.journal = FullDisk(folder)
-        self._listening = listen(ask.http_bind)
-        face = Face(self._listening, clock)
-        self.loop = ServiceLoop(ask, self.hub, self.journal, face, clock)
+        self.loop = ServiceLoop(ask, self.hub, self.journal, board_of(clock), clock)
         self.dialer = Dialer(self.hub.address, "test")
 
     def ask(self, message: AnyMessage, kind: type[AnyMessage]) -> AnyMessage:
@@ -80,7 +77,6 @@ class Life:
         self.dialer.close()
         self.hub.close()
         self.journal.close()
-        self._listening.close()
 
 
 def begin(folder: Path, now_s: float = 0.0) -> Life:

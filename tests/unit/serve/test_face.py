@@ -1,0 +1,93 @@
+"""The HTTP face: what is served, to whom, and that it tells when the loop hangs."""
+
+import asyncio
+import socket
+from collections.abc import Iterable, Iterator
+
+import httpx
+import msgspec
+import pytest
+
+from rollmesh.core.errors import AddressError
+from rollmesh.core.metrics import Exposition, Figure
+from rollmesh.core.process import http_address, listen
+from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
+from rollmesh.serve.face import STALE_S, Board, Face
+from rollmesh.testing.clock import FakeClock
+
+
+class Seen(msgspec.Struct):
+    """What a loop shows."""
+
+    num_turns: int
+
+
+def figures_of(seen: Seen) -> Iterable[Figure]:
+    return [Figure("turns_total", seen.num_turns, "turns of the loop")]
+
+
+def face_over(listening: socket.socket, board: Board[Seen]) -> Face:
+    return Face(listening, board, Exposition("loop"), setting="loop.http_bind")
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    bound = listen("127.0.0.1:0")
+    yield bound
+    bound.close()
+
+
+def test_it_serves_the_newest_snapshot_and_says_when_there_is_none(
+    listening: socket.socket,
+) -> None:
+    clock = FakeClock()
+    board = Board("loop", clock, figures_of)
+    face = face_over(listening, board)
+    face.start()
+    with httpx.Client(base_url=http_address(listening), timeout=30.0) as client:
+        assert client.get("/healthz").status_code == 503
+        assert client.get("/status").json() is None
+        board.hang(Seen(3))
+        assert client.get("/healthz").text == "ok\n"
+        assert client.get("/status").json() == {"num_turns": 3}
+        assert "rollmesh_turns_total 3.0" in client.get("/metrics").text
+        board.stick("the disk is full")
+        assert client.get("/healthz").text == "nothing is done: the disk is full\n"
+        board.stick("")
+        assert client.get("/healthz").text == "ok\n"
+        clock.advance(STALE_S + 1)
+        late = client.get("/healthz")
+        assert (late.status_code, late.text) == (503, "the loop has not turned for 5 s\n")
+    face.close()
+
+
+def test_others_need_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ADMIN_TOKEN_VARIABLE, raising=False)
+    board = Board("loop", FakeClock(), figures_of)
+    with socket.create_server(("0.0.0.0", 0)) as bound:
+        with pytest.raises(AddressError, match=r"loop\.http_bind = 0\.0\.0\.0: others"):
+            face_over(bound, board)
+        monkeypatch.setenv(ADMIN_TOKEN_VARIABLE, "t0ken")
+        face = face_over(bound, board)
+        face.start()
+        address = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        with httpx.Client(base_url=address, timeout=30.0) as client:
+            assert client.get("/status").status_code == 401
+            assert client.get("/healthz").status_code == 503
+            told = client.get("/status", headers={"Authorization": "Bearer t0ken"})
+            assert told.status_code == 200
+        face.close()
+
+
+def test_what_runs_beside_it_ends_it(listening: socket.socket) -> None:
+    asks: asyncio.Queue[str] = asyncio.Queue()
+    board, done = Board("loop", FakeClock(), figures_of), []
+
+    async def until() -> None:
+        done.append(await asks.get())
+
+    face = Face(listening, board, Exposition("loop"), setting="http_bind", until=until)
+    face.start()
+    face.call(asks.put_nowait, "the last")
+    face.close()
+    assert done == ["the last"]
