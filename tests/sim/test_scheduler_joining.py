@@ -2,7 +2,14 @@
 
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.explain import view
-from rollmesh.wire.scheduling import TicketState, WorkerPhase
+from rollmesh.wire.scheduling import (
+    AdmitPipeline,
+    HooksWired,
+    PipelineSpec,
+    RegisterPipeline,
+    TicketState,
+    WorkerPhase,
+)
 from tests.unit.scheduler.service.stage import Coordinator, Stage
 
 QUARANTINED, ADMITTED = PipelinePhase.QUARANTINED, PipelinePhase.ADMITTED
@@ -29,6 +36,24 @@ def test_an_engine_that_has_not_come_up_yet_is_no_fault_and_is_not_woken() -> No
     assert "engine 1 has not come up yet (60 s)" in told.lines
     assert [each.phase for each in told.workers] == [WorkerPhase.AWAKE, WorkerPhase.ABSENT]
     stage.coordinators["a"].move(1, WorkerPhase.ASLEEP)
+    stage.run(5)
+    assert stage.awake("a") == [0, 1]
+
+
+def test_an_engine_that_was_to_wake_before_its_coordinator_was_heard_is_no_fault_either() -> None:
+    stage = Stage(2)
+    spec = PipelineSpec(pipeline_id="a", clusters={}, generation=(0, 1))
+    stage.say(RegisterPipeline("r", spec))
+    stage.say(AdmitPipeline("ad", "a"))
+    stage.say(HooksWired("a"))
+    stage.generate("a", "g")  # so both are promised to wake
+    stage.coordinators["a"] = coordinator = Coordinator("a", 2)
+    coordinator.move(1, WorkerPhase.ABSENT)
+    stage.run(5)
+    assert stage.scheduler.book.num["pipeline.quarantined"] == 0
+    assert stage.awake("a") == [0]
+    assert set(stage.scheduler.book.state.owners) == {0}
+    coordinator.move(1, WorkerPhase.ASLEEP)
     stage.run(5)
     assert stage.awake("a") == [0, 1]
 

@@ -190,6 +190,8 @@ class Coordinators:
 
     def _absent(self, name: str, worker: Worker, truth: WorkerTruth) -> str:
         """Of one that its coordinator has never seen."""
+        # A wake that was sent is not looked at here: this one was promised before that was known.
+        self._intents.call_off(name, "its engine has not come up yet", worker.rank)
         if worker.phase is WorkerPhase.ASLEEP:
             self._intents.settle(name, worker.rank, WorkerPhase.ABSENT)
         if worker.phase is WorkerPhase.LOST:

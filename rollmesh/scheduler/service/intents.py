@@ -262,10 +262,11 @@ class Intents:
                 self._break(promised)
         self.settle(pipeline_id, worker.rank, WorkerPhase.LOST)
 
-    def call_off(self, pipeline_id: str, why: str) -> None:
-        """Workers of it that nobody has told to wake yet need not."""
+    def call_off(self, pipeline_id: str, why: str, rank: int | None = None) -> None:
+        """Workers of it, or this one, that nobody has told to wake yet need not."""
         for intent in self.of(pipeline_id):
-            if intent.kind is IntentKind.WAKE and intent.phase is IntentPhase.PLANNED:
+            is_wake = intent.kind is IntentKind.WAKE and intent.phase is IntentPhase.PLANNED
+            if is_wake and rank in (None, intent.rank):
                 self._call_off(intent, why)
 
     def drop_promise(self, pipeline_id: str, cluster: str) -> None:

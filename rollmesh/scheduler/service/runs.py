@@ -67,7 +67,8 @@ class Runs:
         may stand."""
         name, kept = pipeline.pipeline_id, set[str]()
         if not with_trainer:
-            kept = {each for each in pipeline.holds if not self._intents.is_promise(name, each)}
+            held = [each for each in pipeline.holds if not self._intents.is_promise(name, each)]
+            kept = {each for each in held if self._tickets.is_taken(name, each)}
         self._demands.close(pipeline)
         self._tickets.refuse_all(name, f"{name}: {why}", kept)
         for cluster in pipeline.spec.clusters:

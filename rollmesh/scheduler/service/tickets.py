@@ -72,7 +72,7 @@ class Tickets:
         book.tickets[ask.key] = ticket
         book.mark("tickets", ask.key)
         if why := refusal(self._book, ask):
-            self._close(ticket, TicketState.REFUSED, why)
+            self._refuse(ticket, ask, why)
             return
         book.num["asks"] += 1
         if isinstance(ask, NotifyReleaseGpus):
@@ -81,6 +81,15 @@ class Tickets:
         if isinstance(ask, NotifyReleaseThenRequestGpus):
             self.release(ask.pipeline_id, ask.release_cluster, ask.key)
         self._request(ticket, ask)
+
+    def _refuse(self, ticket: Ticket, ask: Ask, why: str) -> None:
+        """Whose pipeline is leaving gives up none the less what he gives up with it."""
+        self._close(ticket, TicketState.REFUSED, why)
+        pipeline = self._book.state.pipelines.get(ask.pipeline_id)
+        if pipeline and pipeline.phase is PipelinePhase.LEAVING:
+            released = getattr(ask, "release_cluster", None)
+            if released in pipeline.holds:
+                self.release(ask.pipeline_id, released, ask.key)
 
     def _take_up(self, ticket: Ticket, ask: Ask) -> None:
         """Who asked was held up, and waits still; what he gave up with it he gave up at once."""
@@ -246,6 +255,11 @@ class Tickets:
         book.num["grants"] += 1
         book.mark("tickets", ticket.key)
         self._to_tell[ticket.key] = None
+
+    def is_taken(self, pipeline_id: str, cluster: str) -> bool:
+        """Whether somebody may compute on what it holds; what is but offered nobody has."""
+        tickets = self._open(pipeline_id, cluster)
+        return not tickets or any(each.state is TicketState.GRANTED for each in tickets)
 
     # ends
 

@@ -11,6 +11,7 @@ from rollmesh.wire.scheduling import (
     RegisterPipeline,
     RequestGpus,
     TicketState,
+    UnregisterPipeline,
 )
 from tests.unit.scheduler.service.stage import TRAIN, Stage
 
@@ -82,3 +83,15 @@ def test_a_hand_over_whose_second_half_is_refused_releases_nothing() -> None:
     ask = NotifyReleaseThenRequestGpus("a2", "a", TRAIN, "critic", GpuPriority.CRITIC_TRAINING)
     assert stage.ask(ask) is REFUSED
     assert TRAIN in stage.of("a").holds
+
+
+def test_of_a_hand_over_the_first_half_counts_though_its_pipeline_is_leaving() -> None:
+    stage = Stage()
+    stage.pipeline("a")
+    stage.train("a", "a1")
+    stage.say(UnregisterPipeline("u", "a"))
+    priority = GpuPriority.GENERATION
+    ask = NotifyReleaseThenRequestGpus("a2", "a", TRAIN, GENERATION_CLUSTER, priority)
+    assert stage.ask(ask) is REFUSED
+    assert stage.answers["u"].ok, "else it is waited for until somebody kills it"
+    assert not stage.scheduler.book.state.owners

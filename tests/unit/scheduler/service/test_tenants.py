@@ -10,11 +10,14 @@ from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     AdmitPipeline,
     DrainNode,
+    GpuPriority,
     JoinNode,
     KillPipeline,
     NodeBeat,
     PipelineSpec,
     RegisterPipeline,
+    RequestGpus,
+    TakeGpus,
     TicketState,
     UndrainNode,
     UnregisterPipeline,
@@ -176,6 +179,20 @@ def test_who_trains_as_its_pipeline_leaves_keeps_its_gpus_until_it_gives_them_up
     stage.release("a", "r")
     stage.wait_for("tb", TicketState.GRANTED, 5)
     assert list(stage.scheduler.book.state.pipelines) == ["b"]
+
+
+def test_who_leaves_with_an_offer_that_nobody_has_taken_has_nothing() -> None:
+    stage = Stage(2)
+    stage.pipeline("a", train=(0, 1), generation=())
+    stage.say(RequestGpus("ta", "a", TRAIN, GpuPriority.ACTOR_TRAINING))
+    offered = stage.moved["ta"]
+    stage.say(UnregisterPipeline("u", "a"))
+    assert offered.state is TicketState.OFFERED
+    assert stage.state("ta") is TicketState.REFUSED
+    assert stage.answers["u"].ok
+    stage.say(TakeGpus("ta", offered.offer))  # it was on its way
+    assert stage.state("ta") is TicketState.REFUSED
+    assert stage.scheduler.book.standing == {}
 
 
 def test_were_it_forgotten_at_once_two_would_stand_on_its_gpus() -> None:
