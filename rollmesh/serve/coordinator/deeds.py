@@ -85,6 +85,7 @@ class _Engine:
         adapter = adapter_name(info.policy_version)
         return EngineSeen(
             is_released=occupation is Occupation.RELEASED,
+            is_moving=occupation is Occupation.MOVING,
             policy_version=info.policy_version,
             adapter=adapter if adapter in await self._client.adapters() else "",
             num_requests=load.num_running + load.num_waiting,

@@ -40,6 +40,8 @@ class EngineSeen(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine is."""
 
     is_released: bool
+    is_moving: bool = False
+    """Somebody began to give its memory up, or to wake it, and has not ended: no weights."""
     policy_version: int = UNVERSIONED
     adapter: str = ""
     """Of that version, if it is there."""

@@ -165,13 +165,16 @@ class Worker:
                 self._enter(Step.PAUSING)
 
     def _settle(self, seen: EngineSeen, row: EngineRow | None) -> None:
-        """Found at the start: awake where it has memory and serves, else it is to sleep."""
+        """Found at the start: awake where it has memory and serves, else it is to sleep.
+
+        The table alone does not tell: a router that was started anew as well knows of no sleep.
+        """
         self.is_settled = True
         self._take(seen)
         is_served = row is not None and row.phase not in (EnginePhase.ASLEEP, EnginePhase.GONE)
         if seen.is_released:
             self._arrive(WorkerPhase.ASLEEP)
-        elif is_served:
+        elif is_served and not seen.is_moving:
             self.is_wanted_awake = True
             self._arrive(WorkerPhase.AWAKE)
         else:

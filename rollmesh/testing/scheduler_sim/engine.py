@@ -33,6 +33,8 @@ class SimEngine(Node):
         self.gpus = gpus
         self.has_memory = False
         self.has_weights = False
+        self._is_moving = False
+        """By the name of its weights: taken up or given up, and that is not ended."""
         self._kernel = kernel
         self._network = network
         self._space = space
@@ -63,15 +65,17 @@ class SimEngine(Node):
 
         def begin() -> None:
             if deed is Deed.RESUME:
+                self._is_moving |= not self.has_memory
                 self._space.enter(self.name, self.gpus)
                 self.has_memory = True
             elif deed in (Deed.PAUSE, Deed.RELEASE):
                 self.has_weights = False
+                self._is_moving |= deed is Deed.RELEASE and self.has_memory
             self._kernel.after(takes_s, end, self)
 
         def end() -> None:
             if deed is Deed.LOAD:
-                self.has_weights = self.has_memory
+                self.has_weights, self._is_moving = self.has_memory, False
             elif deed is Deed.RELEASE:
                 self._let_go()
             seen = self._seen()
@@ -88,9 +92,13 @@ class SimEngine(Node):
         self._free_at_s = self._kernel.time_s
 
     def _let_go(self) -> None:
-        self.has_memory = self.has_weights = False
+        self.has_memory = self.has_weights = self._is_moving = False
         self._space.leave(self.name)
 
     def _seen(self) -> EngineSeen:
-        policy_version = POLICY_VERSION if self.has_memory else UNVERSIONED
-        return EngineSeen(is_released=not self.has_memory, policy_version=policy_version)
+        is_named = self.has_memory and not self._is_moving
+        return EngineSeen(
+            is_released=not self.has_memory,
+            is_moving=self._is_moving,
+            policy_version=POLICY_VERSION if is_named else UNVERSIONED,
+        )

@@ -49,7 +49,7 @@ async def test_an_engine_says_by_its_weights_name_that_it_sleeps(hands: Hands) -
     assert hands.engine.weight_version == "released-0"
     seen = (await hands.do(Deed.LOOK)).seen
     assert seen is not None
-    assert seen.is_released
+    assert (seen.is_released, seen.is_moving) == (True, False)
     assert (await hands.do(Deed.RELEASE)).ok
     assert hands.engine.num_seen("/release_memory_occupation") == 1
 
@@ -62,7 +62,7 @@ async def test_before_the_first_publication_it_wakes_with_what_it_was_started_wi
     assert hands.engine.weight_version == "moving-0"
     seen = (await hands.do(Deed.LOOK)).seen
     assert seen is not None
-    assert not seen.is_released
+    assert (seen.is_released, seen.is_moving) == (False, True)
     loaded = await hands.do(Deed.LOAD)
     assert (loaded.ok, loaded.policy_version) == (True, 0)
     assert hands.engine.weight_version == "0"

@@ -1,6 +1,9 @@
 """One engine's way: what its shell says late changes nothing."""
 
-from rollmesh.serve.coordinator.events import CoordinatorSettings, Deed, EngineDone
+import msgspec
+import pytest
+
+from rollmesh.serve.coordinator.events import CoordinatorSettings, Deed, EngineDone, EngineSeen
 from rollmesh.serve.coordinator.worker import Step, Worker
 from rollmesh.wire.fleet import EnginePhase, EngineRow
 from rollmesh.wire.scheduling import WorkerPhase
@@ -50,3 +53,27 @@ def test_a_step_that_failed_is_the_one_that_is_tried_again() -> None:
     again = worker.call(4, SETTINGS.retry_s)
     assert again is not None
     assert again.deed is Deed.LOAD
+
+
+class TrustsTheTable(Worker):
+    """The fault: what the table does not know to be asleep is awake."""
+
+    def on_done(self, done: EngineDone, row: EngineRow | None, now_s: float) -> None:
+        seen = done.seen and msgspec.structs.replace(done.seen, is_moving=False)
+        super().on_done(msgspec.structs.replace(done, seen=seen), row, now_s)
+
+
+@pytest.mark.parametrize(("kind", "is_found"), [(Worker, True), (TrustsTheTable, False)])
+@pytest.mark.parametrize("phase", [EnginePhase.JOINING, EnginePhase.READY])
+def test_what_is_found_without_weights_sleeps_though_a_new_router_knows_of_no_sleep(
+    phase: EnginePhase, kind: type[Worker], is_found: bool
+) -> None:
+    """Its coordinator and its router died in the middle of a wake: it would stand on its GPUs and
+    serve nobody."""
+    worker = kind(0, URL, SETTINGS)
+    assert worker.call(1, 0.0) is not None
+    seen = EngineSeen(is_released=False, is_moving=True)
+    worker.on_done(msgspec.structs.replace(done(1), seen=seen), EngineRow(URL, "i", phase, 0), 0.1)
+    assert (worker.phase is WorkerPhase.LOST) is is_found
+    assert (worker.step is Step.LEAVING) is is_found
+    assert worker.is_out is is_found
