@@ -47,3 +47,33 @@ def test_an_engine_that_has_never_been_seen_is_absent_and_not_lost() -> None:
     yard.resize(True, 0)
     yard.run(2.0)
     assert yard.phases() == [WorkerPhase.AWAKE, WorkerPhase.ABSENT]
+
+
+def test_an_engine_that_is_slow_comes_up_though_another_of_its_resize_is_told_to_sleep() -> None:
+    yard = Yard()
+    yard.run(1.0)
+    yard.toy(0).fails[Deed.LOAD] = "slow"
+    slow = yard.resize(True, 0, 1, turn_s=2.0)
+    yard.run(3.0)
+    assert yard.phases() == [WorkerPhase.WAKING, WorkerPhase.AWAKE]
+    sleep = yard.resize(False, 1, turn_s=2.0)  # a trainer wants its GPU
+    yard.run(2.0)
+    assert yard.phases() == [WorkerPhase.WAKING, WorkerPhase.ASLEEP]
+    told = [(answer.resize_id, answer.error) for answer in yard.answers()]
+    assert told[-1:] == [(sleep.resize_id, "")], "that one is slow is no fault"
+    yard.toy(0).fails.clear()
+    yard.run(2.0)
+    assert yard.phases() == [WorkerPhase.AWAKE, WorkerPhase.ASLEEP]
+    told = [(answer.resize_id, answer.error) for answer in yard.answers()]
+    assert told[-1:] == [(slow.resize_id, "")]
+
+
+def test_an_engine_that_is_told_to_sleep_before_its_turn_to_wake_stays_asleep() -> None:
+    yard = Yard(3)
+    yard.run(1.0)
+    yard.toy(0).fails[Deed.LOAD] = "slow"
+    yard.resize(True, 0, turn_s=3.0)
+    yard.resize(True, 1, 2, turn_s=3.0)
+    yard.resize(False, 2, turn_s=3.0)
+    yard.run(5.0)
+    assert yard.phases() == [WorkerPhase.WAKING, WorkerPhase.AWAKE, WorkerPhase.ASLEEP]

@@ -1,13 +1,14 @@
 """The coordinator's machine: what the scheduler wants of a pipeline's engines, done at the engines.
 
     resize   heard -> in line -> in its turn -> answered;  the deadline passes -> answered, not done
-                                    |      ^    a newer one names the same engine -> so, too
+                                    |      ^    newer ones name all of its engines -> so, too
                                     v      |
                                    overdue, since its turn is over
 
 Invariants: resizes are carried out one after another, but one that has had its turn keeps the next
 one waiting no longer: what it still waits for are other engines, each of which goes its own way;
 one with an older epoch than its engine has heard of is refused, one said again is answered again;
+of one whose engines a newer one names the others go on: they may be slow, and those be awake long;
 the scheduler hears the truth each second, and at once when it changes or the scheduler is another;
 while there is none, nothing changes and leases are renewed. An engine's own way is drawn in
 worker.py. Pure; driven by process.py and by the simulator, with a tick at least every tenth of a
@@ -51,13 +52,11 @@ class _Resize(msgspec.Struct):
     """One that is not answered yet."""
 
     ask: ResizeWorkers
+    ranks: set[int]
+    """Those of its engines that no newer one has named."""
     until_s: float
     turn_ends_s: float | None = None
     """None while it waits in line."""
-
-    @property
-    def ranks(self) -> set[int]:
-        return {change.rank for change in self.ask.changes}
 
 
 def _is_in_turn(resize: _Resize, now_s: float) -> bool:
@@ -136,11 +135,13 @@ class Coordinator:
         if error := self._refusal(ask):
             return [self._answer(ask, error)]
         ranks, why = {change.rank for change in ask.changes}, f"overtaken by resize {ask.resize_id}"
-        overtaken = [each for each in self._line if each.ranks & ranks]
-        actions: list[Action] = [self._end(each, why) for each in overtaken]
+        for each in self._line:
+            each.ranks -= ranks
         for change in ask.changes:
             self.workers[change.rank].epoch = change.epoch
-        self._line.append(_Resize(ask, now_s + ask.deadline_s))
+        overtaken = [each for each in self._line if not each.ranks]
+        actions: list[Action] = [self._end(each, why) for each in overtaken]
+        self._line.append(_Resize(ask, ranks, now_s + ask.deadline_s))
         return actions
 
     def _refusal(self, ask: ResizeWorkers) -> str:
@@ -169,7 +170,8 @@ class Coordinator:
     def _begin(self, resize: _Resize, now_s: float) -> None:
         resize.turn_ends_s = now_s + resize.ask.turn_s
         for change in resize.ask.changes:
-            self.workers[change.rank].want(change.wakes)
+            if change.rank in resize.ranks:
+                self.workers[change.rank].want(change.wakes)
 
     def _give_up(self, resize: _Resize) -> Send:
         late = [w for w in self.workers if w.rank in resize.ranks and not w.is_there]
