@@ -61,6 +61,8 @@ class WaitView(msgspec.Struct, frozen=True, kw_only=True):
     """By GPU, who has it, or why nobody may."""
     until: str
     """What ends the wait."""
+    is_promised: bool = False
+    """No plan is needed for it any more."""
 
 
 class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,6 +220,7 @@ class _Words:
             gpus=gpus,
             missing=self._occupants.leaving(gpus),
             until=f"they are clear: it is promised them ({move.stage})",
+            is_promised=True,
         )
 
     def _of_wakes(self) -> WaitView | None:
@@ -237,6 +240,7 @@ class _Words:
             gpus=gpus,
             missing=self._occupants.leaving(gpus, but=name),
             until=f"one of {_ranks(waking)} has woken ({stages})",
+            is_promised=True,
         )
 
     def _of_generation(self, waiting_s: float) -> WaitView:
@@ -300,7 +304,8 @@ class _Words:
             yield f"waits for {wait.cluster} ({wait.priority}) since {wait.for_s:.1f} s"
             yield f"  until {wait.until}"
             yield from (f"  GPU {gpu}: {holder}" for gpu, holder in wait.missing.items())
-            if not wait.missing and pipeline.phase is PipelinePhase.ADMITTED:
+            is_open = not (wait.missing or wait.is_promised)
+            if is_open and pipeline.phase is PipelinePhase.ADMITTED:
                 yield "  all of its GPUs are free: the next plan decides"
         if pipeline.phase is PipelinePhase.LEAVING:
             given_up = "".join(f", and {each} is given up" for each in pipeline.holds)

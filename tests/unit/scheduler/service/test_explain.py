@@ -233,6 +233,7 @@ def test_engines_of_which_nobody_has_told_yet() -> None:
     said = lines(stage, "a")
     assert said[1] == "no run drives it: its coordinator is not heard"
     assert any(line.startswith("  until one of workers 0 1 has woken (planned") for line in said)
+    assert not any("the next plan decides" in line for line in said), "it has"
     stage.run(stage.settings.coordinator_grace_s)
     said = lines(stage, "a")
     assert said[0].startswith("a: quarantined: its coordinator is silent for ")
