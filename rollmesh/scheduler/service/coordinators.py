@@ -323,9 +323,11 @@ class Coordinators:
 
 
 def is_driven(book: Book, name: str) -> bool:
-    """Whether the pipeline's coordinator lives."""
-    link = book.links[name]
-    return bool(link.route) and link.heard_s > book.now_s - DRIVEN_S
+    """Whether the pipeline's coordinator lives, or may: as this life of ours begins, one that was
+    there before has not been heard yet."""
+    link, tenant = book.links[name], book.tenants[name]
+    was_there = tenant.is_wired and tenant.started_s > 0.0
+    return (bool(link.route) or was_there) and link.heard_s > book.now_s - DRIVEN_S
 
 
 _UNKNOWN = WorkerTruth(-1, WorkerPhase.LOST, 0)

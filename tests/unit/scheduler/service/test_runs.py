@@ -57,6 +57,16 @@ def test_of_two_runs_that_take_a_name_in_the_same_moment_one_is_refused() -> Non
     )
 
 
+def test_a_run_without_a_claim_keeps_its_name_as_the_scheduler_is_started_again() -> None:
+    stage = Stage()
+    stage.pipeline("a", train=(0,), generation=(0, 1))
+    stage.begin()  # and that run is not heard yet
+    assert claim(stage, run_of("one")) == "another run has that name and goes on"
+    stage.coordinators["a"].is_silent = True
+    stage.run(DRIVEN_S)
+    assert claim(stage, run_of("one")) == ""
+
+
 def test_of_two_that_follow_a_dead_run_one_is_refused() -> None:
     stage = unclaimed()
     assert claim(stage, run_of("dead")) == ""
