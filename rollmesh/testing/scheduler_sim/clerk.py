@@ -7,6 +7,8 @@ clerk is answered before a later one is said. Driven by fleet.py.
 import collections
 from collections.abc import Callable
 
+import msgspec
+
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.wire.frames import Packet
@@ -16,11 +18,13 @@ from rollmesh.wire.scheduling import (
     JoinNode,
     NodeBeat,
     SchedulerAnswered,
+    UndrainNode,
+    UnregisterPipeline,
 )
 
 SAY_S = 1.0
 
-Ask = AdmissionMessage | JoinNode | DrainNode
+Ask = AdmissionMessage | JoinNode | DrainNode | UndrainNode
 
 
 class Clerk(Node):
@@ -41,6 +45,14 @@ class Clerk(Node):
     def start(self) -> None:
         self._say()
 
+    def restart(self) -> None:
+        """Killed in the middle of a verb, which somebody says anew: with another key."""
+        super().restart()
+        for _ in range(len(self._waiting)):
+            ask, then = self._waiting.popleft()
+            self._waiting.append((msgspec.structs.replace(ask, key=self.key()), then))
+        self.start()
+
     def key(self) -> str:
         self._num_keys += 1
         return f"{self.name}.{self.life}.{self._num_keys}"
@@ -59,7 +71,10 @@ class Clerk(Node):
             return
         ask, then = self._waiting[0]
         if answer.key == ask.key:
-            assert answer.ok, f"{ask}: {answer.error}"
+            has_left = isinstance(ask, UnregisterPipeline) and answer.error.startswith(
+                "no pipeline"
+            )
+            assert answer.ok or has_left, f"{ask}: {answer.error}"
             self._waiting.popleft()
             then()
 
@@ -69,25 +84,24 @@ class SimAgent(Clerk):
 
     def __init__(self, name: str, num_gpus: int, kernel: Kernel, network: Network) -> None:
         super().__init__(f"agent-{name}", kernel, network)
-        self._node_name = name
+        self.node_name = name
         self._num_gpus = num_gpus
         self.joined: Callable[[], None] = lambda: None
         """Called once, the first time."""
+        self.has_joined = False
 
     def start(self) -> None:
         super().start()
-        self._waiting.clear()
-        self.ask(JoinNode(self.key(), self._node_name, self._num_gpus), self._joined)
+        others = [each for each in self._waiting if not isinstance(each[0], JoinNode)]
+        self._waiting = collections.deque(others)
+        self.ask(JoinNode(self.key(), self.node_name, self._num_gpus), self._joined)
         self._beat()
 
-    def restart(self) -> None:
-        super().restart()
-        self.start()
-
     def _joined(self) -> None:
+        self.has_joined = True
         then, self.joined = self.joined, lambda: None
         then()
 
     def _beat(self) -> None:
-        self._network.send(self, "scheduler", Packet(NodeBeat(self._node_name)))
+        self._network.send(self, "scheduler", Packet(NodeBeat(self.node_name)))
         self._kernel.after(SAY_S, self._beat, self)

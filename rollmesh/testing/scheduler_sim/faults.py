@@ -4,6 +4,8 @@ Owns the chances. Invariants: all zero is a perfect world; each fault is counted
 Driven by fleet.py.
 """
 
+import msgspec
+
 from rollmesh.testing.mesh_sim.network import Faults
 
 
@@ -26,6 +28,16 @@ class FleetFaults(Faults, frozen=True, kw_only=True):
     """Per start of a coordinator or trainer: its clock is an hour behind the one before it."""
     node_lost: float = 0.0
     """Per second and node: whatever runs there dies, and it comes back later."""
+    drained: float = 0.0
+    """Per second and node: somebody drains it, and later undoes that."""
+    verb_killed: float = 0.0
+    """Per second and pipeline: a verb that waits for its answer is killed, and said anew."""
+    left: float = 0.0
+    """Per second and pipeline: it is unregistered in the middle of its work."""
+    withdrawn: float = 0.0
+    """Per second and trainer: it does not want what it waits for, and then does."""
+    held_up: float = 0.0
+    """Per second: what has come for the scheduler meanwhile is taken in one turn."""
 
 
 CHAOS = FleetFaults(
@@ -46,3 +58,14 @@ CHAOS = FleetFaults(
     silent=0.005,
     node_lost=0.002,
 )
+WILD = msgspec.structs.replace(
+    CHAOS,
+    drained=0.004,
+    verb_killed=0.02,
+    left=0.001,
+    withdrawn=0.02,
+    held_up=0.2,
+    jump=0.004,
+    disk_full=0.002,
+)
+"""And what people do, and disks and clocks."""

@@ -19,7 +19,12 @@ from rollmesh.testing.scheduler_sim.faults import CHAOS, FleetFaults
 from rollmesh.testing.scheduler_sim.scheduler import SETTINGS, Parts, SimScheduler
 from rollmesh.testing.scheduler_sim.space import Space
 from rollmesh.testing.scheduler_sim.tenancy import Stage, Tenancy
-from rollmesh.wire.scheduling import GENERATION_CLUSTER, NotifyReleaseGpus
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    DrainNode,
+    NotifyReleaseGpus,
+    UndrainNode,
+)
 
 FATE_S = 0.5
 CHAOS_S = 40.0
@@ -27,6 +32,7 @@ CALM_S = 400.0
 REST_S = 3.0
 HANG_S = (2.0, 15.0)
 SILENT_S = (1.0, 12.0)
+JUMP_S = (1.0, 40.0)
 CUT_S = 20.0
 """Longer than the scheduler's patience."""
 SLOW_S = 8.0
@@ -116,24 +122,43 @@ class SharedFleet:
                 node.freeze(self.kernel.now_s() + rng.expovariate(0.5))
             elif network.strikes("crash", FATE_S):
                 self._crash(node)
+            elif network.strikes("jump", FATE_S):
+                node.ahead_s += rng.uniform(*JUMP_S)
         for tenancy in self.tenancies:
             self._trouble(tenancy)
         for agent in self.agents:
-            if network.strikes("silent", FATE_S):
-                agent.freeze(self.kernel.now_s() + rng.uniform(*SILENT_S))
-            elif network.strikes("node_lost", FATE_S):
-                self._lose(agent)
+            self._trouble_node(agent)
         self.kernel.after(FATE_S, self._fate)
 
     def _mortals(self) -> list[Node]:
-        return [self.scheduler, *(node for each in self.tenancies for node in each.processes())]
+        processes = [node for each in self.tenancies for node in each.processes()]
+        return [self.scheduler, *processes]
+
+    def _trouble_node(self, agent: SimAgent) -> None:
+        if agent.has_joined and not agent.num_waiting and self.network.strikes("drained", FATE_S):
+            self._drain(agent)
+        if self.network.strikes("silent", FATE_S):
+            agent.freeze(self.kernel.now_s() + self.kernel.rng.uniform(*SILENT_S))
+        elif self.network.strikes("node_lost", FATE_S):
+            self._lose(agent)
+
+    def _drain(self, agent: SimAgent) -> None:
+        """By whoever has the agent's name; a second one is no more than the first."""
+        name = agent.node_name
+        agent.ask(DrainNode(agent.key(), name))
+        agent.ask(UndrainNode(agent.key(), name))
 
     def _trouble(self, tenancy: Tenancy) -> None:
-        network = self.network
+        network, clerk = self.network, tenancy.clerk
+        if clerk.alive and clerk.num_waiting and network.strikes("verb_killed", FATE_S):
+            self._crash(clerk)
         if not tenancy.processes() or tenancy.stage is not Stage.AT_WORK:
             return
         if tenancy.coordinator.alive and network.strikes("killed", FATE_S):
             tenancy.kill()
+            return
+        if network.strikes("left", FATE_S):
+            tenancy.leave()
             return
         self._lose_trainer(tenancy)
         for engine in tenancy.engines:
@@ -201,7 +226,8 @@ class SharedFleet:
 
     def _calm(self) -> None:
         engines = [engine for each in self.tenancies for engine in each.engines]
-        for node in [*self._mortals(), *engines]:
+        clerks = [each.clerk for each in self.tenancies]
+        for node in [*self._mortals(), *engines, *clerks]:
             if not node.alive and self._may_rise(node):
                 node.restart()
         deadline_s = self.kernel.now_s() + CALM_S
@@ -240,7 +266,7 @@ def simulate(
     fleet.run(CHAOS_S)
     tenants = [each.tenant for each in fleet.tenancies]
     for tenancy in fleet.tenancies:
-        if not tenancy.is_killed:
+        if not (tenancy.is_killed or tenancy.is_sent_away):
             assert tenancy.tenant.num_done == tenancy.plan.num_steps
     return FleetReport(
         seed=seed,

@@ -6,7 +6,7 @@ Driven by the kernel, and by all who speak to it.
 """
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -14,7 +14,7 @@ from rollmesh.scheduler.planning import policies
 from rollmesh.scheduler.planning.plan import Policy
 from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
 from rollmesh.scheduler.planning.state import Pipeline, State
-from rollmesh.scheduler.service.actions import Note, Write
+from rollmesh.scheduler.service.actions import Action, Note, Write
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.settings import SchedulerSettings
 from rollmesh.serve.coordinator.claims import Claims
@@ -23,11 +23,14 @@ from rollmesh.testing.mesh_sim.kernel import Kernel, Killed, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.scheduler_sim import witness
 from rollmesh.testing.scheduler_sim.disk import SimDisk
+from rollmesh.testing.scheduler_sim.faults import FleetFaults
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.scheduling import TicketMoved, TicketState
 
 TICK_S = 0.25
+HELD_UP_S = 0.3
+FULL_S = (0.5, 6.0)
 SETTINGS = SchedulerSettings(resize_deadline_s=8.0, slack_s=2.0, turn_s=3.0)
 
 
@@ -96,25 +99,66 @@ class SimScheduler(Node):
             self._parts.settings, policy, self.disk.load(), f"scheduler.{self.life}"
         )
         self._watched = witness.Sleepers(self.machine.book.state)
+        self._arrived: list[Received | Ticked] = []
+        self._unkept: list[Action] = []
+        """What waits for room on the disk."""
+        self._unheard: list[Received | Ticked] = []
 
     def _tick(self) -> None:
-        self._step(Ticked())
+        self._turn([Ticked()])
         self._kernel.after(TICK_S, self._tick, self)
 
     def _receive(self, source: str, packet: Packet) -> None:
-        self._step(Received(source.encode(), packet.message, packet.body, packet.router))
+        event = Received(source.encode(), packet.message, packet.body, packet.router)
+        faults = self._network.faults
+        may_be_held_up = isinstance(faults, FleetFaults) and faults.held_up > 0.0
+        if not may_be_held_up and not self._arrived:
+            self._turn([event])
+            return
+        self._arrived.append(event)
+        if len(self._arrived) == 1:
+            late_s = HELD_UP_S if self._network.strikes("held_up") else 0.0
+            self._kernel.after(late_s, self._take, self)
 
-    def _step(self, event: Received | Ticked) -> None:
-        actions = self.machine.step(event, self._kernel.now_s(self))
-        has_written = False
+    def _take(self) -> None:
+        """All that has come by now, in one turn."""
+        arrived, self._arrived = self._arrived, []
+        self._turn(arrived)
+
+    def _turn(self, events: Sequence[Received | Ticked]) -> None:
+        if self._unkept:  # nothing is heard while nothing can be written
+            self._unheard += events
+            return
+        actions: list[Action] = []
+        for number, event in enumerate(events, 1):
+            now_s, is_last = self._kernel.now_s(self), number == len(events)
+            step = self.machine.step(event, now_s, is_last)
+            assert sum(isinstance(each, Write) for each in step) <= 1, "two transactions in one"
+            actions += step
+        assert not self.machine.book.troubles, self.machine.book.troubles
+        if any(isinstance(each, Write) for each in actions):
+            self._look()
+        if self._network.strikes("disk_full"):
+            self._unkept = actions
+            self._kernel.after(self._kernel.rng.uniform(*FULL_S), self._go_on, self)
+        else:
+            self._carry_out(actions)
+
+    def _go_on(self) -> None:
+        """There is room on the disk again."""
+        actions, self._unkept = self._unkept, []
+        unheard, self._unheard = self._unheard, []
+        self._carry_out(actions)
+        self._turn(unheard)
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        """One transaction, then the rest."""
+        if rows := tuple(row for each in actions if isinstance(each, Write) for row in each.rows):
+            self._die_if("killed_before_write")
+            self.disk.keep(Write(rows))
+            self._die_if("killed_after_write")
         for action in actions:
             match action:
-                case Write():
-                    assert not has_written, "two transactions in one step"
-                    has_written = True
-                    self._die_if("killed_before_write")
-                    self.disk.keep(action)
-                    self._die_if("killed_after_write")
                 case Send(route, message, body):
                     if isinstance(message, TicketMoved) and message.state is TicketState.GRANTED:
                         self.on_granted(message.key)
@@ -122,9 +166,6 @@ class SimScheduler(Node):
                     self._network.send(self, route.decode(), packet)
                 case Note(event=event_name):
                     self.notes[event_name] += 1
-        assert not self.machine.book.troubles, self.machine.book.troubles
-        if has_written:
-            self._look()
 
     def _die_if(self, fault: str) -> None:
         if self._network.strikes(fault):

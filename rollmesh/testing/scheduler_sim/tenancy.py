@@ -53,6 +53,7 @@ class Tenancy:
         self.plan = plan
         self.stage = Stage.NOT_YET
         self.is_killed = False
+        self.is_sent_away = False
         self.is_lost = False
         """Its trainer is dead, and does not come back yet."""
         starts = range(0, len(spec.generation), spec.tp)
@@ -104,6 +105,12 @@ class Tenancy:
         clerk.ask(KillPipeline(clerk.key(), self.pipeline_id))
         clerk.ask(UnregisterPipeline(clerk.key(), self.pipeline_id), self._gone)
 
+    def leave(self) -> None:
+        """Somebody unregisters it though it works; its run ends once it is refused."""
+        self.is_sent_away = True
+        self.stage = Stage.LEAVING
+        self.clerk.ask(UnregisterPipeline(self.clerk.key(), self.pipeline_id), self._gone)
+
     def _look(self) -> None:
         if self.stage is Stage.AT_WORK and self.tenant.is_over:
             self.stage = Stage.OVER
@@ -117,6 +124,7 @@ class Tenancy:
     def _gone(self) -> None:
         standing = [engine.name for engine in self.engines if engine.has_memory]
         assert not standing, f"{self.pipeline_id} is said to be gone, and {standing} are awake"
+        assert not self.tenant.is_training, f"{self.pipeline_id} is said to be gone, and trains"
         self.stage = Stage.GONE
         self._end_processes()
 

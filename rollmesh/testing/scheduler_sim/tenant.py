@@ -37,6 +37,7 @@ from rollmesh.wire.scheduling import (
     RequestGpus,
     TakeGpus,
     TicketState,
+    WithdrawRequest,
 )
 
 TICK_S = 0.25
@@ -52,7 +53,6 @@ CLOCK_BATCHES = 100 * HOUR_BATCHES
 
 Wait = Callable[[Callable[[], None]], None]
 """Begins something, and calls when that is over."""
-GOOD = (TicketState.GRANTED, TicketState.RELEASED)
 
 
 class SimTenant(Node):
@@ -172,6 +172,13 @@ class SimTenant(Node):
         yield self._ask(self._swap(held, GENERATION_CLUSTER, GpuPriority.GENERATION))
         return True
 
+    def _give_all_up(self) -> None:
+        """Its run ends, as one does that is refused."""
+        clusters = (*self.plan.spec.clusters, GENERATION_CLUSTER)
+        self._script = iter([self._ask(self._release(cluster)) for cluster in clusters])
+        self._left = []
+        self._next()
+
     def _pause(self, seconds: float) -> Wait:
         return lambda then: self._kernel.after(seconds, then, self)
 
@@ -192,7 +199,13 @@ class SimTenant(Node):
     def _look(self) -> None:
         if self._left:
             self._sample_some()
+        self._change_mind()
         self._kernel.after(LOOK_S, self._look, self)
+
+    def _change_mind(self) -> None:
+        waits = [ask for ask, _ in self.asked.values() if not isinstance(ask, NotifyReleaseGpus)]
+        if waits and self._network.strikes("withdrawn", LOOK_S):
+            self._hear(WithdrawRequest(waits[0].key))
 
     def _sample_some(self) -> None:
         room, before = self._num_serving() * self.plan.per_engine, len(self._left)
@@ -288,7 +301,8 @@ class SimTenant(Node):
         then = self._then.pop(answer.key)
         waited_s = self._kernel.time_s - since_s
         self.waits_s[ask.cluster] = max(waited_s, self.waits_s.get(ask.cluster, 0.0))
-        if answer.state in GOOD:
+        is_release = isinstance(ask, NotifyReleaseGpus)
+        if answer.state is (TicketState.RELEASED if is_release else TicketState.GRANTED):
             match ask:
                 case NotifyReleaseGpus(cluster=cluster):
                     self.taken.discard(cluster)
@@ -299,8 +313,11 @@ class SimTenant(Node):
             # Not from within: what comes next may ask again, and the hooks still speak.
             self._kernel.after(0.0, then, self)
             return
-        # It was refused, since the scheduler does not know us yet, or was away for too long.
+        # It was refused, since the scheduler does not know us yet, or withdrawn.
         self._network.num[f"ask_{answer.state}"] += 1
         self.reasons.append(answer.reason)
+        if "is leaving" in answer.reason:
+            self._give_all_up()
+            return
         renewed = msgspec.structs.replace(ask, key=self._key())
         self._kernel.after(AGAIN_S, lambda: self._ask(renewed)(then), self)
