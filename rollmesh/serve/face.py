@@ -108,9 +108,7 @@ class Face:
 
     def close(self) -> None:
         """Returns when the thread has ended."""
-        with contextlib.suppress(
-            RuntimeError
-        ):  # it has ended, and its loop
+        with contextlib.suppress(RuntimeError):  # it has ended, and its loop
             self.call(self._stop.set)
         self._thread.join()
 
