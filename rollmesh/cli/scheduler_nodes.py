@@ -7,7 +7,6 @@ a Ray cluster.
 
 # ruff: noqa: PLC0415 - each room is imported by its own verb only
 
-import signal
 import socket
 import threading
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from rollmesh.cli.options import parser
 from rollmesh.core.errors import ConfigError, UserError
 from rollmesh.core.logs import setup
-from rollmesh.core.process import OK
+from rollmesh.core.process import OK, Stop
 from rollmesh.scheduler.admission.fleet_file import FLEET_FILE, read_fleet
 
 
@@ -35,8 +34,7 @@ def agent(argv: list[str]) -> int:
     joining = Agent(options.name, options.gpus or num_gpus(), labels)
     setup("agent", None)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    Stop(stop.set)
     serve(options.scheduler, joining, stop)
     return OK
 

@@ -13,6 +13,7 @@ from rollmesh.envs.guess import GuessEnv
 from rollmesh.trainer.controller.meeting import Place
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.models.warmstart import texts_of
+from tests.unit.serve.coordinator.fake_scheduler import FakeScheduler
 from tests.unit.trainer.trainer_lives import Lives
 
 
@@ -34,6 +35,14 @@ def place() -> Iterator[Place]:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
     yield Place(0, 1, mesh, "cpu")
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def scheduler() -> Iterator[FakeScheduler]:
+    """One that says what a test has it say."""
+    scheduler = FakeScheduler()
+    yield scheduler
+    scheduler.hub.close()
 
 
 @pytest.fixture

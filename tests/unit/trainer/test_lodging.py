@@ -1,7 +1,6 @@
 """Nothing of a run is on the trainer's GPUs while it does not hold them."""
 
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -26,13 +25,6 @@ from tests.unit.serve.coordinator.fake_scheduler import FakeScheduler
 from tests.unit.trainer.trainer_lives import PATIENCE_S
 
 ALL = (TRAIN_CLUSTER, GENERATION_CLUSTER)
-
-
-@pytest.fixture
-def scheduler() -> Iterator[FakeScheduler]:
-    scheduler = FakeScheduler()
-    yield scheduler
-    scheduler.hub.close()
 
 
 class NotedHooks(PipelineHooks):

@@ -33,13 +33,6 @@ ALL = (TRAIN_CLUSTER, GENERATION_CLUSTER)
 
 
 @pytest.fixture
-def scheduler() -> Iterator[FakeScheduler]:
-    scheduler = FakeScheduler()
-    yield scheduler
-    scheduler.hub.close()
-
-
-@pytest.fixture
 def stop() -> threading.Event:
     return threading.Event()
 
