@@ -2,8 +2,8 @@
 
 Owns what counts as asserting: `assert`, pytest's raises, warns and fail, a child process that is
 checked, or a call of a function that itself asserts (one of the same file, or one named assert_...
-or check_...). The checks are pure, from a test Module to its Faults; a unit test's path names the
-module that it tests.
+or check_...). The checks are pure, from a test Module to its Faults; a unit test's folder names the
+package that it tests.
 """
 
 import ast
@@ -59,14 +59,13 @@ def mocks(module: Module) -> Iterator[Fault]:
 
 
 def mirror(module: Module, files: Container[str]) -> Iterator[Fault]:
-    """tests/unit/<room>/test_<module>.py tests rollmesh/<room>/<module>.py, or that package."""
+    """A folder of tests/unit has the path of the package that it tests."""
     if not module.is_in("tests/unit") or not module.file_name.startswith("test_"):
         return
-    stem = module.path.removeprefix("tests/unit/").removesuffix(".py")
-    room, _, name = stem.rpartition("/")
-    tested = "/".join(["rollmesh", *filter(None, [room]), name.removeprefix("test_")])
-    if f"{tested}.py" not in files and f"{tested}/__init__.py" not in files:
-        yield module.fault(1, f"tests {tested}.py, which does not exist")
+    room, _, _ = module.path.removeprefix("tests/unit/").rpartition("/")
+    tested = "/".join(["rollmesh", *filter(None, [room])])
+    if f"{tested}/__init__.py" not in files:
+        yield module.fault(1, f"tests {tested}, which does not exist")
 
 
 def _is_test_file(module: Module) -> bool:
