@@ -1,16 +1,12 @@
 """Questions from a file, each with the words that count as its answer: the smallest environment.
 
-Invariant: the reward is 1 where the answer's last word is one of them, in whatever case; else 0.
-Driven by a worker.
+The reward is 1 if the answer's last word is one of them, in upper or lower case, else 0.
 """
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-from rollmesh.core.types import Task
-from rollmesh.envs.single_turn import SingleTurnEnv
-from rollmesh.envs.tasks import read_tasks, rounds
+from rollmesh import SingleTurnEnv, Task, read_tasks, rounds
 
 
 class QuizEnv(SingleTurnEnv):
@@ -18,7 +14,7 @@ class QuizEnv(SingleTurnEnv):
 
     def __init__(self, *, path: str = "examples/quiz/questions.jsonl") -> None:
         super().__init__(max_tokens=256, system="Answer with one word.")
-        self._tasks = read_tasks(Path(path))
+        self._tasks = read_tasks(path)
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
         """The questions of the file."""

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from rollmesh import __version__
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import INTERRUPTED, OK, USAGE, die_with_launcher
 
@@ -72,10 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(words: list[str]) -> int:
-    """The exit code; a mistake has been told."""
+    """Run the verb; the exit code. Mistakes are printed to stderr."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return OK if words else USAGE
+    if words[0] in ("-V", "--version", "version"):
+        print(f"rollmesh {__version__}")
+        return OK
     verb = VERBS.get(words[0])
     if verb is None:
         return complain(f"no verb {words[0]!r}; `rollmesh --help` lists them")
@@ -109,7 +113,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`rollmesh VERB --help` explains a verb.",
+            "`rollmesh VERB --help` explains a verb; `rollmesh --version` prints the version.",
         ]
     )
 

@@ -1,6 +1,7 @@
 """Tasks in their order, and tasks from a file."""
 
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,48 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         read_tasks(path)
     with pytest.raises(EnvError, match="no-such-file"):
         read_tasks(tmp_path / "no-such-file")
+
+
+def test_a_json_list_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.json"
+    path.write_text('[{"id": 7, "question": "?"},\n {"question": "!"}]')
+    assert read_tasks(str(path)) == [Task("7", {"question": "?"}), Task("2", {"question": "!"})]
+
+
+def test_a_csv_file_is_read_with_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.csv"
+    path.write_text('\ufeffquestion,answer\n"What is\n2 + 2?",4\nWhy?,\n')
+    assert read_tasks(path) == [
+        Task("3", {"question": "What is\n2 + 2?", "answer": "4"}),
+        Task("4", {"question": "Why?", "answer": ""}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.jsonl", '{"id": 1}\n{"id"', "a.jsonl:2: not a JSON object: Input data was truncated"),
+        ("a.json", '[{"id": 1},\n 5]', "a.json:2: not a JSON object, but int"),
+        ("a.json", '{"id": 1}', "a.json: not a JSON list of objects: Expected `array`"),
+        ("a.csv", "a,b\n1,2\n3\n", "a.csv:3: the row does not have the 2 fields of the first"),
+        ("a.csv", "a,b\n1,2,3\n", "a.csv:2: the row does not have the 2 fields of the first"),
+        ("a.csv", 'a,b\n1,"2\n', "a.csv:2: not CSV: unexpected end of data"),
+        ("a.jsonl", "\n", "a.jsonl: the file has no tasks"),
+    ],
+)
+def test_a_bad_file_is_one_line_with_its_place(
+    tmp_path: Path, name: str, text: str, told: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(EnvError) as error:
+        read_tasks(tmp_path / name)
+    assert str(error.value).startswith(f"{tmp_path}/{told}")
+    assert "\n" not in str(error.value)
+
+
+def test_parquet_without_its_library_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(EnvError, match="pip install pyarrow"):
+        read_tasks(tmp_path / "tasks.parquet")
