@@ -87,6 +87,8 @@ class StepRow(msgspec.Struct, frozen=True):
     age_histogram: dict[str, int] = {}
     """Samples by age in train steps at consumption."""
     max_age: int | None = None
+    frac_equal_groups: float | None = None
+    """Share of the step's groups in which all rewards were equal."""
     loss: float | None = None
     entropy: float | None = None
     step_s: float | None = None

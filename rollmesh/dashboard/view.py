@@ -20,7 +20,17 @@ from rollmesh.dashboard.rows import ConfigRow, DropRow, RouterRow, StepRow, Tele
 from rollmesh.dashboard.series import Numbers, Series
 
 SILENT_AFTER_S = 10.0
-PLOTTED = ("time_s", "step", "policy_version", "success", "reward", "loss", "entropy", "max_age")
+PLOTTED = (
+    "time_s",
+    "step",
+    "policy_version",
+    "success",
+    "reward",
+    "loss",
+    "entropy",
+    "max_age",
+    "frac_equal_groups",
+)
 MAX_KINDS, OTHER_KINDS = 32, "other"
 """Of reasons for which rollouts did not train."""
 RECENT_STEPS = 20

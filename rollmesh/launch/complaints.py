@@ -1,9 +1,7 @@
-"""What keeps a run from going on that people can mend, such as a full disk, in a line for them.
+"""Errors and warnings of the trainer that the user can act on, one terminal line each.
 
-Owns the form of that line, and how far the trainer's log was read. Invariants: each complaint is
-told once, and those before launch began are not told again; a disk that is too full for the
-trainer's log to say so is told of by what launch itself could not write. Driven by `run`, once a
-second.
+- Each is shown once, and those from before launch began are not shown again.
+- If the disk is too full for the trainer's log, the line comes from what launch could not write.
 """
 
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from rollmesh.launch.folder import RunFolder
 
 
 class ErrorRow(msgspec.Struct, frozen=True):
-    """A line of the trainer's log that says what to do."""
+    """A line of the trainer's log that has a remedy: an error, or a warning with its `why`."""
 
     level: str
     fix: str
@@ -52,5 +50,5 @@ class Complaints:
                 row = msgspec.json.decode(line.data, type=ErrorRow)
             except msgspec.MsgspecError:
                 continue  # it says nothing of what to do
-            if row.level == "error":
+            if row.level == "error" or (row.level == "warning" and row.why):
                 yield row

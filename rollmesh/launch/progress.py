@@ -25,6 +25,7 @@ class MetricsRow(msgspec.Struct, frozen=True):
     success_untrained: float | None = None
     policy_version: int | None = None
     age_histogram: dict[str, int] = {}
+    frac_equal_groups: float | None = None
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -77,6 +78,12 @@ class Progress:
         """Mean over the last steps."""
         rows = list(self._recent)[-MEAN_STEPS:]
         return sum(row.success or 0.0 for row in rows) / len(rows) if rows else None
+
+    def equal_groups(self) -> float | None:
+        """Mean share of groups in which all rewards were equal, over the last steps."""
+        rows = list(self._recent)[-MEAN_STEPS:]
+        shares = [row.frac_equal_groups for row in rows if row.frac_equal_groups is not None]
+        return sum(shares) / len(shares) if shares else None
 
     def ages(self) -> dict[str, float]:
         """Share of the run's samples by age in train steps."""

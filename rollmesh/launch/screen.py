@@ -136,6 +136,7 @@ def figures(scene: Scene) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row("success", f"{share(progress.success())} over the last 10 steps")
     table.add_row("untrained", share(progress.success_untrained))
+    table.add_row("equal groups", equal_groups(progress))
     table.add_row("staleness", ages(progress))
     table.add_row("rollouts", f"{now.num_in_flight} in flight")
     table.add_row("pace", f"{now.calls_per_s:,.0f} calls/s, {now.tokens_per_s:,.0f} tokens/s")
@@ -170,7 +171,8 @@ def line(scene: Scene) -> str:
     total_mb = sum(sample.rss_bytes for sample in sampler.last.processes) / MIB
     return (
         f"{steps(progress)}  success {share(progress.success())}"
-        f" (untrained {share(progress.success_untrained)})  ages {ages(progress)}"
+        f" (untrained {share(progress.success_untrained)})"
+        f"  equal groups {equal_groups(progress)}  ages {ages(progress)}"
         f"  {now.num_in_flight} in flight  {now.calls_per_s:.0f} calls/s"
         f"  {now.tokens_per_s:.0f} tokens/s  {total_mb:.0f} MB"
         f"  {clock(progress.seconds_left())} left"
@@ -202,6 +204,14 @@ def page(supervisor: Supervisor) -> str:
 def steps(progress: Progress) -> str:
     """`step 3 of 200`"""
     return f"step {progress.num_done} of {progress.num_steps}"
+
+
+def equal_groups(progress: Progress) -> str:
+    """Share of groups whose rewards were all equal, over the last steps: they teach nothing."""
+    value = progress.equal_groups()
+    if value is None:
+        return NONE
+    return "all (no group differs)" if value == 1.0 else f"{value:.0%}"
 
 
 def ages(progress: Progress) -> str:

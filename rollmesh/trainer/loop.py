@@ -24,7 +24,9 @@ from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.in_memory import Part
 from rollmesh.serve.client.entries import StepTaken
+from rollmesh.serve.client.samples import sibling_rewards
 from rollmesh.trainer.books.records import mean, share
+from rollmesh.trainer.learning.advantages import are_equal
 from rollmesh.trainer.learning.report import StepReport
 from rollmesh.trainer.meter.exactness import Findings, find
 from rollmesh.trainer.meter.fencing import FenceAsked
@@ -46,6 +48,10 @@ NOTE_AGAIN_S = 0.5
 """Between two times that anything is given to a disk that refuses it."""
 COLLECT_S = 0.02
 """How long to wait for arrivals before looking at everything else again."""
+LEVEL_STEPS = 10
+"""Steps in a row without a group whose rewards differ, after which the log warns."""
+NO_GROUP_DIFFERS = "no group differs: in each group of the last 10 steps all rewards were equal"
+MAKE_DIFFER = "nothing is learned: check what the environment's score returns, or its tasks"
 UNTRAINED = -1
 """The step of what the untrained policy is measured by, in the books."""
 MEASURE_S = 0.2
@@ -65,6 +71,8 @@ class TrainLoop:
         parts.records.wait_by(self._tries_again)
         self._heap = Heap()
         self._trimmed_s = -math.inf
+        self._num_level_steps = 0
+        """Steps in a row in which no group's rewards differed."""
         self._may_trim_s = math.inf
         """When that is worth its time again; not before a step."""
 
@@ -272,11 +280,24 @@ class TrainLoop:
             self._parts.fence(FenceAsked(fault.engine, fault.policy_version, fault.why))
         return findings
 
+    def _count_equal(self, batch: Batch) -> int:
+        """Count the groups whose siblings all have the same reward; warn where no group differs."""
+        num_groups = len(batch.groups)
+        num_equal = sum(are_equal(sibling_rewards(group.record)) for group in batch.groups)
+        tally = self._parts.tally
+        tally.num_groups += num_groups
+        tally.num_equal_groups += num_equal
+        self._num_level_steps = self._num_level_steps + 1 if num_equal == num_groups else 0
+        if self._num_level_steps == LEVEL_STEPS:
+            log.warning("rewards.equal", step=batch.step, why=NO_GROUP_DIFFERS, fix=MAKE_DIFFER)
+        return num_equal
+
     def _record(self, batch: Batch, told: dict[str, Any]) -> None:
         samples, pacer = batch.samples(), self._parts.pacer
         successes = [s for group in batch.groups for s in successes_of(group.record)]
         success = mean(successes) or 0.0
         self._parts.tally.add_step(success)
+        num_equal = self._count_equal(batch)
         ages = collections.Counter(pacer.course.versions.age([s], batch.step) for s in samples)
         made = pacer.course.versions.steps.items()
         row: dict[str, Any] = {
@@ -284,6 +305,7 @@ class TrainLoop:
             "policy_version": max(each for each, step in made if step <= batch.step + 1),
             "success": success,
             "reward": mean([sample.reward for sample in samples]),
+            "frac_equal_groups": share(num_equal, len(batch.groups)),
             "num_samples": len(samples),
             "num_rollouts": sum(len(group.samples) for group in batch.groups),
             "age_histogram": {str(age): num for age, num in sorted(ages.items())},

@@ -56,6 +56,7 @@ class _Plain(msgspec.Struct, frozen=True):
     rollout_id: RolloutId
     branch: Branch
     reward: float
+    sibling_rewards: tuple[float, ...]
     weight: float
     temperature: float
     images: tuple[str, ...]

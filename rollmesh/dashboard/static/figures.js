@@ -25,10 +25,13 @@ function drawTiles({ run, steps, learning, telemetry }) {
   const now = telemetry.at(-1) ?? {};
   const recent = steps.slice(-MEAN_STEPS).map((row) => row.success);
   const mean = recent.length ? recent.reduce((a, b) => a + b) / recent.length : null;
+  const shares = steps.slice(-MEAN_STEPS).map((row) => row.frac_equal_groups).filter(isNumber);
+  const equal = shares.length ? shares.reduce((a, b) => a + b) / shares.length : null;
   const tiles = [
     ["Steps", count(isNumber(last.step) ? last.step + 1 : 0), run.num_steps ? ` of ${run.num_steps}` : ""],
     [`Success, last ${MEAN_STEPS}`, share(mean), ""],
     ["Untrained", share(run.success_untrained), ""],
+    ["Equal groups", equal === null ? "\u2013" : percent(equal), equal === 1 ? " no group differs" : ""],
     ["Policy version", count(last.policy_version), ""],
     ["Oldest sample", count(last.max_age), ` of ${run.max_staleness ?? "\u2013"} allowed`],
     run.phase === "running" ? ["Left, about", clock(secondsLeft(run, steps, last)), ""] : ["Took", clock(secondsTaken(telemetry, steps)), ""],

@@ -48,6 +48,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """[T]: who sampled it; -1 where loss_mask is False."""
     reward: float
     """The rollout's."""
+    sibling_rewards: tuple[float, ...] = ()
+    """Rewards of all rollouts of its group that have one, its own among them and those without
+    samples too. Empty: the group is the samples that are given together."""
     weight: float
     """This sample's share of its rollout, in (0, 1]; one rollout's shares add up to 1."""
     temperature: float
@@ -97,6 +100,7 @@ def cut(
     check_counts(record, len(token_ids), len(logprobs))
     drafts: list[_Draft] = []
     unused: list[Unused] = []
+    rewards = sibling_rewards(record)
     token_at = logprob_at = 0
     for rollout in record.rollouts:
         rollout_id = RolloutId(group_id, rollout.index)
@@ -112,7 +116,17 @@ def cut(
             draft.paths.write(draft.claim, each)
 
     laid = lay([draft.num_tokens for draft in drafts], fill) if drafts else []
-    return Cut([draft.sample(each) for draft, each in zip(drafts, laid, strict=True)], unused)
+    samples = [draft.sample(each, rewards) for draft, each in zip(drafts, laid, strict=True)]
+    return Cut(samples, unused)
+
+
+def sibling_rewards(record: GroupRecord) -> tuple[float, ...]:
+    """Rewards that a rollout's own is compared with: of all siblings that ended well."""
+    return tuple(
+        rollout.reward
+        for rollout in record.rollouts
+        if rollout.outcome in TRAINED_OUTCOMES and rollout.reward is not None
+    )
 
 
 def check_counts(record: GroupRecord, num_tokens: int, num_logprobs: int) -> None:
@@ -192,14 +206,15 @@ class _Draft(msgspec.Struct, frozen=True):
     weight: float
     runs: tuple[SampledRun, ...]
 
-    def sample(self, laid: Laid) -> Sample:
-        """It, with arrays that were written."""
+    def sample(self, laid: Laid, rewards: tuple[float, ...]) -> Sample:
+        """The sample, with arrays that were written and the rewards of its group."""
         nodes, path = self.paths.nodes, self.claim.path
         last = nodes[path[-1]]
         return Sample(
             rollout_id=self.rollout_id,
             branch=last.branch,
             reward=self.reward,
+            sibling_rewards=rewards,
             weight=self.weight,
             temperature=temperature_of(last),
             images=images_on(nodes, path),

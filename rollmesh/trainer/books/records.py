@@ -168,6 +168,8 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     num_samples: int = 0
     num_two_versions: int = 0
     num_steps: int = 0
+    num_groups: int = 0
+    num_equal_groups: int = 0
     first_successes: list[float] = []
     last_successes: list[float] = []
     success_untrained: float | None = None
@@ -191,6 +193,10 @@ class Tally:
         self.num_samples = 0
         self.num_two_versions = 0
         self.num_steps = 0
+        self.num_groups = 0
+        """Groups that steps have taken."""
+        self.num_equal_groups = 0
+        """Groups among them whose siblings all had the same reward: they teach nothing."""
         self.first_successes: list[float] = []
         self.last_successes: list[float] = []
         self.success_untrained: float | None = None
@@ -232,6 +238,7 @@ class Tally:
             "success_first10": mean(self.first_successes),
             "success_last10": mean(self.last_successes),
             "num_steps": self.num_steps,
+            "frac_equal_groups": share(self.num_equal_groups, self.num_groups),
             "num_rollouts": num_rollouts,
             "num_asked": self.num_asked,
             "num_trained": self.num_trained,

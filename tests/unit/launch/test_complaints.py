@@ -65,3 +65,9 @@ def test_where_the_disk_takes_no_log_launch_says_it_by_itself(folder: RunFolder)
     assert complaints.new() == [told]
     folder.add_telemetry(b"{}")
     assert complaints.new() == []
+
+
+def test_a_warning_that_says_why_and_what_to_do_is_shown(folder: RunFolder) -> None:
+    complaints = Complaints(folder)
+    say(folder, level="warning", error="", why="no group differs", fix="check the rewards")
+    assert complaints.new() == ["the trainer: no group differs; check the rewards"]

@@ -78,3 +78,10 @@ def test_steps_that_are_done_again_count_once() -> None:
     progress.start_over()
     progress.add([row(step, success=1.0, age_histogram={"1": 4}) for step in range(2)])
     assert (progress.num_done, progress.success(), progress.ages()) == (2, 1.0, {"1": 1.0})
+
+
+def test_equal_groups_are_the_mean_share_of_the_last_ten_steps() -> None:
+    progress = Progress(num_steps=100)
+    assert progress.equal_groups() is None
+    progress.add(row(step, success=0.5, frac_equal_groups=float(step < 15)) for step in range(20))
+    assert progress.equal_groups() == 0.5

@@ -126,3 +126,19 @@ def test_what_the_summary_has_a_table_of_is_a_line_for_each_row() -> None:
 )
 def test_times_are_told_as_clocks(seconds: float | None, told: str) -> None:
     assert clock(seconds) == told
+
+
+@pytest.mark.parametrize(
+    ("frac_equal_groups", "shown"), [(0.89, "89%"), (1.0, "all (no group differs)")]
+)
+def test_groups_with_equal_rewards_are_shown(
+    scene: Scene, frac_equal_groups: float, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"success": 0.5, "frac_equal_groups": frac_equal_groups}
+    told = [msgspec.json.encode({"time_s": 2.0 * at, "step": at, **row}) for at in range(20, 40)]
+    scene.progress.add(told)
+    assert shown in text_of(paint(scene, elapsed_s=65.0))
+    with PlainScreen(scene) as screen:
+        for second in range(PLAIN_EVERY):
+            screen.look(float(second))
+    assert f"equal groups {shown}" in capsys.readouterr().out

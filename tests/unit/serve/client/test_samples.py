@@ -314,3 +314,18 @@ def test_a_sample_names_the_images_of_its_path_in_order() -> None:
         ("a", "b", "a"),
         ("a", "b", "c"),
     ]
+
+
+def test_each_sample_knows_the_rewards_of_all_siblings_that_ended_well() -> None:
+    prompt = context(-1, 2)
+    rollouts = [
+        RolloutRecord(index=0, outcome=Outcome.COMPLETED, reward=1.0, nodes=[prompt, turn(0, 1)]),
+        RolloutRecord(index=1, outcome=Outcome.COMPLETED, reward=0.0, nodes=[prompt]),
+        RolloutRecord(index=2, outcome=Outcome.TRUNCATED, reward=None, nodes=[prompt]),
+        RolloutRecord(index=3, outcome=Outcome.AGENT_ERROR, reward=9.0, nodes=[prompt]),
+    ]
+    for each in rollouts:
+        each.num_tokens = sum(node.num_tokens for node in each.nodes)
+        each.num_logprobs = sum(node.num_tokens for node in each.nodes if node.sampled)
+    [sample] = cut_record(rollouts, MAIN, lay_plainly).samples
+    assert sample.sibling_rewards == (1.0, 0.0)

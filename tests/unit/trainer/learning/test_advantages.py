@@ -27,7 +27,7 @@ def test_leave_one_out_compares_with_the_others() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("rewards", [[], [7.0], [0.1, 0.1, 0.1], [1, 1]])
+@pytest.mark.parametrize("rewards", [[], [7.0], [0.1, 0.1, 0.1], [1, 1], [0.1 + 0.2, 0.3]])
 def test_equal_siblings_and_only_children_get_exactly_nothing(
     rule: AdvantageRule, rewards: list[float]
 ) -> None:
@@ -52,3 +52,9 @@ def test_groups_are_compared_within_themselves_and_leaves_count_once() -> None:
     twice = sample(0, 0, 1.0)  # cut into two samples
     samples = [twice, sample(1, 0, 5.0), twice, sample(0, 1, 0.0), sample(1, 1, 3.0)]
     assert sample_advantages(samples, "mean").tolist() == [0.5, 1.0, 0.5, -0.5, -1.0]
+
+
+def test_a_baseline_counts_siblings_that_have_no_sample() -> None:
+    rewards = (1.0, 0.0, 0.0, 0.0)
+    alone = new_sample([1, 2], [0, 1], reward=1.0, sibling_rewards=rewards)
+    assert sample_advantages([alone], "mean").tolist() == [0.75]
