@@ -92,13 +92,12 @@ def train(argv: list[str]) -> int:
     options = arguments.parse_args(pass_gate(argv))
     share, config = share_of(options), settings_of(options)
     if options.ready_fd is not None:
-        run(config, options.router, options.ready_fd, share)
-        return 0
+        return run(config, options.router, options.ready_fd, share)
     folder = RunFolder(config, resume=options.resume)
     with Watch(options.status, "trainer", folder, SystemClock()):
-        run(config, options.router, None, share)
+        code = run(config, options.router, None, share)
     folder.conclude(config.trainer.num_steps)
-    return 0
+    return code
 
 
 def with_newest(argv: list[str]) -> list[str]:

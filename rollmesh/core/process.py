@@ -21,7 +21,8 @@ import msgspec
 from rollmesh.core.errors import AddressError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done; a fault; the user can mend it, and one line says how; stopped by a signal."""
+"""Exit codes: done; a fault; the user can fix it, and one line says how; stopped by a signal before
+it was done, so that a launch that did not send the signal starts the process again."""
 RECYCLED = 75
 """Exit code: it left in good order and wants another in its place (EX_TEMPFAIL of sysexits.h)."""
 

@@ -230,7 +230,8 @@ class Supervision:
         if event.code == USAGE and not may_outlast:
             return self._stop(End(USAGE, event.last_line.removeprefix("rollmesh: ")), now_s)
         if event.code == OK and child.plan.on_death is OnDeath.REPLACE:
-            return [Note(f"{event.role} has left and is not started again")]
+            note = f"{event.role} was drained and is not started again"
+            return [Note(note + self._no_worker_left())]
         if child.plan.on_death in STARTED_AGAIN:
             return self._restart(child, event, now_s)
         return self._stop(End(FAILED, how_it_ended(event)), now_s)
@@ -282,6 +283,13 @@ class Supervision:
             return self._are_there(child.plan.needs)
         is_rested = now_s - child.since_s >= child.back_off_s
         return child.state is ChildState.BACKING_OFF and is_rested
+
+    def _no_worker_left(self) -> str:
+        """A warning where the run has no worker of its own left; else nothing."""
+        workers = [child for child in self.children.values() if child.plan.is_worker]
+        if any(child.state is not ChildState.GONE for child in workers):
+            return ""
+        return "; no worker of this run is left, so groups wait until one joins (`rollmesh worker`)"
 
     def _are_there(self, roles: tuple[str, ...]) -> bool:
         return all(self.children[role].is_there for role in roles)
@@ -338,6 +346,10 @@ def was_alive(state: ChildState) -> bool:
 
 def how_it_ended(event: Exited) -> str:
     """The first half of a line for people."""
+    if event.code == INTERRUPTED:
+        return f"{event.role} was stopped by a signal that launch did not send"
+    if event.code == OK:
+        return f"{event.role} ended, which launch did not ask for"
     how = (
         f"ended with code {event.code}" if event.code >= 0 else f"was ended by signal {-event.code}"
     )

@@ -15,7 +15,7 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import JournalError, UserError
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.process import Ready, Stop, announce
+from rollmesh.core.process import INTERRUPTED, OK, Ready, Stop, announce
 from rollmesh.core.share import Share, check_may_share
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
@@ -30,6 +30,7 @@ from rollmesh.trainer.pacing.tasks import endless_tasks
 from rollmesh.trainer.parts import Parts, Trainee
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
+from rollmesh.trainer.recovery.plan import Recovery
 from rollmesh.trainer.recovery.revival import (
     Revival,
     find,
@@ -50,9 +51,12 @@ CLOSE_S = 2.0
 """How long the publisher may take to let go of the engines."""
 
 
-def run(config: Config, router: str, ready_fd: int | None, share: Share | None = None) -> None:
-    """Train until done or told to stop by SIGTERM or SIGINT; `share` is of a fleet that other runs
-    train on, too."""
+def run(config: Config, router: str, ready_fd: int | None, share: Share | None = None) -> int:
+    """Train until done, or until SIGTERM or SIGINT; `share` is a part of a fleet that other runs
+    train on, too.
+
+    Return the exit code: OK when all steps are done, INTERRUPTED when a signal came before that.
+    """
     folder = config.run_folder()
     setup("trainer", folder, on_console=ready_fd is None)
     if share:
@@ -67,7 +71,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     policy = build(config, staleness, tenancy)
     if policy is None:
         leave_unbuilt(client, tenancy, hurried_s)
-        return
+        return INTERRUPTED
     if revival.saved:
         savepoints.restore(revival.saved, policy)
     records = RunRecords(folder, SystemClock(), revival.covered, stop)
@@ -96,20 +100,35 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
         fence=fence,
         tenancy=tenancy,
     )
-    is_done = False
     gc.freeze()  # torch alone is 400,000 objects, which no collection need look at
-    # Whoever is late, or fails, keeps none of the others from it.
+    loop = TrainLoop(config, parts, stop)
+    is_done = train(loop, recovery, parts, (background, shell), hurried_s)
+    return OK if is_done else INTERRUPTED
+
+
+def train(
+    loop: TrainLoop,
+    recovery: Recovery,
+    parts: Parts,
+    publisher: tuple[BackgroundLoop, PublishShell],
+    hurried_s: float,
+) -> bool:
+    """Run the loop, then close every part, even where one is late or fails; return whether all
+    steps are done."""
+    is_done = False
+    folder = parts.savepoints.folder.parent
     with told_in_one_line(), ExitStack() as leaving:
-        leaving.callback(lambda: tenancy.close(SLEEP_S if is_done else hurried_s))
-        leaving.callback(policy.close)
-        leaving.callback(pacer.close)
-        leaving.callback(write_books, folder, tally, pacer)
-        leaving.callback(records.close)
-        # Of a run that is not done the mesh keeps what runs, for the trainer that comes next.
-        leaving.callback(lambda: client.close(for_good=is_done))
-        leaving.callback(tenancy.leave)
-        leaving.callback(close_publisher, background, shell, hurried_s)
-        is_done = TrainLoop(config, parts, stop).run(recovery)
+        leaving.callback(lambda: parts.tenancy.close(SLEEP_S if is_done else hurried_s))
+        leaving.callback(parts.policy.close)
+        leaving.callback(parts.pacer.close)
+        leaving.callback(write_books, folder, parts.tally, parts.pacer)
+        leaving.callback(parts.records.close)
+        # When the run is not done, its groups keep running for the next trainer.
+        leaving.callback(lambda: parts.client.close(for_good=is_done))
+        leaving.callback(parts.tenancy.leave)
+        leaving.callback(close_publisher, *publisher, hurried_s)
+        is_done = loop.run(recovery)
+    return is_done
 
 
 def begin(

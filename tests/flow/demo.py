@@ -7,7 +7,7 @@ test_run.py, test_resume.py, test_adapters.py and test_page.py.
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def _started(folder: Path, *words: str, **settings: object) -> Running:
     return Running(argv, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def follow(path: Path) -> Iterator[dict[str, Any]]:
+def follow(path: Path) -> Generator[dict[str, Any], None, None]:
     """Rows of a file that is being written."""
     words = ["tail", "-n", "+1", "-F", str(path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tail:

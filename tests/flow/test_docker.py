@@ -19,6 +19,7 @@ import pytest
 from rollmesh.cli.main import VERBS
 from rollmesh.core.config import load_config
 from rollmesh.core.errors import AddressError
+from rollmesh.core.process import INTERRUPTED
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.serve.server.worker import FAREWELL_S
 from rollmesh.testing.model_folder import write_model_folder
@@ -307,7 +308,7 @@ def test_the_mesh_trains_trains_again_and_stops_when_told(mesh: Containers) -> N
         await_row(run / "metrics.jsonl", lambda row: row["step"] == 1)
         await_row(run / "telemetry.jsonl", lambda row: is_whole(row["router"]))
         [trainer] = mesh.running["trainer"]
-        assert mesh.stop("trainer", STOPS_WITHIN_S) == [0], trainer.log()
+        assert mesh.stop("trainer", STOPS_WITHIN_S) == [INTERRUPTED], trainer.log()
     assert all(map(mesh.is_healthy, served(mesh)))
     drain_one_worker(mesh)
     for name in ("worker", "router", "engine", "dashboard"):

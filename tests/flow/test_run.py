@@ -187,3 +187,31 @@ def test_a_run_that_loses_its_processes_loses_no_rollout(ended: Path, tmp_path: 
         assert f"{role} was ended by signal 9; started again in 0.5 s" in out
     summary = read(run / "summary.json")
     assert (summary["num_steps"], summary["num_lost"]) == (40, 0)
+
+
+@pytest.mark.timeout(240)
+def test_a_run_reaches_its_goal_though_its_processes_get_signals_that_launch_did_not_send(
+    ended: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "demo"
+    rounds = {signal.SIGTERM: ("worker-0", "router"), signal.SIGINT: ("worker-1", "engine-0")}
+    settings = {"trainer.num_steps": 40, "trainer.checkpoint_steps": 2, "publish.lease_s": 3.0}
+    with start_with(ended / "model", tmp_path, **settings) as process:
+        next(row for row in follow(run / "metrics.jsonl") if row["step"] >= 2)
+        events = follow(run / "logs" / "launch.log")
+        ready = {"event": "child.ready", "child": "trainer"}
+        next(event for event in events if ready.items() <= event.items())
+        for number, others in rounds.items():
+            pids = {row["role"]: row["pid"] for row in read(run / "pids.json")}
+            for role in (*others, "trainer"):
+                os.kill(pids[role], number)
+            next(event for event in events if ready.items() <= event.items())
+        events.close()
+        out, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, out
+    stopped = "was stopped by a signal that launch did not send; started again in"
+    assert out.count(f"trainer {stopped}") == 2
+    for role in ("worker-0", "worker-1"):
+        assert f"{role} {stopped} 0.5 s" in out
+    summary = read(run / "summary.json")
+    assert (summary["ended"], summary["num_steps"], summary["num_lost"]) == ("done", 40, 0)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.process import RECYCLED
+from rollmesh.core.process import INTERRUPTED, RECYCLED
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.client import Dropped, Finished, RolloutClient
 from rollmesh.testing.engine import ScriptedEngine
@@ -112,7 +112,7 @@ async def test_a_drained_worker_finishes_what_it_runs_and_is_not_started_again(
     assert isinstance(finished, Finished)
     assert finished.worker_id != busy
     end = await asyncio.to_thread(mesh.end)
-    assert end["notes"] == [f"{busy} has left and is not started again"]
+    assert end["notes"] == [f"{busy} was drained and is not started again"]
 
 
 async def test_a_killed_worker_is_noticed_at_once_and_its_group_runs_elsewhere(
@@ -128,6 +128,21 @@ async def test_a_killed_worker_is_noticed_at_once_and_its_group_runs_elsewhere(
     [finished] = await asyncio.to_thread(client.take, WITHIN_S)
     assert isinstance(finished, Finished)
     assert (finished.worker_id != busy, finished.attempt) == (True, 2)
+
+
+async def test_a_worker_that_gets_a_signal_which_launch_did_not_send_is_started_again(
+    mesh: LaunchedMesh, client: RolloutClient
+) -> None:
+    before = mesh.pids()
+    for role, number in (("worker-0", signal.SIGTERM), ("worker-1", signal.SIGINT)):
+        os.kill(before[role], number)
+        await asyncio.to_thread(mesh.until, "child.exited", role, code=INTERRUPTED)
+        await asyncio.to_thread(mesh.until_ready, role)
+    ask(client)
+    [finished] = await asyncio.to_thread(client.take, WITHIN_S)
+    assert isinstance(finished, Finished)
+    end = await asyncio.to_thread(mesh.end)
+    assert end["end"] == {"code": INTERRUPTED, "reason": "stopped"}
 
 
 @pytest.mark.parametrize("settings", [{"recycle_rollouts": 2}], indirect=True)

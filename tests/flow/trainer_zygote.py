@@ -11,21 +11,20 @@ from pathlib import Path
 
 from rollmesh.core.config import Config, load_config
 from rollmesh.core.errors import UserError
-from rollmesh.core.process import FAILED, OK, USAGE
+from rollmesh.core.process import FAILED, USAGE
 from rollmesh.trainer.process import run
 
 
 def life(config: Config, router: str) -> int:
     """One trainer's; its exit code."""
     try:
-        run(config, router, None)
+        return run(config, router, None)
     except UserError as error:
         sys.stderr.write(f"rollmesh: {error}\n")
         return USAGE
     except BaseException as error:  # noqa: BLE001 - door: what ends a trainer is for the test
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return FAILED
-    return OK
 
 
 def main() -> None:

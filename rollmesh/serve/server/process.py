@@ -26,6 +26,7 @@ from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.metrics import Exposition
 from rollmesh.core.process import (
     FAILED,
+    INTERRUPTED,
     OK,
     RECYCLED,
     USAGE,
@@ -65,10 +66,11 @@ EXIT_S = 1.0
 def run(
     config: Config, router: str, worker_id: str, listen_fd: int | None, ready_fd: int | None
 ) -> int:
-    """Serve until stopped by SIGTERM or SIGINT, drained, or worn out; the exit code.
+    """Serve until stopped by SIGTERM or SIGINT, drained, or worn out; return the exit code.
 
-    That is OK, or RECYCLED where it wants another in its place. EnvError, ModelError or
-    AddressError, one line, where it cannot begin.
+    OK after a drain; RECYCLED when it is worn out; after a signal INTERRUPTED below launch, which
+    then starts another worker unless it sent the signal, and OK elsewhere, as servers do. Raise
+    EnvError, ModelError or AddressError, one line, when it cannot begin.
     """
     setup(worker_id, config.run_folder() if ready_fd is not None else None)
     Heap().settle()
@@ -83,7 +85,7 @@ def run(
         code = FAILED
         try:
             serving = loop.create_task(_serve(settings, env, listening, ready_fd))
-            code = _code_of(_run_to_end(loop, serving))
+            code = _code_of(_run_to_end(loop, serving), is_launched=ready_fd is not None)
         except UserError:
             code = USAGE
             raise
@@ -92,8 +94,10 @@ def run(
     return code
 
 
-def _code_of(leaving: Leaving) -> int:
-    if leaving.cause is not Cause.WORN_OUT:
+def _code_of(leaving: Leaving, *, is_launched: bool) -> int:
+    if leaving.cause is Cause.STOPPED:
+        return INTERRUPTED if is_launched else OK
+    if leaving.cause is Cause.DRAINED:
         return OK
     # The last line on stderr is what launch tells of an end.
     sys.stderr.write(f"{leaving.reason}\n")

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from rollmesh.core.config import LaunchConfig
-from rollmesh.core.process import RECYCLED
+from rollmesh.core.process import INTERRUPTED, RECYCLED
 from rollmesh.launch.causes import OUT_OF_MEMORY
 from rollmesh.launch.machine import (
     LOOP_WINDOW_S,
@@ -265,9 +265,32 @@ def test_want_of_memory_is_said_to_people(crew: Stage) -> None:
 
 def test_a_drained_worker_stays_away_and_the_run_goes_on(crew: Stage) -> None:
     actions = crew.tell(Exited("w0", 0, "", 41, "exit code 0"))
-    assert actions[-1] == Note("w0 has left and is not started again")
+    assert actions[-1] == Note("w0 was drained and is not started again")
     assert crew.tell(Ticked(), after_s=100.0) == []
     assert (crew.state("w0"), crew.mesh()) == (ChildState.GONE, MeshState.RUNNING)
+
+
+def test_a_run_whose_last_worker_was_drained_says_that_none_is_left(crew: Stage) -> None:
+    crew.tell(Exited("w0", 0, "", 41, "exit code 0"))
+    [*_, note] = crew.tell(Exited("w1", 0, "", 42, "exit code 0"))
+    assert isinstance(note, Note)
+    assert "no worker of this run is left" in note.line
+
+
+@pytest.mark.parametrize("role", ["trainer", "worker", "page"])
+def test_a_process_that_was_stopped_by_a_signal_of_another_is_started_again(
+    running: Stage, role: str
+) -> None:
+    [note] = running.tell(Exited(role, INTERRUPTED, "a warning of some library"))
+    stopped = f"{role} was stopped by a signal that launch did not send"
+    assert note == Note(f"{stopped}; started again in 0.5 s")
+    assert running.tell(Ticked(), after_s=0.6) == [Start(role)]
+    assert running.machine.end is None
+
+
+def test_a_worker_that_was_stopped_by_a_signal_of_another_has_a_successor(crew: Stage) -> None:
+    crew.tell(Exited("w0", INTERRUPTED, "", 41, "exit code 130"))
+    assert crew.tell(Ticked(), after_s=0.6) == [Start("w0")]
 
 
 def test_a_worker_that_recycled_itself_has_a_successor_at_once(crew: Stage) -> None:
@@ -394,7 +417,7 @@ def some_event(chance: random.Random, alive: set[str], is_late: bool) -> Event:
     if alive and dice < 0.3:
         role = chance.choice(sorted(alive))
         alive.discard(role)
-        return Exited(role, chance.choice([0, 1, -9, RECYCLED]))
+        return Exited(role, chance.choice([0, 1, -9, INTERRUPTED, RECYCLED]))
     if alive and dice < 0.7:
         return Reported(chance.choice(sorted(alive)))
     return Ticked()
