@@ -5,6 +5,7 @@ go over the wire as it stands. Driven by everyone.
 """
 
 import enum
+from pathlib import PurePath
 from typing import Any, Literal
 
 import msgspec
@@ -43,6 +44,21 @@ class Score(msgspec.Struct, frozen=True):
     """Whole numbers are rewards too."""
     metrics: dict[str, float] = {}
     """Figures for people; they do not train. One that is not finite is left out."""
+
+
+class ErrorPlace(msgspec.Struct, frozen=True):
+    """Where an exception left environment code: the innermost frame in a file of the user's."""
+
+    kind: str
+    """The exception's type, `ValueError`."""
+    file: str
+    """Path of the source file."""
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """`my_env.py:15 in score`."""
+        return f"{PurePath(self.file).name}:{self.line} in {self.function}"
 
 
 class FieldPolicy(enum.StrEnum):
@@ -210,6 +226,8 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     started_s: float = 0.0
     """Unix time."""
     duration_s: float = 0.0
+    place: ErrorPlace | None = None
+    """Where environment code raised `error`; None for faults of an engine and ends by a limit."""
 
 
 class GroupRecord(msgspec.Struct, kw_only=True):
@@ -220,3 +238,5 @@ class GroupRecord(msgspec.Struct, kw_only=True):
     reason: str = ""
     """Why there are no rollouts: `cancelled`, `env_failed: ...`, `attempts_exhausted: ...`."""
     is_eval: bool = False
+    place: ErrorPlace | None = None
+    """Where environment code raised what `reason` names."""

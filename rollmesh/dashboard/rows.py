@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from rollmesh.core.types import ErrorPlace
+
 
 class ProcessRow(msgspec.Struct, frozen=True):
     """One process as telemetry.jsonl saw it."""
@@ -38,6 +40,10 @@ class WorkerRow(msgspec.Struct, frozen=True):
     last_error: str = ""
     num_left_behind: int = 0
     waits_for: str = ""
+    last_place: ErrorPlace | None = None
+    """Where in environment code `last_error` came from."""
+    last_task_id: str = ""
+    """The task whose rollout ended in `last_error`."""
 
 
 class EngineRow(msgspec.Struct, frozen=True):

@@ -238,17 +238,18 @@ def _settle(ended: asyncio.Future[Any], found: Any, error: Exception | None) -> 
 
 
 def tamed(error: BaseException) -> Exception:
-    """What foreign code raised, as something that ends nobody else."""
+    """`error` as an Exception that ends only its own call; it keeps its traceback."""
     match error:
         case asyncio.CancelledError():
-            return EscapedError("a CancelledError of its own came out of environment code")
+            text = "a CancelledError of its own came out of environment code"
         case SystemExit():
-            return EscapedError(f"environment code called sys.exit({error.code!r})")
+            text = f"environment code called sys.exit({error.code!r})"
         case StopIteration():  # a Future does not take it
-            return EscapedError("a StopIteration came out of environment code")
+            text = "a StopIteration came out of environment code"
         case Exception():
             return error
         case _:
             # Such as a Rust library's panic, or pytest's `fail`.
-            name, said = type(error).__name__, f": {error}".removesuffix(": ")
-            return EscapedError(f"a {name} came out of environment code{said}")
+            message = f": {error}".removesuffix(": ")
+            text = f"a {type(error).__name__} came out of environment code{message}"
+    return EscapedError(text).with_traceback(error.__traceback__)

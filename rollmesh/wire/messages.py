@@ -26,7 +26,7 @@ import enum
 import msgspec
 
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.core.types import ErrorPlace, SamplingPolicy, Task
 from rollmesh.wire.fleet import EngineFaulted, FleetAnswered, FleetAsk, FleetChanged, PublisherLeft
 from rollmesh.wire.header import Message
 from rollmesh.wire.ranks import RankMessage
@@ -207,6 +207,10 @@ class WorkerBeat(Message, frozen=True, tag="worker_beat"):
     """Why it takes no new groups though it serves: a budget, in one line."""
     held_bytes: int = 0
     """What its rollouts and results hold in memory, as it counts."""
+    last_place: ErrorPlace | None = None
+    """Where in environment code `last_error` came from."""
+    last_task_id: str = ""
+    """The task whose rollout ended in `last_error`."""
 
 
 class WorkerLeft(Message, frozen=True, tag="worker_left"):

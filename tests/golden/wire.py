@@ -12,6 +12,7 @@ import typing
 from pathlib import Path
 
 from rollmesh.core.ids import GroupId
+from rollmesh.core.types import ErrorPlace
 from rollmesh.wire import fleet as f
 from rollmesh.wire import messages as m
 from rollmesh.wire import ranks as r
@@ -80,6 +81,8 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
         3,
         "worker.max_held_bytes",
         2048,
+        ErrorPlace("ValueError", "/h/my_env.py", 15, "score"),
+        "t7",
     ),
     m.WorkerLeft("worker-0", "drained", 4711, 1.5e9),
     m.GroupStarted(GROUP, 2),

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import GroupRecord, RolloutRecord
+from rollmesh.core.types import ErrorPlace, GroupRecord, RolloutRecord
 from rollmesh.serve.client.entries import GroupBooked, SeenRollout
 from rollmesh.serve.client.sample_memory import Float32s, Int32s
 from rollmesh.serve.client.samples import check_counts
@@ -105,17 +105,27 @@ def open_result(raw: RawResult) -> Arrival:
 def booked_of(dropped: Dropped, step: int, task_id: str = "") -> GroupBooked:
     """What is written down of it before `step`; `task_id` where it brought no word of that."""
     record = dropped.record
-    seen = tuple(map(seen_of, record.rollouts)) if record else ()
+    rollouts = record.rollouts if record else []
+    # Where no rollout failed, the environment failed to score them together.
+    place = record.place if record and not any(each.place for each in rollouts) else None
+    seen = tuple(seen_of(each, place) for each in rollouts)
     return GroupBooked(
         dropped.group_id, dropped.reason, step, record.task.id if record else task_id, seen
     )
 
 
-def seen_of(rollout: RolloutRecord) -> SeenRollout:
-    """What a ledger says of it."""
+def seen_of(rollout: RolloutRecord, place: ErrorPlace | None = None) -> SeenRollout:
+    """The part of its record that the drop log keeps; `place` where it has none of its own."""
     runs = (run for node in rollout.nodes for run in node.policy_versions)
     versions = tuple(sorted({run.policy_version for run in runs}))
-    return SeenRollout(rollout.index, rollout.outcome, rollout.num_logprobs, versions)
+    return SeenRollout(
+        rollout.index,
+        rollout.outcome,
+        rollout.num_logprobs,
+        versions,
+        rollout.error,
+        rollout.place or place,
+    )
 
 
 def _arrays(buffers: tuple[Buffer, ...]) -> tuple[Int32s, Float32s]:

@@ -22,7 +22,7 @@ import msgspec
 
 from rollmesh.core.errors import JournalError
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import Outcome
+from rollmesh.core.types import ErrorPlace, Outcome
 
 NOT_NOTED = -1
 """In a journal of an earlier release, which had no such field."""
@@ -44,7 +44,7 @@ class Again(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SeenRollout(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a rollout of a group without a result."""
+    """What is known of a rollout that does not train."""
 
     index: int
     outcome: Outcome
@@ -52,6 +52,9 @@ class SeenRollout(msgspec.Struct, frozen=True, array_like=True):
     """Sampled tokens."""
     policy_versions: tuple[int, ...]
     """Theirs, each once, ascending."""
+    error: str = ""
+    place: ErrorPlace | None = None
+    """Where environment code raised `error`."""
 
 
 class RunBegan(Entry, frozen=True, tag="run_began"):

@@ -11,6 +11,7 @@ import msgspec
 
 from rollmesh.core.inventory import counted
 from rollmesh.core.metrics import Figure
+from rollmesh.core.types import ErrorPlace
 from rollmesh.serve.router.counts import cache_entries, entries, held
 from rollmesh.serve.router.ledger import Ledger
 from rollmesh.serve.router.workers import Worker, WorkerState
@@ -54,6 +55,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """Why it takes no new groups though it serves; '' if it does."""
     longest_gap_s: float
     """Between two of its beats."""
+    last_place: ErrorPlace | None
+    """Where in environment code `last_error` came from."""
+    last_task_id: str
+    """The task whose rollout ended in `last_error`."""
 
 
 class ClientStatus(msgspec.Struct, frozen=True):
@@ -181,6 +186,8 @@ def _worker_status(worker: Worker) -> WorkerStatus:
         unacked_bytes=beat.unacked_bytes if beat else 0,
         waits_for=worker.waits_for,
         longest_gap_s=worker.longest_gap_s,
+        last_place=beat.last_place if beat else None,
+        last_task_id=beat.last_task_id if beat else "",
     )
 
 

@@ -16,6 +16,7 @@ import msgspec
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.metrics import rss_bytes
+from rollmesh.core.types import ErrorPlace
 from rollmesh.serve.server.stack import whereabouts
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
@@ -55,6 +56,8 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
     num_left_behind: int
     waits_for: str
     held_bytes: int
+    last_place: ErrorPlace | None = None
+    last_task_id: str = ""
 
 
 class BeatSettings(msgspec.Struct, frozen=True):

@@ -20,7 +20,15 @@ import msgspec
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import GroupRecord, Outcome, Task
 from rollmesh.serve.server.duties import Begin
-from rollmesh.serve.server.rollouts import Played, Stage, cut_short, fill, play
+from rollmesh.serve.server.rollouts import (
+    NO_FAULT,
+    Fault,
+    Played,
+    Stage,
+    cut_short,
+    fill,
+    play,
+)
 from rollmesh.serve.server.scoring import score_together
 from rollmesh.serve.server.slots import Slots
 from rollmesh.wire.bodies import encode_record
@@ -70,15 +78,16 @@ class _Group:
         self._is_strict = stage.settings.failed_sibling == "drop"
         self._tasks: list[asyncio.Task[Played]] = []
 
-    async def run(self) -> str:
-        """Play and score; why the group is incomplete, or ''."""
+    async def run(self) -> Fault:
+        """Play and score; why the group is incomplete, or NO_FAULT."""
         deadline_s = self._begin.deadline_s
         try:
             async with asyncio.timeout(deadline_s or None):
                 await self._play_all()
-                return self._missing() or await self._score()
+                missing = self._missing()
+                return missing if missing.text else await self._score()
         except TimeoutError:
-            return f"deadline: the ask's {deadline_s:.3g} s are over"
+            return Fault(f"deadline: the ask's {deadline_s:.3g} s are over", None)
 
     async def _play_all(self) -> None:
         """Until every sibling has come to an outcome, or is cut short since one has failed."""
@@ -93,21 +102,22 @@ class _Group:
             for index, task in enumerate(self._tasks)
         ]
 
-    def _missing(self) -> str:
-        """Why the group is incomplete; '' if it is not."""
+    def _missing(self) -> Fault:
+        """Why the group is incomplete; NO_FAULT if it is not."""
         played = self.played()
         failed = [each.record for each in played if each.record.outcome is Outcome.INFRA_ERROR]
         if not failed or (len(failed) < len(played) and not self._is_strict):
-            return ""
-        return f"infra_error: {len(failed)} of {len(played)} rollouts: {failed[0].error}"
+            return NO_FAULT
+        num_failed = f"{len(failed)} of {len(played)} rollouts"
+        return Fault(f"infra_error: {num_failed}: {failed[0].error}", failed[0].place)
 
-    async def _score(self) -> str:
-        """Let the environment score the siblings together; why that failed, or ''."""
+    async def _score(self) -> Fault:
+        """Let the environment score the siblings together; NO_FAULT if that worked."""
         return await score_together(
             self._stage, self._begin.group_id, self._ask.task, self.played()
         )
 
-    def pack(self, reason: str) -> Payload:
+    def pack(self, fault: Fault) -> Payload:
         """All that the siblings left."""
         ask, played = self._ask, self.played()
         token_ids: list[Buffer] = []
@@ -124,11 +134,12 @@ class _Group:
         record = GroupRecord(
             task=ask.task,
             rollouts=[each.record for each in played],
-            reason=reason,
+            reason=fault.text,
             is_eval=ask.is_eval,
+            place=fault.place,
         )
         return Payload(
-            complete=not reason,
+            complete=not fault.text,
             body=encode_record(record),
             buffers=(b"".join(token_ids), b"".join(logprobs)),
         )
@@ -144,7 +155,8 @@ class _Group:
             played = await play(self._stage, rollout_id, self._ask)
         record = played.record
         if record.outcome in FAILURES:
-            self._slots.note_failure(f"{record.outcome}: {record.error}")
+            error = f"{record.outcome}: {record.error}"
+            self._slots.note_failure(error, record.place, self._ask.task.id)
         if record.outcome is Outcome.INFRA_ERROR and self._is_strict:
             self._cut_others_short()
         return played

@@ -14,27 +14,30 @@ when its run is over, however that ended. Driven by groups.py.
 """
 
 import math
+import reprlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.config import WorkerConfig
-from rollmesh.core.errors import AgentFailed, InfraError
+from rollmesh.core.errors import AgentFailed, EnvError, InfraError
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.logs import get_logger, readable
-from rollmesh.core.types import Outcome, RolloutRecord, Score
+from rollmesh.core.types import ErrorPlace, Outcome, RolloutRecord, Score
 from rollmesh.envs.calls import Calls, Limit, OvertimeError, never_paused, nothing
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.runtime.record import SessionRecord
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.scopes import OpenSession
+from rollmesh.serve.server.stack import cause_of, place_of
 from rollmesh.wire.messages import GroupAsk
 
 log = get_logger()
 
 MAX_ERROR_CHARS = 500
+"""Of an error's text, without its place."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -50,6 +53,17 @@ class Stage(msgspec.Struct, frozen=True):
     calls: Calls = msgspec.field(default_factory=Calls)
     paused_s: Callable[[], float] = never_paused
     """A sum that grows while no engine can serve, which no rollout is charged with."""
+
+
+class Fault(NamedTuple):
+    """An exception of environment code, as it is reported."""
+
+    text: str
+    """One line, with the place at its end: `ValueError: no answer (my_env.py:15 in score)`."""
+    place: ErrorPlace | None
+
+
+NO_FAULT = Fault("", None)
 
 
 class Played(msgspec.Struct):
@@ -74,6 +88,7 @@ class _Verdict(msgspec.Struct, frozen=True):
     error: str = ""
     score: Score | None = None
     transcript: Transcript | None = None
+    place: ErrorPlace | None = None
     is_worth_retry: bool = False
 
 
@@ -93,6 +108,7 @@ async def play(stage: Stage, rollout_id: RolloutId, ask: GroupAsk) -> Played:
         index=rollout_id.index,
         outcome=verdict.outcome,
         error=verdict.error,
+        place=verdict.place,
         started_s=started_unix_s,
         duration_s=stage.clock.now_s() - started_s,
     )
@@ -126,8 +142,18 @@ def fill(record: RolloutRecord, session: SessionRecord) -> None:
     record.healed = session.healed
 
 
+def fault_of(error: BaseException, method: object) -> Fault:
+    """What `error` is and where it came from; `method` of the environment raised it."""
+    error = cause_of(error)
+    place, text = place_of(error, method), one_line(error)
+    if place is None:
+        return Fault(text, None)
+    place = msgspec.structs.replace(place, file=readable(place.file))
+    return Fault(f"{text} ({place})", place)
+
+
 def one_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
+    """The type of an error and the first line of its message."""
     first_line = next(iter(str(error).splitlines()), "")
     return readable(f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS])
 
@@ -137,22 +163,36 @@ def score_limit(settings: WorkerConfig, when_over: Callable[[], None] = nothing)
     return Limit("score_timeout_s", settings.score_timeout_s, when_over)
 
 
-def check_score(score: object) -> Score:
-    """The score in floats, whatever numbers it has; TypeError or ValueError where it is none."""
+def check_score(score: object, method: str = "score") -> Score:
+    """The score in floats, whatever numbers it has; EnvError that names `method` if it has others.
+
+    `method` is the environment's, with its class: `GuessEnv.score`.
+    """
     if not isinstance(score, Score):
-        raise TypeError(f"score gave {type(score).__name__} and not a Score")
-    reward = _number("reward", score.reward)
+        raise EnvError(f"{method} returned {_shown(score)}, not a Score")
+    reward = _number(f"{method} returned reward", score.reward)
     if not math.isfinite(reward):
-        raise ValueError(f"the reward is {reward}")
-    metrics = {readable(str(k)): _number(f"metric {k}", v) for k, v in score.metrics.items()}
+        raise EnvError(f"{method} returned reward {reward}")
+    metrics = {
+        readable(str(name)): _number(f"{method} returned metric {name} =", value)
+        for name, value in score.metrics.items()
+    }
     return Score(reward, {name: value for name, value in metrics.items() if math.isfinite(value)})
 
 
-def _number(name: str, value: Any) -> float:
-    """Of a bool, an int, or a number of numpy's or torch's too."""
-    if isinstance(value, str):
-        raise TypeError(f"the {name} is {value!r} and no number")
-    return float(value)
+def _number(what: str, value: Any) -> float:
+    """A bool, an int, or a number of numpy's or torch's, as a float."""
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise EnvError(f"{what} {_shown(value)}") from None
+
+
+def _shown(value: object) -> str:
+    """None as itself, and anything else with its type."""
+    return "None" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
 async def _play_once(stage: Stage, opened: OpenSession, ask: GroupAsk) -> _Verdict:
@@ -170,28 +210,36 @@ async def _play_once(stage: Stage, opened: OpenSession, ask: GroupAsk) -> _Verdi
     except OvertimeError as error:
         return _Verdict(Outcome.TRUNCATED, str(error))
     except InfraError as error:
-        return _blame(opened, one_line(error), is_agents=False)
+        return _blame(opened, fault_of(error, stage.env.run), is_agents=False)
     except AgentFailed as error:
-        return _blame(opened, one_line(error))
+        return _blame(opened, fault_of(error, stage.env.run))
     except Exception as error:  # door: env and agent code may raise anything
         if not opened.session.spent_because:
-            log.exception("rollout.failed", rollout_id=str(opened.session.rollout_id))
-        return _blame(opened, one_line(error))
+            rollout_id = str(opened.session.rollout_id)
+            log.exception("rollout.failed", rollout_id=rollout_id, task_id=ask.task.id)
+        return _blame(opened, fault_of(error, stage.env.run))
     if opened.session.engine_fault:
         # An agent may swallow a failed call and go on to lose: that is no reward of zero.
-        return _blame(opened, "")
+        return _blame(opened, NO_FAULT)
     return await _score(stage, opened, ask, transcript)
 
 
-def _blame(opened: OpenSession, error: str, *, is_agents: bool = True) -> _Verdict:
-    """Whose fault a failed run is: a limit of ours; or the agent's, unless its last call got no
-    answer."""
+def _blame(opened: OpenSession, fault: Fault, *, is_agents: bool = True) -> _Verdict:
+    """The verdict on a failed run: a limit of ours ended it, its last call got no answer, or the
+    environment or its agent is at fault."""
     if spent := opened.session.spent_because:
         return _Verdict(Outcome.TRUNCATED, spent)
-    fault = opened.session.engine_fault if is_agents else error
-    if fault:
-        return _Verdict(Outcome.INFRA_ERROR, fault[:MAX_ERROR_CHARS], is_worth_retry=True)
-    return _Verdict(Outcome.AGENT_ERROR, error)
+    if not is_agents:
+        return _infra_error(fault)
+    if engine_fault := opened.session.engine_fault:
+        return _infra_error(Fault(engine_fault[:MAX_ERROR_CHARS], None))
+    return _Verdict(Outcome.AGENT_ERROR, fault.text, place=fault.place)
+
+
+def _infra_error(fault: Fault, *, is_worth_retry: bool = True) -> _Verdict:
+    return _Verdict(
+        Outcome.INFRA_ERROR, fault.text, place=fault.place, is_worth_retry=is_worth_retry
+    )
 
 
 async def _score(
@@ -200,12 +248,14 @@ async def _score(
     try:
         limit = score_limit(stage.settings)
         found = await stage.calls.call(limit, stage.env.score, ask.task, transcript)
-        score = check_score(found)
-    except InfraError as error:
-        return _Verdict(Outcome.INFRA_ERROR, f"score: {one_line(error)}", is_worth_retry=True)
+        score = check_score(found, f"{type(stage.env).__name__}.score")
     except Exception as error:  # door: env code may raise anything
-        log.exception("score.failed", task_id=ask.task.id)
-        return _Verdict(Outcome.INFRA_ERROR, f"score: {one_line(error)}")
+        is_worth_retry = isinstance(error, InfraError)
+        if not is_worth_retry:
+            log.exception("score.failed", task_id=ask.task.id)
+        fault = fault_of(error, stage.env.score)
+        fault = fault._replace(text=f"score: {fault.text}")
+        return _infra_error(fault, is_worth_retry=is_worth_retry)
     spent = opened.session.spent_because
     outcome = Outcome.TRUNCATED if transcript.truncated or spent else Outcome.COMPLETED
     return _Verdict(outcome, spent, score, transcript)

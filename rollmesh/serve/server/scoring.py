@@ -8,19 +8,23 @@ that it was given answer 410 from then on; a score is on a record only if all ar
 groups.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import ExitStack
+from typing import Any
 
+from rollmesh.core.errors import EnvError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.logs import get_logger
 from rollmesh.core.types import Score, Task
 from rollmesh.envs.env import Endpoint, Env, Sibling
 from rollmesh.serve.server.rollouts import (
+    NO_FAULT,
+    Fault,
     Played,
     Stage,
     check_score,
+    fault_of,
     give_score,
-    one_line,
     score_limit,
 )
 
@@ -29,11 +33,13 @@ log = get_logger()
 
 async def score_together(
     stage: Stage, group_id: GroupId, task: Task, played: Sequence[Played]
-) -> str:
-    """Let the environment score those that have a score; why that failed, or ''."""
+) -> Fault:
+    """Let the environment score the siblings that have a score; NO_FAULT if that worked."""
     env = type(stage.env)
     has_children = env.score_siblings is not Env.score_siblings
     scored = [each for each in played if each.score is not None]
+    method = "score_siblings" if has_children else "score_group"
+    name = f"{env.__name__}.{method}"
     try:
         if has_children:
             found = await _with_children(stage, group_id, task, scored)
@@ -42,16 +48,22 @@ async def score_together(
             limit = score_limit(stage.settings)
             found = await stage.calls.call(limit, stage.env.score_group, task, scores)
         else:
-            return ""
-        if len(found) != len(scored):
-            raise ValueError(f"there are {len(found)} scores for {len(scored)} siblings")
-        for each, score in zip(scored, [check_score(each) for each in found], strict=True):
+            return NO_FAULT
+        for each, score in zip(scored, _checked(found, len(scored), name), strict=True):
             give_score(each.record, score)
     except Exception as error:  # door: env code may raise anything
-        method = "score_siblings" if has_children else "score_group"
         log.exception(f"{method}.failed", task_id=task.id)
-        return f"infra_error: {method}: {one_line(error)}"
-    return ""
+        fault = fault_of(error, getattr(stage.env, method))
+        return fault._replace(text=f"infra_error: {method}: {fault.text}")
+    return NO_FAULT
+
+
+def _checked(found: Any, num: int, name: str) -> list[Score]:
+    """The scores that the method `name` returned for `num` siblings; EnvError for anything else."""
+    num_found = len(found) if isinstance(found, Sized) else "no"
+    if num_found != num:
+        raise EnvError(f"{name} returned {num_found} scores for {num} siblings")
+    return [check_score(each, name) for each in found]
 
 
 async def _with_children(

@@ -9,6 +9,8 @@ import asyncio
 from contextlib import ExitStack
 from types import TracebackType
 
+from rollmesh.core.types import ErrorPlace
+
 
 class Slots:
     """An `async with` per rollout."""
@@ -22,6 +24,10 @@ class Slots:
         self.num_failed = 0
         """Those of them that ended in an error."""
         self.last_error = ""
+        self.last_place: ErrorPlace | None = None
+        """Where in environment code `last_error` came from."""
+        self.last_task_id = ""
+        """The task whose rollout ended in `last_error`."""
 
     async def __aenter__(self) -> None:
         self.num_open += 1
@@ -43,7 +49,7 @@ class Slots:
         self.num_open -= 1
         self.num_finished += kind is None
 
-    def note_failure(self, error: str) -> None:
-        """A rollout ended in an error."""
+    def note_failure(self, error: str, place: ErrorPlace | None, task_id: str) -> None:
+        """Count a rollout that ended in an error."""
         self.num_failed += 1
-        self.last_error = error
+        self.last_error, self.last_place, self.last_task_id = error, place, task_id

@@ -1,20 +1,25 @@
-"""Where on its stack a thread is, in words: the function that holds things up, and for whom.
+"""Places in source code: where a thread is, and where an exception of environment code came from.
 
-Invariant: one line, short; a library's function is named with the nearest caller that is neither a
-library's nor ours, since that is where its user can change something. Driven by beats.py and
-loading.py.
+- A place is in a file of the user's where there is one: not in a library, the standard library or
+  rollmesh, since the user can change something only there.
 """
 
+import inspect
+import os
 import sys
 import sysconfig
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MethodType
+from typing import Any
+
+from rollmesh.core.errors import RollmeshError
+from rollmesh.core.types import ErrorPlace
 
 _KINDS = ("stdlib", "platstdlib", "purelib", "platlib")
 _NOT_THEIRS = (
     "<frozen ",
-    *sorted({sysconfig.get_path(kind) for kind in _KINDS}),
-    str(Path(__file__).parents[2]),
+    *sorted({sysconfig.get_path(kind) + os.sep for kind in _KINDS}),
+    str(Path(__file__).parents[2]) + os.sep,
 )
 
 
@@ -37,3 +42,41 @@ def describe(frame: FrameType) -> str:
 def _place(frame: FrameType) -> str:
     code = frame.f_code
     return f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """`error`, or the first exception inside it where it is a group of them."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def place_of(error: BaseException, method: Any) -> ErrorPlace | None:
+    """Where `error` was raised by a call of `method`, a method of an environment.
+
+    The innermost frame in a file of the user's. Without one it is the innermost frame in the file
+    that defines `method`, or else the definition of `method`; but None for an error that rollmesh
+    raised on purpose in an environment of its own.
+    """
+    kind, found, own = type(error).__name__, None, None
+    code = _code_of(method)
+    trace = error.__traceback__
+    while trace is not None:
+        frame_code = trace.tb_frame.f_code
+        place = ErrorPlace(kind, frame_code.co_filename, trace.tb_lineno, frame_code.co_name)
+        if not place.file.startswith(_NOT_THEIRS):
+            found = place
+        elif code is not None and place.file == code.co_filename:
+            own = place
+        trace = trace.tb_next
+    if found is not None or code is None:
+        return found
+    if code.co_filename.startswith(_NOT_THEIRS):
+        return None if isinstance(error, RollmeshError) else own
+    return own or ErrorPlace(kind, code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def _code_of(method: Any) -> Any:
+    """The code object of a function or method; None for a callable without one."""
+    function = method.__func__ if isinstance(method, MethodType) else method
+    return getattr(inspect.unwrap(function), "__code__", None)

@@ -19,7 +19,7 @@ from rollmesh.core.errors import WireError
 from rollmesh.core.heap import note_freed
 from rollmesh.core.ids import GroupId
 from rollmesh.core.inventory import Inventory
-from rollmesh.core.logs import get_logger
+from rollmesh.core.logs import get_logger, readable
 from rollmesh.core.metrics import rss_bytes
 from rollmesh.core.process import pid_space
 from rollmesh.engine.view import FleetView
@@ -122,6 +122,8 @@ class Worker:
             num_left_behind=self._num_left_behind,
             waits_for=self._duties.waits_for,
             held_bytes=self._duties.budget.held_bytes,
+            last_place=self._slots.last_place,
+            last_task_id=readable(self._slots.last_task_id),
         )
 
     def report(self, fault: EngineFaulted) -> None:

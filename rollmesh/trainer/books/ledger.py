@@ -4,6 +4,7 @@ can be seen.
     group_id, index   whose            task_id, env   of what
     length            sampled tokens   age            of its oldest token, in train steps
     reason            why, its code first
+    outcome           how it ended     error, place   where it failed: what was raised, and where
 
 Rollouts that nobody has seen are one row together, without index, length or age. Invariant: what is
 counted as dropped stands in a row, and the other way round; evaluations are written and not
@@ -26,7 +27,8 @@ class DropLedger:
     def rollout(
         self, group_id: GroupId, task_id: str, seen: SeenRollout, reason: str, age: int | None
     ) -> None:
-        """One that came."""
+        """Write one that came."""
+        cause = {"error": seen.error, "place": seen.place} if seen.error or seen.place else {}
         self._records.drop(
             group_id,
             1,
@@ -36,6 +38,8 @@ class DropLedger:
             env=self._env,
             length=seen.length,
             age=age,
+            outcome=seen.outcome,
+            **cause,
         )
         self._tally.num_dropped += 1
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.ids import GroupId, RolloutId
-from rollmesh.core.types import GroupRecord, Json, RolloutRecord
+from rollmesh.core.types import ErrorPlace, GroupRecord, Json, RolloutRecord
 from rollmesh.serve.client.client import TriesAgain
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.books.lasting import open_lasting
@@ -94,6 +94,7 @@ class RunRecords:
             "reward": record.reward,
             "metrics": record.metrics,
             "error": record.error,
+            "place": record.place,
             "num_calls": record.num_calls,
             "duration_s": round(record.duration_s, 4),
             "messages": record.messages,
@@ -102,7 +103,11 @@ class RunRecords:
         self._write(self._trajectories, row | more)
 
     def drop(
-        self, group_id: GroupId, num_rollouts: int, reason: str, **more: str | int | None
+        self,
+        group_id: GroupId,
+        num_rollouts: int,
+        reason: str,
+        **more: str | int | ErrorPlace | None,
     ) -> None:
         """`num_rollouts` of a group do not train."""
         row = {"group_id": str(group_id), "num_rollouts": num_rollouts, "reason": reason}

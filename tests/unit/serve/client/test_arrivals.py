@@ -3,10 +3,20 @@
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import GroupRecord, NodeRow, Outcome, RolloutRecord, Task, VersionRun
-from rollmesh.serve.client.arrivals import Dropped, Finished, RawResult, open_result
+from rollmesh.core.types import (
+    ErrorPlace,
+    GroupRecord,
+    NodeRow,
+    Outcome,
+    RolloutRecord,
+    Task,
+    VersionRun,
+)
+from rollmesh.serve.client.arrivals import Dropped, Finished, RawResult, booked_of, open_result
+from rollmesh.serve.client.entries import decode_entry, encode_entry
 from rollmesh.wire.bodies import encode_record
 
 IDS = np.array([7, 8, 9], np.int32).tobytes()
@@ -46,6 +56,28 @@ def test_incomplete_result_is_dropped_with_the_workers_reason() -> None:
     assert isinstance(dropped, Dropped)
     assert dropped.reason == "infra_error: gone"
     assert dropped.record is not None
+
+
+def test_the_place_of_an_error_reaches_the_drop_log() -> None:
+    """That of a rollout's own error, or else of the error in the scoring of its group."""
+    came, place = record("infra_error: score_group"), ErrorPlace("KeyError", "/h/e.py", 9, "score")
+    come = structs.replace(came, place=place)
+    dropped = open_result(raw(encode_record(come), complete=False))
+    assert isinstance(dropped, Dropped)
+    assert [each.place for each in booked_of(dropped, 0).rollouts] == [place]
+    failed = structs.replace(
+        came.rollouts[0], outcome=Outcome.INFRA_ERROR, error="KeyError: x", place=place
+    )
+    beside = structs.replace(came.rollouts[0], index=1, outcome=Outcome.CANCELLED)
+    come = structs.replace(come, rollouts=[failed, beside])
+    dropped = open_result(raw(encode_record(come), complete=False))
+    assert isinstance(dropped, Dropped)
+    booked = booked_of(dropped, 0)
+    assert [(each.error, each.place) for each in booked.rollouts] == [
+        ("KeyError: x", place),
+        ("", None),
+    ]
+    assert decode_entry([encode_entry(booked)]) == booked
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.core.errors import InfraError
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import GroupRecord, Outcome, Score, Task
+from rollmesh.core.types import ErrorPlace, GroupRecord, Outcome, Score, Task
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.serve.server.duties import Begin
 from rollmesh.serve.server.groups import Payload, empty_payload, run_group
@@ -79,13 +79,17 @@ async def test_siblings_of_one_that_failed_for_good_are_cut_short(tmp_path: Path
     env = ScriptedEnv(GOOD, fail_second, hang)
     payload, record = await run(tmp_path, env, slots, num_infra_retries=0)
     assert not payload.complete
-    assert record.reason == "infra_error: 1 of 3 rollouts: InfraError: engine gone"
+    line = fail_second.__code__.co_firstlineno + 3
+    place = f"(test_groups.py:{line} in fail_second)"
+    assert record.reason == f"infra_error: 1 of 3 rollouts: InfraError: engine gone {place}"
+    assert record.place == ErrorPlace("InfraError", __file__, line, "fail_second")
     outcomes = [rollout.outcome for rollout in record.rollouts]
     assert outcomes == [Outcome.COMPLETED, Outcome.INFRA_ERROR, Outcome.CANCELLED]
     assert [rollout.index for rollout in record.rollouts] == [0, 1, 2]
     assert record.rollouts[2].error == "its group ended first"
     assert (slots.num_open, slots.num_finished, slots.num_failed) == (0, 2, 1)
-    assert slots.last_error == "infra_error: InfraError: engine gone"
+    assert slots.last_error == f"infra_error: InfraError: engine gone {place}"
+    assert (slots.last_place, slots.last_task_id) == (record.place, ASK.task.id)
 
 
 async def test_sibling_that_waits_for_a_slot_is_not_begun_for_a_lost_group(tmp_path: Path) -> None:
@@ -141,8 +145,8 @@ async def test_score_that_blocks_is_over_in_its_time(tmp_path: Path) -> None:
     env.give = lambda scores: [score for score in scores if gate.wait(30)]
     _, record = await run(tmp_path, env, score_timeout_s=0.01)
     gate.set()
-    assert record.reason == (
-        "infra_error: score_group: OvertimeError: score_timeout_s = 0.01 is over"
+    assert record.reason.startswith(
+        "infra_error: score_group: OvertimeError: score_timeout_s = 0.01 is over (test_groups.py:"
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from rollmesh.core.errors import AgentFailed, InfraError, SessionError
 from rollmesh.core.ids import GroupId, RolloutId
-from rollmesh.core.types import Outcome, Score
+from rollmesh.core.types import ErrorPlace, Outcome, Score, Task
 from rollmesh.envs.env import Endpoint, Transcript
 from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.runtime.session import SessionState
@@ -103,7 +104,7 @@ async def test_lasting_infrastructure_fault_is_never_a_reward(tmp_path: Path) ->
     env = ScriptedEnv(InfraError("engine gone"))
     played = await play_on(new_stage(tmp_path, env, num_infra_retries=2))
     assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
-    assert played.record.error == "InfraError: engine gone"
+    assert played.record.error.startswith("InfraError: engine gone (staging.py:")
     assert len(env.agents) == 3
 
 
@@ -130,6 +131,7 @@ async def test_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
     played = await play_on(stage)
     assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
     assert "no engine" in played.record.error
+    assert played.record.place is None, "no line of the environment is at fault"
     assert len(env.agents) == 2
 
 
@@ -188,6 +190,82 @@ async def test_score_that_breaks_is_no_reward_and_not_the_agents_fault(tmp_path:
     assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
     assert played.record.error.startswith("score: KeyError")
     assert len(env.agents) == 1
+
+
+def compare(answer: str) -> float:
+    """The user's own helper, two frames below `score`."""
+    return float(json.loads(answer)["right"])
+
+
+class Faulty(ScriptedEnv):
+    """Its score calls a library through a helper of its own file."""
+
+    def score(self, task: Task, transcript: Transcript) -> Score:
+        del task, transcript
+        return Score(compare("not json"))
+
+
+async def test_an_error_in_score_names_the_line_of_the_users_own_file(tmp_path: Path) -> None:
+    played = await play_on(new_stage(tmp_path, Faulty(GOOD)))
+    line = compare.__code__.co_firstlineno + 2
+    assert played.record.place == ErrorPlace("JSONDecodeError", __file__, line, "compare")
+    assert played.record.error.startswith("score: JSONDecodeError: Expecting value")
+    assert played.record.error.endswith(f"(test_rollouts.py:{line} in compare)")
+
+
+async def test_an_error_in_run_names_its_line(tmp_path: Path) -> None:
+    async def run(agent: Endpoint) -> Transcript:
+        del agent
+        raise ValueError("no such tool\nand more")
+
+    played = await play_on(new_stage(tmp_path, ScriptedEnv(run)))
+    line = run.__code__.co_firstlineno + 2
+    assert played.record.error == f"ValueError: no such tool (test_rollouts.py:{line} in run)"
+    assert played.record.place == ErrorPlace("ValueError", __file__, line, "run")
+
+
+async def test_an_error_in_a_task_group_is_the_one_that_caused_it(tmp_path: Path) -> None:
+    async def search() -> None:
+        raise LookupError("nothing found")
+
+    async def run(agent: Endpoint) -> Transcript:
+        del agent
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(search())
+        return GOOD
+
+    played = await play_on(new_stage(tmp_path, ScriptedEnv(run)))
+    line = search.__code__.co_firstlineno + 1
+    assert played.record.error == f"LookupError: nothing found (test_rollouts.py:{line} in search)"
+
+
+async def test_a_call_of_sys_exit_is_placed_too(tmp_path: Path) -> None:
+    async def run(agent: Endpoint) -> Transcript:
+        del agent
+        raise SystemExit(3)
+
+    played = await play_on(new_stage(tmp_path, ScriptedEnv(run)))
+    assert played.record.error.endswith(
+        f"(test_rollouts.py:{run.__code__.co_firstlineno + 2} in run)"
+    )
+
+
+class Forgetful(ScriptedEnv):
+    """Its score returns no reward."""
+
+    def score(self, task: Task, transcript: Transcript) -> Score:
+        del task, transcript
+        return Score(None)  # type: ignore[arg-type]
+
+
+async def test_a_reward_of_none_names_the_environment_and_its_method(tmp_path: Path) -> None:
+    played = await play_on(new_stage(tmp_path, Forgetful(GOOD)))
+    line = Forgetful.score.__code__.co_firstlineno
+    assert played.record.outcome is Outcome.INFRA_ERROR
+    assert played.record.error == (
+        f"score: EnvError: Forgetful.score returned reward None (test_rollouts.py:{line} in score)"
+    )
+    assert played.record.place == ErrorPlace("EnvError", __file__, line, "score")
 
 
 async def test_session_is_sealed_when_its_rollout_has_ended(tmp_path: Path) -> None:

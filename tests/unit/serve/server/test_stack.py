@@ -1,9 +1,9 @@
-"""Whereabouts: the function that a thread is in, and whose code called it."""
+"""Places: where a thread is and whose code called it, and where an error came from."""
 
 import sys
 import threading
 
-from rollmesh.serve.server.stack import describe, whereabouts
+from rollmesh.serve.server.stack import describe, place_of, whereabouts
 
 
 def test_function_is_named_with_its_place() -> None:
@@ -38,3 +38,19 @@ def test_thread_that_has_ended_is_nowhere() -> None:
     thread.join()
     assert thread.ident is not None
     assert whereabouts(thread.ident) == ""
+
+
+def test_an_error_without_a_frame_of_the_users_is_placed_at_the_method() -> None:
+    class Env:
+        def score(self) -> None:
+            """Called by a library alone."""
+
+    place = place_of(ValueError("raised elsewhere"), Env().score)
+    line = Env.score.__code__.co_firstlineno
+    assert place is not None
+    assert (place.file, place.line, place.function) == (__file__, line, "score")
+    assert str(place) == f"test_stack.py:{line} in score"
+
+
+def test_a_method_that_is_no_python_function_has_no_place() -> None:
+    assert place_of(ValueError("no"), len) is None

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import Outcome
+from rollmesh.core.types import ErrorPlace, Outcome
 from rollmesh.serve.client.entries import SeenRollout
 from rollmesh.testing.clock import FakeClock
 from rollmesh.trainer.books.bias import DropRow
@@ -40,7 +40,9 @@ def books(tmp_path: Path) -> Iterator[Books]:
 
 
 def test_a_rollout_that_came_has_a_row_with_all_that_is_known(books: Books) -> None:
-    seen = SeenRollout(1, Outcome.AGENT_ERROR, 40, (3, 5))
+    place = ErrorPlace("ValueError", "/h/my_env.py", 15, "run")
+    error = "ValueError: no tool (my_env.py:15 in run)"
+    seen = SeenRollout(1, Outcome.AGENT_ERROR, 40, (3, 5), error, place)
     books.ledger.rollout(GROUP, "t7", seen, "stale: age 3", 3)
     [row] = books.rows()
     del row["time_s"]
@@ -53,6 +55,9 @@ def test_a_rollout_that_came_has_a_row_with_all_that_is_known(books: Books) -> N
         "env": "guess",
         "length": 40,
         "age": 3,
+        "outcome": "agent_error",
+        "error": error,
+        "place": {"kind": "ValueError", "file": "/h/my_env.py", "line": 15, "function": "run"},
     }
     assert books.tally.num_dropped == 1
 

@@ -140,6 +140,7 @@ def test_a_group_past_the_bound_is_dropped_with_its_age(stage: Stage) -> None:
         "env": "guess",
         "length": 2,
         "age": 3,
+        "outcome": "completed",
     }
     assert stage.lost() == 0
 
