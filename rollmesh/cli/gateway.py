@@ -23,6 +23,7 @@ from rollmesh.cli.options import (
 )
 from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.errors import AddressError, ConfigError, ModelError
+from rollmesh.core.model_folder import why_no_folder
 from rollmesh.core.secret_file import read_or_make_secret, read_secret
 
 BIND = "127.0.0.1:8100"
@@ -150,8 +151,8 @@ def _check(options: argparse.Namespace, engines: tuple[str, ...], model: str) ->
             raise AddressError(f"--engine {error}") from None
     if options.capture == "tokens" and not model:
         raise ModelError("--model-dir DIR is needed to capture tokens; --capture relay needs none")
-    if options.capture == "tokens" and not Path(model).is_dir():
-        raise ModelError(f"--model-dir {model}: no such folder")
+    if options.capture == "tokens" and (why := why_no_folder(model)):
+        raise ModelError(f"--model-dir {model}: {why}")
 
 
 def _journal(options: argparse.Namespace) -> Path | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rollmesh import __version__
+from rollmesh.core.choices import instead_of
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import INTERRUPTED, OK, USAGE, die_with_launcher
 
@@ -31,7 +32,7 @@ class Verb(NamedTuple):
 VERBS = {
     "demo": Verb("rollmesh.cli.demo:main", "train a tiny agent on this machine while you watch"),
     "up": Verb("rollmesh.cli.up:main", "start a mesh with the settings of a mesh.toml"),
-    "init": Verb("rollmesh.cli.init:main", "write a mesh.toml with every setting explained"),
+    "init": Verb("rollmesh.cli.init:main", "write a mesh.toml for your model and environment"),
     "eval": Verb("rollmesh.cli.eval:main", "evaluate a model on an environment's tasks"),
     "status": Verb("rollmesh.cli.status:main", "say how a run stands"),
     "trace": Verb("rollmesh.cli.trace:main", "say whom a run selects against: trace bias RUN"),
@@ -82,7 +83,7 @@ def run(words: list[str]) -> int:
         return OK
     verb = VERBS.get(words[0])
     if verb is None:
-        return complain(f"no verb {words[0]!r}; `rollmesh --help` lists them")
+        return complain(f"no verb {words[0]!r}; {instead_of(words[0], VERBS)}")
     try:
         return load(verb)(words[1:])
     except UserError as error:

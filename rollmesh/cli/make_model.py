@@ -1,7 +1,6 @@
-"""`rollmesh make-model FOLDER`: the demo's tiny model, warm-started, for who wants to try the rest.
+"""`rollmesh make-model FOLDER`: write the demo's tiny warm-started model, to try the other verbs.
 
-Invariant: with `--keep`, a model that is there stays as it is, and torch is not even loaded. Driven
-by people, by launch for the demo, and by a container that starts before all others.
+An existing model is overwritten only with `--force`; `--keep` leaves it and loads no torch.
 """
 
 # ruff: noqa: PLC0415 - torch is loaded where there is something to make
@@ -20,20 +19,32 @@ def main(argv: list[str]) -> int:
     """Make it; the exit code."""
     arguments = parser("make-model", "Write the demo's warm-started tiny model.")
     arguments.add_argument("folder", type=Path)
-    arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--keep", action="store_true", help="keep a model that is there")
+    arguments.add_argument(
+        "--seed", type=int, default=0, help="random seed of weights (default: 0)"
+    )
+    existing = arguments.add_mutually_exclusive_group()
+    existing.add_argument("--keep", action="store_true", help="keep an existing model")
+    existing.add_argument("--force", action="store_true", help="overwrite an existing model")
     options = arguments.parse_args(argv)
-    if options.keep and is_made(options.folder):
-        return OK
+    folder: Path = options.folder
+    if is_made(folder):
+        if options.keep:
+            return OK
+        if not options.force:
+            raise UserError(
+                f"{folder}: there is a model already; name another folder, "
+                "or overwrite it with --force, or keep it with --keep"
+            )
     from rollmesh.trainer.models.warmstart import write_model
 
     try:
-        write_model(options.folder, options.seed, LAST_FILE)
+        write_model(folder, options.seed, LAST_FILE)
     except OSError as error:
-        raise UserError(f"{options.folder}: {error.strerror}; name another folder") from None
+        raise UserError(f"{folder}: {error.strerror}; name another folder") from None
+    print(f"wrote {folder}; `rollmesh init --model {folder}` uses it", flush=True)
     return OK
 
 
 def is_made(folder: Path) -> bool:
-    """Whether a whole model stands there."""
+    """Whether the folder holds a whole model."""
     return (folder / LAST_FILE).is_file()

@@ -8,10 +8,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from rollmesh.core.config import Config, load_config
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.model_folder import resolve_model
 from rollmesh.core.share import Share
 
 
@@ -69,7 +71,10 @@ def share_of(options: argparse.Namespace) -> Share | None:
 def add_model_dir(parser: argparse.ArgumentParser) -> None:
     """`--model-dir`, for `lay_model_over` and `model_defaults`."""
     parser.add_argument(
-        "--model-dir", type=Path, help="the model's folder: tokenizer and chat template"
+        "--model-dir",
+        type=lambda text: Path(resolve_model(text)),
+        metavar="DIR",
+        help="model folder in Hugging Face layout, or the id of a downloaded model of the hub",
     )
 
 
@@ -101,8 +106,13 @@ def quoted(text: str) -> str:
 
 
 def config_of(options: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Config:
-    """The settings that `--config` and `--set` make, over `defaults`; ConfigError in one line."""
-    return load_config(options.config, options.overrides, defaults)
+    """The settings that `--config` and `--set` make, over `defaults`; ConfigError in one line.
+
+    A hub id in model.path becomes its folder in the local cache.
+    """
+    config = load_config(options.config, options.overrides, defaults)
+    model = msgspec.structs.replace(config.model, path=resolve_model(config.model.path))
+    return msgspec.structs.replace(config, model=model)
 
 
 def add_view(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,6 @@ Driven by launch, and by people who add workers to a mesh.
 import argparse
 import os
 import socket
-from pathlib import Path
 
 from rollmesh.cli.options import (
     add_listen,
@@ -28,6 +27,7 @@ from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import ConfigError, ModelError
 from rollmesh.core.ids import new_id
+from rollmesh.core.model_folder import why_no_folder
 from rollmesh.core.process import is_launched
 from rollmesh.core.warden import guard, mark_self
 
@@ -75,5 +75,5 @@ def _check(options: argparse.Namespace, config: Config) -> None:
         raise ConfigError("--env ENV: name the environment, or a settings file by --config")
     if not config.model.path:
         raise ModelError("--model-dir DIR is needed: calls are rendered by the model's own files")
-    if not Path(config.model.path).is_dir():
-        raise ModelError(f"model.path = {config.model.path}: no such folder")
+    if why := why_no_folder(config.model.path):
+        raise ModelError(f"model.path = {config.model.path}: {why}")

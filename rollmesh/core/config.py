@@ -53,7 +53,8 @@ class ModelConfig(Section, frozen=True):
     """The policy: a folder in Hugging Face layout."""
 
     path: str = ""
-    """Folder with config.json, tokenizer.json and *.safetensors."""
+    """Folder with config.json, tokenizer.json and *.safetensors, or the id of a downloaded model
+    of the Hugging Face hub, such as "Qwen/Qwen3-0.6B"."""
     renderer: str = "auto"
     """How chats become tokens: `auto` (by the model's type), a family name that the library
     renderers knows, or `template` (the folder's own chat template)."""
@@ -362,4 +363,4 @@ def convert(tree: dict[str, Any], source: str) -> Config:
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {explain(str(error))}") from None
+        raise ConfigError(f"{source}: {explain(str(error), Config)}") from None

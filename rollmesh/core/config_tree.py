@@ -1,32 +1,81 @@
-"""Settings before they are checked: trees of tables from files, laid over one another.
+"""Settings before they are checked: trees of tables from files, merged, and explained mistakes.
 
-Owns what a file and a `--set` may look like. Invariants: a table is laid over a table key by key,
-anything else replaces what was there; whatever is wrong with a file or an override is a
-ConfigError that names it. What the keys mean, config.py says, which drives this.
+- A table is merged into a table key by key; any other value replaces the earlier one.
+- A mistake in a file or an override is a ConfigError, one line that names it.
 """
 
+import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from rollmesh.core.choices import MAX_CLOSE, close_names
 from rollmesh.core.errors import ConfigError
 
-EVERY_KEY = "`rollmesh init` writes a file with every key"
+EVERY_KEY = "`rollmesh init --all` writes a file with every key"
 WRITES_ONE = "`rollmesh init` writes one"
 
 
-def explain(message: str, every_key: str = EVERY_KEY) -> str:
-    """msgspec's words, with the key in the notation that users write; `every_key` says where an
-    unknown one could be looked up."""
-    text, _, where = message.partition(" - at `")
-    key = where.rstrip("`").removeprefix("$").lstrip(".")
+def explain(message: str, known: Any, every_key: str = EVERY_KEY, where: str = "") -> str:
+    """msgspec's error message with the key as users write it, and what may be written instead.
+
+    `known` is the type that the tree was converted to, `where` the key of that tree in its file;
+    `every_key` ends the line of an unknown key.
+    """
+    text, _, at = message.partition(" - at `")
+    inner = at.rstrip("`").removeprefix("$").lstrip(".")
+    key = f"{where}{'.' if where and inner and inner[0] != '[' else ''}{inner}"
     if "unknown field" in text:
         name = text.split("`")[1]
         full = f"{key}.{name}" if key else name
-        return f"unknown key {full!r}; {every_key}"
+        return f"unknown key {full!r}; {_instead(name, inner, known)}{every_key}"
+    if "invalid enum value" in text.lower() and (allowed := _allowed(known, inner)):
+        given = text.partition("'")[2].rpartition("'")[0]
+        close = close_names(given, allowed)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return f"{key}: {given!r} is not one of {', '.join(allowed)}{hint}"
     return f"{key}: {text[0].lower()}{text[1:]}" if key else text
+
+
+def dotted_keys(kind: Any, prefix: str = "") -> Iterator[str]:
+    """`section.key` of every field of a struct and of the structs in it."""
+    for field in msgspec.structs.fields(kind):
+        name = f"{prefix}{field.encode_name}"
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from dotted_keys(field.type, f"{name}.")
+        else:
+            yield name
+
+
+def _instead(name: str, section: str, known: Any) -> str:
+    """The key that was meant, of this section or another; else all keys of the section."""
+    if not (isinstance(known, type) and issubclass(known, msgspec.Struct)):
+        return ""
+    keys = list(dotted_keys(known))
+    start = f"{section}." if section else ""
+    inside = [key.removeprefix(start) for key in keys if key.startswith(start)]
+    siblings = list(dict.fromkeys(key.partition(".")[0] for key in inside))
+    close = [f"{start}{each}" for each in close_names(name, siblings)]
+    close = close or [key for key in keys if key.rpartition(".")[2] == name]
+    if close:
+        return f"did you mean {' or '.join(map(repr, close[:MAX_CLOSE]))}? "
+    has = f"[{section}] has" if section else "there are"
+    return f"{has} {', '.join(siblings)}; " if siblings else ""
+
+
+def _allowed(known: Any, key: str) -> list[str]:
+    """The words that the Literal at `key` takes; empty where it cannot be found."""
+    kind = known
+    for part in re.sub(r"\[.*?\]", "", key).split("."):
+        if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+            return []
+        kind = next((x.type for x in msgspec.structs.fields(kind) if x.encode_name == part), None)
+    while get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+    return [str(each) for each in get_args(kind)] if get_origin(kind) is Literal else []
 
 
 def read_file(path: Path, writes_one: str = WRITES_ONE) -> dict[str, Any]:

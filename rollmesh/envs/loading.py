@@ -1,8 +1,8 @@
-"""From the setting `env = "package.module:Class"` to an environment, or one clear line.
+"""Load the environment that the setting `env = "package.module:Class"` names.
 
-Invariant: whatever a user's module or constructor raises becomes an EnvError that names the
-target and the cause. Short names stand for the built-in environments. Driven by the worker (at
-start, so that a broken environment is known at once) and by the trainer, for its tasks.
+- Any exception of a user's module or constructor becomes an EnvError, one line that names the
+  target and the cause.
+- Short names stand for the built-in environments.
 """
 
 import importlib
@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 
+from rollmesh.core.choices import close_names, instead_of
 from rollmesh.core.errors import EnvError
 from rollmesh.core.types import Json
 from rollmesh.envs.env import Env
@@ -26,21 +27,41 @@ BUILT_IN = {
 def load_env(target: str, settings: Mapping[str, Json]) -> Env:
     """The environment that `target` names, built with `settings` as keyword arguments.
 
-    `target` is a built-in name or `package.module:Class`; modules in the working directory are
-    found too. Raises EnvError, one line, where it cannot be had.
+    Raises EnvError, one line, where it cannot be found or built.
     """
-    module_name, colon, class_name = BUILT_IN.get(target, target).partition(":")
-    if not (module_name and colon and class_name):
-        names = ", ".join(sorted(BUILT_IN))
-        raise EnvError(
-            f'env = "{target}" is neither built in ({names}) nor of the form "package.module:Class"'
-        )
-    env_class = _env_class(target, module_name, class_name)
+    env_class = find_env(target)
     _check_settings(target, env_class, settings)
     try:
         return env_class(**settings)
     except (Exception, SystemExit) as error:  # door: a user's constructor may raise anything
         raise EnvError(f'env = "{target}" could not be built: {_cause(error)}') from error
+
+
+def find_env(target: str) -> type[Env]:
+    """The class of the environment, imported and not built; EnvError where there is none.
+
+    `target` is a built-in name or `package.module:Class`; modules in the working directory are
+    found too.
+    """
+    module_name, colon, class_name = BUILT_IN.get(target, target).partition(":")
+    if not (module_name and colon and class_name):
+        close = close_names(target, BUILT_IN)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise EnvError(
+            f'env = "{target}" is neither built in ({", ".join(sorted(BUILT_IN))}) nor of the form '
+            f'"package.module:Class"{hint}'
+        )
+    return _env_class(target, module_name, class_name)
+
+
+def required_settings(env_class: type[Env]) -> list[str]:
+    """Names of the constructor's arguments that have no default."""
+    return [
+        name
+        for name, parameter in inspect.signature(env_class).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
 
 
 def _env_class(target: str, module_name: str, class_name: str) -> type[Env]:
@@ -55,13 +76,19 @@ def _env_class(target: str, module_name: str, class_name: str) -> type[Env]:
         ) from error
     found = getattr(module, class_name, None)
     if found is None:
-        raise EnvError(f'env = "{target}": module {module_name} has no class {class_name}')
+        known = [name for name, each in vars(module).items() if _is_env(each)]
+        hint = f"; {instead_of(class_name, known)}" if known else ""
+        raise EnvError(f'env = "{target}": module {module_name} has no class {class_name}{hint}')
     if not (inspect.isclass(found) and issubclass(found, Env)):
-        raise EnvError(f'env = "{target}" is not a subclass of rollmesh.envs.env.Env')
+        raise EnvError(f'env = "{target}" is not a subclass of rollmesh.Env')
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise EnvError(f'env = "{target}" does not define {", ".join(missing)}')
     return found
+
+
+def _is_env(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, Env) and not inspect.isabstract(value)
 
 
 def _check_settings(target: str, env_class: type[Env], settings: Mapping[str, Json]) -> None:
@@ -70,9 +97,13 @@ def _check_settings(target: str, env_class: type[Env], settings: Mapping[str, Js
     try:
         signature.bind(**settings)
     except TypeError as error:
-        known = ", ".join(signature.parameters) or "none"
+        known = list(signature.parameters)
+        unknown = [name for name in settings if name not in known]
+        close = close_names(unknown[0], known) if unknown else []
+        hint = f"; did you mean {close[0]!r}?" if close else ""
         raise EnvError(
-            f'env = "{target}" refuses its settings: {error} (it takes: {known})'
+            f'env = "{target}" refuses its settings: {error} '
+            f"(it takes: {', '.join(known) or 'none'}){hint}"
         ) from None
 
 

@@ -4,13 +4,12 @@ Invariant: a complaint names the setting, what stands there and what to do; noth
 started meanwhile. Driven by `run`.
 """
 
-from pathlib import Path
-
 from aiohttp import ClientError, ClientSession, ClientTimeout, InvalidURL
 
 from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PER_CHILD, PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import AddressError, ModelError
+from rollmesh.core.model_folder import EXAMPLE, why_no_model
 from rollmesh.core.share import Share, check_may_share
 from rollmesh.launch.share import check_share
 
@@ -18,7 +17,6 @@ ANSWER_S = 5.0
 NUM_OTHERS = 5
 """Warm start, router, coordinator, trainer, page."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-MODEL_FILES = ("config.json", "tokenizer.json")
 
 
 async def check(config: Config, makes_model: bool, share: Share | None = None) -> None:
@@ -58,15 +56,12 @@ def check_page(bind: str) -> None:
 def check_model(path: str) -> None:
     """ModelError if `path` is no model folder."""
     if not path:
-        raise ModelError("model.path is not set; name a folder in Hugging Face layout")
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ModelError(f"model.path = {path}: no such folder; name one in Hugging Face layout")
-    for name in MODEL_FILES:
-        if not (folder / name).is_file():
-            raise ModelError(f"model.path = {path}: not a model folder: it has no {name}")
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"model.path = {path}: not a model folder: it has no *.safetensors")
+        raise ModelError(
+            "model.path is not set; name a model folder in Hugging Face layout, or the id of a "
+            f"downloaded model of the hub: --set model.path=DIR; {EXAMPLE}"
+        )
+    if why := why_no_model(path):
+        raise ModelError(f"model.path = {path}: {why}")
 
 
 async def check_engine(session: ClientSession, url: str) -> None:

@@ -22,8 +22,9 @@ import torch
 import uvloop
 from aiohttp import web
 
-from rollmesh.core.errors import UserError
+from rollmesh.core.errors import ModelError, UserError
 from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.model_folder import resolve_model, why_no_folder
 from rollmesh.core.process import Ready, announce, die_with_parent, http_address, listen, stop_event
 from rollmesh.engine.embedded.asks import AskDecoder
 from rollmesh.engine.embedded.engine import Engine, Limits
@@ -68,6 +69,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 async def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; UserError if the model or the address is no good."""
+    if why := why_no_folder(str(settings.model_dir)):
+        raise ModelError(f"--model-dir {settings.model_dir}: {why}")
     with listen(settings.bind, settings.listen_fd) as listening:
         torch.set_num_threads(settings.num_threads)
         model = Model(settings.model_dir, DTYPES[settings.dtype])
@@ -153,7 +156,11 @@ def parse(argv: Sequence[str] | None) -> Settings:
         description="A small torch engine behind SGLang's native HTTP routes.",
     )
     parser.add_argument(
-        "--model-dir", type=Path, required=True, help="folder in Hugging Face layout"
+        "--model-dir",
+        type=lambda text: Path(resolve_model(text)),
+        required=True,
+        metavar="DIR",
+        help="model folder in Hugging Face layout, or the id of a downloaded model of the hub",
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 picks a free one")

@@ -223,7 +223,5 @@ def _converted(tree: Any, kind: Any, source: str, where: str) -> Any:
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        text, at, key = str(error).partition(" - at `$")
-        inside = f"{text} - at `$.{where}{key}" if at else f"{text} - at `$.{where}`"
-        told = explain(inside if where else str(error), EVERY_KEY)
+        told = explain(str(error), kind, EVERY_KEY, where)
         raise ConfigError(f"{source}: {told}") from None

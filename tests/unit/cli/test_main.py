@@ -22,9 +22,16 @@ def test_no_verb_is_a_mistake_that_shows_the_help(capsys: pytest.CaptureFixture[
 
 
 def test_an_unknown_verb_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dance"]) == 2
+    assert main(["xyz"]) == 2
     captured = capsys.readouterr()
-    assert captured.err == "rollmesh: no verb 'dance'; `rollmesh --help` lists them\n"
+    assert captured.err == f"rollmesh: no verb 'xyz'; choose one of {', '.join(VERBS)}\n"
+
+
+def test_a_mistyped_verb_is_answered_with_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["statsu"]) == 2
+    assert capsys.readouterr().err == "rollmesh: no verb 'statsu'; did you mean 'status'?\n"
 
 
 @pytest.mark.parametrize("name", VERBS)

@@ -1,4 +1,4 @@
-"""`rollmesh make-model`: what is there stays and costs nothing; a bad folder is one line."""
+"""`rollmesh make-model` never overwrites a model unless it is asked to."""
 
 import subprocess
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.cli.main import main
+from rollmesh.core.model_folder import why_no_model
 from rollmesh.core.process import USAGE
 
 KEEP = """
@@ -32,3 +33,26 @@ def test_a_folder_that_cannot_be_made_is_one_line(
     assert main(["make-model", str(tmp_path / "file" / "model")]) == USAGE
     told = f"rollmesh: {tmp_path}/file/model: Not a directory; name another folder\n"
     assert capsys.readouterr().err == told
+
+
+def test_a_model_that_is_there_is_not_overwritten_silently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("mine")
+    assert main(["make-model", str(tmp_path)]) == USAGE
+    told = capsys.readouterr().err
+    assert told.startswith(f"rollmesh: {tmp_path}: there is a model already; ")
+    assert "--force" in told
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
+        ("config.json", "mine")
+    ]
+
+
+@pytest.mark.slow
+def test_force_overwrites_a_model_and_says_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("mine")
+    assert main(["make-model", "--force", str(tmp_path)]) == 0
+    assert f"wrote {tmp_path}; " in capsys.readouterr().out
+    assert why_no_model(str(tmp_path)) == ""

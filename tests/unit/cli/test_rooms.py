@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.cli.rooms import with_newest
-from rollmesh.launch.checks import MODEL_FILES
+from rollmesh.core.model_folder import MODEL_FILES
 
 UNTRAINED = ["--model-dir", "the/model", "--weight-version", "0"]
 

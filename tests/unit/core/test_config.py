@@ -33,12 +33,14 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[router]\nmax_worker = 3", "unknown key 'router.max_worker'; `rollmesh init` writes"),
-        ("foo = 1", "unknown key 'foo'; `rollmesh init` writes a file with every key"),
+        ("foo = 1", "unknown key 'foo'; there are env, env_settings, run, model, engine, router"),
         ('[router]\nbeat_s = "x"', "router.beat_s: expected `float`, got `str`"),
         ("[trainer]\nclip_low = 2.0", "trainer.clip_low: expected `float` <= 1.0"),
         ("[engine]\nurls = ['a', 3]", "engine.urls[1]: expected `str`, got `int`"),
-        ('[trainer]\ntrain_branches = ["x"]', "trainer.train_branches[0]: invalid enum value 'x'"),
+        (
+            '[trainer]\ntrain_branches = ["x"]',
+            "trainer.train_branches[0]: 'x' is not one of main, ",
+        ),
         ("router = 3", "router: expected `object`, got `int`"),
         ("[router", "not valid: "),
         ("[publish]\nevery_steps = 5", "publish.every_steps = 5 lets no sample be within"),
@@ -46,6 +48,28 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 )
 def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, text: str, told: str) -> None:
     assert refused(tmp_path, text).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[trainer]\nnum_step = 3", "'trainer.num_step'; did you mean 'trainer.num_steps'"),
+        ("[trainer]\nlr = 3", "'trainer.lr'; [trainer] has bind, num_steps, "),
+        ("num_steps = 3", "'num_steps'; did you mean 'trainer.num_steps'? "),
+        ("[model]\nlearning_rate = 3", "did you mean 'trainer.learning_rate'? "),
+        ("[trainr]\nnum_steps = 3", "'trainr'; did you mean 'trainer'? "),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_one_that_was_meant(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    assert told in refused(tmp_path, text)
+
+
+def test_a_wrong_word_is_answered_with_the_choices(tmp_path: Path) -> None:
+    assert refused(tmp_path, '[trainer]\nstale_policy = "wiat"') == (
+        "trainer.stale_policy: 'wiat' is not one of wait, mask, drop, requeue; did you mean 'wait'?"
+    )
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:

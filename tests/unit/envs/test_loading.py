@@ -65,6 +65,7 @@ def test_users_module_in_the_working_directory_is_found() -> None:
     ("target", "settings", "line"),
     [
         ("gues", {}, "neither built in (echo, guess, gym, openenv) nor of the form"),
+        ("gues", {}, "\"package.module:Class\"; did you mean 'guess'?"),
         ("rm_user_env:", {}, "nor of the form"),
         ("rm_absent:MyEnv", {}, "rm_absent cannot be imported: ModuleNotFoundError: No module"),
         (
@@ -73,10 +74,12 @@ def test_users_module_in_the_working_directory_is_found() -> None:
             "cannot be imported: ModuleNotFoundError: No module named 'module_",
         ),
         ("rm_user_env:Missing", {}, "module rm_user_env has no class Missing"),
-        ("rm_user_env:not_a_class", {}, "is not a subclass of rollmesh.envs.env.Env"),
-        ("rm_user_env:Score", {}, "is not a subclass of rollmesh.envs.env.Env"),
+        ("rm_user_env:not_a_class", {}, "is not a subclass of rollmesh.Env"),
+        ("rm_user_env:Score", {}, "is not a subclass of rollmesh.Env"),
         ("rm_user_env:Unfinished", {}, "does not define run, score, tasks"),
         ("rm_user_env:MyEnv", {"lvl": 1}, "unexpected keyword argument 'lvl' (it takes: level)"),
+        ("rm_user_env:MyEnv", {"levl": 1}, "(it takes: level); did you mean 'level'?"),
+        ("rm_user_env:MyEnvv", {}, "has no class MyEnvv; did you mean 'MyEnv'?"),
         ("rm_user_env:MyEnv", {"level": 0}, "could not be built: ValueError: level must be at"),
         ("guess", {"highest": 1}, "could not be built: ValueError: highest must be at least 2"),
     ],

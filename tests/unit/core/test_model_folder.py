@@ -1,0 +1,61 @@
+"""A hub id means its cached snapshot; what is missing is named with the download command."""
+
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.model_folder import resolve_model, why_no_folder, why_no_model
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cached snapshot of Qwen/Qwen3-0.6B, whole."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "cache/models--Qwen--Qwen3-0.6B"
+    snapshot = repository / "snapshots/abc"
+    for path in (snapshot, repository / "refs"):
+        path.mkdir(parents=True)
+    (repository / "refs/main").write_text("abc")
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (snapshot / name).touch()
+    return snapshot
+
+
+def test_a_hub_id_is_its_cached_snapshot(snapshot: Path) -> None:
+    assert resolve_model("Qwen/Qwen3-0.6B") == str(snapshot)
+    assert why_no_model(str(snapshot)) == ""
+
+
+def test_the_cache_is_found_by_hf_home(snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.setenv("HF_HOME", str(snapshot.parents[3]))
+    (snapshot.parents[3] / "hub").symlink_to(snapshot.parents[2])
+    assert resolve_model("Qwen/Qwen3-0.6B").endswith("/snapshots/abc")
+
+
+def test_a_folder_of_that_name_comes_first(snapshot: Path, tmp_path: Path) -> None:
+    (tmp_path / "Qwen/Qwen3-0.6B").mkdir(parents=True)
+    assert snapshot.is_dir()
+    assert resolve_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.usefixtures("snapshot")
+def test_a_hub_id_that_is_not_cached_names_the_download() -> None:
+    assert resolve_model("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    assert why_no_folder("Qwen/Qwen3-8B").endswith("hf download Qwen/Qwen3-8B")
+    assert why_no_model("Qwen/Qwen3-8B").endswith("hf download Qwen/Qwen3-8B")
+
+
+def test_a_snapshot_without_weights_names_the_download(snapshot: Path) -> None:
+    (snapshot / "model.safetensors").unlink()
+    assert why_no_model(str(snapshot)) == (
+        "not a model folder: it has no *.safetensors; "
+        "complete the download: hf download Qwen/Qwen3-0.6B"
+    )
+
+
+@pytest.mark.parametrize("path", ["nowhere", "/no/where", "./a/b", "a/b/c"])
+def test_a_path_is_no_hub_id(path: str) -> None:
+    assert resolve_model(path) == path
+    assert why_no_folder(path).startswith("no such folder; name one in Hugging Face layout")
