@@ -52,6 +52,8 @@ class RunStanding(msgspec.Struct, frozen=True):
     """Which workers and clients dial; '' where none is there."""
     summary: dict[str, Any]
     """summary.json, once the run has ended."""
+    logs: str = ""
+    """Folder of its processes' log files; '' where they log elsewhere."""
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -89,6 +91,7 @@ def of_folder(folder: Path, unix_s: float) -> Standing:
         max_age=last.get("max_age"),
         router_address=ready.address if ready else "",
         summary=read_summary(folder / "summary.json") if is_over else {},
+        logs=str(logs) if (logs := folder / "logs").is_dir() else "",
     )
     router = told.router if told and not is_over else None
     return Standing(told.time_s if told else None, run, router, processes)

@@ -37,7 +37,7 @@ def _parts(standing: Standing) -> Iterator[RenderableType]:
     if router:
         yield Text(_groups(router))
         yield from (Text(cause, style="yellow") for cause in router.causes)
-        yield from _workers(router)
+        yield from _workers(router, run.logs if run else "")
         yield from _engines(router)
     if standing.processes:
         yield from (SPACE, _processes(standing))
@@ -65,7 +65,7 @@ def _groups(router: RouterRow) -> str:
     )
 
 
-def _workers(router: RouterRow) -> Iterator[RenderableType]:
+def _workers(router: RouterRow, logs: str) -> Iterator[RenderableType]:
     table = _table("worker", "state", "env")
     _add_numbers(table, "in flight", "lag ms", "MB", "attempts", "failed")
     for row in router.workers:
@@ -89,7 +89,9 @@ def _workers(router: RouterRow) -> Iterator[RenderableType]:
         if row.waits_for:
             yield Text(f"{row.worker_id} waits for {row.waits_for}", style="yellow")
         if row.last_error:
-            yield Text(f"{row.worker_id}'s last error: {row.last_error}")
+            task = f"; task {row.last_task_id}" if row.last_task_id else ""
+            log = f", log {logs}/{row.worker_id}.log" if task and logs else ""
+            yield Text(f"{row.worker_id}'s last error: {row.last_error}{task}{log}")
 
 
 def _engines(router: RouterRow) -> Iterator[RenderableType]:

@@ -25,7 +25,7 @@ from rollmesh.core.tail import Tail
 from rollmesh.core.warden import new_mark
 from rollmesh.launch.checks import check
 from rollmesh.launch.claim import claim_of, give_back, take
-from rollmesh.launch.complaints import Complaints
+from rollmesh.launch.complaints import Complaints, RolloutFailures
 from rollmesh.launch.earlier import find_earlier
 from rollmesh.launch.folder import RunFolder, config_path
 from rollmesh.launch.machine import End
@@ -128,8 +128,10 @@ class Run:
     async def _watch(self, scene: Scene, screen: Screen, folder: RunFolder) -> None:
         metrics, num_restarts = Tail(folder.path / "metrics.jsonl"), 0
         recoveries, complaints = Recoveries(folder.path), Complaints(folder)
+        failures = RolloutFailures(folder.logs)
         while True:
-            for note in (*recoveries.new(), *complaints.new()):
+            failed = failures.new(scene.sampler.last)
+            for note in (*recoveries.new(), *complaints.new(), *failed):
                 scene.supervisor.note(note)
             lines = metrics.read()
             if metrics.num_restarts > num_restarts:

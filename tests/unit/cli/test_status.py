@@ -77,6 +77,20 @@ def test_a_worker_is_told_with_its_stall_and_its_last_error_as_they_are() -> Non
     assert "u: it lies" in lines
 
 
+def test_a_workers_last_error_names_its_task_and_log(
+    run: FakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.folder / "logs").mkdir()
+    error = "agent_error: ValueError: no (my_env.py:15 in run)"
+    row = {"worker_id": "worker-1", "last_error": error, "last_task_id": "t7"}
+    telemetry = {"time_s": run.now_s, "router": {"workers": [row]}}
+    run.append("telemetry.jsonl", telemetry)
+    assert main([str(run.folder)]) == 0
+    log = run.folder / "logs" / "worker-1.log"
+    text = f"worker-1's last error: {error}; task t7, log {log}"
+    assert "".join(text.split()) in "".join(capsys.readouterr().out.split())
+
+
 def test_a_narrow_terminal_folds_names_and_keeps_numbers() -> None:
     row = WorkerRow("gpu-node-17-48213-a1b2", "my_package.envs:BugFixEnv", "draining", 64)
     text = painted(RouterRow(workers=[msgspec.structs.replace(row, num_attempts=12_345)]), 80)

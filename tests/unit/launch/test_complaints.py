@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from rollmesh.core.config import Config, RunConfig
-from rollmesh.launch.complaints import Complaints
+from rollmesh.launch.complaints import MAX_PLACES, Complaints, RolloutFailures
 from rollmesh.launch.folder import RunFolder
+from rollmesh.launch.sampler import Telemetry
 from tests.disks import full_disk
 
 ROW = {
@@ -71,3 +72,42 @@ def test_a_warning_that_says_why_and_what_to_do_is_shown(folder: RunFolder) -> N
     complaints = Complaints(folder)
     say(folder, level="warning", error="", why="no group differs", fix="check the rewards")
     assert complaints.new() == ["the trainer: no group differs; check the rewards"]
+
+
+def pulse(**worker: Any) -> Telemetry:
+    return Telemetry(0.0, [], {"workers": [{"worker_id": "worker-0", "in_flight": 3} | worker]})
+
+
+def failed(line: int, error: str = "agent_error: ValueError: no") -> dict[str, Any]:
+    """A worker's row after a rollout failed in this line of the environment."""
+    place = {"kind": "ValueError", "file": "/h/my_env.py", "line": line, "function": "run"}
+    last_error = f"{error} (my_env.py:{line} in run)"
+    return {"last_error": last_error, "last_place": place, "last_task_id": f"t{line}"}
+
+
+def test_a_failed_rollout_is_shown_once_with_its_place_task_and_log(folder: RunFolder) -> None:
+    failures = RolloutFailures(folder.logs)
+    assert failures.new(pulse(last_error="")) == []
+    assert failures.new(pulse(**failed(15))) == [
+        (
+            "worker-0: agent_error: ValueError: no (my_env.py:15 in run); "
+            f"task t15, log {folder.logs / 'worker-0.log'}"
+        )
+    ]
+    assert failures.new(pulse(**failed(15, "agent_error: ValueError: never"))) == []
+    assert len(failures.new(pulse(**failed(16)))) == 1
+    for line in range(99):
+        failures.new(pulse(**failed(line)))
+    assert failures.new(pulse(**failed(MAX_PLACES + 99))) == [], "a terminal is not a log"
+
+
+def test_failures_without_a_place_are_told_apart_by_their_kind(folder: RunFolder) -> None:
+    failures = RolloutFailures(folder.logs)
+    for error in ("infra_error: EngineGone: a", "infra_error: EngineGone: b", "infra_error: X: a"):
+        failures.new(pulse(last_error=error))
+    assert failures.new(pulse(last_error="infra_error: EngineGone: c")) == []
+    assert failures.new(pulse(last_error="infra_error: Y: c")) != []
+
+
+def test_a_router_that_does_not_answer_reports_no_failures(folder: RunFolder) -> None:
+    assert RolloutFailures(folder.logs).new(Telemetry(0.0, [], None)) == []
