@@ -341,13 +341,13 @@ def _top(told: list[list[tuple[float, int, str | None]] | None], num_new: int) -
 
 
 def _runs(meta: _MetaInfo) -> tuple[VersionRun, ...]:
-    """The spans as runs, or () where they do not cover all tokens with numbers."""
+    """The spans as runs, or () where they do not cover all tokens, or none has a number."""
     at = 0
     runs: list[VersionRun] = []
     for span in meta.weight_versions or ():
-        policy_version = policy_version_of(span.weight_version)
-        if span.start != at or policy_version == UNVERSIONED:
+        if span.start != at:
             return ()
-        runs.append(VersionRun(policy_version, span.end - span.start))
+        runs.append(VersionRun(policy_version_of(span.weight_version), span.end - span.start))
         at = span.end
-    return tuple(runs) if at == meta.completion_tokens else ()
+    is_numbered = any(run.policy_version != UNVERSIONED for run in runs)
+    return tuple(runs) if is_numbered and at == meta.completion_tokens else ()

@@ -25,7 +25,6 @@ from rollmesh.wire.fleet import (
     BeginUpdate,
     EngineFaulted,
     EnginePhase,
-    EngineRow,
     FenceEngine,
     FinishUpdate,
     FleetAnswered,
@@ -65,8 +64,9 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     publisher_grace_s: float = 10.0
     """A publisher that has not asked for so long is gone; each reads the table every second."""
     believes_engines: bool = False
-    """No publisher reports here, as to a stand-alone gateway: what an engine says it serves counts,
-    weights without a version are weights, and who paused an engine resumes it."""
+    """No publisher is expected here, as in a stand-alone gateway: what an engine reports that it
+    serves counts, weights without a version are served, and an engine that is paused is left so.
+    The table names a publisher only while one holds a lease or is heard."""
     least_version: int = UNVERSIONED
     """An engine with older weights waits for the publisher, as it does for what that verified."""
 
@@ -106,6 +106,8 @@ class PublishTable(msgspec.Struct, frozen=True):
     """Push `fleet.table()` to every worker."""
 
 
+_EXPECTED = "it waits for a publisher (`rollmesh router --fixed-weights` expects none)"
+
 Event = Received | EngineProbed | Ticked
 Action = Send | ProbeEngine | ContinueEngine | PublishTable
 
@@ -118,6 +120,7 @@ class Fleet:
         self._engines: dict[str, Member] = {}
         grace_s = self._settings.publisher_grace_s
         self._incumbent = Incumbent(grace_s, self._settings.least_version)
+        self._has_publisher = not self._settings.believes_engines
         self._epoch = 0
         self._serial = 0
         self._pushed_s = float("-inf")
@@ -125,7 +128,7 @@ class Fleet:
     def table(self) -> FleetChanged:
         """All rows, in the order in which the engines joined, under the current epoch."""
         rows = tuple(each.row for each in self._engines.values())
-        return FleetChanged(self._epoch, rows, self._incumbent.told)
+        return FleetChanged(self._epoch, rows, self._incumbent.told, self._has_publisher)
 
     def policy_version(self) -> int:
         """The newest version that any engine serves, UNVERSIONED if none is known."""
@@ -134,7 +137,7 @@ class Fleet:
 
     def step(self, event: Event, now_s: float) -> list[Action]:
         """Take one event; unknown engines, late probes and foreign messages change nothing."""
-        before = self.table().engines
+        before = self.table()
         answers: list[Action] = []
         match event:
             case EngineProbed():
@@ -148,6 +151,7 @@ class Fleet:
             case Received(route=route, message=message) if isinstance(message, FleetAsk):
                 answers = [Send(route, self._on_asked(route, message, now_s))]
         actions = self._tend(now_s)
+        self._has_publisher = self._knows_publisher(now_s)
         return [*self._push(before, now_s), *map(self._complete, answers), *actions]
 
     def _complete(self, action: Action) -> Action:
@@ -159,13 +163,18 @@ class Fleet:
             return Send(action.route, message)
         return action
 
-    def _push(self, before: tuple[EngineRow, ...], now_s: float) -> list[Action]:
-        after = self.table().engines
+    def _knows_publisher(self, now_s: float) -> bool:
+        """Whether weights are numbered by a publisher: one is expected, is updating an engine, or
+        has finished an update and still runs."""
+        if not self._settings.believes_engines or self._incumbent.is_running(now_s):
+            return True
+        return any(e.row.phase is EnginePhase.UPDATING for e in self._engines.values())
+
+    def _push(self, before: FleetChanged, now_s: float) -> list[Action]:
+        after = self.table()
         if after != before:
             self._epoch += 1
-        urgent = [(r.url, r.phase, r.policy_version) for r in before] != [
-            (r.url, r.phase, r.policy_version) for r in after
-        ]
+        urgent = _news_of(before) != _news_of(after)
         if not urgent and now_s < self._pushed_s + self._settings.push_s:
             return []
         self._pushed_s = now_s
@@ -319,9 +328,10 @@ class Fleet:
         newest = max(self.policy_version(), self._incumbent.published)
         is_ready = engine.row.phase is EnginePhase.READY
         if served == UNVERSIONED and not self._settings.believes_engines:
-            engine.set(EnginePhase.JOINING, "its weights have no version yet", served)
+            engine.set(EnginePhase.JOINING, f"its weights have no version yet; {_EXPECTED}", served)
         elif served != engine.trusted:
-            engine.set(EnginePhase.JOINING, f"nobody verified its weights {served}", served)
+            why = f"no publisher verified its weights {served}; {_EXPECTED}"
+            engine.set(EnginePhase.JOINING, why, served)
         elif served < newest and not is_ready and not self._settings.believes_engines:
             detail = f"serves version {served}, the fleet is at {newest}"
             engine.set(EnginePhase.JOINING, detail, served)
@@ -394,3 +404,9 @@ class Fleet:
 
     def _is_live(self, engine: Member) -> bool:
         return engine.row.phase in (EnginePhase.READY, EnginePhase.UPDATING)
+
+
+def _news_of(table: FleetChanged) -> tuple[object, ...]:
+    """The parts of a table whose changes workers get at once."""
+    rows = [(row.url, row.phase, row.policy_version) for row in table.engines]
+    return (table.has_publisher, rows)

@@ -46,10 +46,13 @@ class Incumbent:
         if route == self._route:
             self._heard_s = float("-inf")
 
+    def is_running(self, now_s: float) -> bool:
+        """Whether the publisher that finished the last update still runs."""
+        return now_s < self._heard_s + self._grace_s
+
     def is_ahead_of(self, route: bytes, policy_version: int, now_s: float) -> bool:
         """Whether another publisher, which still runs, is at that version or further."""
-        is_alive = now_s < self._heard_s + self._grace_s
-        return is_alive and route != self._route and policy_version <= self.published
+        return self.is_running(now_s) and route != self._route and policy_version <= self.published
 
     def keep_out(self, route: bytes, now_s: float) -> bool:
         """It is ahead of that publisher: whether it has been heard since it was so first."""

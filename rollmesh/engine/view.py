@@ -1,7 +1,8 @@
 """A worker's copy of the fleet table, and its choice of an engine for each leg.
 
 Invariants: an older table of the same router never replaces a newer one; only READY engines with
-the wanted weights or newer are chosen; a session stays with its engine, where its prefix is cached,
+the wanted weights or newer are chosen, and where no publisher numbers the weights the newest READY
+one if there are none such; a session stays with its engine, where its prefix is cached,
 until that one no longer serves or has been far busier than another for several tables in a row;
 between two tables only a share of its sessions move, so that workers do not all run to the idle
 engine at once; the memory of who stays where is bounded. Driven by the worker, which hands it each
@@ -56,6 +57,8 @@ class FleetView:
         self.listeners: list[Callable[[], None]] = []
         self._rows: dict[str, EngineRow] = {}
         self._published = UNVERSIONED
+        self.has_publisher = True
+        """Whether the wanted version binds; see FleetChanged."""
         self._router = ""
         self._epoch = -1
         self._loads: dict[str, _Load] = {}
@@ -70,7 +73,7 @@ class FleetView:
             return
         self._router, self._epoch = router, table.epoch
         self._rows = {row.url: row for row in table.engines}
-        self._published = table.published
+        self._published, self.has_publisher = table.published, table.has_publisher
         for row in table.engines:
             load = self._loads.setdefault(row.url, _Load())
             load.num_others = max(0, row.num_running + row.num_waiting - load.num_own)
@@ -86,13 +89,14 @@ class FleetView:
     ) -> EngineRow | None:
         """The session's own engine, else the least loaded; None if none is fit.
 
-        Engines in `avoid` are taken only where there is no other.
+        Without a publisher the version is a preference: where no READY engine has it, the newest
+        is fit. Engines in `avoid` are taken only where there is no other.
         """
         home = self._rows.get(self._sticky.get(session_key, ""))
-        if home is None or home.url in avoid or not _is_fit(home, min_policy_version):
+        if home is None or home.url in avoid or not self._is_fit(home, min_policy_version):
             home = None
         if home is None or self._loads[home.url].num_may_move:
-            fit = [row for row in self._rows.values() if _is_fit(row, min_policy_version)]
+            fit = self._fit(min_policy_version)
             if avoid:
                 fit = [row for row in fit if row.url not in avoid] or fit
             if not fit:
@@ -115,18 +119,41 @@ class FleetView:
     def is_paused(self, min_policy_version: int) -> bool:
         """No engine is fit now, and one will be that is being updated, or sleeps while its GPUs are
         lent: whoever waits for it has all the time that this takes."""
-        rows = self._rows.values()
-        if any(_is_fit(row, min_policy_version) for row in rows):
+        if self.serves(min_policy_version):
             return False
-        return any(is_leased(row) for row in rows)
+        return any(is_leased(row) for row in self._rows.values())
+
+    def serves(self, min_policy_version: int) -> bool:
+        """Whether an engine is fit now for a session that has seen this version."""
+        rows = self._rows.values()
+        is_preference = not self.has_publisher and self.any_serves()
+        return is_preference or any(self._is_fit(row, min_policy_version) for row in rows)
 
     def why_never(self, min_policy_version: int) -> str:
         """Why weights so new will not come any more, in a line; '' where they may."""
         newest = max([self._published, *(row.policy_version for row in self._rows.values())])
-        if self._published == UNVERSIONED or min_policy_version <= newest:
+        is_known = self.has_publisher and self._published != UNVERSIONED
+        if not is_known or min_policy_version <= newest:
             return ""
         was = f"what it began with, policy version {min_policy_version}, was of another run"
         return f"{was}: engines are at version {newest} now"
+
+    def is_behind(self, min_policy_version: int) -> bool:
+        """Whether engines are READY, and none with weights that this session may use."""
+        return self.any_serves() and not self.serves(min_policy_version)
+
+    def why_waiting(self, min_policy_version: int) -> str:
+        """Why no engine is fit for a session that has seen this version, in a line; '' where
+        engines are fit, or none is known."""
+        if self.serves(min_policy_version):
+            return ""
+        for row in self._rows.values():
+            if row.phase is EnginePhase.READY:
+                return (
+                    f"{row.url}: ready, with policy version {row.policy_version}; the session has "
+                    f"seen {min_policy_version}, and waits for it while the fleet has a publisher"
+                )
+        return self.trouble()
 
     def trouble(self) -> str:
         """What keeps an engine from serving, in a line; '' where each serves, or none is known."""
@@ -156,6 +183,24 @@ class FleetView:
         load = self._loads.get(url)
         return load.num_own if load else 0
 
+    def _is_fit(self, row: EngineRow, min_policy_version: int) -> bool:
+        """Whether it is READY and not known to be older; weights without a number are compared
+        only with what a publisher has numbered."""
+        if row.phase is not EnginePhase.READY:
+            return False
+        is_unnumbered = row.policy_version == UNVERSIONED and not self.has_publisher
+        return is_unnumbered or row.policy_version >= min_policy_version
+
+    def _fit(self, min_policy_version: int) -> list[EngineRow]:
+        """All that are fit; without a publisher the newest, where none is."""
+        rows = self._rows.values()
+        fit = [row for row in rows if self._is_fit(row, min_policy_version)]
+        if fit or self.has_publisher:
+            return fit
+        ready = [row for row in rows if row.phase is EnginePhase.READY]
+        newest = max((row.policy_version for row in ready), default=UNVERSIONED)
+        return [row for row in ready if row.policy_version == newest]
+
     def _judge(self) -> None:
         """Which engines are overfull, beside the least loaded that serves."""
         serving = [row.url for row in self._rows.values() if row.phase is EnginePhase.READY]
@@ -175,10 +220,6 @@ class FleetView:
             return home
         load.num_may_move -= 1
         return least
-
-
-def _is_fit(row: EngineRow, min_policy_version: int) -> bool:
-    return row.phase is EnginePhase.READY and row.policy_version >= min_policy_version
 
 
 def is_leased(row: EngineRow) -> bool:

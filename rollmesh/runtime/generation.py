@@ -4,18 +4,22 @@
     RUNNING | PARKED --stop, length--> COMMITTED
     RUNNING | PARKED --sealed, refused, no engine or no room in time, retry window over--> VOID
 
-Invariants: no token is lost or doubled over legs; a leg resumes from the exact tokens so far; an
-abort that nobody asked for is resumed and never becomes `length`; tokens of weights older than the
-session has seen, or than its engine had, are dropped; readers are woken at every end. An abort is
-repeated until its stream ends, because one sent before the engine knows the rid does nothing.
-Deadlines count only time in which engines were not being updated. Pure; driven by legs.py and by
-the simulator.
+Invariants:
+- No token is lost or doubled over legs; a leg resumes from the exact tokens so far.
+- An abort that was not requested is resumed and never becomes `length`. An abort of ours is
+  repeated until its stream ends, because one sent before the engine knows the rid does nothing.
+- With a publisher, tokens of weights older than the session has seen, or than the engine's row in
+  the fleet table, are dropped. Without one no token is dropped, and a fall-back is reported.
+- Readers are woken at every end. Deadlines count only time in which engines were not being updated.
+
+Pure; driven by legs.py and by the simulator.
 """
 
 import enum
 from collections.abc import Callable
 
 from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable, RequestLost
+from rollmesh.engine.answers import UNVERSIONED
 from rollmesh.runtime.generation_events import (
     AbortLeg,
     AvoidEngine,
@@ -24,6 +28,7 @@ from rollmesh.runtime.generation_events import (
     EngineChosen,
     EngineLost,
     EngineMissed,
+    FellBack,
     FleetMoved,
     GenerationRequest,
     Joined,
@@ -69,7 +74,16 @@ Event = (
     | LegFailed
     | Ticked
 )
-Action = ChooseEngine | StartLeg | AbortLeg | DropLeg | ReportFault | AvoidEngine | WakeReaders
+Action = (
+    ChooseEngine
+    | StartLeg
+    | AbortLeg
+    | DropLeg
+    | ReportFault
+    | AvoidEngine
+    | FellBack
+    | WakeReaders
+)
 
 
 class GenerationMachine:
@@ -102,7 +116,7 @@ class GenerationMachine:
         self._matcher = self._new_matcher() if self._new_matcher else None
         self._leg: Leg | None = None
         self.min_policy_version = request.min_policy_version
-        """The newest that the session has seen."""
+        """The newest that the session has seen; without a publisher, the last."""
         self._patience = Patience(settings)
         self._is_paused = False
         self._seen_s = now_s
@@ -179,12 +193,12 @@ class GenerationMachine:
 
     def _on_choice(self, chosen: EngineChosen | EngineMissed) -> list[Action]:
         if isinstance(chosen, EngineMissed):
-            self._patience.on_missing(chosen.why)
+            self._patience.on_missing(chosen.why, is_behind=chosen.is_behind)
             is_over = chosen.is_for_good and not self._is_ended
             return self._void(EngineUnavailable(chosen.why)) if is_over else []
         if self.state is not GenerationState.RUNNING or self._leg:
             return []
-        if chosen.policy_version < self.min_policy_version:
+        if chosen.has_publisher and chosen.policy_version < self.min_policy_version:
             return []
         params = self.request.params
         start = StartLeg(
@@ -212,23 +226,25 @@ class GenerationMachine:
         if self._is_ended:
             return []
         least = max(self.min_policy_version, leg.policy_version)
-        if event.token_ids and event.policy_version < least:
+        if leg.has_publisher and event.token_ids and event.policy_version < least:
             return self._on_older_weights(leg, event.policy_version)
-        self._append(event, leg.offset)
+        fallen = self._append(event, leg)
         self._patience.on_tokens()
-        woken: list[Action] = [WakeReaders()] if event.token_ids else []
         hit = self._matcher.push(event.token_ids) if self._matcher else None
         if hit:
             self.sampled.truncate(hit.num_tokens)
-            return self._commit("stop", hit.stop)
+            return fallen + self._commit("stop", hit.stop)
+        woken: list[Action] = [WakeReaders()] if event.token_ids else []
         if event.finish is None:
-            return woken
+            return fallen + woken
         if event.finish.kind == "abort":
             is_excused = leg.leaves_for_update
-            return woken + self._on_cut(len(self.sampled) > leg.offset, is_excused=is_excused)
-        return self._commit(event.finish.kind, event.finish.matched)
+            cut = self._on_cut(len(self.sampled) > leg.offset, is_excused=is_excused)
+            return fallen + woken + cut
+        return fallen + self._commit(event.finish.kind, event.finish.matched)
 
-    def _append(self, event: LegSampled, offset: int) -> None:
+    def _append(self, event: LegSampled, leg: Leg) -> list[Action]:
+        """Take the tokens; report it if the session has fallen back with them."""
         room = self.request.params.max_tokens - len(self.sampled.token_ids)
         token_ids, logprobs, top = event.token_ids, event.logprobs, event.top_logprobs
         if len(token_ids) > room:
@@ -236,9 +252,15 @@ class GenerationMachine:
         self.sampled.append(token_ids, logprobs, event.policy_version, top)
         if event.policy_versions:
             # The engine's own account of the leg is exact where weights changed under it.
-            self.sampled.restate(offset, event.policy_versions)
+            self.sampled.restate(leg.offset, event.policy_versions)
+        fallen: list[Action] = []
+        seen = self.min_policy_version
         for run in self.sampled.policy_versions[-1:]:
+            if UNVERSIONED < run.policy_version < seen and not leg.has_publisher:
+                fallen.append(FellBack(leg.url, seen, run.policy_version))
+                self.min_policy_version = run.policy_version
             self.min_policy_version = max(self.min_policy_version, run.policy_version)
+        return fallen
 
     def _on_older_weights(self, leg: Leg, policy_version: int) -> list[Action]:
         """A fault where the session has seen newer ones. Where its engine alone had newer ones, it
@@ -249,6 +271,7 @@ class GenerationMachine:
         if policy_version < self.min_policy_version:
             detail = f"serves version {policy_version}, the session saw {self.min_policy_version}"
             leave = ReportFault(leg.url, leg.incarnation, detail)
+        self._patience.on_older_weights(leg.url, policy_version, leg.policy_version)
         return [*stop, leave, *self._on_cut(False)]
 
     def _on_failed(self, failed: LegFailed) -> list[Action]:
@@ -323,6 +346,11 @@ class GenerationMachine:
         if self._clock_s < self._patience.not_before_s:
             return []
         return [ChooseEngine(self.min_policy_version)]
+
+    @property
+    def waits_for_engine(self) -> bool:
+        """Whether it is to be sampled and has no leg."""
+        return self.state is GenerationState.RUNNING and self._leg is None
 
     @property
     def _is_bound(self) -> bool:

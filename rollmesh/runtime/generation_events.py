@@ -35,7 +35,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`1,2,3`: the same ids as JSON, checked; then legs send this and never look at the ids."""
     params: SamplingParams
     min_policy_version: int = -1
-    """Newest version that the session has seen; older weights never continue it."""
+    """Newest version that the session has seen. Older weights never continue it where a publisher
+    is known; elsewhere they do, and it is counted."""
     stream: bool = False
     """Readers want tokens as they come; else one plain call, which costs both sides far less."""
     num_top_logprobs: int = 0
@@ -84,15 +85,19 @@ class EngineChosen(msgspec.Struct, frozen=True):
     policy_version: int
     adapter: str = ""
     """Whose weights they are with the engine's own, if it has one."""
+    has_publisher: bool = True
+    """Whether tokens of older weights are refused; see FleetChanged."""
 
 
 class EngineMissed(msgspec.Struct, frozen=True):
     """The answer to ChooseEngine where there is none, if anybody knows why."""
 
     why: str
-    """What keeps an engine from serving, in a line; '' where none is known of."""
+    """What keeps engines from serving the session, in a line; '' where none is known of."""
     is_for_good: bool = False
     """None will come."""
+    is_behind: bool = False
+    """Engines are READY with older weights than the session has seen."""
 
 
 class FleetMoved(msgspec.Struct, frozen=True):
@@ -198,6 +203,14 @@ class AvoidEngine(msgspec.Struct, frozen=True):
     """This engine should not be chosen for a moment, by no fault of its own."""
 
     url: str
+
+
+class FellBack(msgspec.Struct, frozen=True):
+    """Without a publisher, tokens came from older weights than the session had seen; they count."""
+
+    url: str
+    session_version: int
+    policy_version: int
 
 
 class WakeReaders(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ by session.py.
 
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,6 +25,8 @@ class AnySampler(Protocol):
     """What starts generations; legs.Sampler is the real one."""
 
     def start(self, request: GenerationRequest) -> LiveGeneration: ...
+    def waiting(self) -> dict[str, Any] | None:
+        """How many calls wait for an engine, for how long and why; None where none does."""
 
 
 class Totals(msgspec.Struct):

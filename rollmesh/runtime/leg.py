@@ -36,6 +36,8 @@ class Leg:
         self.policy_version = chosen.policy_version
         """The engine's when it was chosen; an older one has it only if it was started again or
         serves a run that counts anew."""
+        self.has_publisher = chosen.has_publisher
+        """Whether tokens of older weights are refused."""
         self.offset = offset
         self.phase = LegPhase.OPEN
         self.sign_s = now_s

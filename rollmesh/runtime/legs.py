@@ -34,6 +34,7 @@ from rollmesh.runtime.generation_events import (
     EngineChosen,
     EngineLost,
     EngineMissed,
+    FellBack,
     FleetMoved,
     GenerationRequest,
     LegFailed,
@@ -52,6 +53,11 @@ from rollmesh.wire.machine import Ticked
 TICK_S = 0.1
 AVOID_S = 1.0
 """An engine that failed a leg is chosen for so long only where there is no other."""
+FELL_BACK_LOG_S = 60.0
+"""Fall-backs between the same two versions are logged once in this time."""
+WAIT_LOG_AFTER_S = 5.0
+WAIT_LOG_S = 30.0
+"""Calls that wait for an engine are logged after the first of these, then this often."""
 
 log = get_logger()
 
@@ -89,6 +95,15 @@ class _Leg:
         self._sampler.hear(self, _failed(self.number, error))
 
 
+class EngineWait(msgspec.Struct, frozen=True):
+    """Generations for which no engine is fit now."""
+
+    num_calls: int
+    since_s: float
+    """Of the sampler's clock."""
+    why: str
+
+
 class SamplerParts(msgspec.Struct, frozen=True, kw_only=True):
     """What a sampler stands on."""
 
@@ -122,6 +137,10 @@ class Sampler:
         self._http = HttpClient()
         self._timer: asyncio.TimerHandle | None = None
         self._avoid_until_s: dict[str, float] = {}
+        self._fell_back_s: dict[tuple[str, int, int], float] = {}
+        """When a fall-back was logged, by engine, session's version and engine's version."""
+        self._wait: EngineWait | None = None
+        self._wait_logged_s = float("-inf")
         self._rid_prefix = new_id("g")
         self._num_started = 0
         parts.view.listeners.append(self._on_table)
@@ -151,6 +170,14 @@ class Sampler:
         if self._timer is None:
             self._timer = self._loop.call_later(TICK_S, self._tick)
         return generation
+
+    def waiting(self) -> dict[str, Any] | None:
+        """How many calls wait for an engine, for how long and why; None where none does."""
+        wait = self._wait
+        if wait is None:
+            return None
+        waited_s = round(self._clock.now_s() - wait.since_s, 1)
+        return {"num_calls": wait.num_calls, "waited_s": waited_s, "why": wait.why}
 
     def entries(self) -> dict[str, int]:
         """How long each table is; all are empty when nothing is sampled."""
@@ -217,6 +244,26 @@ class Sampler:
             self._timer = self._loop.call_later(TICK_S, self._tick)
         for generation in list(self._live):
             self._drive(generation, Ticked())
+        self._note_wait()
+
+    def _note_wait(self) -> None:
+        """Keep `waiting` true, and log a wait that lasts."""
+        view, now_s = self._parts.view, self._clock.now_s()
+        waiting = [
+            each.machine.min_policy_version
+            for each in self._live
+            if each.machine.waits_for_engine and not view.serves(each.machine.min_policy_version)
+        ]
+        if not waiting:
+            self._wait = None
+            return
+        since_s = self._wait.since_s if self._wait else now_s
+        why = view.why_waiting(max(waiting)) or "the fleet table has no engine"
+        self._wait = EngineWait(len(waiting), since_s, why)
+        if now_s >= max(since_s + WAIT_LOG_AFTER_S, self._wait_logged_s + WAIT_LOG_S):
+            self._wait_logged_s = now_s
+            say = log.info if view.is_paused(max(waiting)) else log.warning
+            say("engine.awaited", num_calls=len(waiting), waited_s=round(now_s - since_s), why=why)
 
     def _on_table(self) -> None:
         view = self._parts.view
@@ -245,8 +292,10 @@ class Sampler:
             case ChooseEngine():
                 machine, view = generation.machine, self._parts.view
                 chosen = self._chosen(machine)
-                never = "" if chosen else view.why_never(machine.min_policy_version)
-                missed = EngineMissed(never or view.trouble(), bool(never))
+                least = machine.min_policy_version
+                never = "" if chosen else view.why_never(least)
+                why = never or view.why_waiting(least)
+                missed = EngineMissed(why, bool(never), view.is_behind(least))
                 self._drive(generation, chosen or missed)
             case StartLeg():
                 self._start_leg(generation, action)
@@ -259,8 +308,26 @@ class Sampler:
                 leg = self._legs.get((generation, action.leg))
                 if leg:
                     self.drop(leg)
+            case FellBack():
+                self._log_fall(action)
             case AvoidEngine() | ReportFault():
                 self._shun(action)
+
+    def _log_fall(self, fall: FellBack) -> None:
+        now_s = self._clock.now_s()
+        key = (fall.url, fall.session_version, fall.policy_version)
+        last_s = self._fell_back_s.get(key, float("-inf"))
+        if now_s < last_s + FELL_BACK_LOG_S:
+            return
+        recent = self._fell_back_s.items()
+        self._fell_back_s = {each: at for each, at in recent if now_s < at + FELL_BACK_LOG_S}
+        self._fell_back_s[key] = now_s
+        log.warning(
+            "engine.fell_back",
+            url=fall.url,
+            session_version=fall.session_version,
+            policy_version=fall.policy_version,
+        )
 
     def _shun(self, action: AvoidEngine | ReportFault) -> None:
         """Choose others for a moment; said once a moment, whatever the number of its legs."""
@@ -285,7 +352,13 @@ class Sampler:
         row = self._parts.view.choose(key, machine.min_policy_version, avoid)
         if row is None:
             return None
-        return EngineChosen(row.url, row.incarnation, row.policy_version, row.adapter)
+        return EngineChosen(
+            row.url,
+            row.incarnation,
+            row.policy_version,
+            row.adapter,
+            self._parts.view.has_publisher,
+        )
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._loop.create_task(work, name=name)

@@ -10,10 +10,14 @@ driven by generation.py.
 import msgspec
 
 from rollmesh.core.errors import EngineBroke, EngineError, EngineOverloaded, EngineUnavailable
+from rollmesh.engine.answers import UNVERSIONED
 
 WHERE_TO_LOOK = "`rollmesh status`, or a gateway's /healthz, says more"
 MAX_SAID_CHARS = 300
 """What an engine says goes on to agents; a page of HTML would not help them."""
+
+_NOT_READY = "no engine is ready"
+_BEHIND = "no engine has weights as new as this session has seen"
 
 EngineLife = tuple[str, str]
 """(url, incarnation)"""
@@ -48,6 +52,7 @@ class Patience:
     __slots__ = (
         "_faulted",
         "_last_said",
+        "_missing",
         "_num_broken",
         "_num_fruitless",
         "_num_full_queues",
@@ -66,6 +71,7 @@ class Patience:
         self._faulted: set[EngineLife] = set()
         """Engines that failed it since the last token, each in one life."""
         self._sick_since_s = 0.0
+        self._missing = _NOT_READY
         self._last_said = ""
 
     def on_tokens(self) -> None:
@@ -115,13 +121,19 @@ class Patience:
             self.not_before_s = now_s + min(wait_s, self._settings.max_backoff_s)
         return None
 
-    def on_missing(self, why: str) -> None:
-        """No engine is fit, and `why` is what keeps the first from it."""
+    def on_older_weights(self, url: str, served: int, announced: int) -> None:
+        """A leg's tokens were refused: of older weights than the session's or the fleet table's."""
+        named = "unnumbered weights" if served == UNVERSIONED else f"policy version {served}"
+        self._last_said = f"{url}: samples with {named}, the fleet table has {announced}"
+
+    def on_missing(self, why: str, *, is_behind: bool = False) -> None:
+        """No engine is fit, and why; those that are READY are behind the session."""
+        self._missing = _BEHIND if is_behind else _NOT_READY
         self._last_said = why[:MAX_SAID_CHARS] or self._last_said
 
     def without_engine(self) -> EngineError:
         """None was fit for as long as a call waits."""
-        return self._unavailable("no engine is ready")
+        return self._unavailable(self._missing)
 
     def _unavailable(self, why: str) -> EngineUnavailable:
         last = f" (last: {self._last_said})" if self._last_said else ""

@@ -41,6 +41,7 @@ from rollmesh.runtime.openings import SAME_BYTES
 from rollmesh.runtime.raw_prompts import RawPrompt
 from rollmesh.runtime.reply import VOID_FINISH, Reply, ReplyHead, ReplySource, ReplyState, number_of
 from rollmesh.runtime.reply_table import ReplyTable
+from rollmesh.runtime.sampled import fall_back
 from rollmesh.runtime.spot import NO_NODE, NO_NUMBER, Spot
 from rollmesh.runtime.walk import Walk
 
@@ -53,6 +54,7 @@ class Past(msgspec.Struct):
     replies: ReplyTable
     num_calls: int = 0
     min_policy_version: int = -1
+    num_fell_back: int = 0
     engine_fault: str = ""
     spent_because: str = ""
 
@@ -144,6 +146,7 @@ class Redo:
             index=choice,
             ask=deed.ask,
             dialect=deed.dialect,
+            min_policy_version=past.min_policy_version,
         )
         return Reply(head, source, None, past.held.graph)
 
@@ -213,8 +216,9 @@ class Redo:
             self._of_node[reply.node] = reply
             answer = past.answers.read(reply)
             past.held.hold_answer(reply.source, answer, reply.node, is_void)
-            for run in deed.policy_versions:
-                past.min_policy_version = max(past.min_policy_version, run.policy_version)
+            last, num_falls = fall_back(deed.policy_versions, reply.head.min_policy_version)
+            past.num_fell_back += num_falls
+            past.min_policy_version = last if num_falls else max(past.min_policy_version, last)
         if is_void:
             self._withdraw(replies)
             return

@@ -98,6 +98,8 @@ class ReplyHead(msgspec.Struct, frozen=True):
     ask: SamplingAsk = SamplingAsk()
     """What the agent wished of them."""
     dialect: DialectName = ""
+    min_policy_version: int = -1
+    """The newest weights that the session had seen when the call began."""
 
     @property
     def forced(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 
 from rollmesh.core.types import VersionRun
-from rollmesh.engine.answers import TopLogprobs
+from rollmesh.engine.answers import UNVERSIONED, TopLogprobs
 
 
 class SampledTokens:
@@ -89,6 +89,17 @@ class SampledTokens:
             if total < num_tokens:
                 self.policy_versions.append(_of(last, num_tokens - total))
                 total = num_tokens
+
+
+def fall_back(runs: Sequence[VersionRun], seen: int) -> tuple[int, int]:
+    """(version that a session wants next, number of moves to older weights), of a turn that began
+    when the session had `seen` this version; unnumbered runs are not compared."""
+    num_falls = 0
+    for run in runs:
+        if run.policy_version != UNVERSIONED:
+            num_falls += run.policy_version < seen
+            seen = run.policy_version
+    return seen, num_falls
 
 
 def _is_like(run: VersionRun, other: VersionRun) -> bool:

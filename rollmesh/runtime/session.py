@@ -41,6 +41,7 @@ from rollmesh.runtime.reply import (
     sampled_of,
 )
 from rollmesh.runtime.reply_table import ReplyTable
+from rollmesh.runtime.sampled import fall_back
 from rollmesh.runtime.spot import NO_NODE, Spot
 from rollmesh.runtime.turns import Turn
 
@@ -63,8 +64,8 @@ class Session:
 
     __slots__ = (
         "__weakref__", "_ask", "_held", "_kit", "_min_policy_version", "_replies",
-        "_sealed_because", "answers", "diary", "engine_fault", "num_calls", "rollout_id",
-        "sampling", "session_id", "spent_because", "state",
+        "_sealed_because", "answers", "diary", "engine_fault", "num_calls", "num_fell_back",
+        "rollout_id", "sampling", "session_id", "spent_because", "state",
     )  # fmt: skip
 
     def __init__(self, ask: SessionAsk, kit: SessionKit, past: Past | None = None) -> None:
@@ -73,6 +74,8 @@ class Session:
         self.rollout_id = ask.rollout_id
         self.state = SessionState.OPEN
         self.num_calls = 0
+        self.num_fell_back = 0
+        """Moves to older weights than it had seen; none where a publisher is known."""
         self.engine_fault = ""
         """Why the newest ended call got no answer; '' if it got one. Not the agent's fault."""
         self.spent_because = ""
@@ -315,6 +318,7 @@ class Session:
             index=choice,
             ask=turn.ask,
             dialect=turn.dialect,
+            min_policy_version=self._min_policy_version,
         )
         reply = Reply(head, source, generation, held.graph)
         self.sampling.append(reply)
@@ -375,8 +379,9 @@ class Session:
         reply.settle(self._holdings.graph.add_sampled(reply.source.node, sampled))
         self.sampling.remove(reply)
         self._kit.totals.num_tokens += len(sampled.token_ids)
-        for run in sampled.policy_versions:
-            self._min_policy_version = max(self._min_policy_version, run.policy_version)
+        last, num_falls = fall_back(sampled.policy_versions, reply.head.min_policy_version)
+        self.num_fell_back += num_falls
+        self._min_policy_version = last if num_falls else max(self._min_policy_version, last)
         self.diary.ended(reply, sampled)
 
     def _hold_answer(self, reply: Reply, answer: Answer) -> None:
@@ -388,6 +393,7 @@ class Session:
     def _regain(self, past: Past) -> None:
         self._held, self._replies, self.answers = past.held, past.replies, past.answers
         self.num_calls, self._min_policy_version = past.num_calls, past.min_policy_version
+        self.num_fell_back = past.num_fell_back
         self.engine_fault, self.spent_because = past.engine_fault, past.spent_because
         self.state = SessionState.SPENT if past.spent_because else SessionState.OPEN
 

@@ -91,6 +91,8 @@ class ScriptedEngine:
         self.weight_version = weight_version
         self.url = ""
         self.model_path = "scripted"
+        self.info_version: str | None = None
+        """What /model_info reports instead of `weight_version`; '' leaves the field out."""
         self.seen: list[SeenRequest] = []
         self.faults: deque[Fault] = deque()
         self.update_error = ""
@@ -154,7 +156,7 @@ class ScriptedEngine:
         """Requests that are being sampled."""
         return len(self._live)
 
-    async def update(self, policy_version: int) -> None:
+    async def update(self, policy_version: int | str) -> None:
         """What a publisher does: pause, let the running requests end, change weights, continue."""
         self.is_paused = True
         self._abort(list(self._live))
@@ -176,9 +178,11 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
             await server.shutdown(0.0)
 
-    async def restart(self) -> None:
-        """Come back at the same address with the first weights and no memory."""
+    async def restart(self, weight_version: str | None = None) -> None:
+        """Come back at the same address without memory, with the first weights or these."""
         await self.die()
+        if weight_version is not None:
+            self._start_version = weight_version
         self.weight_version = self._weights = self._start_version
         self.model_path, self.is_paused = "scripted", False
         self.tenure = Tenure.HELD
@@ -248,8 +252,9 @@ class ScriptedEngine:
                 self.weight_version = body["new_version"]
                 return _json({"success": True, "message": "renamed"})
             case "/model_info":
-                path = self.model_path
-                return _json({"model_path": path, "weight_version": self.weight_version})
+                named = self.weight_version if self.info_version is None else self.info_version
+                numbered = {"weight_version": named} if named else {}
+                return _json({"model_path": self.model_path, **numbered})
             case "/server_info":
                 told = {"random_seed": self.lives, "is_paused": self.is_paused}
                 return _json({**told, "incremental_streaming_output": self.is_incremental})

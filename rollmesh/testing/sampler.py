@@ -83,7 +83,8 @@ class ScriptedGeneration(Generation):
         match action:
             case ChooseEngine():
                 sampler = self._sampler
-                self.drive(EngineChosen(sampler.engine, "i0", sampler.policy_version))
+                told = sampler.policy_version, "", sampler.has_publisher
+                self.drive(EngineChosen(sampler.engine, "i0", *told))
             case StartLeg():
                 self.leg = action
             case AbortLeg():
@@ -118,6 +119,8 @@ class ScriptedSampler:
         self.policy_version = 1
         self.engine = "http://scripted"
         """Where the next leg runs."""
+        self.has_publisher = True
+        """Whether older weights than a session has seen are refused."""
         self.clock = clock or FakeClock()
         self.moved = asyncio.Event()
         """Set after every event of every generation."""
@@ -149,6 +152,9 @@ class ScriptedSampler:
         if self._script is not None:
             generation.end(*self._script(request))
         return generation
+
+    def waiting(self) -> None:
+        """No call of it waits for an engine."""
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Wait for generations to move until `is_so()`."""

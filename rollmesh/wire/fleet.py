@@ -53,6 +53,9 @@ class FleetChanged(Message, frozen=True, tag="fleet_changed"):
     published: int = -1
     """What a publisher brought last: older than what a session has seen where another run began to
     count anew; -1 where none did since the router began."""
+    has_publisher: bool = True
+    """Whether a publisher numbers these weights: then a session never moves to an older version.
+    False where engines number them as they like, and a version is a preference."""
 
 
 class PublisherLeft(Message, frozen=True, tag="publisher_left"):

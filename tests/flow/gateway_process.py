@@ -94,13 +94,15 @@ async def serving(folder: Path, *words: str) -> AsyncIterator[Gateway]:
 
 @asynccontextmanager
 async def sampling(
-    folder: Path, engine: ScriptedEngine, engine_wait_s: float = 0.2
+    folder: Path, *engines: ScriptedEngine, engine_wait_s: float = 0.2
 ) -> AsyncIterator[Gateway]:
     model = write_model_folder(folder / "model")
     settings = orjson.loads((model / "config.json").read_bytes())
     settings["max_position_embeddings"] = CONTEXT_TOKENS
     (model / "config.json").write_bytes(orjson.dumps(settings))
-    words = ["--model-dir", str(model), "--engine", engine.url]
+    words = ["--model-dir", str(model)]
+    for engine in engines:
+        words += ["--engine", engine.url]
     words += ["--set", "sampling.max_tokens=8"]
     words += ["--set", f"interception.engine_wait_s={engine_wait_s}"]
     async with serving(folder, *words) as gateway:

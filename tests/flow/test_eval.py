@@ -122,3 +122,16 @@ async def test_environment_that_does_not_load_ends_the_evaluation_with_one_line(
     assert (code, out) == (2, "")
     assert "no licence on this machine" in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("info", "weights"), [("default", "0"), ("5", "4")])
+async def test_evaluation_ends_where_an_engine_names_its_weights_in_two_ways(
+    verb: Verb, info: str, weights: str
+) -> None:
+    async with ScriptedEngine(byte_token, weight_version=weights) as engine:
+        engine.info_version = info
+        await verb.start(*verb.words(engine, num_tasks=2))
+        code, _, err = await verb.ends()
+    assert (code, err) == (0, "")
+    assert len(verb.rows()) == 4
+    assert engine.num_seen("/generate") == 4 * 2

@@ -48,7 +48,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.AskRefused(GROUP, "overloaded", 1.5),
     m.RunGroup(GROUP, 2, 16, "tcp://h:1", 90.5),
     m.CancelRun(GROUP, "stale"),
-    f.FleetChanged(9, (ENGINE,), 12),
+    f.FleetChanged(9, (ENGINE,), 12, False),
     f.PublisherLeft(),
     m.DrainWorker("update"),
     m.WorkerHello(

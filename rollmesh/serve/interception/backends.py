@@ -57,6 +57,9 @@ class Backend(Protocol):
     def engines(self) -> list[dict[str, Any]]:
         """`url`, `phase` (`ready` or why not) and more of each."""
 
+    def waiting(self) -> dict[str, Any] | None:
+        """How many calls wait for an engine, for how long and why; None where none does."""
+
     def exchanges(self) -> Mapping[tuple[str, str], int]:
         """Ended ones by (route, last state)."""
 
@@ -104,6 +107,9 @@ class TokenBackend:
         shown = ("url", "phase", "policy_version", "num_running", "num_waiting", "detail")
         rows = [msgspec.structs.asdict(row) for row in self._keeper.rows()]
         return [{name: row[name] for name in shown} for row in rows]
+
+    def waiting(self) -> dict[str, Any] | None:
+        return self._sampler.waiting()
 
     def exchanges(self) -> Mapping[tuple[str, str], int]:
         ended = self._edge.num_exchanges if self._edge else {}
@@ -173,6 +179,10 @@ class RelayBackend:
             }
             for each in self._upstreams.all
         ]
+
+    def waiting(self) -> dict[str, Any] | None:
+        """A relayed call never waits here: it is forwarded at once."""
+        return None
 
     def exchanges(self) -> Mapping[tuple[str, str], int]:
         return self._edge.num_exchanges

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from urllib.parse import unquote
 
+import msgspec
+
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.registry import Runtime
@@ -127,7 +129,8 @@ class Edge:
 
     def _look_up(self, request: Request, path: str) -> bytes:
         if path.endswith("/healthz"):
-            return b'{"status":"ok"}'
+            waiting = self._kit.runtime.kit.sampler.waiting()
+            return msgspec.json.encode({"status": "ok"} | ({"waiting": waiting} if waiting else {}))
         if path.endswith("/openapi.json"):
             return openapi_document()
         _, mark, model = path.rpartition("/models")

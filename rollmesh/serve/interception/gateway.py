@@ -158,4 +158,6 @@ def _health(capture: str, backend: Backend) -> dict[str, Any]:
     engines = backend.engines()
     is_ready = any(engine["phase"] == "ready" for engine in engines)
     status = "ok" if is_ready else "no engine is ready"
-    return {"status": status, "capture": capture, "engines": engines}
+    health = {"status": status, "capture": capture, "engines": engines}
+    waiting = backend.waiting()
+    return health | {"waiting": waiting} if waiting else health

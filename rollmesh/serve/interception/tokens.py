@@ -116,6 +116,7 @@ class TokenSession:
         writer.field("forks", [msgspec.structs.asdict(row) for row in record.forks])
         writer.field("healed", record.healed)
         writer.field("num_calls", record.num_calls)
+        writer.field("fell_back", self.session.num_fell_back)
         writer.field("capture", "tokens")
         sampled = (row for row, node in enumerate(nodes) if node.sampled)
         return writer.account(self.session_id, self._names(), sampled)

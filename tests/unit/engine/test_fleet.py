@@ -20,13 +20,14 @@ from rollmesh.wire.fleet import (
     FinishUpdate,
     FleetAsk,
     JoinEngine,
+    PublisherLeft,
     ReadFleet,
     RemoveEngine,
     SleepEngine,
     WakeEngine,
 )
 from rollmesh.wire.machine import Received
-from tests.unit.engine.fleet_bench import A, B, Bench, ready
+from tests.unit.engine.fleet_bench import PUBLISHER, A, B, Bench, ready
 
 
 def test_engine_is_ready_after_its_first_good_probe() -> None:
@@ -385,3 +386,33 @@ def test_of_a_run_that_goes_on_untrained_weights_wait_for_the_publisher() -> Non
     bench.ask(BeginUpdate(2, A, 8, 5.0))
     bench.ask(FinishUpdate(3, A, 8, True))
     assert bench.phase(A) is EnginePhase.READY
+
+
+def test_a_fleet_that_expects_a_publisher_says_so_before_and_after_it_comes() -> None:
+    bench = ready(A)
+    assert bench.fleet.table().has_publisher
+    bench.fleet.step(Received(PUBLISHER, PublisherLeft()), bench.now_s)
+    assert bench.fleet.table().has_publisher
+
+
+def test_a_fleet_of_fixed_weights_has_a_publisher_while_one_updates_or_is_heard() -> None:
+    bench = Bench(A, settings=FleetSettings(believes_engines=True))
+    bench.answer(A, policy_version=7)
+    assert not bench.fleet.table().has_publisher
+    before, num_pushes = bench.fleet.table().epoch, bench.num_pushes
+    bench.ask(BeginUpdate(1, A, 8, 5.0))
+    assert bench.fleet.table().has_publisher
+    assert (bench.fleet.table().epoch, bench.num_pushes) == (before + 1, num_pushes + 1)
+    bench.ask(FinishUpdate(2, A, 8, True))
+    assert bench.fleet.table().has_publisher
+    bench.tick(FleetSettings().publisher_grace_s)
+    assert not bench.fleet.table().has_publisher, "it was not heard for that long"
+
+
+def test_a_publisher_that_leaves_a_fleet_of_fixed_weights_is_no_longer_known() -> None:
+    bench = Bench(A, settings=FleetSettings(believes_engines=True))
+    bench.answer(A, policy_version=7)
+    bench.ask(BeginUpdate(1, A, 8, 5.0))
+    bench.ask(FinishUpdate(2, A, 8, True))
+    bench.take(bench.fleet.step(Received(PUBLISHER, PublisherLeft()), bench.now_s))
+    assert not bench.fleet.table().has_publisher

@@ -201,6 +201,13 @@ def test_versions_that_the_engine_tells_at_the_end_are_kept() -> None:
     assert told.ear.chunks[-1].policy_versions == (VersionRun(1, 1), VersionRun(2, 1))
 
 
+def test_tokens_before_a_number_became_a_name_keep_their_number() -> None:
+    spans = [{"version": "7", "start": 0, "end": 1}, {"version": "step_8", "start": 1, "end": 2}]
+    told = Told()
+    told.answer.on_data(event([1], 1) + event([2], 2, LENGTH, weight_versions=spans))
+    assert told.ear.chunks[-1].policy_versions == (VersionRun(7, 1), VersionRun(-1, 1))
+
+
 def test_likeliest_tokens_of_cumulative_events_are_told_once() -> None:
     places = [[[-0.5, 1, None], [-1.5, 9, None]], [[-0.25, 2, None], [-2.5, 8, None]]]
     told = Told()

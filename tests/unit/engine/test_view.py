@@ -12,9 +12,9 @@ def row(
     return EngineRow(url, "i1", phase, policy_version, num_running=running)
 
 
-def view_of(*rows: EngineRow) -> FleetView:
+def view_of(*rows: EngineRow, has_publisher: bool = True) -> FleetView:
     view = FleetView()
-    view.update(FleetChanged(1, rows), "router")
+    view.update(FleetChanged(1, rows, has_publisher=has_publisher), "router")
     return view
 
 
@@ -44,6 +44,35 @@ def test_session_never_hops_to_older_weights() -> None:
     view = view_of(row(A, policy_version=3), row(B, policy_version=4, running=50))
     assert chosen(view, min_version=4) == B
     assert chosen(view, min_version=5) is None
+
+
+def test_without_a_publisher_a_session_prefers_its_version_and_falls_back_to_the_newest() -> None:
+    rows = row(A, policy_version=3), row(B, policy_version=4, running=50)
+    view = view_of(*rows, has_publisher=False)
+    assert chosen(view, min_version=4) == B
+    view = view_of(*rows, has_publisher=False)
+    assert chosen(view, min_version=9) == B
+    gone = row(A, policy_version=3), row(B, 4, EnginePhase.FENCED)
+    view.update(FleetChanged(2, gone, has_publisher=False), "router")
+    assert chosen(view, min_version=9) == A
+    assert (view.is_paused(9), view.is_behind(9), view.why_waiting(9)) == (False, False, "")
+
+
+def test_unnumbered_weights_are_compared_only_where_a_publisher_numbers_them() -> None:
+    rows = row(A, policy_version=-1), row(B, policy_version=3)
+    assert chosen(view_of(rows[0], has_publisher=False), min_version=7) == A
+    assert chosen(view_of(*rows, has_publisher=False), min_version=7) == A
+    assert chosen(view_of(rows[0]), min_version=0) is None
+
+
+def test_session_that_waits_for_newer_weights_of_a_publisher_is_told_of_it() -> None:
+    view = view_of(row(A, policy_version=3), row(B, 4, EnginePhase.FENCED))
+    assert (view.is_behind(4), view.is_behind(3)) == (True, False)
+    assert view.why_waiting(4).startswith(
+        f"{A}: ready, with policy version 3; the session has seen 4"
+    )
+    assert view.why_waiting(3) == ""
+    assert view_of(row(B, 4, EnginePhase.FENCED)).why_waiting(4) == f"{B}: fenced"
 
 
 def test_weights_of_a_run_that_is_over_never_come_again_and_others_may() -> None:

@@ -30,7 +30,12 @@ class Bench:
     """A machine, a clock that stands still, and the actions of the last step."""
 
     def __init__(
-        self, *, stream: bool = True, images: tuple[str, ...] = (), **params: object
+        self,
+        *,
+        stream: bool = True,
+        images: tuple[str, ...] = (),
+        min_policy_version: int = 0,
+        **params: object,
     ) -> None:
         fields = {"max_tokens": 10, "stop_token_ids": (STOP_TOKEN,), **params}
         request = GenerationRequest(
@@ -38,7 +43,7 @@ class Bench:
             session_key="s",
             prompt_ids=PROMPT,
             params=SamplingParams(**fields),  # type: ignore[arg-type]
-            min_policy_version=0,
+            min_policy_version=min_policy_version,
             stream=stream,
             images=images,
         )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollmesh.core.types import SamplingParams
+from rollmesh.engine.answers import policy_version_of
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.runtime.generation_view import Generation
@@ -50,14 +51,21 @@ class Bench:
         self.sampler = Sampler(parts, settings, clock)
         self.push()
 
-    def push(self, phase: EnginePhase = EnginePhase.READY, incarnation: str = "i1") -> None:
+    def push(
+        self,
+        phase: EnginePhase = EnginePhase.READY,
+        incarnation: str = "i1",
+        *,
+        has_publisher: bool = True,
+    ) -> None:
         """All engines in `phase`, at the versions that they serve."""
         self.epoch += 1
         rows = tuple(
-            EngineRow(engine.url, incarnation, phase, int(engine.weight_version))
+            EngineRow(engine.url, incarnation, phase, policy_version_of(engine.weight_version))
             for engine in self.engines
         )
-        self.view.update(FleetChanged(self.epoch, rows), "router")
+        table = FleetChanged(self.epoch, rows, has_publisher=has_publisher)
+        self.view.update(table, "router")
 
     def start(
         self,

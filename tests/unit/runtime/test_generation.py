@@ -19,6 +19,7 @@ from rollmesh.runtime.generation_events import (
     EngineChosen,
     EngineLost,
     EngineMissed,
+    FellBack,
     FleetMoved,
     Joined,
     Left,
@@ -218,6 +219,55 @@ def test_waiting_for_an_engine_ends_in_time_but_pauses_do_not_count() -> None:
     bench.step(Ticked(), after_s=1.0)
     assert isinstance(bench.machine.error, EngineUnavailable)
     assert "no engine is ready (last: http://a: joining, conn" in str(bench.machine.error)
+
+
+def test_turn_that_waits_for_newer_weights_than_are_served_ends_in_time_and_says_so() -> None:
+    bench = Bench()
+    bench.step(Joined())
+    bench.step(Ticked())
+    assert bench.step(EngineMissed("http://a: ready, with policy version 3", is_behind=True)) == []
+    bench.step(Ticked(), after_s=120.0)
+    assert isinstance(bench.machine.error, EngineUnavailable)
+    told = "no engine has weights as new as this session has seen (last: http://a: ready, with"
+    assert told in str(bench.machine.error)
+
+
+def free(policy_version: int) -> Bench:
+    """A turn of a session that has seen version 5, at an engine of no publisher's."""
+    bench = Bench(min_policy_version=5)
+    bench.step(Joined())
+    bench.step(EngineChosen("http://a", "i1", policy_version, has_publisher=False))
+    return bench
+
+
+def test_without_a_publisher_no_token_is_dropped_and_a_fall_back_is_reported_once() -> None:
+    bench = free(policy_version=6)
+    bench.sample(0, 1, 2, policy_version=4)
+    assert bench.said(FellBack) == [FellBack("http://a", 5, 4)]
+    bench.sample(0, 3, policy_version=4)
+    assert not bench.said(FellBack)
+    bench.sample(0, STOP_TOKEN, finish=Finish("stop", STOP_TOKEN), policy_version=4)
+    assert bench.machine.num_legs == 1
+    assert bench.machine.sampled.policy_versions == [VersionRun(4, 4, 0)]
+
+
+def test_without_a_publisher_unnumbered_tokens_are_kept_and_not_compared() -> None:
+    bench = free(policy_version=6)
+    bench.sample(0, 1, policy_version=-1)
+    assert bench.said(FellBack) == []
+    assert bench.machine.min_policy_version == 5
+    assert bench.machine.sampled.policy_versions == [VersionRun(-1, 1, 0)]
+
+
+def test_turn_that_an_engine_never_continues_with_published_weights_says_what_it_serves() -> None:
+    bench = Bench(min_policy_version=5)
+    bench.step(Joined())
+    for leg in range(17):
+        bench.step(EngineChosen("http://a", "i1", 5))
+        bench.sample(leg, 1, policy_version=-1)
+        bench.step(Ticked(), after_s=1.0)
+    told = "(last: http://a: samples with unnumbered weights, the fleet table has 5)"
+    assert told in str(bench.machine.error)
 
 
 def test_turn_whose_weights_were_of_a_run_that_is_over_ends_at_once() -> None:

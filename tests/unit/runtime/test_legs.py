@@ -7,6 +7,7 @@ import weakref
 from collections.abc import AsyncIterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from rollmesh.core.errors import EngineOverloaded, EngineRefused, EngineUnavailable, RequestLost
 from rollmesh.core.types import Grammar, VersionRun
@@ -14,6 +15,7 @@ from rollmesh.engine.pieces import PART_BYTES
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_view import Generation
 from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.runtime.sampled import fall_back
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.testing.faults import Fault
@@ -397,3 +399,45 @@ async def test_requests_of_two_samplers_never_share_an_id(engine: ScriptedEngine
     assert len({request.body["rid"] for request in engine.seen}) == 2
     for bench in benches:
         await bench.sampler.close()
+
+
+async def test_sessions_that_fall_back_are_counted_each_and_logged_once(
+    engine: ScriptedEngine,
+) -> None:
+    bench = Bench(engine)
+    await engine.update(3)
+    bench.push(has_publisher=False)
+    with capture_logs() as entries:
+        for session in ("a", "b"):
+            generation = bench.start(session_key=session, min_policy_version=7)
+            await generation.wait(TO_THE_END)
+            assert generation.state is GenerationState.COMMITTED
+            assert fall_back(generation.policy_versions, 7) == (3, 1)
+    fallen = [entry for entry in entries if entry["event"] == "engine.fell_back"]
+    assert [(each["session_version"], each["policy_version"]) for each in fallen] == [(7, 3)]
+    assert fallen[0]["log_level"] == "warning"
+    await bench.sampler.close()
+
+
+async def test_call_that_waits_for_a_publisher_is_shown_and_logged_with_its_reason(
+    engine: ScriptedEngine,
+) -> None:
+    clock = FakeClock()
+    bench = Bench(engine, clock=clock, settings=GenerationSettings(engine_wait_s=60.0))
+    with capture_logs() as entries:
+        generation = bench.start(min_policy_version=7)
+        await until(bench.sampler.waiting)
+        clock.advance(59.0)
+        await until(lambda: entries)
+        waiting = bench.sampler.waiting()
+        assert waiting
+        assert (waiting["num_calls"], waiting["waited_s"]) == (1, 59.0)
+        clock.advance(1.0)
+        await generation.wait(TO_THE_END)
+    [entry] = [entry for entry in entries if entry["event"] == "engine.awaited"]
+    why = f"{engine.url}: ready, with policy version 0; the session has seen 7"
+    for told in (entry["why"], waiting["why"], str(generation.error)):
+        assert why in told
+    await until(lambda: bench.sampler.waiting() is None)
+    assert engine.num_seen("/generate") == 0
+    await bench.sampler.close()

@@ -112,6 +112,23 @@ def say(tokenizer: Tokenizer) -> Say:
     return lambda text: tokenizer.encode(text) + tokenizer.encode("<|im_end|>")
 
 
+async def test_fall_backs_are_counted_alike_after_a_restart(prompts: Prompts, say: Say) -> None:
+    scribe = ListScribe()
+    sampler = ScriptedSampler(lambda _: (*say("a"),))
+    sampler.has_publisher = False
+    session, talk = open_session(sampler, prompts, scribe=scribe), [USER]
+    for served in (7, 3, -1, 2, 2):
+        sampler.policy_version = served
+        await call(session, turn(*talk))
+        talk += [said("a"), MORE]
+    assert session.num_fell_back == 2, "from 7 to 3 and from 3 to 2"
+    after = regained(session, scribe.next_life())
+    assert after.num_fell_back == 2
+    sampler.policy_version = 1
+    await call(after, turn(*talk))
+    assert after.num_fell_back == 3
+
+
 async def test_a_call_of_which_one_choice_alone_was_written_is_made_anew(
     prompts: Prompts, say: Say
 ) -> None:

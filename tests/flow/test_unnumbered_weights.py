@@ -1,0 +1,118 @@
+"""A gateway whose engines number their weights oddly, or not at all: no session is blocked."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.testing.engine import ScriptedEngine
+from tests.flow.gateway_process import PATIENCE_S, Gateway, finish, next_token, sampling
+
+NUM_TOKENS = 8
+"""Of each turn; see `sampling`."""
+
+
+class Talk:
+    """A session whose agent says one thing after another."""
+
+    def __init__(self, gateway: Gateway, opened: dict[str, str]) -> None:
+        self._gateway = gateway
+        self._opened = opened
+        self._messages: list[dict[str, Any]] = []
+
+    async def turn(self) -> None:
+        self._messages.append({"role": "user", "content": "guess"})
+        async with asyncio.timeout(PATIENCE_S):
+            status, told = await self._gateway.call(self._opened, {"messages": self._messages})
+        assert status == 200, told
+        self._messages.append(told["choices"][0]["message"])
+
+    async def finish(self) -> tuple[list[int], int]:
+        """The policy version of each sampled token, and how often the session fell back."""
+        account = await finish(self._gateway, self._opened)
+        [sample] = account["samples"]
+        assert sum(sample["loss_mask"]) == len(self._messages) // 2 * NUM_TOKENS
+        versions = sample["policy_versions"]
+        return [
+            each for each, mask in zip(versions, sample["loss_mask"], strict=True) if mask
+        ], account["fell_back"]
+
+
+@asynccontextmanager
+async def talking(folder: Path, *engines: ScriptedEngine) -> AsyncIterator[tuple[Gateway, Talk]]:
+    async with sampling(folder, *engines, engine_wait_s=10 * PATIENCE_S) as gateway:
+        yield gateway, Talk(gateway, await gateway.open())
+
+
+@pytest.mark.parametrize("info_version", ["default", ""])
+async def test_session_goes_on_where_model_info_names_no_version_and_generate_does(
+    tmp_path: Path, info_version: str
+) -> None:
+    async with ScriptedEngine(next_token) as engine:
+        engine.info_version = info_version
+        async with talking(tmp_path, engine) as (_, talk):
+            for _ in range(3):
+                await talk.turn()
+            assert await talk.finish() == ([0] * 3 * NUM_TOKENS, 0)
+    assert engine.num_seen("/generate") == 3
+
+
+async def test_no_call_is_discarded_where_model_info_names_a_newer_version_than_generate(
+    tmp_path: Path,
+) -> None:
+    async with ScriptedEngine(next_token, weight_version="4") as engine:
+        engine.info_version = "5"
+        async with talking(tmp_path, engine) as (_, talk):
+            for _ in range(2):
+                await talk.turn()
+            assert await talk.finish() == ([4] * 2 * NUM_TOKENS, 0)
+    assert engine.num_seen("/generate") == 2
+
+
+@pytest.mark.parametrize(("after", "served", "num_falls"), [("3", 3, 1), ("default", -1, 0)])
+async def test_session_outlives_an_engine_that_restarts_with_a_lower_number_or_none(
+    tmp_path: Path, after: str, served: int, num_falls: int
+) -> None:
+    async with (
+        ScriptedEngine(next_token, weight_version="5") as engine,
+        talking(tmp_path, engine) as (gateway, talk),
+    ):
+        await talk.turn()
+        await engine.restart(after)
+        await talk.turn()
+        await gateway.until_ready()
+        await talk.turn()
+        versions = [5] * NUM_TOKENS + [served] * 2 * NUM_TOKENS
+        assert await talk.finish() == (versions, num_falls)
+
+
+async def test_session_goes_on_when_a_number_becomes_a_name(tmp_path: Path) -> None:
+    async with (
+        ScriptedEngine(next_token, weight_version="7") as engine,
+        talking(tmp_path, engine) as (_, talk),
+    ):
+        await talk.turn()
+        await engine.update("step_8")
+        await talk.turn()
+        await talk.turn()
+        assert await talk.finish() == ([7] * NUM_TOKENS + [-1] * 2 * NUM_TOKENS, 0)
+
+
+async def test_session_moves_to_an_engine_with_a_lower_number_when_its_own_dies(
+    tmp_path: Path,
+) -> None:
+    async with (
+        ScriptedEngine(next_token, weight_version="7") as newer,
+        ScriptedEngine(next_token, weight_version="3") as older,
+    ):
+        await older.die()
+        async with talking(tmp_path, newer, older) as (_, talk):
+            await talk.turn()
+            await older.restart()
+            await newer.die()
+            await talk.turn()
+            await talk.turn()
+            assert await talk.finish() == ([7] * NUM_TOKENS + [3] * 2 * NUM_TOKENS, 1)
