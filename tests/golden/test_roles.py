@@ -5,17 +5,22 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from rollmesh.core.config import TrainerConfig
+from rollmesh.core.errors import ConfigError
 from rollmesh.trainer.roles.divergence import Estimate, divergence
+from rollmesh.trainer.roles.language import LanguageTerms
 from rollmesh.trainer.roles.losses import (
     duel_loss,
     preference_margins,
     value_loss,
 )
+from rollmesh.trainer.roles.recipes import role_specs
 from rollmesh.trainer.roles.returns import estimate, token_rewards
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("roles.json").read_text())
@@ -101,6 +106,41 @@ def test_the_mean_of_an_unbiased_estimate_is_the_divergence(which: Estimate) -> 
     expected = float((policy * (policy / reference).log()).sum())
     mean = (policy * divergence(policy.log(), reference.log(), which)).sum()
     assert float(mean) == pytest.approx(expected, rel=1e-6)
+
+
+def mean_gradient(which: Estimate) -> torch.Tensor:
+    """[V]: the expected gradient of the estimate as a loss, by the logits, over sampled tokens."""
+    logits_V = torch.tensor([1.0, 0.2, -0.6, -2.0], dtype=torch.float64, requires_grad=True)
+    logprobs_V = logits_V.log_softmax(-1)
+    loss = (logprobs_V.exp().detach() * divergence(logprobs_V, REFERENCE_V, which)).sum()
+    return torch.autograd.grad(loss, logits_V)[0]
+
+
+def exact_gradient() -> torch.Tensor:
+    """[V]: the gradient of KL(policy || reference) itself."""
+    logits_V = torch.tensor([1.0, 0.2, -0.6, -2.0], dtype=torch.float64, requires_grad=True)
+    logprobs_V = logits_V.log_softmax(-1)
+    kl = (logprobs_V.exp() * (logprobs_V - REFERENCE_V)).sum()
+    return torch.autograd.grad(kl, logits_V)[0]
+
+
+REFERENCE_V = torch.tensor([-1.0, 0.1, 1.5, 0.8], dtype=torch.float64).log_softmax(-1)
+
+
+def test_the_default_estimate_has_the_gradient_of_the_divergence_and_k3_has_not() -> None:
+    default: Estimate = LanguageTerms().kl_estimate
+    torch.testing.assert_close(mean_gradient(default), exact_gradient())
+    k3 = torch.cosine_similarity(mean_gradient("k3"), exact_gradient(), dim=0)
+    assert float(k3) < 0.9
+
+
+def test_k1_as_a_loss_has_no_expected_gradient_and_is_refused_in_one_line() -> None:
+    assert float(mean_gradient("k1").abs().max()) < 1e-12
+    with pytest.raises(msgspec.ValidationError, match="expected gradient is 0") as caught:
+        msgspec.convert({"kl_estimate": "k1"}, LanguageTerms)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"role actor: kl_estimate = .k1. trains nothing"):
+        role_specs(["actor"], "model", TrainerConfig(), {"actor": {"kl_estimate": "k1"}})
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

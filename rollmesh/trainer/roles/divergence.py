@@ -1,14 +1,16 @@
-"""How far a policy has gone from a reference, estimated token by token.
+"""Estimates of KL(policy || reference) from the log-probs of sampled tokens, in nats.
 
 With d = l - r, of the log-probs of one token under the policy (l) and under the reference (r):
 
-    k1    d                   unbiased, of either sign; what rewards are shaped with
-    k2    d^2 / 2             biased, never below 0; its gradient is that of the divergence
-    k3    exp(-d) - 1 + d     unbiased, never below 0; GRPO's
+          value               its mean is the KL   the mean of its gradient is
+    k1    d                   yes                  0: no loss, but what shapes rewards
+    k2    d^2 / 2             near d = 0           the KL's gradient, exactly
+    k3    exp(-d) - 1 + d     yes                  the gradient of KL(reference || policy)
 
-where the token came from the policy: then their means estimate KL(policy || reference), in nats.
-Source: Schulman 2020, "Approximating KL Divergence"; k3 as a loss: Shao et al. 2024,
-"DeepSeekMath", eq. 4. Pure. Driven by the roles. Shapes: N trained tokens.
+Means are over tokens that the policy sampled. Sources: Schulman 2020, "Approximating KL
+Divergence"; for gradients Tang and Munos 2025, "On a few pitfalls in KL divergence gradient
+estimation for RL"; k3 as a loss: Shao et al. 2024, "DeepSeekMath", eq. 4.
+Shapes: N trained tokens.
 """
 
 from typing import Literal
@@ -17,6 +19,10 @@ import torch
 from torch import Tensor
 
 Estimate = Literal["k1", "k2", "k3"]
+NO_LOSS = (
+    'kl_estimate = "k1" trains nothing: its expected gradient is 0; use "k2", whose gradient is '
+    'the divergence\'s, or "k3"'
+)
 
 
 def divergence(logprobs_N: Tensor, reference_N: Tensor, estimate: Estimate) -> Tensor:

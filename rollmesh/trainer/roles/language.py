@@ -21,22 +21,27 @@ from rollmesh.core.types import Json
 from rollmesh.trainer.controller.meeting import Place
 from rollmesh.trainer.learning.loss import TokenTerms, policy_loss, token_logprobs
 from rollmesh.trainer.models.checkpoint import load_model
-from rollmesh.trainer.roles.divergence import Estimate, divergence
+from rollmesh.trainer.roles.divergence import NO_LOSS, Estimate, divergence
 from rollmesh.trainer.roles.learner import Learner, Terms
 from rollmesh.trainer.roles.losses import duel_loss, preference_margins
 from rollmesh.trainer.roles.rows import Row, RowBatch
 
 
 class LanguageTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What its losses take beside TrainerConfig's clips."""
+    """Settings of the losses, besides the clips of TrainerConfig."""
 
     kl_coef: float = 0.0
-    """Of the divergence from the reference in the policy's loss."""
-    kl_estimate: Estimate = "k3"
+    """Weight of the divergence from the reference in the policy's loss (default: 0)."""
+    kl_estimate: Estimate = "k2"
+    """Estimate of that divergence: `k2` (default) or `k3`; divergence.py compares them."""
     beta: float = 0.1
     """DPO's: how dear it is to leave the reference."""
     label_smoothing: float = 0.0
     """DPO's: the share of pairs that are thought to be the wrong way round."""
+
+    def __post_init__(self) -> None:
+        if self.kl_estimate == "k1":
+            raise ValueError(NO_LOSS)
 
 
 class LanguageModel:
@@ -49,11 +54,12 @@ class LanguageModel:
         trainer: Mapping[str, Json] | None = None,
         losses: Mapping[str, Json] | None = None,
     ) -> None:
-        """The model in the folder `path`; frozen without `trainer`.
+        """Load the model in the folder `path`; it is frozen without `trainer`.
 
-        `trainer` are fields of TrainerConfig, of which it heeds the rates, max_grad_norm, clips,
-        max_importance_weight, entropy_coef and microbatch_tokens; `losses` those of LanguageTerms.
-        ModelError, ValidationError for a folder or a field that is none.
+        `trainer` has fields of TrainerConfig. Used are the rates, max_grad_norm, clips,
+        max_importance_weight, entropy_coef and microbatch_tokens. `losses` has fields of
+        LanguageTerms. Raises ModelError for a folder without a model, ValidationError for an
+        unknown or refused field.
         """
         self._terms = msgspec.convert(losses or {}, LanguageTerms)
         self._learner = Learner(place, load_model(Path(path)), Path(path), trainer)

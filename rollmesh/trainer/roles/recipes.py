@@ -20,11 +20,13 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from rollmesh.core.config import TrainerConfig
+from rollmesh.core.errors import ConfigError
 from rollmesh.core.types import Json
 from rollmesh.trainer.controller.controller import Call
 from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.controller.spec import RoleSpec
 from rollmesh.trainer.learning.advantages import group_advantages
+from rollmesh.trainer.roles.divergence import NO_LOSS
 from rollmesh.trainer.roles.rows import Row
 
 Rows = Sequence[Row]
@@ -106,13 +108,16 @@ def role_specs(
     settings: TrainerConfig,
     losses: Mapping[str, Mapping[str, Json]] | None = None,
 ) -> dict[str, RoleSpec]:
-    """Of a RankPlan: roles that begin as the model in the folder `path`; the reference stays so.
+    """Return the roles of a RankPlan, each made from the model in the folder `path`.
 
-    `losses` has, by role, fields of its LanguageTerms or ScalarTerms.
+    The reference stays that model. `losses` has, by role, fields of its LanguageTerms or
+    ScalarTerms. ConfigError where the actor's loss is one that trains nothing.
     """
     specs = {}
     for name in names:
         given: dict[str, Any] = {"path": path, "losses": dict((losses or {}).get(name, {}))}
+        if given["losses"].get("kl_estimate") == "k1":
+            raise ConfigError(f"losses of the role {name}: {NO_LOSS}")
         if name != "reference":
             given["trainer"] = msgspec.to_builtins(settings)
         specs[name] = RoleSpec(make=SCALAR if name in SCALARS else LANGUAGE, settings=given)
