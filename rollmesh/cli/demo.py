@@ -23,6 +23,7 @@ SETTINGS: dict[str, Any] = {
     "trainer": {
         "eval_rollouts": 1000,
         "num_steps": 100,
+        "device": "cpu",
         "learning_rate": 5e-4,
         "entropy_coef": 0.01,
         "max_importance_weight": 2.0,

@@ -213,8 +213,9 @@ class TrainerConfig(Section, frozen=True):
     older tokens `mask`ed, `drop`ped, or their tasks `requeue`d."""
     max_running_groups: Positive = 32
     """Groups asked for and not finished, at most."""
-    learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-3
-    """AdamW's; constant after warm-up."""
+    learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-5
+    """AdamW's learning rate, constant after warm-up (default: 1e-5, which suits a pretrained model
+    of which all weights train; LoRA takes about ten times as much)."""
     warmup_steps: NonNegative = 0
     """Steps over which the learning rate rises from zero."""
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -243,8 +244,9 @@ class TrainerConfig(Section, frozen=True):
     """Weight of the entropy bonus."""
     max_grad_norm: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """Gradients are clipped to this norm."""
-    device: str = "cpu"
-    """Where torch trains: cpu, cuda, cuda:1."""
+    device: str = "auto"
+    """Where torch trains: cpu, cuda, cuda:1; `auto` (default) is cuda where torch sees a GPU for
+    each rank, else cpu."""
     num_threads: Positive = 1
     """torch threads."""
     eval_rollouts: NonNegative = 0

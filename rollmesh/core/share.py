@@ -21,9 +21,12 @@ class Share(msgspec.Struct, frozen=True):
 
 
 def check_may_share(config: Config) -> None:
-    """ConfigError where the trainer could not leave GPUs that are others' between its steps."""
+    """ConfigError where the trainer could not leave GPUs that are others' between its steps.
+
+    `auto` is let through: the trainer checks again once it knows the device.
+    """
     num_ranks, device = config.trainer.num_ranks, config.trainer.device
-    if num_ranks > 1 and device != "cpu":
+    if num_ranks > 1 and device not in ("cpu", "auto"):
         raise ConfigError(
             f'trainer.num_ranks = {num_ranks}, trainer.device = "{device}": on a shared fleet only '
             "a trainer of one rank can leave its GPUs to others; set trainer.num_ranks = 1"

@@ -28,6 +28,7 @@ from rollmesh.trainer.learning.advantages import sample_advantages
 from rollmesh.trainer.learning.attention import PROBE_STRIDE, packed_logits, packs
 from rollmesh.trainer.learning.batches import TokenBatch, nothing, pack
 from rollmesh.trainer.learning.descent import Descent
+from rollmesh.trainer.learning.device import device_of
 from rollmesh.trainer.learning.importance import Moment
 from rollmesh.trainer.learning.loss import TokenTerms, policy_loss, token_logprobs
 from rollmesh.trainer.learning.minibatches import minibatches_of, weigh
@@ -62,9 +63,10 @@ class Policy:
         self._ranks = ranks or Alone()
         self._source = Path(path)
         self._settings = settings
+        self._device = device_of(settings.device)
         model, rank = load_model(self._source), settings.lora_rank
         self._adapters = Adapters(model, rank, self._source) if rank else None
-        self._model = model.to(settings.device)
+        self._model = model.to(self._device)
         # A batch of one token at most is one of a single sequence.
         self._max_tokens = settings.microbatch_tokens if packs(self._model) else 1
         self._ranks.share(self._model)
@@ -167,7 +169,7 @@ class Policy:
         """What these weights say of a fixed text; an engine that holds them must agree."""
         vocab_size = int(self._model.config.vocab_size)
         token_ids = [(PROBE_STRIDE * (at + 1)) % vocab_size for at in range(PROBE_TOKENS)]
-        ids_BT = torch.tensor([token_ids], device=self._settings.device)
+        ids_BT = torch.tensor([token_ids], device=self._device)
         logits_BTV = self._model(input_ids=ids_BT, use_cache=False).logits
         logprobs_TV = torch.log_softmax(logits_BTV[0, :-1].float(), -1)
         logprobs_T = logprobs_TV.gather(-1, ids_BT[0, 1:, None])[:, 0]
@@ -181,7 +183,7 @@ class Policy:
 
     def occupy(self) -> None:
         """As Lodger has it."""
-        self._move(torch.device(self._settings.device))
+        self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
         # In place, as far as torch goes: who has a parameter has the same one.
@@ -211,11 +213,11 @@ class Policy:
         samples = [of_step[row] for row in part]
         weights, own = weigh(samples, self._settings.loss_weight)
         weights /= max(1.0, self._ranks.total([own])[0])
-        packed = pack(samples, advantages, weights, self._max_tokens, self._settings.device)
-        rows = torch.from_numpy(part).to(self._settings.device)
+        packed = pack(samples, advantages, weights, self._max_tokens, self._device)
+        rows = torch.from_numpy(part).to(self._device)
         batches = [each._replace(samples_N=rows[each.samples_N]) for each in packed]
         num_missing = int(self._ranks.most(len(batches))) - len(batches)
-        return batches + [nothing(self._settings.device)] * num_missing
+        return batches + [nothing(self._device)] * num_missing
 
     @torch.no_grad()
     def _logprobs(self, plan: list[list[TokenBatch]]) -> list[list[Tensor]]:

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
+import torch
+
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import JournalError, UserError
@@ -21,9 +24,10 @@ from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.trainer.books.picture import draw_learning
 from rollmesh.trainer.books.records import RunRecords, Tally, lives_of, write_summary
-from rollmesh.trainer.learning.device import device_of
+from rollmesh.trainer.learning.device import Caution, cautions, device_of
 from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.meter.fencing import FenceAsked
+from rollmesh.trainer.models.checkpoint import num_parameters_in
 from rollmesh.trainer.pacing.asker import Asking
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.pacing.tasks import endless_tasks
@@ -59,8 +63,11 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     """
     folder = config.run_folder()
     setup("trainer", folder, on_console=ready_fd is None)
+    config = with_device(config)
     if share:
         check_may_share(config)
+    for event, why, fix in cautions_of(config):
+        log.warning(event, why=why, fix=fix)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
     tenancy = tenancy_of(share, read_keys(), stop)
@@ -179,9 +186,10 @@ def leave_unbuilt(client: RolloutClient, tenancy: Tenancy, patience_s: float) ->
 
 
 def policy_of(config: Config, staleness: Staleness) -> Trainee:
-    """The policy that the settings ask for, on its own or on several ranks; ConfigError where its
-    device is not there. `staleness` paces what it trains."""
-    device_of(config.trainer.device)
+    """Make the policy that the settings ask for, in this process or on several ranks.
+
+    `staleness` paces what it trains.
+    """
     if config.trainer.num_ranks == 1:
         return Policy(config.model.path, config.trainer)
     # Here, since one rank does without the controller and its 37 modules (some 65 ms).
@@ -189,6 +197,20 @@ def policy_of(config: Config, staleness: Staleness) -> Trainee:
 
     folder = config.run_folder()
     return RankedPolicy(config.model.path, config.trainer, folder, read_keys(), staleness)
+
+
+def with_device(config: Config) -> Config:
+    """Return the settings with the device that `auto` means here; ConfigError for one that is
+    missing."""
+    trainer = config.trainer
+    device = str(device_of(trainer.device, trainer.num_ranks))
+    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(trainer, device=device))
+
+
+def cautions_of(config: Config) -> list[Caution]:
+    """Return the warnings about a device or a learning rate that does not fit the model."""
+    num_parameters = num_parameters_in(Path(config.model.path))
+    return cautions(config, torch.device(config.trainer.device), num_parameters)
 
 
 def stop_by_signal() -> threading.Event:

@@ -35,6 +35,7 @@ from rollmesh.trainer.controller.household import Household
 from rollmesh.trainer.controller.meeting import Place, gather
 from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec
 from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.learning.device import device_of
 from rollmesh.trainer.learning.minibatches import minibatches_of
 from rollmesh.trainer.learning.report import StepReport
 from rollmesh.trainer.pacing.room import StoreRoom, moved
@@ -85,6 +86,8 @@ class RankedPolicy:
     ) -> None:
         """Start the ranks; RankGone where one cannot load the model. `staleness` paces what they
         train, to look at."""
+        device = str(device_of(settings.device, settings.num_ranks))
+        settings = msgspec.structs.replace(settings, device=device)
         actor = RoleSpec(
             make="rollmesh.trainer.ranked:PolicyRole",
             settings={"path": path, "trainer": msgspec.to_builtins(settings)},
@@ -92,7 +95,7 @@ class RankedPolicy:
         plan = RankPlan(
             topology=Topology(settings.num_ranks),
             roles={ROLE: actor},
-            device=settings.device,
+            device=device,
             num_threads=settings.num_threads,
             folder=str(folder),
         )

@@ -42,6 +42,7 @@ SETTINGS = {
         "samples_per_group": 4,
         "max_running_groups": 4,
         "checkpoint_steps": 4,
+        "learning_rate": 1e-3,
         "max_logprob_gap": 1.0,
     },
 }

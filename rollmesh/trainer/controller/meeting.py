@@ -119,9 +119,9 @@ def backend_of(device: str) -> str:
 def place_of(rank: int, topology: Topology, device: str) -> Place:
     """In a process group that stands; a collective."""
     shape = (len(topology.heads()), topology.tensor_parallel)
-    kind = torch.device(device).type
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=("data", "tensor"))
-    return Place(rank, topology.num_ranks, mesh, device)
+    found = device_of(device, topology.num_ranks)
+    mesh = init_device_mesh(found.type, shape, mesh_dim_names=("data", "tensor"))
+    return Place(rank, topology.num_ranks, mesh, str(found))
 
 
 def give(body: bytes, tensors: Sequence[Tensor], place: Place) -> None:

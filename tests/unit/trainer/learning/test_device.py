@@ -1,10 +1,11 @@
-"""A device that is not there is said in one line."""
+"""Which device trains, and the warnings where it or the learning rate does not fit the model."""
 
 import pytest
 import torch
 
+from rollmesh.core.config import Config, EngineConfig, TrainerConfig
 from rollmesh.core.errors import ConfigError
-from rollmesh.trainer.learning.device import device_of
+from rollmesh.trainer.learning.device import cautions, device_of
 
 
 def test_what_is_there_is_given() -> None:
@@ -28,3 +29,40 @@ def test_what_is_not_there_is_named(
         device_of(name)
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_ranks", "device"),
+    [(0, 1, "cpu"), (1, 1, "cuda"), (1, 2, "cpu"), (2, 2, "cuda")],
+)
+def test_auto_is_cuda_where_each_rank_has_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, num_ranks: int, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert TrainerConfig().device == "auto"
+    assert device_of("auto", num_ranks) == torch.device(device)
+
+
+def warned(num_parameters: int, device: str, **trainer: object) -> list[str]:
+    """Events of the warnings for a model of this size."""
+    config = Config(
+        trainer=TrainerConfig(**trainer),  # type: ignore[arg-type] # spelled out by the tests
+        engine=EngineConfig(urls=("http://a",)),
+    )
+    return [each.event for each in cautions(config, torch.device(device), num_parameters)]
+
+
+def test_a_large_model_with_a_high_learning_rate_is_warned_about() -> None:
+    assert warned(100_000_000, "cuda", learning_rate=1e-4) == ["trainer.high_rate"]
+    assert warned(99_000_000, "cuda", learning_rate=1e-3) == []
+    assert warned(100_000_000, "cuda", learning_rate=9e-5) == []
+    assert warned(100_000_000, "cuda", learning_rate=1e-3, lora_rank=8) == []
+    assert warned(10**9, "cuda") == [], "the default rate suits a pretrained model"
+
+
+def test_a_large_model_on_a_cpu_is_warned_about() -> None:
+    assert warned(10**9, "cpu") == ["trainer.on_cpu"]
+    assert warned(10**5, "cpu") == []
+    embedded = cautions(Config(), torch.device("cuda"), 10**9)
+    assert [each.event for each in embedded] == ["engine.on_cpu"]
+    assert "engine.urls" in embedded[0].fix

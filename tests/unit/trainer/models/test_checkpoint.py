@@ -8,7 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollmesh.core.errors import ModelError
-from rollmesh.trainer.models.checkpoint import load_model, save_model, write_face
+from rollmesh.trainer.models.checkpoint import (
+    load_model,
+    num_parameters_in,
+    save_model,
+    write_face,
+)
 
 
 def test_saved_folder_is_what_stock_transformers_loads(tiny_folder: Path, tmp_path: Path) -> None:
@@ -72,3 +77,9 @@ def test_a_face_names_the_class_for_engines_whatever_the_source_said(
     assert told["architectures"] == ["Qwen3ForCausalLM"]
     assert told["dtype"] == "float32", "as the weights are held"
     assert (tmp_path / "tokenizer.json").is_file()
+
+
+def test_parameters_are_counted_without_reading_the_weights(tiny_folder: Path) -> None:
+    parameters = load_model(tiny_folder).parameters()
+    assert num_parameters_in(tiny_folder) == sum(each.numel() for each in parameters)
+    assert num_parameters_in(tiny_folder / "nowhere") == 0
