@@ -5,6 +5,7 @@ go over the wire as it stands. Driven by everyone.
 """
 
 import enum
+import math
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -37,11 +38,24 @@ class Task(msgspec.Struct, frozen=True):
     """What the environment needs to pose it; JSON values."""
 
 
+MAX_REWARD = 1e30
+"""Largest size of a reward. Beyond it, sums of squares and float32 gradients overflow."""
+
+
+def reward_fault(reward: float) -> str:
+    """Return why `reward` cannot be trained on, or '' if it can."""
+    if not math.isfinite(reward):
+        return f"{reward} is no finite number"
+    if abs(reward) > MAX_REWARD:
+        return f"{reward:g} is larger than {MAX_REWARD:g}; scale it down"
+    return ""
+
+
 class Score(msgspec.Struct, frozen=True):
     """What an environment says of one rollout."""
 
     reward: float
-    """Whole numbers are rewards too."""
+    """Whole numbers are rewards too; finite, and at most MAX_REWARD in size."""
     metrics: dict[str, float] = {}
     """Figures for people; they do not train. One that is not finite is left out."""
 

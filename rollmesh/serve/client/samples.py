@@ -17,7 +17,14 @@ import numpy as np
 
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId, RolloutId
-from rollmesh.core.types import TRAINED_OUTCOMES, Branch, GroupRecord, NodeRow, RolloutRecord
+from rollmesh.core.types import (
+    TRAINED_OUTCOMES,
+    Branch,
+    GroupRecord,
+    NodeRow,
+    RolloutRecord,
+    reward_fault,
+)
 from rollmesh.runtime.samples import Claim, claims_of, images_on, reasons_of, temperature_of
 from rollmesh.serve.client.runs import SampledRun, causes_of, runs_of
 from rollmesh.serve.client.sample_memory import (
@@ -74,7 +81,7 @@ class Unused(msgspec.Struct, frozen=True):
     rollout_id: RolloutId
     num_tokens: int
     reason: str
-    """`superseded`, `void`, `branch: NAME`, `outcome: NAME` or `no reward`."""
+    """`superseded`, `void`, `branch: NAME`, `outcome: NAME`, `no reward` or `reward: WHY`."""
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -125,7 +132,9 @@ def sibling_rewards(record: GroupRecord) -> tuple[float, ...]:
     return tuple(
         rollout.reward
         for rollout in record.rollouts
-        if rollout.outcome in TRAINED_OUTCOMES and rollout.reward is not None
+        if rollout.outcome in TRAINED_OUTCOMES
+        and rollout.reward is not None
+        and not reward_fault(rollout.reward)
     )
 
 
@@ -256,6 +265,8 @@ def _reasons(rollout: RolloutRecord, branches: Collection[Branch]) -> list[str]:
         whole = f"outcome: {rollout.outcome}"
     elif rollout.reward is None:
         whole = "no reward"
+    elif fault := reward_fault(rollout.reward):
+        whole = f"reward: {fault}"
     return [whole or reason for reason in reasons_of(rollout.nodes, branches)]
 
 

@@ -12,7 +12,6 @@ archive/recovery.py.
 """
 
 import enum
-import math
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ import msgspec
 from rollmesh.core.clock import Clock
 from rollmesh.core.errors import SessionError
 from rollmesh.core.logs import get_logger
-from rollmesh.core.types import Outcome
+from rollmesh.core.types import Outcome, reward_fault
 from rollmesh.serve.interception.account import NO_REWARDS, Finished, Rewards
 from rollmesh.serve.interception.archive import filed
 from rollmesh.serve.interception.archive.archive import Archive
@@ -210,8 +209,8 @@ class SessionBook:
 
     def reward(self, entry: Entry, reward: float, node: int | str | None) -> None:
         """Give it to the session, or to one of its turns; a later word replaces an earlier one."""
-        if not math.isfinite(reward):
-            raise SessionError(400, "invalid_reward", f"reward: {reward} is no finite number")
+        if fault := reward_fault(reward):
+            raise SessionError(400, "invalid_reward", f"reward: {fault}")
         if node is None:
             self._file_reward(entry, reward, None)
             entry.reward = reward

@@ -25,7 +25,7 @@ from rollmesh.core.config import WorkerConfig
 from rollmesh.core.errors import AgentFailed, EnvError, InfraError
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.logs import get_logger, readable
-from rollmesh.core.types import ErrorPlace, Outcome, RolloutRecord, Score
+from rollmesh.core.types import ErrorPlace, Outcome, RolloutRecord, Score, reward_fault
 from rollmesh.envs.calls import Calls, Limit, OvertimeError, never_paused, nothing
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.runtime.record import SessionRecord
@@ -171,8 +171,8 @@ def check_score(score: object, method: str = "score") -> Score:
     if not isinstance(score, Score):
         raise EnvError(f"{method} returned {_shown(score)}, not a Score")
     reward = _number(f"{method} returned reward", score.reward)
-    if not math.isfinite(reward):
-        raise EnvError(f"{method} returned reward {reward}")
+    if fault := reward_fault(reward):
+        raise EnvError(f"{method} returned reward {fault}")
     metrics = {
         readable(str(name)): _number(f"{method} returned metric {name} =", value)
         for name, value in score.metrics.items()

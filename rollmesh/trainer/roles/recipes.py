@@ -21,7 +21,7 @@ import msgspec
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.types import Json
+from rollmesh.core.types import Json, reward_fault
 from rollmesh.trainer.controller.controller import Call
 from rollmesh.trainer.controller.dispatch import Rule
 from rollmesh.trainer.controller.spec import RoleSpec
@@ -53,6 +53,7 @@ def ppo(trainer: Trainer, rows: Rows, step: int) -> Report:
         proximal=_told(trainer, "actor.logprobs", rows, step),
         reference=_told(trainer, "reference.logprobs", rows, step),
     )
+    _check_rewards(row["reward"] for row in rows)
     rows = _with(rows, **_told(trainer, "critic.advantages", rows, step))
     for _ in range(PPO_EPOCHS):
         values = _trained(trainer, "critic.train_values", rows, step)
@@ -143,6 +144,13 @@ def _with(rows: Rows, **columns: Sequence[Any]) -> Rows:
     return [{**row, **entries} for row, entries in zip(rows, added, strict=True)]
 
 
+def _check_rewards(rewards: Iterable[float]) -> None:
+    """ConfigError for a reward that cannot be trained on."""
+    for reward in rewards:
+        if fault := reward_fault(float(reward)):
+            raise ConfigError(f"reward: {fault}")
+
+
 def _over_siblings(rows: Rows) -> list[float]:
     """Each row's reward against those of its group."""
     groups: dict[Any, list[int]] = {}
@@ -150,6 +158,7 @@ def _over_siblings(rows: Rows) -> list[float]:
         groups.setdefault(row["group"], []).append(at)
     advantages = [0.0] * len(rows)
     for members in groups.values():
+        _check_rewards([rows[at]["reward"] for at in members])
         told = group_advantages([rows[at]["reward"] for at in members], "grpo")
         for at, advantage in zip(members, told, strict=True):
             advantages[at] = advantage

@@ -329,3 +329,23 @@ def test_each_sample_knows_the_rewards_of_all_siblings_that_ended_well() -> None
         each.num_logprobs = sum(node.num_tokens for node in each.nodes if node.sampled)
     [sample] = cut_record(rollouts, MAIN, lay_plainly).samples
     assert sample.sibling_rewards == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("reward", [1e308, float("nan")])
+def test_a_rollout_whose_reward_cannot_be_trained_on_gives_no_sample(reward: float) -> None:
+    nodes = [context(-1, 2), turn(0, 1)]
+    rollouts = [
+        RolloutRecord(
+            index=index,
+            outcome=Outcome.COMPLETED,
+            reward=each,
+            nodes=nodes,
+            num_tokens=3,
+            num_logprobs=1,
+        )
+        for index, each in enumerate((1.0, reward))
+    ]
+    made = cut_record(rollouts, MAIN)
+    assert [each.rollout_id.index for each in made.samples] == [0]
+    assert made.samples[0].sibling_rewards == (1.0,)
+    assert [each.reason.partition(":")[0] for each in made.unused] == ["reward"]

@@ -151,6 +151,16 @@ def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
         scene.book.reward(scene.book.find("s0"), reward, None)
 
 
+@pytest.mark.parametrize("reward", [1e308, -1.1e30])
+def test_a_reward_that_is_too_large_to_train_on_is_refused(reward: float) -> None:
+    scene = Scene()
+    scene.add()
+    with pytest.raises(SessionError, match="is larger than 1e\\+30") as caught:
+        scene.book.reward(scene.book.find("s0"), reward, None)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_reward")
+    scene.book.reward(scene.book.find("s0"), 1e30, None)
+
+
 @pytest.mark.parametrize("node", [0, 2, "r4"])
 def test_a_reward_for_nothing_that_was_sampled_is_refused(node: int | str) -> None:
     scene = Scene()

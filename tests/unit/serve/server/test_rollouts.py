@@ -339,6 +339,7 @@ def test_score_of_any_numbers_is_one_of_floats() -> None:
     "bad",
     [
         *(1.0, None, Score(math.nan), Score(math.inf), Score("7")),  # type: ignore[arg-type]
+        *(Score(1e308), Score(-1.1e30)),
         Score(1.0, {"word": "good"}),  # type: ignore[dict-item]
     ],
 )

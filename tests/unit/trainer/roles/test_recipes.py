@@ -93,3 +93,12 @@ def test_a_step_of_ppo_is_held_near_where_it_began_and_not_where_training_did(
         assert report["clip_fraction"] == policy["clip_fraction"] > 0
         assert report["loss"] == pytest.approx(policy["loss"], rel=1e-4, abs=1e-5)
         assert report["value_loss"] == pytest.approx(values["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "grpo"])
+def test_a_reward_that_cannot_be_trained_on_is_refused_in_one_line(
+    trainer: PlainRank, recipe: str
+) -> None:
+    rows = [{**row, "reward": 1e39, "group": 0} for row in drawn(5, 4, 4)]
+    with pytest.raises(ConfigError, match="reward: 1e\\+39 is larger than 1e\\+30"):
+        RECIPES[recipe].step(trainer, rows, 0)
