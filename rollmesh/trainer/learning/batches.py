@@ -49,7 +49,7 @@ def pack(
     advantages: npt.NDArray[np.float32],
     weights: npt.NDArray[np.float32],
     max_tokens: int,
-    device: torch.device,
+    device: torch.device | str,
 ) -> Iterator[TokenBatch]:
     """Batches of at most `max_tokens` tokens (one longer sequence makes its own), short first.
 
@@ -65,7 +65,7 @@ def pack(
         yield _Row(samples, part).tensors(advantages, weights, device)
 
 
-def nothing(device: torch.device) -> TokenBatch:
+def nothing(device: torch.device | str) -> TokenBatch:
     """A batch of one token that trains none: for a rank that has less to do than another."""
     one, ones = torch.zeros(1, dtype=torch.int64), torch.ones(1)
     none, floats = one[:0], ones[:0]
@@ -112,7 +112,7 @@ class _Row:
         self,
         advantages: npt.NDArray[np.float32],
         weights: npt.NDArray[np.float32],
-        device: torch.device,
+        device: torch.device | str,
     ) -> TokenBatch:
         """All of it as tensors on `device`."""
         inside = zip(self._start_of_each, self._chosen, strict=True)
@@ -152,6 +152,6 @@ class _Row:
         return np.concatenate([getattr(sample, name)[sample.loss_mask] for sample in self._chosen])
 
 
-def _moved(batch: TokenBatch, device: torch.device) -> TokenBatch:
+def _moved(batch: TokenBatch, device: torch.device | str) -> TokenBatch:
     moved = {n: each.to(device) for n, each in batch._asdict().items() if n != "starts"}
     return batch._replace(**moved)
