@@ -10,10 +10,15 @@ come from `score`, `score_siblings` and `score_group` alone. Driven by the worke
 
 import abc
 from collections.abc import Awaitable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollmesh.core.types import Json, Score, Task
+from rollmesh.envs.openai_client import openai_client
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -30,6 +35,13 @@ class Endpoint(msgspec.Struct, frozen=True):
     def root_url(self) -> str:
         """For clients that append `/v1` themselves, as Anthropic's do."""
         return self.base_url.removesuffix("/v1")
+
+    def openai(self, **options: Any) -> "AsyncOpenAI":
+        """An `openai.AsyncOpenAI` for this endpoint; all rollouts of a worker share connections.
+
+        Use `agent.model` as the model. `options` are AsyncOpenAI's. It need not be closed.
+        """
+        return openai_client(self.base_url, self.api_key, **options)
 
 
 class Transcript(msgspec.Struct, kw_only=True):
@@ -68,7 +80,10 @@ class Env(abc.ABC):
 
     @abc.abstractmethod
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
-        """The tasks of `split` in an order that `seed` decides; never ends for `train`."""
+        """Yield the tasks of `split` in an order that `seed` decides.
+
+        `train` may end: training then repeats its tasks in rounds, shuffled by the run's seed.
+        """
 
     @abc.abstractmethod
     async def run(self, task: Task, agent: Endpoint) -> Transcript:

@@ -37,6 +37,7 @@ from rollmesh.core.process import (
 )
 from rollmesh.envs.calls import Calls, Limit, tamed
 from rollmesh.envs.env import Env
+from rollmesh.envs.openai_client import close_pool
 from rollmesh.runtime import blobs
 from rollmesh.runtime.assembly import GC_THRESHOLDS, new_runtime
 from rollmesh.runtime.keeper import Keeper
@@ -188,3 +189,4 @@ async def _close(env: Env) -> None:
         await calls.call(Limit("the time to close", CLOSE_S), env.close)
     except Exception as error:  # noqa: BLE001 - door: env code may raise anything
         log.warning("env.not_closed", error=one_line(error))
+    await close_pool()

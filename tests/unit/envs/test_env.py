@@ -1,9 +1,13 @@
-"""The environment interface: what it does without being told."""
+"""The environment interface: its defaults, and the OpenAI clients of its endpoints."""
 
+import asyncio
+import time
 from collections.abc import Iterator
 
 from rollmesh.core.types import Score, Task
 from rollmesh.envs.env import Endpoint, Env, Transcript
+from rollmesh.envs.openai_client import close_pool
+from rollmesh.testing.chat_endpoint import ChatEndpoint
 
 
 class Smallest(Env):
@@ -25,3 +29,31 @@ async def test_three_methods_make_an_environment_whose_group_scores_stay_as_give
     assert env.score_group(task, scores) == [Score(1), Score(0)]
     assert not transcript.truncated
     await env.close()
+
+
+async def test_openai_clients_of_many_rollouts_share_their_connections() -> None:
+    async with ChatEndpoint(["one", "two"]) as served:
+        agents = [Endpoint(served.endpoint.base_url, f"sk-{n}", "policy") for n in range(2)]
+        said = []
+        for agent in agents:
+            async with agent.openai(max_retries=0) as client:  # closing one leaves the others
+                reply = await client.chat.completions.create(
+                    model=agent.model, messages=[{"role": "user", "content": "?"}]
+                )
+            said.append(reply.choices[0].message.content)
+        await close_pool()
+    assert said == ["one", "two"]
+    sent = [request.headers["Authorization"] for request in served.requests]
+    assert sent == ["Bearer sk-0", "Bearer sk-1"]
+
+
+async def test_an_openai_client_per_rollout_does_not_hold_the_loop() -> None:
+    agent = Endpoint("http://127.0.0.1:1/v1", "sk", "policy")
+    agent.openai()  # the first one loads the library
+    began_s = time.process_time()
+    clients = [agent.openai() for _ in range(50)]
+    took_s = time.process_time() - began_s
+    await close_pool()
+    assert len({id(client) for client in clients}) == 50
+    assert took_s / 50 < 0.02  # 0.1 each with a pool of its own
+    assert asyncio.get_running_loop().is_running()

@@ -1,6 +1,7 @@
-"""Tasks come as posed, and what an environment does wrong is told in one line."""
+"""Tasks come as posed, a finite split is repeated, and an environment's mistake is one line."""
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -37,7 +38,6 @@ def test_tasks_come_as_the_environment_poses_them() -> None:
 @pytest.mark.parametrize(
     ("posed", "told"),
     [
-        ((), "ended after 1 tasks; let it go on for ever, in rounds"),
         ((OSError("the data is gone\nmore"),), "failed after 1 tasks: OSError: the data is gone"),
         (({"id": "x"},), "failed after 1 tasks: TypeError: gave dict and not a Task"),
     ],
@@ -48,3 +48,30 @@ def test_what_is_wrong_is_told_in_one_line(posed: tuple[Any, ...], told: str) ->
     with pytest.raises(EnvError) as error:
         next(tasks)
     assert str(error.value) == f'env = "my:Env": tasks("train") {told}'
+
+
+FIVE = [Task(id=str(number)) for number in range(5)]
+
+
+def ids(seed: int, num_before: int, number: int) -> list[str]:
+    tasks = endless_tasks(Posing(*FIVE), "my:Env", seed, num_before)
+    return [task.id for task in islice(tasks, number)]
+
+
+def test_a_finite_split_is_repeated_in_shuffled_rounds() -> None:
+    found = ids(1, 0, 50)
+    rounds = [found[at : at + 5] for at in range(0, 50, 5)]
+    assert rounds[0] == list("01234")
+    assert all(sorted(each) == list("01234") for each in rounds)
+    assert len({tuple(each) for each in rounds}) > 5
+    assert found != ids(2, 0, 50)
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 5, 7, 23])
+def test_a_resumed_run_gets_the_tasks_that_it_would_have_got(num_before: int) -> None:
+    assert ids(3, num_before, 20) == ids(3, 0, num_before + 20)[num_before:]
+
+
+def test_a_split_without_a_task_is_a_mistake() -> None:
+    with pytest.raises(EnvError, match=r'env = "my:Env": tasks\("train"\) gave no task'):
+        next(endless_tasks(Posing(), "my:Env", 0))
