@@ -43,7 +43,7 @@ class WeightsProbe(msgspec.Struct, frozen=True, kw_only=True):
         gap = sum(gaps) / max(1, len(gaps))
         # Written so that a gap of NaN fails.
         if not gap <= self.tolerance:
-            return f"its log-probs differ from the trainer's by {gap:.3f} on average"
+            return f"its log-probs differ from the trainer's by {gap:.3g} on average"
         return ""
 
 

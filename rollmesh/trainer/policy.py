@@ -34,6 +34,7 @@ from rollmesh.trainer.learning.loss import TokenTerms, policy_loss, token_logpro
 from rollmesh.trainer.learning.minibatches import minibatches_of, weigh
 from rollmesh.trainer.learning.proximal import Sight, needs_forward, proximal_logprobs
 from rollmesh.trainer.learning.report import StepMeter, StepReport
+from rollmesh.trainer.learning.rounding import rounded
 from rollmesh.trainer.models.checkpoint import (
     is_written_as_held,
     load_model,
@@ -164,16 +165,22 @@ class Policy:
         """The weights held now were published under this name, or under none."""
         self._policy_version = policy_version
 
-    @torch.no_grad()
     def probe(self) -> Probe:
-        """What these weights say of a fixed text; an engine that holds them must agree."""
+        """Score a fixed text; an engine that holds these weights must agree."""
         vocab_size = int(self._model.config.vocab_size)
         token_ids = [(PROBE_STRIDE * (at + 1)) % vocab_size for at in range(PROBE_TOKENS)]
+        logprobs = self._scores(token_ids)
+        with rounded(self._model, torch.bfloat16):
+            coarse = self._scores(token_ids)
+        return Probe(tuple(token_ids), logprobs, coarse)
+
+    @torch.no_grad()
+    def _scores(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probs of all of `token_ids` but the first."""
         ids_BT = torch.tensor([token_ids], device=self._device)
         logits_BTV = self._model(input_ids=ids_BT, use_cache=False).logits
         logprobs_TV = torch.log_softmax(logits_BTV[0, :-1].float(), -1)
-        logprobs_T = logprobs_TV.gather(-1, ids_BT[0, 1:, None])[:, 0]
-        return Probe(tuple(token_ids), tuple(logprobs_T.tolist()))
+        return tuple(logprobs_TV.gather(-1, ids_BT[0, 1:, None])[:, 0].tolist())
 
     def vacate(self) -> None:
         """As Lodger has it; what torch itself keeps on a device (its context) stays."""

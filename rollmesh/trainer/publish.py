@@ -16,6 +16,7 @@ from rollmesh.core.errors import EngineError, EngineUnavailable
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.published import WeightsProbe, leave_probe
+from rollmesh.engine.answers import UNVERSIONED
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.in_memory import Part
@@ -25,8 +26,10 @@ from rollmesh.trainer.weights.carriers.cargo import Cargo
 from rollmesh.trainer.weights.carriers.modes import carrier_of
 from rollmesh.trainer.weights.carriers.shipping import Shipping
 from rollmesh.trainer.weights.events import (
+    Accepted,
     Action,
     CallEngine,
+    Doubted,
     EngineCalled,
     Event,
     Probe,
@@ -73,6 +76,8 @@ class PublishShell:
         """By engine: the call that it is told of, of those under way."""
         self._ends: dict[int, asyncio.Future[PublishReport]] = {}
         self._incarnation = ""
+        self.accepted_version = -1
+        """The newest policy version that an engine has accepted; read from any thread."""
 
     async def publish(
         self,
@@ -188,11 +193,8 @@ class PublishShell:
                 log.warning("engine.not_fenced", url=asked.url, why=error)
             case CallEngine():
                 self._spawn(action)
-            case Superseded(policy_version, by):
-                remedy = "end one of the two, or publish under a newer version"
-                log.warning(
-                    "publisher.superseded", policy_version=policy_version, by=by, remedy=remedy
-                )
+            case Accepted() | Doubted() | Superseded():
+                self._note(action)
             case PublishEnded(report):
                 if report.failed:
                     log.warning(
@@ -203,6 +205,19 @@ class PublishShell:
                 end = self._ends.pop(report.policy_version, None)
                 if end and not end.done():
                     end.set_result(report)
+
+    def _note(self, action: Accepted | Doubted | Superseded) -> None:
+        match action:
+            case Accepted(policy_version):
+                self.accepted_version = policy_version
+            case Doubted(url, why):
+                fix = "start it again; it is used meanwhile, since no other engine serves"
+                log.error("engine.doubted", error=f"{url}: {why}", fix=fix)
+            case Superseded(policy_version, by):
+                remedy = "end one of the two, or publish under a newer version"
+                log.warning(
+                    "publisher.superseded", policy_version=policy_version, by=by, remedy=remedy
+                )
 
     def _spawn(self, call: CallEngine) -> None:
         """What is still under way at this engine is over: its answer would change nothing, and what
@@ -239,7 +254,7 @@ async def carry_out(client: EngineClient, call: CallEngine, shipping: Shipping) 
     """Do to the engine what the machine asks for; EngineError if it does not."""
     target = call.target
     logprobs: tuple[float, ...] = ()
-    num_requests = 0
+    num_requests, policy_version = 0, UNVERSIONED
     match call.phase:
         case UpdatePhase.DRAINING:
             load = await client.loads()
@@ -260,6 +275,7 @@ async def carry_out(client: EngineClient, call: CallEngine, shipping: Shipping) 
             assert target.probe
             key = str(target.policy_version)
             logprobs = tuple(await client.score(target.probe.token_ids, key, target.adapter))
+            policy_version = (await client.model_info()).policy_version
         case _:
             raise AssertionError(f"no call belongs to {call.phase}")
-    return EngineCalled(call.url, call.serial, True, "", logprobs, num_requests)
+    return EngineCalled(call.url, call.serial, True, "", logprobs, num_requests, policy_version)

@@ -1,8 +1,9 @@
-"""An engine that samples honestly and records wrongly: one as embedded, behind a proxy that lies.
+"""Engines that do wrong what engines in the field do wrong: an embedded one behind a proxy.
 
-Stands for what engines do wrong in the field (a kernel, a cache, a dtype): tokens and weights are
-right, scores of prompts too, so that every probe is passed, and only the log-probs of what is
-sampled are off. Owns the process and the proxy from `running` on. Driven by test_meter.py.
+- `running`: a kernel, a cache or a dtype is wrong. Tokens, weights and scores of prompts are right,
+  so that every probe is passed, and only the log-probs of what is sampled are off.
+- `ignoring`: an update loads nothing. The engine takes the new version's number and keeps the
+  weights that it has.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from aiohttp import web
 from rollmesh.core.process import Ready, listen
 
 ENDS_WITHIN_S = 60.0
+LOAD, RENAME = "/update_weights_from_disk", "/update_weight_version"
 Lie = Callable[[int], float]
 """How far off the log-probs of an answer are, by the number of prompt tokens."""
 
@@ -32,10 +34,10 @@ def honest(num_prompt_tokens: int) -> float:
 
 
 @contextlib.contextmanager
-def embedded(model: Path) -> Any:
-    """The address of an engine process that serves `model`."""
+def embedded(model: Path, *options: str) -> Any:
+    """Start an engine process that serves `model`; yields its address."""
     reading, writing = os.pipe()
-    words = ["--model-dir", str(model), "--ready-fd", str(writing)]
+    words = ["--model-dir", str(model), "--ready-fd", str(writing), *options]
     command = [sys.executable, "-m", "rollmesh.engine.embedded", *words]
     process = subprocess.Popen(command, pass_fds=[writing])
     os.close(writing)
@@ -50,23 +52,46 @@ def embedded(model: Path) -> Any:
 
 @contextlib.asynccontextmanager
 async def running(model: Path, lie: Lie) -> AsyncIterator[str]:
-    """Its address, which is the proxy's."""
+    """Start one that records wrongly; yields its address, which is the proxy's."""
     with embedded(model) as upstream:
+        async with aiohttp.ClientSession() as client, _serving(_app(client, upstream, lie)) as url:
+            yield url
+
+
+@contextlib.asynccontextmanager
+async def ignoring(model: Path, *options: str) -> AsyncIterator[str]:
+    """Start one that ignores updates from the second on; yields the proxy's address."""
+    with embedded(model, *options) as upstream:
         async with aiohttp.ClientSession() as client:
-            runner = web.AppRunner(_app(client, upstream, lie))
-            await runner.setup()
-            socket = listen("127.0.0.1:0")
-            await web.SockSite(runner, socket).start()
-            host, port = socket.getsockname()
-            yield f"http://{host}:{port}"
-            await runner.cleanup()
+            app = _app(client, upstream, honest, num_loads=1)
+            async with _serving(app) as url:
+                yield url
 
 
-def _app(client: aiohttp.ClientSession, upstream: str, lie: Lie) -> web.Application:
+@contextlib.asynccontextmanager
+async def _serving(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app)
+    await runner.setup()
+    socket = listen("127.0.0.1:0")
+    await web.SockSite(runner, socket).start()
+    host, port = socket.getsockname()
+    yield f"http://{host}:{port}"
+    await runner.cleanup()
+
+
+def _app(
+    client: aiohttp.ClientSession, upstream: str, lie: Lie, num_loads: int = sys.maxsize
+) -> web.Application:
+    """`num_loads` updates load weights; later ones change the version's number alone."""
+    loads_left = iter(range(num_loads))
+
     async def forward(request: web.Request) -> web.Response:
         body = await request.read()
         kind = {"Content-Type": request.content_type}
         url = upstream + request.path_qs
+        if request.path == LOAD and next(loads_left, None) is None:
+            named = {"new_version": orjson.loads(body)["weight_version"]}
+            url, body = upstream + RENAME, orjson.dumps(named | {"abort_all_requests": False})
         async with client.request(request.method, url, data=body, headers=kind) as answer:
             told = await answer.read()
             if request.path == "/generate" and answer.status == 200:

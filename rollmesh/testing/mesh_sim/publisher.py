@@ -16,6 +16,7 @@ from rollmesh.trainer.meter.fencing import FenceAsked, FenceTold, Fencing
 from rollmesh.trainer.weights.events import (
     Action,
     CallEngine,
+    Doubted,
     EngineCalled,
     Event,
     Probe,
@@ -113,6 +114,8 @@ class SimPublisher(Node):
                 case Superseded(policy_version, by):
                     assert policy_version < by, f"{self.name} gives way to older weights"
                     self._network.num["superseded"] += 1
+                case Doubted(url, why):
+                    raise AssertionError(f"{url} is doubted without cause: {why}")
                 case PublishEnded(report):
                     self.is_publishing = False
                     self._on_end(report.policy_version)

@@ -8,6 +8,7 @@ import enum
 
 import msgspec
 
+from rollmesh.engine.answers import UNVERSIONED
 from rollmesh.wire.machine import Received, Send, Ticked
 
 
@@ -28,11 +29,13 @@ class UpdatePhase(enum.StrEnum):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """What the new weights say of a fixed text, by the trainer's own reckoning."""
+    """A fixed text, and its log-probs under the new weights as the trainer computes them."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of all tokens but the first."""
+    """Log-probs of all tokens but the first."""
+    coarse: tuple[float, ...] = ()
+    """The same with every weight rounded to bfloat16, as most engines hold them; () if unknown."""
 
 
 class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +46,10 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     """Engines that serve it."""
     failed: tuple[str, ...]
     """`url: why` of engines that do not; they are fenced and tried again."""
+    doubted: tuple[str, ...] = ()
+    """Engines that serve it and seem to ignore updates; no other serves."""
+    num_asleep: int = 0
+    """Engines that a publication does not wait for, since their GPUs are used by others."""
     wall_s: float
     gap_s: float
     """Longest time for which one engine was given no turns."""
@@ -72,6 +79,8 @@ class EngineCalled(msgspec.Struct, frozen=True):
     """After SCORING."""
     num_requests: int = 0
     """After DRAINING: that it runs, or that wait there."""
+    policy_version: int = UNVERSIONED
+    """After SCORING: the version that the engine names."""
 
 
 # actions
@@ -94,6 +103,19 @@ class PublishEnded(msgspec.Struct, frozen=True):
     report: PublishReport
 
 
+class Accepted(msgspec.Struct, frozen=True):
+    """The first engine serves this version, perhaps after its publication ended without one."""
+
+    policy_version: int
+
+
+class Doubted(msgspec.Struct, frozen=True):
+    """The engine seems to ignore updates. It is used all the same, since no other serves."""
+
+    url: str
+    why: str
+
+
 class Superseded(msgspec.Struct, frozen=True):
     """A living publisher, another one, is further, and keeps the engines it has."""
 
@@ -103,4 +125,4 @@ class Superseded(msgspec.Struct, frozen=True):
 
 
 Event = PublishAsked | EngineCalled | Received | Ticked
-Action = Send | CallEngine | PublishEnded | Superseded
+Action = Send | CallEngine | PublishEnded | Accepted | Doubted | Superseded

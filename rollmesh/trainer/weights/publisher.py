@@ -9,27 +9,30 @@ Invariants: an engine is touched only under a lease and given back before the le
 paused when it has nothing to do, or its drain took too long (workers have heard of the lease: what
 can go on elsewhere has left, what cannot is left to end, and each lease that is renewed meanwhile
 is for the target of then); it counts as updated only when it scored the probe as the trainer does
-and not as before; what fails is resumed, fenced by the router and tried again. A publication ends
-when every engine that is awake is at the target, has failed, or is another publisher's that is
-further; engines that come (back) with other weights are brought up too. Pure; driven by publish.py
-and by the simulator.
+(verdict.py); what fails is resumed, fenced by the router and tried again. An engine that only seems
+to ignore updates is fenced where another may serve, and else used: without any engine there would
+be no further steps that could clear or prove it. A publication ends when every engine that is awake
+is at the target, has failed, or is another publisher's that is further; engines that come (back)
+with other weights are brought up too. Pure; driven by publish.py and by the simulator.
 """
 
 import msgspec
 
+from rollmesh.engine.answers import UNVERSIONED
 from rollmesh.trainer.weights.events import (
+    Accepted,
     Action,
     CallEngine,
+    Doubted,
     EngineCalled,
     Event,
-    Probe,
     PublishAsked,
     PublishEnded,
     PublishReport,
     Superseded,
     UpdatePhase,
 )
-from rollmesh.trainer.weights.verdict import why_not
+from rollmesh.trainer.weights.verdict import Proof, judge
 from rollmesh.trainer.weights.woken import Woken
 from rollmesh.wire.fleet import (
     BeginUpdate,
@@ -106,7 +109,14 @@ class Publisher:
     def __init__(self, settings: PublisherSettings | None = None) -> None:
         self._settings = settings or PublisherSettings()
         self._target: PublishAsked | None = None
-        self._previous: Probe | None = None
+        self._proofs: dict[str, Proof] = {}
+        """By engine: the last weights that it was proved to hold."""
+        self._incarnations: dict[str, str] = {}
+        """By engine: of the process that its proof is about."""
+        self._doubted: set[str] = set()
+        """Engines that seem to ignore updates, as was reported."""
+        self._is_accepted = False
+        """An engine serves the target, as was reported."""
         self._yielded_for: PublishAsked | None = None
         """The target of which it was said that another publisher is further."""
         self._is_open = False
@@ -144,7 +154,7 @@ class Publisher:
                 actions += self._on_called(event, now_s)
             case Received(message=FleetAnswered() as answer):
                 actions += self._on_answered(answer, now_s)
-        return [*actions, *self._tend(now_s), *self._report(now_s)]
+        return [*actions, *self._tend(now_s), *self._accept(), *self._report(now_s)]
 
     # the target
 
@@ -153,9 +163,8 @@ class Publisher:
         if current and target.policy_version <= current.policy_version:
             return []
         ended = self._end(now_s) if self._is_open else []
-        self._previous = current.probe if current else None
         self._target = target
-        self._is_open = True
+        self._is_open, self._is_accepted = True, False
         self._asked_s, self._gap_s = now_s, 0.0
         self._table = None
         self._failures.clear()
@@ -164,6 +173,14 @@ class Publisher:
         self._first_ask_id = self._num_asks + 1
         self._read_s = float("-inf")
         return ended
+
+    def _accept(self) -> list[Action]:
+        """Report the first engine that serves the target."""
+        if self._is_accepted or not any(map(self._is_current, self._table or ())):
+            return []
+        assert self._target
+        self._is_accepted = True
+        return [Accepted(self._target.policy_version)]
 
     def _report(self, now_s: float) -> list[Action]:
         if not self._is_open or self._table is None:
@@ -191,6 +208,8 @@ class Publisher:
             policy_version=self._target.policy_version,
             updated=tuple(row.url for row in self._table or () if self._is_current(row)),
             failed=tuple(f"{url}: {why}" for url, why in self._failures.items()),
+            doubted=tuple(sorted(self._doubted)),
+            num_asleep=sum(row.phase is EnginePhase.ASLEEP for row in self._table or ()),
             wall_s=now_s - self._asked_s,
             gap_s=self._gap_s,
         )
@@ -244,6 +263,7 @@ class Publisher:
         """Begin an update of every engine that needs one, forget those that need none."""
         assert self._target
         self._woken.look(table, self._verified)
+        self._forget_restarted(table)
         for row in table:
             is_out = row.phase in (EnginePhase.ASLEEP, EnginePhase.GONE)
             is_out = is_out or self._woken.is_waking(row)
@@ -259,6 +279,17 @@ class Publisher:
             if url not in known and update.phase is UpdatePhase.WAITING:
                 del self._updates[url]
 
+    def _forget_restarted(self, table: tuple[EngineRow, ...]) -> None:
+        """Drop proofs about processes that are gone: a new one may compute otherwise."""
+        before = self._incarnations
+        self._incarnations = {row.url: row.incarnation or before.get(row.url, "") for row in table}
+        for url in [*self._proofs]:
+            now = self._incarnations.get(url)
+            # Before the router has seen the process its name is empty.
+            if now is None or (before.get(url) or now) != now:
+                del self._proofs[url]
+                self._doubted.discard(url)
+
     # the engines' answers
 
     def _on_called(self, called: EngineCalled, now_s: float) -> list[Action]:
@@ -268,8 +299,9 @@ class Publisher:
         if update.phase is UpdatePhase.UNDOING:
             return self._finish(update, UpdatePhase.FAILING, now_s)
         failure = "" if called.ok else called.detail or "it does not say why"
+        doubted: list[Action] = []
         if update.phase is UpdatePhase.SCORING and not failure:
-            failure = self._judge(called.logprobs, update.target)
+            failure, doubted = self._judge(called, update.target)
         if failure:
             return self._undo(update, f"{update.phase.value}: {failure}", now_s)
         if update.phase is UpdatePhase.DRAINING and self._drains_on(update, called, now_s):
@@ -279,7 +311,7 @@ class Publisher:
         if following is UpdatePhase.SCORING and update.target.probe is None:
             following = UpdatePhase.FINISHING
         if following is UpdatePhase.FINISHING:
-            return self._finish(update, following, now_s)
+            return [*doubted, *self._finish(update, following, now_s)]
         return self._call(update, following, now_s)
 
     def _drains_on(self, update: _Update, called: EngineCalled, now_s: float) -> bool:
@@ -287,11 +319,31 @@ class Publisher:
         # What follows wants a lease that the router has confirmed.
         return update.ask is not None or (called.num_requests > 0 and now_s < until_s)
 
-    def _judge(self, logprobs: tuple[float, ...], target: PublishAsked) -> str:
-        """Why these scores are not those of the target's weights, or ''."""
+    def _judge(self, called: EngineCalled, target: PublishAsked) -> tuple[str, list[Action]]:
+        """Return why the engine does not hold the target's weights, or '' and what to report."""
         assert target.probe
-        previous = self._previous if target is self._target else None
-        return why_not(logprobs, target.probe, previous, self._settings.probe_tolerance)
+        url, policy_version = called.url, target.policy_version
+        if called.policy_version not in (UNVERSIONED, policy_version):
+            return f"it says that it serves version {called.policy_version}", []
+        proof, tolerance = self._proofs.get(url), self._settings.probe_tolerance
+        verdict = judge(called.logprobs, policy_version, target.probe, proof, tolerance)
+        if verdict.wrong or verdict.proof is None:
+            return verdict.wrong, []
+        self._proofs[url] = verdict.proof
+        if not verdict.stuck:
+            if verdict.proof is not proof:
+                self._doubted.discard(url)
+            return "", []
+        if self._may_another_serve(url):
+            return verdict.stuck, []
+        reported = url in self._doubted
+        self._doubted.add(url)
+        return "", [] if reported else [Doubted(url, verdict.stuck)]
+
+    def _may_another_serve(self, url: str) -> bool:
+        """Whether another engine serves, or is on its way to the target and has not failed."""
+        others = [row for row in self._table or () if row.url not in (url, *self._failures)]
+        return any(row.phase is EnginePhase.READY or row.url in self._updates for row in others)
 
     # steps
 

@@ -7,9 +7,12 @@ test_publisher.py.
 import random
 from typing import TypeVar
 
+from rollmesh.engine.answers import UNVERSIONED
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, Fleet, ProbeEngine
 from rollmesh.trainer.weights.events import (
+    Accepted,
     CallEngine,
+    Doubted,
     EngineCalled,
     Probe,
     PublishAsked,
@@ -48,6 +51,8 @@ class ModelEngine:
         """Its socket is there, and nobody at it yet: calls wait."""
         self.is_idle = False
         """Updates change the label only."""
+        self.named = UNVERSIONED
+        """The version that it says it serves."""
         self.num_requests = 0
         """That cannot be resumed."""
 
@@ -69,7 +74,9 @@ class ModelEngine:
                 self.is_paused = False
             case UpdatePhase.SCORING:
                 scores = probe_of(self.weights).logprobs
-                return EngineCalled(call.url, call.serial, True, "", scores)
+                return EngineCalled(
+                    call.url, call.serial, True, "", scores, policy_version=self.named
+                )
         return EngineCalled(call.url, call.serial, True)
 
     def restart(self) -> None:
@@ -105,6 +112,8 @@ class Mesh:
         self.now_s = 0.0
         self.reports: list[PublishReport] = []
         self.superseded: list[Superseded] = []
+        self.doubted: list[Doubted] = []
+        self.accepted: list[int] = []
         self.calls: list[CallEngine] = []
         self.to_fleet: list[AnyMessage] = [JoinEngine(0, url) for url in urls]
         self.to_publisher: list[AnyMessage] = []
@@ -123,6 +132,10 @@ class Mesh:
                     self.reports.append(report)
                 case Superseded():
                     self.superseded.append(action)
+                case Doubted():
+                    self.doubted.append(action)
+                case Accepted(policy_version):
+                    self.accepted.append(policy_version)
 
     def tend_fleet(self, event: EngineProbed | Received | Ticked) -> None:
         for action in self.fleet.step(event, self.now_s):

@@ -238,17 +238,85 @@ def test_update_that_changed_nothing_is_found_out_by_the_probe() -> None:
     assert mesh.phase() is not EnginePhase.READY
 
 
-def test_small_step_that_the_tolerance_hides_is_found_out_by_the_last_probe() -> None:
-    mesh = Mesh(A)
+def tolerant(*urls: str) -> Mesh:
+    """Engines at version 1, and a publisher whose tolerance hides a step."""
+    mesh = Mesh(*urls)
     mesh.publisher = Publisher(PublisherSettings(lease_s=10.0, name="run", probe_tolerance=5.0))
     mesh.run(1.0)
     mesh.publish(target(1))
     mesh.run(1.0)
+    assert mesh.reports[0].failed == ()
+    return mesh
+
+
+def test_small_step_that_the_tolerance_hides_is_found_by_the_last_proof() -> None:
+    mesh = tolerant(A, B)
     mesh.engines[A].is_idle = True
     mesh.publish(target(2))
     mesh.run(1.0)
-    assert mesh.reports[0].failed == ()
-    assert "still scores as the version before" in mesh.reports[1].failed[0]
+    assert "since version 1" in mesh.reports[1].failed[0]
+    assert mesh.reports[1].updated == (B,)
+    mesh.run(5.0)
+    assert mesh.phase() is not EnginePhase.READY
+    assert mesh.doubted == []
+
+
+def test_last_engine_that_only_seems_to_ignore_updates_is_used_and_reported_once() -> None:
+    mesh = tolerant(A)
+    mesh.engines[A].is_idle = True
+    for policy_version in (2, 3):
+        mesh.publish(target(policy_version))
+        mesh.run(1.0)
+        assert mesh.reports[-1].updated == mesh.reports[-1].doubted == (A,)
+    assert [each.url for each in mesh.doubted] == [A]
+    assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 3)
+    mesh.engines[A].is_idle = False
+    mesh.publish(target(4))
+    mesh.run(1.0)
+    assert mesh.reports[-1].doubted == ()
+
+
+def test_engine_that_seems_to_ignore_updates_is_used_once_no_other_serves() -> None:
+    mesh = tolerant(A, B)
+    mesh.engines[A].is_idle = True
+    mesh.engines[B].broken = UpdatePhase.LOADING
+    mesh.publish(target(2))
+    mesh.run(5.0)
+    assert (mesh.phase(A), mesh.policy_version(A)) == (EnginePhase.READY, 2)
+    assert mesh.phase(B) is not EnginePhase.READY
+
+
+def test_proof_is_not_held_against_a_process_that_was_started_again() -> None:
+    mesh = tolerant(A, B)
+    mesh.engines[A].is_idle = True
+    mesh.publish(target(2))
+    mesh.run(1.0)
+    assert mesh.reports[1].updated == (B,)
+    mesh.engines[A].restart()
+    mesh.engines[A].weights = 1
+    mesh.run(5.0)
+    assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 2)
+
+
+def test_version_that_an_engine_names_decides_where_its_scores_cannot() -> None:
+    mesh = Mesh(A)
+    mesh.run(1.0)
+    mesh.engines[A].named = 7
+    mesh.publish(target(1))
+    mesh.run(1.0)
+    assert mesh.reports[0].failed == (f"{A}: scoring: it says that it serves version 7",)
+
+
+def test_engine_that_accepts_after_the_publication_has_failed_is_reported() -> None:
+    mesh = Mesh(A)
+    mesh.run(1.0)
+    mesh.engines[A].broken = UpdatePhase.LOADING
+    mesh.publish(target(1))
+    mesh.run(3.0)
+    assert (mesh.reports[0].updated, mesh.accepted) == ((), [])
+    mesh.engines[A].broken = None
+    mesh.run(5.0)
+    assert mesh.accepted == [1]
 
 
 def test_dead_engine_does_not_hold_up_the_others() -> None:

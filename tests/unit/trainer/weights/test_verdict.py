@@ -1,18 +1,111 @@
-"""Whether scores are those of the weights that an engine was brought."""
+"""What an engine's scores of the probe prove: other weights, updates ignored, or nothing yet."""
+
+import math
+
+import pytest
 
 from rollmesh.trainer.weights.events import Probe
-from rollmesh.trainer.weights.verdict import mean_gap, why_not
+from rollmesh.trainer.weights.verdict import Proof, Verdict, judge, mean_gap
+
+TOLERANCE = 0.1
+NOISE = (0.02, -0.02)
+"""What a coarse engine adds to exact log-probs."""
+START = (-1.0, -2.0)
 
 
-def test_small_step_that_the_tolerance_hides_is_found_out_by_the_last_probe() -> None:
-    before, now = Probe((1, 2), (-1.0,)), Probe((1, 2), (-1.01,))
-    assert "version before" in why_not((-1.0,), now, before, 0.1)
-    assert why_not((-1.0,), now, None, 0.1) == ""
-    assert why_not((-1.0,), now, Probe((3, 4), (-1.0,)), 0.1) == ""
-    assert why_not((-1.01,), now, before, 0.1) == ""
-    assert "differ" in why_not((-1.2,), now, before, 0.1)
-    assert "differ" in why_not((float("nan"),), now, before, 0.1)
-    assert "scored 2 tokens" in why_not((-1.0, -1.0), now, before, 0.1)
+def shifted(by: float) -> tuple[float, ...]:
+    """Log-probs after a drift."""
+    return tuple(each + by for each in START)
+
+
+def scored(by: float, noise: tuple[float, ...] = NOISE) -> tuple[float, ...]:
+    """What an engine with weights of that drift scores."""
+    return tuple(a + b for a, b in zip(shifted(by), noise, strict=True))
+
+
+def probe(by: float, coarse: float | None = None) -> Probe:
+    return Probe((1, 2, 3), shifted(by), () if coarse is None else shifted(coarse))
+
+
+def first(noise: tuple[float, ...] = NOISE) -> Proof:
+    """The proof of the first probe."""
+    proof = judge(scored(0.0, noise), 1, probe(0.0, 0.0), None, TOLERANCE).proof
+    assert proof
+    return proof
+
+
+@pytest.mark.parametrize(
+    ("scores", "why"),
+    [
+        ((-1.0,), "scored 1 tokens of 2"),
+        ((-1.0, math.nan), "its log-probs differ from the trainer's by nan on average"),
+        ((-1.25, -2.25), "its log-probs differ from the trainer's by 0.25 on average"),
+        ((-124.4567, -123.4567), "its log-probs differ from the trainer's by 122 on average"),
+    ],
+)
+def test_scores_of_other_weights_are_wrong_and_prove_nothing(
+    scores: tuple[float, ...], why: str
+) -> None:
+    verdict = judge(scores, 1, probe(0.0), None, TOLERANCE)
+    assert verdict.wrong.startswith(why)
+    assert verdict.proof is None
+
+
+def test_gap_is_shown_with_three_significant_digits() -> None:
+    verdict = judge(shifted(0.000123456), 1, probe(0.0), None, 1e-5)
+    assert "by 0.000123 on average, more than 1e-05" in verdict.wrong
+
+
+def test_first_probe_is_the_proof_and_measures_the_noise() -> None:
+    assert first().policy_version == 1
+    assert first().noise == pytest.approx(0.02)
+    assert first((0.0, 0.0)).noise == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("drift", [1e-9, 1e-5, 0.019])
+@pytest.mark.parametrize("moved", [False, True])
+def test_drift_below_the_noise_proves_nothing(drift: float, *, moved: bool) -> None:
+    proof = first()
+    scores = scored(drift if moved else 0.0)
+    assert judge(scores, 2, probe(drift), proof, TOLERANCE) == Verdict(proof)
+
+
+def test_small_steps_of_an_engine_that_ignores_them_add_up() -> None:
+    proof: Proof | None = first()
+    for policy_version in range(2, 12):
+        now = probe(0.001 * policy_version)
+        verdict = judge(scored(0.0), policy_version, now, proof, TOLERANCE)
+        assert verdict == Verdict(proof)
+    verdict = judge(scored(0.0), 50, probe(0.05), proof, TOLERANCE)
+    assert "moved by 0.05 since version 1, its own by 0" in verdict.stuck
+    assert verdict.proof == proof
+
+
+def test_engine_that_follows_is_proved_once_the_drift_passes_the_noise() -> None:
+    verdict = judge(scored(0.03, (-0.01, 0.03)), 2, probe(0.03), first(), TOLERANCE)
+    assert (verdict.wrong, verdict.stuck) == ("", "")
+    assert verdict.proof
+    assert verdict.proof.policy_version == 2
+    assert verdict.proof.noise == pytest.approx(0.02)
+
+
+def test_engine_that_moved_elsewhere_is_not_proved() -> None:
+    proof = first()
+    assert judge(scored(-0.03), 2, probe(0.03), proof, TOLERANCE) == Verdict(proof)
+
+
+def test_coarse_weights_that_a_step_does_not_reach_may_score_as_before() -> None:
+    proof = first()
+    assert judge(scored(0.0), 2, probe(0.05, coarse=0.0), proof, TOLERANCE) == Verdict(proof)
+    assert judge(scored(0.0), 2, probe(0.05, coarse=0.05), proof, TOLERANCE).stuck
+
+
+def test_another_text_is_compared_with_nothing() -> None:
+    other = Probe((7, 8, 9), shifted(0.05))
+    verdict = judge(scored(0.0), 2, other, first(), TOLERANCE)
+    assert verdict.stuck == ""
+    assert verdict.proof
+    assert verdict.proof.policy_version == 2
 
 
 def test_mean_gap_is_the_mean_of_absolute_differences() -> None:

@@ -1,0 +1,74 @@
+"""Publications on real engines: exact ones are never fenced, ones that ignore updates are found.
+
+A trainer's own policy, publisher and router, and embedded engines over HTTP.
+"""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.weights.events import PublishReport
+from tests.contract.processes import embedded_engine
+from tests.flow.lying_engine import ignoring
+from tests.publications import publications
+
+BF16 = ("--weight-version", "0", "--dtype", "bfloat16")
+TINY_STEPS = 1e-9
+"""A learning rate at which a step moves no bfloat16 weight and hardly a float32 one."""
+SMALL_STEPS = 1e-6
+STEPS_EACH = 100
+MAX_PUBLICATIONS = 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(folder, ["higher lower correct"] * 50, TinyShape(), 0)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "num",
+    [20, pytest.param(1000, marks=[pytest.mark.chaos, pytest.mark.timeout(3600)])],
+)
+@pytest.mark.parametrize("learning_rate", [0.0, TINY_STEPS], ids=["default", "1e-9"])
+def test_exact_bfloat16_engine_accepts_every_publication(
+    learning_rate: float, num: int, model: Path, tmp_path: Path
+) -> None:
+    with (
+        embedded_engine(model, *BF16) as engine,
+        publications(model, [engine.address], tmp_path, learning_rate) as run,
+    ):
+        for _ in range(num):
+            assert run.publish().updated == (engine.address,)
+            run.train()
+        assert run.doubted() == []
+
+
+@pytest.mark.timeout(600)
+async def test_bfloat16_engine_that_ignores_updates_of_small_steps_is_found(
+    model: Path, tmp_path: Path
+) -> None:
+    with embedded_engine(model, *BF16) as exact:
+        async with ignoring(model, *BF16) as stuck:
+            report = await asyncio.to_thread(_find, model, tmp_path, exact.address, stuck)
+            assert report.updated == (exact.address,)
+            [failure] = report.failed
+            assert failure.startswith(f"{stuck}: scoring: ")
+            assert "since version 1" in failure
+            assert "it seems to ignore updates" in failure
+
+
+def _find(model: Path, folder: Path, exact: str, stuck: str) -> PublishReport:
+    """Publish small steps until an engine fails; returns that publication's report."""
+    with publications(model, [exact, stuck], folder, SMALL_STEPS) as run:
+        assert set(run.publish().updated) == {exact, stuck}
+        for _ in range(MAX_PUBLICATIONS):
+            run.train(STEPS_EACH)
+            report = run.publish()
+            assert exact in report.updated
+            if report.failed:
+                return report
+    raise AssertionError("no engine was found to ignore updates")
