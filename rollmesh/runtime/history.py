@@ -345,5 +345,6 @@ class History:
 
 @Memo
 def tools_key_of(raw: bytes) -> int:
-    """The meaning of tools; 0 for none."""
-    return hash(msgspec.json.encode(read_tools(raw), order="deterministic")) if raw else 0
+    """The meaning of tools; 0 for none, and for an empty list."""
+    tools = read_tools(raw) if raw else []
+    return hash(msgspec.json.encode(tools, order="deterministic")) if tools else 0

@@ -178,10 +178,7 @@ class Holdings:
         images = tuple([image.digest for message in match.new for image in message.images()])
         node = self.graph.add_context(prompt.parent, prompt.token_ids, images)
         if prompt.parent == ROOT:
-            first = match.new[0]
-            is_system = first.role in ("system", "developer")
-            system_key = first.meanings(self.history.rotating)[0] if is_system else 0
-            self.root_kinds[node] = RootKind(match.tools_key, system_key)
+            self.root_kinds[node] = self._kind(match)
         return self.history.hold(match, node)
 
     def hold_answer(self, source: ReplySource, answer: Answer, node: int, is_void: bool) -> None:
@@ -257,6 +254,14 @@ class Holdings:
             token = first_difference(self.graph.path_ids(left), asked)
         num = len(prompt.token_ids)
         return ForkRow(call, len(self.graph.nodes), cause, at, held, got, token, num)
+
+    def _kind(self, match: Match) -> RootKind:
+        """The kind of the chat whose first messages are `match.new`."""
+        rotating, first = self.history.rotating, match.new[0]
+        if first.role not in ("system", "developer"):
+            return RootKind(match.tools_key, 0, first.meanings(rotating)[0])
+        opening = match.new[1].meanings(rotating)[0] if len(match.new) > 1 else 0
+        return RootKind(match.tools_key, first.meanings(rotating)[0], opening)
 
     def _hold_raw(self, prompt: Prompt) -> Spot:
         assert prompt.raw is not None

@@ -1,7 +1,7 @@
-"""What a rollout leaves behind, made from its holdings once its session is sealed.
+"""The record of a sealed session, made from its holdings.
 
-Owns the shape of the record. Invariant: its rows and arrays are those of the token graph, each
-token once; its messages are those of the main line's last delivered answer. Driven by session.py.
+Its rows and arrays are those of the token graph, each token once. Its messages are those of the
+main line's last delivered answer (branches.py).
 """
 
 from collections.abc import Callable, Collection
