@@ -238,7 +238,7 @@ class SessionBook:
     def _finish(self, entry: Entry, outcome: Outcome | None) -> Finished:
         captured = entry.captured
         fault, spent = captured.fault, captured.spent_because
-        natural = Outcome.INFRA_ERROR if fault else Outcome.COMPLETED
+        natural = captured.natural_outcome
         captured.seal("it was finished")
         entry.finished = finished = Finished(
             Outcome.TRUNCATED if spent else outcome or natural,

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.core.types import SamplingPolicy
+from rollmesh.core.types import Outcome, SamplingPolicy
 from rollmesh.runtime.doors import Locks
 from rollmesh.serve.interception.account import Account
 
@@ -45,6 +45,10 @@ class CapturedSession(Protocol):
     @property
     def fault(self) -> str:
         """Why the newest ended call got no answer; '' if it got one."""
+
+    @property
+    def natural_outcome(self) -> Outcome:
+        """How its rollout ends if its finisher names no outcome."""
 
     @property
     def spent_because(self) -> str:

@@ -290,9 +290,9 @@ class Request:
         )
 
     def send(self, data: bytes) -> None:
-        """More of a stream."""
+        """Send more of a stream; its head alone if there is nothing yet."""
         self.num_sends += 1
-        self._wire.write(self._framed(data))
+        self._wire.write(self._framed(data) if data else self._head())
 
     def close(self, data: bytes = b"") -> None:
         """The last of a stream."""

@@ -14,7 +14,7 @@ import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import GroupId, RolloutId, new_id
-from rollmesh.core.types import SamplingPolicy
+from rollmesh.core.types import Outcome, SamplingPolicy
 from rollmesh.runtime.deeds import AnyDeed
 from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.redo import KeptSession, Past, Redo
@@ -68,6 +68,10 @@ class TokenSession:
     @property
     def fault(self) -> str:
         return self.session.engine_fault
+
+    @property
+    def natural_outcome(self) -> Outcome:
+        return Outcome.INFRA_ERROR if self.fault else Outcome.COMPLETED
 
     @property
     def spent_because(self) -> str:

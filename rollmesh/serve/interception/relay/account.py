@@ -1,9 +1,10 @@
-"""What a finished relay session has to show: its calls, and samples where engines told enough.
+"""The account of a finished relay session: its calls, and samples of those with exact tokens.
 
-A call makes a sample if its answer is whole, was delivered, and tells prompt ids, token ids and a
-log-prob for each; a prompt that begins with an earlier call's tokens goes on from its node, so a
-conversation is one sample and not one for each call. Everything else is kept as text, and each
-record says what it lacks. Pure; driven by session.py.
+- A call makes a sample if its answer is whole and was delivered, and has prompt ids, token ids and
+  a log-prob for each. A prompt that begins with an earlier call's tokens continues from its node,
+  so a conversation is one sample and not one for each call.
+- Every other call is kept as text; each record lists what it lacks, and why an answer is `failed`
+  or `unread`.
 """
 
 from array import array
@@ -13,25 +14,30 @@ from typing import Any
 import msgspec
 import orjson
 
-from rollmesh.core.types import NodeRow, SamplingParams, VersionRun
+from rollmesh.core.types import Branch, NodeRow, SamplingParams, VersionRun
 from rollmesh.engine.answers import policy_version_of
+from rollmesh.runtime.chat import Rotating
 from rollmesh.runtime.graph import ROOT, Sampled, TokenGraph
 from rollmesh.serve.interception.account import Account, Hole, Writer
 from rollmesh.serve.interception.cutting import cut_samples
 from rollmesh.serve.interception.pieces import Piece, cut, joined
 from rollmesh.serve.interception.relay.call import Asked, CallState, RelayCall
-from rollmesh.serve.interception.relay.heard import Heard, hear
+from rollmesh.serve.interception.relay.heard import EMPTY_STREAM, Answer, Heard
+from rollmesh.serve.interception.relay.lines import branches_of_calls
+from rollmesh.serve.interception.relay.threads import Request
+from rollmesh.serve.interception.relay.verdict import answer_of
 
 UNVERSIONED = -1
+_NEEDED = frozenset({"prompt_token_ids", "token_ids", "logprobs", "whole_stream"})
+"""A choice that lacks one of these makes no sample."""
 
 
-def account_of(session_id: str, calls: Sequence[RelayCall]) -> Account:
-    """See CapturedSession.account."""
-    ledger, writer = _Ledger(), Writer()
+def account_of(session_id: str, calls: Sequence[RelayCall], rotating: Rotating = None) -> Account:
+    """See CapturedSession.account; `rotating` matches lines of system texts that are ignored."""
+    ledger, writer = _Ledger(branches_of_calls(calls, rotating)), Writer()
     writer.rows("calls", (ledger.record(call) for call in calls))
     writer.rows("samples", ledger.samples())
-    told = [call for call in calls if _is_good(call) and call.asked.request]
-    writer.listed("messages", _messages(told[-1]) if told else [])
+    writer.listed("messages", ledger.messages())
     forks = [
         {"call": call.asked.number, "cause": call.asked.request.fork}
         for call in calls
@@ -45,16 +51,22 @@ def account_of(session_id: str, calls: Sequence[RelayCall]) -> Account:
 
 
 class _Ledger:
-    """Gathers what calls told into one token graph."""
+    """Gathers the tokens of all calls in one token graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, branches: dict[int, Branch]) -> None:
+        """`branches` are those of the calls, by their numbers."""
         self.names: dict[str, int] = {}
         """Calls by the ids of their answers."""
+        self._call_branches = branches
         self._graph = TokenGraph()
         self._paths: list[tuple[list[int], int]] = []
         """(all tokens up to and with a call's answer, its node), newest last."""
         self._numbers: dict[int, int] = {}
         """Calls by their rows in the graph."""
+        self._root_branches: dict[int, Branch] = {}
+        """By the graph's roots."""
+        self._last: tuple[bool, Request, Heard] | None = None
+        """Whether it is on the main line, the history and the answer of the last good call."""
 
     def record(self, call: RelayCall) -> tuple[Hole, dict[str, Any]]:
         """One call, as JSON values."""
@@ -68,29 +80,54 @@ class _Ledger:
             "state": call.state.value,
             "status": call.status or None,
             "delivered": call.is_delivered,
+            "branch": self._call_branches.get(number, "main"),
             "choices": [],
         }
         if asked.body:
             record["body"] = joined(asked.body).decode(errors="backslashreplace")
         if call.failure is not None:
             record["error"] = str(call.failure)
+            if str(call.failure).endswith(EMPTY_STREAM):
+                record |= {"state": "unread", "unread": EMPTY_STREAM}
         if call.state is CallState.WHOLE and call.status == 200:
-            choices = hear(asked.route, call.lines, call.body)
-            is_good = call.is_delivered and len(choices) == 1
-            record["choices"] = [self._choice(each, asked, is_good) for each in choices]
-            self.names.update({each.response_id: number for each in choices})
+            self._add(call, answer_of(call), record)
         return Hole((number,), has_default=False), record
 
     def samples(self) -> Iterator[tuple[Hole, dict[str, Any]]]:
-        """Of all calls that told enough."""
+        """The samples of all calls with exact tokens."""
         graph, numbers = self._graph, self._numbers
-        roots = {row: "main" for row, node in enumerate(graph.nodes) if node.parent == ROOT}
-        rows: list[NodeRow] = graph.rows(roots)  # type: ignore[arg-type]
+        rows: list[NodeRow] = graph.rows(self._root_branches)
         for sample in cut_samples(rows, graph.token_ids, graph.logprobs):
             path = [numbers[row] for row in sample["nodes"] if row in numbers]
             yield Hole(tuple(path), has_default=True), sample
 
-    def _choice(self, heard: Heard, asked: Asked, is_good: bool) -> dict[str, Any]:
+    def messages(self) -> list[tuple[Piece, ...]]:
+        """The history and the answer of the main line's last good call, or of the last one."""
+        if self._last is None:
+            return []
+        _, request, heard = self._last
+        said = heard.message.get("output", [heard.message])
+        return [*request.spot.messages(), *[cut(msgspec.json.encode(each)) for each in said]]
+
+    def _add(self, call: RelayCall, answer: Answer, record: dict[str, Any]) -> None:
+        """What a complete answer with status 200 adds to the record of its call, and to samples."""
+        if answer.unread:
+            record["unread"] = answer.unread
+        if answer.failure:
+            record["error"] = answer.failure
+        if not answer.choices:
+            record["state"] = "unread" if answer.unread else "failed"
+            return
+        asked, choices = call.asked, answer.choices
+        is_good = call.is_delivered and len(choices) == 1
+        record["choices"] = [self._choice(each, call, is_good) for each in choices]
+        self.names.update({each.response_id: asked.number for each in choices})
+        if call.is_delivered and asked.request is not None:
+            is_main = record["branch"] == "main"
+            if self._last is None or is_main or not self._last[0]:
+                self._last = is_main, asked.request, choices[0]
+
+    def _choice(self, heard: Heard, call: RelayCall, is_good: bool) -> dict[str, Any]:
         lacks = _lacks(heard)
         choice = {
             "message": heard.message,
@@ -99,11 +136,11 @@ class _Ledger:
             "logprobs": heard.logprobs,
             "lacks": lacks,
         }
-        if is_good and not {"prompt_token_ids", "token_ids", "logprobs"} & set(lacks):
-            self._numbers[self._hold(heard, _temperature(asked))] = asked.number
+        if is_good and _NEEDED.isdisjoint(lacks):
+            self._numbers[self._hold(heard, call)] = call.asked.number
         return choice
 
-    def _hold(self, heard: Heard, temperature: float) -> int:
+    def _hold(self, heard: Heard, call: RelayCall) -> int:
         assert heard.prompt_ids is not None
         assert heard.token_ids is not None
         assert heard.logprobs is not None
@@ -112,12 +149,14 @@ class _Ledger:
         for path, row in self._paths:
             if start < len(path) <= len(prompt) and prompt[: len(path)] == path:
                 parent, start = row, len(path)
-        parent = self._graph.add_context(parent, array("i", prompt[start:]))
+        root, parent = parent, self._graph.add_context(parent, array("i", prompt[start:]))
+        if root == ROOT:
+            self._root_branches[parent] = self._call_branches.get(call.asked.number, "main")
         sampled = Sampled(
             array("i", heard.token_ids),
             array("f", heard.logprobs),
             _runs(heard),
-            SamplingParams(max_tokens=len(heard.token_ids), temperature=temperature),
+            SamplingParams(max_tokens=len(heard.token_ids), temperature=_temperature(call.asked)),
             heard.finish_reason,
             dialect="relay",
         )
@@ -127,12 +166,13 @@ class _Ledger:
 
 
 def _lacks(heard: Heard) -> list[str]:
-    """What this record would need to be as exact as one of capture mode `tokens`."""
+    """Names of what this choice would need to be as exact as one of capture mode `tokens`."""
     ids, logprobs = heard.token_ids, heard.logprobs
     told = {
         "prompt_token_ids": heard.prompt_ids,
         "token_ids": ids,
         "logprobs": logprobs is not None and (ids is None or len(ids) == len(logprobs)),
+        "whole_stream": heard.is_gapless,
         "policy_versions": _runs(heard)[0].policy_version != UNVERSIONED if ids else False,
     }
     return [name for name, is_told in told.items() if not is_told] + ["sampling_policy"]
@@ -147,26 +187,10 @@ def _runs(heard: Heard) -> tuple[VersionRun, ...]:
 
 
 def _temperature(asked: Asked) -> float:
-    """As asked; 1 where it was left to the endpoint, as the APIs say."""
+    """The requested temperature; 1, the APIs' default, where none was requested."""
     try:
         settings = orjson.loads(joined([asked.request.settings])) if asked.request else {}
     except orjson.JSONDecodeError:  # a number that no float holds
         settings = {}
     temperature = settings.get("temperature")
     return float(temperature) if isinstance(temperature, int | float) else 1.0
-
-
-def _is_good(call: RelayCall) -> bool:
-    return call.state is CallState.WHOLE and call.status == 200 and call.is_delivered
-
-
-def _messages(call: RelayCall) -> list[tuple[Piece, ...]]:
-    """The history that a call was asked with, and its answer."""
-    assert call.asked.request is not None
-    history = call.asked.request.spot.messages()
-    choices = hear(call.asked.route, call.lines, call.body)
-    if not choices:
-        return history
-    message = choices[0].message
-    said = message.get("output", [message])
-    return [*history, *[cut(msgspec.json.encode(each)) for each in said]]

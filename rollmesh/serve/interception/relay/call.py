@@ -1,17 +1,17 @@
 """One forwarded call: the upstream behind it, the answer so far, and who reads it.
 
     WAITING --head--> ANSWERING --last byte--> WRITING --on disk, or it is not kept--> WHOLE
-    WAITING --upstream fails, another is there--> WAITING
+    WAITING --upstream fails or redirects--> WAITING, at another upstream or address
     WAITING, ANSWERING --upstream fails, last reader leaves, session sealed--> CUT
     WRITING --the disk does not take it--> UNWRITTEN --a retry--> WRITING
 
-Invariants: bytes are kept as they came and in order, so a repeated answer is byte-equal; a
-stream's pieces are shown as they come, but for those that end it (ends.py), which wait until the
-answer is WHOLE; a long answer lies in a blob once nobody reads it, and
-one that was cut is not kept; when the last reader leaves, the upstream is hung up at once, since
-nothing could resume it; what was asked is let go when an answer begins, since no other upstream
-gets it from then on; every reader is woken by what concerns it. Driven by the engine room's HTTP
-client, by edge.py and by session.py.
+- Bytes are kept as they came and in order, so a repeated answer is byte-equal.
+- A stream's pieces are shown as they come, except those that end it (ends.py), which wait until the
+  answer is WHOLE. A stream that ends without its end event or a finish reason is CUT.
+- Where another upstream could take over, the head is held back until the first byte of the body.
+- A long answer moves to a blob once it has no reader; one that was cut is not kept.
+- When the last reader leaves, the upstream connection is closed, since nothing could resume it.
+- The request is dropped when an answer begins, since no other upstream receives it from then on.
 """
 
 import asyncio
@@ -21,14 +21,18 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.core.errors import EngineUnavailable, SessionError
+from rollmesh.core.clock import Clock, SystemClock
+from rollmesh.core.errors import EngineUnavailable, RequestLost, SessionError
 from rollmesh.engine.parser import Headers
 from rollmesh.serve.interception.pieces import Piece, held, joined
 from rollmesh.serve.interception.relay.ends import StreamEnd
 from rollmesh.serve.interception.relay.headers import returned, tells_events
+from rollmesh.serve.interception.relay.heard import read_answer
 from rollmesh.serve.interception.relay.threads import Request
 
 RETRY_AFTER_S = 1.0
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_CLOCK = SystemClock()
 
 
 class CallState(enum.StrEnum):
@@ -48,6 +52,17 @@ ANSWERED = frozenset({CallState.WRITING, CallState.WHOLE, CallState.UNWRITTEN})
 
 class Carrier(Protocol):
     """What carries a call to an upstream, and to another one where that fails."""
+
+    @property
+    def url(self) -> str:
+        """The address of the upstream that has the call."""
+
+    @property
+    def has_other(self) -> bool:
+        """Another upstream could still take the call over."""
+
+    def redirect(self, status: int, headers: Headers) -> str:
+        """Send the request to the address that the upstream names; why not, or '' if it is sent."""
 
     def fail(self, error: EngineUnavailable, retries: bool) -> bool:
         """The upstream failed; whether another was found to send the same request to."""
@@ -90,14 +105,18 @@ class RelayCall:
 
     __slots__ = (
         "_carrier",
+        "_clock",
         "_ending",
         "_num_open",
         "_num_readers",
         "_on_ended",
         "_pieces",
+        "_shown_failure",
         "_waiters",
         "asked",
         "failure",
+        "fault",
+        "heard_s",
         "is_delivered",
         "is_stream",
         "is_untaken",
@@ -114,8 +133,9 @@ class RelayCall:
         max_bytes: int,
         on_ended: Callable[["RelayCall"], None],
         ended: Ended | None = None,
+        clock: Clock = _CLOCK,
     ) -> None:
-        """One that has `ended` did so in another process."""
+        """A call with `ended` came to its end in an earlier process."""
         self.asked = asked
         self.state = CallState.WAITING
         self.status = 0
@@ -132,7 +152,14 @@ class RelayCall:
         self.is_untaken = False
         """Its session wrote down that none did."""
         self.failure: SessionError | None = None
-        """Of a CUT or UNWRITTEN call."""
+        """Why it is CUT or UNWRITTEN, for the record; it may name upstream hosts."""
+        self._shown_failure: SessionError | None = None
+        """The same for the agent, where it must not name them."""
+        self.fault: str | None = None
+        """See verdict.fault_of, which keeps it here; None until then."""
+        self._clock = clock
+        self.heard_s = clock.now_s()
+        """When the upstream sent something last."""
         self._pieces: list[Piece] = []
         self._num_open = 0
         """Pieces that stand before the end of a stream; it counts while more may come."""
@@ -183,12 +210,20 @@ class RelayCall:
         """A connection reads this call."""
         self._num_readers += 1
 
-    def leave(self) -> None:
-        """It stopped; the last one hangs up what still runs."""
+    def leave(self, silence_s: float) -> None:
+        """A reader stopped; the last one closes a running call.
+
+        The upstream is to blame if it has sent no body yet, or nothing for `silence_s`.
+        """
         self._num_readers -= 1
         if not self._num_readers:
             if self._is_running:
-                self.cut(SessionError(499, "abandoned", "the client hung up"))
+                quiet_s = self._clock.now_s() - self.heard_s
+                why = "the agent hung up"
+                if not self.num_bytes or quiet_s >= silence_s:
+                    self.cut(SessionError(504, "upstream_silent", f"{silence(quiet_s)}, and {why}"))
+                else:
+                    self.cut(SessionError(499, "abandoned", why))
             self._pieces = [] if self.state is CallState.CUT else [held(self.body)]
             self._num_open = 0
 
@@ -210,13 +245,13 @@ class RelayCall:
     def check(self) -> None:
         """SessionError if it was cut, or could not be written."""
         if self.failure is not None:
-            raise self.failure.again()
+            raise (self._shown_failure or self.failure).again()
 
-    def cut(self, failure: SessionError) -> None:
-        """End it as failed; its readers are told. No effect on a call that has ended."""
+    def cut(self, failure: SessionError, shown: SessionError | None = None) -> None:
+        """End it as failed and wake its readers, which get `shown`. No effect on an ended call."""
         if self._carrier is not None:
             self._carrier.close()
-            self.failure = failure
+            self.failure, self._shown_failure = failure, shown
             self._end(CallState.CUT)
 
     # its session, once it has ended
@@ -224,21 +259,28 @@ class RelayCall:
     def move(self, state: CallState, failure: SessionError | None = None) -> None:
         """It is written, or is not to be (WHOLE); was refused by the disk, with the `failure`
         (UNWRITTEN); is being written once more (WRITING)."""
-        self.state, self.failure = state, failure
+        self.state, self.failure, self._shown_failure = state, failure, None
         self._wake()
 
     # the client's callbacks
 
     def on_head(self, status: int, headers: Headers) -> None:
+        carrier = self._carrier
+        self.heard_s = self._clock.now_s()
+        if carrier is not None and status in REDIRECTS:
+            if refusal := carrier.redirect(status, headers):
+                self.on_error(EngineUnavailable(f"{carrier.url}: {refusal}"))
+            return
         self.status, self.lines = status, returned(headers)
         self.is_stream = tells_events(self.lines)
         self._ending = StreamEnd(self.asked.route) if self.is_stream else None
-        self.state = CallState.ANSWERING
-        if self._carrier is not None:
-            self._carrier.settle()
-        self._wake()
+        if carrier is None or not carrier.has_other:
+            self._begin()
 
     def on_data(self, data: bytes) -> None:
+        if self.state is CallState.WAITING:
+            self._begin()
+        self.heard_s = self._clock.now_s()
         self._pieces.append(data)
         self.num_bytes += len(data)
         if self.num_bytes > self.max_bytes:
@@ -248,16 +290,33 @@ class RelayCall:
             self._show(self._ending, data)
 
     def on_end(self) -> None:
-        if self._carrier is not None:
-            self._carrier.close()
-            self._end(CallState.WRITING)
+        carrier = self._carrier
+        if carrier is None:
+            return
+        if self._ending is not None and self.status == 200 and self.asked.route:
+            answer = read_answer(self.asked.route, self.lines, self.body)
+            if answer.is_cut:
+                self.on_error(EngineUnavailable(f"{carrier.url}: {answer.failure}"))
+                return
+        if self.state is CallState.WAITING:
+            self._begin()
+        carrier.close()
+        self._end(CallState.WRITING)
 
     def on_error(self, error: EngineUnavailable) -> None:
         if self._carrier is None:
             return
         if self._carrier.fail(error, retries=self.state is CallState.WAITING):
             return
-        self.cut(SessionError(503, "upstream_unavailable", str(error), RETRY_AFTER_S))
+        shown = str(error) if isinstance(error, RequestLost) else _without_host(str(error))
+        self.cut(_unavailable(str(error)), _unavailable(shown))
+
+    def _begin(self) -> None:
+        """The answer begins: readers get its head, and no other upstream gets the request."""
+        self.state = CallState.ANSWERING
+        if self._carrier is not None:
+            self._carrier.settle()
+        self._wake()
 
     def _show(self, ending: StreamEnd, data: bytes) -> None:
         """The newest piece to all readers, unless the stream ends in it."""
@@ -284,3 +343,17 @@ class RelayCall:
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
+
+
+def silence(quiet_s: float) -> str:
+    """The fault of an upstream that is silent."""
+    return f"the upstream has sent nothing for {quiet_s:.0f} s"
+
+
+def _unavailable(why: str) -> SessionError:
+    return SessionError(503, "upstream_unavailable", why, RETRY_AFTER_S)
+
+
+def _without_host(fault: str) -> str:
+    """What failed, for the agent; `fault` is `URL: WHAT: DETAILS`, and details may name hosts."""
+    return f"the upstream: {fault.partition(': ')[2].partition(': ')[0]}"

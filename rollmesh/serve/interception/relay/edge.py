@@ -134,10 +134,13 @@ class _Exchange:
         self.request.answer(call.status, call.lines, body)
 
     async def _stream(self, call: RelayCall) -> None:
-        """Pieces as they come, all that may be told in one write."""
+        """Send pieces as they come, all that are there in one write."""
         self.request.open(call.status, call.lines)
         num_sent = 0
         while True:
+            is_begun = call.state is CallState.ANSWERING
+            if is_begun and not self.request.is_opened and not call.since(0)[0]:
+                self.request.send(b"")
             await call.wait(num_sent)
             new, num_sent = call.since(num_sent)
             if new:

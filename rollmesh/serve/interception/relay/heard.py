@@ -1,13 +1,15 @@
-"""What an upstream's raw answer says, in whatever dialect: text, tokens, log-probs, versions.
+"""Read an upstream's raw answer in its dialect: text, tokens, log-probs, versions, or its failure.
 
-Answers are kept as bytes and read here, once a session is finished. Where engines put tokens:
+Answers are kept as bytes and parsed when their session is finished, or when its fault is asked for.
+Where engines put tokens:
 
     SGLang  choices[].response_token_ids, .prompt_token_ids, .meta_info, sglext, metadata
     vLLM    choices[].token_ids, prompt_token_ids on top or in the choice, also in each chunk
     OpenAI  choices[].logprobs.content[].logprob: no ids
 
-Invariant: whatever bytes came, there is an answer; what they do not say is None. Pure; driven by
-account.py.
+- Any bytes give an Answer; fields that the bytes do not have are None.
+- An answer is the model's only if it has no error object or event and, if it is a stream, has its
+  end event or a finish reason for each choice.
 """
 
 import zlib
@@ -23,6 +25,14 @@ Json = dict[str, Any]
 T = TypeVar("T")
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
+_ENDS = frozenset({"message_stop", "response.completed", "response.incomplete", "response.failed"})
+_ERROR_KINDS = frozenset({"error", "response.failed", "response.error"})
+_ABORTED = frozenset({"abort", "error"})
+"""Finish reasons of an answer that its engine gave up."""
+_MAX_QUOTED_CHARS = 300
+NO_END = "the stream ended without its end event and without a finish reason"
+EMPTY_STREAM = "the stream is empty"
+
 
 class Heard(msgspec.Struct):
     """One choice of an answer."""
@@ -36,41 +46,190 @@ class Heard(msgspec.Struct):
     versions: list[tuple[str, int]] | None = None
     """(weight version, number of tokens) in order."""
     response_id: str = ""
-    """Of the whole answer; '' if it tells none."""
+    """The id of the whole answer; '' if it has none."""
+    is_gapless: bool = True
+    """No part of its stream was unreadable, or its tokens are as many as `usage` counts."""
 
 
-def hear(route: str, lines: bytes, body: bytes) -> list[Heard]:
-    """The choices of a whole answer with status 200 and these header lines; none if it is none."""
+class Answer(msgspec.Struct):
+    """A complete HTTP answer with status 200, as far as it can be parsed."""
+
+    choices: list[Heard] = []
+    failure: str = ""
+    """Why this is not a whole answer of the model; '' if it is one."""
+    unread: str = ""
+    """What could not be parsed, and why; '' if everything was."""
+    is_cut: bool = False
+    """It is a stream that ended before its end event."""
+
+
+def read_answer(route: str, lines: bytes, body: bytes) -> Answer:
+    """Parse the body of an answer with status 200 and these header lines."""
     is_stream = tells_events(lines)
-    try:
-        if value_in(lines, b"content-encoding") in (b"gzip", b"deflate"):
+    encoding = value_in(lines, b"content-encoding")
+    if encoding in (b"gzip", b"deflate"):
+        try:
             body = zlib.decompress(body, zlib.MAX_WBITS | 32)
-        told = list(_events(body)) if is_stream else [orjson.loads(body)]
-        found = _READERS[route]([each for each in told if isinstance(each, dict)])
-    except (zlib.error, orjson.JSONDecodeError, *_MISSHAPEN):
+        except zlib.error as error:
+            answer = _unreadable(f"the {encoding.decode()} body cannot be inflated: {error}")
+            answer.is_cut = is_stream
+            return answer
+    elif encoding not in (b"", b"identity"):
+        return Answer(unread=f"content-encoding {encoding.decode('latin-1')} is not supported")
+    answer = _read_stream(route, body) if is_stream else _read_body(route, lines, body)
+    for heard in answer.choices:
+        heard.prompt_ids = _sound(heard.prompt_ids, list[TokenId])
+        heard.token_ids = _sound(heard.token_ids, list[TokenId])
+        heard.logprobs = _sound(heard.logprobs, list[float])
+    return answer
+
+
+def error_in(body: bytes) -> str:
+    """The message of the error object that a JSON body is; '' if it is none."""
+    try:
+        told = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return ""
+    return _error_of(told) if isinstance(told, dict) else ""
+
+
+def _read_body(route: str, lines: bytes, body: bytes) -> Answer:
+    try:
+        told = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if not body.strip():
+            return _unreadable("the body is empty")
+        kind = value_in(lines, b"content-type").decode("latin-1")
+        return _unreadable(f"the body ({kind or 'no content type'}) is not JSON: {error}")
+    if not isinstance(told, dict):
+        return _unreadable("the body is JSON, but not an object")
+    if failure := _error_of(told):
+        return Answer(failure=failure)
+    choices = _choices(route, [told])
+    return Answer(choices) if choices else _unreadable(f"the body is not an answer of {route}")
+
+
+def _read_stream(route: str, body: bytes) -> Answer:
+    stream = _Stream()
+    for name, data in _data_lines(body):
+        stream.take(name, data)
+    unread = ""
+    if stream.num_bad:
+        unread = f"{stream.num_bad} of {stream.num_lines} data lines are not JSON objects"
+    if stream.failure:
+        return Answer(failure=stream.failure, unread=unread)
+    choices = _choices(route, stream.events)
+    if not stream.is_ended and not (choices and all(heard.finish_reason for heard in choices)):
+        if not stream.num_lines:
+            return Answer(failure=EMPTY_STREAM, unread=EMPTY_STREAM, is_cut=True)
+        return Answer(failure=NO_END, unread=unread, is_cut=True)
+    if not choices:
+        return _unreadable(unread or f"the stream is not an answer of {route}")
+    if stream.num_bad:
+        num_used = _num_used(stream.events)
+        for heard in choices:
+            heard.is_gapless = len(choices) == 1 and len(heard.token_ids or ()) == num_used
+    return Answer(choices, unread=unread)
+
+
+class _Stream(msgspec.Struct):
+    """The events of a streamed answer."""
+
+    events: list[Json] = []
+    failure: str = ""
+    is_ended: bool = False
+    """Its end event came."""
+    num_lines: int = 0
+    num_bad: int = 0
+    """Lines that are no JSON object."""
+
+    def take(self, name: bytes, data: bytes) -> None:
+        """Add one data line, of the event with this name."""
+        self.num_lines += 1
+        if data == b"[DONE]":
+            self.is_ended = True
+            return
+        try:
+            event = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            event = None
+        if isinstance(event, dict):
+            self.events.append(event)
+        elif name != b"error":
+            self.num_bad += 1
+        event = event if isinstance(event, dict) else {}
+        kind = event.get("type") or name.decode("latin-1")
+        if isinstance(kind, str) and kind in _ENDS:
+            self.is_ended = True
+        if not self.failure:
+            is_named = name == b"error"
+            self.failure = _error_of(event) or (_quoted(data.decode("latin-1")) if is_named else "")
+
+
+def _choices(route: str, told: list[Json]) -> list[Heard]:
+    """The choices of a parsed answer; none if it has another shape."""
+    try:
+        found = _READERS[route](told)
+    except _MISSHAPEN:
         return []
     response_id = _id_in(told)
     for heard in found:
         heard.response_id = response_id
-        heard.prompt_ids = _sound(heard.prompt_ids, list[TokenId])
-        heard.token_ids = _sound(heard.token_ids, list[TokenId])
-        heard.logprobs = _sound(heard.logprobs, list[float])
     return found
 
 
+def _unreadable(why: str) -> Answer:
+    return Answer(failure=f"the answer cannot be read: {why}", unread=why)
+
+
+def _error_of(told: Json) -> str:
+    """The message of the error that an object or event reports; '' if it reports none."""
+    inner = told.get("response")
+    inner = inner if isinstance(inner, dict) else {}
+    kind = told.get("type")
+    error = told.get("error") or inner.get("error")
+    choices = told.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
+        if isinstance(choice, dict):
+            reason = choice.get("finish_reason")
+            is_aborted = isinstance(reason, str) and reason in _ABORTED
+            error = error or choice.get("error") or (is_aborted and f"finish_reason {reason}")
+    is_error = (
+        bool(error)
+        or told.get("object") == "error"
+        or (isinstance(kind, str) and kind in _ERROR_KINDS)
+        or "failed" in (told.get("status"), inner.get("status"))
+    )
+    return _quoted(error or told) if is_error else ""
+
+
+def _quoted(error: Any) -> str:
+    message = error.get("message") if isinstance(error, dict) else error
+    if not isinstance(message, str):
+        message = orjson.dumps(error).decode()
+    return f"the answer is an error of the upstream: {message[:_MAX_QUOTED_CHARS]}"
+
+
+def _num_used(told: list[Json]) -> int:
+    """Sampled tokens by the newest `usage`; -1 if there is none."""
+    for event in reversed(told):
+        usage = event.get("usage")
+        if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
+            return int(usage["completion_tokens"])
+    return -1
+
+
 def _sound(told: Any, kind: type[T]) -> T | None:
-    """What was told if it is of that kind, else None: as good as not told."""
+    """The value if it has that type, else None."""
     try:
         return msgspec.convert(told, kind)
     except msgspec.ValidationError:
         return None
 
 
-def _id_in(told: list[Any]) -> str:
-    """The first that is told: in chat on top, in streams of others in their first event."""
+def _id_in(told: list[Json]) -> str:
+    """The answer's id: on top in chat, within the first event in streams of other dialects."""
     for each in told:
-        if not isinstance(each, dict):
-            continue
         for part in (each, each.get("response"), each.get("message")):
             if isinstance(part, dict) and isinstance(part.get("id"), str):
                 return str(part["id"])
@@ -80,11 +239,17 @@ def _id_in(told: list[Any]) -> str:
 _MISSHAPEN = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 
 
-def _events(body: bytes) -> Iterator[Any]:
+def _data_lines(body: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """(name of the event, data) for each data line of a stream."""
+    name = b""
     for line in body.splitlines():
-        data = line[5:].strip() if line.startswith(b"data:") else b""
-        if data and data != b"[DONE]":
-            yield orjson.loads(data)
+        if line.startswith(b"data:"):
+            if data := line[5:].strip():
+                yield name, data
+        elif line.startswith(b"event:"):
+            name = line[6:].strip()
+        elif not line:
+            name = b""
 
 
 # chat completions and completions: one object, or chunks that add up to it

@@ -18,18 +18,21 @@ import msgspec
 from rollmesh.core.clock import Clock
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import ContentLost, SessionError
+from rollmesh.core.types import Outcome
+from rollmesh.runtime.chat import compile_rotating
 from rollmesh.runtime.deeds import Untaken
 from rollmesh.runtime.session import OVER_LIMIT
 from rollmesh.serve.interception.account import Account
 from rollmesh.serve.interception.capture import NO_COUNTS
 from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES
 from rollmesh.serve.interception.relay.account import account_of
-from rollmesh.serve.interception.relay.call import ANSWERED, Asked, CallState, RelayCall
+from rollmesh.serve.interception.relay.call import ANSWERED, Asked, CallState, RelayCall, silence
 from rollmesh.serve.interception.relay.deeds import RelayPast, Spent
 from rollmesh.serve.interception.relay.scribe import RelayScribe
 from rollmesh.serve.interception.relay.threads import Request, Spot, Threads
 from rollmesh.serve.interception.relay.tips import Following
 from rollmesh.serve.interception.relay.upstreams import Parcel, Upstream, Upstreams
+from rollmesh.serve.interception.relay.verdict import fault_of, outcome_of
 from rollmesh.serve.interception.retries import RetryMark
 
 CALL_BYTES = 1200
@@ -58,7 +61,10 @@ class RelaySession:
         """With a `past` it goes on from there."""
         self.session_id = session_id
         self.num_calls = 0
-        self.fault = ""
+        self.own_fault = ""
+        """Why the newest ended call got no answer, beside what its answer shows."""
+        self._last: RelayCall | None = None
+        """The newest call with an answer."""
         self.spent_because = ""
         self.forks: Mapping[str, int] = NO_COUNTS
         self.healed: Mapping[str, int] = NO_COUNTS
@@ -73,8 +79,8 @@ class RelaySession:
         self._newest: dict[Spot, RelayCall] = {}
         """By the history that was asked."""
         self._live: set[RelayCall] = set()
-        self._coming: set[asyncio.Task[object]] = set()
-        """Who reads the body of a call."""
+        self.coming: set[asyncio.Task[object]] = set()
+        """Tasks that read the body of a call."""
         self._num_answer_bytes = 0
         self._num_blob_bytes = 0
         """Of answers that are long."""
@@ -82,7 +88,7 @@ class RelaySession:
         """Whole answers on their way to the disk."""
         self._unwritten: list[RelayCall] = []
         """Those that it did not take."""
-        self._sealed_because = ""
+        self.sealed_because = ""
         self._scribe = scribe
         if scribe is not None:
             scribe.on_written = self._written
@@ -92,8 +98,8 @@ class RelaySession:
     def follow(self, num_bytes: int) -> Following:
         """Of the body of the next call, which may have so many bytes; SessionError 410 if the
         session is sealed, 400 if it holds more than it may."""
-        if self._sealed_because:
-            raise self._gone()
+        if self.sealed_because:
+            raise _gone(self.sealed_because)
         if self.spent_because:
             raise self._spent()
         self._threads = self._threads or Threads()
@@ -103,29 +109,13 @@ class RelaySession:
         """Around the reading of a body, and what is made of it."""
         return Reading(self)
 
-    def begin_reading(self) -> asyncio.Task[object]:
-        """This task reads a body from now on."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._coming.add(task)
-        return task
-
-    def end_reading(self, task: asyncio.Task[object], error: BaseException | None) -> None:
-        """It reads no more, for this reason; SessionError 410 if the session was sealed."""
-        self._coming.discard(task)
-        if isinstance(error, asyncio.CancelledError):
-            if self._sealed_because and task.uncancel() == 0:
-                raise self._gone() from None
-        elif isinstance(error, ContentLost):
-            self.fault = str(error)
-
     def call(self, route: str, parcel: Parcel, body: Following, mark: RetryMark) -> RelayCall:
         """The call that answers this request: a new one, or the one that a retry repeats.
 
         SessionError as of `follow`.
         """
-        if self._sealed_because or self._threads is None:
-            raise self._gone()
+        if self.sealed_because or self._threads is None:
+            raise _gone(self.sealed_because)
         request, parcel.body = self._threads.hold(body)
         if self.held_bytes > (limit := self._config.max_session_bytes):
             held = f"the session holds {self.held_bytes} bytes"
@@ -152,7 +142,7 @@ class RelaySession:
             key=key,
             asked_s=self._clock.unix_s(),
         )
-        call = RelayCall(asked, self._config.max_body_bytes, self._ended)
+        call = RelayCall(asked, self._config.max_body_bytes, self._ended, clock=self._clock)
         self._calls.append(call)
         self.num_calls += 1
         self._totals.num_calls += 1
@@ -164,17 +154,17 @@ class RelaySession:
 
     def pass_by(self, parcel: Parcel) -> RelayCall:
         """A call that is forwarded and not kept: it asks for no sampling."""
-        if self._sealed_because:
-            raise self._gone()
+        if self.sealed_because:
+            raise _gone(self.sealed_because)
         asked = Asked(-1, "", None, (), "", 0.0)
-        call = RelayCall(asked, self._config.max_body_bytes, self._passed)
+        call = RelayCall(asked, self._config.max_body_bytes, self._passed, clock=self._clock)
         self._live.add(call)
         self._upstreams.send(call, parcel, self._home)
         return call
 
     def left(self, call: RelayCall) -> None:
         """A connection reads `call` no more."""
-        call.leave()
+        call.leave(self._config.keepalive_s)
         if call.asked.number >= 0:
             is_untaken = call.state in ANSWERED and not call.is_delivered
             self._tell_untaken(call, is_untaken=is_untaken)
@@ -182,6 +172,21 @@ class RelaySession:
     @property
     def is_busy(self) -> bool:
         return bool(self._live)
+
+    @property
+    def fault(self) -> str:
+        newest = self._calls[-1] if self._calls else None
+        if newest is not None and newest in self._live:
+            quiet_s = self._clock.now_s() - newest.heard_s
+            if quiet_s >= self._config.keepalive_s:
+                return silence(quiet_s)
+        return self.own_fault or (fault_of(self._last) if self._last else "")
+
+    @property
+    def natural_outcome(self) -> Outcome:
+        if self.fault:
+            return Outcome.INFRA_ERROR
+        return outcome_of(self._last) if self._last else Outcome.COMPLETED
 
     @property
     def held_bytes(self) -> int:
@@ -211,13 +216,13 @@ class RelaySession:
         raise LookupError(name)
 
     def seal(self, reason: str) -> None:
-        if not self._sealed_because:
-            self._sealed_because = reason
+        if not self.sealed_because:
+            self.sealed_because = reason
             for call in list(self._live):
-                call.cut(self._gone())
+                call.cut(_gone(self.sealed_because))
             if self._writing and self._scribe is not None:
                 self._scribe.write()
-            for task in self._coming:
+            for task in self.coming:
                 task.cancel()
 
     def forget(self) -> None:
@@ -227,14 +232,16 @@ class RelaySession:
         for calls in (self._calls, self._writing, self._unwritten):
             calls.clear()
         self._newest.clear()
+        self._last = None
         self._num_answer_bytes = self._num_blob_bytes = 0
 
     def account(self) -> Account:
-        return account_of(self.session_id, self._calls)
+        rotating = compile_rotating(self._config.rotating_lines)
+        return account_of(self.session_id, self._calls, rotating)
 
     def _ended(self, call: RelayCall) -> None:
         self._live.discard(call)
-        if self._scribe is not None and not self._sealed_because:
+        if self._scribe is not None and not self.sealed_because:
             self._scribe.ended(call)
             if call.state is CallState.WRITING:
                 self._writing.append(call)
@@ -254,7 +261,7 @@ class RelaySession:
         for call in written:
             call.move(CallState.UNWRITTEN if failure else CallState.WHOLE, failure)
             if failure is not None:
-                self.fault = str(failure)
+                self.own_fault = str(failure)
                 self._unwritten.append(call)
                 self._tell_untaken(call, is_untaken=True)
         if failure is None and self._unwritten:
@@ -273,20 +280,20 @@ class RelaySession:
             call.move(CallState.WRITING)
         self._writing += self._unwritten
         self._unwritten.clear()
-        self.fault = ""
+        self.own_fault = ""
         if self._scribe is not None:
             self._scribe.be_due()
 
     def _count(self, call: RelayCall) -> None:
-        """A call that has ended."""
+        """Add an ended call to what is held, and keep what it says of the upstream."""
         if call.state in ANSWERED:
             if call.num_bytes < MIN_BLOB_BYTES:
                 self._num_answer_bytes += call.num_bytes
             else:
                 self._num_blob_bytes += call.num_bytes
-            self.fault = f"the upstream answered {call.status}" if call.status >= 500 else ""
-        if call.failure is not None and call.failure.status >= 500:
-            self.fault = str(call.failure)
+            self._last, self.own_fault = call, ""
+        elif fault := fault_of(call):
+            self.own_fault = fault
 
     def _regain(self, past: RelayPast) -> None:
         self._threads, self._calls = past.threads, past.calls
@@ -305,9 +312,6 @@ class RelaySession:
         num_bytes = self._num_answer_bytes + CALL_BYTES * len(self._calls)
         return num_bytes + sum([call.num_bytes for call in self._live]) if self._live else num_bytes
 
-    def _gone(self) -> SessionError:
-        return SessionError(410, "session_sealed", f"this session is over: {self._sealed_because}")
-
 
 class Reading:
     """See RelaySession.reading; no generator, since each call has one."""
@@ -318,7 +322,10 @@ class Reading:
         self._session = session
 
     def __enter__(self) -> None:
-        self._task = self._session.begin_reading()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._session.coming.add(task)
 
     def __exit__(
         self,
@@ -326,7 +333,18 @@ class Reading:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._session.end_reading(self._task, error)
+        """SessionError 410 if the session was sealed meanwhile."""
+        session = self._session
+        session.coming.discard(self._task)
+        if isinstance(error, asyncio.CancelledError):
+            if session.sealed_because and self._task.uncancel() == 0:
+                raise _gone(session.sealed_because) from None
+        elif isinstance(error, ContentLost):
+            session.own_fault = str(error)
+
+
+def _gone(why: str) -> SessionError:
+    return SessionError(410, "session_sealed", f"this session is over: {why}")
 
 
 def _repeats(known: RelayCall, route: str, request: Request, key: str) -> bool:
@@ -337,7 +355,8 @@ def _repeats(known: RelayCall, route: str, request: Request, key: str) -> bool:
     asked = known.asked
     return (
         known.state is not CallState.CUT
-        and known.status < 400
+        and known.status < 300
+        and not (known.state in ANSWERED and fault_of(known))
         and (asked.route, asked.key) == (route, key)
         and asked.request is not None
         and request.asks_the_same(asked.request)

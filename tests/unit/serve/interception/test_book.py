@@ -32,6 +32,10 @@ class Session:
         self.sealed: list[str] = []
         self.is_forgotten = False
 
+    @property
+    def natural_outcome(self) -> Outcome:
+        return Outcome.INFRA_ERROR if self.fault else Outcome.COMPLETED
+
     def held(self) -> dict[str, int]:
         return {"history": self.held_bytes}
 

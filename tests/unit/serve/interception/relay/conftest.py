@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from rollmesh.core.clock import SystemClock
+from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.process import listen
 from rollmesh.engine.http import HttpClient
@@ -85,12 +85,14 @@ async def make_relay() -> AsyncIterator[MakeRelay]:
             key: str = PROVIDER_KEY,
             config: InterceptionConfig | None = None,
             archive: Archive | None = None,
+            clock: Clock | None = None,
         ) -> Relay:
             settings = config or InterceptionConfig()
             http = await stack.enter_async_context(HttpClient())
             urls = [each if isinstance(each, str) else each.url for each in providers]
-            upstreams = Upstreams(urls, key, http, SystemClock())
-            capture = RelayCapture(upstreams, SystemClock(), settings, archive)
+            clock = clock or SystemClock()
+            upstreams = Upstreams(urls, key, http, clock)
+            capture = RelayCapture(upstreams, clock, settings, archive)
             edge = RelayEdge(RelayKit(capture, upstreams, settings))
 
             async def handle(request: Request) -> None:

@@ -153,3 +153,50 @@ async def test_a_reward_finds_its_call_by_number_or_by_the_responses_id(
         except LookupError:
             unknown += 1
     assert unknown == 4
+
+
+TOOLS = [{"name": "task", "input_schema": {}}, {"name": "read", "input_schema": {}}]
+HELPER_TOOLS = [{"name": "read", "input_schema": {}}]
+
+
+async def test_claude_codes_main_line_is_main_beside_four_busier_sub_agents(
+    make_relay: MakeRelay,
+) -> None:
+    """Answers have exact tokens as a proxy before vLLM adds them; here they are those of chat."""
+    seen: list[int] = []
+
+    def script(asked: SeenRequest) -> Told:
+        body = orjson.loads(asked.body)
+        texts = [str(message["content"]) for message in body["messages"]]
+        prompt = [hash(text) % 1000 for text in (str(body.get("system", ""))[-20:], *texts)]
+        num_tokens = 100 if "helper" in str(body.get("system")) else 1
+        seen.append(num_tokens)
+        return tell("b", prompt, [7] * num_tokens, id=f"r{len(seen)}")
+
+    def settings(text: str, tools: Any) -> dict[str, Any]:
+        billing = f"x-anthropic-billing-header: cch={len(seen)}\n"
+        marked = [{**tool, "cache_control": {"n": len(seen)}} for tool in tools]
+        return {"system": [{"type": "text", "text": billing + text}], "tools": marked}
+
+    async with ScriptedProvider(script) as provider:
+        relay = await make_relay(provider)
+        await relay.read(ask("title of: fix it", **settings("a title", [])))
+        await relay.read(ask("fix it", **settings("the agent", TOOLS)))
+        for number in range(4):
+            talk = [f"look at {number}"]
+            for step in range(3):
+                await relay.read(ask(*talk, **settings("a helper", HELPER_TOOLS)))
+                talk += ["b", f"result {step}"]
+        await relay.read(ask("what is new", **settings("the topic", [])))
+        await relay.read(ask("fix it", "b", "results", **settings("the agent", TOOLS)))
+        await relay.read(ask("in short: results", **settings("the agent", TOOLS)))
+        await relay.read(ask("bye", **settings("the topic", [])))
+    account = relay.account()
+    expected = ["side", "main", *["subagent"] * 12, "side", "main", "main", "side"]
+    assert [call["branch"] for call in account["calls"]] == expected
+    branches = {sample["branch"] for sample in account["samples"] if len(sample["loss_mask"]) > 99}
+    assert branches == {"subagent"}
+    assert account["messages"] == [
+        {"role": "user", "content": "in short: results"},
+        {"role": "assistant", "content": "b"},
+    ]

@@ -6,12 +6,19 @@ import weakref
 import pytest
 
 from rollmesh.core.errors import EngineUnavailable, SessionError
+from rollmesh.engine.parser import Headers
 from rollmesh.serve.interception.relay.call import Asked, RelayCall
 from rollmesh.testing.clock import FakeClock
 
 
 class NoOther:
     """Carries nothing any further."""
+
+    url = "http://upstream"
+    has_other = False
+
+    def redirect(self, status: int, headers: Headers) -> str:
+        return "no"
 
     def fail(self, error: EngineUnavailable, retries: bool) -> bool:
         return False
@@ -24,7 +31,7 @@ class NoOther:
 async def test_a_failure_keeps_nobody_who_was_told_of_it() -> None:
     call = RelayCall(Asked(0, "/messages", None, (), "", 0.0), 10, lambda _: None)
     call.carry(NoOther())
-    call.on_error(EngineUnavailable("down"))
+    call.on_error(EngineUnavailable("http://upstream: down: very"))
 
     async def ask() -> "weakref.ref[FakeClock]":
         request = FakeClock()  # anything that a reader has at hand

@@ -8,11 +8,12 @@ import orjson
 import pytest
 
 from rollmesh.core.errors import EngineUnavailable
+from rollmesh.engine.parser import Headers
 from rollmesh.serve.interception.account import Rewards
 from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.account import account_of
 from rollmesh.serve.interception.relay.call import Asked, CallState, RelayCall
-from rollmesh.serve.interception.relay.heard import Heard, hear
+from rollmesh.serve.interception.relay.heard import Heard, read_answer
 from rollmesh.serve.interception.relay.threads import Threads
 
 JSON = b"content-type: application/json\r\n"
@@ -21,12 +22,12 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "run", "arguments":
 
 
 def plain(route: str, answer: Any) -> list[Heard]:
-    return hear(route, JSON, orjson.dumps(answer))
+    return read_answer(route, JSON, orjson.dumps(answer)).choices
 
 
 def stream(route: str, *chunks: Any) -> list[Heard]:
     raw = b"".join([b": hi\n\nevent: x\ndata: %b\n\n" % orjson.dumps(each) for each in chunks])
-    return hear(route, SSE, raw + b"data: [DONE]\n\n")
+    return read_answer(route, SSE, raw + b"data: [DONE]\n\n").choices
 
 
 def test_sglangs_plain_chat_tells_tokens_log_probs_and_versions() -> None:
@@ -179,7 +180,9 @@ def test_a_message_is_built_of_its_blocks_plain_and_streamed() -> None:
     ],
 )
 def test_what_is_no_answer_is_no_choice(route: str, raw: bytes) -> None:
-    assert hear(route, SSE if raw.startswith(b"data") else JSON, raw) == []
+    answer = read_answer(route, SSE if raw.startswith(b"data") else JSON, raw)
+    assert answer.choices == []
+    assert answer.failure
 
 
 @pytest.mark.parametrize("ids", [["3"], [-1], [2**31], [0.5], "34", {"a": 1}])
@@ -191,7 +194,9 @@ def test_tokens_that_are_none_count_as_not_told(ids: Any) -> None:
 
 
 def test_a_broken_compression_is_no_choice() -> None:
-    assert hear("/messages", b"Content-Encoding: gzip\r\n", b"not gzip") == []
+    answer = read_answer("/messages", b"Content-Encoding: gzip\r\n", b"not gzip")
+    assert answer.choices == []
+    assert "cannot be inflated" in answer.unread
 
 
 CHOICE = {
@@ -277,6 +282,7 @@ def answered(route: str, is_stream: bool, chunks: list[Any]) -> RelayCall:
     kind = b"text/event-stream" if is_stream else b"application/json"
     call.on_head(200, [(b"Content-Type", kind)])
     told = [b"data: %b\n\n" % orjson.dumps(each) for each in chunks] if is_stream else []
+    told += [b"data: [DONE]\n\n"] if is_stream else []
     for piece in told or [orjson.dumps(chunks[0])]:
         call.on_data(piece)
     call.on_end()
@@ -287,6 +293,12 @@ def answered(route: str, is_stream: bool, chunks: list[Any]) -> RelayCall:
 
 class Nowhere:
     """A carrier that has nothing to do."""
+
+    url = "http://upstream"
+    has_other = False
+
+    def redirect(self, status: int, headers: Headers) -> str:
+        return "no"
 
     def fail(self, error: EngineUnavailable, retries: bool) -> bool:
         return False

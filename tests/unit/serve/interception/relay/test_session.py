@@ -15,7 +15,7 @@ from rollmesh.serve.interception.relay.deeds import Called, decode
 from rollmesh.testing.provider import ScriptedProvider, Told, events
 from tests.disks import lose_files, no_room_in_memory, small_disk
 from tests.unit.serve.interception.relay.conftest import MakeRelay
-from tests.unit.serve.interception.relay.test_edge import ANSWER, ASK
+from tests.unit.serve.interception.relay.test_edge import ANSWER, ASK, CHUNK
 
 USER = {"role": "user", "content": "guess"}
 
@@ -137,7 +137,7 @@ async def test_what_the_disk_has_lost_gives_503_and_no_upstream_is_blamed(
         assert relay.upstreams.all[0].fault == ""
 
 
-@pytest.mark.parametrize("told", [Told((ANSWER,)), events(b'{"n":1}', b'{"n":2}', b"[DONE]")])
+@pytest.mark.parametrize("told", [Told((ANSWER,)), events(CHUNK, CHUNK, b"[DONE]")])
 async def test_what_a_full_disk_refuses_has_no_end_and_is_given_when_it_is_written(
     make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
