@@ -11,7 +11,7 @@ import msgspec
 
 from rollmesh.cli.make_model import is_made
 from rollmesh.cli.options import add_set, add_share, add_view, parser, share_of
-from rollmesh.cli.resume import add_resume, settings_of
+from rollmesh.cli.resume import add_resume, resume_command, settings_of
 from rollmesh.core.config import Config
 from rollmesh.launch.run import Order, launch
 
@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
         about="" if is_there else ABOUT,
         resume=options.resume,
         share=share_of(options),
+        resume_command=resume_command("demo", argv),
     )
     return launch(order)
 

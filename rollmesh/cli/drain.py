@@ -13,7 +13,7 @@ from rollmesh.cli.standing import of_folder
 from rollmesh.core.errors import AddressError, UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.process import OK
-from rollmesh.dashboard.view import RunPhase
+from rollmesh.core.run_state import ENDED
 from rollmesh.launch.folder import read_addresses
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import check_dial, read_keys
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 def router_of(folder: Path) -> str:
     """The router's address; UserError if the run is over, or has no router yet."""
     standing = of_folder(folder, time.time())
-    if standing.run and standing.run.phase == RunPhase.FINISHED:
+    if standing.run and standing.run.phase in ENDED:
         raise UserError(f"{folder}: the run has ended, and its workers with it")
     ready = read_addresses(folder).get("router")
     if ready is None:

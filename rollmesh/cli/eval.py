@@ -7,7 +7,9 @@ does not run again; no process of the small mesh is left behind. Driven by peopl
 
 import argparse
 import asyncio
+import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,15 @@ from rollmesh.cli.options import (
 from rollmesh.core.config import Config, write_config
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE, stop_event
-from rollmesh.core.types import Task
+from rollmesh.core.types import TRAINED_OUTCOMES, Task
 from rollmesh.envs.loading import load_env
 from rollmesh.launch.checks import check
 from rollmesh.launch.folder import EVAL_MESH, move_aside
 from rollmesh.launch.machine import End
 from rollmesh.launch.serving import ServingMesh
 from rollmesh.serve.client.plan import Plan, pose, read_plan, write_plan
-from rollmesh.serve.client.results import rows_in
-from rollmesh.serve.client.scores import report_of
+from rollmesh.serve.client.results import Row, rows_in
+from rollmesh.serve.client.scores import Report, report_of
 from rollmesh.wire.keys import read_keys
 
 SETTINGS: dict[str, Any] = {"worker": {"failed_sibling": "score_rest"}}
@@ -183,7 +185,7 @@ async def _enter_mesh(order: Order, stack: AsyncExitStack) -> tuple[str, asyncio
         stop = asyncio.create_task(_stopped(), name="stop")
         stack.callback(stop.cancel)
         return order.router, stop
-    mesh = await stack.enter_async_context(ServingMesh(mesh_config(order)))
+    mesh = await stack.enter_async_context(ServingMesh(mesh_config(order), resume_command(order)))
     return "" if mesh.end.done() else mesh.router, mesh.end
 
 
@@ -209,14 +211,34 @@ def conclude(order: Order, end: End) -> int:
     """Say how it went; the exit code. UserError where the mesh could not work."""
     if end.code == USAGE:
         raise UserError(end.reason)
-    report = report_of(rows_in(order.folder))
+    rows = rows_in(order.folder)
+    report = report_of(rows)
     if end.code == OK or report.num_rollouts:
         show(order.plan, report, order.folder, as_json=order.says_json)
     if end.code != OK:
-        words = ["rollmesh eval --resume --out", str(order.folder)]
-        words += ["--router", order.router] if order.router else []
-        print(f"{end.reason}; `{' '.join(words)}` goes on", file=sys.stderr)
-    return end.code if end.code or report.num_rollouts else FAILED
+        print(f"{end.reason}; `{resume_command(order)}` resumes it", file=sys.stderr)
+        return end.code
+    if complaint := all_failed(rows, report):
+        print(f"rollmesh: {complaint}", file=sys.stderr)
+        return FAILED
+    return OK
+
+
+def resume_command(order: Order) -> str:
+    """The command that resumes the evaluation."""
+    words = ["rollmesh", "eval", "--resume", "--out", str(order.folder)]
+    return shlex.join([*words, *(["--router", order.router] if order.router else [])])
+
+
+def all_failed(rows: Sequence[Row], report: Report) -> str:
+    """A line for people where every rollout failed, or there is none; '' otherwise."""
+    if any(row.outcome in TRAINED_OUTCOMES for row in rows):
+        return ""
+    if not rows:
+        return "the evaluation has no rollouts"
+    cause, failure = next(iter(report.failures.items()))
+    error = next(iter(failure.errors), "")
+    return f"every rollout failed ({len(rows):,}), most by {cause}{error and f': {error}'}"
 
 
 def _first(*values: Any) -> Any:

@@ -7,6 +7,7 @@ that train.
 """
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from functools import reduce
 from typing import Any
@@ -44,6 +45,12 @@ def add_go_on(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="as --resume if the run that is there was cut off, else begin one",
     )
+
+
+def resume_command(verb: str, argv: list[str]) -> str:
+    """The command that resumes the run which `rollmesh VERB ARGV` begins."""
+    words = [*argv, *([] if {"--resume", "--go-on"} & set(argv) else ["--resume"])]
+    return shlex.join(["rollmesh", verb, *words])
 
 
 def settings_of(options: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Config:

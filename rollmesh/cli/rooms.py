@@ -20,7 +20,8 @@ from rollmesh.cli.options import (
 )
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.descriptors import PEERS, allow_descriptors
-from rollmesh.core.process import wait_for_go
+from rollmesh.core.process import OK, wait_for_go
+from rollmesh.core.run_state import RunState
 
 
 def engine(argv: list[str]) -> int:
@@ -72,7 +73,7 @@ def router(argv: list[str]) -> int:
 
 def train(argv: list[str]) -> int:
     """The trainer; alone, it does for its run's folder and telemetry what launch does."""
-    from rollmesh.cli.resume import add_go_on, add_resume, settings_of
+    from rollmesh.cli.resume import add_go_on, add_resume, resume_command, settings_of
     from rollmesh.launch.folder import RunFolder
     from rollmesh.launch.watch import Watch
     from rollmesh.trainer.process import run
@@ -93,10 +94,15 @@ def train(argv: list[str]) -> int:
     share, config = share_of(options), settings_of(options)
     if options.ready_fd is not None:
         return run(config, options.router, options.ready_fd, share)
-    folder = RunFolder(config, resume=options.resume)
-    with Watch(options.status, "trainer", folder, SystemClock()):
-        code = run(config, options.router, None, share)
-    folder.conclude(config.trainer.num_steps)
+    command = resume_command("train", argv)
+    folder = RunFolder(config, resume=options.resume, resume_command=command)
+    try:
+        with Watch(options.status, "trainer", folder, SystemClock()):
+            code = run(config, options.router, None, share)
+    except BaseException as error:
+        folder.end(RunState.FAILED, str(error) or type(error).__name__)
+        raise
+    folder.end(RunState.DONE if code == OK else RunState.STOPPED)
     return code
 
 

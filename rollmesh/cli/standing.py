@@ -1,8 +1,6 @@
-"""How a mesh stands, as plain values: gathered from a run folder, or asked of a router.
+"""The state of a mesh as plain values, read from a run folder or asked of a router.
 
-Invariant: what has ended is not shown as alive: a run counts as running only while its files grow
-and, on the machine that runs it, while its launch process is there. Driven by the verbs `status`
-and `drain`.
+A run or process that has ended is never shown as alive; see core/run_state.py.
 """
 
 import contextlib
@@ -17,10 +15,11 @@ import msgspec
 import psutil
 
 from rollmesh.core.errors import AddressError
+from rollmesh.core.run_state import ENDED, RunState, read_record
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 from rollmesh.core.tail import Tail
 from rollmesh.dashboard.rows import ConfigRow, ProcessRow, RouterRow, StepRow, TelemetryRow
-from rollmesh.dashboard.view import RunPhase, RunView
+from rollmesh.dashboard.view import RunView
 from rollmesh.launch.folder import Pid, read_addresses, read_pids, read_summary
 from rollmesh.serve.client.plan import PLAN
 
@@ -37,8 +36,11 @@ class RunStanding(msgspec.Struct, frozen=True):
     """The run as its folder tells it."""
 
     name: str
-    phase: str
-    """waiting, running, silent (its launch is gone or stuck) or finished."""
+    phase: RunState
+    cause: str
+    """Why it failed or was killed."""
+    resume: str
+    """The command that resumes it, once it has ended before it was done; '' if unknown."""
     num_done: int
     """Train steps."""
     num_steps: int
@@ -67,22 +69,28 @@ class Standing(msgspec.Struct, frozen=True):
     """Its workers, engines and queue; None if it never answered, or the run has ended."""
     processes: list[ProcessRow]
     """Those of the run that are alive."""
+    quiet_s: float = 0.0
+    """How old the tables are."""
 
 
 def of_folder(folder: Path, unix_s: float) -> Standing:
     """How the run of this folder stands; however long it is, little of it is read."""
     view = _view_of(folder)
     told = view.last_telemetry
-    phase, processes = _look(view.phase(unix_s), told, read_pids(folder))
+    status = view.status(unix_s)
+    phase = status.state
+    processes = _alive(phase, told, read_pids(folder))
     head, last = view.head(unix_s), view.learning()["last"] or {}
     step = last.get("step")
-    is_over = phase is RunPhase.FINISHED
+    is_over = phase in ENDED - {RunState.KILLED}
     is_eval = (folder.parent / PLAN).is_file()
-    is_there = phase in (RunPhase.WAITING, RunPhase.RUNNING)
+    is_there = phase in (RunState.WAITING, RunState.RUNNING)
     ready = read_addresses(folder).get("router") if is_there else None
     run = RunStanding(
         name=folder.parent.name if is_eval else head["name"],
-        phase=phase.value,
+        phase=phase,
+        cause=status.cause,
+        resume=status.resume,
         num_done=0 if step is None else step + 1,
         num_steps=0 if is_eval else head["num_steps"],
         success=last.get("success"),
@@ -94,7 +102,9 @@ def of_folder(folder: Path, unix_s: float) -> Standing:
         logs=str(logs) if (logs := folder / "logs").is_dir() else "",
     )
     router = told.router if told and not is_over else None
-    return Standing(told.time_s if told else None, run, router, processes)
+    if told is None:
+        return Standing(None, run, router, processes)
+    return Standing(told.time_s, run, router, processes, max(0.0, unix_s - told.time_s))
 
 
 def of_router(url: str, unix_s: float) -> Standing:
@@ -122,7 +132,7 @@ def _view_of(folder: Path) -> RunView:
     """The picture that the first and last lines of the run's files make."""
     view = RunView()
     view.config = next(_rows([_content(folder / "config.json")], ConfigRow), view.config)
-    view.has_summary = (folder / "summary.json").is_file()
+    view.record = read_record(folder)
     metrics, telemetry = folder / "metrics.jsonl", folder / "telemetry.jsonl"
     first = (row for row in _rows(_head(metrics), StepRow) if row.success_untrained is not None)
     last = (row for row in _rows(_end(metrics), StepRow) if row.success is not None)
@@ -157,19 +167,15 @@ def _content(path: Path) -> bytes:
         return b""
 
 
-def _look(
-    phase: RunPhase, told: TelemetryRow | None, pids: list[Pid]
-) -> tuple[RunPhase, list[ProcessRow]]:
-    """The phase and who is alive: where the run is on this machine, its processes are looked at."""
+def _alive(phase: RunState, told: TelemetryRow | None, pids: list[Pid]) -> list[ProcessRow]:
+    """The processes of the run that are alive; on this machine each is checked."""
     processes = told.processes if told else []
     here = socket.gethostname()
     ours = {row.pid: row for row in pids if row.host == here}
     if ours:
-        alive = {pid: row.role for pid, row in ours.items() if _is_alive(row)}
-        if phase is RunPhase.RUNNING and "launch" not in alive.values():
-            phase = RunPhase.SILENT
-        return phase, [row for row in processes if row.pid in alive]
-    return phase, processes if phase is RunPhase.RUNNING else []
+        alive = {pid for pid, row in ours.items() if _is_alive(row)}
+        return [row for row in processes if row.pid in alive]
+    return processes if phase is RunState.RUNNING else []
 
 
 def _is_alive(row: Pid) -> bool:

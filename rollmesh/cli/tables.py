@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmesh.cli.standing import RunStanding, Standing
+from rollmesh.core.run_state import SILENT_AFTER_S, RunState
 from rollmesh.dashboard.rows import RouterRow
-from rollmesh.dashboard.view import RunPhase
-from rollmesh.launch.screen import NONE, share, summary_table
+from rollmesh.launch.screen import NONE, STATE_STYLES, share, summary_table
 
 MIB = 2**20
 SPACE = Text()
@@ -29,9 +29,8 @@ def _parts(standing: Standing) -> Iterator[RenderableType]:
     run, router = standing.run, standing.router
     if run:
         yield from _of_run(run)
-    if run and run.phase == RunPhase.SILENT and standing.time_s is not None:
-        seen = datetime.datetime.fromtimestamp(standing.time_s).astimezone()
-        yield Text(f"its launch is gone or stuck; as last seen at {seen:%H:%M:%S}:", style="yellow")
+    if run and standing.time_s is not None and (line := _last_seen(run, standing)):
+        yield Text(line, style="yellow")
     if run and run.router_address:
         yield Text(f"router: {run.router_address}")
     if router:
@@ -43,9 +42,28 @@ def _parts(standing: Standing) -> Iterator[RenderableType]:
         yield from (SPACE, _processes(standing))
 
 
+def _last_seen(run: RunStanding, standing: Standing) -> str:
+    """A line about telemetry that is old, for the tables below it; '' while it is fresh."""
+    seen = datetime.datetime.fromtimestamp(standing.time_s or 0.0).astimezone()
+    if run.phase is RunState.SILENT:
+        return f"launch cannot be checked from here; as last seen at {seen:%H:%M:%S}:"
+    if run.phase is RunState.KILLED:
+        return f"as last seen at {seen:%H:%M:%S}:"
+    if run.phase is RunState.RUNNING and standing.quiet_s >= SILENT_AFTER_S:
+        return (
+            f"launch is alive but has written no telemetry for {standing.quiet_s:.0f} s (is the "
+            f"disk full, or launch suspended?); as last seen at {seen:%H:%M:%S}:"
+        )
+    return ""
+
+
 def _of_run(run: RunStanding) -> Iterator[RenderableType]:
     steps = f", step {run.num_done} of {run.num_steps}" if run.num_steps else ""
-    yield Text(f"{run.name}: {run.phase}{steps}", style="bold")
+    yield Text(f"{run.name}: {run.phase}{steps}", style=f"bold {STATE_STYLES[run.phase]}")
+    if run.cause:
+        yield Text(f"cause: {run.cause}", style="red")
+    if run.resume:
+        yield Text(f"to resume it: {run.resume}")
     if not run.num_steps:
         return
     if run.summary:

@@ -7,7 +7,7 @@ the run went. Driven by people, and in containers as the main process.
 from pathlib import Path
 
 from rollmesh.cli.options import add_set, add_share, add_view, parser, share_of
-from rollmesh.cli.resume import add_resume, settings_of
+from rollmesh.cli.resume import add_resume, resume_command, settings_of
 from rollmesh.launch.run import Order, launch
 
 
@@ -32,5 +32,6 @@ def main(argv: list[str]) -> int:
             is_live=options.is_live,
             resume=options.resume,
             share=share_of(options),
+            resume_command=resume_command("up", argv),
         )
     )

@@ -30,6 +30,9 @@ LAUNCHER_VARIABLE = "ROLLMESH_LAUNCHER"
 """Environment: the pid of the launch process, set for the processes that it starts."""
 
 _PR_SET_PDEATHSIG = 1
+_STATE, _STARTED = 0, 19
+"""Fields of /proc/PID/stat behind the name."""
+_DEAD = ("Z", "X")
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -100,6 +103,19 @@ def pid_space() -> str:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+
+
+def start_ticks(pid: int) -> str:
+    """When the process started, in clock ticks since boot, which no change of the clock moves.
+
+    '' if it has ended, or if the system has no /proc; see proc_pid_stat(5).
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[_STATE] in _DEAD else fields[_STARTED]
 
 
 def is_launched() -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from rollmesh.core.run_state import read_record
 from rollmesh.dashboard.rowfile import RowFile
 from rollmesh.dashboard.rows import (
     ConfigRow,
@@ -119,13 +120,11 @@ class RunReader:
 
     def _read_settings(self) -> None:
         view = self.view
+        view.record = read_record(self.folder)
         if config := self._changed("config.json", ConfigRow):
             view.config, self._token_text = config, None
         if summary := self._changed("summary.json", SummaryRow):
-            view.has_summary = True
             view.success_untrained = summary.success_untrained or view.success_untrained
-        elif not (self.folder / "summary.json").exists():
-            view.has_summary = False  # the run goes on
         files = (self._steps, self._telemetry, self._drops, self._shelf)
         view.num_bad_lines = sum(file.num_bad_lines for file in files)
 

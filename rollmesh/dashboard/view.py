@@ -1,25 +1,18 @@
 """What the page shows of a run, folded from the lines of its files.
 
-Owns the bounded picture: thinned series, counts, the latest tables. Invariants: its size does not
-grow with the run; it reads no file and no clock. Driven by `reader`, which feeds it lines and asks
-for the picture.
-
-    WAITING -> RUNNING -> FINISHED        a summary was written
-                  |  ^
-                  v  |
-                SILENT                    no telemetry for SILENT_AFTER_S: stopped, killed or stuck
+- Its size does not grow with the run: series are thinned, tables are the latest.
+- It reads no file and no clock; core/run_state.py derives the state of the run.
 """
 
-import enum
 from collections import Counter
 from typing import Any
 
 import msgspec
 
+from rollmesh.core.run_state import RunRecord, RunStatus, status_of
 from rollmesh.dashboard.rows import ConfigRow, DropRow, RouterRow, StepRow, TelemetryRow
 from rollmesh.dashboard.series import Numbers, Series
 
-SILENT_AFTER_S = 10.0
 PLOTTED = (
     "time_s",
     "step",
@@ -37,22 +30,13 @@ RECENT_STEPS = 20
 """The second set of bars in the staleness histogram covers so many steps."""
 
 
-class RunPhase(enum.StrEnum):
-    """Where the run stands, as far as its files tell."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    SILENT = "silent"
-    FINISHED = "finished"
-
-
 class RunView:
     """The picture of one run."""
 
     def __init__(self) -> None:
         self.config = ConfigRow()
         self.success_untrained: float | None = None
-        self.has_summary = False
+        self.record: RunRecord | None = None
         self.num_bad_lines = 0
         self.steps = Series()
         self.telemetry = Series(max_names=96)
@@ -98,24 +82,23 @@ class RunView:
         is_known = kind in self._drops or len(self._drops) < MAX_KINDS
         self._drops[kind if is_known else OTHER_KINDS] += row.num_rollouts
 
-    def phase(self, unix_s: float) -> RunPhase:
-        """Where the run stands at `unix_s`."""
-        if self.has_summary:
-            return RunPhase.FINISHED
-        if self._first_time_s is None:
-            return RunPhase.WAITING
+    def status(self, unix_s: float) -> RunStatus:
+        """The state of the run at `unix_s`."""
         seen = [row.time_s for row in (self.last_telemetry, self._last_step) if row]
-        return RunPhase.RUNNING if unix_s - max(seen) < SILENT_AFTER_S else RunPhase.SILENT
+        return status_of(self.record, max(seen, default=None), unix_s)
 
     def head(self, unix_s: float) -> dict[str, Any]:
         """The page's first line."""
+        status = self.status(unix_s)
         return {
             "name": self.config.run.name,
             "env": self.config.env,
             "num_steps": self.config.trainer.num_steps,
             "max_staleness": self.config.trainer.max_staleness,
             "success_untrained": self.success_untrained,
-            "phase": self.phase(unix_s),
+            "phase": status.state,
+            "cause": status.cause,
+            "resume": status.resume,
             "started_s": self._first_time_s,
             "num_bad_lines": self.num_bad_lines,
         }

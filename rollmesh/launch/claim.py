@@ -16,6 +16,7 @@ from pathlib import Path
 from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
+from rollmesh.core.process import start_ticks
 from rollmesh.core.share import Share
 from rollmesh.core.warden import kill_marked
 from rollmesh.launch.share import ANSWER_S, GOES_ON, ask, look
@@ -26,15 +27,12 @@ log = get_logger()
 LAST_S = 10.0
 """So long a run that has ended waits to be heard: as long as a scheduler takes to be started again.
 One that is there answers at once."""
-STATE, STARTED = 0, 19
-"""Fields of /proc/PID/stat behind the name, proc_pid_stat(5)."""
-DEAD = ("Z", "X")
 
 
 def claim_of(mark: str, *, owns_engines: bool) -> RunClaim:
     """This process's, for a run whose processes carry `mark`."""
     pid = os.getpid()
-    return RunClaim(mark, socket.gethostname(), pid, place(), life_of(pid), owns_engines)
+    return RunClaim(mark, socket.gethostname(), pid, place(), start_ticks(pid), owns_engines)
 
 
 def take(share: Share, run: RunClaim) -> None:
@@ -75,7 +73,7 @@ def end(earlier: RunClaim, share: Share) -> None:
             f"{name}: its last run ({where}) has not said that it has ended, and cannot be looked "
             f"at from here; once nothing of it is left, {free}"
         )
-    if life_of(earlier.pid) == earlier.life:
+    if start_ticks(earlier.pid) == earlier.life:
         raise ConfigError(f"{name} ({where}): {GOES_ON}")
     if num_left := kill_marked(earlier.mark):
         log.warning("leftovers.killed", run=earlier.mark, num_processes=num_left)
@@ -93,12 +91,3 @@ def place() -> str:
     except OSError:
         return ""
     return f"{boot}/{namespace}/{os.getuid()}"
-
-
-def life_of(pid: int) -> str:
-    """When the process of that pid was started, by a clock that nobody sets; '' if it is dead."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[STATE] in DEAD else fields[STARTED]

@@ -1,10 +1,10 @@
-"""The files of a run that launch itself writes.
+"""The files of a run that launch writes: config, state, pids, addresses, telemetry and its part of
+the summary.
 
-Owns the run folder's place, config.json, pids.json, addresses.json, telemetry.jsonl and launch's
-part of summary.json. Invariants: an older run of the same name is moved aside or, where it is to go
-on, gone on with, never overwritten; a folder has one launch at a time; what others read while we
-write is replaced whole; once the run has begun, a full disk or a folder that was removed is
-remembered as `fault` and ends nothing. Driven by `run` and the supervisor.
+- An older run of the same name is moved aside or resumed, never overwritten.
+- A folder has one launch at a time, which holds a lock.
+- Files that others read are replaced whole.
+- Once the run has begun, a write that fails is kept as `fault` and does not end the run.
 """
 
 import fcntl
@@ -21,13 +21,19 @@ import msgspec
 from rollmesh.core.config import Config
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.process import Ready
+from rollmesh.core.run_state import (
+    STATE_FILE,
+    SUMMARY_FILE,
+    TO_RESUME,
+    RunState,
+    read_record,
+    running_record,
+)
 
 ADDRESSES = "addresses.json"
-SUMMARY = "summary.json"
+SUMMARY = SUMMARY_FILE
 LOCK = "lock"
 LAUNCH = "launch"
-DONE = "done"
-"""What a run whose goal was reached has ended as."""
 EVAL_MESH = "mesh"
 """The run folder of an evaluation's own mesh, in the evaluation's folder."""
 JOURNAL = "journal"
@@ -49,12 +55,14 @@ class Pid(msgspec.Struct, frozen=True):
 class RunFolder:
     """Where one run leaves its files."""
 
-    def __init__(self, config: Config, *, resume: bool = False) -> None:
-        """Make the folder, moving an older one aside, or go on with the one that is there.
+    def __init__(self, config: Config, *, resume: bool = False, resume_command: str = "") -> None:
+        """Make the folder, moving an older one aside, or resume the run that is there.
 
-        Then write the settings. ConfigError if that cannot be.
+        Then write the settings and the state; raise ConfigError if that fails. `resume_command` is
+        shown to people once the run has ended before it was done.
         """
         self.path = config.run_folder()
+        self._record = running_record(resume_command)
         self.fault = ""
         """What could not be written since, in one line."""
         self._ready: dict[str, Ready] = {}
@@ -68,6 +76,7 @@ class RunFolder:
             (self.path / SUMMARY).unlink(missing_ok=True)
             settings = msgspec.json.format(msgspec.json.encode(config), indent=2)
             replace(config_path(config), settings + b"\n")
+            self._write_record()
         except OSError as error:
             verb = "go on with" if resume else "make"
             raise ConfigError(
@@ -110,10 +119,20 @@ class RunFolder:
             replace(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         return summary
 
-    def conclude(self, num_steps: int) -> None:
-        """Say how a run ended whose trainer was started by hand and has ended in order."""
-        num_done = read_summary(self.path / SUMMARY).get("num_steps") or 0
-        self.add_to_summary({"ended": DONE if num_done >= num_steps else "stopped"})
+    def end(self, state: RunState, cause: str = "", **more: Any) -> dict[str, Any]:
+        """Write how the run ended into state.json, and with `more` into summary.json; return the
+        summary."""
+        self._record = msgspec.structs.replace(self._record, state=state, cause=cause)
+        with self._writing(STATE_FILE):
+            self._write_record()
+        told = {"ended": state.value, "cause": cause}
+        if state in TO_RESUME:
+            told["resume"] = self._record.resume
+        return self.add_to_summary({key: each for key, each in told.items() if each} | more)
+
+    def _write_record(self) -> None:
+        content = msgspec.json.format(msgspec.json.encode(self._record), indent=2) + b"\n"
+        replace(self.path / STATE_FILE, content, is_durable=True)
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -133,9 +152,9 @@ def check_unfinished(config: Config) -> None:
     path, num_steps = config.run_folder(), config.trainer.num_steps
     if not config_path(config).is_file():
         raise ConfigError(f"{path}: no run to go on with; begin one without --resume")
-    told = read_summary(path / SUMMARY)
-    num_done = told.get("num_steps") or 0
-    if told.get("ended") == DONE and num_done >= num_steps:
+    record = read_record(path)
+    num_done = read_summary(path / SUMMARY).get("num_steps") or 0
+    if record and record.state is RunState.DONE and num_done >= num_steps:
         raise ConfigError(
             f"{path}: this run is done, with {num_done} of {num_steps} steps; to go on, raise "
             "trainer.num_steps, and else begin anew without --resume"
@@ -143,9 +162,10 @@ def check_unfinished(config: Config) -> None:
 
 
 def was_cut_off(config: Config) -> bool:
-    """Whether the folder holds a run whose end nobody has written down: it died, or goes on."""
-    told = read_summary(config.run_folder() / SUMMARY)
-    return config_path(config).is_file() and "ended" not in told
+    """Whether the folder holds a run that died, failed, or still runs."""
+    record = read_record(config.run_folder())
+    ended_in_order = record is not None and record.state in (RunState.DONE, RunState.STOPPED)
+    return config_path(config).is_file() and not ended_in_order
 
 
 def locked(folder: Path, inside: str = "") -> int:
@@ -213,8 +233,12 @@ def why(error: OSError) -> str:
     return str(error.strerror).lower()
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
+def replace(path: Path, content: bytes, *, is_durable: bool = False) -> None:
+    """Write a file whole or not at all; where `is_durable`, a crash of the machine keeps it too."""
     part = path.with_name(f"{path.name}.part")
-    part.write_bytes(content)
+    with part.open("wb") as file:
+        file.write(content)
+        if is_durable:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(part, path)

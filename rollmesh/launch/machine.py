@@ -26,6 +26,7 @@ import msgspec
 
 from rollmesh.core.config import LaunchConfig
 from rollmesh.core.process import FAILED, INTERRUPTED, OK, RECYCLED, USAGE
+from rollmesh.core.run_state import RunState
 from rollmesh.launch.causes import OUT_OF_MEMORY
 from rollmesh.launch.plan import ChildPlan, OnDeath
 
@@ -137,6 +138,17 @@ class End(msgspec.Struct, frozen=True):
 
     code: int
     reason: str
+
+    @property
+    def state(self) -> RunState:
+        """The state of the run that ended so."""
+        by_code = {OK: RunState.DONE, INTERRUPTED: RunState.STOPPED}
+        return by_code.get(self.code, RunState.FAILED)
+
+    @property
+    def cause(self) -> str:
+        """Why the run failed; '' if it did not."""
+        return self.reason if self.state is RunState.FAILED else ""
 
 
 Event = Reported | Exited | StopAsked | Ticked

@@ -14,12 +14,14 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.text import Text
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import UserError
 from rollmesh.core.logs import setup
-from rollmesh.core.process import FAILED, USAGE
+from rollmesh.core.process import USAGE
+from rollmesh.core.run_state import RunState
 from rollmesh.core.share import Share
 from rollmesh.core.tail import Tail
 from rollmesh.core.warden import new_mark
@@ -33,10 +35,18 @@ from rollmesh.launch.plan import plan_mesh
 from rollmesh.launch.progress import Progress
 from rollmesh.launch.recoveries import Recoveries
 from rollmesh.launch.sampler import Sampler
-from rollmesh.launch.screen import Scene, Screen, screen_for, summary_table, unread
+from rollmesh.launch.screen import (
+    STATE_STYLES,
+    Scene,
+    Screen,
+    screen_for,
+    summary_table,
+    unread,
+)
 from rollmesh.launch.supervisor import Mesh, Supervisor, open_mesh
 
 LOOK_S = 1.0
+WORDS = {RunState.DONE: "is done", RunState.STOPPED: "was stopped", RunState.FAILED: "failed"}
 PIPE_WIDTH = 200
 """Where stdout is no terminal, lines are cut for no one."""
 
@@ -55,6 +65,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Go on with the run that is there."""
     share: Share | None = None
     """In a fleet, where its GPUs are not its own."""
+    resume_command: str = ""
+    """The command that resumes the run, for people; '' if there is none."""
 
 
 def launch(order: Order) -> int:
@@ -85,9 +97,13 @@ class Run:
             order, path = self._order, config_path(config)
             plans = plan_mesh(config, path, order.make_model, earlier, order.share)
             mesh = open_mesh(plans, mark)
-            folder = RunFolder(config, resume=order.resume)
+            folder = RunFolder(config, resume=order.resume, resume_command=order.resume_command)
             setup("launch", folder.path, on_console=False)
-            sampler, end = await self._follow(mesh, folder)
+            try:
+                sampler, end = await self._follow(mesh, folder)
+            except BaseException as error:
+                folder.end(RunState.FAILED, f"launch failed: {type(error).__name__}: {error}")
+                raise
         self._sum_up(end, folder, sampler)
         return end.code
 
@@ -142,12 +158,8 @@ class Run:
             await asyncio.sleep(LOOK_S)
 
     def _sum_up(self, end: End, folder: RunFolder, sampler: Sampler) -> None:
-        more: dict[str, Any] = {
-            "ended": end.reason,
-            "wall_s": round(self._elapsed_s(), 1),
-            "peak_rss_mb": sampler.peak_rss_mb,
-        }
-        summary = folder.add_to_summary(more)
+        wall_s = round(self._elapsed_s(), 1)
+        summary = folder.end(end.state, end.cause, wall_s=wall_s, peak_rss_mb=sampler.peak_rss_mb)
         if end.code == USAGE:
             raise UserError(end.reason)
         with unread():
@@ -157,11 +169,20 @@ class Run:
         self._console.print(summary_table(summary))
         if folder.fault:
             self._console.print(folder.fault, markup=False)
-        if end.code == FAILED:
-            self._console.print(f"the run failed: {end.reason}", markup=False)
-            self._console.print(f"its processes' logs: {folder.logs}", markup=False)
-        else:
-            self._console.print(f"left in {folder.path}", markup=False)
+        for line in end_lines(summary, folder):
+            self._console.print(line)
 
     def _elapsed_s(self) -> float:
         return self._clock.now_s() - self._started_s
+
+
+def end_lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[Text]:
+    """The last lines on the terminal: the end, its cause, the files, how to resume."""
+    state = RunState(summary["ended"])
+    cause = summary.get("cause", "")
+    yield Text(f"the run {WORDS[state]}{cause and f': {cause}'}", style=STATE_STYLES[state])
+    if state is RunState.FAILED:
+        yield Text(f"its processes' logs: {folder.logs}")
+    yield Text(f"left in {folder.path}")
+    if resume := summary.get("resume"):
+        yield Text(f"to resume it: {resume}")

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollmesh.core.run_state import RunState
 from rollmesh.launch.progress import Progress, cpu_shares, rates
 from rollmesh.launch.sampler import MIB, Sampler
 from rollmesh.launch.supervisor import Supervisor
@@ -26,6 +27,16 @@ PLAIN_EVERY = 10
 """The plain view says a line at every so many looks."""
 NUM_NOTES = 4
 NONE = "-"
+STATE_STYLES = {
+    RunState.WAITING: "",
+    RunState.RUNNING: "cyan",
+    RunState.SILENT: "yellow",
+    RunState.DONE: "green",
+    RunState.STOPPED: "yellow",
+    RunState.FAILED: "red",
+    RunState.KILLED: "red",
+}
+"""How the terminal shows a run's state."""
 
 
 @contextmanager
@@ -180,9 +191,11 @@ def line(scene: Scene) -> str:
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """The end of a run."""
+    """The figures of a run's summary; how it ended is shown beside the table."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for key, value in summary.items():
+        if key in ("ended", "cause", "resume"):
+            continue
         lines = (value or [None]) if isinstance(value, list) else [value]
         for at, line in enumerate(lines):
             table.add_row("" if at else key, Text(_figure(line)))

@@ -15,6 +15,7 @@ from typing import Self
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.logs import setup
+from rollmesh.core.run_state import RunState
 from rollmesh.launch.folder import RunFolder, config_path
 from rollmesh.launch.machine import End, MeshState
 from rollmesh.launch.plan import plan_serving
@@ -28,13 +29,17 @@ ROUTER = "router"
 class ServingMesh:
     """See the module."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, resume_command: str = "") -> None:
         """`config` has been checked; an older run folder of its name is moved aside."""
         self.end: asyncio.Task[End]
         """Done when the mesh has ended, by itself or by a signal."""
         self.folder: RunFolder
         self._config = config
+        self._resume_command = resume_command
         self._supervisor: Supervisor
+        self._left_as: RunState | None = None
+        """The state of the run, once the program has left the block while the mesh served."""
+        self._cause = ""
 
     @property
     def router(self) -> str:
@@ -46,7 +51,7 @@ class ServingMesh:
         config = self._config
         settings = ("--config", str(config_path(config)))
         mesh = open_mesh(plan_serving(config, settings, router_words=("--fixed-weights",)))
-        self.folder = RunFolder(config)
+        self.folder = RunFolder(config, resume_command=self._resume_command)
         setup("launch", self.folder.path, on_console=False)
         self._supervisor = Supervisor(mesh, config.launch, self.folder, SystemClock())
         self.end = asyncio.create_task(self._run(), name="mesh")
@@ -63,7 +68,7 @@ class ServingMesh:
             following = tasks.create_task(sampler.follow(), name="sampler")
             end = await self._supervisor.run()
             following.cancel()
-        self.folder.add_to_summary({"ended": end.reason})
+        self.folder.end(self._left_as or end.state, self._cause or end.cause)
         return end
 
     async def _started(self) -> None:
@@ -72,7 +77,14 @@ class ServingMesh:
         while machine.state is not MeshState.RUNNING and not self.end.done():
             await asyncio.wait([self.end], timeout=LOOK_S)
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        _: object = None,
+    ) -> None:
         if not self.end.done():
+            self._left_as = RunState.FAILED if kind else RunState.DONE
+            self._cause = f"{kind.__name__}: {error}" if kind else ""
             self._supervisor.stop()
         await self.end

@@ -15,12 +15,14 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel as ByteSplitter
 
 from rollmesh.core.config import Config, ModelConfig, RunConfig, TrainerConfig, write_config
+from rollmesh.core.run_state import STATE_FILE, RunRecord, RunState
 
 START_S = 1_700_000_000.0
 ROLES = ("engine-0", "router", "worker-0", "worker-1", "trainer", "dashboard")
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 OPENING = "Guess my number from 1 to 7. You have 3 guesses."
 MIB = 2**20
+DONE = RunRecord(state=RunState.DONE)
 
 
 class FakeRun:
@@ -97,10 +99,15 @@ class FakeRun:
         }
         self.append("drops.jsonl", row)
 
-    def finish(self) -> None:
-        """The summary that ends a run."""
+    def finish(self, record: RunRecord = DONE) -> None:
+        """Write the summary and the state that end a run."""
         summary = {"success_untrained": 0.66, "success_last10": 0.96, "num_lost": 0}
         (self.folder / "summary.json").write_bytes(msgspec.json.encode(summary))
+        self.write_record(record)
+
+    def write_record(self, record: RunRecord) -> None:
+        """Write state.json."""
+        (self.folder / STATE_FILE).write_bytes(msgspec.json.encode(record))
 
     def append(self, name: str, row: Any) -> None:
         """One line to one of the folder's files."""

@@ -28,6 +28,7 @@ async def main(config: Config, plans: list[ChildPlan]) -> None:
     sampling = asyncio.create_task(sampler.follow())
     end = await supervisor.run()
     sampling.cancel()
+    run_folder.end(end.state, end.cause)
     sys.stdout.buffer.write(msgspec.json.encode({"end": end, "notes": supervisor.notes}))
 
 

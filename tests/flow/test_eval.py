@@ -33,7 +33,7 @@ async def test_an_evaluation_starts_a_mesh_and_reports_every_rollout(verb: Verb)
     assert Counter(row.task_id for row in rows) == {row.task_id: 2 for row in rows}
     assert msgspec.json.decode((verb.out / "summary.json").read_bytes()) == report
     told = await verb.status()
-    assert (told["run"]["name"], told["run"]["phase"]) == ("out", "finished")
+    assert (told["run"]["name"], told["run"]["phase"]) == ("out", "done")
 
 
 async def test_killed_evaluation_goes_on_where_it_stopped(verb: Verb) -> None:
@@ -75,7 +75,7 @@ async def test_evaluation_on_a_running_mesh_is_stopped_and_gone_on_with(
         code, _, err = await verb.ends()
         assert code == 130
         again = f"rollmesh eval --resume --out {verb.out} --router {mesh.router.ready.address}"
-        assert err == f"stopped; `{again}` goes on\n"
+        assert err == f"stopped; `{again}` resumes it\n"
         await mesh.engine.until(lambda: mesh.engine.num_live == 0)
         await mesh.engine.release()
         await verb.start("--router", mesh.router.ready.address, "--resume", "--json")

@@ -14,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 
+from rollmesh.core.run_state import RunState, read_record
 from rollmesh.launch.folder import Pid
 from rollmesh.launch.plan import ChildPlan, OnDeath
 
@@ -133,6 +134,9 @@ def test_a_fault_in_a_child_ends_the_run_with_its_last_line(mesh: Mesh) -> None:
     reason = "router ended with code 1: ValueError: it broke"
     assert mesh.result()["end"] == {"code": 1, "reason": reason}
     assert (mesh.folder / "logs" / "router.out").read_text().endswith("it broke\n")
+    record = read_record(mesh.folder)
+    assert record
+    assert (record.state, record.cause) == (RunState.FAILED, reason)
 
 
 def test_a_program_that_cannot_be_started_ends_the_run_with_its_reason(mesh: Mesh) -> None:

@@ -22,11 +22,13 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 from rollmesh.core.process import Ready
+from rollmesh.core.run_state import RunRecord, RunState
 from rollmesh.testing.run_folder import FakeRun
 from tests.flow.demo import start
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 WAIT_S = 60.0
+PARTS_OF_AN_END = ("#phase", "#ending")
 SCRIPT = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
 DRAWN_PIXELS = """
 const canvas = document.querySelector("#success canvas");
@@ -114,9 +116,24 @@ def test_the_page_shows_the_curve_and_follows_the_run(
     run.add_steps(3)
     wait(browser, lambda _: "43 of 60" in text_of(browser, "#tiles"))
     run.finish()
-    wait(browser, lambda _: text_of(browser, "#phase") == "finished")
+    wait(browser, lambda _: text_of(browser, "#phase") == "done")
     wait(browser, lambda _: text_of(browser, "#queue").startswith("As last seen at "))
     assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+
+
+def test_a_failed_run_is_shown_with_its_cause_and_how_to_resume_it(
+    browser: webdriver.Chrome, address: str, run: FakeRun
+) -> None:
+    cause, resume = "router ended with code 1: boom", "rollmesh up mesh.toml --resume"
+    run.finish(RunRecord(state=RunState.FAILED, cause=cause, resume=resume))
+    browser.get(address)
+    wait(browser, lambda _: text_of(browser, "#phase") == "failed")
+    assert text_of(browser, "#ending") == f"{cause}\nTo resume it: {resume}"
+    colour = {all_of(browser, name)[0].value_of_css_property("color") for name in PARTS_OF_AN_END}
+    run.finish(RunRecord(state=RunState.DONE))
+    wait(browser, lambda _: text_of(browser, "#phase") == "done")
+    assert all_of(browser, "#phase")[0].value_of_css_property("color") not in colour
+    assert len(colour) == 1
 
 
 def test_a_trajectory_shows_its_messages_and_coloured_tokens(

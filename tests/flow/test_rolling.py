@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.core.process import OK
+from rollmesh.core.process import INTERRUPTED
 from rollmesh.serve.client.client import Finished
 from tests.flow.worker_mesh import Mesh, ask, leaves, open_mesh, take
 
@@ -28,7 +28,7 @@ async def test_restarts_of_its_only_worker_cost_a_long_group_no_attempt(mesh: Me
         worker = await asyncio.to_thread(mesh.worker, "worker-0", drain_timeout_s=0.1)
         await mesh.engine.until(lambda: mesh.engine.num_live == 2)
         worker.popen.terminate()
-        assert await leaves(worker) == OK
+        assert await leaves(worker) == INTERRUPTED
         await mesh.engine.until(lambda: mesh.engine.num_live == 0)
     await asyncio.to_thread(mesh.worker, "worker-0")
     await mesh.engine.release()

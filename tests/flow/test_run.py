@@ -144,7 +144,7 @@ def test_the_page_of_an_ended_run_reads_its_trajectories(ended: Path) -> None:
     words = [sys.executable, "-m", "rollmesh.cli.main", "status", str(ended)]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=STOPS_WITHIN_S)
     told = done.stdout
-    assert told.startswith("demo: finished, step 6 of 6\n")
+    assert told.startswith("demo: done, step 6 of 6\n")
 
 
 def test_ctrl_c_in_mid_run_ends_everything_in_time(tmp_path: Path) -> None:
@@ -158,6 +158,8 @@ def test_ctrl_c_in_mid_run_ends_everything_in_time(tmp_path: Path) -> None:
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
     summary = read(run / "summary.json")
     assert summary["ended"] == "stopped"
+    assert summary["resume"].startswith("rollmesh demo --seed 1 --no-live --set ")
+    assert summary["resume"].endswith(" --resume")
     assert summary["num_steps"] >= 3
     assert (run / "checkpoint" / "config.json").is_file()
 

@@ -123,7 +123,7 @@ def test_a_mesh_whose_launch_is_killed_is_not_told_as_alive(tmp_path: Path) -> N
     psutil.wait_procs(processes, WITHIN_S)
     mesh.close()
     standing = told(str(mesh.run))
-    assert (standing["run"]["phase"], standing["processes"]) == ("silent", [])
+    assert (standing["run"]["phase"], standing["processes"]) == ("killed", [])
 
 
 def has_telemetry(run: Path) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.ids import GroupId
+from rollmesh.core.process import INTERRUPTED
 from rollmesh.core.types import Outcome
 from rollmesh.serve.client.client import Arrival, Dropped, Finished
 from rollmesh.serve.server.groups import FAILURES
@@ -257,7 +258,7 @@ async def test_worker_outlives_environment_code_that_misbehaves(mesh: Mesh) -> N
     assert (line["state"], line["pid"]) == ("live", worker.popen.pid)
     assert line["last_error"].partition(": ")[0] in FAILURES
     worker.popen.terminate()
-    assert await leaves(worker) == 0
+    assert await leaves(worker) == INTERRUPTED
 
 
 CANCELS_ALL = """

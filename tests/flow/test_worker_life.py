@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.core.process import FAILED, OK, RECYCLED
+from rollmesh.core.process import FAILED, INTERRUPTED, RECYCLED
 from rollmesh.serve.client.client import Finished
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AskDrain
@@ -139,7 +139,7 @@ async def test_worker_that_gets_sigterm_finishes_what_it_runs(mesh: Mesh) -> Non
     [finished] = await take(client)
     assert isinstance(finished, Finished)
     assert (finished.worker_id, finished.attempt) == ("worker-0", 1)
-    assert await leaves(stopped) == OK
+    assert await leaves(stopped) == INTERRUPTED
     assert mesh.last_reason("worker-0") == "stopped: the worker was stopped"
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
-from rollmesh.core.process import OK, RECYCLED, Ready
+from rollmesh.core.process import INTERRUPTED, OK, RECYCLED, Ready
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.client import Arrival, RolloutClient
 from rollmesh.testing.engine import NextToken, ScriptedEngine
@@ -94,7 +94,7 @@ def running(folder: Path, *words: str) -> Iterator[Process]:
             yield Process(popen, msgspec.json.decode(pipe.readline(), type=Ready))
     finally:
         popen.terminate()
-        assert popen.wait(PATIENCE_S) in (OK, RECYCLED, -signal.SIGKILL)
+        assert popen.wait(PATIENCE_S) in (OK, INTERRUPTED, RECYCLED, -signal.SIGKILL)
 
 
 class Mesh:

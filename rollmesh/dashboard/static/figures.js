@@ -18,6 +18,9 @@ function drawHead({ run }) {
   document.title = run.name ? `${run.name} \u00b7 rollmesh` : "rollmesh";
   byId("phase").className = `phase ${run.phase}`;
   byId("phase").textContent = run.num_bad_lines ? `${run.phase}, ${run.num_bad_lines} unreadable lines` : run.phase;
+  const ending = [run.cause, run.resume && `To resume it: ${run.resume}`].filter(Boolean);
+  byId("ending").className = `ending ${run.phase}`;
+  byId("ending").replaceChildren(...ending.map((line) => element("span", {}, line)));
 }
 
 function drawTiles({ run, steps, learning, telemetry }) {
@@ -87,7 +90,7 @@ function drawFleet({ run, fleet }) {
       number(megabytes(worker.rss_bytes)), number(megabytes(worker.held_bytes))]));
   const waiting = Object.entries(queue).map(([state, num]) => `${count(num)} ${state}`);
   // What has ended is not told as alive.
-  const seen = ["finished", "silent"].includes(run.phase) ? `As last seen at ${new Date(1000 * seenS).toLocaleTimeString()}. ` : "";
+  const seen = !["waiting", "running"].includes(run.phase) ? `As last seen at ${new Date(1000 * seenS).toLocaleTimeString()}. ` : "";
   byId("queue").textContent = router
     ? `${seen}Groups: ${[...waiting, `${count(numDone)} done`].join(", ")}. Processes: ${processes.length}.`
     : "The router has not been heard yet.";

@@ -5,10 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.cli.eval import arguments, begin_folder, main, order_of
+from rollmesh.cli.eval import arguments, begin_folder, conclude, main, order_of
 from rollmesh.core.errors import UserError
+from rollmesh.core.process import FAILED, OK
 from rollmesh.core.types import FieldPolicy
+from rollmesh.launch.machine import End
 from rollmesh.serve.client import evaluation
+from rollmesh.serve.client.results import RESULTS, Row
 
 
 def refused(words: list[str]) -> str:
@@ -95,3 +98,31 @@ def test_older_evaluation_is_moved_aside(out: str) -> None:
         begin_folder(order_of(arguments().parse_args(words)))
     older = msgspec.json.decode(Path(f"{out}.1", "eval.json").read_bytes())
     assert older["env"] == "echo"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        (["agent_error", "agent_error"], FAILED),
+        (["infra_error", "env_failed"], FAILED),
+        ([], FAILED),
+        (["agent_error", "completed"], OK),
+    ],
+)
+def test_an_evaluation_whose_rollouts_all_failed_ends_with_code_1_and_a_line(
+    out: str, outcomes: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = order_of(arguments().parse_args(["--out", out, "--env", "echo", "--model-dir", "m"]))
+    begin_folder(order)
+    error = "KeyError: 'answer' (env.py:15 in score)"
+    for number, outcome in enumerate(outcomes):
+        row = Row(
+            task_id="t", group_id=f"g{number}", index=0, num_samples=1, outcome=outcome, error=error
+        )
+        with (Path(out) / RESULTS).open("ab") as file:
+            file.write(msgspec.json.encode(row) + b"\n")
+    assert conclude(order, End(OK, "done")) == code
+    told = capsys.readouterr().err
+    assert told.count("\n") == (code != OK)
+    if outcomes and code == FAILED:
+        assert f"every rollout failed (2), most by {outcomes[0]}: {error}" in told

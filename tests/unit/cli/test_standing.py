@@ -1,5 +1,6 @@
 """What has ended is not told as alive, and a router that says nothing is told in one line."""
 
+import io
 import os
 import socket
 import threading
@@ -10,9 +11,12 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from rich.console import Console
 
 from rollmesh.cli.standing import Standing, of_folder, of_router
+from rollmesh.cli.tables import paint
 from rollmesh.core.errors import AddressError
+from rollmesh.core.run_state import RunRecord, RunState, running_record
 from rollmesh.launch.folder import Pid
 from rollmesh.testing.run_folder import FakeRun
 
@@ -57,20 +61,71 @@ def test_a_run_on_this_machine_lists_only_processes_that_are_alive(run: FakeRun)
     assert [row.role for row in look(run).processes] == ["launch"]
 
 
-def test_a_pid_that_was_given_to_another_process_is_not_the_run_s(run: FakeRun) -> None:
-    row = Pid("launch", os.getpid(), psutil.Process().create_time() - 1000, socket.gethostname())
-    (run.folder / "pids.json").write_bytes(msgspec.json.encode([row]))
+def test_a_run_whose_pid_belongs_to_another_process_now_was_killed(run: FakeRun) -> None:
+    ours = running_record("rollmesh up --resume")
+    run.write_record(msgspec.structs.replace(ours, start_ticks="1"))
     standing = look(run)
     assert standing.run
-    assert standing.run.phase == "silent"
+    assert standing.run.phase == "killed"
 
 
-def test_a_run_whose_launch_was_killed_is_silent_at_once(run: FakeRun) -> None:
+def test_a_run_whose_launch_died_without_a_word_was_killed_and_can_be_resumed(run: FakeRun) -> None:
     write_pids(run, launch=GONE_PID)
+    ours = running_record("rollmesh up --resume")
+    run.write_record(msgspec.structs.replace(ours, pid=GONE_PID))
     standing = look(run)
     assert standing.run
-    assert (standing.run.phase, standing.processes) == ("silent", [])
+    assert (standing.run.phase, standing.processes) == ("killed", [])
+    assert standing.run.cause.startswith("launch ended without a word")
+    assert standing.run.resume == "rollmesh up --resume"
     assert standing.router  # as it was last seen
+
+
+def test_a_living_launch_that_cannot_write_telemetry_is_running(run: FakeRun) -> None:
+    # On a full disk telemetry ends, and so it may after a change of the clock.
+    run.write_record(running_record("rollmesh up --resume"))
+    standing = look(run, after_s=3600.0)
+    assert standing.run
+    assert (standing.run.phase, standing.quiet_s) == ("running", 3600.0)
+    assert "launch is alive but has written no telemetry for 3600 s" in painted(standing)
+
+
+@pytest.mark.parametrize(
+    ("summary", "phase", "cause"),
+    [
+        ({"ended": "done"}, "done", ""),
+        ({"ended": "stopped"}, "stopped", ""),
+        ({"ended": "router ended with code 1"}, "failed", "router ended with code 1"),
+    ],
+)
+def test_a_run_from_before_there_was_a_state_file_is_read_by_its_summary(
+    run: FakeRun, summary: dict[str, str], phase: str, cause: str
+) -> None:
+    (run.folder / "summary.json").write_bytes(msgspec.json.encode(summary))
+    standing = look(run)
+    assert standing.run
+    assert (standing.run.phase, standing.run.cause) == (phase, cause)
+
+
+@pytest.mark.parametrize("state", [RunState.FAILED, RunState.STOPPED])
+def test_a_run_that_ended_before_it_was_done_is_never_called_finished(
+    run: FakeRun, state: RunState
+) -> None:
+    cause = "router ended with code 1" if state is RunState.FAILED else ""
+    run.finish(RunRecord(state=state, cause=cause, resume="rollmesh up --resume"))
+    standing = look(run)
+    assert standing.run
+    assert (standing.run.phase, standing.run.cause) == (state, cause)
+    lines = painted(standing).splitlines()
+    assert lines[0] == f"demo: {state}, step 12 of 60"
+    assert "to resume it: rollmesh up --resume" in lines
+    assert (f"cause: {cause}" in lines) == bool(cause)
+
+
+def painted(standing: Standing) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(paint(standing))
+    return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
 
 def test_a_silent_run_of_another_machine_lists_no_process(run: FakeRun) -> None:
@@ -83,7 +138,7 @@ def test_a_run_that_has_ended_has_no_mesh(run: FakeRun) -> None:
     run.finish()
     standing = look(run)
     assert standing.run
-    assert standing.run.phase == "finished"
+    assert standing.run.phase == "done"
     assert standing.run.summary["num_lost"] == 0
     assert (standing.router, standing.processes) == (None, [])
 

@@ -37,7 +37,7 @@ def test_a_run_is_described_from_its_folder(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "demo: silent, step 12 of 60"
     assert "untrained 0.66, policy version 12, oldest sample 2" in lines[1]
-    assert lines[2].startswith("its launch is gone or stuck; as last seen at ")
+    assert lines[2].startswith("launch cannot be checked from here; as last seen at ")
     assert lines[3].startswith("groups: 12 queued, 2 assigned, 30 running; 176 done")
     [worker] = [line.split() for line in lines if line.startswith("worker-1")]
     assert worker[1:3] == ["ready", "guess"]
@@ -51,7 +51,7 @@ def test_a_run_that_has_ended_is_told_by_its_summary(
     run.finish()
     assert main([str(run.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "demo: finished, step 12 of 60"
+    assert lines[0] == "demo: done, step 12 of 60"
     assert lines[1].split() == ["success_untrained", "0.66"]
     assert not any("worker-0" in line or "pid" in line for line in lines)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rollmesh.core.run_state import STATE_FILE
 from rollmesh.dashboard.reader import PageEvent, RunReader
 from rollmesh.testing.run_folder import START_S, FakeRun
 
@@ -78,7 +79,7 @@ def test_silence_and_the_end_change_the_head(run: FakeRun) -> None:
     run.finish()
     [event] = reader.poll(run.now_s)
     assert event.name == "run"
-    assert event.data["phase"] == "finished"
+    assert event.data["phase"] == "done"
     assert event.data["success_untrained"] == 0.66
 
 
@@ -127,6 +128,7 @@ def test_a_run_that_goes_on_from_before_its_last_steps_is_read_anew(run: FakeRun
     reader.poll(run.now_s)
     metrics.write_bytes(kept)
     (run.folder / "summary.json").unlink()
+    (run.folder / STATE_FILE).unlink()
     [event] = reader.poll(run.now_s)
     assert event.name == "state"
     assert [row["step"] for row in event.data["steps"]] == [0, 1]

@@ -1,5 +1,6 @@
 """The view folds lines into a picture whose size is bounded."""
 
+from rollmesh.core.run_state import SILENT_AFTER_S, RunRecord, RunState
 from rollmesh.dashboard.rows import (
     DropRow,
     ProcessRow,
@@ -8,7 +9,7 @@ from rollmesh.dashboard.rows import (
     TelemetryRow,
     WorkerRow,
 )
-from rollmesh.dashboard.view import MAX_KINDS, OTHER_KINDS, SILENT_AFTER_S, RunPhase, RunView
+from rollmesh.dashboard.view import MAX_KINDS, OTHER_KINDS, RunView
 
 
 def telemetry(time_s: float, calls: int, tokens: int = 0, worker_id: str = "w") -> TelemetryRow:
@@ -85,16 +86,23 @@ def test_kinds_of_drops_are_bounded() -> None:
     assert drops[OTHER_KINDS] == 2 * MAX_KINDS
 
 
-def test_the_phase_follows_the_files() -> None:
+def test_the_state_follows_the_newest_line_of_either_file() -> None:
     view = RunView()
-    assert view.phase(100.0) is RunPhase.WAITING
+    assert view.status(100.0).state is RunState.WAITING
     view.add_telemetry(telemetry(100.0, calls=0))
-    assert view.phase(101.0) is RunPhase.RUNNING
-    assert view.phase(100.0 + SILENT_AFTER_S) is RunPhase.SILENT
+    assert view.status(101.0).state is RunState.RUNNING
+    assert view.status(100.0 + SILENT_AFTER_S).state is RunState.SILENT
     view.add_step(StepRow(time_s=109.0, step=0, success=0.1))
-    assert view.phase(100.0 + SILENT_AFTER_S) is RunPhase.RUNNING
-    view.has_summary = True
-    assert view.phase(10_000.0) is RunPhase.FINISHED
+    assert view.status(100.0 + SILENT_AFTER_S).state is RunState.RUNNING
+
+
+def test_the_head_says_why_a_run_ended_and_how_to_resume_it() -> None:
+    view = RunView()
+    resume = "rollmesh up --resume"
+    view.record = RunRecord(state=RunState.FAILED, cause="router ended with code 1", resume=resume)
+    head = view.head(0.0)
+    assert (head["phase"], head["cause"]) == ("failed", "router ended with code 1")
+    assert head["resume"] == resume
 
 
 def test_the_run_began_with_its_first_line_whichever_file_it_stands_in() -> None:

@@ -11,11 +11,12 @@ import psutil
 import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError
+from rollmesh.core.process import start_ticks
 from rollmesh.core.share import Share
 from rollmesh.core.warden import MARK_VARIABLE, new_mark
 from rollmesh.launch import claim as claims
 from rollmesh.launch import share as checks
-from rollmesh.launch.claim import claim_of, give_back, life_of, take
+from rollmesh.launch.claim import claim_of, give_back, take
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import ClaimPipeline, ReadScheduler, RunClaim
 from tests.unit.launch.claimed_fleet import fleet
@@ -64,12 +65,12 @@ def test_what_is_left_of_a_dead_run_is_ended_before_its_name_is_taken() -> None:
 
 def test_a_launch_that_is_dead_and_not_reaped_lives_no_more() -> None:
     with process() as launch:
-        assert life_of(launch.pid)
+        assert start_ticks(launch.pid)
         launch.kill()
         while launch.status() != psutil.STATUS_ZOMBIE:
             pass
-        assert life_of(launch.pid) == ""
-    assert life_of(launch.pid) == ""
+        assert start_ticks(launch.pid) == ""
+    assert start_ticks(launch.pid) == ""
 
 
 def test_the_name_of_a_run_that_lives_is_refused_in_one_line_and_nothing_is_ended() -> None:

@@ -11,9 +11,9 @@ import pytest
 from rollmesh.core.config import Config, RunConfig, TrainerConfig, load_config
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.process import Ready
+from rollmesh.core.run_state import RunState, RunStatus, read_record, status_of
 from rollmesh.launch import folder as folder_module
 from rollmesh.launch.folder import (
-    DONE,
     EVAL_MESH,
     JOURNAL,
     SUMMARY,
@@ -151,20 +151,37 @@ def test_there_must_be_a_run_to_go_on_with(config: Config, has_folder: bool) -> 
 
 
 def test_a_run_that_reached_its_goal_is_done(config: Config) -> None:
-    RunFolder(config).add_to_summary({"ended": "done", "num_steps": 200})
+    RunFolder(config).end(RunState.DONE, num_steps=200)
     with pytest.raises(ConfigError, match=r"this run is done, with 200 of 200 steps; .* raise"):
         resumed(config)
     longer = msgspec.structs.replace(config, trainer=TrainerConfig(num_steps=201))
     assert resumed(longer).path == config.run_folder()
 
 
-def test_a_run_of_a_trainer_by_hand_is_done_when_its_steps_are(config: Config) -> None:
-    folder = RunFolder(config)
-    (folder.path / "summary.json").write_text('{"num_steps": 7}')
-    folder.conclude(num_steps=8)
-    assert read_summary(folder.path / "summary.json")["ended"] == "stopped"
-    folder.conclude(num_steps=7)
-    assert read_summary(folder.path / "summary.json")["ended"] == "done"
+def test_how_a_run_ended_is_in_its_state_and_its_summary(config: Config) -> None:
+    folder = RunFolder(config, resume_command="rollmesh up --resume")
+    record = read_record(folder.path)
+    assert record
+    assert (record.state, record.is_alive()) == (RunState.RUNNING, True)
+    (folder.path / SUMMARY).write_text('{"num_steps": 7}')
+    cause, resume = "router ended with code 1", "rollmesh up --resume"
+    failed = {"num_steps": 7, "ended": "failed", "cause": cause, "resume": resume, "wall_s": 2.5}
+    assert folder.end(RunState.FAILED, cause, wall_s=2.5) == failed
+    assert read_summary(folder.path / SUMMARY) == failed
+    told = status_of(read_record(folder.path), None, 0.0)
+    assert told == RunStatus(RunState.FAILED, cause, resume)
+
+
+def test_a_run_that_is_done_has_nothing_to_resume(config: Config) -> None:
+    folder = RunFolder(config, resume_command="rollmesh up --resume")
+    assert folder.end(RunState.DONE) == {"ended": "done"}
+    assert status_of(read_record(folder.path), None, 0.0) == RunStatus(RunState.DONE)
+
+
+def test_a_run_that_is_resumed_runs_again(config: Config) -> None:
+    RunFolder(config).end(RunState.FAILED, "boom")
+    folder = resumed(config)
+    assert status_of(read_record(folder.path), None, 0.0) == RunStatus(RunState.WAITING)
 
 
 def test_a_folder_has_one_launch_at_a_time(config: Config) -> None:
@@ -191,15 +208,16 @@ def test_an_evaluation_that_goes_on_is_not_moved_aside_by_whoever_names_its_fold
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "demo.1"]
 
 
-def test_a_run_was_cut_off_where_nobody_has_written_down_its_end(config: Config) -> None:
+def test_a_run_was_cut_off_unless_it_is_done_or_was_stopped(config: Config) -> None:
     was_so = [was_cut_off(config)]
     folder = RunFolder(config)
     was_so.append(was_cut_off(config))
     (folder.path / SUMMARY).write_text('{"num_steps": 3}')  # of a trainer that failed
     was_so.append(was_cut_off(config))
-    folder.conclude(num_steps=3)
-    assert read_summary(folder.path / SUMMARY)["ended"] == DONE
-    assert [*was_so, was_cut_off(config)] == [False, True, True, False]
+    for state in (RunState.FAILED, RunState.STOPPED, RunState.DONE):
+        folder.end(state)
+        was_so.append(was_cut_off(config))
+    assert was_so == [False, True, True, True, False, False]
 
 
 def test_a_run_that_goes_on_is_not_moved_aside(config: Config, tmp_path: Path) -> None:
