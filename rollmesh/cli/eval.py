@@ -84,6 +84,13 @@ def arguments() -> argparse.ArgumentParser:
     )
     found.add_argument("--num-tasks", type=int, help=f"at most so many tasks ({NUM_TASKS})")
     found.add_argument("--split", help=f"which of the environment's tasks ({SPLIT})")
+    found.add_argument(
+        "--pass-threshold",
+        type=float,
+        metavar="REWARD",
+        help="a rollout with at least this reward succeeded, where the environment does not "
+        "report success and rewards are not 0 or 1 (default: pass_threshold of --config)",
+    )
     found.add_argument("--out", type=Path, default=FOLDER, help=f"folder of results ({FOLDER})")
     found.add_argument("--resume", action="store_true", help="go on with what stands in --out")
     found.add_argument("--json", action="store_true", help="report as JSON, not as a table")
@@ -101,6 +108,8 @@ def order_of(options: argparse.Namespace) -> Order:
         options.config = options.out / CONFIG
     if options.env:
         options.overrides.append(f"env={quoted(options.env)}")
+    if options.pass_threshold is not None:
+        options.overrides.append(f"pass_threshold={options.pass_threshold!r}")
     if options.engines:
         urls = ", ".join(map(quoted, options.engines))
         options.overrides.append(f"engine.urls=[{urls}]")
@@ -212,7 +221,7 @@ def conclude(order: Order, end: End) -> int:
     if end.code == USAGE:
         raise UserError(end.reason)
     rows = rows_in(order.folder)
-    report = report_of(rows)
+    report = report_of(rows, order.config.pass_threshold)
     if end.code == OK or report.num_rollouts:
         show(order.plan, report, order.folder, as_json=order.says_json)
     if end.code != OK:

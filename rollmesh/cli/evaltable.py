@@ -20,6 +20,7 @@ from rollmesh.core.errors import UserError
 from rollmesh.launch.screen import NONE, unread
 from rollmesh.serve.client.plan import Plan
 from rollmesh.serve.client.scores import CONFIDENCE, Estimate, Report
+from rollmesh.serve.client.success import SUCCESS
 
 SUMMARY = "summary.json"
 QUIET_S = 30.0
@@ -116,12 +117,16 @@ def table_of(plan: Plan, report: Report) -> Table:
     table.add_column("")
     table.add_column("mean", justify="right")
     table.add_column(f"{CONFIDENCE:.0%} interval", justify="right")
-    _add_estimate(table, "success", report.success)
     _add_estimate(table, "reward", report.reward)
+    if report.success:
+        _add_estimate(table, "success", report.success)
     for k, estimate in report.pass_at.items():
         is_part = estimate.num_tasks < report.num_tasks
         of_tasks = f" of {estimate.num_tasks:,} tasks" if is_part else ""
         _add_estimate(table, f"pass@{k}{of_tasks}", estimate)
+    for name, estimate in report.metrics.items():
+        if name != SUCCESS:
+            _add_estimate(table, name, estimate)
     for name, value in (
         ("tokens per rollout", report.tokens_per_rollout),
         ("turns per rollout", report.turns_per_rollout),

@@ -146,8 +146,9 @@ def commented_toml(config: Config, names: tuple[str, ...] | None = None) -> str:
             tables += ["\n".join([f"{doc}[{name}]", *lines, ""])] if lines else []
         elif isinstance(value, dict):
             tables.append(f"{doc}[{name}]\n")
-        else:
-            top.append(f"{doc}{name} = {toml(value)}\n")
+        elif names is None or name in names:
+            unset = f"# {name} is not set\n"  # TOML has no null
+            top.append(doc + (unset if value is None else f"{name} = {toml(value)}\n"))
     return "\n".join([*top, *tables])
 
 

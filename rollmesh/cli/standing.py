@@ -45,7 +45,11 @@ class RunStanding(msgspec.Struct, frozen=True):
     """Train steps."""
     num_steps: int
     """0 in the mesh of an evaluation, which trains nothing."""
+    reward: float | None
+    """Mean over the rollouts of the last step."""
+    reward_untrained: float | None
     success: float | None
+    """Share of the rollouts of the last step; None where success is not known."""
     success_untrained: float | None
     policy_version: int | None
     max_age: int | None
@@ -93,6 +97,8 @@ def of_folder(folder: Path, unix_s: float) -> Standing:
         resume=status.resume,
         num_done=0 if step is None else step + 1,
         num_steps=0 if is_eval else head["num_steps"],
+        reward=last.get("reward"),
+        reward_untrained=head["reward_untrained"],
         success=last.get("success"),
         success_untrained=head["success_untrained"],
         policy_version=last.get("policy_version"),
@@ -134,8 +140,8 @@ def _view_of(folder: Path) -> RunView:
     view.config = next(_rows([_content(folder / "config.json")], ConfigRow), view.config)
     view.record = read_record(folder)
     metrics, telemetry = folder / "metrics.jsonl", folder / "telemetry.jsonl"
-    first = (row for row in _rows(_head(metrics), StepRow) if row.success_untrained is not None)
-    last = (row for row in _rows(_end(metrics), StepRow) if row.success is not None)
+    first = (row for row in _rows(_head(metrics), StepRow) if row.reward_untrained is not None)
+    last = (row for row in _rows(_end(metrics), StepRow) if row.step is not None and row.step >= 0)
     for step in (next(first, None), next(last, None)):
         if step:
             view.add_step(step)

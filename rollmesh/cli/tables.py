@@ -14,7 +14,7 @@ from rich.text import Text
 from rollmesh.cli.standing import RunStanding, Standing
 from rollmesh.core.run_state import SILENT_AFTER_S, RunState
 from rollmesh.dashboard.rows import RouterRow
-from rollmesh.launch.screen import NONE, STATE_STYLES, share, summary_table
+from rollmesh.launch.screen import NONE, STATE_STYLES, reward, share, summary_table
 
 MIB = 2**20
 SPACE = Text()
@@ -69,10 +69,11 @@ def _of_run(run: RunStanding) -> Iterator[RenderableType]:
     if run.summary:
         yield summary_table(run.summary)
         return
-    yield Text(
-        f"success {share(run.success)}, untrained {share(run.success_untrained)},"
-        f" policy version {_or_none(run.policy_version)}, oldest sample {_or_none(run.max_age)}"
-    )
+    parts = [f"reward {reward(run.reward)}, untrained {reward(run.reward_untrained)}"]
+    if run.success is not None:
+        parts.append(f"success {share(run.success)}, untrained {share(run.success_untrained)}")
+    parts.append(f"policy version {_or_none(run.policy_version)}")
+    yield Text(", ".join([*parts, f"oldest sample {_or_none(run.max_age)}"]))
 
 
 def _groups(router: RouterRow) -> str:

@@ -312,6 +312,9 @@ class Config(Section, frozen=True):
     """The environment: `package.module:Class`, or a short name: guess, echo, gym, openenv."""
     env_settings: dict[str, Any] = {}
     """Keyword arguments of the environment's constructor."""
+    pass_threshold: float | None = None
+    """A rollout with at least this reward succeeded, where the environment does not report success
+    by the metric `success`. Not set: success is known only where all rewards are 0 or 1."""
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()

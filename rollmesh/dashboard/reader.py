@@ -123,8 +123,10 @@ class RunReader:
         view.record = read_record(self.folder)
         if config := self._changed("config.json", ConfigRow):
             view.config, self._token_text = config, None
-        if summary := self._changed("summary.json", SummaryRow):
-            view.success_untrained = summary.success_untrained or view.success_untrained
+        summary = self._changed("summary.json", SummaryRow)
+        if summary and summary.reward_untrained is not None:
+            view.reward_untrained = summary.reward_untrained
+            view.success_untrained = summary.success_untrained
         files = (self._steps, self._telemetry, self._drops, self._shelf)
         view.num_bad_lines = sum(file.num_bad_lines for file in files)
 

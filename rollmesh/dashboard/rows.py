@@ -87,8 +87,11 @@ class StepRow(msgspec.Struct, frozen=True):
     time_s: float = 0.0
     step: int | None = None
     policy_version: int | None = None
-    success: float | None = None
     reward: float | None = None
+    """Mean over the step's rollouts."""
+    success: float | None = None
+    """Share of the step's rollouts; None where success is not known."""
+    reward_untrained: float | None = None
     success_untrained: float | None = None
     age_histogram: dict[str, int] = {}
     """Samples by age in train steps at consumption."""
@@ -173,4 +176,5 @@ class ConfigRow(msgspec.Struct, frozen=True):
 class SummaryRow(msgspec.Struct, frozen=True):
     """The part of summary.json that the page shows."""
 
+    reward_untrained: float | None = None
     success_untrained: float | None = None

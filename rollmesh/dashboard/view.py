@@ -35,6 +35,7 @@ class RunView:
 
     def __init__(self) -> None:
         self.config = ConfigRow()
+        self.reward_untrained: float | None = None
         self.success_untrained: float | None = None
         self.record: RunRecord | None = None
         self.num_bad_lines = 0
@@ -48,10 +49,11 @@ class RunView:
         self.last_telemetry: TelemetryRow | None = None
 
     def add_step(self, row: StepRow) -> Numbers | None:
-        """Fold a line of metrics.jsonl; the row that the success plot gains, if any."""
-        if row.success_untrained is not None:
+        """Fold a line of metrics.jsonl; the row that the plots gain, if any."""
+        if row.reward_untrained is not None:
+            self.reward_untrained = row.reward_untrained
             self.success_untrained = row.success_untrained
-        if row.step is None or row.success is None:
+        if row.step is None or row.step < 0:
             return None
         self._last_step = row
         self._see_time(row.time_s)
@@ -95,6 +97,7 @@ class RunView:
             "env": self.config.env,
             "num_steps": self.config.trainer.num_steps,
             "max_staleness": self.config.trainer.max_staleness,
+            "reward_untrained": self.reward_untrained,
             "success_untrained": self.success_untrained,
             "phase": status.state,
             "cause": status.cause,

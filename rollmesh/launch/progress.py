@@ -21,7 +21,9 @@ class MetricsRow(msgspec.Struct, frozen=True):
 
     time_s: float
     step: int
+    reward: float | None = None
     success: float | None = None
+    reward_untrained: float | None = None
     success_untrained: float | None = None
     policy_version: int | None = None
     age_histogram: dict[str, int] = {}
@@ -46,6 +48,7 @@ class Progress:
 
     def start_over(self) -> None:
         """The lines come anew: a trainer that died went on from before its last ones."""
+        self.reward_untrained: float | None = None
         self.success_untrained: float | None = None
         self._ages: Counter[str] = Counter()
         self._recent: deque[MetricsRow] = deque(maxlen=ETA_STEPS)
@@ -58,9 +61,10 @@ class Progress:
             except msgspec.MsgspecError:
                 self.num_bad_lines += 1
                 continue
-            if row.success_untrained is not None:
+            if row.reward_untrained is not None:
+                self.reward_untrained = row.reward_untrained
                 self.success_untrained = row.success_untrained
-            if row.success is not None:
+            if row.step >= 0:
                 self._recent.append(row)
                 self._ages.update(row.age_histogram)
 
@@ -74,21 +78,27 @@ class Progress:
         """The newest published weights that a step told of."""
         return (self._recent[-1].policy_version or 0) if self._recent else 0
 
-    def success(self) -> float | None:
+    def reward(self) -> float | None:
         """Mean over the last steps."""
-        rows = list(self._recent)[-MEAN_STEPS:]
-        return sum(row.success or 0.0 for row in rows) / len(rows) if rows else None
+        return _mean(row.reward for row in self._last())
+
+    def success(self) -> float | None:
+        """Mean over the last steps; None where the last one does not know it."""
+        rows = self._last()
+        is_known = bool(rows) and rows[-1].success is not None
+        return _mean(row.success for row in rows) if is_known else None
 
     def equal_groups(self) -> float | None:
         """Mean share of groups in which all rewards were equal, over the last steps."""
-        rows = list(self._recent)[-MEAN_STEPS:]
-        shares = [row.frac_equal_groups for row in rows if row.frac_equal_groups is not None]
-        return sum(shares) / len(shares) if shares else None
+        return _mean(row.frac_equal_groups for row in self._last())
 
     def ages(self) -> dict[str, float]:
         """Share of the run's samples by age in train steps."""
         total = self._ages.total()
         return {age: num / total for age, num in sorted(self._ages.items())}
+
+    def _last(self) -> list[MetricsRow]:
+        return list(self._recent)[-MEAN_STEPS:]
 
     def seconds_left(self) -> float | None:
         """At the pace of the last steps; None while there is none."""
@@ -97,6 +107,12 @@ class Progress:
         first, last = self._recent[0], self._recent[-1]
         pace_s = (last.time_s - first.time_s) / (last.step - first.step)
         return pace_s * (self.num_steps - self.num_done)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """The mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def rates(before: Telemetry, last: Telemetry) -> Rates:

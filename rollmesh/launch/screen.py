@@ -145,8 +145,11 @@ def figures(scene: Scene) -> Table:
     """Learning and pace."""
     progress, now = scene.progress, rates(scene.sampler.before, scene.sampler.last)
     table = Table.grid(padding=(0, 2))
-    table.add_row("success", f"{share(progress.success())} over the last 10 steps")
-    table.add_row("untrained", share(progress.success_untrained))
+    recent = f"{reward(progress.reward())} over the last 10 steps"
+    table.add_row("reward", f"{recent}, untrained {reward(progress.reward_untrained)}")
+    if progress.success() is not None:
+        recent = f"{share(progress.success())} over the last 10 steps"
+        table.add_row("success", f"{recent}, untrained {share(progress.success_untrained)}")
     table.add_row("equal groups", equal_groups(progress))
     table.add_row("staleness", ages(progress))
     table.add_row("rollouts", f"{now.num_in_flight} in flight")
@@ -180,9 +183,13 @@ def line(scene: Scene) -> str:
     progress, sampler = scene.progress, scene.sampler
     now = rates(sampler.before, sampler.last)
     total_mb = sum(sample.rss_bytes for sample in sampler.last.processes) / MIB
+    success = ""
+    if progress.success() is not None:
+        untrained = share(progress.success_untrained)
+        success = f"  success {share(progress.success())} (untrained {untrained})"
     return (
-        f"{steps(progress)}  success {share(progress.success())}"
-        f" (untrained {share(progress.success_untrained)})"
+        f"{steps(progress)}  reward {reward(progress.reward())}"
+        f" (untrained {reward(progress.reward_untrained)}){success}"
         f"  equal groups {equal_groups(progress)}  ages {ages(progress)}"
         f"  {now.num_in_flight} in flight  {now.calls_per_s:.0f} calls/s"
         f"  {now.tokens_per_s:.0f} tokens/s  {total_mb:.0f} MB"
@@ -235,6 +242,13 @@ def ages(progress: Progress) -> str:
 def share(value: float | None) -> str:
     """Two digits."""
     return NONE if value is None else f"{value:.2f}"
+
+
+def reward(value: float | None) -> str:
+    """Three digits after the point, or three significant ones of a very small or large value."""
+    if value is None:
+        return NONE
+    return f"{value:.3f}" if value == 0.0 or 0.01 <= abs(value) < 1e5 else f"{value:.3g}"
 
 
 def clock(seconds: float | None) -> str:

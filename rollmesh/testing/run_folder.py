@@ -1,6 +1,6 @@
 """A run folder as a run of the demo would leave it, made up line by line.
 
-Owns a folder and a seeded story: success rises, memory stays flat, samples have ages 0 to 2. Every
+Owns a folder and a seeded story: rewards rise, memory stays flat, samples have ages 0 to 2. Every
 method appends what the run's processes would append. Driven by tests of readers.
 """
 
@@ -28,7 +28,11 @@ DONE = RunRecord(state=RunState.DONE)
 class FakeRun:
     """Writes a plausible run, as much of it as a test asks for."""
 
-    def __init__(self, folder: Path, num_steps: int = 200, seed: int = 0) -> None:
+    def __init__(
+        self, folder: Path, num_steps: int = 200, seed: int = 0, is_dense: bool = False
+    ) -> None:
+        """`is_dense`: rewards are a tenth of what they would be, and success is not known."""
+        self.is_dense = is_dense
         self.folder = folder
         self.num_steps = num_steps
         self.now_s = START_S
@@ -46,9 +50,14 @@ class FakeRun:
         )
         write_config(config, folder / "config.json")
 
-    def add_baseline(self, success: float = 0.66) -> None:
-        """What the trainer measures before the first step."""
-        self.append("metrics.jsonl", {"time_s": self.now_s, "success_untrained": success})
+    def add_baseline(self, reward: float = 0.66) -> None:
+        """The trainer's measurement before the first step."""
+        row = {"time_s": self.now_s, "step": -1, "reward_untrained": reward}
+        self.append("metrics.jsonl", row | self._if_known(success_untrained=reward))
+
+    def _if_known(self, **figures: float) -> dict[str, float]:
+        """Figures of success; none where rewards are not 0 or 1."""
+        return {} if self.is_dense else figures
 
     def add_steps(self, count: int) -> None:
         """Train steps, one telemetry line and a few rollouts each."""
@@ -71,7 +80,7 @@ class FakeRun:
             "rollout_id": rollout_id,
             "task_id": f"guess-{self._random.randint(1, 7)}",
             "outcome": "completed",
-            "reward": float(won),
+            "reward": won * self._most(),
             "num_calls": sum(message["role"] == "assistant" for message in told),
             "step": step,
             "worker_id": f"worker-{self.num_rollouts % 2}",
@@ -101,7 +110,8 @@ class FakeRun:
 
     def finish(self, record: RunRecord = DONE) -> None:
         """Write the summary and the state that end a run."""
-        summary = {"success_untrained": 0.66, "success_last10": 0.96, "num_lost": 0}
+        summary: dict[str, Any] = {"reward_untrained": 0.66, "reward_last10": 0.96}
+        summary |= self._if_known(success_untrained=0.66, success_last10=0.96) | {"num_lost": 0}
         (self.folder / "summary.json").write_bytes(msgspec.json.encode(summary))
         self.write_record(record)
 
@@ -114,6 +124,10 @@ class FakeRun:
         with (self.folder / name).open("ab") as file:
             file.write(msgspec.json.encode(row) + b"\n")
 
+    def _most(self) -> float:
+        """The reward of a game that was won."""
+        return 0.1 if self.is_dense else 1.0
+
     def _success(self) -> float:
         return 0.66 + 0.31 * (1 - 0.97**self._step)
 
@@ -124,8 +138,8 @@ class FakeRun:
             "time_s": self.now_s,
             "step": self._step,
             "policy_version": self._step + 1,
-            "success": won / 256,
-            "reward": won / 256,
+            "reward": won / 256 * self._most(),
+            **self._if_known(success=won / 256),
             "num_samples": 256,
             "num_rollouts": 256,
             "age_histogram": {"0": 80 - old // 2, "1": 176 - old + old // 2, "2": old},

@@ -25,13 +25,13 @@ from rollmesh.core.logs import get_logger
 from rollmesh.engine.in_memory import Part
 from rollmesh.serve.client.entries import StepTaken
 from rollmesh.serve.client.samples import sibling_rewards
-from rollmesh.trainer.books.records import mean, share
+from rollmesh.trainer.books.records import share
 from rollmesh.trainer.learning.advantages import are_equal
 from rollmesh.trainer.learning.report import StepReport
 from rollmesh.trainer.meter.exactness import Findings, find
 from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.meter.suspicion import Suspicion
-from rollmesh.trainer.pacing.exits import successes_of
+from rollmesh.trainer.pacing.exits import figures_of
 from rollmesh.trainer.pacing.pacer import Batch
 from rollmesh.trainer.pacing.versions import spans_versions
 from rollmesh.trainer.parts import Parts
@@ -142,7 +142,7 @@ class TrainLoop:
     def _has_measured(self) -> bool:
         """Whether the untrained policy is known, if it is to be; not where the run was stopped."""
         num_rollouts, tally = self._config.trainer.eval_rollouts, self._parts.tally
-        if not num_rollouts or tally.success_untrained is not None:
+        if not num_rollouts or tally.reward_untrained is not None:
             return True
         pacer, tenancy = self._parts.pacer, self._parts.tenancy
         while num_to_come := self._num_to_measure(num_rollouts):
@@ -162,10 +162,8 @@ class TrainLoop:
         return self._parts.pacer.course.num_measuring + max(0, num_left)
 
     def _end_evaluation(self) -> None:
-        """Tell what the untrained policy is worth."""
-        tally = self._parts.tally
-        tally.success_untrained, tally.measured = mean(tally.measured), []
-        self._parts.records.step({"step": UNTRAINED, "success_untrained": tally.success_untrained})
+        """Record the mean reward of the untrained policy."""
+        self._parts.records.step({"step": UNTRAINED} | self._parts.tally.end_evaluation())
 
     def _next_batch(self, step: int) -> Batch | None:
         pacer, trainer, tenancy = self._parts.pacer, self._config.trainer, self._parts.tenancy
@@ -294,28 +292,27 @@ class TrainLoop:
 
     def _record(self, batch: Batch, told: dict[str, Any]) -> None:
         samples, pacer = batch.samples(), self._parts.pacer
-        successes = [s for group in batch.groups for s in successes_of(group.record)]
-        success = mean(successes) or 0.0
-        self._parts.tally.add_step(success)
+        tally = self._parts.tally
+        figures = figures_of((group.record for group in batch.groups), tally.rule)
+        tally.add_step(figures["reward"], figures.get("success"))
         num_equal = self._count_equal(batch)
         ages = collections.Counter(pacer.course.versions.age([s], batch.step) for s in samples)
         made = pacer.course.versions.steps.items()
         row: dict[str, Any] = {
             "step": batch.step,
             "policy_version": max(each for each, step in made if step <= batch.step + 1),
-            "success": success,
-            "reward": mean([sample.reward for sample in samples]),
+            **figures,
             "frac_equal_groups": share(num_equal, len(batch.groups)),
             "num_samples": len(samples),
             "num_rollouts": sum(len(group.samples) for group in batch.groups),
             "age_histogram": {str(age): num for age, num in sorted(ages.items())},
             "max_age": max(ages),
             "share_two_versions": share(sum(map(spans_versions, samples)), len(samples)),
-            "num_dropped": self._parts.tally.num_dropped,
+            "num_dropped": tally.num_dropped,
         }
         self._parts.records.step(row | told)
         times = {name: told[name] for name in ("wait_s", "step_s")}
-        log.info("step.trained", step=batch.step, success=round(success, 3), **times)
+        log.info("step.trained", step=batch.step, reward=figures["reward"], **times)
         pacer.trained(batch)
         for group in batch.groups:
             self._parts.tenancy.tell_moved(group.record)

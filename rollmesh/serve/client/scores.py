@@ -1,22 +1,23 @@
-"""What the rows of an evaluation say: means, pass@k, intervals, failures by cause.
+"""Figures of an evaluation from its rows: means, pass@k, intervals, failures by cause.
 
 Invariants: pure; a rollout that brought no result for reasons that are not the agent's counts
 nowhere but among the failures, and one whose agent broke counts as lost. Rollouts of one task are
 not independent, so errors are clustered by task (E. Miller, "Adding Error Bars to Evals",
 arXiv:2411.00640); intervals of shares are Wilson's score interval (JASA 22, 1927) with the number
 of independent rollouts that would give such an error (E. Korn and B. Graubard, Survey Methodology
-24, 1998). Driven by whoever ran the evaluation.
+24, 1998).
 """
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import NormalDist, fmean
 
 import msgspec
 
 from rollmesh.core.types import TRAINED_OUTCOMES, Outcome
 from rollmesh.serve.client.results import Row
+from rollmesh.serve.client.success import SuccessRule
 
 CONFIDENCE = 0.95
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
@@ -54,19 +55,15 @@ class Failure(msgspec.Struct, frozen=True):
     """Rollouts of which something else was said."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An evaluation in figures; None where nothing was counted."""
 
     num_tasks: int
     """Different ones of which a rollout counts."""
     num_rollouts: int
     """Those that count."""
-    success: Estimate | None
-    """Share of rollouts whose metric `success` is positive or, without one, their reward."""
     reward: Estimate | None
-    pass_at: dict[int, Estimate]
-    """By k: the chance that at least one of k rollouts of a task succeeds; of the tasks that have
-    as many."""
+    """0 where the agent broke."""
     failures: dict[str, Failure]
     """By what went wrong: an outcome, or the code of a group's end; the most frequent first."""
     num_truncated: int
@@ -75,32 +72,42 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled ones."""
     turns_per_rollout: float | None
     s_per_rollout: float | None
+    success: Estimate | None = None
+    """Share of rollouts that succeeded, by the rule of success.py; None where it is not known."""
+    pass_at: dict[int, Estimate] = {}
+    """By k: the probability that at least one of k rollouts of a task succeeds, over the tasks with
+    that many rollouts; empty where success is not known."""
+    metrics: dict[str, Estimate] = {}
+    """By the environment's own name, over the rollouts that have it."""
 
 
-def report_of(rows: Sequence[Row]) -> Report:
-    """The figures of all rows."""
+def report_of(rows: Sequence[Row], pass_threshold: float | None = None) -> Report:
+    """The figures of all rows; `pass_threshold` as in the config."""
     counted = [row for row in rows if row.outcome in COUNTED]
     by_task: dict[str, list[Row]] = defaultdict(list)
     for row in counted:
         by_task[row.task_id].append(row)
     tasks = list(by_task.values())
+    rule = SuccessRule(pass_threshold)
+    for row in counted:
+        rule.see(row.reward, row.metrics)
+
+    def success(row: Row) -> float:
+        return rule.success_of(reward(row), row.metrics) or 0.0
+
     return Report(
         num_tasks=len(tasks),
         num_rollouts=len(counted),
-        success=share([Cluster(len(each), fmean(map(succeeded, each))) for each in tasks]),
         reward=_reward(tasks),
-        pass_at=_pass_at(tasks),
+        success=share(_clusters(tasks, success)) if rule.is_known else None,
+        pass_at=_pass_at(tasks, success) if rule.is_known else {},
+        metrics=_metrics(tasks),
         failures=_failures(row for row in rows if row.outcome not in TRAINED_OUTCOMES),
         num_truncated=sum(row.outcome == Outcome.TRUNCATED for row in counted),
         tokens_per_rollout=_mean(row.num_tokens for row in counted),
         turns_per_rollout=_mean(row.num_calls for row in counted),
         s_per_rollout=_mean(row.duration_s for row in counted),
     )
-
-
-def succeeded(row: Row) -> bool:
-    """By the environment's own metric, or by a positive reward."""
-    return row.metrics.get("success", reward(row)) > 0
 
 
 def reward(row: Row) -> float:
@@ -145,9 +152,24 @@ def average(clusters: Sequence[Cluster]) -> Estimate | None:
 
 
 def _reward(tasks: Sequence[Sequence[Row]]) -> Estimate | None:
-    clusters = [Cluster(len(rows), fmean(map(reward, rows))) for rows in tasks]
+    clusters = _clusters(tasks, reward)
     is_share = all(reward(row) in (0.0, 1.0) for rows in tasks for row in rows)
     return share(clusters) if is_share else average(clusters)
+
+
+def _metrics(tasks: Sequence[Sequence[Row]]) -> dict[str, Estimate]:
+    """Means of the environment's metrics, by name."""
+    found: dict[str, Estimate] = {}
+    for name in sorted({name for rows in tasks for row in rows for name in row.metrics}):
+        having = [[row for row in rows if name in row.metrics] for rows in tasks]
+        clusters = _clusters([rows for rows in having if rows], lambda row: row.metrics[name])  # noqa: B023 - called here
+        if estimate := average(clusters):
+            found[name] = estimate
+    return found
+
+
+def _clusters(tasks: Sequence[Sequence[Row]], value: Callable[[Row], float]) -> list[Cluster]:
+    return [Cluster(len(rows), fmean(map(value, rows))) for rows in tasks]
 
 
 def _moments(clusters: Sequence[Cluster]) -> tuple[float, float]:
@@ -180,14 +202,17 @@ def _quantile(num_clusters: int) -> float:
     return Z + sum(term / float(dof) ** power for power, term in enumerate(terms, start=1))
 
 
-def _pass_at(tasks: Sequence[Sequence[Row]]) -> dict[int, Estimate]:
-    """For k = 1, 2, 4 and so on up to a group's size, of the tasks that have so many rollouts."""
+def _pass_at(
+    tasks: Sequence[Sequence[Row]], success: Callable[[Row], float]
+) -> dict[int, Estimate]:
+    """For k = 1, 2, 4 and so on up to a group's size, over the tasks with that many rollouts; a
+    rollout passed if its success is 1."""
     found: dict[int, Estimate] = {}
     largest = max((row.num_samples for rows in tasks for row in rows), default=0)
     k = 1
     while k <= largest:
         clusters = [
-            Cluster(len(rows), pass_at_k(len(rows), sum(map(succeeded, rows)), k))
+            Cluster(len(rows), pass_at_k(len(rows), sum(success(row) >= 1 for row in rows), k))
             for rows in tasks
             if len(rows) >= k
         ]

@@ -1,4 +1,4 @@
-"""learning.png: the success curve and the ages of what was trained, drawn from metrics.jsonl.
+"""learning.png: the curve of rewards and the ages of what was trained, drawn from metrics.jsonl.
 
 Invariant: it reads the run folder and nothing else, so it draws any run, finished or cut short.
 Driven by process.py at the end of a run.
@@ -23,26 +23,27 @@ def draw_learning(folder: Path) -> None:
     steps = [row for row in rows if row["step"] >= 0]
     if not steps:
         return
-    untrained = next((r["success_untrained"] for r in rows if r["step"] < 0), None)
-    figure, (success, ages) = plt.subplots(
+    untrained = next((r.get("reward_untrained") for r in rows if r["step"] < 0), None)
+    figure, (rewards, ages) = plt.subplots(
         2, 1, figsize=(9, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
     )
-    draw_success(success, steps, untrained)
+    draw_rewards(rewards, steps, untrained)
     draw_ages(ages, steps)
     figure.savefig(folder / "learning.png", dpi=120)
     plt.close(figure)
 
 
-def draw_success(axes: Any, steps: list[dict[str, Any]], untrained: float | None) -> None:
-    """Each step's success, its moving mean, and where the untrained policy stood."""
-    x = [row["step"] for row in steps]
-    y = [row["success"] for row in steps]
-    axes.plot(x, y, color="#9ec1e6", linewidth=1, label="success of a step")
+def draw_rewards(axes: Any, steps: list[dict[str, Any]], untrained: float | None) -> None:
+    """Each step's mean reward, its moving mean, and the untrained policy's mean reward."""
+    known = [row for row in steps if row["reward"] is not None]
+    x, y = [row["step"] for row in known], [row["reward"] for row in known]
+    axes.plot(x, y, color="#9ec1e6", linewidth=1, label="mean reward of a step")
     axes.plot(x, moving_mean(y, MOVING_STEPS), color="#1f5fa8", linewidth=2, label="mean of 10")
     if untrained is not None:
-        axes.axhline(untrained, color="#888888", linestyle="--", label=f"untrained {untrained:.2f}")
-    axes.set_ylabel("success rate")
-    axes.set_ylim(0, 1.02)
+        axes.axhline(untrained, color="#888888", linestyle="--", label=f"untrained {untrained:.3g}")
+    axes.set_ylabel("mean reward")
+    if all(0 <= value <= 1 for value in (*y, untrained or 0.0)):
+        axes.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
 

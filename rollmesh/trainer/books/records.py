@@ -5,7 +5,7 @@
     drops.jsonl         one row per rollout (or group without rollouts) that does not train, and why
     recoveries.jsonl    one row per life of the trainer but the first: what it went on from
     summary.json        at the end, however it ends
-    learning.png        the success curve
+    learning.png        the curve of rewards
 
 Invariants: num_asked = num_trained + num_dropped + num_open + num_lost, all in rollouts, and
 num_lost is what this equation leaves, never a counter of its own; a trainer that goes on from a
@@ -15,6 +15,7 @@ each group has its rows once; what is held does not grow with the run. Driven by
 
 import collections
 import io
+import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import ErrorPlace, GroupRecord, Json, RolloutRecord
 from rollmesh.serve.client.client import TriesAgain
 from rollmesh.serve.client.samples import Sample
+from rollmesh.serve.client.success import SuccessRule
 from rollmesh.trainer.books.lasting import open_lasting
 from rollmesh.trainer.meter.exactness import ExactnessBook
 
@@ -165,6 +167,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     num_asked: int = 0
     num_evals: int = 0
     measured: list[float] = []
+    measured_successes: list[float] = []
     num_trained: int = 0
     num_dropped: int = 0
     outcomes: dict[str, int] = {}
@@ -175,20 +178,26 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     num_groups: int = 0
     num_equal_groups: int = 0
+    first_rewards: list[float] = []
+    last_rewards: list[float] = []
+    reward_untrained: float | None = None
     first_successes: list[float] = []
     last_successes: list[float] = []
     success_untrained: float | None = None
+    rule: SuccessRule = msgspec.field(default_factory=SuccessRule)
 
 
 class Tally:
     """Counts for the summary."""
 
-    def __init__(self) -> None:
+    def __init__(self, pass_threshold: float | None = None) -> None:
         self.num_asked = 0
         self.num_evals = 0
         """Asked for by an evaluation, and so not among the others."""
         self.measured: list[float] = []
-        """The successes of an evaluation that is not over."""
+        """Rewards of an evaluation that has not ended."""
+        self.measured_successes: list[float] = []
+        """Successes of the same rollouts, as far as they were known."""
         self.num_trained = 0
         self.num_dropped = 0
         self.num_open = 0
@@ -202,9 +211,16 @@ class Tally:
         """Groups that steps have taken."""
         self.num_equal_groups = 0
         """Groups among them whose siblings all had the same reward: they teach nothing."""
+        self.first_rewards: list[float] = []
+        """Mean rewards of the first FEW_STEPS steps."""
+        self.last_rewards: list[float] = []
+        self.reward_untrained: float | None = None
         self.first_successes: list[float] = []
+        """The same of success, in steps where it was known."""
         self.last_successes: list[float] = []
         self.success_untrained: float | None = None
+        self.rule = SuccessRule(pass_threshold)
+        """Which rollouts of the run's environment succeeded."""
         self.exactness = ExactnessBook()
 
     def state(self) -> dict[str, Json]:
@@ -217,17 +233,38 @@ class Tally:
     def restore(self, state: Mapping[str, Json]) -> None:
         """Count on from there."""
         counts = msgspec.convert(state, Counts, str_keys=True)
+        counts.rule.pass_threshold = self.rule.pass_threshold  # the settings may have changed
         for name, value in msgspec.structs.asdict(counts).items():
             own = getattr(self, name)
             setattr(self, name, collections.Counter(value) if isinstance(own, dict) else value)
         self.exactness.restore(state.get("exactness", []))
 
-    def add_step(self, success: float) -> None:
-        """A train step was done, and so many of its rollouts were good."""
+    def add_step(self, reward: float | None, success: float | None) -> None:
+        """Count a train step by the means of its rollouts; None where there is none."""
         self.num_steps += 1
-        self.last_successes = [*self.last_successes[1 - FEW_STEPS :], success]
-        if self.num_steps <= FEW_STEPS:
-            self.first_successes.append(success)
+        for value, first, last in (
+            (reward, self.first_rewards, self.last_rewards),
+            (success, self.first_successes, self.last_successes),
+        ):
+            if value is None:
+                continue
+            last.append(value)
+            del last[:-FEW_STEPS]
+            if self.num_steps <= FEW_STEPS:
+                first.append(value)
+
+    def end_evaluation(self) -> dict[str, float | None]:
+        """Take the means of what was measured; the figures for a row."""
+        self.reward_untrained = mean(self.measured)
+        self.success_untrained = mean(self.measured_successes) if self.rule.is_known else None
+        self.measured, self.measured_successes = [], []
+        row = {"reward_untrained": self.reward_untrained}
+        return row | self._successes(success_untrained=self.success_untrained)
+
+    def _successes(self, **values: float | None) -> dict[str, float | None]:
+        """Figures of success; none where the rule does not know them."""
+        known = self.rule.is_known
+        return {name: value for name, value in values.items() if known and value is not None}
 
     def add_worker(self, worker_id: str) -> None:
         """A rollout came from there."""
@@ -239,9 +276,14 @@ class Tally:
         num_rollouts = sum(self.outcomes.values())
         num_aged = sum(self.ages.values())
         return {
-            "success_untrained": self.success_untrained,
-            "success_first10": mean(self.first_successes),
-            "success_last10": mean(self.last_successes),
+            "reward_untrained": self.reward_untrained,
+            "reward_first10": mean(self.first_rewards),
+            "reward_last10": mean(self.last_rewards),
+            **self._successes(
+                success_untrained=self.success_untrained,
+                success_first10=mean(self.first_successes),
+                success_last10=mean(self.last_successes),
+            ),
             "num_steps": self.num_steps,
             "frac_equal_groups": share(self.num_equal_groups, self.num_groups),
             "num_rollouts": num_rollouts,
@@ -263,8 +305,8 @@ class Tally:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Rounded; None of nothing."""
-    return round(sum(values) / len(values), 4) if values else None
+    """Rounded to six significant digits; None of nothing."""
+    return float(f"{math.fsum(values) / len(values):.6g}") if values else None
 
 
 def share(part: int, whole: int) -> float:

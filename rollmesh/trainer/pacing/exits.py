@@ -9,12 +9,15 @@ Invariant: what has not left is in no book, so that a trainer that dies and has 
 journal counts it once. Driven by the pacer.
 """
 
+from collections.abc import Iterable
+
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import GroupRecord, RolloutRecord
 from rollmesh.serve.client.arrivals import seen_of
 from rollmesh.serve.client.entries import GroupBooked
+from rollmesh.serve.client.success import SuccessRule
 from rollmesh.trainer.books.ledger import DropLedger
-from rollmesh.trainer.books.records import RunRecords, Tally
+from rollmesh.trainer.books.records import RunRecords, Tally, mean
 from rollmesh.trainer.pacing.stock import ReadyGroup
 from rollmesh.trainer.pacing.versions import Versions, spans_versions
 
@@ -72,7 +75,9 @@ class Exits:
 
     def measured(self, group: ReadyGroup) -> None:
         """A result of an evaluation."""
-        self._tally.measured += successes_of(group.record)
+        rewards, successes = measures_of(group.record.rollouts, self._tally.rule)
+        self._tally.measured += rewards
+        self._tally.measured_successes += successes
         self._leave(group, None)
 
     def unmeasured(self, group_id: GroupId, task_id: str, reason: str) -> None:
@@ -114,10 +119,30 @@ class Exits:
             )
 
 
-def successes_of(record: GroupRecord) -> list[float]:
-    """Per rollout with a reward: the environment's `success` metric, or whether reward > 0."""
-    return [
-        r.metrics.get("success", float(r.reward > 0))
-        for r in record.rollouts
-        if r.reward is not None
-    ]
+MAX_METRICS = 64
+"""Of an environment, in a row of metrics.jsonl; names that sort later are left out."""
+
+
+def figures_of(records: Iterable[GroupRecord], rule: SuccessRule) -> dict[str, float | None]:
+    """Means over the rollouts with a reward: `reward`, `success` where it is known, and `env/NAME`
+    for each metric of the environment, over the rollouts that have it."""
+    scored = [each for record in records for each in record.rollouts if each.reward is not None]
+    rewards, successes = measures_of(scored, rule)
+    metrics: dict[str, list[float]] = {}
+    for rollout in scored:
+        for name, value in rollout.metrics.items():
+            metrics.setdefault(name, []).append(value)
+    figures = {"reward": mean(rewards)} | ({"success": mean(successes)} if successes else {})
+    names = sorted(metrics)[:MAX_METRICS]
+    return figures | {f"env/{name}": mean(metrics[name]) for name in names}
+
+
+def measures_of(
+    rollouts: Iterable[RolloutRecord], rule: SuccessRule
+) -> tuple[list[float], list[float]]:
+    """Rewards of the rollouts that have one, and their successes; [] where these are unknown."""
+    scored = [(each.reward, each.metrics) for each in rollouts if each.reward is not None]
+    for reward, metrics in scored:
+        rule.see(reward, metrics)
+    known = [rule.success_of(reward, metrics) for reward, metrics in scored]
+    return [reward for reward, _ in scored], [each for each in known if each is not None]

@@ -80,7 +80,7 @@ def find(client: RolloutClient, savepoints: Savepoints) -> Revival:
 
 def restored_tally(config: Config, revival: Revival) -> Tally:
     """The counts of all lives."""
-    trainer, recovery, tally = config.trainer, revival.recovery, Tally()
+    trainer, recovery, tally = config.trainer, revival.recovery, Tally(config.pass_threshold)
     if revival.saved:
         tally.restore(revival.saved.state.tally)
     if recovery.num_asked:  # by the journal: what waited for room there was never asked for

@@ -79,7 +79,23 @@ def test_nothing_that_counts_is_shown_as_no_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show(PLAN, report_of([]), tmp_path, as_json=False)
-    assert "success -" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "reward -" in text
+    assert "pass@" not in text
+
+
+def test_reward_comes_first_and_metrics_are_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row("a", at, "completed", 0.155) for at in range(4)]
+    rows = [msgspec.structs.replace(each, metrics={"turns": 3.0}) for each in rows]
+    show(PLAN, report_of(rows), tmp_path, as_json=False)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    named = [line[0] for line in lines if line]
+    assert named.index("reward") < named.index("turns")
+    assert ["turns", "3.000", "-"] in lines
+    assert not any(name == "success" or name.startswith("pass@") for name in named)
+    assert "success" not in (tmp_path / "summary.json").read_text()
 
 
 def one_task(*rewards: float) -> Report:

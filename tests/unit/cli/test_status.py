@@ -36,7 +36,9 @@ def test_a_run_is_described_from_its_folder(
     assert main([str(run.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "demo: silent, step 12 of 60"
-    assert "untrained 0.66, policy version 12, oldest sample 2" in lines[1]
+    assert lines[1].startswith("reward 0.")
+    assert ", untrained 0.660, success 0." in lines[1]
+    assert lines[1].endswith("untrained 0.66, policy version 12, oldest sample 2")
     assert lines[2].startswith("launch cannot be checked from here; as last seen at ")
     assert lines[3].startswith("groups: 12 queued, 2 assigned, 30 running; 176 done")
     [worker] = [line.split() for line in lines if line.startswith("worker-1")]
@@ -52,8 +54,20 @@ def test_a_run_that_has_ended_is_told_by_its_summary(
     assert main([str(run.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "demo: done, step 12 of 60"
-    assert lines[1].split() == ["success_untrained", "0.66"]
+    assert lines[1].split() == ["reward_untrained", "0.66"]
     assert not any("worker-0" in line or "pid" in line for line in lines)
+
+
+def test_success_is_not_shown_where_it_is_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun(tmp_path / "dense", num_steps=60, is_dense=True)
+    run.add_baseline(0.05)
+    run.add_steps(12)
+    assert main([str(run.folder)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].startswith("reward 0.0")
+    assert "success" not in out
 
 
 def test_why_groups_wait_is_told_below_their_numbers() -> None:

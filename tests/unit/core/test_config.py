@@ -33,7 +33,10 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("foo = 1", "unknown key 'foo'; there are env, env_settings, run, model, engine, router"),
+        (
+            "foo = 1",
+            "unknown key 'foo'; there are env, env_settings, pass_threshold, run, model, ",
+        ),
         ('[router]\nbeat_s = "x"', "router.beat_s: expected `float`, got `str`"),
         ("[trainer]\nclip_low = 2.0", "trainer.clip_low: expected `float` <= 1.0"),
         ("[engine]\nurls = ['a', 3]", "engine.urls[1]: expected `str`, got `int`"),

@@ -64,8 +64,9 @@ def test_ages_add_up_and_the_recent_ones_move_on() -> None:
 
 def test_the_baseline_is_no_step() -> None:
     view = RunView()
-    assert view.add_step(StepRow(time_s=1.0, success_untrained=0.66)) is None
-    assert view.success_untrained == 0.66
+    row = StepRow(time_s=1.0, step=-1, reward_untrained=0.5, success_untrained=0.66)
+    assert view.add_step(row) is None
+    assert (view.reward_untrained, view.success_untrained) == (0.5, 0.66)
     assert view.learning()["last"] is None
 
 

@@ -18,17 +18,25 @@ def telemetry(time_s: float, calls: int, cpu_s: float = 0.0, worker: str = "w") 
 
 def test_nothing_is_claimed_before_the_first_step() -> None:
     progress = Progress(num_steps=10)
-    progress.add([row(-1, success_untrained=0.66)])
-    assert progress.success_untrained == 0.66
-    assert (progress.num_done, progress.success(), progress.seconds_left()) == (0, None, None)
+    progress.add([row(-1, reward_untrained=0.66, success_untrained=0.5)])
+    assert (progress.reward_untrained, progress.success_untrained) == (0.66, 0.5)
+    assert (progress.num_done, progress.reward(), progress.success()) == (0, None, None)
+    assert progress.seconds_left() is None
     assert progress.ages() == {}
 
 
-def test_success_is_the_mean_of_the_last_ten_steps() -> None:
+def test_reward_and_success_are_means_of_the_last_ten_steps() -> None:
     progress = Progress(num_steps=100)
-    progress.add(row(step, success=step / 100) for step in range(30))
+    progress.add(row(step, reward=step / 50, success=step / 100) for step in range(30))
+    assert progress.reward() == pytest.approx(0.49)
     assert progress.success() == pytest.approx(0.245)
     assert progress.num_done == 30
+
+
+def test_success_is_not_shown_once_a_step_does_not_know_it() -> None:
+    progress = Progress(num_steps=100)
+    progress.add([row(0, reward=1.0, success=1.0), row(1, reward=0.5)])
+    assert (progress.reward(), progress.success()) == (0.75, None)
 
 
 def test_the_time_left_follows_the_pace() -> None:

@@ -14,7 +14,16 @@ from rollmesh.launch.machine import Ticked
 from rollmesh.launch.plan import ChildPlan, OnDeath
 from rollmesh.launch.progress import Progress
 from rollmesh.launch.sampler import MIB, ProcessSample, Sampler, Telemetry
-from rollmesh.launch.screen import PLAIN_EVERY, PlainScreen, Scene, clock, paint, summary_table
+from rollmesh.launch.screen import (
+    PLAIN_EVERY,
+    PlainScreen,
+    Scene,
+    clock,
+    line,
+    paint,
+    reward,
+    summary_table,
+)
 from rollmesh.launch.supervisor import MAX_NOTES, Mesh, Supervisor
 from rollmesh.testing.clock import FakeClock
 
@@ -36,7 +45,8 @@ def scene(tmp_path: Path) -> Scene:
     sampler = Sampler(supervisor, folder, FakeClock())
     sampler.before, sampler.last = telemetry(10.0, 0, 1.0), telemetry(12.0, 1200, 1.5)
     progress = Progress(num_steps=200)
-    row = {"step": 0, "success": 0.7, "success_untrained": 0.66, "age_histogram": {"0": 1, "1": 3}}
+    row = {"step": 0, "reward": 0.155, "age_histogram": {"0": 1, "1": 3}}
+    progress.add([msgspec.json.encode({"time_s": 0.0, "step": -1, "reward_untrained": 0.16})])
     progress.add([msgspec.json.encode({"time_s": 2.0 * s, **row, "step": s}) for s in range(20)])
     return Scene("demo", progress, sampler, supervisor)
 
@@ -53,7 +63,7 @@ def test_the_live_view_tells_learning_pace_processes_and_page(scene: Scene) -> N
     for told in (
         "rollmesh demo: starting, step 20 of 200",
         "1:05, about 6:00 left",
-        "0.70 over the last 10 steps",
+        "0.155 over the last 10 steps, untrained 0.160",
         "0: 25%, 1: 75%",
         "114 in flight",
         "600 calls/s, 1,200 tokens/s",
@@ -80,7 +90,7 @@ def test_the_plain_view_says_a_line_now_and_then(
             screen.look(float(second))
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["worker-0 died", "the page: http://127.0.0.1:5"]
-    assert lines[2].startswith("0:09  step 20 of 200  success 0.70 (untrained 0.66)")
+    assert lines[2].startswith("0:09  step 20 of 200  reward 0.155 (untrained 0.160)  equal")
     assert lines[3].endswith("62 MB  6:00 left")
     assert len(lines) == 4
 
@@ -142,3 +152,26 @@ def test_groups_with_equal_rewards_are_shown(
         for second in range(PLAIN_EVERY):
             screen.look(float(second))
     assert f"equal groups {shown}" in capsys.readouterr().out
+
+
+def test_success_is_shown_behind_the_reward_where_it_is_known(scene: Scene) -> None:
+    assert "success" not in text_of(paint(scene, elapsed_s=65.0))
+    progress = Progress(num_steps=200)
+    for row in (
+        {"time_s": 0.0, "step": -1, "reward_untrained": 0.5, "success_untrained": 0.25},
+        {"time_s": 0.0, "step": 0, "reward": 0.5, "success": 0.25},
+    ):
+        progress.add([msgspec.json.encode(row)])
+    known = scene._replace(progress=progress)
+    assert "reward 0.500 (untrained 0.500)  success 0.25 (untrained 0.25)" in line(known)
+    lines = text_of(paint(known, elapsed_s=65.0)).splitlines()
+    rows = [each.split()[1] for each in lines if "untrained" in each]
+    assert rows == ["reward", "success"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0.000"), (0.155, "0.155"), (-12.5, "-12.500"), (3e-5, "3e-05")],
+)
+def test_a_reward_is_shown_with_the_digits_that_it_has(value: float | None, text: str) -> None:
+    assert reward(value) == text

@@ -245,10 +245,10 @@ def test_an_evaluation_ends_though_the_journal_is_full_of_it(
             group_id, task = life.hear_ask()
             life.finish(group_id, task.id, (Outcome.COMPLETED,))
         life.hear_ask()  # the first that trains
-    assert life.tally.success_untrained == 0.0
+    assert life.tally.reward_untrained == 0.0
     again = begin(SMALL, "trainer.eval_rollouts=3")
     assert (again.tally.num_evals, again.pacer.course.num_measuring) == (num_rollouts, 0)
-    assert again.tally.success_untrained == 0.0
+    assert again.tally.reward_untrained == 0.0
     assert len(again.rows("trajectories.jsonl")) == num_rollouts
 
 
@@ -285,8 +285,8 @@ def test_an_evaluation_that_ended_before_a_step_is_told_though_no_savepoint_know
     again = begin(ROOMY, f"trainer.eval_rollouts={eval_rollouts}")
     with running(again):
         again.hear_ask()
-    assert (again.tally.success_untrained, again.tally.measured) == (0.0, [])
-    steps = [(row["step"], row.get("success_untrained")) for row in again.rows("metrics.jsonl")]
+    assert (again.tally.reward_untrained, again.tally.measured) == (0.0, [])
+    steps = [(row["step"], row.get("reward_untrained")) for row in again.rows("metrics.jsonl")]
     assert steps == [(-1, 0.0), (0, None)]
 
 
@@ -296,7 +296,7 @@ def test_a_run_that_began_without_an_evaluation_goes_on_without_one(begin: Lives
     again = begin(ROOMY, "trainer.eval_rollouts=2")
     with running(again):
         again.hear_ask()
-    assert (again.tally.success_untrained, again.tally.num_evals) == (None, 0)
+    assert (again.tally.reward_untrained, again.tally.num_evals) == (None, 0)
     assert [row["step"] for row in again.rows("metrics.jsonl")] == [0]
 
 

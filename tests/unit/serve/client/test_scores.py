@@ -4,7 +4,9 @@ import itertools
 import math
 import random
 from statistics import NormalDist, stdev
+from typing import Any
 
+import msgspec
 import pytest
 
 from rollmesh.core.types import Outcome
@@ -85,7 +87,35 @@ def test_what_was_said_most_of_a_cause_is_told_and_the_rest_counted() -> None:
 def test_success_is_the_environments_word_before_the_rewards() -> None:
     report = report_of([row("a", reward=0.5, metrics={"success": 0.0}), row("b", reward=0.5)])
     assert report.success is not None
+    assert report.success.mean == 0.0, "the environment reports success, and did not for b"
+
+
+def test_rewards_that_are_not_0_or_1_give_no_success_and_no_pass_at_k() -> None:
+    rows = [row("t", reward=0.155, num_samples=4) for _ in range(4)]
+    report = report_of(rows)
+    assert report.reward is not None
+    assert report.reward.mean == pytest.approx(0.155)
+    assert (report.success, report.pass_at) == (None, {})
+    told = msgspec.json.decode(msgspec.json.encode(report), type=dict[str, Any])
+    assert not {"success", "pass_at"} & told.keys(), "absent, not 0"
+
+
+def test_a_threshold_decides_where_nothing_else_does() -> None:
+    rows = [row("t", reward=reward, num_samples=2) for reward in (0.2, 0.9)]
+    report = report_of(rows, pass_threshold=0.5)
+    assert report.success is not None
     assert report.success.mean == 0.5
+    assert report.pass_at[2].mean == 1.0
+
+
+def test_metrics_of_the_environment_have_means_over_the_rollouts_that_have_them() -> None:
+    rows = [
+        row("a", metrics={"turns": 2.0}),
+        row("a", metrics={"turns": 4.0, "tests": 1.0}),
+        row("b", outcome=Outcome.AGENT_ERROR),
+    ]
+    metrics = report_of(rows).metrics
+    assert {name: each.mean for name, each in metrics.items()} == {"turns": 3.0, "tests": 1.0}
 
 
 def test_pass_at_1_is_the_success_rate_and_grows_with_k() -> None:
@@ -177,7 +207,7 @@ def test_rewards_that_are_successes_have_the_interval_of_those() -> None:
     report = report_of([row(task, reward=float(task < "c")) for task in "aabbcddd"])
     assert report.reward == report.success
     mixed = report_of([row(task, reward=0.5 * (task < "c")) for task in "aabbcddd"])
-    assert mixed.reward != mixed.success
+    assert mixed.success is None
 
 
 @pytest.mark.parametrize(

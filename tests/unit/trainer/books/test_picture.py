@@ -13,11 +13,11 @@ def write(folder: Path, rows: list[dict[str, object]], tail: bytes = b"") -> Non
 
 
 def step(number: int) -> dict[str, object]:
-    return {"step": number, "success": 0.5, "age_histogram": {"0": 3, "1": 1}, "num_samples": 4}
+    return {"step": number, "reward": 0.5, "age_histogram": {"0": 3, "1": 1}, "num_samples": 4}
 
 
 def test_a_run_with_steps_gets_a_picture(tmp_path: Path) -> None:
-    write(tmp_path, [{"step": -1, "success_untrained": 0.6}, step(0), step(1)])
+    write(tmp_path, [{"step": -1, "reward_untrained": 0.6}, step(0), step(1)])
     draw_learning(tmp_path)
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
 
@@ -29,7 +29,7 @@ def test_a_run_without_steps_gets_none(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_row_is_left_out(tmp_path: Path) -> None:
-    write(tmp_path, [step(0)], tail=b'{"step": 1, "succ')
+    write(tmp_path, [step(0)], tail=b'{"step": 1, "rew')
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0]
 
 

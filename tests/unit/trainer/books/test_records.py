@@ -79,20 +79,23 @@ def test_summary_counts_as_lost_what_nothing_else_explains() -> None:
     assert tally.summary()["num_lost"] == 3
 
 
-def test_summary_of_a_run_without_a_step_has_no_success() -> None:
+def test_summary_of_a_run_without_a_step_has_no_reward_and_no_success() -> None:
     summary = Tally().summary()
-    assert summary["success_first10"] is None
+    assert summary["reward_first10"] is None
+    assert not any("success" in name for name in summary)
     assert summary["share_age_ge_1"] == 0.0
 
 
 def test_summary_shares_and_means() -> None:
     tally = Tally()
     for success in [0.0] * 10 + [0.5] * 1000 + [1.0] * 10:
-        tally.add_step(success)
+        tally.add_step(success / 10, success)
     tally.ages.update({0: 3, 1: 1})
     tally.workers.update({"worker-0": 1, "worker-1": 3})
     tally.outcomes.update({"completed": 4})
     summary = tally.summary()
+    assert list(summary)[:3] == ["reward_untrained", "reward_first10", "reward_last10"]
+    assert (summary["reward_first10"], summary["reward_last10"]) == (0.0, 0.1)
     assert (summary["success_first10"], summary["success_last10"]) == (0.0, 1.0)
     assert summary["num_steps"] == 1020
     assert (summary["max_staleness"], summary["share_age_ge_1"]) == (1, 0.25)
@@ -145,8 +148,9 @@ def test_a_file_that_is_shorter_than_a_savepoint_says_stays_as_it_is(tmp_path: P
 def test_counts_go_on_from_what_a_savepoint_holds() -> None:
     tally, again = Tally(), Tally()
     for success in [0.25] * 12:
-        tally.add_step(success)
-    tally.num_asked, tally.num_trained, tally.success_untrained = 48, 40, 0.5
+        tally.add_step(success, success)
+    tally.num_asked, tally.num_trained, tally.reward_untrained = 48, 40, 0.5
+    tally.rule.see(0.5, {})
     tally.ages.update({0: 3, 2: 1})
     tally.add_worker("worker-0")
     origin = Origin(3, "http://e", "chat", "")
@@ -155,5 +159,5 @@ def test_counts_go_on_from_what_a_savepoint_holds() -> None:
     assert repr(again.summary()) == repr(tally.summary())
     assert repr(again.state()) == repr(tally.state())
     again.ages[5] += 1
-    again.add_step(1.0)
+    again.add_step(1.0, None)
     assert (again.num_steps, again.summary()["max_staleness"]) == (13, 5)

@@ -53,7 +53,7 @@ class Stage:
         return batch
 
     def measured(self, num_rollouts: int) -> list[float]:
-        """The successes of an evaluation."""
+        """The rewards of an evaluation."""
         while not self.pacer.measure(num_rollouts):
             self.pacer.collect(0.0)
         return self.tally.measured

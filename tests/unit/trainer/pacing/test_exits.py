@@ -14,7 +14,7 @@ from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import rollout
 from rollmesh.testing.clock import FakeClock
 from rollmesh.trainer.books.records import RunRecords, Tally
-from rollmesh.trainer.pacing.exits import Exits, successes_of
+from rollmesh.trainer.pacing.exits import Exits
 from rollmesh.trainer.pacing.stock import ReadyGroup
 from rollmesh.trainer.pacing.versions import Versions
 from tests.unit.trainer.pacing.test_masking import sampled_by
@@ -126,12 +126,3 @@ def test_a_stranger_leaves_a_row_and_no_count(books: Books) -> None:
     books.exits.strange(GROUP)
     assert books.drops() == [(None, "of an earlier run", None)]
     assert books.tally.num_dropped == 0
-
-
-def test_success_is_the_environments_word_or_else_a_reward_above_zero() -> None:
-    rollouts = [rollout(at, Outcome.COMPLETED, (0,)) for at in range(3)]
-    rollouts[1].metrics = {"success": 0.25}
-    rollouts[2].reward = None
-    rollouts[0].reward = 0.5
-    record = GroupRecord(task=Task(id="t"), rollouts=rollouts)
-    assert successes_of(record) == [1.0, 0.25]

@@ -94,7 +94,7 @@ def test_what_an_evaluation_has_asked_for_is_told_by_the_journal_whatever_the_se
     config: Config,
 ) -> None:
     tally = Tally()
-    tally.num_evals, tally.num_asked, tally.success_untrained = 8, 12, 0.5
+    tally.num_evals, tally.num_asked, tally.reward_untrained = 8, 12, 0.5
     tally.num_trained = 8
     state = LoopState(num_steps=1, tally=tally.state(), step_of_version={0: 0, 1: 1})
     found = of(History(num_asked=8 + 5, evals={"r": [(0, 6)], "s": [(0, 2)]}), state)
