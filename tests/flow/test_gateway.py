@@ -1,8 +1,6 @@
 """A real gateway process between real sockets: driven as its README section drives it."""
 
 import asyncio
-import re
-import shutil
 import signal
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from tests.flow.gateway_process import (
     sampling,
     serving,
 )
-from tests.house.source import ROOT
 from tests.unit.serve.interception.relay.test_account import ask
 
 
@@ -67,28 +64,6 @@ async def test_the_context_is_as_long_as_the_models_folder_says(tmp_path: Path) 
     assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
     line = f"This model's maximum context length is {CONTEXT_TOKENS} tokens."
     assert told["error"]["message"].startswith(line)
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")
-async def test_the_readmes_commands_do_what_it_says(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text()
-    [commands] = re.findall(r"```sh\n(.*?)```", readme, re.DOTALL)
-    async with ScriptedEngine(next_token) as engine, sampling(tmp_path, engine) as gateway:
-        here = commands.replace("http://127.0.0.1:8100", gateway.address)
-        here = here.replace("admin.token", str(tmp_path / "token"))
-        shell = await asyncio.create_subprocess_exec(
-            "bash", "-euc", here, stdout=asyncio.subprocess.PIPE
-        )
-        told, _ = await shell.communicate()
-        assert shell.returncode == 0
-        assert (await gateway.admin("GET", "/admin/sessions"))[1] == {"sessions": []}
-    answers = [orjson.loads(line) for line in told.replace(b"}{", b"}\n{").splitlines()]
-    chat, message, rewarded, finished, deleted = answers
-    assert (chat["object"], message["type"]) == ("chat.completion", "message")
-    assert (rewarded["metadata"], rewarded["reward"]) == ({"task": 7}, 1.0)
-    assert finished["session_id"] == deleted["session_id"]
-    assert [sample["reward"] for sample in finished["samples"]] == [1.0, 1.0]
-    assert set(finished["samples"][0]) >= {"token_ids", "logprobs", "loss_mask", "policy_versions"}
 
 
 async def test_an_engine_that_is_gone_is_503_and_taken_again_when_it_is_back(
