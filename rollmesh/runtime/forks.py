@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.core.types import ForkRow
-from rollmesh.runtime.chat import ROLES, ChatMessage
+from rollmesh.runtime.chat import ROLES, ChatMessage, canonical
 from rollmesh.runtime.healing import HealedKind, healed_keys, healed_kinds
 from rollmesh.runtime.history import History
 from rollmesh.runtime.match import Match, read_chat
@@ -96,12 +96,21 @@ def cause_of(history: History, match: Match) -> ForkCause | None:
 def where(history: History, match: Match) -> tuple[int, str, str]:
     """(index of the first differing message, an excerpt of it as held, and as it came)."""
     at = _place_of_deepest(match)
-    got = match.new[at].text() if at < len(match.new) else ""
+    got = _shown(match.new[at]) if at < len(match.new) else ""
     held_next = _newest_child(match.deepest)
-    held = history.read(held_next).text() if held_next else ""
+    held = _shown(history.read(held_next)) if held_next else ""
     start = max(0, first_difference(held, got) - _CHARS_BEFORE)
     stop = start + EXCERPT_CHARS
     return match.deepest.depth, held[start:stop], got[start:stop]
+
+
+def _shown(message: ChatMessage) -> str:
+    """The text of a message and its tool calls, for an excerpt."""
+    calls = [
+        f"{call.function.name}({canonical(call.parsed_arguments()).decode()})"
+        for call in message.tool_calls or ()
+    ]
+    return " ".join([text for text in (message.text(), *calls) if text])
 
 
 def newest_node(history: History, match: Match) -> int:

@@ -242,6 +242,20 @@ async def test_a_fork_says_where_its_tokens_part_and_what_it_cost(
     assert row.num_tokens == len(after)
 
 
+async def test_a_fork_row_shows_the_calls_of_the_message_that_differs(
+    prompts: Prompts, say: Say
+) -> None:
+    markup = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    session = open_session(ScriptedSampler([say(markup), say("5")]), prompts)
+    await call(session, turn(USER, tools=TOOLS))
+    other = {"id": "x", "function": {"name": "f", "arguments": '{"a": 2}'}}
+    rewritten: Message = {"role": "assistant", "tool_calls": [other]}
+    result: Message = {"role": "tool", "tool_call_id": "x", "content": "42"}
+    await call(session, turn(USER, rewritten, result, tools=TOOLS))
+    (row,) = session.fork_report().forks
+    assert (row.held, row.got) == ('f({"a":1})', 'f({"a":2})')
+
+
 @pytest.mark.parametrize("seed", [*range(24), 302])
 async def test_whatever_agents_do_a_prompt_says_what_they_asked_and_each_token_trains_once(
     prompts: Prompts, template_prompts: Prompts, tokenizer: Tokenizer, seed: int

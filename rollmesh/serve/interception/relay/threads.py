@@ -20,6 +20,8 @@ import msgspec
 
 from rollmesh.engine.pieces import size_of
 from rollmesh.runtime.blobs import Blob
+from rollmesh.runtime.chat import ROLES
+from rollmesh.runtime.forks import ForkCause
 from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES, Piece, cut, held, joined, says
 from rollmesh.serve.interception.relay.tips import Following, Tip
 
@@ -34,6 +36,9 @@ SPOT_BYTES = 600
 
 STEP_BYTES = 2**20
 """Text is checked in such steps, since Python needs up to four bytes for each of it."""
+
+_MAX_LINES = 16
+"""Held lines that a request is compared with for the cause of its fork."""
 
 _HISTORIES = ("messages", "input", "prompt")
 _BLANKS = b" \t\r\n"
@@ -107,6 +112,10 @@ class Taken(NamedTuple):
     """The same bytes, to be forwarded; of a long one, what the session holds anyway."""
 
 
+class _Role(msgspec.Struct):
+    role: str = ""
+
+
 class _Read(NamedTuple):
     """A body, as far as it had to be read."""
 
@@ -139,6 +148,8 @@ class Threads:
         self._num_text_bytes = 0
         self._tipped_bytes = tipped_bytes
         self._is_first = True
+        self._kinds: set[tuple[Piece, Piece]] = set()
+        """Tools and system texts of all requests."""
 
     @property
     def num_bytes(self) -> int:
@@ -190,6 +201,7 @@ class Threads:
         self._tips.clear()
         self._messages.clear()
         self._kept.clear()
+        self._kinds.clear()
         self._blobs.clear()
         self._num_text_bytes = self.num_blob_bytes = 0
 
@@ -298,19 +310,78 @@ class Threads:
             self.num_blob_bytes += piece.num_bytes
 
     def _fork(self, joint: Spot, spot: Spot, tools: Piece, system: Piece) -> str:
-        """An answer that the agent edited is not seen here: nobody has read the answers yet."""
+        """The cause of docs/forks.md, by the requests alone: the answers are not parsed yet."""
         base = joint
         while base.asked is None and base.parent is not None:
             base = base.parent
         was_continued = base.is_continued
         base.is_continued = was_continued or base is not spot
+        is_known_kind = (tools, system) in self._kinds
+        self._kinds.add((tools, system))
         if base.asked is None:
-            return "" if self._is_first else "history_changed" if joint.depth else "restarted"
+            if self._is_first:
+                return ""
+            return _cause_of_new_talk(joint, spot) if is_known_kind else ForkCause.OTHER_CHAT
         if tools != base.asked.tools:
-            return "tools_changed"
+            return ForkCause.TOOLS_CHANGED
         if system != base.asked.system:
-            return "system_changed"
-        return "rewound" if was_continued and base is not spot else ""
+            return ForkCause.SYSTEM_CHANGED
+        if not was_continued or base is spot:
+            return ""
+        if cause := _cause_of_echo(joint, spot):
+            return cause
+        is_dropped = joint is base and _role(_new(joint, spot)[0]) == "user"
+        return ForkCause.COMPACTED if is_dropped else ForkCause.REWOUND
+
+
+def _cause_of_new_talk(joint: Spot, spot: Spot) -> str:
+    """The cause of a history that shares no request with what is held, its tools the same."""
+    new = _new(joint, spot)
+    if not joint.depth and new and _role(new[0]) == "system":
+        old = [child for each in _others(joint, new[0]) for child in (each.children or {}).values()]
+        is_same_talk = any(child.pieces is after.pieces for after in new[1:2] for child in old)
+        return ForkCause.SYSTEM_CHANGED if is_same_talk else ForkCause.OTHER_CHAT
+    if cause := _cause_of_echo(joint, spot):
+        return cause
+    is_cut = any(_role(each) == "user" for each in _line(joint, joint.depth))
+    return ForkCause.COMPACTED if is_cut else ForkCause.RESTARTED
+
+
+def _cause_of_echo(joint: Spot, spot: Spot) -> str:
+    """Edited if a message behind `joint` is in its old place on a held line, compacted if an answer
+    moved; '' if neither is found."""
+    new = _new(joint, spot)
+    has_moved = False
+    for other_line in _others(joint, new[0]) if new else ():
+        old = [other_line]
+        while old[-1].children:
+            old.append(next(reversed(old[-1].children.values())))
+        if any(one.pieces is other.pieces for one, other in zip(old, new, strict=False)):
+            return ForkCause.EDITED
+        held_pieces = {id(each.pieces) for each in old}
+        answers = [each for each in new if id(each.pieces) in held_pieces]
+        has_moved = has_moved or any(_role(each) == "assistant" for each in answers)
+    return ForkCause.COMPACTED if has_moved else ""
+
+
+def _new(joint: Spot, spot: Spot) -> list[Spot]:
+    """The messages behind `joint`."""
+    return _line(spot, spot.depth - joint.depth)
+
+
+def _others(spot: Spot, child: Spot) -> list[Spot]:
+    """The newest children of a spot besides `child`."""
+    children = list((spot.children or {}).values())[-_MAX_LINES:]
+    return [each for each in reversed(children) if each is not child]
+
+
+def _role(spot: Spot) -> str:
+    """The role of a message: system, user, assistant, tool; '' if it has none."""
+    try:
+        message = msgspec.json.decode(joined(spot.pieces), type=_Role)
+    except msgspec.MsgspecError:
+        return ""
+    return ROLES.get(message.role, message.role)
 
 
 def _spans(text: bytes, at: int, elements: Iterable[msgspec.Raw]) -> list[tuple[int, int]]:

@@ -57,7 +57,7 @@ async def test_a_conversation_is_one_sample_in_which_each_token_trains_once(
         ["sampling_policy"],
         ["policy_versions", "sampling_policy"],
     ]
-    assert account["forks"] == [{"call": 2, "cause": "restarted"}]
+    assert account["forks"] == [{"call": 2, "cause": "restart"}]
     assert (account["num_calls"], account["capture"]) == (3, "relay")
     assert account["calls"][0]["settings"] == {"model": "m", "temperature": 0.5}
 

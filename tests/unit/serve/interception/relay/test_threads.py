@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from rollmesh.runtime import blobs
+from rollmesh.runtime.forks import ForkCause
 from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.threads import (
     SPOT_BYTES,
@@ -223,7 +224,7 @@ def test_what_is_no_request_is_none(raw: bytes) -> None:
     assert hold(Threads(tipped_bytes=0), raw) is None
 
 
-def test_forks_are_told_with_their_cause() -> None:
+def test_a_fork_has_a_cause_of_the_documentation() -> None:
     threads = Threads(tipped_bytes=0)
     a, b, c = said("a"), said("b", "assistant"), said("c")
     tools = [{"type": "function"}]
@@ -231,20 +232,45 @@ def test_forks_are_told_with_their_cause() -> None:
     def fork(*messages: object, **settings: object) -> str:
         request = hold(threads, body(*messages, **settings))
         assert request is not None
+        assert request.fork in ("", *ForkCause)
         return request.fork
 
     assert fork(a) == ""
     assert fork(a, b, c) == ""
     assert fork(a) == ""
     assert fork(a, b, c, b, c) == ""
-    assert fork(a, b, said("edited")) == "rewound"
-    assert fork(said("edited"), b) == "restarted"
+    assert fork(a, b, said("edited")) == "rewind"
+    assert fork(said("edited"), b) == "edited_history"
     assert fork(said("edited"), b, c) == ""
-    assert fork(a, b, c, b, said("x"), b) == "rewound"
-    assert fork(said("edited"), said("y"), c) == "history_changed"
-    assert fork(a, b, c, tools=tools) == "tools_changed"
+    assert fork(a, b, c, b, said("x"), b) == "rewind"
+    assert fork(said("another task")) == "restart"
+    assert fork(a, said("answers dropped")) == "compaction"
+    assert fork(a, said("in short"), b, c) == "compaction"
+    assert fork(a, b, c, tools=tools) == "changed_tools"
     assert fork(a, b, c, tools=tools) == ""
-    assert fork(a, b, c, tools=tools, system="s") == "system_changed"
+    assert fork(a, b, c, tools=tools, system="s") == "changed_system_text"
+    assert fork(said("look"), tools=[], system="helper") == "subagent_or_side_call"
+
+
+def test_a_system_message_is_the_system_text_of_a_chat() -> None:
+    threads = Threads(tipped_bytes=0)
+    one, other, title = (said(text, "system") for text in ("one", "other", "title"))
+    task, answer = said("task"), said("4", "assistant")
+
+    def fork(*messages: object) -> str:
+        request = hold(threads, body(*messages))
+        assert request is not None
+        return request.fork
+
+    assert fork(one, task) == ""
+    assert fork(one, task, answer, said("more")) == ""
+    assert fork(other, task, answer, said("more")) == "changed_system_text"
+    assert fork(title, said("what is it about?")) == "subagent_or_side_call"
+    assert fork(one, said("another task")) == "restart"
+    assert fork(one, said("edited"), answer, said("more")) == "edited_history"
+    longer = one, task, answer, said("more"), said("5", "assistant"), said("go on")
+    assert fork(*longer) == ""
+    assert fork(one, said("summary"), said("5", "assistant"), said("go on")) == "compaction"
 
 
 @pytest.mark.parametrize("seed", range(20))
