@@ -7,6 +7,7 @@ rollout weighing the same. Driven by packing.py.
 Shapes: B rows, T tokens, K kept positions, N trained tokens, V vocabulary.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class PaddedPolicy:
                 weights_N=batch["weights_N"],
             )
             torch.autograd.backward(policy_loss(terms, self._settings).value)
-        return self._descent.step()
+        return self._descent.step(loss=0.0) or math.nan
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[dict[str, Tensor]]:
         advantages = sample_advantages(samples, self._settings.advantage)

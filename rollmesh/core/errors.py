@@ -6,6 +6,7 @@
         EnvError           an environment that cannot be imported or does not keep to the interface
         ModelError         a model folder that is not one, or of a type we do not run
           NoRoom           one that its disk has no room for, now
+        NotFinite          weights or gradients that are not finite
         AddressError       an address in use, not reachable, or not allowed
         DispatchError      a call whose rows do not divide, or whose answers do not add up
         SavepointError     a savepoint that is not whole, or is of another model
@@ -100,6 +101,11 @@ class ModelError(UserError):
 
 class NoRoom(ModelError):
     """A model folder cannot be written, since its disk is full; once it is not, another try may."""
+
+
+class NotFinite(UserError):
+    """Weights that hold NaN or infinity, which are never published or saved, or gradients that
+    were not finite in too many steps in a row."""
 
 
 class AddressError(UserError):

@@ -27,6 +27,7 @@ from rollmesh.serve.client.entries import StepTaken
 from rollmesh.serve.client.samples import sibling_rewards
 from rollmesh.trainer.books.records import share
 from rollmesh.trainer.learning.advantages import are_equal
+from rollmesh.trainer.learning.descent import MAX_SKIPPED, skipped_too_often
 from rollmesh.trainer.learning.report import StepReport
 from rollmesh.trainer.meter.exactness import Findings, find
 from rollmesh.trainer.meter.fencing import FenceAsked
@@ -71,6 +72,8 @@ class TrainLoop:
         parts.records.wait_by(self._tries_again)
         self._heap = Heap()
         self._trimmed_s = -math.inf
+        self._num_skipped_in_row = 0
+        """Optimiser steps since the last one that changed the weights."""
         self._num_level_steps = 0
         """Steps in a row in which no group's rewards differed."""
         self._may_trim_s = math.inf
@@ -208,6 +211,16 @@ class TrainLoop:
         made = self._parts.pacer.course.versions.steps
         report = self._parts.policy.step(batch.samples(), batch.step, step_of_version=made)
         step_s = time.monotonic() - started_s
+        self._num_skipped_in_row = report.num_skipped_in_row
+        self._parts.tally.num_skipped += report.num_skipped
+        if report.num_skipped:
+            log.warning(
+                "step.skipped",
+                step=batch.step,
+                num=report.num_skipped,
+                why=f"step {batch.step}: the loss or the gradient was not finite",
+                fix=f"the weights stay as they were; {MAX_SKIPPED} in a row end the run",
+            )
         # Before the weights are published: an engine is fenced for those that it has now.
         findings = self._look_at_gaps(batch, report)
         times = {"wait_s": round(wait_s, 4), "step_s": round(step_s, 4)}
@@ -318,3 +331,5 @@ class TrainLoop:
             self._parts.tenancy.tell_moved(group.record)
         self._may_trim_s = self._trimmed_s + TRIM_S
         self._parts.records.flush()
+        if self._num_skipped_in_row >= MAX_SKIPPED:
+            raise skipped_too_often(self._num_skipped_in_row, batch.step)

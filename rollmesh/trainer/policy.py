@@ -45,7 +45,7 @@ from rollmesh.trainer.models.checkpoint import (
 )
 from rollmesh.trainer.pacing.room import PlainRoom
 from rollmesh.trainer.savepoints.imprint import Imprint
-from rollmesh.trainer.team import Alone, Ranks, weights_of
+from rollmesh.trainer.team import Alone, Ranks, check_finite, is_finite, weights_of
 from rollmesh.trainer.weights.carriers.hold import Hold
 from rollmesh.trainer.weights.events import Probe
 
@@ -100,7 +100,7 @@ class Policy:
         for at, batches in enumerate(plan):
             self._minibatch(at, batches, began[at] if began else None, meter)
         self._policy_version = None
-        return meter.report(rate, self._ranks)
+        return meter.report(rate, self._descent.num_skipped_in_row, self._ranks)
 
     def end_step(self, step: int) -> None:
         """The samples of `step` are gone when nobody holds them, and were nowhere else."""
@@ -108,8 +108,10 @@ class Policy:
     def save(self, folder: Path, policy_version: int | None = None) -> None:
         """Write a folder that stock transformers loads; whole at every moment that it exists.
 
-        `policy_version` is the name under which these weights will sample, if they will.
+        `policy_version` is the name under which these weights will sample, if they will. Raises
+        NotFinite for weights that hold NaN or infinity, and writes nothing.
         """
+        check_finite(self._model, self._ranks, folder)
         if self._adapters:
             self._adapters.save_merged(folder, self._ranks)
         else:
@@ -123,9 +125,11 @@ class Policy:
         """Lay the weights where carriers find them and write them as `folder`: this rank's part,
         which stays as it is until the next call; none where the folder is whole at once.
 
-        From now on they are known as `policy_version`. ModelError where the disk refuses them,
-        NoRoom where it is full: then they may be handed over again.
+        From now on they are known as `policy_version`. Raises ModelError where the disk refuses
+        them, NoRoom where it is full (then they may be handed over again), and NotFinite for
+        weights that hold NaN or infinity.
         """
+        check_finite(self._model, self._ranks, folder)
         with told_of(folder):
             return self._lay(folder, policy_version)
 
@@ -146,8 +150,11 @@ class Policy:
         return (part,)
 
     def snapshot(self, folder: Path) -> None:
-        """As Subject has it; this rank's part. Stock transformers loads `folder/model`, unless it
-        has to convert what such a model holds."""
+        """Save this rank's part, as Subject has it; NotFinite for weights with NaN or infinity.
+
+        Stock transformers loads `folder/model`, unless it has to convert what such a model holds.
+        """
+        check_finite(self._model, self._ranks, folder)
         is_plain = is_written_as_held(self._model) and not self._adapters
         face = functools.partial(write_face, self._model, self._source) if is_plain else None
         self._imprint.take(folder, face)
@@ -160,6 +167,10 @@ class Policy:
         """As Subject has it. The weights have no name until they are published anew."""
         self._imprint.restore(folder)
         self._policy_version = None
+
+    def is_finite(self) -> bool:
+        """Whether no weight is NaN or infinite; a collective."""
+        return is_finite(self._model, self._ranks)
 
     def know_as(self, policy_version: int | None) -> None:
         """The weights held now were published under this name, or under none."""
@@ -255,7 +266,8 @@ class Policy:
             loss = policy_loss(terms, self._settings)
             torch.autograd.backward(loss.value)
             meter.add(batch, terms, sight.earliest_N, loss)
-        meter.grad_norms.append(self._descent.step())
+        [loss_of_all] = self._ranks.total([meter.minibatch_loss])
+        meter.end_minibatch(self._descent.step(loss_of_all))
 
     def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """(log-probs [N], entropies [N]) of the trained tokens under the weights held now."""

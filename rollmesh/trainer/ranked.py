@@ -41,7 +41,7 @@ from rollmesh.trainer.learning.report import StepReport
 from rollmesh.trainer.pacing.room import StoreRoom, moved
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.staleness import Staleness
-from rollmesh.trainer.team import Team
+from rollmesh.trainer.team import Team, not_finite
 from rollmesh.trainer.weights.events import Probe
 from rollmesh.wire.keys import Keys
 
@@ -147,10 +147,12 @@ class RankedPolicy:
 
     def save(self, folder: Path, policy_version: int | None = None) -> None:
         """As Policy has it; written by the first rank."""
+        self._check_finite(folder)
         self._controller.call(f"{ROLE}.save", str(folder.absolute()), policy_version)
 
     def hand_over(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
         """As Policy has it: the parts of all ranks, about as large as each other."""
+        self._check_finite(folder)
         told = self._controller.call(f"{ROLE}.hand_over", str(folder.absolute()), policy_version)
         laid = msgspec.json.decode(told, type=_Laid)
         if laid.refused:
@@ -158,7 +160,8 @@ class RankedPolicy:
         return laid.parts
 
     def snapshot(self, folder: Path) -> None:
-        """As Subject has it; each rank writes its own rows."""
+        """As Policy has it; each rank writes its own rows."""
+        self._check_finite(folder)
         self._controller.call(f"{ROLE}.snapshot", str(folder.absolute()))
 
     def is_snapshot_written(self) -> bool:
@@ -207,6 +210,11 @@ class RankedPolicy:
         brought = iter(moved(outside, self.room.lay))
         found = [each.handle or next(brought).handle for each in samples]
         return [handle for handle in found if handle is not None]
+
+    def _check_finite(self, folder: Path) -> None:
+        """Raise NotFinite here: an error at a rank would reach the trainer as a failed call."""
+        if not self._controller.call(f"{ROLE}.is_finite"):
+            raise not_finite(folder)
 
     def _leave(self) -> None:
         use(self._before)
@@ -265,6 +273,10 @@ class PolicyRole:
     def restore(self, folder: str) -> None:
         """Read this rank's part of what any number of them wrote."""
         self._policy.restore(Path(folder))
+
+    def is_finite(self) -> bool:
+        """Whether no weight of any rank is NaN or infinite."""
+        return self._policy.is_finite()
 
     def know_as(self, policy_version: int | None) -> None:
         """Name the weights held now."""

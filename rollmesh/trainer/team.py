@@ -10,6 +10,7 @@ and every backward of a shared model is a collective: all ranks do as many, and 
 repeats one that weighs nothing. Driven by the policy, on the step thread.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+
+from rollmesh.core.errors import NotFinite
 
 
 class Ranks(Protocol):
@@ -133,6 +136,38 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     second = names.keys() - dict(model.named_parameters()).keys()
     state = model.state_dict()
     return {name: state[name] for name in state if name not in second}
+
+
+@torch.no_grad()
+def is_finite(model: PreTrainedModel, ranks: Ranks) -> bool:
+    """Whether no parameter holds NaN or infinity; a collective, with the same answer everywhere."""
+    names = dict(model.named_parameters())
+    local = [
+        each.to_local() if isinstance(each, DTensor) else each
+        for name, each in weights_of(model).items()
+        if name in names
+    ]
+    sizes = [
+        torch.linalg.vector_norm(each, ord=math.inf)
+        for each in local
+        if each.is_floating_point() and each.numel()
+    ]
+    num_others = sum(not math.isfinite(float(each)) for each in sizes)
+    return ranks.most(float(num_others)) == 0.0
+
+
+def not_finite(what: object) -> NotFinite:
+    """The error where weights that are wanted for `what` hold NaN or infinity."""
+    return NotFinite(
+        f"{what}: not written, since the weights hold NaN or infinity; the newest savepoint has "
+        "finite ones: lower trainer.learning_rate, then --resume"
+    )
+
+
+def check_finite(model: PreTrainedModel, ranks: Ranks, what: object) -> None:
+    """Raise NotFinite, at all ranks, where a parameter holds NaN or infinity; a collective."""
+    if not is_finite(model, ranks):
+        raise not_finite(what)
 
 
 def whole(tensor: Tensor) -> Tensor:

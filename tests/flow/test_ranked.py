@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rollmesh.core.config import LossWeight, ProximalRule, TrainerConfig
+from rollmesh.core.errors import NotFinite
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.learning.report import StepReport
@@ -180,3 +181,30 @@ def test_ranks_train_and_write_the_adapters_of_one(
         assert all((weights[each] - others[each]).abs().max() < ALIKE for each in weights)
     config = "adapter_config.json"
     assert (tmp_path / "one" / config).read_text() == (tmp_path / "two" / config).read_text()
+
+
+def test_ranks_skip_a_step_that_is_not_finite_together_and_write_no_such_weights(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    wild = {"learning_rate": 3e37, "weight_decay": 11.0}
+    settings = msgspec.structs.replace(SETTINGS, num_ranks=2, advantage="mean", **wild)
+    huge = [
+        msgspec.structs.replace(sample, reward=6e38 * (sample.rollout_id.index == 0))
+        for sample in batch(0)
+    ]
+    with RankedPolicy(str(model_folder), settings, tmp_path) as policy:
+        before = policy.probe()
+        report = policy.step(huge, 0, step_of_version=STEPS)
+        policy.end_step(0)
+        assert (report.num_skipped, report.num_skipped_in_row) == (1, 1)
+        assert policy.probe() == before
+        report = step_and_end(policy, 1)  # a finite gradient, and a rate that no weight survives
+        assert report.num_skipped == 0
+        for write in (
+            lambda: policy.hand_over(tmp_path / "v1", 1),
+            lambda: policy.save(tmp_path / "v1"),
+            lambda: policy.snapshot(tmp_path / "v1"),
+        ):
+            with pytest.raises(NotFinite, match="NaN or infinity"):
+                write()
+    assert not (tmp_path / "v1").exists()

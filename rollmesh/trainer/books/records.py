@@ -176,6 +176,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     num_samples: int = 0
     num_two_versions: int = 0
     num_steps: int = 0
+    num_skipped: int = 0
     num_groups: int = 0
     num_equal_groups: int = 0
     first_rewards: list[float] = []
@@ -207,6 +208,8 @@ class Tally:
         self.num_samples = 0
         self.num_two_versions = 0
         self.num_steps = 0
+        self.num_skipped = 0
+        """Optimiser steps whose loss or gradient was not finite: they changed nothing."""
         self.num_groups = 0
         """Groups that steps have taken."""
         self.num_equal_groups = 0
@@ -285,6 +288,7 @@ class Tally:
                 success_last10=mean(self.last_successes),
             ),
             "num_steps": self.num_steps,
+            "num_skipped_steps": self.num_skipped,
             "frac_equal_groups": share(self.num_equal_groups, self.num_groups),
             "num_rollouts": num_rollouts,
             "num_asked": self.num_asked,

@@ -1,18 +1,24 @@
 """One optimiser step: AdamW on a rank's part of a model, its gradient clipped over all ranks.
 
-Invariant: the weights change in `step` alone, and gradients are gone after it. A gradient is the
-sum of what all backward passes since the last step added, over all ranks (team.py). Driven by the
-policy and by the roles, on the step thread.
+- The weights change in `step` alone, and gradients are gone after it.
+- A gradient is the sum of what all backward passes since the last step added, over all ranks
+  (team.py).
+- A step whose loss or gradient is not finite changes nothing, at any rank, and is counted.
 """
+
+import math
 
 import torch
 from torch import Tensor, nn
 
 from rollmesh.core.config import TrainerConfig
+from rollmesh.core.errors import NotFinite
 from rollmesh.trainer.team import whole
 
 BETAS = (0.9, 0.95)
 """AdamW's; the short second memory fits a policy whose gradients change scale as it learns."""
+MAX_SKIPPED = 5
+"""Optimiser steps in a row that may be skipped before the run ends."""
 
 
 class Descent:
@@ -22,6 +28,8 @@ class Descent:
         """`model` is shared with the other ranks already."""
         self._model = model
         self._settings = settings
+        self.num_skipped_in_row = 0
+        """Optimiser steps since the last one that changed the weights."""
         self._optimizer = torch.optim.AdamW(
             [each for each in model.parameters() if each.requires_grad],
             lr=settings.learning_rate,
@@ -54,11 +62,33 @@ class Descent:
                 if each.dim():  # AdamW counts steps on the host
                     state[name] = each.to(device)
 
-    def step(self) -> float:
-        """Change the weights; the gradient's norm before it was clipped. A collective."""
-        norm = torch.nn.utils.clip_grad_norm_(
+    def step(self, loss: float) -> float | None:
+        """Change the weights and return the gradient's norm before it was clipped. A collective.
+
+        `loss` is that of all ranks. Where it or the gradient is not finite, the weights stay as
+        they are and None is returned.
+        """
+        clipped = torch.nn.utils.clip_grad_norm_(
             self._model.parameters(), self._settings.max_grad_norm
         )
-        self._optimizer.step()
+        norm = float(whole(clipped))
+        is_finite = math.isfinite(norm) and math.isfinite(loss)
+        if is_finite:
+            self._optimizer.step()
         self._optimizer.zero_grad()
-        return float(whole(norm))
+        self.num_skipped_in_row = 0 if is_finite else self.num_skipped_in_row + 1
+        return norm if is_finite else None
+
+    def check(self, step: int) -> None:
+        """Raise NotFinite where train step `step` is one too many in a row that was skipped."""
+        if self.num_skipped_in_row >= MAX_SKIPPED:
+            raise skipped_too_often(self.num_skipped_in_row, step)
+
+
+def skipped_too_often(num_in_row: int, step: int) -> NotFinite:
+    """The error that ends a run whose gradients are not finite any more."""
+    return NotFinite(
+        f"step {step}: the loss or the gradient of the last {num_in_row} optimiser steps was not "
+        "finite; the weights are those of before. Lower trainer.learning_rate or look at the "
+        "model's weights and the rewards, then --resume"
+    )

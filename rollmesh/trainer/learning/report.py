@@ -26,6 +26,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one train step did; means over trained tokens, by the weights that met them."""
 
     loss: float
+    """The mean over the step's minibatches that changed the weights; NaN where none did."""
     entropy: float
     """Nats."""
     kl: float
@@ -39,7 +40,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     effective_fraction: float | None
     importance_by_age: dict[str, Importance]
     grad_norm: float
-    """Before clipping; the mean over the step's minibatches."""
+    """Before clipping; a mean as of `loss`."""
     learning_rate: float
     logprob_gap_mean: float | None
     """|recorded - recomputed| over tokens of the weights held as the step began; None if no token
@@ -48,6 +49,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_masked: int
     """Samples left out because that gap was too large."""
+    num_skipped: int
+    """Optimiser steps whose loss or gradient was not finite: they changed nothing."""
+    num_skipped_in_row: int
+    """Such steps since the last one that changed the weights."""
     held_policy_version: int | None
     """Of the weights held as the step began; None where they have no name."""
     gaps: list[Gaps]
@@ -57,7 +62,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     def figures(self) -> dict[str, Any]:
         """All but the gaps, which exactness.py tells in fewer words; plain values."""
         row = msgspec.structs.asdict(self)
-        del row["gaps"]
+        del row["gaps"], row["num_skipped_in_row"]
         by_age: dict[str, Any] = msgspec.to_builtins(self.importance_by_age)
         return row | {"importance_by_age": by_age}
 
@@ -68,7 +73,11 @@ class StepMeter:
     def __init__(self, samples: Sequence[Sample], moment: Moment, held: int | None) -> None:
         """`held` is the version of the weights that the step begins with, if they have a name."""
         self.moment = moment
-        self.grad_norms: list[float] = []
+        self._grad_norms: list[float] = []
+        """Of the minibatches that changed the weights."""
+        self._num_skipped = 0
+        self.minibatch_loss = 0.0
+        """This rank's part of the loss of the minibatch that is under way."""
         self._samples = samples
         self._held = held
         self._gaps: list[Gaps] = [[] for _ in samples]
@@ -112,15 +121,24 @@ class StepMeter:
         drift_N = earliest_N - terms.recorded_N
         self._num_tokens += len(drift_N)
         self._num_clipped += loss.num_clipped
-        self._loss += float(loss.value.detach())
+        self.minibatch_loss += float(loss.value.detach())
         self._entropy += float(terms.entropies_N.detach().sum())
         self._kl += float((torch.expm1(drift_N) - drift_N).sum())
         trains_N = terms.weights_N > 0
         ages_N = self.moment.ages(batch.policy_versions_N[trains_N])
         self._importance.add(ages_N, loss.importance_N[trains_N], loss.is_truncated_N[trains_N])
 
-    def report(self, learning_rate: float, ranks: Ranks) -> StepReport:
-        """Of all ranks; a collective."""
+    def end_minibatch(self, grad_norm: float | None) -> None:
+        """Count an optimiser step; None where its loss or gradient was not finite."""
+        if grad_norm is None:
+            self._num_skipped += 1
+        else:
+            self._grad_norms.append(grad_norm)
+            self._loss += self.minibatch_loss
+        self.minibatch_loss = 0.0
+
+    def report(self, learning_rate: float, num_skipped_in_row: int, ranks: Ranks) -> StepReport:
+        """Return the report of all ranks; a collective."""
         own = self._own
         counts = [self._num_tokens, self._num_clipped, own.num_tokens, self._num_masked]
         num_tokens, num_clipped, num_own, num_masked = map(int, ranks.total(counts))
@@ -129,8 +147,10 @@ class StepMeter:
         gap_max = ranks.most(math.inf if math.isnan(own.largest) else own.largest)
         importance, by_age = self._importance.told(ranks)
         num = max(1, num_tokens)
+        # A step without minibatches is no loss; one whose minibatches all were skipped has none.
+        num_done = len(self._grad_norms) or (math.nan if self._num_skipped else 1)
         return StepReport(
-            loss=loss / max(1, len(self.grad_norms)),
+            loss=loss / num_done,
             entropy=entropy / num,
             kl=kl / num,
             clip_fraction=num_clipped / num,
@@ -138,12 +158,14 @@ class StepMeter:
             truncated_fraction=importance.truncated,
             effective_fraction=importance.effective,
             importance_by_age=by_age,
-            grad_norm=sum(self.grad_norms) / max(1, len(self.grad_norms)),
+            grad_norm=sum(self._grad_norms) / num_done,
             learning_rate=learning_rate,
             logprob_gap_mean=gap / num_own if num_own else None,
             logprob_gap_max=gap_max if num_own else None,
             num_tokens=num_tokens,
             num_masked=num_masked,
+            num_skipped=self._num_skipped,
+            num_skipped_in_row=num_skipped_in_row,
             held_policy_version=self._held,
             gaps=self._gaps,
         )

@@ -9,6 +9,7 @@ many as the one that has most, blank ones at the end; a frozen model does not le
 roles, on the step thread. Shapes: N trained tokens, K kept positions.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from rollmesh.trainer.learning.descent import Descent
 from rollmesh.trainer.models.checkpoint import save_model
 from rollmesh.trainer.roles.rows import Row, RowBatch, blank, pack_rows
 from rollmesh.trainer.savepoints.imprint import Imprint
-from rollmesh.trainer.team import Team
+from rollmesh.trainer.team import Team, check_finite
 
 Terms = Mapping[str, Tensor]
 """What a batch adds up to by name; `loss` carries the gradient."""
@@ -85,7 +86,9 @@ class Learner:
     ) -> dict[str, float]:
         """One optimiser step, on tokens or, with groups of two, on pairs; means over all of them.
 
-        `num` says how many there were. ConfigError where the role is frozen.
+        `num` is how many there were, `num_skipped` is 1 where the loss or the gradient was not
+        finite and nothing changed. Raises ConfigError where the role is frozen, NotFinite where
+        too many steps in a row were skipped.
         """
         if self._descent is None:
             raise ConfigError("trainer: a role without it is frozen and does not learn")
@@ -103,9 +106,16 @@ class Learner:
             torch.autograd.backward(terms["loss"] / whole)
             for name, term in terms.items():
                 sums[name] += float(term.detach())
-        norm = self._descent.step()
-        means = [each / whole for each in self.total([*sums.values()])]
-        told = {"num": num, "grad_norm": norm, "learning_rate": rate}
+        totals = dict(zip(sums, self.total([*sums.values()]), strict=True))
+        norm = self._descent.step(totals["loss"])
+        self._descent.check(step)
+        means = [each / whole for each in totals.values()]
+        told = {
+            "num": num,
+            "num_skipped": float(norm is None),
+            "grad_norm": math.nan if norm is None else norm,
+            "learning_rate": rate,
+        }
         return dict(zip(sums, means, strict=True)) | told
 
     def total(self, values: Sequence[float]) -> list[float]:
@@ -115,6 +125,7 @@ class Learner:
     def snapshot(self, folder: Path) -> None:
         """Copy what trains, and write it into `folder` beside what comes next."""
         if self._imprint and self._place.is_head:  # those beside a head have the same rows
+            check_finite(self._model, self._ranks, folder)
             folder.mkdir(exist_ok=True)
             self._imprint.take(folder)
 
@@ -128,7 +139,9 @@ class Learner:
             self._imprint.restore(folder)
 
     def save(self, folder: Path) -> None:
-        """Write a folder that stock transformers loads, by the first rank."""
+        """Write a folder that stock transformers loads, by the first rank; NotFinite for weights
+        that hold NaN or infinity."""
+        check_finite(self._model, self._ranks, folder)
         state = self._ranks.state(self._model)
         if self._ranks.is_first:
             save_model(self._model, self._source, folder, state)

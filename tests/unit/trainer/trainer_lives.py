@@ -40,6 +40,8 @@ from rollmesh.wire.sockets import Dialer
 from tests.unit.serve.client.fake_router import FakeRouter, next_ack
 
 PATIENCE_S = 60.0
+LOGPROBS = (-5.5, -5.25)
+"""Of the answer in each rollout."""
 SAMPLES = 2
 PERIOD_STEPS = 2
 COMPLETED = (Outcome.COMPLETED,) * SAMPLES
@@ -162,13 +164,15 @@ class Life:
         rollouts = [rollout(at, outcome, policy_versions) for at, outcome in enumerate(outcomes)]
         self.deliver(group_id, GroupRecord(task=Task(id=task_id), rollouts=rollouts, reason=reason))
 
-    def deliver(self, group_id: GroupId, record: GroupRecord) -> None:
-        """Bring it as a worker does."""
+    def deliver(
+        self, group_id: GroupId, record: GroupRecord, logprobs: tuple[float, ...] = LOGPROBS
+    ) -> None:
+        """Bring it as a worker does, with these log-probs in each of its rollouts."""
         num, worker = len(record.rollouts), Dialer(self.client.address, "w1")
         token_ids = np.array((PROMPT + ANSWER) * num, np.int32).tobytes()
-        logprobs = np.array((-5.5, -5.25) * num, np.float32).tobytes()
+        recorded = np.array(logprobs * num, np.float32).tobytes()
         message = GroupFinished(group_id, 1, "w1", not record.reason)
-        worker.send(Packet(message, "", encode_record(record), (token_ids, logprobs)))
+        worker.send(Packet(message, "", encode_record(record), (token_ids, recorded)))
         next_ack(worker)
         worker.close()
 
