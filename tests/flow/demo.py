@@ -48,7 +48,14 @@ def _started(folder: Path, *words: str, **settings: object) -> Running:
     argv = [sys.executable, "-m", "rollmesh.cli.main", *words, "--no-live"]
     for key, value in (SHORT | settings).items():
         argv += ["--set", f"{key}={value}"]
-    return Running(argv, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return Running(
+        argv,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def follow(path: Path) -> Generator[dict[str, Any], None, None]:

@@ -191,6 +191,30 @@ def test_a_run_that_loses_its_processes_loses_no_rollout(ended: Path, tmp_path: 
     assert (summary["num_steps"], summary["num_lost"]) == (40, 0)
 
 
+BROKEN = """
+from rollmesh.envs.guess import GuessEnv
+
+class Broken(GuessEnv):
+    async def score(self, task, transcript):
+        return task.data["answer"]
+"""
+
+
+def test_a_run_whose_first_groups_all_fail_at_one_line_ends_and_names_it(
+    ended: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "broken_env.py").write_text(BROKEN)
+    more = {"env": "broken_env:Broken", "trainer.max_running_groups": 32}
+    with start_with(ended / "model", tmp_path, **more) as process:
+        told, _ = process.communicate(timeout=100)
+    cause = "the first 16 groups all failed alike: score: KeyError: 'answer'"
+    assert process.returncode == 2
+    assert f"{cause} (broken_env.py:6 in score); task guess-" in told
+    summary = read(tmp_path / "runs" / "demo" / "summary.json")
+    assert summary["ended"] == "failed"
+    assert cause in summary["cause"]
+
+
 @pytest.mark.timeout(240)
 def test_a_run_reaches_its_goal_though_its_processes_get_signals_that_launch_did_not_send(
     ended: Path, tmp_path: Path

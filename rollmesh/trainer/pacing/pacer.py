@@ -35,6 +35,7 @@ from rollmesh.trainer.pacing.course_events import (
     Train,
 )
 from rollmesh.trainer.pacing.exits import Exits
+from rollmesh.trainer.pacing.first_failures import FirstFailures
 from rollmesh.trainer.pacing.room import PlainRoom, Room
 from rollmesh.trainer.pacing.stock import ReadyGroup, Stock, cut_group
 from rollmesh.trainer.pacing.versions import versions_of
@@ -86,6 +87,7 @@ class Pacer:
         self.asker = Asker(client, tasks, asking, books[1], self.course)
         """What was asked for."""
         self._stock = Stock(room or PlainRoom())
+        self._first_failures = FirstFailures(asking.env)
         self._in_step: Batch | None = None
         self._step = 0
         """The next one, whose batch is wanted."""
@@ -93,6 +95,7 @@ class Pacer:
     def go_on(self, recovery: Recovery) -> None:
         """Before anything else: with what earlier lives of this run left."""
         self.asker.go_on(recovery)
+        self._first_failures.has_succeeded = self._tally.num_trained > 0
         for leave, booked in zip(self.course.go_on(recovery), recovery.drops, strict=True):
             self._book_failed(leave, booked)
         for entry in recovery.parted:
@@ -198,6 +201,12 @@ class Pacer:
         return self._in_step
 
     def _book(self, arrival: Arrival) -> None:
+        if arrival.record is not None and self.course.turn(arrival.group_id) is not None:
+            self._first_failures.note(arrival.record)
+        self._book_arrival(arrival)
+        self._first_failures.check()
+
+    def _book_arrival(self, arrival: Arrival) -> None:
         if isinstance(arrival, Dropped):
             [action] = self.course.step(Failed(arrival.group_id, arrival.reason))
             assert isinstance(action, Leave)
@@ -272,7 +281,8 @@ class Pacer:
         return leave.why
 
     def _look_for_life(self, why: str) -> None:
-        """EnvError where too many in a row gave nothing."""
+        """Raise EnvError if too many groups in a row gave nothing to train."""
+        self._first_failures.check()
         num_barren = self.course.num_barren
         num_groups = self._staleness.settings.max_concurrent // self._asking.num_samples
         if num_barren >= BARREN_ROUNDS * num_groups:
