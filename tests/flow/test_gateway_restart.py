@@ -17,6 +17,7 @@ from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, event
 from tests.flow.gateway_process import PATIENCE_S, argv_of, finish, next_token
 from tests.flow.lasting_gateway import LastingGateway, lasting, sampling_words
 from tests.unit.serve.interception.relay.test_account import ask, tell
+from tests.unit.serve.interception.relay.test_edge import CHUNK
 
 NUM_TURNS = 4
 ACCOUNTED = ("samples", "unused", "messages", "forks", "healed", "num_calls", "outcome")
@@ -278,7 +279,7 @@ async def test_a_relayed_call_that_ran_at_the_kill_is_made_anew(tmp_path: Path) 
 
 async def test_a_relayed_stream_has_no_end_before_it_is_written(tmp_path: Path) -> None:
     """Killed when the endpoint's last event has come in, and the end of its answer has not."""
-    whole = events(b'{"n":1}', b'{"n":2}', b"[DONE]")
+    whole = events(CHUNK, CHUNK, b"[DONE]")
     told = msgspec.structs.replace(whole, pieces=(*whole.pieces, b""))
     async with (
         ScriptedProvider(lambda _: told) as provider,
