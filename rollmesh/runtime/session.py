@@ -15,10 +15,13 @@ session is sealed is void. Driven by the HTTP edge and the worker.
 import asyncio
 import enum
 
+import msgspec
+
 from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.core.heap import note_freed
 from rollmesh.core.types import SamplingParams
 from rollmesh.runtime.answers import Answers, no_such
+from rollmesh.runtime.chat import ChatMessage
 from rollmesh.runtime.deltas import Answer
 from rollmesh.runtime.diary import NO_DIARY, Diary
 from rollmesh.runtime.echoes import find_shown
@@ -107,6 +110,7 @@ class Session:
             return self._start(turn, self._holdings.again(siblings[0].source.context))
         if self._held is None and (opening := self._kit.openings.find(turn)) is not None:
             return self._start(turn, self._holdings.begin(opening))
+        turn = self._spelled_out(turn)
         prompt = await self._build(turn)
         # Other calls may have gone on meanwhile; what they changed decides.
         shown = self._replies.all(), self.answers.read
@@ -120,7 +124,7 @@ class Session:
         """
         self._check_open()
         held = self._holdings
-        prompt = await self._build(turn)
+        prompt = await self._build(self._spelled_out(turn))
         return held.num_tokens(prompt) + len(lead_of(turn, self._ask, self._kit))
 
     def finish(self, reply: Reply) -> Answer:
@@ -240,6 +244,19 @@ class Session:
         self._check_open()
         again = held.match(turn, start)
         return prompt if again.stand == place.stand else held.build(again)
+
+    def _spelled_out(self, turn: Turn) -> Turn:
+        """The turn with the answers that it names by id; SessionError 400 for an unknown id."""
+        if turn.spell_out is None:
+            return turn
+        messages = turn.spell_out(turn.messages, self._find_answer)
+        return msgspec.structs.replace(turn, messages=messages, spell_out=None)
+
+    def _find_answer(self, reply_id: str) -> ChatMessage | None:
+        node = self.answers.node_of(reply_id)
+        history = self._holdings.history
+        spot = history.answer_at(node) if node != NO_NODE else None
+        return history.read(spot) if spot else None
 
     def _check_open(self) -> None:
         if self.state is SessionState.SEALED:

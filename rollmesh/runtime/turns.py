@@ -17,6 +17,12 @@ ReadUnit = Callable[[bytes, int], list[ChatMessage]]
 """Reads one history unit; the number is its position, for the text of a SessionError 400."""
 
 
+FindAnswer = Callable[[str], ChatMessage | None]
+"""The answer with this ReplyHead.id in the session of the request; None if it has no such."""
+SpellOut = Callable[[list[bytes], FindAnswer], list[bytes]]
+"""Units with the items that they name by id; SessionError 400 for an unknown id."""
+
+
 class SamplingAsk(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling fields as the agent sent them; None where it did not."""
 
@@ -66,6 +72,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """
     read: ReadUnit | None = None
     """Reads a unit that is not held yet; None where units are chat messages."""
+    spell_out: SpellOut | None = None
+    """Replaces references to answers of this session in `messages`; None where there are none."""
     tools: bytes = b""
     """A JSON array in chat shape, unopened; empty where the agent offers none."""
     tool_choice: ToolChoice = ToolChoice()

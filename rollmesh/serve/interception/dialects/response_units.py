@@ -1,20 +1,27 @@
-"""The items of OpenAI's Responses API as chat messages: grouping, reading, tools.
+"""The items of OpenAI's Responses API as chat messages: grouping, references, reading, tools.
 
 A history unit is one item, or all adjacent items of the assistant's side (reasoning, texts, calls),
-which are one message of a chat. Invariant: what a model could read is read or refused by its type;
-left out are items and tools that only OpenAI's servers can run or open. Shapes as in OpenAI's API
-reference (create response). Driven by history.py through responses.py.
+which are one message of a chat. Shapes as in OpenAI's API reference (create response).
+
+- What a model could read is read, or refused by its type; items and tools that only OpenAI's
+  servers can run or open are left out.
+- An `item_reference` stands for an item that an earlier response of the same session had.
 """
 
+import re
 from typing import Any
 
 import msgspec
 import orjson
 
 from rollmesh.runtime.chat import ChatMessage, read_message
+from rollmesh.runtime.turns import FindAnswer
 from rollmesh.serve.interception.dialects.frames import refusal
 
 _CALLS = frozenset({"function_call", "custom_tool_call"})
+_REFERENCE = "item_reference"
+_ITEM_ID = re.compile(r"(rs|msg|fc)_(.+)_(\d{1,9})")
+"""Kind, reply and place of an item, as response_items.py names it."""
 _UNREAD = frozenset(
     {
         "code_interpreter_call",
@@ -38,10 +45,19 @@ class ItemHead(msgspec.Struct):
 
     type: str | None = None
     role: str | None = None
+    id: Any = None
+
+    @property
+    def is_reference(self) -> bool:
+        """It names an earlier item; its type may be left out."""
+        return self.type == _REFERENCE or (
+            self.type is None and self.role is None and self.id is not None
+        )
 
     @property
     def is_assistants(self) -> bool:
-        return self.role == "assistant" or self.type == "reasoning" or self.type in _CALLS
+        is_item = self.type in ("reasoning", *_CALLS)
+        return self.role == "assistant" or is_item or self.is_reference
 
     @property
     def is_unread(self) -> bool:
@@ -65,6 +81,66 @@ def units_of(heads: list[ItemHead], raws: list[msgspec.Raw]) -> list[bytes]:
     if group:
         units.append(b"[%b]" % b",".join(group))
     return units
+
+
+def spell_out(units: list[bytes], find: FindAnswer) -> list[bytes]:
+    """Put the items that references name in their place; SessionError 400 for an unknown id."""
+    return [_spelled_out(unit, find) if b'"id"' in unit else unit for unit in units]
+
+
+def _spelled_out(unit: bytes, find: FindAnswer) -> bytes:
+    items = orjson.loads(unit)
+    named = [_Named.read(item.get("id")) if _is_reference(item) else None for item in items]
+    if not any(named):
+        return unit
+    found: list[Any] = []
+    for item, name in zip(items, named, strict=True):
+        found += [item] if name is None else name.items(named, find)
+    return orjson.dumps(found)
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, dict) and msgspec.convert(item, ItemHead, strict=False).is_reference
+
+
+class _Named(msgspec.Struct, frozen=True):
+    """An item of an earlier response, by the parts of its id."""
+
+    id: Any
+    kind: str = ""
+    reply: str = ""
+    place: int = 0
+
+    @classmethod
+    def read(cls, name: Any) -> "_Named":
+        parts = _ITEM_ID.fullmatch(name) if isinstance(name, str) else None
+        return cls(name, parts[1], parts[2], int(parts[3])) if parts else cls(name)
+
+    def items(self, others: list["_Named | None"], find: FindAnswer) -> list[dict[str, Any]]:
+        """The item; none if it is more of a text that `others` of its unit have named already."""
+        answer = find(self.reply) if self.kind else None
+        if answer is not None and self.kind == "rs" and answer.reasoning_content:
+            summary = [{"type": "summary_text", "text": answer.reasoning_content}]
+            return [{"type": "reasoning", "summary": summary}]
+        before = [
+            each.place
+            for each in others
+            if each and (each.kind, each.reply) == ("msg", self.reply) and each.place < self.place
+        ]
+        if answer is not None and self.kind == "msg" and (text := answer.text()):
+            message = {"type": "message", "role": "assistant", "content": text}
+            return [] if before else [message]
+        calls = answer.tool_calls or [] if answer is not None else []
+        if answer is not None and self.kind == "fc":
+            is_named = any(each and each.kind == "msg" for each in others)
+            num_texts = len(before) if is_named else bool(answer.text())
+            number = self.place - bool(answer.reasoning_content) - num_texts
+            if 0 <= number < len(calls):
+                call = calls[number]
+                function = {"name": call.function.name, "arguments": call.function.arguments}
+                return [{"type": "function_call", "call_id": call.id, **function}]
+        why = f"Item with id {self.id!r} not found: no response of this session had it."
+        raise refusal("item_not_found", why)
 
 
 def read_unit(raw: bytes, position: int) -> list[ChatMessage]:
@@ -146,8 +222,5 @@ def _part(part: Any, position: int) -> Any:
 
 
 def _unknown(kind: Any, position: int) -> Exception:
-    if kind == "item_reference":
-        why = "items are kept by their response: use previous_response_id, or store: false"
-        return refusal("item_not_found", f"input[{position}]: {why}")
     why = f"input[{position}]: {kind!r} is nothing that this model can read"
     return refusal("unsupported_content", why)

@@ -1,9 +1,11 @@
 """OpenAI's Responses API, as it is asked: POST .../v1/responses.
 
-Shapes as in OpenAI's API reference (create response). Invariants: unknown keys are accepted
-everywhere; items stay unopened but for their type and role; with `previous_response_id` the input
-is what follows that response, and instructions take the place of its own. Driven by exchange.py
-through dialect.py; response_events.py writes the answers.
+Shapes as in OpenAI's API reference (create response).
+
+- Unknown keys are accepted everywhere; items stay unopened except for their type, role and id.
+- With `previous_response_id` the input is what follows that response, and instructions take the
+  place of its own.
+- An `item_reference` is replaced by the session with the item that it gave out under this id.
 """
 
 import msgspec
@@ -27,6 +29,7 @@ from rollmesh.serve.interception.dialects.response_items import ID_PREFIX, Echo
 from rollmesh.serve.interception.dialects.response_units import (
     ItemHead,
     read_unit,
+    spell_out,
     units_of,
 )
 from rollmesh.serve.interception.dialects.tools import as_choice, check_named, tools_of_responses
@@ -88,9 +91,11 @@ class ResponsesDialect:
         previous = body.previous_response_id or ""
         include = frozenset(body.include or ())
         lists = "message.output_text.logprobs" in include
+        units, has_references = _units(body, asked)
         turn = Turn(
-            messages=_units(body, asked),
+            messages=units,
             read=read_unit,
+            spell_out=spell_out if has_references else None,
             tools=tools,
             tool_choice=choice,
             parallel_calls=body.parallel_tool_calls is not False,
@@ -116,18 +121,19 @@ def _digest(body: ResponsesBody, asked: Asked) -> int:
     return asked.digest_without(told) if told else asked.digest
 
 
-def _units(body: ResponsesBody, asked: Asked) -> list[bytes]:
+def _units(body: ResponsesBody, asked: Asked) -> tuple[list[bytes], bool]:
+    """The history units, and whether some name items of earlier responses."""
     units: list[bytes] = []
     if body.instructions:
         units.append(_text_unit("system", body.instructions))
     if isinstance(body.input, str):
-        return [*units, _text_unit("user", body.input)]
+        return [*units, _text_unit("user", body.input)], False
     heads = read_body(_heads, asked.body, "responses request").input
     assert not isinstance(heads, str)
     units += units_of(heads, body.input)
     if not units:
         raise refusal("invalid_input", "input: expected a text or at least one item")
-    return units
+    return units, any(head.is_reference for head in heads)
 
 
 def _text_unit(role: str, text: str) -> bytes:

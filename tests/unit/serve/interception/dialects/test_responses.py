@@ -105,7 +105,6 @@ def test_a_units_bytes_stay_when_the_history_grows() -> None:
 @pytest.mark.parametrize(
     ("item", "why"),
     [
-        ({"type": "item_reference", "id": "x"}, "previous_response_id"),
         ({"type": "mystery"}, "'mystery'"),
         ({"role": "user", "content": [{"type": "input_file"}]}, "'input_file'"),
         ({"role": "king", "content": "x"}, "king"),
@@ -293,3 +292,69 @@ async def test_the_next_turn_extends_what_was_sampled(make_desk: MakeDesk) -> No
     before = [*desk.sampler.requests[1].prompt_ids, *desk.ids("done<|im_end|>")]
     assert list(desk.sampler.requests[2].prompt_ids)[: len(before)] == before
     assert desk.opened.session.fork_report().forks == []
+
+
+def named(item: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "item_reference", "id": item["id"]}
+
+
+TWO_CALLS = f"<think>so</think>I call{CALL}{CALL.replace('1', '2')}"
+LATE_TEXT = f"{CALL}and so{CALL.replace('1', '2')}"
+
+
+@pytest.mark.parametrize("said", [SAID, TWO_CALLS, LATE_TEXT, CALL, "only text", f"I call{CALL}"])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_items_that_are_named_by_id_are_those_that_were_given_out(
+    make_desk: MakeDesk, said: str, is_stream: bool
+) -> None:
+    """As Vercel's AI SDK 6 sends its second step: all of the model's items by reference."""
+    desk = await make_desk(said, "done")
+    asked = {**ASK, "tools": [TOOL], "store": True, "stream": is_stream}
+    task = {"role": "user", "content": [{"type": "input_text", "text": "guess"}]}
+    asked["input"] = [{"role": "system", "content": "be brief"}, task]
+    if is_stream:
+        _, last = (await desk.events(asked, PATH))[-1]
+        output = last["response"]["output"]
+    else:
+        output = (await desk.answer(asked, PATH))[1]["output"]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "4"}
+        for item in output
+        if item["type"] == "function_call"
+    ] or [{"role": "user", "content": "more"}]
+    history = [*asked["input"], *map(named, output), *results]
+    status, _ = await desk.answer({**asked, "input": history, "stream": False}, PATH)
+    assert status == 200
+    before = [*desk.sampler.requests[0].prompt_ids, *desk.ids(said + "<|im_end|>")]
+    assert list(desk.sampler.requests[1].prompt_ids)[: len(before)] == before
+    assert desk.opened.session.fork_report().forks == []
+    assert desk.opened.session.fork_report().healed == {}
+
+
+async def test_each_call_can_be_named_alone(make_desk: MakeDesk) -> None:
+    desk = await make_desk(TWO_CALLS, "done")
+    _, first = await desk.answer({**ASK, "tools": [TOOL]}, PATH)
+    second_call = first["output"][-1]
+    result = {"type": "function_call_output", "call_id": second_call["call_id"], "output": "4"}
+    history = [{"role": "user", "content": "guess"}, {"id": second_call["id"]}, result]
+    status, _ = await desk.answer({**ASK, "tools": [TOOL], "input": history}, PATH)
+    assert status == 200
+    asked = desk.tokenizer.decode(list(desk.sampler.requests[1].prompt_ids))
+    assert '"a": 2' in asked
+    assert '"a": 1' not in asked
+
+
+async def test_a_name_that_no_response_of_the_session_gave_out_is_a_clear_400(
+    make_desk: MakeDesk,
+) -> None:
+    desk = await make_desk("4")
+    _, first = await desk.answer(ASK, PATH)
+    known = first["output"][0]["id"]
+    reply = first["id"].removeprefix("resp_")
+    others = [f"fc_{reply}_0", f"rs_{reply}_0", f"msg_{reply}9_0", "msg_s0-0_0", "x", known + "x"]
+    for name in others:
+        history = [{"role": "user", "content": "a"}, {"type": "item_reference", "id": name}]
+        status, answer = await desk.answer({**ASK, "input": history}, PATH)
+        assert (status, answer["error"]["code"]) == (400, "item_not_found")
+        assert repr(name) in answer["error"]["message"]
+    assert len(desk.sampler.requests) == 1
