@@ -200,6 +200,7 @@ class Fleet:
     def _on_ask(self, route: bytes, ask: FleetAsk, now_s: float) -> str:
         """Carry out `ask`; the reason where it is refused, else ''."""
         if isinstance(ask, ReadFleet):
+            self._incumbent.announce(route, ask.policy_version, now_s)
             return ""
         if isinstance(ask, JoinEngine | SleepEngine):
             self._on_join(ask.url)
@@ -260,7 +261,9 @@ class Fleet:
         if engine.row.phase is EnginePhase.ASLEEP:
             engine.trusted = ask.policy_version
             self._rejoin(engine, "woken", now_s)
-            engine.row = msgspec.structs.replace(engine.row, adapter=ask.adapter)
+            engine.row = msgspec.structs.replace(
+                engine.row, policy_version=ask.policy_version, adapter=ask.adapter
+            )
         return ""
 
     def _on_fence(self, engine: Member, ask: FenceEngine, now_s: float) -> str:
@@ -325,7 +328,7 @@ class Fleet:
 
     def _judge(self, engine: Member, served: int, now_s: float) -> None:
         """Decide by the weights that an answering engine says it serves."""
-        newest = max(self.policy_version(), self._incumbent.published)
+        newest = max(self.policy_version(), self._incumbent.newest)
         is_ready = engine.row.phase is EnginePhase.READY
         if served == UNVERSIONED and not self._settings.believes_engines:
             engine.set(EnginePhase.JOINING, f"its weights have no version yet; {_EXPECTED}", served)

@@ -1,11 +1,13 @@
-"""The publisher whose weights the fleet serves: who it is, what it brought last, if it still runs.
+"""The publisher whose weights the fleet serves: which one, what it brought last, if it still runs.
 
-    nobody --an update is finished--> RUNNING --silent for grace_s, says that it leaves--> GONE
+    none --an update is finished--> RUNNING --silent for grace_s, or it reports its end--> GONE
     RUNNING, GONE --another one finishes an update--> RUNNING, that one
 
-Invariants: while one runs, another one is let in with newer weights only; with that one gone,
-with any: a run that begins anew counts from 1 again. Whoever is kept out is told to give way only
-by one that has asked for something since: until then it may have been killed. Driven by fleet.py.
+- While one runs, another one is let in with newer weights only. Once it is gone, any is: a new run
+  counts from 1 again.
+- A publisher that is kept out gives way only to one that was heard from since, as that may have
+  been killed.
+- What a publisher announces counts before any engine has it: all of them may be asleep.
 """
 
 from rollmesh.engine.member import UNVERSIONED
@@ -24,14 +26,27 @@ class Incumbent:
         self._kept_out: bytes | None = None
         self._kept_out_s = 0.0
         """Since when that one is."""
+        self._announced: tuple[bytes, int] | None = None
+        """A publisher and the version that it publishes."""
 
     @property
     def told(self) -> int:
         """What it brought last, UNVERSIONED where nobody did in this life of the router."""
         return UNVERSIONED if self._route is None else self.published
 
+    @property
+    def newest(self) -> int:
+        """The version that engines which come (back) must have at least."""
+        return max(self.published, self._announced[1] if self._announced else UNVERSIONED)
+
+    def announce(self, route: bytes, policy_version: int, now_s: float) -> None:
+        """A publisher publishes that version; ignored where another one that runs is ahead."""
+        is_any = policy_version != UNVERSIONED
+        if is_any and not self.is_ahead_of(route, policy_version, now_s):
+            self._announced = (route, policy_version)
+
     def hear(self, route: bytes, now_s: float) -> None:
-        """Somebody asks for something."""
+        """A message came from `route`."""
         if route == self._route:
             self._heard_s = now_s
 
@@ -39,10 +54,14 @@ class Incumbent:
         """An update is finished."""
         if route != self._route:
             self._kept_out = None
+        if self._announced and self._announced[0] != route:
+            self._announced = None
         self._route, self._heard_s, self.published = route, now_s, policy_version
 
     def leave(self, route: bytes) -> None:
-        """It says so."""
+        """The publisher reports its end."""
+        if self._announced and self._announced[0] == route:
+            self._announced = None
         if route == self._route:
             self._heard_s = float("-inf")
 

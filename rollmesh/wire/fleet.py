@@ -126,6 +126,9 @@ class RemoveEngine(Message, frozen=True, tag="remove_engine"):
 
 class ReadFleet(Message, frozen=True, tag="read_fleet"):
     ask_id: int
+    policy_version: int = -1
+    """What the publisher that asks publishes now: engines that come (back) with older weights wait
+    for it, also where no engine has it yet. -1 from all others."""
 
 
 class FleetAnswered(Message, frozen=True, tag="fleet_answered"):

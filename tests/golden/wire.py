@@ -100,7 +100,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     f.WakeEngine(3, "http://e:1", 12, "a12"),
     f.FenceEngine(3, "http://e:1", 12, "off by 0.5"),
     f.RemoveEngine(3, "http://e:1"),
-    f.ReadFleet(3),
+    f.ReadFleet(3, 12),
     f.FleetAnswered(3, False, "unknown", 9, (ENGINE,), 13),
     m.WorkerExited("worker-0", 4711, "killed by signal 9", 1.5e9),
     m.AskDrain(3, "worker-0", "update"),

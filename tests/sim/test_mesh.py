@@ -21,7 +21,20 @@ from tests.sim.seeds import Cores, open_cores
 NUM_SEEDS = 2000
 SEEDS_PER_TEST = 100
 MIN_EVENTS = 200
-TELLING_SEEDS = (*range(20), *range(25, 305, 10), 585, 615, 645, 705, 825, 1095, 1345, 1765)
+TELLING_SEEDS = (
+    *range(20),
+    *range(25, 305, 10),
+    585,
+    615,
+    645,
+    705,
+    725,
+    825,
+    1055,
+    1095,
+    1345,
+    1765,
+)
 """Some of each kind, more of those whose chaos is long and whose attempts are bounded, and some in
 which a savepoint breaks by which alone a full journal was freed."""
 NUM_PRINTED = 24

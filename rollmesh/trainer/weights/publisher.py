@@ -266,7 +266,8 @@ class Publisher:
         self._forget_restarted(table)
         for row in table:
             is_out = row.phase in (EnginePhase.ASLEEP, EnginePhase.GONE)
-            is_out = is_out or self._woken.is_waking(row)
+            is_new = row.policy_version == self._target.policy_version
+            is_out = is_out or (is_new and self._woken.is_waking(row))
             is_needed = not is_out and not self._is_current(row)
             update = self._updates.get(row.url)
             if is_needed and update is None:
@@ -422,7 +423,7 @@ class Publisher:
         actions: list[Action] = []
         if self._target and now_s >= self._read_s + self._settings.read_s:
             self._read_s = now_s
-            actions.append(Send(ROUTER, ReadFleet(self._next_ask())))
+            actions.append(Send(ROUTER, ReadFleet(self._next_ask(), self._target.policy_version)))
         for update in list(self._updates.values()):
             actions += self._tend_update(update, now_s)
         return actions

@@ -9,6 +9,7 @@ from rollmesh.wire.fleet import (
     EngineRow,
     FinishUpdate,
     JoinEngine,
+    PublisherLeft,
     ReadFleet,
 )
 from rollmesh.wire.machine import Received
@@ -121,3 +122,39 @@ def test_second_publisher_is_refused_while_the_first_holds_the_lease() -> None:
     answer = bench.ask(BeginUpdate(2, A, 2, 30.0), route=b"other")
     assert not answer.ok
     assert "another publisher" in answer.error
+
+
+def test_engine_that_joins_with_older_weights_than_are_being_published_waits_for_them() -> None:
+    bench = Bench(A)
+    bench.ask(ReadFleet(1, 7), b"publisher")
+    bench.answer(A, policy_version=6)
+    assert bench.phase() is EnginePhase.JOINING
+    assert bench.row().detail == "serves version 6, the fleet is at 7"
+    bench.tick(1.0)
+    bench.answer(A, policy_version=7)
+    assert bench.phase() is EnginePhase.JOINING  # its weights changed with no publisher's word
+    assert bench.ask(BeginUpdate(2, A, 7, 5.0), b"publisher").ok
+    assert bench.ask(FinishUpdate(3, A, 7, True), b"publisher").ok
+    assert bench.phase() is EnginePhase.READY
+
+
+def test_what_a_publisher_announced_does_not_outlive_it() -> None:
+    bench = Bench(A)
+    bench.ask(ReadFleet(1, 7), b"publisher")
+    bench.answer(A, policy_version=6)
+    bench.take(bench.fleet.step(Received(b"publisher", PublisherLeft()), bench.now_s))
+    bench.tick(1.0)
+    bench.answer(A, policy_version=6)
+    assert bench.phase() is EnginePhase.READY
+
+
+def test_older_publisher_that_announces_beside_a_newer_one_holds_nothing_up() -> None:
+    bench = ready(A)
+    assert bench.ask(BeginUpdate(1, A, 5, 5.0), b"new").ok
+    assert bench.ask(FinishUpdate(2, A, 5, True), b"new").ok
+    bench.ask(ReadFleet(3, 50), b"ended")
+    assert bench.ask(BeginUpdate(4, A, 6, 5.0), b"new").ok
+    assert bench.ask(FinishUpdate(5, A, 6, True), b"new").ok
+    bench.ask(JoinEngine(6, B))
+    bench.answer(B, policy_version=6)
+    assert bench.phase(B) is EnginePhase.READY

@@ -45,3 +45,22 @@ def test_what_wakes_with_older_weights_is_brought_up() -> None:
     mesh.run(6.0)
     assert (mesh.phase(A), mesh.policy_version(A)) == (EnginePhase.READY, 1)
     assert (A, UpdatePhase.LOADING) in mesh.was_called
+
+
+def test_engine_that_wakes_with_older_weights_does_not_serve_after_a_newer_publication_ended() -> (
+    None
+):
+    mesh = Mesh(A)
+    mesh.run(1.0)
+    mesh.publish(target(1))
+    mesh.run(2.0)
+    mesh.tend_fleet(Received(COORDINATOR, SleepEngine(1, A, 100.0)))
+    mesh.publish(target(2))
+    mesh.run(2.0)
+    assert (mesh.reports[-1].policy_version, mesh.reports[-1].updated) == (2, ())
+    # Its coordinator had loaded version 1 before the folder of version 2 was whole.
+    mesh.tend_fleet(Received(COORDINATOR, WakeEngine(2, A, 1)))
+    for _ in range(100):
+        mesh.run(0.05)
+        assert mesh.phase() is not EnginePhase.READY or mesh.policy_version() == 2
+    assert mesh.phase() is EnginePhase.READY
