@@ -24,11 +24,16 @@ class _Settings(msgspec.Struct, frozen=True):
 
 def newest(runs: Path) -> Path:
     """The run folder that was begun last; UserError if there is none."""
+    return all_runs(runs)[0]
+
+
+def all_runs(runs: Path) -> list[Path]:
+    """The run folders in `runs`, the newest first; UserError if there is none."""
     folders = (path.parent for path in runs.glob(f"*/{SETTINGS}"))
     begun = {each: (each / SETTINGS).stat().st_mtime for each in folders if _is_run(each)}
     if not begun:
         raise UserError(f"{runs}: no runs there; name a run folder")
-    return max(begun, key=lambda folder: begun[folder])
+    return sorted(begun, key=lambda folder: begun[folder], reverse=True)
 
 
 def run_folder(named: Path | None) -> Path:

@@ -6,24 +6,20 @@ A run or process that has ended is never shown as alive; see core/run_state.py.
 import contextlib
 import socket
 from collections.abc import Iterable, Iterator
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 import msgspec
 import psutil
 
-from rollmesh.core.errors import AddressError
+from rollmesh.cli.router_call import status_of
 from rollmesh.core.run_state import ENDED, RunState, read_record
-from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 from rollmesh.core.tail import Tail
 from rollmesh.dashboard.rows import ConfigRow, ProcessRow, RouterRow, StepRow, TelemetryRow
 from rollmesh.dashboard.view import RunView
 from rollmesh.launch.folder import Pid, read_addresses, read_pids, read_summary
 from rollmesh.serve.client.plan import PLAN
 
-ANSWER_S = 3.0
 EDGE_BYTES = 4 * 2**20
 """So much of a file's head and end is looked at; a telemetry line of 1,000 workers has 0.4 MB."""
 SAME_PROCESS_S = 5.0
@@ -55,7 +51,9 @@ class RunStanding(msgspec.Struct, frozen=True):
     max_age: int | None
     """Train steps since the oldest sample of the last step was sampled."""
     router_address: str
-    """Which workers and clients dial; '' where none is there."""
+    """tcp://, which workers and clients dial; '' where none is there."""
+    status_url: str
+    """http://, the router's status address; '' where none is there."""
     summary: dict[str, Any]
     """summary.json, once the run has ended."""
     logs: str = ""
@@ -104,6 +102,7 @@ def of_folder(folder: Path, unix_s: float) -> Standing:
         policy_version=last.get("policy_version"),
         max_age=last.get("max_age"),
         router_address=ready.address if ready else "",
+        status_url=ready.http_address if ready else "",
         summary=read_summary(folder / "summary.json") if is_over else {},
         logs=str(logs) if (logs := folder / "logs").is_dir() else "",
     )
@@ -113,25 +112,9 @@ def of_folder(folder: Path, unix_s: float) -> Standing:
     return Standing(told.time_s, run, router, processes, max(0.0, unix_s - told.time_s))
 
 
-def of_router(url: str, unix_s: float) -> Standing:
-    """What the router at this HTTP address says; AddressError, one line, if it says nothing."""
-    if not url.startswith(("http://", "https://")):
-        raise AddressError(f"--router {url}: name its HTTP address, http://host:port")
-    token = admin_token()
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        reply = httpx.get(f"{url.rstrip('/')}/status", headers=headers, timeout=ANSWER_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise AddressError(f"--router {url}: does not answer: {error}") from None
-    if reply.status_code == HTTPStatus.UNAUTHORIZED:
-        raise AddressError(f"--router {url}: asks for a token; set {ADMIN_TOKEN_VARIABLE}")
-    try:
-        router = msgspec.json.decode(reply.content, type=RouterRow)
-    except msgspec.MsgspecError:
-        router = None
-    if reply.status_code != HTTPStatus.OK or router is None:
-        raise AddressError(f"--router {url}: is no router: {reply.status_code}")
-    return Standing(unix_s, None, router, [])
+def of_router(address: str, unix_s: float) -> Standing:
+    """What the router at either of its addresses reports; AddressError, one line, if nothing."""
+    return Standing(unix_s, None, status_of(address), [])
 
 
 def _view_of(folder: Path) -> RunView:

@@ -35,7 +35,9 @@ def main(argv: list[str]) -> int:
     arguments = parser("status", "Say how a run stands: its workers, queue and engines.")
     where = arguments.add_mutually_exclusive_group()
     where.add_argument("run_folder", type=Path, nargs="?", help="the newest in runs/ if left out")
-    where.add_argument("--router", metavar="URL", help="ask this router: http://host:port")
+    where.add_argument(
+        "--router", metavar="ADDRESS", help="of a router: tcp://host:port or http://host:port"
+    )
     arguments.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
     arguments.add_argument("--json", dest="is_json", action="store_true", help="one JSON line")
     options = arguments.parse_args(argv)

@@ -32,7 +32,9 @@ def _parts(standing: Standing) -> Iterator[RenderableType]:
     if run and standing.time_s is not None and (line := _last_seen(run, standing)):
         yield Text(line, style="yellow")
     if run and run.router_address:
-        yield Text(f"router: {run.router_address}")
+        yield Text(_addresses(run.router_address, run.status_url))
+    elif not run and router and router.address:
+        yield Text(_addresses(router.address, router.status_url))
     if router:
         yield Text(_groups(router))
         yield from (Text(cause, style="yellow") for cause in router.causes)
@@ -74,6 +76,10 @@ def _of_run(run: RunStanding) -> Iterator[RenderableType]:
         parts.append(f"success {share(run.success)}, untrained {share(run.success_untrained)}")
     parts.append(f"policy version {_or_none(run.policy_version)}")
     yield Text(", ".join([*parts, f"oldest sample {_or_none(run.max_age)}"]))
+
+
+def _addresses(router: str, status_url: str) -> str:
+    return f"router: {router}{f', status {status_url}' if status_url else ''}"
 
 
 def _groups(router: RouterRow) -> str:

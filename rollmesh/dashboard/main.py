@@ -26,7 +26,8 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 class Options(argparse.Namespace):
     """The command line."""
 
-    run_folder: Path
+    run_folder: Path | None
+    """None lists the runs; `run` needs one."""
     host: str
     port: int
     listen_fd: int | None
@@ -35,29 +36,34 @@ class Options(argparse.Namespace):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command line to `parser`."""
-    parser.add_argument("run_folder", type=Path, help="folder of a running or finished run")
+    parser.add_argument(
+        "run_folder",
+        type=Path,
+        nargs="?",
+        help="folder of a running or finished run; left out, the runs in runs/ are listed",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="a loopback address (%(default)s)")
     parser.add_argument("--port", type=int, default=8265, help="0 picks a free one (%(default)s)")
     parser.add_argument("--listen-fd", type=int, help="serve on this inherited socket")
     parser.add_argument("--ready-fd", type=int, help="report here when serving")
 
 
-def run(options: Options, say: Callable[[str], None]) -> None:
-    """Serve until told to stop, and `say` where; AddressError if it cannot."""
+def run(options: Options, folder: Path, say: Callable[[str], None]) -> None:
+    """Serve the page of `folder` until a signal, and `say` where; AddressError if it cannot."""
     if options.listen_fd is None and options.host not in LOOPBACK:
         raise AddressError(
             f"{options.host}: the page has no login and is served on loopback only; "
             f"keep --host 127.0.0.1 and reach it through `ssh -L {options.port}:127.0.0.1:"
             f"{options.port}`"
         )
-    asyncio.run(serve(options, say))
+    asyncio.run(serve(options, folder, say))
 
 
-async def serve(options: Options, say: Callable[[str], None]) -> None:
+async def serve(options: Options, folder: Path, say: Callable[[str], None]) -> None:
     """Listen, report, follow the folder; returns after the first SIGTERM or SIGINT."""
     stop = stop_event(asyncio.get_running_loop())
     clock = SystemClock()
-    pages = Pages(RunReader(options.run_folder), clock)
+    pages = Pages(RunReader(folder), clock)
     runner = web.AppRunner(pages.app(), access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     listening = listen(f"{options.host}:{options.port}", options.listen_fd)
@@ -66,7 +72,7 @@ async def serve(options: Options, say: Callable[[str], None]) -> None:
         following = tasks.create_task(pages.follow(POLL_S), name="follow")
         address = http_address(listening)
         announce(options.ready_fd, Ready("dashboard", os.getpid(), address))
-        say(f"{address} shows {options.run_folder}; Ctrl-C ends it")
+        say(f"{address} shows {folder}; Ctrl-C ends it")
         await stop.wait()
         following.cancel()
     pages.feed.close()

@@ -68,6 +68,9 @@ class RouterRow(msgspec.Struct, frozen=True):
     num_failed: int = 0
     num_cancelled: int = 0
     num_clients: int = 0
+    address: str = ""
+    """tcp://, which workers and clients dial."""
+    status_url: str = ""
     causes: list[str] = []
     """Why groups wait, and will go on waiting unless somebody does something."""
 

@@ -298,6 +298,20 @@ class DrainAnswered(Message, frozen=True, tag="drain_answered"):
     error: str
 
 
+class AskAddresses(Message, frozen=True, tag="ask_addresses"):
+    """Request for the addresses of the router, from a program that knows one of them."""
+
+    ask_id: int
+
+
+class AddressesAnswered(Message, frozen=True, tag="addresses_answered"):
+    ask_id: int
+    address: str
+    """The router address, tcp://, as it is bound."""
+    status_url: str
+    """The status address, http://, as it is bound."""
+
+
 class GroupNews(Message, frozen=True, tag="group_news"):
     """Several at once, told a moment later: wire/news.py."""
 
@@ -335,6 +349,8 @@ AnyMessage = (
     | WorkerExited
     | AskDrain
     | DrainAnswered
+    | AskAddresses
+    | AddressesAnswered
     | GroupNews
     | RankMessage
     | SchedulingMessage

@@ -118,7 +118,10 @@ def test_the_own_agent_trains_is_looked_at_and_resumes(project: Path) -> None:
     with running(up, project, ends_with=130) as process:
         until_it_trains(process)
         assert run(status, project).startswith("mesh: running, step ")
-        assert drain[-1] in run(drain, project)
+        drained = run(drain, project)
+        assert drained.startswith(f"{drain[-1]} takes nothing new")
+        assert "router: tcp://127.0.0.1:" in drained
+        assert "status http://127.0.0.1:" in drained
     summary = orjson.loads((project / "runs/mesh/summary.json").read_bytes())
     assert summary["num_steps"] >= 1
     with running(resume, project, ends_with=130) as process:

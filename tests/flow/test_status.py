@@ -70,6 +70,31 @@ def test_a_mesh_is_told_by_its_folder_and_by_its_router(idle_mesh: LaunchedMesh)
     assert [row["env"] for row in asked["router"]["workers"]] == ["echo", "echo"]
 
 
+def test_status_takes_either_address_and_prints_both(idle_mesh: LaunchedMesh) -> None:
+    ready = idle_mesh.router()
+    printed = f"router: {ready.address}, status {ready.http_address}"
+    by_folder = rollmesh("status", str(idle_mesh.run)).stdout
+    by_router = [
+        rollmesh("status", "--router", address).stdout
+        for address in (ready.address, ready.http_address)
+    ]
+    for shown in (by_folder, *by_router):
+        assert printed in shown.splitlines()
+
+
+def test_drain_takes_either_address(idle_mesh: LaunchedMesh) -> None:
+    for address in (idle_mesh.router().address, idle_mesh.router().http_address):
+        unknown = rollmesh("drain", "worker-7", "--router", address)
+        assert unknown.stderr.startswith("rollmesh: no worker 'worker-7'; there are: worker-")
+
+
+@pytest.mark.parametrize("verb", [("status",), ("drain", "worker-0")])
+def test_an_address_of_another_kind_is_one_line_with_both_forms(verb: tuple[str, ...]) -> None:
+    ended = rollmesh(*verb, "--router", "127.0.0.1:5555")
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "tcp://HOST:PORT or http://HOST:PORT" in ended.stderr
+
+
 @pytest.mark.parametrize("form", [(), ("--json",)])
 def test_a_watch_ends_when_its_reader_has_seen_enough(
     idle_mesh: LaunchedMesh, form: tuple[str, ...]

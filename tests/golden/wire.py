@@ -104,6 +104,8 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     f.FleetAnswered(3, False, "unknown", 9, (ENGINE,), 13),
     m.WorkerExited("worker-0", 4711, "killed by signal 9", 1.5e9),
     m.AskDrain(3, "worker-0", "update"),
+    m.AskAddresses(7),
+    m.AddressesAnswered(7, "tcp://127.0.0.1:5555", "http://127.0.0.1:8000"),
     m.DrainAnswered(3, False, "no worker-0"),
     m.GroupNews((m.GroupStarted(GROUP, 2), m.GroupDelivered(GROUP, 2))),
     r.RankHello(3, 4711, "127.0.0.1:5000"),

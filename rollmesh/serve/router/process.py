@@ -35,7 +35,9 @@ from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import read_keys
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
+    AddressesAnswered,
     AnyMessage,
+    AskAddresses,
     EnvFailed,
     GroupMoved,
     WorkerExited,
@@ -87,7 +89,7 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
             believes_engines=engines.have_fixed_weights, least_version=engines.least_version
         )
     )
-    loop = RouterLoop(config, fleet, hub, side, board, clock)
+    loop = RouterLoop(config, fleet, hub, side, board, clock, http_address(listening))
     stop = Stop(bell.ring)
     for url in engines.urls or config.engine.urls:
         loop.join_engine(url, is_asleep=engines.are_asleep)
@@ -129,8 +131,10 @@ class RouterLoop:
         side: SideThread,
         board: Board[Status],
         clock: Clock,
+        status_url: str,
     ) -> None:
         self.incarnation = new_id("i")
+        self._status_url = status_url
         self._tick_s = config.router.beat_s / 2
         self._hub = hub
         self._side = side
@@ -193,6 +197,10 @@ class RouterLoop:
         event = Received(route, message, packet.body, packet.router)
         if type(message) in _OF_THE_FLEET:
             self._step_fleet(event)
+            return
+        if isinstance(message, AskAddresses):
+            answer = AddressesAnswered(message.ask_id, self._hub.address, self._status_url)
+            self._send([Send(route, answer)])
             return
         if isinstance(message, WorkerHello):
             self._log_new(message)
@@ -267,6 +275,9 @@ class RouterLoop:
             "unsent": self._hub.num_unsent,
         }
         status = status_of(self.incarnation, self._ledger, self._fleet.table(), counts)
+        status = msgspec.structs.replace(
+            status, address=self._hub.address, status_url=self._status_url
+        )
         self._board.hang(status)
         before, self._num_body_bytes = self._num_body_bytes, self._ledger.book.num_body_bytes
         note_freed(max(0, before - self._num_body_bytes))

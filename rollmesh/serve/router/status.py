@@ -100,6 +100,10 @@ class Status(msgspec.Struct, frozen=True):
     """What happened since the start: asks, refusals, requeues, claims, returns, workers_lost..."""
     causes: list[str] = []
     """Why groups wait, and will go on waiting unless somebody does something."""
+    address: str = ""
+    """tcp://, which workers and clients dial."""
+    status_url: str = ""
+    """http://, of this answer."""
     held_bytes: Mapping[str, int] = {}
     entries: Mapping[str, int] = {}
     cache_entries: Mapping[str, int] = {}

@@ -176,7 +176,7 @@ def test_an_evaluation_is_told_by_its_name_and_has_no_steps(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("tcp://127.0.0.1:5", "name its HTTP address"),
+        ("127.0.0.1:5", "name an address of the router"),
         ("http://127.0.0.1:9", "does not answer"),
         ("http://[", "does not answer"),
     ],
