@@ -24,6 +24,7 @@ from rollmesh.core.types import (
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+NonNegativeSeconds = Annotated[float, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 AdvantageRule = Literal["grpo", "mean", "leave_one_out"]
@@ -303,6 +304,9 @@ class LaunchConfig(Section, frozen=True):
     """What still runs after this time is killed."""
     max_restarts: NonNegative = 5
     """A worker that dies more often within a minute ends the run."""
+    scheduler_wait_s: NonNegativeSeconds = 30.0
+    """With --scheduler: how long, in seconds, to wait for the scheduler to answer and to admit the
+    pipeline; `rollmesh scheduler up` needs some time for that."""
 
 
 class Config(Section, frozen=True):

@@ -4,6 +4,8 @@ Invariant: a complaint names the setting, what stands there and what to do; noth
 started meanwhile. Driven by `run`.
 """
 
+from collections.abc import Callable
+
 from aiohttp import ClientError, ClientSession, ClientTimeout, InvalidURL
 
 from rollmesh.core.config import Config
@@ -19,15 +21,21 @@ NUM_OTHERS = 5
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-async def check(config: Config, makes_model: bool, share: Share | None = None) -> None:
-    """UserError if the run cannot work."""
+async def check(
+    config: Config,
+    makes_model: bool,
+    share: Share | None = None,
+    say: Callable[[str], object] = str,
+) -> None:
+    """Raise UserError if the run cannot work; `say` gets a line about what is waited for."""
     check_descriptors(config)
     check_page(config.dashboard.bind)
     if not makes_model:
         check_model(config.model.path)
     if share:
         check_may_share(config)
-        check_share(share, len(config.engine.urls) or config.engine.num_embedded)
+        num_engines = len(config.engine.urls) or config.engine.num_embedded
+        check_share(share, num_engines, config.launch.scheduler_wait_s, say)
     if config.engine.urls:
         async with ClientSession(timeout=ClientTimeout(total=ANSWER_S)) as session:
             for url in config.engine.urls:

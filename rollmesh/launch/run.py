@@ -87,7 +87,7 @@ class Run:
     async def run(self) -> int:
         """See `launch`."""
         config = self._order.config
-        await check(config, bool(self._order.make_model), self._order.share)
+        await check(config, bool(self._order.make_model), self._order.share, self._say)
         if self._order.about:
             with unread():
                 self._console.print(self._order.about, markup=False)
@@ -171,6 +171,10 @@ class Run:
             self._console.print(folder.fault, markup=False)
         for line in end_lines(summary, folder):
             self._console.print(line)
+
+    def _say(self, line: str) -> None:
+        with unread():
+            self._console.print(line, markup=False)
 
     def _elapsed_s(self) -> float:
         return self._clock.now_s() - self._started_s

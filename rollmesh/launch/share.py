@@ -1,15 +1,15 @@
-"""What launch asks a fleet's scheduler: may this run begin.
+"""Questions of launch to a fleet's scheduler: whether this run may begin.
 
-Owns questions and their answers. Invariants: a complaint names the option or setting and what to
-do; nothing is changed there by what is checked, and nobody there is a mistake. Driven by checks.py;
-claim.py asks through it.
+- A check changes nothing at the scheduler.
+- A scheduler that is not there yet, or has not admitted the pipeline yet, is waited for.
 """
 
 import time
+from collections.abc import Callable
 
 import msgspec
 
-from rollmesh.core.errors import AddressError, ConfigError
+from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.share import Share
 from rollmesh.wire.frames import Buffer, Packet
@@ -49,22 +49,52 @@ class _View(msgspec.Struct):
     pipelines: tuple[Standing, ...] = ()
 
 
-def check_share(share: Share, num_engines: int) -> None:
-    """UserError where the scheduler does not answer, does not let this pipeline ask, counts on
-    other engines than the run has, or where somebody drives it whom nobody can ask."""
-    name, end_s = f"--pipeline {share.pipeline_id}", time.monotonic() + DEAD_S
+def check_share(
+    share: Share, num_engines: int, wait_s: float = 0.0, say: Callable[[str], object] = str
+) -> None:
+    """Raise UserError if this run cannot begin on the fleet.
+
+    That is so when the scheduler does not answer, or does not admit the pipeline, for `wait_s`
+    (`say` gets one line about the wait), counts other engines than the run has, or when another
+    process already drives the pipeline.
+    """
+    name = f"--pipeline {share.pipeline_id}"
+    admitted(share, wait_s, say)
+    end_s = time.monotonic() + DEAD_S
     while (pipeline := look(share)).is_driven and pipeline.run is None:
         if time.monotonic() >= end_s:  # for a moment also where it has just died
             raise ConfigError(f"{name}: {GOES_ON}")
         time.sleep(SAY_AGAIN_S)
-    if pipeline.phase == NOT_ADMITTED:
-        fix = f"`rollmesh scheduler admit {share.pipeline_id}`"
-        raise ConfigError(f"{name}: it is registered and not admitted; {fix} first")
     num_workers = len(pipeline.spec.generation) // pipeline.spec.tp
     if num_workers != num_engines:
         raise ConfigError(
             f"engine.num_embedded, engine.urls: {num_engines} engines where the scheduler has "
             f"{num_workers} generation workers for {share.pipeline_id}; make them as many"
+        )
+
+
+def admitted(share: Share, wait_s: float, say: Callable[[str], object]) -> None:
+    """Return once the pipeline is admitted; raise UserError if it is not within `wait_s`."""
+    check_dial(share.scheduler, read_keys())
+    end_s, has_said = time.monotonic() + wait_s, False
+    while True:
+        try:
+            return _check_admitted(share)
+        except UserError as error:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                raise
+            if not has_said:
+                has_said = True
+                say(f"{error}; waiting up to {left_s:.0f} s for that")
+        time.sleep(SAY_AGAIN_S)
+
+
+def _check_admitted(share: Share) -> None:
+    if look(share).phase == NOT_ADMITTED:
+        fix = f"`rollmesh scheduler admit {share.pipeline_id}`"
+        raise ConfigError(
+            f"--pipeline {share.pipeline_id}: it is registered and not admitted; {fix} first"
         )
 
 

@@ -35,14 +35,17 @@ def fleet(
     error: str = "",
     num_driven: int = 0,
     run: RunClaim | None = None,
+    num_registered: int = 0,
+    bind: str = "tcp://127.0.0.1:0",
 ) -> Iterator[str]:
-    """Its address. It answers claims with this error, and puts what it heard into `heard`; `run`
-    has the pipeline's name, and a coordinator of it is heard at so many looks."""
+    """Yield its address. It answers claims with this error, and puts each message into `heard`;
+    `run` has the pipeline's name, and `num_driven` looks show a coordinator of it. The first
+    `num_registered` looks show the pipeline registered and not admitted."""
     heard = [] if heard is None else heard
     state = State()
     state.add_pipeline(SPEC).phase = phase
     runs = {"math": run} if run else {}
-    hub, is_over = Hub("tcp://127.0.0.1:0"), threading.Event()
+    hub, is_over = Hub(bind), threading.Event()
     looks = iter([frozenset({"math"})] * num_driven)
 
     def serve() -> None:
@@ -52,6 +55,10 @@ def fleet(
                 heard.append(packet.message)
                 match packet.message:
                     case ReadScheduler(key, pipeline_id):
+                        num_looks = sum(isinstance(each, ReadScheduler) for each in heard)
+                        is_early = num_looks <= num_registered
+                        early = PipelinePhase.REGISTERED if is_early else phase
+                        state.pipelines["math"].phase = early
                         known = Known(driven=next(looks, frozenset()), runs=runs)
                         told = view(state, known, pipeline_id)
                         answer = SchedulerAnswered(key, not told.error, told.error)

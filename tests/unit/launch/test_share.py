@@ -1,5 +1,7 @@
 """A share that cannot be had is told of before anything starts."""
 
+from contextlib import ExitStack
+
 import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError
@@ -8,6 +10,7 @@ from rollmesh.launch import share as checks
 from rollmesh.launch.share import check_share
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.wire.scheduling import RunClaim
+from tests.ports import free_ports
 from tests.unit.launch.claimed_fleet import fleet
 
 
@@ -31,6 +34,36 @@ def test_what_cannot_work_is_told_in_one_line(
 ) -> None:
     with fleet(phase) as address, pytest.raises(ConfigError, match=line):
         check_share(Share(address, pipeline), num_engines)
+
+
+def test_a_pipeline_that_is_admitted_a_little_later_is_waited_for_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "SAY_AGAIN_S", 0.05)
+    said: list[str] = []
+    with fleet(num_registered=3) as address:
+        check_share(Share(address, "math"), num_engines=2, wait_s=60.0, say=said.append)
+    [line] = said
+    assert "--pipeline math: it is registered and not admitted" in line
+    assert "waiting up to 60 s" in line
+
+
+def test_a_scheduler_that_comes_up_a_little_later_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "ANSWER_S", 0.1)
+    monkeypatch.setattr(checks, "SAY_AGAIN_S", 0.05)
+    [port] = free_ports(1)
+    said: list[str] = []
+    with ExitStack() as stack:
+
+        def start(line: str) -> None:
+            said.append(line)
+            stack.enter_context(fleet(bind=f"tcp://127.0.0.1:{port}"))
+
+        check_share(Share(f"tcp://127.0.0.1:{port}", "math"), 2, wait_s=60.0, say=start)
+    [line] = said
+    assert "nobody answers there" in line
 
 
 def test_nobody_there_is_a_mistake_in_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
