@@ -215,6 +215,7 @@ def config_of(folder: Path, num_steps: int) -> Config:
         "trainer.samples_per_group": SAMPLES,
         "trainer.max_staleness": 1,
         "trainer.max_logprob_gap": 1e9,
+        "trainer.max_token_gap": 1e9,
     }
     return load_config(None, [f"{key}={value}" for key, value in settings.items()])
 

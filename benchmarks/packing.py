@@ -39,7 +39,9 @@ NUM_SEQUENCES = 16
 SHORTEST, LONGEST, EQUAL = 64, 2048, 512
 SAMPLED_SHARE = 0.25
 """Of a made-up sequence."""
-SETTINGS = TrainerConfig(learning_rate=1e-3, max_logprob_gap=math.inf, loss_weight="rollout")
+SETTINGS = TrainerConfig(
+    learning_rate=1e-3, max_logprob_gap=math.inf, max_token_gap=math.inf, loss_weight="rollout"
+)
 ALIKE = 1e-3
 """Between the two sides' gradient norms, as a share."""
 

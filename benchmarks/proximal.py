@@ -43,7 +43,9 @@ AGES = (1, 2, 3)
 """Train steps."""
 STEP = 5
 """Of which the errors are."""
-SETTINGS = TrainerConfig(learning_rate=1e-3, max_logprob_gap=1e9, num_minibatches=MINIBATCHES)
+SETTINGS = TrainerConfig(
+    learning_rate=1e-3, max_logprob_gap=1e9, max_token_gap=1e9, num_minibatches=MINIBATCHES
+)
 
 GOALS = [
     Goal("step.loglinear_over_recompute", "<=", 0.85),

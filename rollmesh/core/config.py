@@ -253,8 +253,11 @@ class TrainerConfig(Section, frozen=True):
     eval_rollouts: NonNegative = 0
     """Rollouts that measure the policy before the first step."""
     max_logprob_gap: Annotated[float, msgspec.Meta(gt=0)] = 0.05
-    """Samples of the current weights whose log-probs are off by more on average, or one token's by
-    20 times that, are masked."""
+    """Samples of the current weights whose log-probs are off by more than this on average, in nats,
+    are masked (default: 0.05)."""
+    max_token_gap: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Single tokens of the current weights whose log-prob is off by more than this, in nats, are
+    masked (default: 1.0); in a sample's average a token counts as this at most."""
     checkpoint_steps: Positive = 100
     """A checkpoint is written this often, and at the end."""
     train_branches: tuple[Branch, ...] = ("main", "subagent")

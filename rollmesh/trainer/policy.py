@@ -5,9 +5,10 @@
 
 Invariants: log-probs are recomputed by the definition under which they were recorded (softmax of
 logits / temperature over the whole vocabulary); samples of the very weights held now that disagree
-with the recording by more than `max_logprob_gap` do not train, and say so; the weights change in
-`step` alone; while it is away from its device nothing of it is there, and it can be saved still.
-Driven by the train loop, on its thread.
+with the recording by more than `max_logprob_gap` on average, and single tokens by more than
+`max_token_gap`, do not train and are counted; the weights change in `step` alone; while it is away
+from its device nothing of it is there, and it can be saved still. Driven by the train loop, on its
+thread.
 Shapes: B rows, T tokens, K kept positions, N trained tokens, V vocabulary.
 """
 
@@ -251,9 +252,9 @@ class Policy:
             now_N = logprobs_N.detach()
             began_N = began[number] if began else now_N if at == 0 else None
             sight = self._sight(at, batch, now_N, began_N, meter)
-            strange_N = self._strange(batch, sight, meter)
-            # What was recorded of those counts no more, be it a number or not.
-            recorded_N = torch.where(strange_N, sight.earliest_N, sight.recorded_N)
+            masked_N = meter.masked(batch, began_N, self._settings)
+            # What was recorded of masked tokens counts no more, whether it is finite or not.
+            recorded_N = torch.where(masked_N, sight.earliest_N, sight.recorded_N)
             sight = sight._replace(recorded_N=recorded_N)
             terms = TokenTerms(
                 logprobs_N=logprobs_N,
@@ -261,7 +262,7 @@ class Policy:
                 proximal_N=proximal_logprobs(self._settings.proximal, sight),
                 recorded_N=recorded_N,
                 advantages_N=batch.advantages_N,
-                weights_N=batch.weights_N.masked_fill(strange_N, 0.0),
+                weights_N=batch.weights_N.masked_fill(masked_N, 0.0),
             )
             loss = policy_loss(terms, self._settings)
             torch.autograd.backward(loss.value)
@@ -280,8 +281,3 @@ class Policy:
     ) -> Sight:
         ages_N = meter.moment.ages(batch.policy_versions_N) * self._settings.num_minibatches
         return Sight(now_N, began_N, batch.recorded_N, ages_N, num_done=at)
-
-    def _strange(self, batch: TokenBatch, sight: Sight, meter: StepMeter) -> Tensor:
-        """[N]: whether a token's sample is one that the weights it names did not make."""
-        strangers = meter.strangers(batch, sight.began_N, self._settings.max_logprob_gap)
-        return torch.isin(batch.samples_N, strangers)

@@ -28,7 +28,7 @@ from tests.flow.rank_crew import household, plan
 
 GROUPS, SAMPLES = 3, 4
 PACE = StalenessSettings(batch=GROUPS * SAMPLES, max_staleness=1, max_concurrent=400)
-SETTINGS = TrainerConfig(max_logprob_gap=1e9, num_ranks=2)
+SETTINGS = TrainerConfig(max_logprob_gap=1e9, max_token_gap=1e9, num_ranks=2)
 ASKING = Asking(
     env="guess", num_samples=SAMPLES, sampling=SamplingPolicy(), seed=0, branches=("main",)
 )

@@ -26,6 +26,7 @@ SETTINGS = TrainerConfig(
     learning_rate=1e-3,
     entropy_coef=0.01,
     max_logprob_gap=1e9,
+    max_token_gap=1e9,
     microbatch_tokens=150,  # so that ranks have different numbers of forwards
 )
 ALIKE = 1e-4

@@ -14,12 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollmesh.core.config import TrainerConfig
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.learning.batches import TokenBatch
 from rollmesh.trainer.learning.importance import Importance, ImportanceMeter, Moment
 from rollmesh.trainer.learning.loss import Loss, TokenTerms
 from rollmesh.trainer.meter.exactness import Cell, Gaps, exact_gap, is_masked, measure
 from rollmesh.trainer.team import Ranks
+
+NO_VERSION = -1
+"""A policy version that no token has."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +52,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     logprob_gap_max: float | None
     num_tokens: int
     num_masked: int
-    """Samples left out because that gap was too large."""
+    """Samples left out because the mean of that gap was too large."""
+    num_masked_tokens: int
+    """Tokens of other samples left out because their own gap was too large, or because their
+    recording is not finite."""
     num_skipped: int
     """Optimiser steps whose loss or gradient was not finite: they changed nothing."""
     num_skipped_in_row: int
@@ -85,34 +92,45 @@ class StepMeter:
         """Tokens of the very weights that the step began with."""
         self._importance = ImportanceMeter()
         self._num_masked = 0
+        self._num_masked_tokens = 0
         self._num_tokens = 0
         self._num_clipped = 0
         self._loss = 0.0
         self._entropy = 0.0
         self._kl = 0.0
 
-    def strangers(self, batch: TokenBatch, began_N: Tensor | None, bound: float) -> Tensor:
-        """Which samples of the batch are to train nothing, by exactness.py; gaps are booked.
+    def masked(self, batch: TokenBatch, began_N: Tensor | None, settings: TrainerConfig) -> Tensor:
+        """Return which trained tokens of the batch do not train [N], and book their gaps.
 
         `began_N` are log-probs by the weights that the step began with. Without them nothing is
-        measured, and those are strange whose recording is no number.
+        measured, and only tokens whose recording is not finite are masked.
         """
-        if began_N is None:
-            rows = set(batch.samples_N[~torch.isfinite(batch.recorded_N)].tolist())
-        else:
-            rows = self._measured(batch, (began_N - batch.recorded_N).abs(), bound)
-        self._num_masked += len(rows)
-        return torch.tensor(sorted(rows), dtype=torch.int64, device=batch.samples_N.device)
+        of_token_N = ~torch.isfinite(batch.recorded_N)
+        of_sample_N = torch.zeros_like(of_token_N)
+        if began_N is not None:
+            gaps_N = (began_N - batch.recorded_N).abs()
+            is_exact_N = batch.policy_versions_N == (
+                NO_VERSION if self._held is None else self._held
+            )
+            of_token_N |= is_exact_N & ~(gaps_N <= settings.max_token_gap)
+            strange = sorted(self._measured(batch, gaps_N, settings))
+            self._num_masked += len(strange)
+            strangers = torch.tensor(strange, dtype=torch.int64, device=gaps_N.device)
+            of_sample_N = torch.isin(batch.samples_N, strangers)
+        self._num_masked_tokens += int((of_token_N & ~of_sample_N).sum())
+        return of_token_N | of_sample_N
 
-    def _measured(self, batch: TokenBatch, gaps_N: Tensor, bound: float) -> set[int]:
+    def _measured(self, batch: TokenBatch, gaps_N: Tensor, settings: TrainerConfig) -> set[int]:
+        """Book the gaps of the batch; the samples that do not train."""
         rows_N = batch.samples_N.cpu().numpy()
         rows = rows_N[np.flatnonzero(np.diff(rows_N, prepend=-1))].tolist()
         samples = [self._samples[row] for row in rows]
         strange = set()
-        for row, gaps in zip(rows, measure(gaps_N.cpu().numpy(), samples), strict=True):
+        told = measure(gaps_N.cpu().numpy(), samples, settings.max_token_gap)
+        for row, gaps in zip(rows, told, strict=True):
             self._gaps[row] = gaps
             self._own.add(exact_gap(self._samples[row], gaps, self._held))
-            if is_masked(self._samples[row], gaps, self._held, bound):
+            if is_masked(self._samples[row], gaps, self._held, settings.max_logprob_gap):
                 strange.add(row)
         return strange
 
@@ -140,8 +158,9 @@ class StepMeter:
     def report(self, learning_rate: float, num_skipped_in_row: int, ranks: Ranks) -> StepReport:
         """Return the report of all ranks; a collective."""
         own = self._own
-        counts = [self._num_tokens, self._num_clipped, own.num_tokens, self._num_masked]
-        num_tokens, num_clipped, num_own, num_masked = map(int, ranks.total(counts))
+        masked = (self._num_masked, self._num_masked_tokens)
+        counts = [self._num_tokens, self._num_clipped, own.num_tokens, *masked]
+        num_tokens, num_clipped, num_own, *num_masked = map(int, ranks.total(counts))
         loss, entropy, kl, gap = ranks.total([self._loss, self._entropy, self._kl, own.total])
         # One that is no number is the largest of all, also for a collective.
         gap_max = ranks.most(math.inf if math.isnan(own.largest) else own.largest)
@@ -163,7 +182,8 @@ class StepMeter:
             logprob_gap_mean=gap / num_own if num_own else None,
             logprob_gap_max=gap_max if num_own else None,
             num_tokens=num_tokens,
-            num_masked=num_masked,
+            num_masked=num_masked[0],
+            num_masked_tokens=num_masked[1],
             num_skipped=self._num_skipped,
             num_skipped_in_row=num_skipped_in_row,
             held_policy_version=self._held,

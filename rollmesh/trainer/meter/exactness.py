@@ -1,15 +1,17 @@
 """The exactness meter: how far engines' log-probs lie from those recomputed here, and whose it is.
 
     gap       |recorded - recomputed| of a token, by the weights held as the step begins
-    exact     gaps of tokens that are said to be of those very weights: noise, or a fault
-    drift     gaps of tokens of older ones: how far the policy has moved since, no fault
-    masked    a sample whose exact gaps are past the bound, on average or one of them SPIKE times:
-              what it names did not make it, it trains nothing
+    exact     gaps of tokens that those very weights sampled: noise, or a fault
+    drift     gaps of tokens of older weights: how far the policy has moved since, no fault
 
-Owns the books by origin (engine, version, dialect, fork cause). Invariants: exact and drift are
-never added up; a gap that is no number is past every bound, whoever sampled the token. What they
-say of an engine is judged in suspicion.py. Pure; driven by the train loop, fed by the policy. N
-trained tokens.
+- A token does not train if its exact gap is past the token bound, or if what was recorded of it
+  is not finite, whichever weights sampled it.
+- A sample does not train if the mean of its exact gaps is past the sample bound. In that mean a
+  token counts as the token bound at most, so that one token among thousands masks no sample.
+- Exact gaps and drift are never added up. Gaps are booked by engine, version, dialect and fork
+  cause; suspicion.py judges engines by them.
+
+Shapes: N trained tokens.
 """
 
 import itertools
@@ -29,17 +31,18 @@ ALL_VERSIONS = -1
 MAX_ORIGINS = 1024
 """That a run's books tell apart."""
 DIGITS = 6
-SPIKE = 20.0
-"""One token may be off by so many times what a sample may be on average: where a kernel rounds,
-gaps have a long tail, and of a thousand tokens of a sound bfloat16 engine some are far off."""
 
 
 class RunGap(msgspec.Struct, frozen=True, array_like=True):
-    """Of the tokens of one SampledRun."""
+    """Gaps of the tokens of one SampledRun, in nats."""
 
     num_tokens: int
     total: float
     largest: float
+    bounded: float
+    """The total where no token counts more than the token bound, nor one that is not finite."""
+    num_past: int
+    """Tokens past the token bound, those that are not finite among them."""
 
 
 Gaps = list[RunGap]
@@ -62,14 +65,19 @@ class Cell(msgspec.Struct):
     total: float = 0.0
     largest: float = 0.0
     num_samples: int = 0
-    """That have tokens of it."""
+    """Samples that have tokens of it."""
     num_masked: int = 0
-    """Of those, because of such tokens."""
+    """Samples among them that are masked because of such tokens."""
+    bounded: float = 0.0
+    num_past: int = 0
+    """Tokens past the token bound; only exact ones are masked for it."""
 
     def add(self, other: "Cell | RunGap") -> None:
-        """Tokens of the same origin."""
+        """Add tokens of the same origin."""
         self.num_tokens += other.num_tokens
         self.total += other.total
+        self.bounded += other.bounded
+        self.num_past += other.num_past
         # One that is no number is the largest of all.
         self.largest = max(self.largest, other.largest, key=lambda gap: (math.isnan(gap), gap))
         if isinstance(other, Cell):
@@ -82,6 +90,7 @@ class Cell(msgspec.Struct):
             "num_tokens": self.num_tokens,
             "mean_gap": round(self.total / max(1, self.num_tokens), DIGITS),
             "max_gap": round(self.largest, DIGITS),
+            "num_past": self.num_past,
             "num_samples": self.num_samples,
             "num_masked": self.num_masked,
         }
@@ -118,10 +127,12 @@ class Findings(msgspec.Struct, frozen=True):
         ]
 
 
-def measure(gaps_N: npt.NDArray[np.float32], samples: Sequence[Sample]) -> list[Gaps]:
-    """Per sample its gaps run by run, all in one where it has no runs.
+def measure(
+    gaps_N: npt.NDArray[np.float32], samples: Sequence[Sample], max_token_gap: float
+) -> list[Gaps]:
+    """Return each sample's gaps run by run, all in one where it has no runs.
 
-    `gaps_N` are those of the samples' trained tokens, one by one.
+    `gaps_N` are the gaps of the samples' trained tokens, `max_token_gap` is the token bound.
     """
     runs = [_runs(each) for each in samples]
     lengths = [run.num_tokens for each in runs for run in each]
@@ -129,7 +140,12 @@ def measure(gaps_N: npt.NDArray[np.float32], samples: Sequence[Sample]) -> list[
     starts = np.cumsum([0, *lengths])[:-1]
     totals = np.add.reduceat(gaps_N, starts, dtype=np.float64) if lengths else gaps_N
     largest = np.maximum.reduceat(gaps_N, starts) if lengths else gaps_N
-    rows = map(RunGap, lengths, totals.tolist(), largest.tolist())
+    is_past_N = ~(gaps_N <= max_token_gap)
+    bounded_N = np.where(is_past_N, max_token_gap, gaps_N)
+    bounded = np.add.reduceat(bounded_N, starts, dtype=np.float64) if lengths else gaps_N
+    num_past = np.add.reduceat(is_past_N, starts, dtype=np.int64) if lengths else gaps_N
+    columns = (totals, largest, bounded, num_past)
+    rows = map(RunGap, lengths, *(column.tolist() for column in columns))
     return [list(itertools.islice(rows, len(each))) for each in runs]
 
 
@@ -143,9 +159,8 @@ def exact_gap(sample: Sample, gaps: Gaps, held: int | None) -> Cell:
 
 
 def is_masked(sample: Sample, gaps: Gaps, held: int | None, max_gap: float) -> bool:
-    """Whether it is not what its recording says it is, by the weights that the step began with."""
-    has_numbers = all(math.isfinite(gap.largest) for gap in gaps)
-    return not has_numbers or _is_past(exact_gap(sample, gaps, held), max_gap)
+    """Whether the weights that the step began with did not make the sample, which names them."""
+    return _is_past(exact_gap(sample, gaps, held), max_gap)
 
 
 def find(
@@ -163,17 +178,14 @@ def find(
         masked += [at] if is_strange else []
         for origin, cell in _cells(sample, each).items():
             is_exact = origin.policy_version == held
-            is_off = _is_past(cell, max_gap) if is_exact else not math.isfinite(cell.largest)
-            cell.num_masked = int(is_strange and is_off)
+            cell.num_masked = int(is_strange and is_exact and _is_past(cell, max_gap))
             (exact if is_exact else drift).setdefault(origin, Cell()).add(cell)
     return Findings(exact, drift, masked, _only(exact))
 
 
 def _is_past(cell: Cell, max_gap: float) -> bool:
-    """Whether tokens are off by more than the bound on average, or one of them by SPIKE times that;
-    one that is no number is. Of no tokens none is."""
-    is_within = cell.total <= max_gap * cell.num_tokens and cell.largest <= SPIKE * max_gap
-    return cell.num_tokens > 0 and not is_within
+    """Whether there are tokens, and the mean of their bounded gaps is past the bound."""
+    return cell.bounded > max_gap * cell.num_tokens
 
 
 def _runs(sample: Sample) -> Sequence[SampledRun]:
@@ -227,6 +239,7 @@ class ExactnessBook:
                 "origin": list(origin),
                 "counts": [cell.num_tokens, cell.num_samples, cell.num_masked],
                 "gaps": [repr(cell.total), repr(cell.largest)],
+                "past": [repr(cell.bounded), cell.num_past],
             }
             for origin, cell in self._cells.items()
         ]
@@ -236,7 +249,8 @@ class ExactnessBook:
         for row in msgspec.convert(state, list[_SavedCell]):
             num_tokens, num_samples, num_masked = row.counts
             total, largest = map(float, row.gaps)
-            cell = Cell(num_tokens, total, largest, num_samples, num_masked)
+            bounded, num_past = float(row.past[0]), row.past[1]
+            cell = Cell(num_tokens, total, largest, num_samples, num_masked, bounded, num_past)
             self._cells[Origin(*row.origin)] = cell
 
 
@@ -244,3 +258,4 @@ class _SavedCell(msgspec.Struct, frozen=True):
     origin: tuple[int, str, str, str]
     counts: tuple[int, int, int]
     gaps: tuple[str, str]
+    past: tuple[str, int] = ("0.0", 0)

@@ -196,6 +196,7 @@ def site(tiny_folder: Path, tmp_path: Path, young_heap: None) -> Iterator[Site]:
         "trainer.eval_rollouts=3",
         "trainer.checkpoint_steps=2",
         "trainer.max_logprob_gap=100",
+        "trainer.max_token_gap=100",
     ]
     site = Site(load_config(None, settings), tmp_path)
     yield site

@@ -114,7 +114,7 @@ def train(life: Life, num_groups: int) -> list[BaseException]:
 def test_five_skipped_steps_in_a_row_end_the_run_in_one_line(begin: Lives) -> None:
     settings = {"advantage": "mean", "num_steps": 9, "max_staleness": 20}
     # A weight of e^20, times such a reward, is more than float32 holds.
-    settings |= {"max_importance_weight": 1e9}
+    settings |= {"max_importance_weight": 1e9, "max_token_gap": 1e9}
     named = [f"trainer.{name}={value}" for name, value in settings.items()]
     life = begin(JournalConfig(), "run.name=run", *named)
     [end] = train(life, MAX_SKIPPED)

@@ -68,7 +68,7 @@ def test_sample_that_these_weights_did_not_make_is_masked_but_counts_in_the_mean
     assert report.logprob_gap_max == pytest.approx(0.1, abs=1e-3)
     # Alone with a sibling of its tokens' number that has no say, since its ratio is 0.
     silent = msgspec.structs.replace(good, logprobs=np.full_like(good.logprobs, 1e9))
-    blind = msgspec.structs.replace(settings, max_logprob_gap=1e30)
+    blind = msgspec.structs.replace(settings, max_logprob_gap=1e30, max_token_gap=1e30)
     expected = Policy(str(tiny_folder), blind)
     assert expected.step([silent, bad], 0).grad_norm == pytest.approx(report.grad_norm)
     assert masked.probe().logprobs == pytest.approx(expected.probe().logprobs, abs=1e-6)
@@ -79,10 +79,44 @@ def test_recording_that_is_no_number_is_masked_and_harms_nothing(tiny_folder: Pa
     broken = msgspec.structs.replace(bad, logprobs=np.where(bad.loss_mask, np.nan, 0).astype("f4"))
     policy = Policy(str(tiny_folder), SETTINGS)
     report = policy.step([good, broken], 0)
-    assert report.num_masked == 1
+    assert (report.num_masked, report.num_masked_tokens) == (1, 0)
     assert math.isfinite(report.loss)
     assert math.isfinite(report.kl)
     assert np.isfinite(policy.probe().logprobs).all()
+
+
+@pytest.mark.parametrize("value", [-50.0, np.nan, -np.inf])
+def test_a_token_that_is_far_off_is_masked_alone_and_counts_in_the_mean(
+    value: float, tiny_folder: Path
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, max_logprob_gap=0.5)
+    good, bad = pair(tiny_folder)
+    spiked = good.logprobs.copy()
+    spiked[2] = value
+    policy = Policy(str(tiny_folder), settings)
+    report = policy.step([msgspec.structs.replace(good, logprobs=spiked), bad], 0)
+    assert (report.num_masked, report.num_masked_tokens, report.num_tokens) == (0, 1, 5)
+    # As if the token trained with a ratio of 0: it has no say, and the others weigh as before.
+    silent = good.logprobs.copy()
+    silent[2] = 1e9
+    blind = msgspec.structs.replace(settings, max_logprob_gap=1e30, max_token_gap=1e30)
+    expected = Policy(str(tiny_folder), blind)
+    silenced = expected.step([msgspec.structs.replace(good, logprobs=silent), bad], 0)
+    assert silenced.grad_norm == pytest.approx(report.grad_norm)
+    assert policy.probe().logprobs == pytest.approx(expected.probe().logprobs, abs=1e-6)
+
+
+def test_a_long_sample_with_one_token_that_is_far_off_trains(tiny_folder: Path) -> None:
+    samples = []
+    for index in range(2):
+        token_ids = [at % (40 + index) + 1 for at in range(400)]
+        exact = recorded(tiny_folder, token_ids)
+        exact[300] -= 3.0
+        mask, reward = [0] + [1] * 399, float(index)
+        samples.append(new_sample(token_ids, mask, index=index, reward=reward, logprobs=exact))
+    report = Policy(str(tiny_folder), SETTINGS).step(samples, 0)
+    assert (report.num_masked, report.num_masked_tokens) == (0, 2)
+    assert report.grad_norm > 0.0
 
 
 def test_minibatches_step_more_often_and_clip_against_the_first_weights(
@@ -152,7 +186,7 @@ def test_recording_that_is_no_number_is_masked_in_any_minibatch_and_at_any_age(
         runs = (SampledRun(2, 8),)
         samples[at] = msgspec.structs.replace(samples[at], logprobs=broken, runs=runs)
     report = policy.step(samples, 0)
-    assert report.num_masked == 2
+    assert (report.num_masked, report.num_masked_tokens) == (0, 4)
     assert math.isfinite(report.loss)
     assert math.isfinite(report.grad_norm)
     assert np.isfinite(policy.probe().logprobs).all()

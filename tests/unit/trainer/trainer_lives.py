@@ -203,6 +203,7 @@ class Lives:
             "trainer.eval_rollouts=0",
             f"trainer.checkpoint_steps={PERIOD_STEPS}",
             "trainer.max_logprob_gap=100",
+            "trainer.max_token_gap=100",
         ]
         self._router = FakeRouter()
         self._life: Life | None = None

@@ -21,7 +21,7 @@ from rollmesh.trainer.policy import Policy
 from tests.unit.trainer.samples import new_sample
 
 RANK = 4
-SETTINGS = TrainerConfig(lora_rank=RANK, learning_rate=0.02, max_logprob_gap=1e9)
+SETTINGS = TrainerConfig(lora_rank=RANK, learning_rate=0.02, max_logprob_gap=1e9, max_token_gap=1e9)
 LAYERS = 7
 """That are adapted in each of the model's two: q, k, v, o, gate, up, down."""
 Arrays = dict[str, npt.NDArray[np.float32]]

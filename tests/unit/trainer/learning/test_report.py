@@ -101,13 +101,13 @@ def test_minibatches_that_the_weights_have_moved_on_from_are_not_measured(
     assert report.logprob_gap_max < 1e-4
 
 
-def test_one_token_that_is_a_little_off_masks_no_sample(tiny_folder: Path) -> None:
+def test_one_token_that_is_a_little_off_is_not_masked(tiny_folder: Path) -> None:
     good, bad = pair(tiny_folder)
     spiked = good.logprobs - np.array([0, 0, 0.12, 0, 0, 0], np.float32)
     report = Policy(str(tiny_folder), SETTINGS).step(
         [msgspec.structs.replace(good, logprobs=spiked), bad], 0
     )
-    assert report.num_masked == 0
+    assert (report.num_masked, report.num_masked_tokens) == (0, 0)
     assert report.logprob_gap_max == pytest.approx(0.12, abs=1e-3)
 
 

@@ -9,7 +9,6 @@ from rollmesh.serve.client.runs import SampledRun
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.meter.exactness import (
     MAX_ORIGINS,
-    SPIKE,
     ExactnessBook,
     Findings,
     Gaps,
@@ -39,31 +38,49 @@ def sample(*runs: SampledRun) -> Sample:
     return new_sample([1] * (num_tokens + 1), [0] + [1] * num_tokens, runs=runs)
 
 
+TOKEN_BOUND = 1.0
+
+
+def run_gap(num_tokens: int, total: float, largest: float) -> RunGap:
+    """Gaps of a run whose tokens are all off by about the same."""
+    is_past = not largest <= TOKEN_BOUND
+    bounded = TOKEN_BOUND * num_tokens if is_past else total
+    return RunGap(num_tokens, total, largest, bounded, num_tokens if is_past else 0)
+
+
 def found(*told: tuple[SampledRun, float], held: int | None = HELD) -> Findings:
     """Of samples of one run each, whose tokens are all off by the same."""
     samples = [sample(each) for each, _ in told]
-    gaps = [[RunGap(each.num_tokens, gap * each.num_tokens, gap)] for each, gap in told]
+    gaps = [[run_gap(each.num_tokens, gap * each.num_tokens, gap)] for each, gap in told]
     return find(samples, gaps, held, BOUND)
 
 
 def test_gaps_are_summed_run_by_run() -> None:
     gaps = np.array([0.5, 1.5, 1.0, 4.0, 0.25], np.float32)
     silent = new_sample([1, 1, 1], [0, 1, 1], runs=())
-    one, other = measure(gaps, [sample(run(A, 2), run(B, 1)), silent])
-    assert one == [RunGap(2, 2.0, 1.5), RunGap(1, 1.0, 1.0)]
-    assert other == [RunGap(2, 4.25, 4.0)]
-    assert measure(gaps[:0], []) == []
+    one, other = measure(gaps, [sample(run(A, 2), run(B, 1)), silent], TOKEN_BOUND)
+    assert one == [RunGap(2, 2.0, 1.5, 1.5, 1), RunGap(1, 1.0, 1.0, 1.0, 0)]
+    assert other == [RunGap(2, 4.25, 4.0, 1.25, 1)]
+    assert measure(gaps[:0], [], TOKEN_BOUND) == []
+
+
+@pytest.mark.parametrize("gap", [math.nan, math.inf])
+def test_a_gap_that_is_not_finite_counts_as_the_token_bound(gap: float) -> None:
+    gaps = np.array([0.5, gap], np.float32)
+    [[told]] = measure(gaps, [sample(run(A, 2))], TOKEN_BOUND)
+    assert (told.bounded, told.num_past) == (1.5, 1)
+    assert not math.isfinite(told.largest)
 
 
 def test_runs_that_do_not_add_up_to_the_tokens_are_a_mistake() -> None:
     with pytest.raises(AssertionError):
-        measure(np.zeros(3, np.float32), [sample(run(A, 2))])
+        measure(np.zeros(3, np.float32), [sample(run(A, 2))], TOKEN_BOUND)
 
 
 def test_exact_gaps_and_drift_are_apart_and_each_is_by_origin() -> None:
     one = sample(run(A, 2), run(B, 1), run(A, 3), run(A, 5, policy_version=6, cause="rewind"))
-    gaps: Gaps = [RunGap(2, 0.02, 0.015), RunGap(1, 0.03, 0.03), RunGap(3, 0.04, 0.02)]
-    findings = find([one], [[*gaps, RunGap(5, 4.0, 1.0)]], HELD, BOUND)
+    gaps: Gaps = [run_gap(2, 0.02, 0.015), run_gap(1, 0.03, 0.03), run_gap(3, 0.04, 0.02)]
+    findings = find([one], [[*gaps, run_gap(5, 4.0, 1.0)]], HELD, BOUND)
     assert [(r["kind"], r["engine"], r["policy_version"]) for r in findings.rows()] == [
         ("exact", A, 7),
         ("exact", B, 7),
@@ -87,25 +104,28 @@ def test_a_sample_is_masked_for_exact_gaps_alone() -> None:
 def told(*gaps: float) -> bool:
     """Whether a sample of tokens that are off by so much is masked."""
     one = sample(*[run(A) for _ in gaps])
-    return find([one], [[RunGap(1, gap, gap) for gap in gaps]], HELD, BOUND).masked == [0]
+    return find([one], [[run_gap(1, gap, gap) for gap in gaps]], HELD, BOUND).masked == [0]
 
 
-def test_the_bound_is_on_the_mean_of_a_sample_and_a_wide_one_on_each_token() -> None:
+def test_a_sample_is_masked_by_its_mean_alone_however_far_one_token_is_off() -> None:
     assert not told(0.15, 0.04)
     assert told(0.15, 0.06)
-    assert not told(SPIKE * BOUND, *[0.0] * 30)
-    assert told(SPIKE * BOUND + 0.01, *[0.0] * 99)
+    assert not told(50.0, *[0.0] * 30)
+    assert told(50.0, *[0.0] * 3)
 
 
 def test_tokens_of_older_weights_do_not_make_up_for_those_that_are_off() -> None:
     one = sample(run(A), run(A, 9, policy_version=6))
-    findings = find([one], [[RunGap(1, 0.2, 0.2), RunGap(9, 0.0, 0.0)]], HELD, BOUND)
+    findings = find([one], [[run_gap(1, 0.2, 0.2), run_gap(9, 0.0, 0.0)]], HELD, BOUND)
     assert findings.masked == [0]
 
 
 def test_a_masked_sample_counts_for_the_origins_that_are_off_alone() -> None:
     one, other = sample(run(A), run(B)), sample(run(A), run(B, 9))
-    gaps = [[RunGap(1, 0.0, 0.0), RunGap(1, 0.5, 0.5)], [RunGap(1, 0.2, 0.2), RunGap(9, 0.0, 0.0)]]
+    gaps = [
+        [run_gap(1, 0.0, 0.0), run_gap(1, 0.5, 0.5)],
+        [run_gap(1, 0.2, 0.2), run_gap(9, 0.0, 0.0)],
+    ]
     findings = find([one, other], gaps, HELD, BOUND)
     assert findings.masked == [0]  # the other is within the bound as a whole
     masked = {origin.engine: cell.num_masked for origin, cell in findings.exact.items()}
@@ -113,16 +133,16 @@ def test_a_masked_sample_counts_for_the_origins_that_are_off_alone() -> None:
 
 
 def test_a_sample_that_was_not_looked_at_says_nothing() -> None:
-    findings = find([sample(run(A)), sample(run(A))], [[], [RunGap(1, 0.0, 0.0)]], HELD, BOUND)
+    findings = find([sample(run(A)), sample(run(A))], [[], [run_gap(1, 0.0, 0.0)]], HELD, BOUND)
     assert [cell.num_tokens for cell in findings.exact.values()] == [1]
     assert findings.masked == []
 
 
 @pytest.mark.parametrize("gap", [math.nan, math.inf])
-def test_a_recording_that_is_no_number_is_masked_whoever_sampled_it(gap: float) -> None:
+def test_a_recording_of_older_weights_that_is_not_finite_masks_no_sample(gap: float) -> None:
     findings = found((run(A, policy_version=6), gap), (run(A), 0.0))
-    assert findings.masked == [0]
-    assert [cell.num_masked for cell in findings.drift.values()] == [1]
+    assert findings.masked == []
+    assert [cell.num_past for cell in findings.drift.values()] == [1]
 
 
 def test_a_gap_that_is_no_number_is_past_the_bound() -> None:

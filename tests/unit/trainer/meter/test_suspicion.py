@@ -21,7 +21,9 @@ def run(
 def found(*told: Told, held: int = HELD) -> Findings:
     """Of samples of one token each, which is off by so much."""
     samples = [new_sample([1, 1], [0, 1], runs=(each,)) for each, _ in told]
-    return find(samples, [[RunGap(1, gap, gap)] for _, gap in told], held, BOUND)
+    return find(
+        samples, [[RunGap(1, gap, gap, bounded=gap, num_past=0)] for _, gap in told], held, BOUND
+    )
 
 
 def blamed(*told: Told) -> list[str]:
@@ -63,7 +65,18 @@ def test_no_engine_is_blamed_without_enough_to_go_by(liars: list[Told], honest: 
 
 def test_a_turn_over_two_engines_blames_the_one_whose_tokens_are_off() -> None:
     samples = [new_sample([1, 1, 1], [0, 1, 1], seq, runs=(run(A), run(B))) for seq in range(4)]
-    findings = find(samples, [[RunGap(1, 0.0, 0.0), RunGap(1, 0.5, 0.5)]] * 4, HELD, BOUND)
+    findings = find(
+        samples,
+        [
+            [
+                RunGap(1, 0.0, 0.0, bounded=0.0, num_past=0),
+                RunGap(1, 0.5, 0.5, bounded=0.5, num_past=0),
+            ]
+        ]
+        * 4,
+        HELD,
+        BOUND,
+    )
     assert findings.masked == [0, 1, 2, 3]
     assert [fault.engine for fault in Suspicion().judge(findings)] == [B]
 
