@@ -161,11 +161,11 @@ class Journal:
             del self._starts[0]
 
     def close(self) -> None:
-        """Close the files and give up the lock."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        os.close(self._lock)
+        """Close the files and give up the lock. Idempotent."""
+        for closed in (self._file, self._lock):
+            if closed >= 0:
+                os.close(closed)
+        self._file = self._lock = -1
 
     def _records(self, start: int) -> Iterator[tuple[int, list[bytes]]]:
         with self._naming(start), self._path(start).open("rb", buffering=0) as file:

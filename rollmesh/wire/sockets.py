@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import zmq
@@ -43,28 +44,42 @@ _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
 class Doorbell:
-    """Wakes a thread that waits in `wait`; `ring` may be called from any thread."""
+    """Wakes a thread that waits in `wait`; `ring` and `close` may be called from any thread.
+
+    Closed, it touches no descriptor any more, since its number may be another file's by then.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may ring while its thread does
         try:
-            self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except OSError as error:
             raise _no_socket(str(error.strerror)) from None
 
     def fileno(self) -> int:
+        """Its descriptor; ValueError once it is closed."""
+        if self._fd is None:
+            raise ValueError("this doorbell is closed")
         return self._fd
 
     def ring(self) -> None:
-        """Wake the waiter, now or at its next wait."""
-        os.eventfd_write(self._fd, 1)
+        """Wake the waiter, now or at its next wait; nothing happens once it is closed."""
+        with self._lock:
+            if self._fd is not None:
+                os.eventfd_write(self._fd, 1)
 
     def hush(self) -> None:
         """Forget the rings so far."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if self._fd is not None:
+                os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Give the descriptor back. Idempotent."""
+        with self._lock:
+            closed, self._fd = self._fd, None
+            if closed is not None:
+                os.close(closed)
 
 
 class Hub:

@@ -89,9 +89,11 @@ class Journal:
             raise JournalError(f"{self._path} cannot be written: {error}") from None
 
     def close(self) -> None:
-        """Let another have it."""
+        """Let another have it. Idempotent."""
         self._database.close()
-        os.close(self._lock)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _open(self) -> None:
         database = self._database

@@ -150,8 +150,11 @@ class RolloutClient:
     def close(self, *, for_good: bool = False) -> None:
         """Leave; the router cancels what is open here, unless it is kept. The journal stays.
 
-        `for_good`: what is kept has nobody who would go on with it, so that ends too.
+        `for_good`: no later client will continue what is kept, so it is cancelled too. A second
+        call does nothing, nor does one in a process that was forked from ours.
         """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._is_closed = True
         self._intake.close(for_good=for_good)

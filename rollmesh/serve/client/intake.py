@@ -108,6 +108,8 @@ class Intake:
         self._is_disk_ill = False
         """The journal did not take something, and nothing since."""
         self._closing = False
+        self._close_lock = threading.Lock()
+        self._is_closed = False
         self._leaves_for_good = False
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
@@ -140,19 +142,27 @@ class Intake:
             on_arrival()
 
     def close(self, *, for_good: bool = False) -> None:
-        """Carry out what was commanded, say goodbye, and end the thread."""
-        self._leaves_for_good = for_good
+        """Carry out what was commanded, say goodbye, and end the thread. Idempotent: the first call
+        decides whether it leaves for good, and later ones return after it."""
+        with self._close_lock:
+            if not self._is_closed:
+                self._is_closed = self._end_thread(for_good)
+
+    def _end_thread(self, for_good: bool) -> bool:
+        """Whether all is closed; False where the thread is stuck and still uses its sockets."""
+        self._leaves_for_good = self._leaves_for_good or for_good
         self._closing = True
         self._bell.ring()
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)
             if self._thread.is_alive():  # stuck in a system call: its sockets are still its own
                 log.error("intake.stuck", waited_s=JOIN_S)
-                return
+                return False
         self._dialer.close()
         self._hub.close()
         self._book.close()
         self._bell.close()
+        return True
 
     def command(self, command: Command) -> None:
         """Have the thread do this; from any thread. After `close` nothing is done any more."""

@@ -71,8 +71,6 @@ class CrewHub:
         """Why nothing comes of what is asked now."""
         self._is_closing = threading.Event()
         self._close_once = threading.Lock()
-        self._bell_lock = threading.Lock()
-        """Who rings finds the bell there, and not whatever has its descriptor then."""
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 
     def start(self) -> None:
@@ -123,9 +121,8 @@ class CrewHub:
                 self._thread.join()
             self._over = self._over or RankError(reason)
             self._fail_all(self._over)
-            with self._bell_lock:
-                self._hub.close()
-                self._bell.close()
+            self._hub.close()
+            self._bell.close()
 
     def let_go(self) -> None:
         """Nobody has a controller any more that could be closed: end, and keep nobody waiting."""
@@ -146,9 +143,7 @@ class CrewHub:
 
     def _tell(self, event: Event) -> None:
         self._events.append(event)
-        with self._bell_lock:
-            if not self._over:
-                self._bell.ring()
+        self._bell.ring()
         if self._over:
             self._fail_all(self._over)
 

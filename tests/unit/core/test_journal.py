@@ -337,3 +337,13 @@ def test_of_a_long_segment_one_record_at_a_time_is_in_memory(tmp_path: Path) -> 
     assert num_found == num_records
     # The one that is read, and the one before it that its reader still names.
     assert peak_bytes < 3 * record_bytes
+
+
+def test_journal_that_is_closed_twice_leaves_files_opened_since_alone(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", BIG)
+    journal.append([b"a record"])
+    journal.close()
+    with (tmp_path / "one").open("wb") as one, (tmp_path / "two").open("wb") as two:
+        journal.close()
+        assert os.fstat(one.fileno())
+        assert os.fstat(two.fileno())

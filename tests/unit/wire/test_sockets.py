@@ -1,6 +1,7 @@
 """Hub and Dialer on real loopback sockets: nothing blocks, nothing malformed is fatal."""
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -298,3 +299,17 @@ def test_a_socket_that_cannot_be_opened_is_one_line_and_ends_no_process() -> Non
     assert done.stdout == (
         "no socket can be opened: too many open files; raise the limit: ulimit -n\n"
     )
+
+
+def test_a_closed_bell_neither_writes_into_nor_closes_a_file_opened_since(tmp_path: Path) -> None:
+    bell = Doorbell()
+    number = bell.fileno()
+    bell.close()
+    with (tmp_path / "other").open("w+b", buffering=0) as other:
+        assert other.fileno() == number, "the system gives out the lowest free number"
+        bell.ring()
+        bell.hush()
+        bell.close()
+        assert os.fstat(number).st_size == 0
+        with pytest.raises(ValueError, match="closed"):
+            bell.fileno()

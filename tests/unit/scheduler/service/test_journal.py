@@ -1,5 +1,6 @@
 """The journal on the disk: all of a transaction or none, one owner, a bounded past."""
 
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -109,3 +110,11 @@ def test_a_full_disk_is_told_from_a_damaged_journal(tmp_path: Path) -> None:
     with full_disk(1024), pytest.raises(JournalError, match="cannot be written") as caught:
         Journal(tmp_path)
     assert not isinstance(caught.value, JournalDamaged)
+
+
+def test_journal_that_is_closed_twice_leaves_a_file_opened_since_alone(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.close()
+    with (tmp_path / "other").open("wb") as other:
+        journal.close()
+        assert os.fstat(other.fileno())

@@ -1,9 +1,11 @@
 """RolloutClient on real sockets: what is asked for is handed out once, and survives a restart."""
 
 import math
+import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -349,3 +351,22 @@ def test_sink_listens_where_the_router_can_see_it() -> None:
     assert facing("tcp://127.0.0.1:5555") == "127.0.0.1"
     assert facing("tcp://[::1]:5555") in ("[::1]", "127.0.0.1")  # without IPv6: loopback
     assert facing("tcp://no such host:5555") == "127.0.0.1"
+
+
+def test_client_that_is_closed_twice_leaves_files_opened_since_alone(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    client = open_client(router, tmp_path)
+    before = set(os.listdir("/proc/self/fd"))
+    client.close()
+    freed = before - set(os.listdir("/proc/self/fd"))
+    with ExitStack() as stack:
+        files: dict[str, IO[bytes]] = {}
+        while freed - files.keys():  # the system gives out the lowest free number
+            file = stack.enter_context((tmp_path / f"file{len(files)}").open("w+b", buffering=0))
+            files[str(file.fileno())] = file
+        client.close()
+        client.take(timeout_s=0)
+        client.close(for_good=True)
+        for file in files.values():
+            assert os.fstat(file.fileno()).st_size == 0
