@@ -22,6 +22,7 @@ from rollmesh.wire.messages import (
     RELIEVED,
     CancelRun,
     DrainWorker,
+    GroupState,
     HeldGroup,
     WorkerBeat,
     WorkerHello,
@@ -132,11 +133,12 @@ class Crew:
         if worker := self.find(life):
             self._ends.add(worker.life, (), now_s)
             for group in worker.groups.values():
-                group.excuse_cut()
+                if group.state is GroupState.RUNNING:
+                    group.excuse_cut()
             self.dismiss(worker, f"left: {why}")
         elif end := self._ends.find(life):  # that it had ended was heard before
             for group in self._open_ones(end.group_ids):
-                if suspects.absolve(group, end.life):
+                if suspects.absolve(group, end.life) and not group.is_unbegun:
                     group.excuse_cut()
             self._ends.add(end.life, (), now_s)
         else:

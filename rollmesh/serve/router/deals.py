@@ -1,11 +1,13 @@
 """The deals: which group is with which worker, from the assignment to the end of the attempt.
 
-Invariants: a group is with at most one worker, whole; nothing is given to a worker that is not
-live; no more attempts begin than `max_attempts` and those that are excused, for nothing in them
-killed or failed; an attempt of a lost worker is taken back, and if that worker speaks again before
-another began, it keeps the group. RunGroup means "see that this attempt runs": it is said again
-until the worker confirms, and now and then while the group runs, but not to a worker that cannot
-hear it. Driven by ledger.py and by crew.py.
+Invariants:
+- A group is with at most one worker, whole. Nothing is given to a worker that is not live.
+- No more attempts begin than `max_attempts` and those that are excused, because nothing in them
+  killed or failed. An attempt that did not begin is excused, at most MAX_UNBEGUN times.
+- An attempt of a lost worker is taken back. If that worker speaks again before another attempt
+  began, it keeps the group.
+- RunGroup means "make sure that this attempt runs". It is repeated until the worker confirms, and
+  now and then while the group runs, but not to a worker that cannot receive it.
 """
 
 import math
@@ -13,9 +15,9 @@ from operator import attrgetter
 
 from rollmesh.serve.router import suspects
 from rollmesh.serve.router.agenda import Agenda
-from rollmesh.serve.router.book import Book
+from rollmesh.serve.router.book import Book, moved
 from rollmesh.serve.router.deadlines import left_s
-from rollmesh.serve.router.groups import Group
+from rollmesh.serve.router.groups import MAX_UNBEGUN, Group
 from rollmesh.serve.router.workers import Worker, Workers
 from rollmesh.wire.messages import CancelRun, GroupFailed, GroupState, HeldGroup, RunGroup
 
@@ -27,6 +29,10 @@ GIVE_UP_BEATS = 20
 """A live worker that does not start a group in this time loses it."""
 CONFIRM_BEATS = 20
 """RunGroup is repeated this often while a group runs, in case its GroupDelivered was lost."""
+TELL_UNBEGUN = 3
+"""A group that was given out so often without beginning is news for its client."""
+TELL_UNBEGUN_BEATS = 60
+"""A client receives such news this often, whatever the number of its groups."""
 
 
 class Deals:
@@ -100,6 +106,9 @@ class Deals:
             else:
                 self._keep_unasked(worker, held)
         elif group.state is GroupState.QUEUED:
+            if group.is_unbegun and held.attempt >= group.attempt:
+                group.excused -= 1  # it had begun after all
+            group.is_unbegun = False
             group.attempt = max(group.attempt, held.attempt)
             group.is_finished = held.finished
             self.recognise(worker, group)
@@ -114,11 +123,14 @@ class Deals:
                 book.tell_client(group)
 
     def recognise(self, worker: Worker, group: Group) -> None:
-        """A waiting group turns out to be with `worker` already."""
+        """A waiting group turns out to be with `worker` already: it runs there, or was given to it
+        and has not begun."""
         book = self._book
         book.num["claims"] += 1
         book.unwait(group)
-        book.enter(group, GroupState.RUNNING)
+        is_unbegun = group.is_unbegun
+        group.excused -= is_unbegun
+        book.enter(group, GroupState.ASSIGNED if is_unbegun else GroupState.RUNNING)
         self._seat(group, worker)
         self.look_again(group, CONFIRM_BEATS)
         book.tell_client(group)
@@ -129,7 +141,7 @@ class Deals:
         worker.accepting = False
         self._book.num["returns"] += 1
         group.excused += 1
-        self.requeue(group, reason)
+        self.requeue(group, reason, may_excuse=False)
 
     # groups come back, or end
 
@@ -144,11 +156,23 @@ class Deals:
             self.stir_worker(worker)
         group.worker_id, group.say_again_s = "", math.inf
 
-    def requeue(self, group: Group, why: str) -> None:
-        """The attempt is over without a result: another begins, if one is left."""
+    def requeue(self, group: Group, why: str, *, may_excuse: bool = True) -> None:
+        """The attempt is over without a result: another begins, if one is left.
+
+        An attempt that its worker did not confirm is excused, unless `may_excuse` is False.
+        """
         if culprit := suspects.verdict(group):
             self._book.num["quarantined"] += 1
             self.fail(group, culprit)
+            return
+        is_unbegun = may_excuse and group.state is GroupState.ASSIGNED
+        if is_unbegun:
+            self._book.num["unbegun"] += 1
+            group.num_unbegun += 1
+            group.excused += 1
+        if group.num_unbegun > MAX_UNBEGUN:
+            given = f"given to workers {group.num_unbegun} times without beginning"
+            self.fail(group, f"attempts_exhausted: {given}; {why}")
             return
         if group.tries >= self._max_attempts:
             self.fail(group, f"attempts_exhausted: {group.tries} have begun; {why}")
@@ -156,13 +180,25 @@ class Deals:
         self._book.num["requeues"] += 1
         worker_id = group.worker_id
         self.take_away(group)
-        group.last_worker_id = worker_id
+        group.last_worker_id, group.is_unbegun = worker_id, is_unbegun
         self._book.enter(group, GroupState.QUEUED)
         self._book.wait(group, first=True)
-        self._book.tell_client(group)
+        self._book.tell_client(group, moved(group, self._news_of_unbegun(group, why)))
         self._stirred[group.env] = None
         if group.deaths:
             self._wide.add(group.env)
+
+    def _news_of_unbegun(self, group: Group, why: str) -> str:
+        """Why its client is to know that the group does not begin; '' while it is no news."""
+        client, now_s = self._book.clients.get(group.client_id), self._book.now_s
+        is_news = group.is_unbegun and group.num_unbegun >= TELL_UNBEGUN
+        if not is_news or client is None:
+            return ""
+        if now_s < client.unbegun_said_s + TELL_UNBEGUN_BEATS * self._beat_s:
+            return ""
+        client.unbegun_said_s = now_s
+        times = f"{group.num_unbegun} times"
+        return f"{group.group_id} was given to workers {times} and never began; {why}"
 
     def fail(self, group: Group, reason: str) -> None:
         """The group will not run (again): its client is told, and a worker that has it."""
@@ -262,6 +298,7 @@ class Deals:
             reason = f"{worker.worker_id} runs attempt {group.attempt}"
             self._book.send(last.route, CancelRun(group.group_id, reason))
         group.worker_id, group.last_worker_id = worker.worker_id, ""
+        group.is_unbegun = False
         group.assigned_s = self._book.now_s
         worker.seat(group)
         suspects.watch(group, worker, self._book.now_s, self._beat_s)

@@ -36,6 +36,11 @@ MAX_CUTS = 16
 """More of a group's cuts are not excused: a task may have a way to stop its workers in peace."""
 
 
+MAX_UNBEGUN = 32
+"""A group that was given out so often without beginning fails: something keeps it from ever doing
+so. Each time lasts as long as a stall does, some ten seconds."""
+
+
 class Death(msgspec.Struct, frozen=True, gc=False):
     """A worker ended, or seemed to, while it ran a group."""
 
@@ -61,7 +66,12 @@ class Group(msgspec.Struct, gc=False):
     attempt: int = 0
     """Attempts that have begun."""
     excused: int = 0
-    """Of these, those that do not count: handed back, or cut short by a worker that left."""
+    """Of these, those that do not count: handed back, lost before they began, or cut short by a
+    worker that left."""
+    num_unbegun: int = 0
+    """How often a worker that had it was lost, or gave no sign, before the attempt began."""
+    is_unbegun: bool = False
+    """It is QUEUED since that happened, and `excused` counts it."""
     num_cuts: int = 0
     """How often a worker that left in peace cut it short."""
     worker_id: str = ""
@@ -92,7 +102,7 @@ class Group(msgspec.Struct, gc=False):
     def excuse_cut(self) -> None:
         """Its worker left in peace before its end: the attempt does not count."""
         self.num_cuts += 1
-        self.excused += self.num_cuts <= MAX_CUTS
+        self.excused = min(self.excused + (self.num_cuts <= MAX_CUTS), self.attempt)
 
 
 class Client(msgspec.Struct):
@@ -103,6 +113,8 @@ class Client(msgspec.Struct):
     heard_s: float
     weight: int = 1
     keep: bool = False
+    unbegun_said_s: float = -math.inf
+    """When it was last sent the reason why a group of it does not begin."""
 
 
 class _Line(msgspec.Struct):

@@ -323,7 +323,8 @@ class Ledger:
             # To run it again would bring its result nowhere again.
             self.clients.let_go(group, f"infra_error: {message.reason}")
         elif message.attempt >= group.attempt:
-            self.deals.requeue(group, f"{worker.worker_id}: {message.reason}")
+            why = f"{worker.worker_id}: {message.reason}"
+            self.deals.requeue(group, why, may_excuse=False)  # it ran, whatever it said before
 
     def _speaker(self, route: bytes) -> Worker | None:
         """The worker at `route`: since it speaks, it lives. A stranger is asked for its hello."""

@@ -18,6 +18,7 @@ from rollmesh.engine.fleet import (
     PublishTable,
 )
 from rollmesh.serve.router.counts import entries
+from rollmesh.serve.router.groups import MAX_UNBEGUN
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
@@ -27,7 +28,10 @@ from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
     AnyMessage,
     AskRefused,
+    GroupMoved,
     GroupReturned,
+    GroupStarted,
+    GroupState,
     RunGroup,
     WorkerHello,
     WorkerLeft,
@@ -61,6 +65,10 @@ class SimRouter(Node):
         )
         self._excuses: collections.Counter[GroupId] = collections.Counter()
         """In all its lives."""
+        self._begun: dict[GroupId, set[int]] = collections.defaultdict(set)
+        """Attempts that a worker confirmed to a router of any life."""
+        self._unbegun: dict[GroupId, set[int]] = collections.defaultdict(set)
+        """Attempts that ended before they were confirmed; their client knows of the excuse."""
         self._given: dict[str, dict[GroupId, None]] = collections.defaultdict(dict)
         """What each worker was ever told to run."""
         self._begin_life()
@@ -130,6 +138,10 @@ class SimRouter(Node):
         """Whose attempts may not count after this message, at most."""
         if isinstance(message, GroupReturned):
             self._excuses[message.group_id] += 1
+        elif isinstance(message, GroupStarted | WorkerHello):
+            held = message.holds if isinstance(message, WorkerHello) else (message,)
+            for each in held:
+                self._begun[each.group_id].add(each.attempt)
         elif isinstance(message, WorkerLeft):
             # Also of those that run elsewhere by now: its end may have been heard of before.
             self._excuses.update(self._given[message.worker_id].keys())
@@ -189,9 +201,13 @@ class SimRouter(Node):
         message = send.message
         if isinstance(message, AskRefused):
             self._network.num["refused"] += 1
+        elif isinstance(message, GroupMoved) and message.state is GroupState.QUEUED:
+            if message.attempt not in self._begun[message.group_id]:
+                self._unbegun[message.group_id].add(message.attempt)
         elif isinstance(message, RunGroup):
             # A copy of it may run in the next process of that worker; that is no further attempt.
-            most = self._settings.max_attempts + self._excuses[message.group_id]
+            num_unbegun = min(len(self._unbegun[message.group_id]), MAX_UNBEGUN)
+            most = self._settings.max_attempts + self._excuses[message.group_id] + num_unbegun
             self._given[send.route.decode()][message.group_id] = None
             assert message.attempt <= most, f"{message.group_id}: attempt {message.attempt}"
         packet = Packet(send.message, self.incarnation, send.body)

@@ -4,8 +4,9 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
@@ -361,7 +362,7 @@ def test_client_that_is_closed_twice_leaves_files_opened_since_alone(
     client.close()
     freed = before - set(os.listdir("/proc/self/fd"))
     with ExitStack() as stack:
-        files: dict[str, IO[bytes]] = {}
+        files: dict[str, FileIO] = {}
         while freed - files.keys():  # the system gives out the lowest free number
             file = stack.enter_context((tmp_path / f"file{len(files)}").open("w+b", buffering=0))
             files[str(file.fileno())] = file

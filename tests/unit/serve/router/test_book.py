@@ -12,7 +12,7 @@ from tests.unit.serve.router.chaos import NUM_GROUPS, Town
 from tests.unit.serve.router.vandals import CLIENTS, WORKERS, Vandal
 
 SEEDS = range(40)
-VANDAL_SEEDS = range(100)
+VANDAL_SEEDS = range(150)
 NUM_EVENTS = 300
 
 
@@ -42,7 +42,7 @@ def test_the_chaos_reaches_every_corner() -> None:
         num.update(town.ledger.book.num)
         num["lives"] += town.num_restarts
     corners = ("workers_lost", "workers_revived", "requeues", "returns", "claims", "lives")
-    assert all(num[corner] > 0 for corner in corners)
+    assert not [corner for corner in corners if not num[corner]]
 
 
 def test_whatever_a_peer_says_the_tables_hold() -> None:
@@ -61,4 +61,4 @@ def test_whatever_a_peer_says_the_tables_hold() -> None:
             town.check()
         num.update(town.ledger.book.num)
     corners = ("workers_lost", "workers_revived", "requeues", "returns", "claims", "refusals")
-    assert all(num[corner] > 0 for corner in corners)
+    assert not [corner for corner in corners if not num[corner]]

@@ -3,10 +3,12 @@
 import msgspec
 import pytest
 
-from rollmesh.serve.router.groups import MAX_CUTS
+from rollmesh.serve.router.deals import GIVE_UP_BEATS, TELL_UNBEGUN
+from rollmesh.serve.router.groups import MAX_CUTS, MAX_UNBEGUN
+from rollmesh.serve.router.suspects import SUSPECT_WAIT_BEATS
 from rollmesh.serve.router.workers import SPARE_RANKS
 from rollmesh.wire.header import Message
-from rollmesh.wire.machine import Ticked
+from rollmesh.wire.machine import Send, Ticked
 from rollmesh.wire.messages import (
     CancelGroup,
     CancelRun,
@@ -240,6 +242,77 @@ def test_a_returned_group_is_not_thrown_back_at_once(story: Story) -> None:
     assert only(story.says("w0", beat("w0")), RunGroup)
 
 
+STALL_S = 61.0
+
+
+def stall(story: Story) -> list[Send]:
+    """Another task holds the loop of w0 for longer than the router bears; then it turns again."""
+    sends = story.says("w0", beat("w0", lag_s=STALL_S))
+    story.now_s += STALL_S
+    return [*sends, *story.says("w0", beat("w0"))]
+
+
+def test_attempts_that_never_began_do_not_count_when_another_task_holds_the_loop(
+    story: Story,
+) -> None:
+    """Its beats come from a thread of their own, so the worker is not given up."""
+    story.worker("w0")
+    story.asks(ask(1))
+    sends = story.passes(3 * SETTINGS.max_attempts * GIVE_UP_BEATS, "w0", "c")
+    assert not only(sends, GroupFailed)
+    assert len(only(sends, GroupMoved)) > 2 * SETTINGS.max_attempts
+    attempt = story.ledger.book.groups[group(1)].attempt
+    story.says("w0", GroupStarted(group(1), attempt))
+    assert story.state(1) is GroupState.RUNNING
+    assert story.ledger.book.groups[group(1)].tries == 1
+
+
+def test_worker_whose_loop_turns_again_has_what_it_did_not_begin_as_before(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1))
+    for _ in range(3 * SETTINGS.max_attempts):
+        lost, again = only(stall(story), GroupMoved)
+        assert (lost.state, lost.attempt, lost.excused) == (GroupState.QUEUED, 1, 1)
+        assert (again.state, again.attempt, again.excused) == (GroupState.ASSIGNED, 1, 0)
+
+
+def test_attempts_that_workers_lose_before_they_begin_do_not_count(story: Story) -> None:
+    story.asks(ask(1))
+    for number in range(1, 3 * SETTINGS.max_attempts):
+        [run] = only(story.worker(f"w{number}"), RunGroup)
+        assert run.attempt == number
+        story.says(f"w{number}", beat(f"w{number}", lag_s=STALL_S))
+        assert story.ledger.book.groups[group(1)].tries == 0
+        story.now_s += SUSPECT_WAIT_BEATS  # it waits so long for a worker of its own
+
+
+def test_an_attempt_that_had_begun_after_all_counts_again(story: Story) -> None:
+    story.worker("w0")
+    story.asks(ask(1))
+    story.says("w0", beat("w0", lag_s=STALL_S))
+    assert story.ledger.book.groups[group(1)].tries == 0
+    story.says("w0", GroupStarted(group(1), 1))
+    assert story.state(1) is GroupState.RUNNING
+    assert story.ledger.book.groups[group(1)].tries == 1
+
+
+def test_a_group_that_never_begins_is_reported_to_its_client_and_ends_in_the_end(
+    story: Story,
+) -> None:
+    story.worker("w0")
+    story.asks(ask(1))
+    sends = [stall(story) for _ in range(MAX_UNBEGUN)]
+    reasons = [moved.reason for each in sends for moved in only(each, GroupMoved) if moved.reason]
+    why = f"w0 its loop was held for {STALL_S:.0f} s"
+    assert reasons[0] == f"{group(1)} was given to workers 3 times and never began; {why}"
+    assert len(reasons) == MAX_UNBEGUN - TELL_UNBEGUN + 1
+    [failed] = only(stall(story), GroupFailed)
+    times = MAX_UNBEGUN + 1
+    given = f"given to workers {times} times without beginning"
+    assert failed.reason == f"attempts_exhausted: {given}; {why}"
+    assert story.ledger.book.num["unbegun"] == times
+
+
 def test_attempts_that_a_worker_in_peace_cut_short_do_not_count(story: Story) -> None:
     story.asks(ask(1))
     for life in range(1, 6):
@@ -257,6 +330,7 @@ def test_a_task_that_makes_its_workers_leave_in_peace_ends_all_the_same(story: S
     for life in range(1, MAX_CUTS + SETTINGS.max_attempts + 1):
         assert not failed
         story.worker("w0", pid=life)
+        story.says("w0", GroupStarted(group(1), life))
         failed = only(story.says("w0", WorkerLeft("w0", "stopped: by its task")), GroupFailed)
     [last] = failed
     assert last.reason == "attempts_exhausted: 3 have begun; w0 left: stopped: by its task"
