@@ -38,6 +38,7 @@ class ForkCause(enum.StrEnum):
     OTHER_CHAT = "subagent_or_side_call"
     COMPACTED = "compaction"
     EDITED = "edited_history"
+    CALLS_AS_TEXT = "calls_as_text"
     TOOLS_CHANGED = "changed_tools"
     SYSTEM_CHANGED = "changed_system_text"
     TEMPLATE = "template"
@@ -174,7 +175,7 @@ def _cause_at_root(history: History, match: Match) -> ForkCause:
 
 
 def _cause_of_echo(history: History, match: Match, at: int, echo: int) -> ForkCause:
-    """Edited where the answer stands in its old place, compacted where it moved up."""
+    """Edited if the answer is in its old place, compacted if it moved up, or its calls as text."""
     spot: Spot | None = match.deepest
     for _ in range(at, echo + 1):
         spot = _newest_child(spot) if spot else None
@@ -182,7 +183,19 @@ def _cause_of_echo(history: History, match: Match, at: int, echo: int) -> ForkCa
     in_place = spot is not None and bool(set(keys) & set(history.read(spot).meanings()))
     if not in_place and _is_known_answer(history, match.new[echo]):
         return ForkCause.COMPACTED
+    if spot is not None and _writes_out_calls(match.new[echo], history.read(spot)):
+        return ForkCause.CALLS_AS_TEXT
     return ForkCause.EDITED
+
+
+def _writes_out_calls(message: ChatMessage, held: ChatMessage) -> bool:
+    """Whether the calls of the held answer are in the text of a message that has none itself."""
+    if message.tool_calls or not held.tool_calls:
+        return False
+    text = message.text()
+    return all(
+        (call.id and call.id in text) or call.function.name in text for call in held.tool_calls
+    )
 
 
 def _place_of_deepest(match: Match) -> int:

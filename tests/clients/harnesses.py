@@ -10,7 +10,14 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.clients.drivers.toolbox import QUESTION
+from tests.clients.drivers.toolbox import (
+    MAX_TURNS,
+    PARAMETERS,
+    QUESTION,
+    SYSTEM,
+    TOOL_NAME,
+    TOOL_TEXT,
+)
 from tests.house.leaks import MARK_VARIABLE
 
 REPO = Path(__file__).resolve().parents[2]
@@ -57,6 +64,23 @@ def driver(visit: Visit, home: str, name: str) -> Command:
     mode = "stream" if visit.is_stream else "plain"
     argv = [python, script, visit.base_url, visit.api_key, visit.dialect, mode]
     return Command(argv, environment(visit, PYTHONPATH=str(REPO), PYTHONDONTWRITEBYTECODE="1"))
+
+
+def ai_sdk(visit: Visit) -> Command:
+    """Vercel's AI SDK, by a script of drivers/ that reports as the others do."""
+    task = {
+        "system": SYSTEM,
+        "question": QUESTION,
+        "tool": TOOL_NAME,
+        "text": TOOL_TEXT,
+        "parameters": PARAMETERS,
+        "turns": MAX_TURNS,
+    }
+    script = str(Path(__file__).with_name("drivers") / "ai_sdk.cjs")
+    mode = "stream" if visit.is_stream else "plain"
+    argv = ["node", script, visit.base_url, visit.api_key, visit.dialect, mode]
+    packages = str(VENVS / "ai-sdk")
+    return Command(argv, environment(visit, TASK=json.dumps(task), PACKAGES=packages))
 
 
 def pi(visit: Visit) -> Command:

@@ -136,6 +136,13 @@ ROSTER = (
         _driver("openai-agents", "openai_agents"),
     ),
     Client(
+        "Vercel AI SDK",
+        "ai 6.0.325, @ai-sdk/openai 3.0.141",
+        "ai-sdk",
+        (CHAT, RESPONSES),
+        harnesses.ai_sdk,
+    ),
+    Client(
         "mini-swe-agent",
         "mini-swe-agent 2.4.6",
         "mini",

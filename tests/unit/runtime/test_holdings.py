@@ -256,6 +256,33 @@ async def test_a_fork_row_shows_the_calls_of_the_message_that_differs(
     assert (row.held, row.got) == ('f({"a":1})', 'f({"a":2})')
 
 
+async def test_calls_that_come_back_as_text_are_a_fork_with_a_cause_of_its_own(
+    prompts: Prompts, say: Say
+) -> None:
+    """As smolagents 1.26 sends them: the calls as a Python list, their results as the user's."""
+    markup = 'I call<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    session = open_session(ScriptedSampler(lambda _: say(markup)), prompts)
+    line: list[Message] = [USER]
+    for step in range(3):
+        _, answer = await call(session, turn(*line, tools=TOOLS))
+        calls = [
+            {"id": each.id, "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+            for each in answer.tool_calls
+        ]
+        shown = {"type": "text", "text": f"I call\nCalling tools:\n{calls}"}
+        line += [
+            {"role": "assistant", "content": [shown]},
+            {"role": "user", "content": [{"type": "text", "text": f"Observation:\n{step}"}]},
+        ]
+    rows = session.fork_report().forks
+    assert [row.cause for row in rows] == ["calls_as_text"] * 2
+    assert [row.held for row in rows] == ['I call f({"a":1})'] * 2
+    session.seal("done")
+    record = session.record()
+    reasons = reasons_of(record.nodes, ["main"])
+    assert [reasons[n] for n, node in enumerate(record.nodes) if node.sampled] == [""] * 3
+
+
 @pytest.mark.parametrize("seed", [*range(24), 302])
 async def test_whatever_agents_do_a_prompt_says_what_they_asked_and_each_token_trains_once(
     prompts: Prompts, template_prompts: Prompts, tokenizer: Tokenizer, seed: int
