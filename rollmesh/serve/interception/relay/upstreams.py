@@ -138,7 +138,7 @@ class _Carrier:
             return f"it redirects ({status}) without a Location"
         if status == 303 and self._parcel.method != b"GET":
             return f"it redirects ({status}) to a GET, which answers no call: {place}"
-        target = _redirected(self._sent.target, self._parcel, place)
+        target = redirected(self._sent.target, self._parcel, place)
         if target is None:
             why = "to another origin, which must not get the provider's key"
             remedy = "start the gateway with the final address as --engine"
@@ -182,7 +182,7 @@ class _Carrier:
         self._sent = None
 
 
-def _redirected(sent: Target, parcel: Parcel, place: str) -> Target | None:
+def redirected(sent: Target, parcel: Parcel, place: str) -> Target | None:
     """Where a redirect leads from `sent`; None where it may not be followed."""
     path = sent.prelude.split(b" ", 2)[1].decode("latin-1")
     try:

@@ -5,6 +5,7 @@ agent_error   404 from the API itself: the agent named a model or an object that
 completed     everything else, so also a request refused as wrong, as for a full context
 """
 
+from rollmesh.core.errors import ContentLost
 from rollmesh.core.types import Outcome
 from rollmesh.serve.interception.relay.call import ANSWERED, RelayCall
 from rollmesh.serve.interception.relay.heard import Answer, error_in, read_answer
@@ -21,7 +22,10 @@ def answer_of(call: RelayCall) -> Answer:
 def fault_of(call: RelayCall) -> str:
     """Why an ended call got no answer, if the agent is not to blame; else ''."""
     if call.fault is None:
-        call.fault = _find_fault(call)
+        try:
+            call.fault = _find_fault(call)
+        except ContentLost as error:
+            return str(error)
     return call.fault
 
 

@@ -1,15 +1,19 @@
 """Answers that are none: what the agent gets of them, what is recorded, and what a retry does."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from rollmesh.core.config import InterceptionConfig
+from rollmesh.core.config import InterceptionConfig, JournalConfig
 from rollmesh.core.process import listen
 from rollmesh.core.types import Outcome
-from rollmesh.serve.interception.relay.upstreams import MAX_REDIRECTS
+from rollmesh.engine.http import target
+from rollmesh.serve.interception.archive.archive import Archive
+from rollmesh.serve.interception.relay.deeds import RelayPast, decode
+from rollmesh.serve.interception.relay.upstreams import MAX_REDIRECTS, Parcel, redirected
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, events
 from tests.unit.serve.interception.relay.conftest import PROVIDER_KEY, MakeRelay, Relay
@@ -351,6 +355,38 @@ async def test_other_redirects_are_refused(make_relay: MakeRelay, told: Told) ->
     assert b"redirects" in body
 
 
+SENT = target("POST", "http://host:8000/v1/chat/completions")
+
+
+@pytest.mark.parametrize(
+    ("place", "origin"),
+    [
+        ("/v2/chat", "http://host:8000"),
+        ("chat?x=1#part", "http://host:8000"),
+        ("https://host/v1", "https://host:443"),
+        ("https://HOST:8443/v1", "https://host:8443"),
+        ("http://host/v1", ""),
+        ("http://host.example:8000/v1", ""),
+        ("https://other/v1", ""),
+        ("https://a:b@host/v1", ""),
+        ("http://[/", ""),
+        ("/with space", ""),
+    ],
+)
+def test_a_redirect_may_stay_on_its_origin_or_go_to_https_on_its_host(
+    place: str, origin: str
+) -> None:
+    parcel = Parcel(b"POST", b"/chat/completions", b"Authorization: Bearer k\r\n")
+    found = redirected(SENT, parcel, place)
+    assert (found.origin if found else "") == origin
+    if found:
+        assert found.is_tls == origin.startswith("https")
+        assert found.prelude.startswith(b"POST /")
+        assert b"#" not in found.prelude
+        secure = target("POST", "https://host/v1")
+        assert redirected(secure, parcel, "http://host/v1") is None
+
+
 async def test_a_circle_of_redirects_ends(make_relay: MakeRelay) -> None:
     async with ScriptedProvider(lambda _: moved("/v1/chat/completions")) as provider:
         relay = await make_relay(provider)
@@ -412,3 +448,21 @@ async def test_an_agent_that_leaves_a_stream_is_an_infra_error_only_if_it_had_st
         await provider.until(lambda: provider.num_left == 1)
     outcome = Outcome.INFRA_ERROR if silence_s else Outcome.COMPLETED
     assert outcome_of(relay) is outcome
+
+
+@pytest.mark.parametrize("told", [Told((b"<html>",)), raw(b'data: {"error":"boom"}\n\n')])
+async def test_a_failed_answer_is_one_after_a_restart_of_the_gateway_too(
+    make_relay: MakeRelay, tmp_path: Path, told: Told
+) -> None:
+    archive = Archive(tmp_path / "journal", JournalConfig())
+    async with ScriptedProvider(lambda _: told) as provider:
+        relay = await make_relay(provider, archive=archive)
+        await relay.read(ASK)
+    past = RelayPast(lambda _: b"", 2**20)
+    for _, frames in archive.journal.replay():
+        for deed in decode(frames[1]) if len(frames) > 1 else ():
+            past.take(deed)
+    again = relay.capture.stand(relay.session.session_id, None, past)
+    assert again.fault == relay.session.fault != ""
+    assert again.natural_outcome is Outcome.INFRA_ERROR
+    archive.close_journal()
