@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from rollmesh.cli.options import parser
-from rollmesh.cli.run_folder import SETTINGS, all_runs, run_folder
+from rollmesh.cli.run_folder import SETTINGS, all_runs, page_folder, run_folder
 from rollmesh.cli.standing import of_folder
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import OK
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     if options.run_folder is None:
         list_runs()
     else:
-        run(options, run_folder(options.run_folder), print)
+        run(options, page_folder(options.run_folder), print)
     return OK
 
 

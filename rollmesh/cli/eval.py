@@ -29,10 +29,11 @@ from rollmesh.cli.options import (
 from rollmesh.core.config import Config, write_config
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE, stop_event
+from rollmesh.core.run_state import EVAL_MESH
 from rollmesh.core.types import TRAINED_OUTCOMES, Task
 from rollmesh.envs.loading import load_env
 from rollmesh.launch.checks import check
-from rollmesh.launch.folder import EVAL_MESH, move_aside
+from rollmesh.launch.folder import move_aside
 from rollmesh.launch.machine import End
 from rollmesh.launch.serving import ServingMesh
 from rollmesh.serve.client.plan import Plan, pose, read_plan, write_plan

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.core.errors import UserError
+from rollmesh.core.run_state import EVAL_MESH
 from rollmesh.dashboard.rows import RunSection
-from rollmesh.launch.folder import EVAL_MESH
 from rollmesh.serve.client.plan import PLAN
 
 SETTINGS = "config.json"
@@ -46,6 +46,11 @@ def run_folder(named: Path | None) -> Path:
     if not _is_run(folder):
         raise UserError(f"{folder}: no such run folder; runs stand in runs/NAME")
     return folder
+
+
+def page_folder(named: Path) -> Path:
+    """The folder whose page is meant: an evaluation's own, else as `run_folder` finds it."""
+    return named if (named / PLAN).is_file() else run_folder(named)
 
 
 def _is_run(folder: Path) -> bool:

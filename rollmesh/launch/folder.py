@@ -22,6 +22,7 @@ from rollmesh.core.config import Config
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.process import Ready
 from rollmesh.core.run_state import (
+    EVAL_MESH,
     STATE_FILE,
     SUMMARY_FILE,
     TO_RESUME,
@@ -34,8 +35,6 @@ ADDRESSES = "addresses.json"
 SUMMARY = SUMMARY_FILE
 LOCK = "lock"
 LAUNCH = "launch"
-EVAL_MESH = "mesh"
-"""The run folder of an evaluation's own mesh, in the evaluation's folder."""
 JOURNAL = "journal"
 """Of the folder's client, a trainer's or an evaluation's, which holds a lock there."""
 MAX_PIDS = 1000

@@ -32,6 +32,10 @@ async def test_an_evaluation_starts_a_mesh_and_reports_every_rollout(verb: Verb)
     rows = verb.rows()
     assert Counter(row.task_id for row in rows) == {row.task_id: 2 for row in rows}
     assert msgspec.json.decode((verb.out / "summary.json").read_bytes()) == report
+    lines = (verb.out / "trajectories.jsonl").read_bytes().splitlines()
+    kept = [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
+    assert {each["rollout_id"] for each in kept} == {f"{row.group_id}/{row.index}" for row in rows}
+    assert all(each["messages"] and each["samples"][0]["token_ids"] for each in kept)
     told = await verb.status()
     assert (told["run"]["name"], told["run"]["phase"]) == ("out", "done")
 

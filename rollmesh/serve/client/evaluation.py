@@ -2,6 +2,7 @@
 
     folder/eval.json      what is evaluated
     folder/results.jsonl  a row per rollout, see results.py
+    folder/trajectories.jsonl  its messages and samples, see trajectories.py
     folder/journal/       the client's
 
 Invariants: what came to a result is neither asked for again nor counted twice, however often the
@@ -26,6 +27,7 @@ from rollmesh.serve.client.calls import AsyncRolloutClient
 from rollmesh.serve.client.endings import code_of
 from rollmesh.serve.client.plan import Plan
 from rollmesh.serve.client.results import Results, Row
+from rollmesh.serve.client.trajectories import Trajectories
 from rollmesh.wire.keys import Keys
 
 ANSWER_S = 5.0
@@ -61,8 +63,8 @@ async def evaluate(
                 f"{site.router}: no router answers there; are its address and our keys right?"
             )
         # Only now, since the client's journal keeps a second evaluation out of the folder.
-        with Results(site.folder) as results:
-            await Evaluation(client, plan, tasks, results, on_rows).run()
+        with Results(site.folder) as results, Trajectories(site.folder) as trajectories:
+            await Evaluation(client, plan, tasks, (results, trajectories), on_rows).run()
 
 
 class Evaluation:
@@ -73,14 +75,14 @@ class Evaluation:
         client: AsyncRolloutClient,
         plan: Plan,
         tasks: list[Task],
-        results: Results,
+        files: tuple[Results, Trajectories],
         on_rows: Callable[[int], None],
     ) -> None:
-        """`client` keeps its groups, and its folder is that of `results`."""
+        """`client` keeps its groups, and its folder is that of `files`."""
         self._client = client
         self._plan = plan
         self._tasks = tasks
-        self._results = results
+        self._results, self._trajectories = files
         self._on_rows = on_rows
         self._posed: dict[GroupId, Task] = {}
         """Open here."""
@@ -140,6 +142,7 @@ class Evaluation:
             assert isinstance(arrival, Finished)
             task = arrival.record.task
         if not self._results.holds(arrival.group_id):
+            self._trajectories.add(arrival)
             self._results.add(rows_of(arrival, task.id, self._plan.num_samples))
         self._on_rows(len(self._results.rows))
 
@@ -175,6 +178,7 @@ def _row(blank: Row, index: int, record: RolloutRecord | None) -> Row:
         reward=record.reward,
         metrics=record.metrics,
         error=record.error,
+        place=record.place,
         num_calls=record.num_calls,
         num_tokens=record.num_logprobs,
         duration_s=round(record.duration_s, 4),

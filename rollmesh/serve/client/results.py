@@ -14,6 +14,7 @@ import msgspec
 
 from rollmesh.core.errors import UserError
 from rollmesh.core.ids import GroupId
+from rollmesh.core.types import ErrorPlace
 
 RESULTS = "results.jsonl"
 
@@ -32,6 +33,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     metrics: dict[str, float] = {}
     error: str = ""
+    place: ErrorPlace | None = None
+    """Where environment code raised `error`."""
     num_calls: int = 0
     """Model calls: turns."""
     num_tokens: int = 0

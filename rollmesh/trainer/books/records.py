@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.ids import GroupId, RolloutId
@@ -31,14 +30,13 @@ from rollmesh.core.types import ErrorPlace, GroupRecord, Json, RolloutRecord
 from rollmesh.serve.client.client import TriesAgain
 from rollmesh.serve.client.samples import Sample
 from rollmesh.serve.client.success import SuccessRule
+from rollmesh.serve.client.trajectories import encode_row, trajectory_row
 from rollmesh.trainer.books.lasting import open_lasting
 from rollmesh.trainer.meter.exactness import ExactnessBook
 
-_encode = msgspec.json.Encoder(enc_hook=str).encode
 RECOVERIES = "recoveries.jsonl"
 AGAIN_S = 1.0
 """Between two times that a row is given to a disk that refuses it."""
-LOGPROB_DIGITS = 5
 FEW_STEPS = 10
 """The first and the last so many tell what a run learned."""
 MAX_WORKERS = 1024
@@ -85,23 +83,10 @@ class RunRecords:
         group: GroupRecord,
         record: RolloutRecord,
         samples: Sequence[Sample],
-        **more: str | int | None,
+        **more: str | float | None,
     ) -> None:
         """One rollout: its messages, and its samples token by token."""
-        row = {
-            "rollout_id": str(rollout_id),
-            "task_id": group.task.id,
-            "is_eval": group.is_eval,
-            "outcome": record.outcome,
-            "reward": record.reward,
-            "metrics": record.metrics,
-            "error": record.error,
-            "place": record.place,
-            "num_calls": record.num_calls,
-            "duration_s": round(record.duration_s, 4),
-            "messages": record.messages,
-            "samples": [_sample_row(sample) for sample in samples],
-        }
+        row = trajectory_row(rollout_id, group, record, samples)
         self._write(self._trajectories, row | more)
 
     def drop(
@@ -148,17 +133,7 @@ class RunRecords:
         return self._tries_again()
 
     def _write(self, file: io.BufferedWriter, row: dict[str, Any]) -> None:
-        file.write(_encode({"time_s": round(self._clock.unix_s(), 3)} | row) + b"\n")
-
-
-def _sample_row(sample: Sample) -> dict[str, Any]:
-    return {
-        "token_ids": sample.token_ids.tolist(),
-        "logprobs": np.round(sample.logprobs.astype(np.float64), LOGPROB_DIGITS).tolist(),
-        "loss_mask": sample.loss_mask.astype(np.int8).tolist(),
-        "policy_versions": sample.policy_versions.tolist(),
-        "branch": sample.branch,
-    }
+        file.write(encode_row({"time_s": round(self._clock.unix_s(), 3)} | row) + b"\n")
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
@@ -335,5 +310,5 @@ def lives_of(folder: Path) -> dict[str, int]:
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """summary.json, whole or not at all."""
     part = folder / "summary.json.part"
-    part.write_bytes(msgspec.json.format(_encode(summary), indent=2) + b"\n")
+    part.write_bytes(msgspec.json.format(encode_row(summary), indent=2) + b"\n")
     part.replace(folder / "summary.json")

@@ -116,7 +116,14 @@ class Exits:
                 env=self._env,
                 length=rollout.num_logprobs,
                 num_masked=group.num_masked.get(rollout.index, 0),
+                success=self._success_of(rollout),
             )
+
+    def _success_of(self, rollout: RolloutRecord) -> float | None:
+        if rollout.reward is None:
+            return None
+        self._tally.rule.see(rollout.reward, rollout.metrics)
+        return self._tally.rule.success_of(rollout.reward, rollout.metrics)
 
 
 MAX_METRICS = 64

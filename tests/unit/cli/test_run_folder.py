@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.cli.run_folder import newest, run_folder
+from rollmesh.cli.run_folder import newest, page_folder, run_folder
 from rollmesh.core.errors import UserError
 from rollmesh.testing.run_folder import FakeRun
 
@@ -29,6 +29,13 @@ def test_of_an_evaluation_its_mesh_is_meant(tmp_path: Path) -> None:
     mesh = FakeRun(tmp_path / "eval" / "mesh")
     (tmp_path / "eval" / "eval.json").write_text("{}")
     assert run_folder(tmp_path / "eval") == mesh.folder
+
+
+def test_the_page_of_an_evaluation_is_its_own(tmp_path: Path) -> None:
+    mesh = FakeRun(tmp_path / "eval" / "mesh")
+    (tmp_path / "eval" / "eval.json").write_text("{}")
+    assert page_folder(tmp_path / "eval") == tmp_path / "eval"
+    assert page_folder(mesh.folder) == mesh.folder
 
 
 def test_an_evaluation_on_another_s_mesh_has_none_to_look_at(tmp_path: Path) -> None:

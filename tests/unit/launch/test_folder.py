@@ -11,10 +11,9 @@ import pytest
 from rollmesh.core.config import Config, RunConfig, TrainerConfig, load_config
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.process import Ready
-from rollmesh.core.run_state import RunState, RunStatus, read_record, status_of
+from rollmesh.core.run_state import EVAL_MESH, RunState, RunStatus, read_record, status_of
 from rollmesh.launch import folder as folder_module
 from rollmesh.launch.folder import (
-    EVAL_MESH,
     JOURNAL,
     SUMMARY,
     RunFolder,
