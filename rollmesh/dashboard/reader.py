@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from rollmesh.core.run_state import read_record
+from rollmesh.core.run_state import EVAL_MESH, SUMMARY_FILE, RunRecord, RunState, read_record
+from rollmesh.dashboard.evaluation import EvalView, is_evaluation
 from rollmesh.dashboard.rowfile import RowFile
 from rollmesh.dashboard.rows import (
     ConfigRow,
@@ -21,6 +22,7 @@ from rollmesh.dashboard.rows import (
     TelemetryRow,
     TrajectoryRow,
     TrajectorySummary,
+    parse_step,
 )
 from rollmesh.dashboard.shelf import Shelf
 from rollmesh.dashboard.tokens import TokenText
@@ -81,6 +83,7 @@ class RunReader:
             "run": self.view.head(unix_s),
             "steps": self.view.steps.rows(),
             "learning": self.view.learning(),
+            "evaluation": self._picture(),
             "telemetry": self.view.telemetry.rows(),
             "fleet": self.view.fleet(),
             "trajectories": self.trajectories(LISTED_TRAJECTORIES),
@@ -105,14 +108,26 @@ class RunReader:
         self.view = RunView()
         self._token_text = None
         self._settings_mtimes: dict[str, float] = {}
-        self._steps = RowFile(self.folder / "metrics.jsonl", StepRow)
-        self._telemetry = RowFile(self.folder / "telemetry.jsonl", TelemetryRow)
+        self._steps = RowFile(self.folder / "metrics.jsonl", StepRow, parse_step)
+        self._evaluation = EvalView(self.folder) if is_evaluation(self.folder) else None
+        self.view.eval_name = self.folder.resolve().name if self._evaluation else ""
+        self._telemetry = RowFile(self._mesh_folder / "telemetry.jsonl", TelemetryRow)
         self._drops = RowFile(self.folder / "drops.jsonl", DropRow)
         self._shelf = Shelf(self.folder / "trajectories.jsonl")
 
+    @property
+    def _mesh_folder(self) -> Path:
+        """Where launch writes: the folder, or in that of an evaluation its mesh's."""
+        return self.folder / EVAL_MESH if self._evaluation else self.folder
+
     def _poll_files(self) -> list[PageEvent]:
         self._read_settings()
-        return [*self._poll_steps(), *self._poll_telemetry(), *self._poll_trajectories()]
+        return [
+            *self._poll_steps(),
+            *self._poll_evaluation(),
+            *self._poll_telemetry(),
+            *self._poll_trajectories(),
+        ]
 
     def _mark(self) -> Mark:
         view, thinned = self.view, self.view.telemetry.num_thinnings
@@ -120,7 +135,9 @@ class RunReader:
 
     def _read_settings(self) -> None:
         view = self.view
-        view.record = read_record(self.folder)
+        view.record = read_record(self._mesh_folder)
+        if self._evaluation and view.record is None and (self.folder / SUMMARY_FILE).exists():
+            view.record = RunRecord(state=RunState.DONE)  # on a mesh that was there before
         if config := self._changed("config.json", ConfigRow):
             view.config, self._token_text = config, None
         summary = self._changed("summary.json", SummaryRow)
@@ -129,6 +146,8 @@ class RunReader:
             view.success_untrained = summary.success_untrained
         files = (self._steps, self._telemetry, self._drops, self._shelf)
         view.num_bad_lines = sum(file.num_bad_lines for file in files)
+        if self._evaluation:
+            view.num_bad_lines += self._evaluation.num_bad_lines
 
     def _changed(self, name: str, row_type: type[Row]) -> Row | None:
         """The content of a small file that was written since the last call."""
@@ -151,6 +170,15 @@ class RunReader:
         if not drops and not rows:
             return []
         return [PageEvent("steps", {"rows": plotted, "learning": self.view.learning()})]
+
+    def _poll_evaluation(self) -> list[PageEvent]:
+        if self._evaluation is None or not self._evaluation.read():
+            return []
+        return [PageEvent("evaluation", self._picture())]
+
+    def _picture(self) -> dict[str, Any] | None:
+        threshold = self.view.config.pass_threshold
+        return self._evaluation.picture(threshold) if self._evaluation else None
 
     def _poll_telemetry(self) -> list[PageEvent]:
         rows = self._telemetry.read()

@@ -4,6 +4,7 @@ Invariant: a line that does not parse or fit is counted and passed over; one rea
 Driven by `reader`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -20,10 +21,13 @@ Row = TypeVar("Row")
 class RowFile(Generic[Row]):
     """Rows of one type, in the order they were written."""
 
-    def __init__(self, path: Path, row_type: type[Row]) -> None:
+    def __init__(
+        self, path: Path, row_type: type[Row], parse: Callable[[bytes], Row] | None = None
+    ) -> None:
+        """`parse` makes a row of a line, and raises MsgspecError for one that does not fit."""
         self.num_bad_lines = 0
         self._tail = Tail(path)
-        self._decoder = msgspec.json.Decoder(row_type)
+        self._decode = parse or msgspec.json.Decoder(row_type).decode
 
     @property
     def num_restarts(self) -> int:
@@ -42,7 +46,7 @@ class RowFile(Generic[Row]):
 
     def _parse(self, data: bytes) -> Row | None:
         try:
-            return self._decoder.decode(data)
+            return self._decode(data)
         except msgspec.MsgspecError:
             self.num_bad_lines += 1
             return None

@@ -107,12 +107,47 @@ class StepRow(msgspec.Struct, frozen=True):
     wait_s: float | None = None
     logprob_gap_max: float | None = None
 
+    metrics: dict[str, float] = {}
+    """Means of the environment's metrics, by name; the keys `env/NAME` of the line."""
+
+
+_decode_step = msgspec.json.Decoder(StepRow).decode
+_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def parse_step(line: bytes) -> StepRow:
+    """A line of metrics.jsonl with the environment's metrics; MsgspecError if it does not fit."""
+    row = _decode_step(line)
+    if b'"env/' not in line:
+        return row
+    named = [(name, value) for name, value in _decode_object(line).items() if name[:4] == "env/"]
+    metrics = {name[4:]: float(value) for name, value in named if isinstance(value, int | float)}
+    return msgspec.structs.replace(row, metrics=metrics)
+
 
 class DropRow(msgspec.Struct, frozen=True):
     """A line of drops.jsonl: rollouts that did not train."""
 
     reason: str
     num_rollouts: int = 1
+    time_s: float = 0.0
+    group_id: str = ""
+    index: int | None = None
+    task_id: str = ""
+    outcome: str = ""
+    error: str = ""
+    place: ErrorPlace | None = None
+
+
+class FailedRow(msgspec.Struct, frozen=True):
+    """A failed rollout, as the page lists it."""
+
+    rollout_id: str
+    task_id: str
+    outcome: str
+    error: str
+    place: str
+    """`my_env.py:15 in score`; '' where no line of the environment is known."""
 
 
 class TrajectorySummary(msgspec.Struct, frozen=True):
@@ -127,6 +162,11 @@ class TrajectorySummary(msgspec.Struct, frozen=True):
     step: int | None = None
     """The train step that consumed it."""
     worker_id: str = ""
+    success: float | None = None
+    """1 where it passed; None where that is not known."""
+    error: str = ""
+    metrics: dict[str, float] = {}
+    """The environment's."""
 
 
 class SampleRow(msgspec.Struct, frozen=True):
@@ -171,6 +211,7 @@ class ConfigRow(msgspec.Struct, frozen=True):
     """The settings of config.json that the page shows."""
 
     env: str = ""
+    pass_threshold: float | None = None
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     trainer: TrainerSection = TrainerSection()

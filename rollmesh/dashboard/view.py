@@ -4,13 +4,21 @@
 - It reads no file and no clock; core/run_state.py derives the state of the run.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 import msgspec
 
 from rollmesh.core.run_state import RunRecord, RunStatus, status_of
-from rollmesh.dashboard.rows import ConfigRow, DropRow, RouterRow, StepRow, TelemetryRow
+from rollmesh.core.types import Outcome
+from rollmesh.dashboard.rows import (
+    ConfigRow,
+    DropRow,
+    FailedRow,
+    RouterRow,
+    StepRow,
+    TelemetryRow,
+)
 from rollmesh.dashboard.series import Numbers, Series
 
 PLOTTED = (
@@ -26,6 +34,9 @@ PLOTTED = (
 )
 MAX_KINDS, OTHER_KINDS = 32, "other"
 """Of reasons for which rollouts did not train."""
+MAX_FAILED = 20
+"""Failed rollouts that the page lists, the latest."""
+FAILED = (Outcome.AGENT_ERROR, Outcome.INFRA_ERROR)
 RECENT_STEPS = 20
 """The second set of bars in the staleness histogram covers so many steps."""
 
@@ -38,12 +49,15 @@ class RunView:
         self.reward_untrained: float | None = None
         self.success_untrained: float | None = None
         self.record: RunRecord | None = None
+        self.eval_name = ""
+        """Name of the evaluation that this is; '' for a training run."""
         self.num_bad_lines = 0
-        self.steps = Series()
+        self.steps = Series(max_names=96)
         self.telemetry = Series(max_names=96)
         self._ages: Counter[str] = Counter()
         self._recent_ages: list[dict[str, int]] = []
         self._drops: Counter[str] = Counter()
+        self._failed: deque[FailedRow] = deque(maxlen=MAX_FAILED)
         self._last_step: StepRow | None = None
         self._first_time_s: float | None = None
         self.last_telemetry: TelemetryRow | None = None
@@ -60,6 +74,7 @@ class RunView:
         self._ages.update(row.age_histogram)
         self._recent_ages = [*self._recent_ages[1 - RECENT_STEPS :], row.age_histogram]
         values = {name: getattr(row, name) for name in PLOTTED}
+        values |= {f"env/{name}": value for name, value in row.metrics.items()}
         return self.steps.append({name: v for name, v in values.items() if v is not None})
 
     def add_telemetry(self, row: TelemetryRow) -> Numbers | None:
@@ -83,6 +98,12 @@ class RunView:
         kind = row.reason.partition(":")[0]
         is_known = kind in self._drops or len(self._drops) < MAX_KINDS
         self._drops[kind if is_known else OTHER_KINDS] += row.num_rollouts
+        if row.outcome in FAILED:
+            rollout_id = f"{row.group_id}/{row.index}"
+            place = str(row.place) if row.place else ""
+            self._failed.append(
+                FailedRow(rollout_id, row.task_id, row.outcome, row.error or row.reason, place)
+            )
 
     def status(self, unix_s: float) -> RunStatus:
         """The state of the run at `unix_s`."""
@@ -93,8 +114,9 @@ class RunView:
         """The page's first line."""
         status = self.status(unix_s)
         return {
-            "name": self.config.run.name,
+            "name": self.eval_name or self.config.run.name,
             "env": self.config.env,
+            "is_eval": bool(self.eval_name),
             "num_steps": self.config.trainer.num_steps,
             "max_staleness": self.config.trainer.max_staleness,
             "reward_untrained": self.reward_untrained,
@@ -116,6 +138,7 @@ class RunView:
             "ages": dict(self._ages),
             "recent_ages": dict(recent),
             "drops": dict(self._drops),
+            "failed": list(reversed(self._failed)),
         }
 
     def fleet(self) -> dict[str, Any]:

@@ -69,9 +69,12 @@ class FakeRun:
             self._step += 1
 
     def add_rollout(
-        self, step: int | None = None, messages: list[dict[str, Any]] | None = None
+        self,
+        step: int | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        **fields: Any,
     ) -> str:
-        """A game; its id. Other `messages` may be put in its mouth."""
+        """A game; its id. It may be given other `messages`, and other fields of its row."""
         told, sample, won = self._game()
         rollout_id = f"r0/{self.num_rollouts // 16}/{self.num_rollouts % 16}"
         self.num_rollouts += 1
@@ -81,6 +84,8 @@ class FakeRun:
             "task_id": f"guess-{self._random.randint(1, 7)}",
             "outcome": "completed",
             "reward": won * self._most(),
+            **self._if_known(success=float(won)),
+            "metrics": {"num_guesses": 2.0},
             "num_calls": sum(message["role"] == "assistant" for message in told),
             "step": step,
             "worker_id": f"worker-{self.num_rollouts % 2}",
@@ -90,8 +95,24 @@ class FakeRun:
             "length": sum(sample["loss_mask"]),
             "num_masked": 0,
         }
-        self.append("trajectories.jsonl", row)
+        self.append("trajectories.jsonl", row | fields)
         return rollout_id
+
+    def add_failure(self, error: str, place: dict[str, Any] | None) -> str:
+        """A rollout whose environment raised `error` at `place`; its id."""
+        row = {
+            "time_s": self.now_s,
+            "group_id": f"failed/{self.num_rollouts}",
+            "num_rollouts": 1,
+            "reason": f"agent_error: {error}",
+            "index": 0,
+            "task_id": "guess-3",
+            "outcome": "agent_error",
+            "error": error,
+            "place": place,
+        }
+        self.append("drops.jsonl", row)
+        return f"{row['group_id']}/0"
 
     def add_drop(self, task_id: str, length: int, age: int) -> None:
         """A group of one rollout that was too old to train."""
@@ -140,6 +161,7 @@ class FakeRun:
             "policy_version": self._step + 1,
             "reward": won / 256 * self._most(),
             **self._if_known(success=won / 256),
+            "env/num_guesses": 2.5,
             "num_samples": 256,
             "num_rollouts": 256,
             "age_histogram": {"0": 80 - old // 2, "1": 176 - old + old // 2, "2": old},

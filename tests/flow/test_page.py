@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from rollmesh.core.process import Ready
 from rollmesh.core.run_state import RunRecord, RunState
+from rollmesh.core.types import EVAL_SAMPLING, ErrorPlace
+from rollmesh.serve.client.plan import Plan, write_plan
+from rollmesh.serve.client.results import Row
+from rollmesh.serve.client.scores import report_of
 from rollmesh.testing.run_folder import FakeRun
 from tests.flow.demo import start
 
@@ -31,7 +36,7 @@ WAIT_S = 60.0
 PARTS_OF_AN_END = ("#phase", "#ending")
 SCRIPT = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
 DRAWN_PIXELS = """
-const canvas = document.querySelector("#success canvas");
+const canvas = document.querySelector("#reward canvas");
 const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
 return data.filter((value, at) => at % 4 === 3 && value > 0).length;
 """
@@ -56,17 +61,26 @@ def run(tmp_path: Path) -> FakeRun:
 @pytest.fixture
 def address(run: FakeRun) -> Iterator[str]:
     """A dashboard process over `run`."""
+    with serving(run.folder) as address:
+        yield address
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """A dashboard process over this folder; its address."""
     reading, writing = os.pipe()
-    argv = [sys.executable, "-m", "rollmesh.cli.main", "dashboard", str(run.folder)]
+    argv = [sys.executable, "-m", "rollmesh.cli.main", "dashboard", str(folder)]
     argv += ["--port", "0", "--ready-fd", str(writing)]
     process = subprocess.Popen(argv, pass_fds=[writing], stdout=subprocess.DEVNULL)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         ready = msgspec.json.decode(pipe.readline(), type=Ready)
     assert ready.role == "dashboard"
-    yield ready.address
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=WAIT_S) == 0
+    try:
+        yield ready.address
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=WAIT_S) == 0
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +94,44 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
     yield driver
     driver.quit()
+
+
+def keep(browser: webdriver.Chrome, name: str) -> None:
+    """Save a picture for people where ROLLMESH_SCREENSHOTS names a folder."""
+    if folder := os.environ.get("ROLLMESH_SCREENSHOTS"):
+        browser.save_screenshot(f"{folder}/{name}.png")
+
+
+def write_evaluation(folder: Path, rewards: tuple[float, ...]) -> Path:
+    """An evaluation of one task that has ended, its last rollout failed."""
+    run = FakeRun(folder)
+    plan = Plan(
+        env="guess",
+        env_settings={},
+        model="",
+        split="eval",
+        num_tasks=1,
+        num_samples=len(rewards) + 1,
+        seed=0,
+        sampling=EVAL_SAMPLING,
+    )
+    write_plan(plan, folder)
+    place = ErrorPlace("ValueError", "/h/my_env.py", 15, "run")
+    row = Row(task_id="t", group_id="r0/0", index=0, num_samples=len(rewards) + 1, outcome="")
+    rows = [
+        msgspec.structs.replace(
+            row, index=at, outcome="completed", reward=reward, metrics={"num_guesses": 2.0}
+        )
+        for at, reward in enumerate(rewards)
+    ]
+    error = "ValueError: no (my_env.py:15 in run)"
+    failed = {"index": len(rewards), "outcome": "agent_error", "error": error, "place": place}
+    rows.append(msgspec.structs.replace(row, **failed))
+    for each in rows:
+        run.append("results.jsonl", each)
+        run.add_rollout(outcome=each.outcome, reward=each.reward, error=each.error, success=None)
+    (folder / "summary.json").write_bytes(msgspec.json.encode(report_of(rows)))
+    return folder
 
 
 def wait(browser: webdriver.Chrome, condition: Callable[[webdriver.Chrome], object]) -> None:
@@ -109,7 +161,12 @@ def test_the_page_shows_the_curve_and_follows_the_run(
     browser.get(address)
     wait(browser, lambda _: "40 of 60" in text_of(browser, "#tiles"))
     assert browser.execute_script(DRAWN_PIXELS) > 1000
-    assert "0.66" in text_of(browser, "#success-key")
+    assert "0.660" in text_of(browser, "#reward-key")
+    assert not all_of(browser, "#success-panel")[0].is_displayed(), "it is the reward"
+    tiles = text_of(browser, "#tiles").splitlines()
+    assert tiles.index("Reward, last 10") < tiles.index("Success, last 10")
+    assert "num_guesses" in text_of(browser, "#metrics")
+    assert not all_of(browser, "#failed-panel")[0].is_displayed()
     assert len(all_of(browser, "#ages tbody tr")) == 3
     assert "worker-1" in text_of(browser, "#workers")
     assert "engine-0" in text_of(browser, "#memory-key")
@@ -154,6 +211,102 @@ def test_a_trajectory_shows_its_messages_and_coloured_tokens(
     picture = tmp_path / "page.png"
     assert browser.save_screenshot(str(picture))
     assert picture.stat().st_size > 20_000
+
+
+def test_a_run_whose_success_is_not_known_shows_its_reward_and_no_success(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    run = FakeRun(tmp_path / "dense", num_steps=60, is_dense=True)
+    run.add_baseline(0.05)
+    run.add_steps(40)
+    with serving(run.folder) as address:
+        browser.get(address)
+        wait(browser, lambda _: "40 of 60" in text_of(browser, "#tiles"))
+        assert browser.execute_script(DRAWN_PIXELS) > 1000
+        keep(browser, "dense")
+        assert "Reward, last 10" in text_of(browser, "#tiles")
+        assert "untrained 0.050" in text_of(browser, "#tiles")
+        assert not all_of(browser, "#success-panel")[0].is_displayed()
+        assert "success" not in text_of(browser, "body").lower()
+
+
+def test_success_that_the_environment_reports_has_a_curve_of_its_own(
+    browser: webdriver.Chrome, address: str, run: FakeRun
+) -> None:
+    row = {"time_s": run.now_s + 1.0, "step": 40, "reward": 0.155, "success": 0.25}
+    run.append("metrics.jsonl", row)
+    browser.get(address)
+    wait(browser, lambda _: "41 of 60" in text_of(browser, "#tiles"))
+    assert "0.25" in text_of(browser, "#success-key")
+    assert "0.66" in text_of(browser, "#success-key"), "the untrained policy's"
+
+
+def test_failed_rollouts_are_listed_with_error_and_place(
+    browser: webdriver.Chrome, address: str, run: FakeRun
+) -> None:
+    place = {"kind": "ValueError", "file": "/h/my_env.py", "line": 15, "function": "score"}
+    error = f"ValueError: {SCRIPT} (my_env.py:15 in score)"
+    rollout_id = run.add_failure(error, place)
+    browser.get(address)
+    wait(browser, lambda _: all_of(browser, "#failed tbody tr"))
+    keep(browser, "failed")
+    cells = [cell.text for cell in all_of(browser, "#failed tbody td")]
+    assert cells == [
+        rollout_id,
+        "guess-3",
+        "agent_error",
+        f"ValueError: {SCRIPT}",
+        "my_env.py:15 in score",
+    ]
+
+
+def test_an_evaluation_is_opened_as_one(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "my-eval", rewards=(0.155, 0.155, 0.9))
+    with serving(folder) as address:
+        browser.get(address)
+        wait(browser, lambda _: all_of(browser, "#evaluation tbody tr"))
+        keep(browser, "evaluation")
+        assert text_of(browser, "#run-name") == "my-eval \u00b7 guess"
+        assert text_of(browser, "#phase") == "done"
+        rows = [row.text.split() for row in all_of(browser, "#evaluation tbody tr")]
+        assert rows[0][:2] == ["reward", "0.302"], "of the agent that broke: 0"
+        assert rows[1][:2] == ["num_guesses", "2.000"]
+        assert "success" not in text_of(browser, "body").lower()
+        assert not all_of(browser, "#reward-panel")[0].is_displayed()
+        assert "agent_error" in text_of(browser, "#failed")
+        open_rollout(browser, "r0/0/1")
+        assert "Guess my number" in text_of(browser, ".chat")
+        assert all_of(browser, ".tokens .sampled")
+        all_of(browser, "#failed a")[0].click()
+        wait(browser, lambda _: "ValueError: no" in text_of(browser, "#viewer .error"))
+
+
+def test_tool_calls_are_shown_as_calls(
+    browser: webdriver.Chrome, address: str, run: FakeRun
+) -> None:
+    arguments = '{"query": "red \\"shoes\\"", "limit": 3}'
+    said: list[dict[str, Any]] = [
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "search", "arguments": arguments}}],
+        },
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "name": "look", "input": {"at": [1]}}],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "content": [{"text": "two"}]}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "cut", "arguments": '{"a": '}}]},
+    ]
+    rollout_id = run.add_rollout(messages=said)
+    browser.get(address)
+    open_rollout(browser, rollout_id)
+    keep(browser, "calls")
+    assert [call.text for call in all_of(browser, ".chat .call")] == [
+        'search(query="red \\"shoes\\"", limit=3)',
+        "look(at=[1])",
+        'cut({"a": )',
+    ]
+    assert [each.text for each in all_of(browser, ".chat .said")][2] == "two"
 
 
 def test_a_trajectory_has_an_address_of_its_own(

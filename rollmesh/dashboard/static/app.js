@@ -3,11 +3,12 @@
 import { Charts } from "./charts.js";
 import { byId } from "./dom.js";
 import { drawFigures } from "./figures.js";
+import { drawResults } from "./results.js";
 import { Rollouts } from "./rollouts.js";
 import { Store } from "./store.js";
 
 const REDRAW_MS = 1000; // what was held back, such as the list under the pointer, gets its turn
-const EVENTS = ["state", "run", "steps", "telemetry", "trajectories"];
+const EVENTS = ["state", "run", "steps", "evaluation", "telemetry", "trajectories"];
 
 const store = new Store();
 const charts = new Charts(byId);
@@ -17,6 +18,7 @@ let isDrawing = false;
 function draw() {
   isDrawing = false;
   drawFigures(store);
+  drawResults(store);
   charts.draw(store);
   rollouts.draw(store, performance.now());
 }

@@ -3,7 +3,8 @@
 // pointer, or the latest.
 
 import { element } from "./dom.js";
-import { clock, count, isNumber, share } from "./format.js";
+import { clock, count, figure, isNumber, meanOf, share } from "./format.js";
+import { hasOwnSuccess } from "./store.js";
 
 const MEAN_STEPS = 10;
 const PALETTE_SIZE = 8;
@@ -78,32 +79,36 @@ class Chart {
   }
 }
 
-/** The mean of each value and up to MEAN_STEPS - 1 before it. */
+/** The mean of each value and up to MEAN_STEPS - 1 before it; null where there is no value. */
 export function movingMean(values) {
-  let sum = 0;
-  return values.map((value, at) => {
-    sum += value - (at >= MEAN_STEPS ? values[at - MEAN_STEPS] : 0);
-    return sum / Math.min(at + 1, MEAN_STEPS);
-  });
+  return values.map((value, at) => (isNumber(value) ? meanOf(values.slice(Math.max(0, at + 1 - MEAN_STEPS), at + 1)) : null));
 }
 
-function successOptions() {
+/** The range of an axis: 0 to 1 for shares and the like, else that of the data. */
+const rewardRange = (_, low, high) => {
+  if (low === null || (low >= 0 && high <= 1 && high > 0.3)) return [0, 1];
+  const [bottom, top] = [Math.min(low, 0), Math.max(high, 0)];
+  const margin = 0.08 * (top - bottom) || 1;
+  return [bottom < 0 ? bottom - margin : 0, top > 0 ? top + margin : 0];
+};
+
+const curveOptions = (name, tell, range) => () => {
   const [accent, soft, warm] = [ink("--accent"), ink("--accent-soft"), ink("--warm")];
   const dots = { show: true, size: 5, width: 0, fill: `${accent}88` };
   return {
-    scales: { x: { time: false }, y: { range: [0, 1] } },
+    scales: { x: { time: false }, y: { range } },
     axes: [
       axis({ size: 24 }),
-      axis({ size: 34, values: (_, ticks) => ticks.map((tick) => tick.toFixed(1)) }),
+      axis({ size: 44, values: (_, ticks) => ticks.map((tick) => String(Number(tick.toPrecision(3)))) }),
     ],
     series: [
       { label: "step", tell: count },
-      { label: "success", tell: share, tint: `${accent}88`, stroke: soft, width: 1, points: dots },
-      { label: `mean of ${MEAN_STEPS}`, tell: share, tint: accent, stroke: accent, width: 2.5, points: { show: false } },
-      { label: "untrained", tell: share, tint: warm, stroke: warm, width: 1.5, dash: [6, 4], points: { show: false } },
+      { label: name, tell, tint: `${accent}88`, stroke: soft, width: 1, points: dots },
+      { label: `mean of ${MEAN_STEPS}`, tell, tint: accent, stroke: accent, width: 2.5, points: { show: false } },
+      { label: "untrained", tell, tint: warm, stroke: warm, width: 1.5, dash: [6, 4], points: { show: false } },
     ],
   };
-}
+};
 
 function timeOptions(labels) {
   const series = labels.map((label, at) => {
@@ -124,7 +129,8 @@ function timeOptions(labels) {
 export class Charts {
   constructor(byId) {
     const small = (id) => new Chart(byId(id), null, timeOptions);
-    this.success = new Chart(byId("success"), byId("success-key"), successOptions);
+    this.reward = new Chart(byId("reward"), byId("reward-key"), curveOptions("reward", figure, rewardRange));
+    this.success = new Chart(byId("success"), byId("success-key"), curveOptions("success", share, [0, 1]));
     this.memory = new Chart(byId("memory"), byId("memory-key"), timeOptions);
     this.inFlight = small("in-flight");
     this.calls = small("calls");
@@ -132,10 +138,17 @@ export class Charts {
   }
 
   draw(store) {
-    const values = store.steps.map((row) => row.success);
-    const baseline = values.map(() => store.run.success_untrained ?? null);
-    this.success.draw([], [store.steps.map((row) => row.step), values, movingMean(values), baseline]);
+    if (!store.run.is_eval) {
+      this.#drawCurve(this.reward, store, "reward");
+      if (hasOwnSuccess(store)) this.#drawCurve(this.success, store, "success");
+    }
     this.#drawTelemetry(store.telemetry, store.run.started_s ?? 0);
+  }
+
+  #drawCurve(chart, { run, steps }, name) {
+    const values = steps.map((row) => row[name] ?? null);
+    const baseline = values.map(() => run[`${name}_untrained`] ?? null);
+    chart.draw([], [steps.map((row) => row.step), values, movingMean(values), baseline]);
   }
 
   #drawTelemetry(rows, startedS) {

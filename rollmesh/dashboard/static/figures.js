@@ -1,7 +1,8 @@
 // The figures in words and tables: tiles, the staleness histogram, engines and workers.
 
 import { byId, element, fillTable } from "./dom.js";
-import { clock, count, isNumber, megabytes, percent, share } from "./format.js";
+import { clock, count, figure, isNumber, meanOf, megabytes, percent, share } from "./format.js";
+import { isSuccessKnown } from "./store.js";
 
 const ETA_STEPS = 20;
 const MEAN_STEPS = 10;
@@ -23,17 +24,18 @@ function drawHead({ run }) {
   byId("ending").replaceChildren(...ending.map((line) => element("span", {}, line)));
 }
 
-function drawTiles({ run, steps, learning, telemetry }) {
+function drawTiles({ run, steps, learning, telemetry, evaluation }) {
   const last = learning.last ?? {};
   const now = telemetry.at(-1) ?? {};
-  const recent = steps.slice(-MEAN_STEPS).map((row) => row.success);
-  const mean = recent.length ? recent.reduce((a, b) => a + b) / recent.length : null;
-  const shares = steps.slice(-MEAN_STEPS).map((row) => row.frac_equal_groups).filter(isNumber);
-  const equal = shares.length ? shares.reduce((a, b) => a + b) / shares.length : null;
-  const tiles = [
+  const recent = steps.slice(-MEAN_STEPS);
+  const equal = meanOf(recent.map((row) => row.frac_equal_groups));
+  const successes = isSuccessKnown({ steps })
+    ? [[`Success, last ${MEAN_STEPS}`, share(meanOf(recent.map((row) => row.success))), isNumber(run.success_untrained) ? ` untrained ${share(run.success_untrained)}` : ""]]
+    : [];
+  const tiles = run.is_eval ? evaluationTiles(evaluation) : [
     ["Steps", count(isNumber(last.step) ? last.step + 1 : 0), run.num_steps ? ` of ${run.num_steps}` : ""],
-    [`Success, last ${MEAN_STEPS}`, share(mean), ""],
-    ["Untrained", share(run.success_untrained), ""],
+    [`Reward, last ${MEAN_STEPS}`, figure(meanOf(recent.map((row) => row.reward))), isNumber(run.reward_untrained) ? ` untrained ${figure(run.reward_untrained)}` : ""],
+    ...successes,
     ["Equal groups", equal === null ? "\u2013" : percent(equal), equal === 1 ? " no group differs" : ""],
     ["Policy version", count(last.policy_version), ""],
     ["Oldest sample", count(last.max_age), ` of ${run.max_staleness ?? "\u2013"} allowed`],
@@ -44,6 +46,19 @@ function drawTiles({ run, steps, learning, telemetry }) {
   byId("in-flight-now").textContent = count(now.in_flight);
   byId("calls-now").textContent = count(now.calls_per_s);
   byId("tokens-now").textContent = count(now.tokens_per_s);
+}
+
+function evaluationTiles(evaluation) {
+  if (!evaluation) return [];
+  const { report, num_rows: numRows, num_wanted: numWanted } = evaluation;
+  const passed = Object.entries(report.pass_at ?? {}).slice(-1).map(([k, estimate]) => [`pass@${k}`, share(estimate.mean), ""]);
+  return [
+    ["Reward", figure(report.reward?.mean), ""],
+    ...(report.success ? [["Success", share(report.success.mean), ""]] : []),
+    ...passed,
+    ["Rollouts", count(numRows), ` of at most ${count(numWanted)}`],
+    ["Tasks", count(report.num_tasks), ""],
+  ];
 }
 
 function secondsLeft(run, steps, last) {

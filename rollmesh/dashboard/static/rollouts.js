@@ -1,7 +1,8 @@
 // The list of recent rollouts and the viewer of one.
 
+import { callsOf, isCall } from "./calls.js";
 import { byId, element } from "./dom.js";
-import { clock, count, share } from "./format.js";
+import { clock, count, figure } from "./format.js";
 import { legend, tokenText } from "./tokens.js";
 
 const REFRESH_MS = 3000;
@@ -22,13 +23,13 @@ export class Rollouts {
   }
 
   #row(summary, run) {
-    const style = summary.outcome !== "completed" ? "bad" : summary.reward > 0 ? "good" : "muted";
-    const reward = summary.reward === null ? summary.outcome : `reward ${Number(summary.reward.toFixed(3))}`;
-    const button = element("button", { type: "button", title: summary.rollout_id, onclick: () => this.open(summary.rollout_id) },
+    const style = summary.outcome !== "completed" ? "bad" : summary.success === 1 ? "good" : summary.success === 0 ? "muted" : null;
+    const reward = summary.reward === null ? summary.outcome : `reward ${figure(summary.reward)}`;
+    const button = element("button", { type: "button", title: [summary.rollout_id, summary.error].filter(Boolean).join("\n"), onclick: () => this.open(summary.rollout_id) },
       element("span", { class: style }, summary.outcome === "completed" ? reward : summary.outcome),
       element("span", {}, summary.task_id),
       element("span", { class: "muted" }, calls(summary)),
-      element("span", { class: "muted" }, summary.step === null ? "not yet" : `step ${summary.step}`),
+      element("span", { class: "muted" }, run.is_eval ? "" : summary.step === null ? "not yet" : `step ${summary.step}`),
       element("span", { class: "muted" }, clock(summary.time_s - (run.started_s ?? summary.time_s))));
     button.dataset.id = summary.rollout_id;
     this.#mark(button);
@@ -61,8 +62,9 @@ const calls = ({ num_calls: num }) => (num === 1 ? "1 call" : `${count(num)} cal
 
 function readable({ trajectory, pieces }) {
   const { samples } = trajectory;
-  const facts = [trajectory.task_id, trajectory.outcome, trajectory.reward === null ? null : `reward ${share(trajectory.reward)}`,
+  const facts = [trajectory.task_id, trajectory.outcome, trajectory.reward === null ? null : `reward ${figure(trajectory.reward)}`,
     calls(trajectory), trajectory.step === null ? null : `step ${trajectory.step}`, trajectory.worker_id];
+  const metrics = Object.entries(trajectory.metrics).map(([name, value]) => `${name} ${figure(value)}`);
   const readout = element("p", { class: "readout" }, "Point at a token for its id, log-probability and policy version.");
   const texts = samples.flatMap((sample, at) => [
     samples.length > 1 ? element("h3", {}, `Sample ${at + 1} of ${samples.length}`) : null,
@@ -70,22 +72,30 @@ function readable({ trajectory, pieces }) {
   ]);
   return [
     element("h3", {}, `${trajectory.rollout_id} `, element("small", {}, facts.filter(Boolean).join(" \u00b7 "))),
+    ...(metrics.length ? [element("p", { class: "metrics" }, metrics.join(" \u00b7 "))] : []),
+    ...(trajectory.error ? [element("p", { class: "bad error" }, trajectory.error)] : []),
     element("ol", { class: "chat", "aria-label": "Messages" }, ...trajectory.messages.map(message)),
     ...(samples.length ? [legend(), readout, ...texts.filter(Boolean)] : [element("p", { class: "hint" }, "No samples were recorded.")]),
   ];
 }
 
 function message(said) {
-  const calls = (said.tool_calls ?? []).map((call) => element("div", { class: "call" }, JSON.stringify(call.function ?? call)));
+  const calls = callsOf(said).map((text) => element("div", { class: "call" }, text));
   return element("li", { class: said.role === "assistant" ? "assistant" : null },
     element("span", { class: "role" }, said.role ?? "?"),
     element("div", { class: "said" }, contentText(said.content), ...calls));
 }
 
-/** A message's content: text, a list of parts, or nothing. */
+/** A message's content: text, a list of parts, or nothing; calls are shown below it. */
 function contentText(content) {
   if (typeof content === "string") return content;
   if (content === null || content === undefined) return "";
-  if (Array.isArray(content)) return content.map((part) => part.text ?? `[${part.type ?? "part"}]`).join("\n");
+  if (Array.isArray(content)) return content.filter((part) => !isCall(part)).map(partText).join("\n");
   return JSON.stringify(content);
+}
+
+/** A part of a content: its text, a tool's result, or the name of its type. */
+function partText(part) {
+  if (typeof part === "string") return part;
+  return part.text ?? (part.type === "tool_result" ? contentText(part.content) : `[${part.type ?? "part"}]`);
 }

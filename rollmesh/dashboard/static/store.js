@@ -3,10 +3,17 @@
 
 const MAX_LISTED = 50;
 
+/** Whether the last train step knew which rollouts succeeded. */
+export const isSuccessKnown = ({ steps }) => typeof steps.at(-1)?.success === "number";
+
+/** Whether success is known and is more than the reward, as it is where rewards are not 0 or 1. */
+export const hasOwnSuccess = (store) => isSuccessKnown(store) && store.steps.some((row) => row.success !== row.reward);
+
 export class Store {
   run = {};
   steps = [];
-  learning = { last: null, ages: {}, recent_ages: {}, drops: {} };
+  learning = { last: null, ages: {}, recent_ages: {}, drops: {}, failed: [] };
+  evaluation = null;
   telemetry = [];
   fleet = { processes: [], router: null };
   trajectories = [];
@@ -17,7 +24,8 @@ export class Store {
     else if (name === "steps") {
       this.steps.push(...data.rows);
       this.learning = data.learning;
-    } else if (name === "telemetry") {
+    } else if (name === "evaluation") this.evaluation = data;
+    else if (name === "telemetry") {
       this.telemetry.push(...data.rows);
       this.fleet = data.fleet;
     } else if (name === "trajectories") this.#list(data);

@@ -7,7 +7,11 @@ import msgspec
 import pytest
 
 from rollmesh.core.run_state import STATE_FILE
+from rollmesh.core.types import EVAL_SAMPLING
+from rollmesh.dashboard.evaluation import EvalView
 from rollmesh.dashboard.reader import PageEvent, RunReader
+from rollmesh.serve.client.plan import Plan, write_plan
+from rollmesh.serve.client.results import Row
 from rollmesh.testing.run_folder import START_S, FakeRun
 
 
@@ -134,3 +138,68 @@ def test_a_run_that_goes_on_from_before_its_last_steps_is_read_anew(run: FakeRun
     assert [row["step"] for row in event.data["steps"]] == [0, 1]
     assert event.data["run"]["phase"] == "running"
     assert reader.poll(run.now_s) == []
+
+
+def test_metrics_of_the_environment_are_told_with_each_step(run: FakeRun) -> None:
+    run.add_steps(1)
+    run.append("metrics.jsonl", {"step": 1, "reward": 0.5, "env/turns": 3, "env/odd": None})
+    [event] = RunReader(run.folder).poll(run.now_s)
+    assert [row.get("env/num_guesses") for row in event.data["steps"]] == [2.5, None]
+    assert (event.data["steps"][1]["env/turns"], "env/odd" in event.data["steps"][1]) == (3, False)
+    assert event.data["learning"]["last"]["metrics"] == {"turns": 3.0}
+
+
+def test_failed_rollouts_are_told_with_error_and_place(run: FakeRun) -> None:
+    place = {"kind": "ValueError", "file": "/h/my_env.py", "line": 15, "function": "score"}
+    run.add_drop("t1", length=3, age=4)
+    rollout_id = run.add_failure("ValueError: no (my_env.py:15 in score)", place)
+    run.add_steps(1)
+    [event] = RunReader(run.folder).poll(run.now_s)
+    [failed] = event.data["learning"]["failed"]
+    assert (failed.rollout_id, failed.outcome) == (rollout_id, "agent_error")
+    assert failed.place == "my_env.py:15 in score"
+
+
+def test_an_evaluations_report_is_told_and_follows_its_rows(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "eval-7")
+    plan = Plan(
+        env="guess",
+        env_settings={},
+        model="",
+        split="eval",
+        num_tasks=2,
+        num_samples=1,
+        seed=0,
+        sampling=EVAL_SAMPLING,
+    )
+    write_plan(plan, run.folder)
+    row = Row(task_id="a", group_id="r/0", index=0, num_samples=1, outcome="completed", reward=0.5)
+    run.append("results.jsonl", row)
+    reader = RunReader(run.folder)
+    [state] = reader.poll(run.now_s)
+    assert (state.data["run"]["name"], state.data["run"]["is_eval"]) == ("eval-7", True)
+    assert state.data["evaluation"]["report"]["reward"]["mean"] == 0.5
+    assert "success" not in state.data["evaluation"]["report"]
+    run.append("results.jsonl", msgspec.structs.replace(row, group_id="r/1", reward=1.0))
+    [event] = reader.poll(run.now_s)
+    assert (event.name, event.data["num_rows"], event.data["num_wanted"]) == ("evaluation", 2, 2)
+    assert event.data["report"]["reward"]["mean"] == 0.75
+    assert reader.poll(run.now_s) == []
+
+
+def test_a_resumed_evaluation_is_read_again(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "eval")
+    (run.folder / "eval.json").write_text("{}")
+    row = Row(task_id="a", group_id="r/0", index=0, num_samples=1, outcome="completed", reward=0.5)
+    run.append("results.jsonl", row)
+    view = EvalView(run.folder)
+    view.read()
+    (run.folder / "results.jsonl").unlink()
+    run.append("results.jsonl", row)
+    view.read()
+    view.read()
+    assert view.num_rows == 1
+
+
+def test_what_has_no_plan_yet_is_no_picture(tmp_path: Path) -> None:
+    assert EvalView(tmp_path).picture(None) is None
