@@ -276,6 +276,9 @@ class PublishConfig(Section, frozen=True):
     """An update that its publisher does not finish in this time is undone by the router."""
     probe_tolerance: Annotated[float, msgspec.Meta(gt=0)] = 0.1
     """How far an engine's log-probs of the probe sequence may be from the trainer's."""
+    accept_timeout_s: PositiveSeconds = 600.0
+    """Seconds after which the run ends where no engine accepts the new weights. Engines that sleep
+    on a shared fleet do not count."""
 
 
 class JournalConfig(Section, frozen=True):

@@ -9,6 +9,7 @@
         NotFinite          weights or gradients that are not finite
         AddressError       an address in use, not reachable, or not allowed
         DispatchError      a call whose rows do not divide, or whose answers do not add up
+        PublishError       no engine accepts the new weights
         SavepointError     a savepoint that is not whole, or is of another model
       WireError            a frame that does not parse; counted and answered, never fatal
       EngineError          an engine refused, failed or vanished
@@ -114,6 +115,10 @@ class AddressError(UserError):
 
 class DispatchError(UserError):
     """The rows of a call do not divide by the heads, or what these answer cannot become one."""
+
+
+class PublishError(UserError):
+    """No engine accepts the weights that are published."""
 
 
 class SavepointError(UserError):

@@ -28,6 +28,8 @@ class MetricsRow(msgspec.Struct, frozen=True):
     policy_version: int | None = None
     age_histogram: dict[str, int] = {}
     frac_equal_groups: float | None = None
+    refused: str | None = None
+    """Why no engine has accepted the newest weights; empty once one has."""
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -50,6 +52,8 @@ class Progress:
         """The lines come anew: a trainer that died went on from before its last ones."""
         self.reward_untrained: float | None = None
         self.success_untrained: float | None = None
+        self.refused = ""
+        """Why no engine has accepted the newest weights."""
         self._ages: Counter[str] = Counter()
         self._recent: deque[MetricsRow] = deque(maxlen=ETA_STEPS)
 
@@ -64,6 +68,8 @@ class Progress:
             if row.reward_untrained is not None:
                 self.reward_untrained = row.reward_untrained
                 self.success_untrained = row.success_untrained
+            if row.refused is not None:
+                self.refused = row.refused
             if row.step >= 0:
                 self._recent.append(row)
                 self._ages.update(row.age_histogram)
@@ -135,6 +141,19 @@ def workers(sample: Telemetry) -> dict[str, dict[str, Any]]:
     """The router's rows of workers, by name."""
     rows = (sample.router or {}).get("workers", [])
     return {row["worker_id"]: row for row in rows}
+
+
+def unserved(before: Telemetry, last: Telemetry) -> str:
+    """Why no engine serves, by the router's table; empty where one does, or the rest are asleep.
+
+    An engine that is being updated is shown only once that takes longer than a sample.
+    """
+    tables = [(sample.router or {}).get("engines", []) for sample in (before, last)]
+    for table in tables:
+        awake = [row for row in table if row["phase"] not in ("asleep", "gone")]
+        if not awake or any(row["phase"] == "ready" for row in awake):
+            return ""
+    return "; ".join(f"{row['url']}: {row['detail'] or row['phase']}" for row in awake)
 
 
 def cpu_shares(before: Telemetry, last: Telemetry) -> dict[int, float]:

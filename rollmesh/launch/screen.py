@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmesh.core.run_state import RunState
-from rollmesh.launch.progress import Progress, cpu_shares, rates
+from rollmesh.launch.progress import Progress, cpu_shares, rates, unserved
 from rollmesh.launch.sampler import MIB, Sampler
 from rollmesh.launch.supervisor import Supervisor
 
@@ -135,6 +135,8 @@ def paint(scene: Scene, elapsed_s: float) -> RenderableType:
     parts: list[RenderableType] = [head, figures(scene), Text(), processes(scene)]
     if page(supervisor):
         parts += [Text(), Text(f"the page: {page(supervisor)}", style="bold")]
+    if fault := no_engine(scene):
+        parts.append(Text(fault, style="red"))
     parts += [Text(note, style="yellow") for note in supervisor.notes[-NUM_NOTES:]]
     state = supervisor.machine.state.value
     title = f"rollmesh {escape(scene.name)}: {state}, {steps(progress)}"
@@ -187,13 +189,14 @@ def line(scene: Scene) -> str:
     if progress.success() is not None:
         untrained = share(progress.success_untrained)
         success = f"  success {share(progress.success())} (untrained {untrained})"
+    fault = no_engine(scene)
     return (
         f"{steps(progress)}  reward {reward(progress.reward())}"
         f" (untrained {reward(progress.reward_untrained)}){success}"
         f"  equal groups {equal_groups(progress)}  ages {ages(progress)}"
         f"  {now.num_in_flight} in flight  {now.calls_per_s:.0f} calls/s"
         f"  {now.tokens_per_s:.0f} tokens/s  {total_mb:.0f} MB"
-        f"  {clock(progress.seconds_left())} left"
+        f"  {clock(progress.seconds_left())} left" + (f"  {fault}" if fault else "")
     )
 
 
@@ -213,6 +216,15 @@ def _figure(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {each}" for name, each in value.items() if each != "")
     return NONE if value is None else str(value)
+
+
+def no_engine(scene: Scene) -> str:
+    """`no engine serves: ...` with the reason; empty where one does, or the first is awaited."""
+    progress, sampler = scene.progress, scene.sampler
+    if not progress.refused and not progress.num_done:
+        return ""
+    why = progress.refused or unserved(sampler.before, sampler.last)
+    return f"no engine serves: {why}" if why else ""
 
 
 def page(supervisor: Supervisor) -> str:

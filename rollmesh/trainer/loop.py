@@ -38,6 +38,7 @@ from rollmesh.trainer.pacing.versions import spans_versions
 from rollmesh.trainer.parts import Parts
 from rollmesh.trainer.recovery.plan import Recovery
 from rollmesh.trainer.saver import Saver
+from rollmesh.trainer.weights.refusals import Refusals
 
 log = get_logger()
 
@@ -67,6 +68,7 @@ class TrainLoop:
         self._parts = parts
         self._stop = stop
         self._suspicion = Suspicion()
+        self._refusals = Refusals(parts.records, config.publish.accept_timeout_s)
         self._saver = Saver(parts, config.trainer.checkpoint_steps)
         # Rows, as well as notes: a savepoint under way may be what fills the disk.
         parts.records.wait_by(self._tries_again)
@@ -154,6 +156,7 @@ class TrainLoop:
             if tenancy.may_ask(UNTRAINED, num_to_come, "eval"):
                 pacer.measure(num_rollouts)
             self._saver.tend(0)  # a full journal holds asks back until there is one
+            self._look_at_publication(0.0)
             pacer.collect(MEASURE_S)
         self._end_evaluation()
         self._saver.save(0)
@@ -197,6 +200,7 @@ class TrainLoop:
             if self._stop.is_set():
                 return False
             self._saver.settle()
+            self._look_at_publication(0.0)
         return True
 
     def _trim(self, now_s: float) -> None:
@@ -266,9 +270,11 @@ class TrainLoop:
         return not is_stopped
 
     def _look_at_publication(self, timeout_s: float) -> None:
-        step = self._parts.weights.settled(timeout_s)
+        weights = self._parts.weights
+        step = weights.settled(timeout_s)
         if step is not None:
             self._parts.pacer.published(step)
+        self._refusals.look(weights.refusal, all_asleep=weights.fleet.all_asleep)
 
     def _look_at_gaps(self, batch: Batch, report: StepReport) -> Findings:
         """Book them, and say which samples were masked and which engines are not to be trusted."""

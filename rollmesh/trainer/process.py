@@ -89,7 +89,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     pacer.go_on(recovery)
     background = BackgroundLoop("publisher")
     shell = PublishShell(router, config.publish, read_keys(), client.client_id)
-    weights = Weights(folder / "weights", background, shell.is_loading)
+    weights = Weights(folder / "weights", background, shell.is_loading, shell.fleet)
     weights.policy_version = recovery.policy_version - 1
 
     def fence(asked: FenceAsked) -> None:

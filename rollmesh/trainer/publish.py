@@ -32,6 +32,7 @@ from rollmesh.trainer.weights.events import (
     Doubted,
     EngineCalled,
     Event,
+    FleetState,
     Probe,
     PublishAsked,
     PublishEnded,
@@ -76,8 +77,7 @@ class PublishShell:
         """By engine: the call that it is told of, of those under way."""
         self._ends: dict[int, asyncio.Future[PublishReport]] = {}
         self._incarnation = ""
-        self.accepted_version = -1
-        """The newest policy version that an engine has accepted; read from any thread."""
+        self.fleet = FleetState()
 
     async def publish(
         self,
@@ -177,6 +177,7 @@ class PublishShell:
     def _step(self, event: Event) -> None:
         for action in self._publisher.step(event, time.monotonic()):
             self._carry_out(action)
+        self.fleet.all_asleep = self._publisher.all_asleep()
 
     def _step_fencing(self, event: FenceAsked | Received | Ticked) -> None:
         for action in self._fencing.step(event, time.monotonic()):
@@ -209,7 +210,7 @@ class PublishShell:
     def _note(self, action: Accepted | Doubted | Superseded) -> None:
         match action:
             case Accepted(policy_version):
-                self.accepted_version = policy_version
+                self.fleet.accepted_version = policy_version
             case Doubted(url, why):
                 fix = "start it again; it is used meanwhile, since no other engine serves"
                 log.error("engine.doubted", error=f"{url}: {why}", fix=fix)

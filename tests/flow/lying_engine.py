@@ -59,11 +59,11 @@ async def running(model: Path, lie: Lie) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def ignoring(model: Path, *options: str) -> AsyncIterator[str]:
-    """Start one that ignores updates from the second on; yields the proxy's address."""
+async def ignoring(model: Path, *options: str, num_loads: int = 1) -> AsyncIterator[str]:
+    """Start one that ignores updates after `num_loads`; yields the proxy's address."""
     with embedded(model, *options) as upstream:
         async with aiohttp.ClientSession() as client:
-            app = _app(client, upstream, honest, num_loads=1)
+            app = _app(client, upstream, honest, num_loads)
             async with _serving(app) as url:
                 yield url
 

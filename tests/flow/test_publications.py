@@ -4,10 +4,12 @@ A trainer's own policy, publisher and router, and embedded engines over HTTP.
 """
 
 import asyncio
+import sys
 from pathlib import Path
 
 import pytest
 
+from rollmesh.core.process import USAGE
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.weights.events import PublishReport
 from tests.contract.processes import embedded_engine
@@ -72,3 +74,32 @@ def _find(model: Path, folder: Path, exact: str, stuck: str) -> PublishReport:
             if report.failed:
                 return report
     raise AssertionError("no engine was found to ignore updates")
+
+
+async def test_run_whose_engine_accepts_nothing_says_why_and_ends(
+    model: Path, tmp_path: Path
+) -> None:
+    other, settings = tmp_path / "other", tmp_path / "mesh.toml"
+    settings.write_text(f'[model]\npath = "{model}"\n')
+    write_tiny_model(other, ["higher lower correct"] * 50, TinyShape(), 1)
+    async with ignoring(other, "--weight-version", "0", num_loads=0) as engine:
+        words = ["up", "--no-live"]
+        for setting in (
+            f"model.path={model}",
+            "model.max_context_tokens=512",
+            f'engine.urls=["{engine}"]',
+            f"run.folder={tmp_path}",
+            "publish.accept_timeout_s=3",
+            "dashboard.enabled=false",
+        ):
+            words += ["--set", setting]
+        argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
+        run = await asyncio.create_subprocess_exec(
+            *argv, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        out, err = await run.communicate()
+    why = f"{engine}: scoring: its log-probs differ from the trainer's by "
+    assert f"no engine serves: {why}" in out.decode()
+    assert run.returncode == USAGE
+    assert "publish.accept_timeout_s = 3: no engine accepted new weights" in err.decode()
+    assert why in err.decode()

@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import msgspec
 
+from rollmesh.engine.answers import UNVERSIONED
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.trainer.meter.fencing import FenceAsked, FenceTold, Fencing
 from rollmesh.trainer.weights.events import (
+    Accepted,
     Action,
     CallEngine,
     Doubted,
@@ -48,8 +50,8 @@ class SimPublisher(Node):
         on_end: Callable[[int], None],
         run: str,
     ) -> None:
-        """`on_end` is told the policy version whose publication is over; publishers of one `run`
-        live one after the other."""
+        """`on_end` is called with each policy version that engines have begun to sample with;
+        publishers of one `run` run one after the other."""
         super().__init__(name)
         self._kernel = kernel
         self._network = network
@@ -58,6 +60,10 @@ class SimPublisher(Node):
         self._publisher = Publisher(msgspec.structs.replace(SETTINGS, name=run))
         self._fencing = Fencing()
         self.is_publishing = False
+        self._accepted = UNVERSIONED
+        """The newest version that an engine has accepted."""
+        self._refused: int | None = None
+        """The version of the last publication, if no engine accepted it."""
         self._drains: dict[str, tuple[float, bool]] = {}
         """When each began, and whether its last look saw nothing run."""
         network.attach(self, self._receive)
@@ -116,8 +122,22 @@ class SimPublisher(Node):
                     self._network.num["superseded"] += 1
                 case Doubted(url, why):
                     raise AssertionError(f"{url} is doubted without cause: {why}")
-                case PublishEnded(report):
-                    self.is_publishing = False
+                case Accepted() | PublishEnded():
+                    self._note(action)
+
+    def _note(self, action: Accepted | PublishEnded) -> None:
+        """As trainer/weights/folder.py does: a refused publication counts once it is accepted."""
+        match action:
+            case Accepted(policy_version):
+                self._accepted = policy_version
+                if policy_version == self._refused:
+                    self._on_end(policy_version)
+            case PublishEnded(report):
+                self.is_publishing = False
+                is_refused = report.is_refused and report.policy_version != self._accepted
+                self._refused = report.policy_version if is_refused else None
+                self._network.num["refused"] += is_refused
+                if not is_refused:
                     self._on_end(report.policy_version)
 
     def _note_lease(self, url: str) -> None:

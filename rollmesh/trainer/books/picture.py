@@ -23,7 +23,8 @@ def draw_learning(folder: Path) -> None:
     steps = [row for row in rows if row["step"] >= 0]
     if not steps:
         return
-    untrained = next((r.get("reward_untrained") for r in rows if r["step"] < 0), None)
+    measured = [row.get("reward_untrained") for row in rows if row["step"] < 0]
+    untrained = next((each for each in measured if each is not None), None)
     figure, (rewards, ages) = plt.subplots(
         2, 1, figsize=(9, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
     )

@@ -48,11 +48,23 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     """`url: why` of engines that do not; they are fenced and tried again."""
     doubted: tuple[str, ...] = ()
     """Engines that serve it and seem to ignore updates; no other serves."""
-    num_asleep: int = 0
-    """Engines that a publication does not wait for, since their GPUs are used by others."""
     wall_s: float
     gap_s: float
     """Longest time for which one engine was given no turns."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether no engine serves it and some have failed; an empty or sleeping fleet has not."""
+        return bool(self.failed) and not self.updated
+
+
+class FleetState(msgspec.Struct):
+    """What the publisher last saw of the engines; written on its thread, read from any."""
+
+    accepted_version: int = UNVERSIONED
+    """The newest policy version that an engine serves, be it since its publication ended."""
+    all_asleep: bool = False
+    """There are engines, and the GPUs of all are used by others."""
 
 
 # events

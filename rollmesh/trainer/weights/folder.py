@@ -1,6 +1,8 @@
 """The policy version: minted here, laid out for the carriers, brought to the engines one at a time.
 
-    IDLE -> LAID -> PUBLISHING -> IDLE        (a failed publication is IDLE too, and says so)
+    IDLE -> LAID -> PUBLISHING -> IDLE
+                        |          | an engine accepts it after all, or a newer one
+                        +-> REFUSED (no engine accepted it; the publisher keeps trying)
 
 Invariants: a policy version is a publish sequence number and is never used twice; a folder is whole
 or not there; the newest published folder always exists, so an engine can join from it, and so does
@@ -21,7 +23,7 @@ import msgspec
 from rollmesh.core.errors import EngineError
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.in_memory import Part
-from rollmesh.trainer.weights.events import Probe, PublishReport
+from rollmesh.trainer.weights.events import FleetState, Probe, PublishReport
 
 log = get_logger()
 
@@ -67,6 +69,15 @@ class _Publication(msgspec.Struct):
     future: "concurrent.futures.Future[PublishReport]"
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """A publication that no engine has accepted."""
+
+    policy_version: int
+    step: int
+    reason: str
+    """Why, by engine."""
+
+
 class Weights:
     """Numbers, folders and publications of the policy's weights."""
 
@@ -75,12 +86,17 @@ class Weights:
         folder: Path,
         background: BackgroundLoop,
         is_loading: Callable[[Path], bool] = lambda _: False,
+        fleet: FleetState | None = None,
     ) -> None:
-        """`is_loading` says of a version's folder whether an engine is reading it."""
+        """`is_loading` returns whether an engine is reading that version's folder; `fleet` is kept
+        by the publisher."""
         self._folder = folder
         self._background = background
         self._is_loading = is_loading
+        self.fleet = fleet or FleetState()
         self._running: _Publication | None = None
+        self.refusal: Refusal | None = None
+        """The last publication, where no engine has accepted it; None where one has."""
         self.policy_version = 0
         """The last one minted."""
         self._sweep()
@@ -100,26 +116,41 @@ class Weights:
         self._running = _Publication(self.policy_version, step, future)
 
     def settled(self, timeout_s: float = 0.0) -> int | None:
-        """The step whose weights have just become what engines sample with, else None.
+        """Return the step whose weights engines have just begun to sample with, else None.
 
-        Waits up to `timeout_s`. A failed publication is logged; the next version tries anew.
-        ModelError where the weights cannot be written and engines wait for the file.
+        Waits up to `timeout_s`. A publication that no engine accepted is a `refusal`, until an
+        engine accepts it after all or a newer one takes its place. ModelError where the weights
+        cannot be written and engines wait for the file.
         """
+        if self._running is None:
+            return self._accepted_late()
         running = self._running
-        if running is None:
-            return None
         try:
             report = running.future.result(timeout_s)
         except concurrent.futures.TimeoutError:
             return None
         except EngineError as error:
-            log.warning("weights.failed", policy_version=running.policy_version, error=str(error))
             self._running = None
+            self.refusal = Refusal(running.policy_version, running.step, str(error))
             return None
         self._running = None
-        log.info("weights.published", policy_version=running.policy_version, report=str(report))
         self._prune()
+        if report.is_refused:
+            reason = "; ".join(report.failed)
+            self.refusal = Refusal(running.policy_version, running.step, reason)
+            return self._accepted_late()
+        self.refusal = None
+        log.info("weights.published", policy_version=running.policy_version, report=str(report))
         return running.step
+
+    def _accepted_late(self) -> int | None:
+        """Return the step of a refused publication that an engine has accepted since."""
+        refusal = self.refusal
+        if refusal is None or self.fleet.accepted_version < refusal.policy_version:
+            return None
+        self.refusal = None
+        log.info("weights.published", policy_version=refusal.policy_version, report="late")
+        return refusal.step
 
     @property
     def is_publishing(self) -> bool:

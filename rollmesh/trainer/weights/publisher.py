@@ -140,6 +140,11 @@ class Publisher:
         table = self._table or ()
         return tuple(row.url for row in table if row.phase is EnginePhase.READY)
 
+    def all_asleep(self) -> bool:
+        """Whether there were engines when the table was read last, and all were asleep."""
+        phases = {row.phase for row in self._table or ()} - {EnginePhase.GONE}
+        return phases == {EnginePhase.ASLEEP}
+
     def phases(self) -> dict[str, UpdatePhase]:
         """Engines that are not at the target yet."""
         return {url: update.phase for url, update in self._updates.items()}
@@ -209,7 +214,6 @@ class Publisher:
             updated=tuple(row.url for row in self._table or () if self._is_current(row)),
             failed=tuple(f"{url}: {why}" for url, why in self._failures.items()),
             doubted=tuple(sorted(self._doubted)),
-            num_asleep=sum(row.phase is EnginePhase.ASLEEP for row in self._table or ()),
             wall_s=now_s - self._asked_s,
             gap_s=self._gap_s,
         )

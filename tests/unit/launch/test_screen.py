@@ -74,6 +74,48 @@ def test_the_live_view_tells_learning_pace_processes_and_page(scene: Scene) -> N
     assert row[1:5] == ["router", "starting", "62", "25%"]
 
 
+REFUSED = "http://e:1: scoring: its log-probs differ from the trainer's by 0.251"
+
+
+def add_row(scene: Scene, **fields: object) -> None:
+    scene.progress.add([msgspec.json.encode({"time_s": 50.0, "step": -1, **fields})])
+
+
+def test_refused_weights_are_shown_until_an_engine_accepts_some(scene: Scene) -> None:
+    add_row(scene, refused=REFUSED)
+    assert f"no engine serves: {REFUSED}" in line(scene)
+    assert "no engine serves: http://e:1" in text_of(paint(scene, elapsed_s=65.0))
+    add_row(scene, refused="")
+    assert "no engine serves" not in line(scene)
+
+
+def with_engine(sample: Telemetry, phase: str) -> Telemetry:
+    row = {"url": "http://e:1", "phase": phase, "detail": "does not answer"}
+    return msgspec.structs.replace(sample, router={**(sample.router or {}), "engines": [row]})
+
+
+@pytest.mark.parametrize(
+    ("phases", "is_shown"),
+    [
+        (("fenced", "joining"), True),
+        (("ready", "fenced"), False),  # perhaps for a moment
+        (("fenced", "ready"), False),
+        (("asleep", "asleep"), False),
+        (("gone", "gone"), False),
+    ],
+)
+def test_engines_that_do_not_serve_are_shown_with_their_reasons(
+    scene: Scene, phases: tuple[str, str], is_shown: bool
+) -> None:
+    sampler = scene.sampler
+    sampler.before, sampler.last = (
+        with_engine(sample, phase)
+        for sample, phase in zip((sampler.before, sampler.last), phases, strict=True)
+    )
+    told = "no engine serves: http://e:1: does not answer"
+    assert (told in line(scene)) == is_shown
+
+
 def test_the_live_view_shows_the_latest_notes(scene: Scene) -> None:
     scene.supervisor.notes += [f"note {number}" for number in range(9)]
     text = text_of(paint(scene, elapsed_s=65.0))

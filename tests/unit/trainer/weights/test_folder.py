@@ -10,7 +10,7 @@ import pytest
 from rollmesh.core.errors import EngineUnavailable, ModelError
 from rollmesh.engine.in_memory import Part
 from rollmesh.trainer.weights.events import Probe, PublishReport
-from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
+from rollmesh.trainer.weights.folder import BackgroundLoop, Refusal, Weights
 
 PROBE = Probe((1, 2), (-1.0,))
 PATIENCE_S = 60.0
@@ -124,4 +124,31 @@ def test_a_failed_publication_leaves_room_for_the_next(
     weights.publish(1, weights.next_folder(), (), fails, PROBE)
     assert weights.settled(PATIENCE_S) is None
     assert not weights.is_publishing
+    assert refusal_of(weights) == Refusal(1, 1, "no engine")
     assert publish(weights, step=2).name == "v000002"
+    assert refusal_of(weights) is None
+
+
+def refusal_of(weights: Weights) -> Refusal | None:
+    return weights.refusal
+
+
+async def refused(
+    policy_version: int, _folder: Path, _probe: Probe, _parts: tuple[Part, ...]
+) -> PublishReport:
+    return PublishReport(
+        policy_version=policy_version, updated=(), failed=("e: why",), wall_s=0.0, gap_s=0.0
+    )
+
+
+def test_publication_that_no_engine_accepts_counts_only_once_one_does(
+    tmp_path: Path, background: BackgroundLoop
+) -> None:
+    weights = Weights(tmp_path, background)
+    weights.publish(5, weights.next_folder(), (), refused, PROBE)
+    assert weights.settled(PATIENCE_S) is None
+    assert refusal_of(weights) == Refusal(1, 5, "e: why")
+    assert weights.settled() is None
+    weights.fleet.accepted_version = 1
+    assert [weights.settled() for _ in range(2)] == [5, None]
+    assert refusal_of(weights) is None
