@@ -100,9 +100,14 @@ def where(history: History, match: Match) -> tuple[int, str, str]:
     got = _shown(match.new[at]) if at < len(match.new) else ""
     held_next = _newest_child(match.deepest)
     held = _shown(history.read(held_next)) if held_next else ""
+    return match.deepest.depth, *excerpts(held, got)
+
+
+def excerpts(held: str, got: str) -> tuple[str, str]:
+    """Both texts, cut to where they differ."""
     start = max(0, first_difference(held, got) - _CHARS_BEFORE)
     stop = start + EXCERPT_CHARS
-    return match.deepest.depth, held[start:stop], got[start:stop]
+    return held[start:stop], got[start:stop]
 
 
 def _shown(message: ChatMessage) -> str:

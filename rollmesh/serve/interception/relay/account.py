@@ -17,6 +17,7 @@ import orjson
 from rollmesh.core.types import Branch, NodeRow, SamplingParams, VersionRun
 from rollmesh.engine.answers import policy_version_of
 from rollmesh.runtime.chat import Rotating
+from rollmesh.runtime.forks import excerpts
 from rollmesh.runtime.graph import ROOT, Sampled, TokenGraph
 from rollmesh.serve.interception.account import Account, Hole, Writer
 from rollmesh.serve.interception.cutting import cut_samples
@@ -24,10 +25,12 @@ from rollmesh.serve.interception.pieces import Piece, cut, joined
 from rollmesh.serve.interception.relay.call import Asked, CallState, RelayCall
 from rollmesh.serve.interception.relay.heard import EMPTY_STREAM, Answer, Heard
 from rollmesh.serve.interception.relay.lines import branches_of_calls
-from rollmesh.serve.interception.relay.threads import Request
+from rollmesh.serve.interception.relay.threads import Request, Spot
 from rollmesh.serve.interception.relay.verdict import answer_of
 
 UNVERSIONED = -1
+_SHOWN_BYTES = 4096
+"""Bytes of a long text or image that a fork row may compare."""
 _NEEDED = frozenset({"prompt_token_ids", "token_ids", "logprobs", "whole_stream"})
 """A choice that lacks one of these makes no sample."""
 
@@ -38,12 +41,7 @@ def account_of(session_id: str, calls: Sequence[RelayCall], rotating: Rotating =
     writer.rows("calls", (ledger.record(call) for call in calls))
     writer.rows("samples", ledger.samples())
     writer.listed("messages", ledger.messages())
-    forks = [
-        {"call": call.asked.number, "cause": call.asked.request.fork}
-        for call in calls
-        if call.asked.request and call.asked.request.fork
-    ]
-    writer.field("forks", forks)
+    writer.field("forks", _fork_rows(calls))
     writer.field("healed", {})
     writer.field("num_calls", len(calls))
     writer.field("capture", "relay")
@@ -163,6 +161,35 @@ class _Ledger:
         row = self._graph.add_sampled(parent, sampled)
         self._paths.append((prompt + heard.token_ids, row))
         return row
+
+
+def _fork_rows(calls: Sequence[RelayCall]) -> list[dict[str, Any]]:
+    """A row for each fork: the first message that differs, as held and as it came, both as JSON."""
+    rows: list[dict[str, Any]] = []
+    seen: set[Spot] = set()
+    for call in calls:
+        if (request := call.asked.request) is None:
+            continue
+        spot, new = request.spot, []
+        while spot.parent is not None and spot not in seen:
+            new.append(spot)
+            spot = spot.parent
+        if request.fork:
+            others = [each for each in (spot.children or {}).values() if each in seen]
+            first = [_text_of(each) for each in (*others[-1:], *new[-1:])]
+            held, got = excerpts(first[0] if others else "", first[-1] if new else "")
+            row = {"call": call.asked.number, "cause": request.fork, "message": spot.depth}
+            rows.append({**row, "held": held, "got": got})
+        seen.update(new)
+    return rows
+
+
+def _text_of(spot: Spot) -> str:
+    """The JSON of a message; of long texts and images in it the beginning."""
+    parts = [
+        each if isinstance(each, bytes) else each.read()[:_SHOWN_BYTES] for each in spot.pieces
+    ]
+    return b"".join(parts).decode(errors="backslashreplace")
 
 
 def _lacks(heard: Heard) -> list[str]:

@@ -1,12 +1,12 @@
-"""One relayed session: its calls, what they share, and its end.
+"""One relayed session: its calls, the histories that they share, its faults and its end.
 
     OPEN --seal--> SEALED, after which calls get a 410 and running ones are cut
 
-Invariants: a request's new messages are kept and nothing twice; a retry that says so is answered
-by the call that it repeats, unless that one failed, and one whose answer the disk did not take is
-written first; where sessions are kept, a whole answer is shown when it is written; every running
-call is in `_live` and gone from it at its end. Driven by edge.py and, through capture.py, by the
-gateway's book.
+- Each distinct message of its requests is kept once.
+- A marked retry is answered by the call that it repeats, unless that one failed (verdict.py). If
+  the disk did not take that call's answer, the answer is written first.
+- Where sessions are kept, the end of an answer is shown only after it is written.
+- Every running call is in `_live`, and leaves it at its end.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class RelaySession:
         scribe: RelayScribe | None = None,
         past: RelayPast | None = None,
     ) -> None:
-        """With a `past` it goes on from there."""
+        """With a `past` the session continues from what another process wrote of it."""
         self.session_id = session_id
         self.num_calls = 0
         self.own_fault = ""
@@ -96,8 +96,8 @@ class RelaySession:
             self._regain(past)
 
     def follow(self, num_bytes: int) -> Following:
-        """Of the body of the next call, which may have so many bytes; SessionError 410 if the
-        session is sealed, 400 if it holds more than it may."""
+        """Begin to read the body of the next call, of at most so many bytes; SessionError 410 if
+        the session is sealed, 400 if it holds more than it may."""
         if self.sealed_because:
             raise _gone(self.sealed_because)
         if self.spent_because:

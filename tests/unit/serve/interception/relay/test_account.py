@@ -57,7 +57,8 @@ async def test_a_conversation_is_one_sample_in_which_each_token_trains_once(
         ["sampling_policy"],
         ["policy_versions", "sampling_policy"],
     ]
-    assert account["forks"] == [{"call": 2, "cause": "restart"}]
+    [fork] = account["forks"]
+    assert (fork["call"], fork["cause"], fork["message"]) == (2, "restart", 0)
     assert (account["num_calls"], account["capture"]) == (3, "relay")
     assert account["calls"][0]["settings"] == {"model": "m", "temperature": 0.5}
 
@@ -200,3 +201,22 @@ async def test_claude_codes_main_line_is_main_beside_four_busier_sub_agents(
         {"role": "user", "content": "in short: results"},
         {"role": "assistant", "content": "b"},
     ]
+
+
+async def test_a_fork_row_shows_the_message_that_differs_with_its_calls(
+    make_relay: MakeRelay,
+) -> None:
+    def call(argument: int) -> dict[str, Any]:
+        function = {"name": "f", "arguments": f'{{"a": {argument}}}'}
+        return {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+
+    task, result = {"role": "user", "content": "a"}, {"role": "tool", "content": "4"}
+    more = {"role": "user", "content": "more"}
+    async with ScriptedProvider([tell("b", [n], [n]) for n in range(4)]) as provider:
+        relay = await make_relay(provider)
+        for line in ([task], [task, call(1), result], [task, call(2), result, more]):
+            await relay.read({"messages": line})
+        await relay.read({"messages": [task, call(1), result, more]})
+    [fork] = relay.account()["forks"]
+    assert (fork["call"], fork["cause"], fork["message"]) == (2, "edited_history", 1)
+    assert ('a\\": 1' in fork["held"], 'a\\": 2' in fork["got"]) == (True, True)
