@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rollmesh import __version__
 from rollmesh.core.choices import instead_of
 from rollmesh.core.errors import UserError
-from rollmesh.core.process import INTERRUPTED, OK, USAGE, die_with_launcher
+from rollmesh.core.process import INTERRUPTED, OK, USAGE, attach_to_launcher
 
 
 class Verb(NamedTuple):
@@ -57,7 +57,7 @@ TRAIN = frozenset({"torch", "transformers", "safetensors", "llguidance", "matplo
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb of `argv` (sys.argv's where None); its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    die_with_launcher()
+    attach_to_launcher()
     code = OK
     try:
         try:

@@ -310,6 +310,10 @@ class LaunchConfig(Section, frozen=True):
     """What still runs after this time is killed."""
     max_restarts: NonNegative = 5
     """A worker that dies more often within a minute ends the run."""
+    hang_timeout_s: NonNegativeSeconds = 90.0
+    """A process that launch started and that sends no heartbeat for so many seconds, as one that is
+    suspended, is killed and started again; a line says so after a third of that. At least 10;
+    0: never."""
     scheduler_wait_s: NonNegativeSeconds = 30.0
     """With --scheduler: how long, in seconds, to wait for the scheduler to answer and to admit the
     pipeline; `rollmesh scheduler up` needs some time for that."""

@@ -1,10 +1,11 @@
-"""How a process of the mesh begins: it reports that it serves, and it dies with its parent.
+"""The protocol between launch and the processes that it starts.
 
-Protocol with launch: a child started with `--ready-fd N` writes one JSON line, a Ready, to that
-inherited descriptor when it serves and closes it; `--listen-fd N` is a listening socket that launch
-owns and the child serves on. A child started with `--go-fd N` loads its libraries and then waits
-until launch closes the other end of that pipe. Invariant: a process that reports is reachable at
-once. Driven by the main function of each room.
+- `--ready-fd N`: the child writes one JSON line, a Ready, to this descriptor when it is reachable.
+- `--listen-fd N`: a listening socket that launch owns and the child serves on.
+- `--go-fd N`: the child loads its libraries, then waits until launch closes the other end.
+- ROLLMESH_BEAT_FD: a thread of the child writes a byte to this descriptor every BEAT_S, so that
+  launch notices a process that is suspended.
+- The child dies with its parent.
 """
 
 import asyncio
@@ -14,6 +15,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -28,6 +31,10 @@ RECYCLED = 75
 
 LAUNCHER_VARIABLE = "ROLLMESH_LAUNCHER"
 """Environment: the pid of the launch process, set for the processes that it starts."""
+
+BEAT_VARIABLE = "ROLLMESH_BEAT_FD"
+"""Environment: the descriptor for heartbeats, set by launch for the processes that it starts."""
+BEAT_S = 2.0
 
 _PR_SET_PDEATHSIG = 1
 _STATE, _STARTED = 0, 19
@@ -123,10 +130,31 @@ def is_launched() -> bool:
     return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
 
 
-def die_with_launcher() -> None:
-    """Die with our parent if it is a launch process; one started by hand outlives its shell."""
+def attach_to_launcher() -> None:
+    """Die with our parent and send it heartbeats if it is a launch process.
+
+    A process that was started by hand outlives its shell.
+    """
+    number = os.environ.pop(BEAT_VARIABLE, "")
     if is_launched():
         die_with_parent()
+        if number.isdecimal():
+            os.set_inheritable(int(number), False)
+            threading.Thread(target=_beat, args=(int(number),), name="beat", daemon=True).start()
+
+
+def _beat(descriptor: int) -> None:
+    """Write heartbeats until launch is gone; the step of a trainer, or a held event loop, does not
+    delay them."""
+    os.set_blocking(descriptor, False)
+    while True:
+        try:
+            os.write(descriptor, b".")
+        except BlockingIOError:
+            pass  # launch is suspended, and the pipe is full
+        except OSError:
+            return
+        time.sleep(BEAT_S)
 
 
 class Stop:

@@ -1,9 +1,8 @@
 """One process of the mesh, from its start to its end.
 
-Owns the process, its pipes and the file of its output. Invariants: it leads a session of its own,
-so that the terminal's Ctrl-C reaches launch alone; it dies with launch, and what it started dies
-with it, wherever that went; what it prints goes to `logs/<role>.out`, whose last line says why it
-ended. Driven by the supervisor, one task per child.
+- It leads a session of its own, so that the terminal's Ctrl-C reaches launch alone.
+- It dies with launch, and everything it started dies with it.
+- Its output goes to `logs/<role>.out`, whose last line says why it ended.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 
 from rollmesh.core.logs import get_logger
-from rollmesh.core.process import LAUNCHER_VARIABLE, Ready
+from rollmesh.core.process import BEAT_VARIABLE, LAUNCHER_VARIABLE, Ready
 from rollmesh.core.warden import MARK_VARIABLE, kill_marked
 from rollmesh.launch.causes import cause_of, num_oom_kills
 from rollmesh.launch.machine import Exited
@@ -31,10 +30,12 @@ LAST_BYTES = 4096
 
 
 class Hooks(NamedTuple):
-    """Whom a child's task tells."""
+    """Callbacks for the events of a child."""
 
     started: "Callable[[ChildProcess], None]"
     ready: "Callable[[ChildProcess, Ready], None]"
+    beaten: "Callable[[ChildProcess], None]"
+    """A heartbeat came."""
 
 
 class Pipe(NamedTuple):
@@ -55,6 +56,17 @@ def new_pipe() -> Pipe:
     return Pipe(os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0))
 
 
+class BeatReader(asyncio.Protocol):
+    """The reading end of a child's heartbeats."""
+
+    def __init__(self, on_beat: Callable[[], None]) -> None:
+        self._on_beat = on_beat
+
+    def data_received(self, data: bytes) -> None:
+        """One or more heartbeats came."""
+        self._on_beat()
+
+
 class ChildProcess:
     """A process that keeps to the protocol of core/process.py."""
 
@@ -70,6 +82,7 @@ class ChildProcess:
         self._report = new_pipe()
         self._gate = new_pipe()
         """While our end is open, the child waits."""
+        self._beats = new_pipe()
         self._early_signal = 0
         """What it is sent as soon as it has a pid."""
 
@@ -79,18 +92,24 @@ class ChildProcess:
         try:
             process = await self._start(listening)
             self._report.writing.close()
+            self._beats.writing.close()
             self.pid = process.pid
             hooks.started(self)
             if self._early_signal:
                 signal_group(self.pid, self._early_signal)
             async with asyncio.TaskGroup() as tasks:
                 report = tasks.create_task(self._pass_report(hooks), name=self.role)
+                beats, _ = await asyncio.get_running_loop().connect_read_pipe(
+                    lambda: BeatReader(lambda: hooks.beaten(self)), self._beats.reading
+                )
                 code = await process.wait()
                 self.pid = 0
+                beats.close()
                 report.cancel()
         finally:
             self._report.close()
             self._gate.close()
+            self._beats.close()
         told = last_line(self._output)
         may_be_oom = num_oom_kills() > num_oom_kills_before
         cause = cause_of(code, told, may_be_oom=may_be_oom)
@@ -131,7 +150,7 @@ class ChildProcess:
             return await asyncio.create_subprocess_exec(
                 *self._argv,
                 *words,
-                pass_fds=tuple(passed.values()),
+                pass_fds=(*passed.values(), self._beats.writing.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -140,6 +159,7 @@ class ChildProcess:
                     **os.environ,
                     LAUNCHER_VARIABLE: str(os.getpid()),
                     MARK_VARIABLE: self._mark,
+                    BEAT_VARIABLE: str(self._beats.writing.fileno()),
                 },
             )
 

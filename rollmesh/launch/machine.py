@@ -1,8 +1,9 @@
 """Decides which process starts, starts again or stops, and when the run is over.
 
-Owns the life cycles of the children and of the mesh. Invariants: pure, with time handed in; a
-child starts only when all it needs is there; once stopping, nothing starts; ENDED means that every
-child is gone. Driven by the supervisor, which tells it what happened and does what it says.
+- Pure: time is passed in, and the supervisor carries the actions out.
+- A child starts only when all it needs is there; once the run stops, nothing starts.
+- A child whose heartbeats stop is killed and started again.
+- ENDED means that every child is gone.
 
     child   WAITING --> HELD --> STARTING --> READY     DONE <-- STARTING (a task, exit code 0)
                          ^  |        |          |
@@ -38,6 +39,13 @@ SHORTEST_LIFE_S = 10.0
 SPARE_S = 1.0
 """The part of stop_timeout_s that the others have when the trainer uses up its own."""
 
+
+QUIET_SHARE = 1 / 3
+"""The part of hang_timeout_s after which missing heartbeats are shown."""
+LULL_S = 10.0
+"""Launch steps ten times a second; where it did not for so long, its machine was suspended."""
+HUNG = "no heartbeat for "
+"""How the cause of a hung child's end begins."""
 
 OUTLAST = (OnDeath.RESTART, OnDeath.REPLACE, OnDeath.GIVE_UP)
 """Whose mistakes, once they have served, are a death like others."""
@@ -85,6 +93,12 @@ class Exited(msgspec.Struct, frozen=True):
     """0 if there was no process."""
     cause: str = ""
     """What ended it, in a few words."""
+
+
+class Beaten(msgspec.Struct, frozen=True):
+    """A heartbeat of a child came."""
+
+    role: str
 
 
 class StopAsked(msgspec.Struct, frozen=True):
@@ -151,7 +165,7 @@ class End(msgspec.Struct, frozen=True):
         return self.reason if self.state is RunState.FAILED else ""
 
 
-Event = Reported | Exited | StopAsked | Ticked
+Event = Reported | Exited | Beaten | StopAsked | Ticked
 Action = Start | Release | Tell | Kill | TellRouter | Note
 
 
@@ -170,6 +184,12 @@ class Child:
         self.back_off_s = 0.0
         self.deaths_s: list[float] = []
         """Within the last minute."""
+        self.beat_s: float | None = None
+        """When its process sent its last heartbeat; None before the first."""
+        self.is_quiet = False
+        """Whether a line has said that heartbeats are missing."""
+        self.is_hung = False
+        """Whether it was killed for that."""
 
     def enter(self, state: ChildState, now_s: float) -> None:
         """Change state."""
@@ -197,10 +217,14 @@ class Supervision:
         self.children = {plan.role: Child(plan) for plan in plans}
         self._settings = settings
         self._stopping_since_s = 0.0
+        self._stepped_s: float | None = None
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """What follows from `event`."""
+        """Return the actions that follow from `event`."""
+        self._skip_lull(now_s)
         match event:
+            case Beaten(role):
+                return self._on_beat(self.children[role], now_s) if role in self.children else []
             case StopAsked():
                 return self._on_stop_asked(now_s)
             case Reported(role) if role in self.children:
@@ -215,6 +239,41 @@ class Supervision:
             return [*self._stop(End(INTERRUPTED, "stopped"), now_s), *self._go_on(now_s)]
         return [Kill(role) for role, child in self.children.items() if child.runs]
 
+    def _skip_lull(self, now_s: float) -> None:
+        """Where launch itself did not run, as on a suspended machine, no heartbeat is missing."""
+        lull_s = 0.0 if self._stepped_s is None else now_s - self._stepped_s
+        self._stepped_s = now_s
+        if lull_s < LULL_S:
+            return
+        for child in self.children.values():
+            if child.beat_s is not None:
+                child.beat_s += lull_s
+
+    def _on_beat(self, child: Child, now_s: float) -> list[Action]:
+        was_quiet_s = now_s - child.beat_s if child.is_quiet and child.beat_s is not None else 0.0
+        child.beat_s, child.is_quiet = now_s, False
+        return [Note(f"{child.plan.role} answers again after {was_quiet_s:.0f} s")] * (
+            was_quiet_s > 0 and not child.is_hung
+        )
+
+    def _on_silence(self, now_s: float) -> list[Action]:
+        """What missing heartbeats lead to: a line, then the end of the process."""
+        actions: list[Action] = []
+        timeout_s = self._settings.hang_timeout_s
+        for child in self.children.values():
+            if child.beat_s is None or child.is_hung or not (timeout_s and was_alive(child.state)):
+                continue
+            silent_s, role = now_s - child.beat_s, child.plan.role
+            if silent_s >= timeout_s:
+                child.is_hung = True
+                actions.append(Kill(role))
+            elif silent_s >= timeout_s * QUIET_SHARE and not child.is_quiet:
+                child.is_quiet = True
+                line = f"{role} has not answered for {silent_s:.0f} s: is it suspended?"
+                end = f"it is killed after {timeout_s:g} s (launch.hang_timeout_s)"
+                actions.append(Note(f"{line} {end}"))
+        return actions
+
     def _on_reported(self, child: Child, now_s: float) -> list[Action]:
         if child.state is ChildState.STARTING:
             child.enter(ChildState.READY, now_s)
@@ -223,6 +282,10 @@ class Supervision:
 
     def _on_exited(self, child: Child, event: Exited, now_s: float) -> list[Action]:
         was = child.state
+        if child.is_hung:
+            cause = f"{HUNG}{self._settings.hang_timeout_s:g} s"
+            event = msgspec.structs.replace(event, cause=cause)
+        child.beat_s, child.is_quiet, child.is_hung = None, False, False
         child.enter(ChildState.GONE, now_s)
         if self.end is not None or not was_alive(was):
             return []
@@ -279,7 +342,7 @@ class Supervision:
         given_up = ChildState.GONE
         if all(c.is_there or c.state is given_up for c in self.children.values()):
             self.state = MeshState.RUNNING
-        actions: list[Action] = []
+        actions = self._on_silence(now_s)
         for child in self.children.values():
             if self._may_start(child, now_s):
                 child.enter(ChildState.HELD, now_s)
@@ -367,4 +430,6 @@ def how_it_ended(event: Exited) -> str:
     )
     if event.cause == OUT_OF_MEMORY:
         how = "ran out of memory"
+    if event.cause.startswith(HUNG):
+        return f"{event.role} was killed: {event.cause}"
     return f"{event.role} {how}" + (f": {event.last_line}" if event.last_line else "")

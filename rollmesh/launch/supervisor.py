@@ -23,6 +23,7 @@ from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.herald import Herald
 from rollmesh.launch.machine import (
     Action,
+    Beaten,
     End,
     Event,
     Exited,
@@ -157,7 +158,7 @@ class Supervisor:
     async def _child(self, plan: ChildPlan) -> None:
         """The life of one process."""
         process = self._processes[plan.role]
-        hooks = Hooks(self._on_start, self._on_ready)
+        hooks = Hooks(self._on_start, self._on_ready, self._on_beat)
         try:
             exited = await process.run(self._sockets.get(plan.role), hooks)
         except OSError as error:  # no process, memory, descriptor or disk is left for it
@@ -175,6 +176,9 @@ class Supervisor:
         self._folder.add_address(ready)
         self._addresses[process.role] = ready.address
         self._events.put_nowait(Reported(process.role))
+
+    def _on_beat(self, process: ChildProcess) -> None:
+        self._events.put_nowait(Beaten(process.role))
 
 
 def open_mesh(plans: list[ChildPlan], mark: str = "") -> Mesh:

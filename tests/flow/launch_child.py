@@ -17,7 +17,7 @@ from pathlib import Path
 from rollmesh.core.process import (
     Ready,
     announce,
-    die_with_launcher,
+    attach_to_launcher,
     http_address,
     listen,
     wait_for_go,
@@ -45,6 +45,12 @@ def hungry(_: argparse.Namespace) -> None:
 def deaf(options: argparse.Namespace) -> None:
     """Hears that it shall end, says so, and goes on."""
     signal.signal(signal.SIGTERM, lambda *_: mark(options, f"{options.role} heard"))
+
+
+def busy(_: argparse.Namespace) -> None:
+    """Computes until told to end, as a long train step does."""
+    while True:
+        sum(range(10_000))
 
 
 def saves(options: argparse.Namespace) -> None:
@@ -112,7 +118,8 @@ def run(options: argparse.Namespace) -> None:
         mark(options, options.bind)
     announce(options.ready_fd, Ready(options.role, os.getpid(), address, address))
     mark(options, options.role)
-    {"done": done, "breaks": breaks, "hungry": hungry}.get(options.behaviour, serves)(options)
+    then = {"done": done, "breaks": breaks, "hungry": hungry, "busy": busy}
+    then.get(options.behaviour, serves)(options)
     if options.listen_fd is not None:
         serve(listening)
     while True:
@@ -133,7 +140,7 @@ def serve(listening: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    die_with_launcher()
+    attach_to_launcher()
     parser = argparse.ArgumentParser()
     parser.add_argument("--bind")
     for name in ("fifo", "role", "behaviour", "path"):

@@ -46,9 +46,11 @@ class Mesh:
     def add_plan(self, plan: ChildPlan) -> None:
         self._plans.append(plan)
 
-    def start(self, *wait_for: str, stop_timeout_s: float = 10 * END_WITHIN_S) -> None:
-        """Start it, and wait until these children have reported."""
-        launch = {"stop_timeout_s": stop_timeout_s, "ready_timeout_s": 10 * END_WITHIN_S}
+    def start(
+        self, *wait_for: str, stop_timeout_s: float = 10 * END_WITHIN_S, **more: float
+    ) -> None:
+        """Start it with `more` of the settings, and wait until these children have reported."""
+        launch = {"stop_timeout_s": stop_timeout_s, "ready_timeout_s": 10 * END_WITHIN_S, **more}
         run = {"name": self.folder.name, "folder": str(self.folder.parent)}
         self._plans_path.write_bytes(msgspec.json.encode(self._plans))
         self._settings_path.write_bytes(msgspec.json.encode({"run": run, "launch": launch}))
@@ -169,6 +171,21 @@ def test_a_killed_worker_is_started_again(mesh: Mesh) -> None:
     told = mesh.result()
     assert told["notes"] == ["worker was ended by signal 9; started again in 0.5 s"]
     assert told["end"]["code"] == 130
+
+
+def test_a_suspended_process_is_killed_and_started_again_and_a_busy_one_is_not(mesh: Mesh) -> None:
+    mesh.add("trainer", "busy", OnDeath.FINISH)
+    mesh.add("router", "serves", OnDeath.RESTART)
+    mesh.start("trainer", "router", hang_timeout_s=15.0)
+    first = mesh.pids()
+    os.kill(first["router"], signal.SIGSTOP)
+    assert mesh.next_line() == "router"  # nothing else ends it
+    assert mesh.pids()["router"] != first["router"]
+    assert mesh.pids()["trainer"] == first["trainer"]
+    mesh.signal(signal.SIGTERM)
+    shown, killed = mesh.result()["notes"]
+    assert shown.startswith("router has not answered for ")
+    assert killed == "router was killed: no heartbeat for 15 s; started again in 0.5 s"
 
 
 def test_want_of_memory_is_told_as_the_cause(mesh: Mesh) -> None:

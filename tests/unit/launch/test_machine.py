@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from rollmesh.core.config import LaunchConfig
@@ -12,6 +13,7 @@ from rollmesh.launch.machine import (
     SHORTEST_LIFE_S,
     SPARE_S,
     Action,
+    Beaten,
     ChildState,
     End,
     Event,
@@ -54,8 +56,8 @@ PLANS = [
 class Stage:
     """A machine and its clock."""
 
-    def __init__(self, plans: list[ChildPlan] = PLANS) -> None:
-        self.machine = Supervision(plans, SETTINGS)
+    def __init__(self, plans: list[ChildPlan] = PLANS, settings: LaunchConfig = SETTINGS) -> None:
+        self.machine = Supervision(plans, settings)
         self.clock = FakeClock()
 
     def tell(self, event: Event, after_s: float = 0.0) -> list[Action]:
@@ -242,6 +244,58 @@ def crew() -> Stage:
     stage = Stage([worker_plan("w0"), worker_plan("w1")])
     stage.run_all()
     return stage
+
+
+def wait(stage: Stage, seconds: int, *beating: str) -> list[Action]:
+    """Let time pass, a second at a time, with heartbeats of these children alone."""
+    actions = []
+    for _ in range(seconds):
+        actions += stage.tell(Ticked(), after_s=1.0)
+        for role in beating:
+            actions += stage.tell(Beaten(role))
+    return actions
+
+
+@pytest.mark.parametrize("role", ["worker", "trainer", "page"])
+def test_a_process_whose_heartbeats_stop_is_shown_then_killed_and_started_again(
+    running: Stage, role: str
+) -> None:
+    others = [each for each in running.machine.children if each != role]
+    running.tell(Beaten(role))
+    [note] = wait(running, 89, *others)
+    assert isinstance(note, Note)
+    assert note.line.startswith(f"{role} has not answered for 30 s")
+    assert wait(running, 5, *others) == [Kill(role)], "once"
+    exited = running.tell(Exited(role, -9))
+    assert exited[-1] == Note(f"{role} was killed: no heartbeat for 90 s; started again in 0.5 s")
+    assert wait(running, 1, *others) == [Start(role)]
+    running.tell(Reported(role))
+    assert wait(running, 300, *others) == [], "its successor has not sent one yet"
+
+
+def test_a_process_that_answers_again_in_time_is_left_alone(running: Stage) -> None:
+    running.tell(Beaten("worker"))
+    wait(running, 80)
+    assert running.tell(Beaten("worker")) == [Note("worker answers again after 80 s")]
+    assert wait(running, 29) == []
+
+
+def test_a_process_without_heartbeats_is_no_business_of_the_watch(running: Stage) -> None:
+    assert wait(running, 1000) == []
+
+
+def test_a_suspended_machine_kills_nothing(running: Stage) -> None:
+    running.tell(Beaten("worker"))
+    wait(running, 10)
+    assert running.tell(Ticked(), after_s=3600.0) == [], "launch did not run either"
+    assert wait(running, 19) == []
+
+
+def test_heartbeats_are_not_watched_where_that_is_switched_off() -> None:
+    stage = Stage(settings=msgspec.structs.replace(SETTINGS, hang_timeout_s=0.0))
+    stage.run_all()
+    stage.tell(Beaten("worker"))
+    assert wait(stage, 1000) == []
 
 
 def test_the_router_is_told_of_a_worker_s_end_and_its_cause(crew: Stage) -> None:
