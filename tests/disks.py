@@ -26,14 +26,17 @@ def full_disk(size: int) -> Iterator[None]:
 
 
 @contextmanager
-def small_disk(monkeypatch: pytest.MonkeyPatch, folder: Path, size: int) -> Iterator[None]:
-    """The files in `folder` may hold `size` bytes together, as far as `os.writev` writes them."""
+def small_disk(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, size: int, code: int = errno.ENOSPC
+) -> Iterator[None]:
+    """The files in `folder` may hold `size` bytes together, as far as `os.writev` writes them; past
+    that it fails with `code`."""
     writev = os.writev
 
     def takes_what_fits(file: int, parts: Sequence[bytes]) -> int:
         room = size - sum(path.stat().st_size for path in folder.iterdir())
         if room <= 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(code, os.strerror(code))
         return writev(file, [b"".join(parts)[:room]])
 
     with monkeypatch.context() as patch:

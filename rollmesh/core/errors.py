@@ -58,6 +58,16 @@ from rollmesh.core.types import GroupRecord
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What the system says of a disk that is full, and may have room again."""
 
+_REMEDIES = {
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there, or raise the quota",
+    errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
+    errno.EROFS: "mount that file system writable, or name a folder elsewhere",
+    errno.EPERM: "allow writing there (owner, mode, `lsattr`), or name a folder elsewhere",
+    errno.EACCES: "allow writing there (owner, mode, `lsattr`), or name a folder elsewhere",
+    errno.EIO: "check the disk (`dmesg`)",
+}
+
 MissReason = Literal["cleared", "expired", "owner_restarted", "never_seen"]
 
 _MISSES: dict[MissReason, str] = {
@@ -66,6 +76,11 @@ _MISSES: dict[MissReason, str] = {
     "owner_restarted": "its owner was started anew, and what it held before is gone",
     "never_seen": "its owner never gave out this id",
 }
+
+
+def remedy_of(error: OSError) -> str:
+    """What people can do where the system refused to write."""
+    return _REMEDIES.get(error.errno or 0, "fix that")
 
 
 class RollmeshError(Exception):
@@ -187,7 +202,16 @@ class TrajectoryEnded(RollmeshError):
 
 
 class JournalError(RollmeshError):
-    """A journal cannot be written."""
+    """A journal cannot be written; `remedy` says what people can do about it."""
+
+    def __init__(self, message: str, remedy: str = "fix that") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+    @classmethod
+    def at(cls, where: object, error: OSError) -> Self:
+        """The error of a system call at this file or folder."""
+        return cls(f"{where}: {error.strerror}", remedy_of(error))
 
 
 class JournalDamaged(JournalError):

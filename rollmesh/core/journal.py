@@ -55,7 +55,7 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise JournalError(f"{folder}: {error.strerror}") from None
+            raise JournalError.at(folder, error) from None
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self._take_lock()
@@ -119,7 +119,7 @@ class Journal:
             # Now, for what it takes of a full disk; if that fails too, before the next record.
             with contextlib.suppress(OSError):
                 self._cut()
-            raise JournalError(f"{self._path(self._starts[-1])}: {error.strerror}") from None
+            raise JournalError.at(self._path(self._starts[-1]), error) from None
         self._is_torn = False
         self._end = end
         return positions
@@ -185,7 +185,7 @@ class Journal:
         try:
             yield
         except OSError as error:
-            raise JournalError(f"{self._path(start)}: {error.strerror}") from None
+            raise JournalError.at(self._path(start), error) from None
 
     def _cut(self) -> None:
         """Cut off what stands behind the last record."""
@@ -240,7 +240,7 @@ def _segments(folder: Path) -> list[Path]:
     try:
         return list(folder.glob(f"*{_SUFFIX}"))
     except OSError as error:
-        raise JournalError(f"{folder}: {error.strerror}") from None
+        raise JournalError.at(folder, error) from None
 
 
 def _start_of(path: Path) -> int:

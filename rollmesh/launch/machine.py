@@ -186,6 +186,8 @@ class Child:
         """Within the last minute."""
         self.beat_s: float | None = None
         """When its process sent its last heartbeat; None before the first."""
+        self.died_loading = False
+        """Whether its last process ended before it reported."""
         self.is_quiet = False
         """Whether a line has said that heartbeats are missing."""
         self.is_hung = False
@@ -285,6 +287,7 @@ class Supervision:
         if child.is_hung:
             cause = f"{HUNG}{self._settings.hang_timeout_s:g} s"
             event = msgspec.structs.replace(event, cause=cause)
+        child.died_loading = was in (ChildState.HELD, ChildState.STARTING)
         child.beat_s, child.is_quiet, child.is_hung = None, False, False
         child.enter(ChildState.GONE, now_s)
         if self.end is not None or not was_alive(was):
@@ -309,7 +312,7 @@ class Supervision:
             return [Note(note + self._no_worker_left())]
         if child.plan.on_death in STARTED_AGAIN:
             return self._restart(child, event, now_s)
-        return self._stop(End(FAILED, how_it_ended(event)), now_s)
+        return self._stop(End(FAILED, how_it_ended(event, child)), now_s)
 
     def _restart(self, child: Child, event: Exited, now_s: float) -> list[Action]:
         if event.code == RECYCLED and now_s - child.started_s >= SHORTEST_LIFE_S:
@@ -322,8 +325,8 @@ class Supervision:
         if num_deaths <= self._settings.max_restarts:
             child.back_off_s = min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** (num_deaths - 1))
             child.enter(ChildState.BACKING_OFF, now_s)
-            return [Note(f"{how_it_ended(event)}; started again in {child.back_off_s:g} s")]
-        reason = f"{how_it_ended(event)}, the death number {num_deaths} within a minute"
+            return [Note(f"{how_it_ended(event, child)}; started again in {child.back_off_s:g} s")]
+        reason = f"{how_it_ended(event, child)}, the death number {num_deaths} within a minute"
         if child.plan.on_death is OnDeath.GIVE_UP:
             return [Note(f"{reason}; the run goes on without it")]
         return self._stop(End(FAILED, reason), now_s)
@@ -419,17 +422,20 @@ def was_alive(state: ChildState) -> bool:
     return state in (ChildState.HELD, ChildState.STARTING, ChildState.READY)
 
 
-def how_it_ended(event: Exited) -> str:
+def how_it_ended(event: Exited, child: Child) -> str:
     """The first half of a line for people."""
+    loads = child.plan.loads if child.died_loading else ""
+    while_loading = f" while it loaded {loads}" if loads else ""
     if event.code == INTERRUPTED:
         return f"{event.role} was stopped by a signal that launch did not send"
     if event.code == OK:
         return f"{event.role} ended, which launch did not ask for"
+    if event.cause.startswith(HUNG):
+        return f"{event.role} was killed{while_loading}: {event.cause}"
     how = (
         f"ended with code {event.code}" if event.code >= 0 else f"was ended by signal {-event.code}"
     )
     if event.cause == OUT_OF_MEMORY:
         how = "ran out of memory"
-    if event.cause.startswith(HUNG):
-        return f"{event.role} was killed: {event.cause}"
-    return f"{event.role} {how}" + (f": {event.last_line}" if event.last_line else "")
+    last = f": {event.last_line}" if event.last_line else ""
+    return f"{event.role} {how}{while_loading}{last}"

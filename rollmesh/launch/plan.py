@@ -58,6 +58,8 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     """host:port of the listening socket that launch opens for it; '' for none."""
     bind_key: str = ""
     """The setting that `bind` stands in, for people."""
+    loads: str = ""
+    """What it loads before it reports, in words for people: it may crash there."""
     is_worker: bool = False
     """Whether the router knows it by its role, and is told of its end."""
 
@@ -219,6 +221,7 @@ def plan_worker(
         role=role,
         argv=(*ROLLMESH, "worker", *settings, "--router", "{router}", "--worker-id", role),
         is_worker=True,
+        loads=f"env = {config.env}",
         on_death=OnDeath.REPLACE,
         needs=("router",),
         gate=gate,

@@ -25,7 +25,7 @@ from operator import itemgetter
 from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
-from rollmesh.core.errors import ConfigError, ContentLost
+from rollmesh.core.errors import ConfigError, ContentLost, remedy_of
 from rollmesh.core.logs import get_logger
 from rollmesh.runtime.spill import Extent, SpillFile
 
@@ -210,7 +210,7 @@ class BlobStore:
             blob.spill(self._file)
         except OSError as error:
             if not self._has_warned:
-                remedy = "they stay in memory; make room in interception.spill_folder"
+                remedy = f"they stay in memory; {remedy_of(error)} (interception.spill_folder)"
                 log.warning("blobs.not_spilled", error=str(error), remedy=remedy)
             self._has_warned = True
             return False

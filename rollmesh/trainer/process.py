@@ -160,11 +160,11 @@ def begin(
 
 @contextmanager
 def told_in_one_line() -> Iterator[None]:
-    """What the journal's disk refuses is the user's to mend."""
+    """Turn what the journal's disk refuses into one line for people."""
     try:
         yield
     except JournalError as error:
-        raise UserError(f"{error}; make room there, then --resume") from None
+        raise UserError(f"{error}; {error.remedy}, then --resume") from None
 
 
 def build(config: Config, staleness: Staleness, tenancy: Tenancy) -> Trainee | None:

@@ -70,7 +70,8 @@ class Saver:
         folder = self._parts.records.folder
         if self._newest is None:
             raise UserError(
-                f"{folder}: its last savepoint could not be written; make room, then --resume"
+                f"{folder}: its last savepoint could not be written; logs/trainer.log says why; "
+                "fix that, then --resume"
             )
         if self._newest.model is None:
             self._parts.policy.save(folder / CHECKPOINT)

@@ -195,7 +195,8 @@ async def test_a_crash_in_each_load_is_told_with_its_cause_and_ends_the_run(
         assert isinstance(dropped, Dropped)
         assert dropped.reason == f"env_failed: worker-0 ended before it served {env}: {cause}"
         out, _ = await asyncio.to_thread(mesh.process.communicate, None, WITHIN_S)
-        reason = "worker-0 was ended by signal 11, the death number 4 within a minute"
+        how = "worker-0 was ended by signal 11 while it loaded env = poisoned:Poisoned"
+        reason = f"{how}, the death number 4 within a minute"
         assert msgspec.json.decode(out)["end"] == {"code": 1, "reason": reason}
     finally:
         mesh.close()

@@ -381,7 +381,7 @@ class Intake:
         """Say what the disk does not take, once until it takes a result again."""
         if not self._is_disk_ill:
             self._is_disk_ill = True
-            log.error("journal.failed", error=str(error), fix="make room; nothing is lost")
+            log.error("journal.failed", error=str(error), fix=f"{error.remedy}; nothing is lost")
 
     def _hand_out(self, arrival: Unopened) -> None:
         self._fresh.append(arrival)

@@ -12,7 +12,7 @@ from typing import Self
 
 import msgspec
 
-from rollmesh.core.errors import UserError
+from rollmesh.core.errors import UserError, remedy_of
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import ErrorPlace
 
@@ -86,7 +86,8 @@ class Results:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            raise UserError(f"{self._path}: {error.strerror}; make room and --resume") from None
+            why = f"{error.strerror}; {remedy_of(error)}, then --resume"
+            raise UserError(f"{self._path}: {why}") from None
         self.rows += rows
         self._group_ids.update(row.group_id for row in rows)
 

@@ -324,6 +324,19 @@ def test_a_drained_worker_stays_away_and_the_run_goes_on(crew: Stage) -> None:
     assert (crew.state("w0"), crew.mesh()) == (ChildState.GONE, MeshState.RUNNING)
 
 
+def test_a_crash_while_an_environment_loads_names_it() -> None:
+    worker = msgspec.structs.replace(worker_plan("w0"), loads="env = my_env:MyEnv")
+    stage = Stage([worker])
+    stage.tell(Ticked())
+    notes = stage.tell(Exited("w0", -11, "", 41, "killed by signal 11"))
+    how = "w0 was ended by signal 11 while it loaded env = my_env:MyEnv"
+    assert notes[-1] == Note(f"{how}; started again in 0.5 s")
+    stage.tell(Ticked(), after_s=1.0)
+    stage.tell(Reported("w0"))
+    notes = stage.tell(Exited("w0", -11, "", 42, "killed by signal 11"))
+    assert notes[-1] == Note("w0 was ended by signal 11; started again in 1 s")
+
+
 def test_a_run_whose_last_worker_was_drained_says_that_none_is_left(crew: Stage) -> None:
     crew.tell(Exited("w0", 0, "", 41, "exit code 0"))
     [*_, note] = crew.tell(Exited("w1", 0, "", 42, "exit code 0"))

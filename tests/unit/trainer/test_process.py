@@ -1,5 +1,6 @@
 """A trainer's process: it is there before it reads savepoints, and leaves whatever is late."""
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -61,12 +62,20 @@ def test_a_publisher_that_is_late_keeps_nobody_from_leaving(
     background.close()  # nobody else has
 
 
-def test_a_journal_that_takes_nothing_is_told_in_one_line(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (errno.ENOSPC, r"journal.*: No space left on device; make room there, then --resume"),
+        (errno.EROFS, r"journal.*: Read-only file system; mount that file system writable"),
+        (errno.EPERM, r"journal.*: Operation not permitted; allow writing there"),
+    ],
+)
+def test_a_journal_that_takes_nothing_is_one_line_with_the_remedy_for_its_cause(
+    config: Config, monkeypatch: pytest.MonkeyPatch, code: int, line: str
 ) -> None:
     open_client(config, NOWHERE).close()
-    full = small_disk(monkeypatch, config.run_folder() / "journal", 0)
-    with full, pytest.raises(UserError, match=r"journal.*: No space left on device; make room"):
+    full = small_disk(monkeypatch, config.run_folder() / "journal", 0, code)
+    with full, pytest.raises(UserError, match=line):
         process.begin(config, NOWHERE, None)
     client, _, revival = process.begin(config, NOWHERE, None)
     assert revival.is_first

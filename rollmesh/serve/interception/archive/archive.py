@@ -295,7 +295,7 @@ class Archive:
 
     def _refused(self, error: JournalError) -> SessionError:
         if not self._is_failing:
-            remedy = "no call begins until the disk takes a record again; make room there"
+            remedy = f"no call begins until the disk takes a record again; {error.remedy}"
             log.error("journal.refused", error=str(error), remedy=remedy)
         self._is_failing = True
         return SessionError(507, "journal_full", f"the journal: {error}", RETRY_AFTER_S)

@@ -100,7 +100,9 @@ def test_full_disk_is_one_line_and_cuts_no_other_group(tmp_path: Path) -> None:
         size = (tmp_path / RESULTS).stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limits[1]))
         try:
-            with pytest.raises(UserError, match="make room and --resume"):
+            with pytest.raises(
+                UserError, match=r"File too large; raise the limit .*, then --resume"
+            ):
                 results.add(rows_of(finished(1), "t", 2))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
