@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from rollmesh.cli.endpoint import Upstream, add_upstream, relay, upstream_of
 from rollmesh.cli.evaltable import progress, show
 from rollmesh.cli.options import (
     add_model_dir,
@@ -31,7 +32,9 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE, stop_event
 from rollmesh.core.run_state import EVAL_MESH
 from rollmesh.core.types import TRAINED_OUTCOMES, Task
+from rollmesh.envs.env import Env
 from rollmesh.envs.loading import load_env
+from rollmesh.envs.openai_client import close_pool
 from rollmesh.launch.checks import check
 from rollmesh.launch.folder import move_aside
 from rollmesh.launch.machine import End
@@ -55,6 +58,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     router: str
     """Address of the mesh to use; '' to start one."""
+    upstream: Upstream | None
+    """The endpoint to evaluate instead, without a mesh."""
     resumes: bool
     says_json: bool
 
@@ -62,8 +67,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 def main(argv: list[str]) -> int:
     """Evaluate; the exit code."""
     order = order_of(arguments().parse_args(argv))
-    tasks = pose(load_env(order.plan.env, order.plan.env_settings), order.plan)
-    return conclude(order, asyncio.run(carry_out(order, tasks)))
+    env = load_env(order.plan.env, order.plan.env_settings)
+    tasks = pose(env, order.plan)
+    work = carry_out_locally(order, env, tasks) if order.upstream else carry_out(order, tasks)
+    return conclude(order, asyncio.run(work))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -80,6 +87,7 @@ def arguments() -> argparse.ArgumentParser:
         help="of a server with that model; may be given again; none: the embedded engine",
     )
     found.add_argument("--router", default="", help="tcp:// address of a mesh that runs already")
+    add_upstream(found)
     found.add_argument(
         "-n", dest="num_samples", type=int, help=f"rollouts of each task ({NUM_SAMPLES})"
     )
@@ -104,6 +112,9 @@ def order_of(options: argparse.Namespace) -> Order:
     """What the arguments ask for; UserError, one line, where they cannot mean anything."""
     if options.router and (options.engines or options.model_dir):
         raise UserError("--router: that mesh has its model and engines; leave the others out")
+    if options.base_url and (options.router or options.engines or options.model_dir):
+        raise UserError("--base-url: needs no --router, --engine or --model-dir; leave them out")
+    upstream = upstream_of(options)
     stored = read_plan(options.out) if options.resume else None
     if stored and not options.config:
         options.config = options.out / CONFIG
@@ -119,7 +130,7 @@ def order_of(options: argparse.Namespace) -> Order:
     plan = Plan(
         env=config.env,
         env_settings=config.env_settings,
-        model="" if options.router else config.model.path,
+        model=_model_of(options, config, upstream),
         split=_first(options.split, stored and stored.split, SPLIT),
         num_tasks=_first(options.num_tasks, stored and stored.num_tasks, NUM_TASKS),
         num_samples=_first(options.num_samples, stored and stored.num_samples, NUM_SAMPLES),
@@ -132,6 +143,7 @@ def order_of(options: argparse.Namespace) -> Order:
         config=config,
         folder=options.out,
         router=options.router,
+        upstream=upstream,
         resumes=options.resume,
         says_json=options.json,
     )
@@ -189,6 +201,37 @@ async def carry_out(order: Order, tasks: list[Task]) -> End:
             await asyncio.wait([work])
 
 
+async def carry_out_locally(order: Order, env: Env, tasks: list[Task]) -> End:
+    """Do what is missing by rollouts in this process, against order.upstream; how it ended."""
+    # numpy and the runtime come with these, and stay out of the other verbs.
+    from rollmesh.cli.local_client import LocalClient, LocalRollouts  # noqa: PLC0415 - see above
+    from rollmesh.serve.client.evaluation import evaluate_locally  # noqa: PLC0415 - see above
+
+    assert order.upstream
+    if not order.resumes:
+        begin_folder(order)
+    with relay(order.upstream) as gateway:
+        settings = order.config.worker
+        rollouts = LocalRollouts(env, gateway, order.upstream.model, settings, is_relay=True)
+        client = LocalClient(rollouts)
+        stop = asyncio.create_task(_stopped(), name="stop")
+        with progress(order.plan, len(tasks), order.upstream.base_url) as on_rows:
+            work = asyncio.create_task(
+                evaluate_locally(client, order.plan, tasks, order.folder, on_rows)
+            )
+            await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+            is_done = work.done()
+            for each in (work, stop):
+                each.cancel()
+            await asyncio.wait([work, stop])
+        await env.close()
+        await close_pool()
+        if is_done:
+            work.result()
+            return End(OK, "done")
+        return stop.result()
+
+
 async def _enter_mesh(order: Order, stack: AsyncExitStack) -> tuple[str, asyncio.Task[End]]:
     """The router's address, and what is done when the evaluation must end."""
     if order.router:
@@ -237,7 +280,10 @@ def conclude(order: Order, end: End) -> int:
 def resume_command(order: Order) -> str:
     """The command that resumes the evaluation."""
     words = ["rollmesh", "eval", "--resume", "--out", str(order.folder)]
-    return shlex.join([*words, *(["--router", order.router] if order.router else [])])
+    words += ["--router", order.router] if order.router else []
+    if order.upstream:
+        words += ["--base-url", order.upstream.base_url, "--model", order.upstream.model]
+    return shlex.join(words)
 
 
 def all_failed(rows: Sequence[Row], report: Report) -> str:
@@ -249,6 +295,13 @@ def all_failed(rows: Sequence[Row], report: Report) -> str:
     cause, failure = next(iter(report.failures.items()))
     error = next(iter(failure.errors), "")
     return f"every rollout failed ({len(rows):,}), most by {cause}{error and f': {error}'}"
+
+
+def _model_of(options: argparse.Namespace, config: Config, upstream: Upstream | None) -> str:
+    """The plan's word for the model; '' for that of a running mesh."""
+    if upstream:
+        return f"{upstream.model} at {upstream.base_url}"
+    return "" if options.router else config.model.path
 
 
 def _first(*values: Any) -> Any:

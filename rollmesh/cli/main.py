@@ -33,6 +33,7 @@ VERBS = {
     "demo": Verb("rollmesh.cli.demo:main", "train a tiny agent on this machine while you watch"),
     "up": Verb("rollmesh.cli.up:main", "start a mesh with the settings of a mesh.toml"),
     "init": Verb("rollmesh.cli.init:main", "write a mesh.toml for your model and environment"),
+    "play": Verb("rollmesh.cli.play:main", "run a task of an environment and print what was said"),
     "eval": Verb("rollmesh.cli.eval:main", "evaluate a model on an environment's tasks"),
     "status": Verb("rollmesh.cli.status:main", "say how a run stands"),
     "trace": Verb("rollmesh.cli.trace:main", "say whom a run selects against: trace bias RUN"),

@@ -35,14 +35,19 @@ def main(argv: list[str]) -> int:
                 f"{folder}: there is a model already; name another folder, "
                 "or overwrite it with --force, or keep it with --keep"
             )
+    make_model(folder, options.seed)
+    print(f"wrote {folder}; `rollmesh init --model {folder}` uses it", flush=True)
+    return OK
+
+
+def make_model(folder: Path, seed: int) -> None:
+    """Write the model; UserError where that cannot be."""
     from rollmesh.trainer.models.warmstart import write_model
 
     try:
-        write_model(folder, options.seed, LAST_FILE)
+        write_model(folder, seed, LAST_FILE)
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}; name another folder") from None
-    print(f"wrote {folder}; `rollmesh init --model {folder}` uses it", flush=True)
-    return OK
 
 
 def is_made(folder: Path) -> bool:

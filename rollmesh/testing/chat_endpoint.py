@@ -73,6 +73,8 @@ class ChatEndpoint:
         await self._runner.cleanup()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method == "GET" and request.path.endswith("/models"):
+            return web.json_response({"data": [{"id": self.endpoint.model}]})
         body = orjson.loads(await request.read())
         seen = SeenRequest(request.path, dict(request.headers), body)
         self.requests.append(seen)

@@ -81,6 +81,19 @@ Unopened = RawResult | Filed | Dropped
 """As the intake hands it over."""
 
 
+def without_tokens(group_id: GroupId, record: GroupRecord) -> Finished:
+    """A group that ran outside a mesh, where no tokens were recorded."""
+    return Finished(
+        group_id=group_id,
+        attempt=1,
+        worker_id="",
+        record=record,
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        position=0,
+    )
+
+
 def open_result(raw: RawResult) -> Arrival:
     """Decode a result; a Dropped with its reason where it is incomplete or malformed."""
     try:

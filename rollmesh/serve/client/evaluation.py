@@ -12,9 +12,10 @@ the next one. Tasks of one id are one task, posed so many times. Driven by `roll
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Protocol, Unpack
 
 import msgspec
 
@@ -23,7 +24,7 @@ from rollmesh.core.errors import AddressError, EnvError, JournalError, UserError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import RolloutRecord, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
-from rollmesh.serve.client.calls import AsyncRolloutClient
+from rollmesh.serve.client.calls import AsyncRolloutClient, CallOptions
 from rollmesh.serve.client.endings import code_of
 from rollmesh.serve.client.plan import Plan
 from rollmesh.serve.client.results import Results, Row
@@ -67,12 +68,34 @@ async def evaluate(
             await Evaluation(client, plan, tasks, (results, trajectories), on_rows).run()
 
 
+async def evaluate_locally(
+    client: "Client", plan: Plan, tasks: list[Task], folder: Path, on_rows: Callable[[int], None]
+) -> None:
+    """Do what is missing in `folder` with a client that needs no mesh."""
+    with Results(folder) as results, Trajectories(folder) as trajectories:
+        await Evaluation(client, plan, tasks, (results, trajectories), on_rows).run()
+
+
+class Client(Protocol):
+    """The part of AsyncRolloutClient that an evaluation uses."""
+
+    @property
+    def reopened(self) -> Mapping[GroupId, Task]: ...
+    @property
+    def num_ended(self) -> int: ...
+    async def ask(
+        self, task: Task, num_samples: int, **options: Unpack[CallOptions]
+    ) -> GroupId: ...
+    def stream(self) -> AsyncGenerator[Arrival, None]: ...
+    async def cancel(self, group_id: GroupId, reason: str = ...) -> None: ...
+
+
 class Evaluation:
     """One pass over what is missing."""
 
     def __init__(
         self,
-        client: AsyncRolloutClient,
+        client: Client,
         plan: Plan,
         tasks: list[Task],
         files: tuple[Results, Trajectories],

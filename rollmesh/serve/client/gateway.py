@@ -88,17 +88,16 @@ class Gateway:
         self,
         *,
         metadata: Mapping[str, Json] | None = None,
-        sampling: str | Mapping[str, Json] = "train",
+        sampling: str | Mapping[str, Json] | None = None,
         seed: int | None = None,
     ) -> GatewaySession:
         """Open a session for one rollout.
 
-        `sampling` is `train`, `eval` or rules by field; siblings of a group need different seeds,
-        and a seed that is left out is random.
+        `sampling` is `train` (the default), `eval` or rules by field; siblings of a group need
+        different seeds, and a seed that is left out is random. A relay takes neither.
         """
-        body: dict[str, Json] = {"metadata": dict(metadata or {}), "sampling": sampling}
-        if seed is not None:
-            body["seed"] = seed
+        asked = {"metadata": dict(metadata or {}), "sampling": sampling, "seed": seed}
+        body = {name: value for name, value in asked.items() if value is not None}
         return GatewaySession(self, self.request("POST", SESSIONS, body))
 
     def sessions(self) -> list[dict[str, Json]]:

@@ -69,7 +69,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_truncated: int
     """Rollouts that a limit ended; they count."""
     tokens_per_rollout: float | None
-    """Sampled ones."""
+    """Sampled ones; None where the endpoint reported none."""
     turns_per_rollout: float | None
     s_per_rollout: float | None
     success: Estimate | None = None
@@ -104,7 +104,7 @@ def report_of(rows: Sequence[Row], pass_threshold: float | None = None) -> Repor
         metrics=_metrics(tasks),
         failures=_failures(row for row in rows if row.outcome not in TRAINED_OUTCOMES),
         num_truncated=sum(row.outcome == Outcome.TRUNCATED for row in counted),
-        tokens_per_rollout=_mean(row.num_tokens for row in counted),
+        tokens_per_rollout=_mean(row.num_tokens for row in counted) or None,
         turns_per_rollout=_mean(row.num_calls for row in counted),
         s_per_rollout=_mean(row.duration_s for row in counted),
     )

@@ -1,0 +1,219 @@
+"""Rollouts in this process, their model calls through a gateway: no router and no workers.
+
+- LocalClient has the part of AsyncRolloutClient that an evaluation uses.
+- An environment is called as a worker calls it: the same limits, retries and outcomes. A rollout
+  whose last model call got no answer is `infra_error`, whatever its agent made of that.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Unpack
+
+import msgspec
+
+from rollmesh.core.config import WorkerConfig
+from rollmesh.core.errors import InfraError
+from rollmesh.core.ids import GroupId, new_id
+from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Score, Task
+from rollmesh.envs.calls import Calls, Limit, OvertimeError
+from rollmesh.envs.env import Endpoint, Env, Sibling, Transcript
+from rollmesh.serve.client.gateway import Gateway, GatewaySession
+from rollmesh.serve.server.rollouts import Fault, check_score, fault_of, give_score, score_limit
+
+if TYPE_CHECKING:
+    from rollmesh.serve.client.arrivals import Arrival
+    from rollmesh.serve.client.calls import CallOptions
+
+SEEDS = 2**63
+
+
+class Played(msgspec.Struct):
+    """One rollout, and what scores of its group need of it."""
+
+    record: RolloutRecord
+    transcript: Transcript | None = None
+    score: Score | None = None
+    is_worth_retry: bool = False
+    """Whether an infrastructure fault ended it, so that it may run again."""
+
+
+class LocalRollouts:
+    """Plays rollouts of one environment."""
+
+    def __init__(
+        self, env: Env, gateway: Gateway, model: str, settings: WorkerConfig, *, is_relay: bool
+    ) -> None:
+        """A relay forwards sampling parameters as they are; else they are those of evaluation."""
+        self._is_relay = is_relay
+        self._env = env
+        self._gateway = gateway
+        self._model = model
+        self._settings = settings
+        self._calls = Calls()
+        self._slots = asyncio.Semaphore(settings.max_rollouts)
+
+    async def play(self, task: Task, index: int, seed: int) -> Played:
+        """Run and score one rollout; again, within bounds, after an infrastructure fault."""
+        async with self._slots:
+            started_s = time.monotonic()
+            for retries_left in range(self._settings.num_infra_retries, -1, -1):
+                played = await self._once(task, index, (seed + index) % SEEDS)
+                if not (played.is_worth_retry and retries_left):
+                    break
+            played.record.duration_s = time.monotonic() - started_s
+            return played
+
+    async def score_together(self, task: Task, scored: list[Played]) -> str:
+        """Let the environment compare the siblings; why that failed, or ''."""
+        kind = type(self._env)
+        if not scored or (
+            kind.score_siblings is Env.score_siblings and kind.score_group is Env.score_group
+        ):
+            return ""
+        try:
+            found = await self._scores(task, scored)
+            if len(found) != len(scored):
+                raise ValueError(f"gave {len(found)} scores for {len(scored)} siblings")
+            for each, score in zip(scored, found, strict=True):
+                give_score(each.record, check_score(score, f"{kind.__name__}.score_group"))
+        except Exception as error:  # noqa: BLE001 - door: env code may raise anything
+            return f"infra_error: score_group: {fault_of(error, self._env.score_group).text}"
+        return ""
+
+    async def _scores(self, task: Task, scored: list[Played]) -> list[Score]:
+        limit = score_limit(self._settings)
+        scores = [each.score for each in scored if each.score]
+        if type(self._env).score_siblings is Env.score_siblings:
+            return await self._calls.call(limit, self._env.score_group, task, scores)
+        session = await self._open(task, seed=None)
+        agent = self._endpoint(session)
+        siblings = [
+            Sibling(each.record.index, each.score, each.transcript, agent, agent)
+            for each in scored
+            if each.score and each.transcript
+        ]
+        try:
+            return await self._calls.call(limit, self._env.score_siblings, task, siblings)
+        finally:
+            await asyncio.to_thread(session.delete)
+
+    async def _once(self, task: Task, index: int, seed: int) -> Played:
+        session = await self._open(task, seed)
+        played = await self._run(task, index, self._endpoint(session))
+        account = await asyncio.to_thread(session.finish)
+        await asyncio.to_thread(session.delete)
+        record = played.record
+        if account["outcome"] == Outcome.INFRA_ERROR:
+            record.outcome = Outcome.INFRA_ERROR
+            record.error = _last_error(account) or record.error
+            played.score = record.reward = None
+            played.is_worth_retry = True
+        record.num_calls = account["num_calls"]
+        record.messages = msgspec.Raw(msgspec.json.encode(account["messages"]))
+        return played
+
+    async def _run(self, task: Task, index: int, agent: Endpoint) -> Played:
+        limit = Limit("run_timeout_s", self._settings.run_timeout_s)
+        try:
+            transcript = await self._calls.call(limit, self._env.run, task, agent)
+            if not isinstance(transcript, Transcript):
+                raise TypeError(f"run gave {type(transcript).__name__} and not a Transcript")
+        except OvertimeError as error:
+            return Played(RolloutRecord(index=index, outcome=Outcome.TRUNCATED, error=str(error)))
+        except Exception as error:  # noqa: BLE001 - door: env and agent code may raise anything
+            is_infra = isinstance(error, InfraError)
+            outcome = Outcome.INFRA_ERROR if is_infra else Outcome.AGENT_ERROR
+            return _failed(index, outcome, fault_of(error, self._env.run), is_infra)
+        return await self._score(task, index, transcript)
+
+    async def _score(self, task: Task, index: int, transcript: Transcript) -> Played:
+        try:
+            limit = score_limit(self._settings)
+            found = await self._calls.call(limit, self._env.score, task, transcript)
+            score = check_score(found, f"{type(self._env).__name__}.score")
+        except Exception as error:  # noqa: BLE001 - door: env code may raise anything
+            fault = fault_of(error, self._env.score)
+            fault = fault._replace(text=f"score: {fault.text}")
+            return _failed(index, Outcome.INFRA_ERROR, fault, isinstance(error, InfraError))
+        outcome = Outcome.TRUNCATED if transcript.truncated else Outcome.COMPLETED
+        record = RolloutRecord(index=index, outcome=outcome)
+        give_score(record, score)
+        return Played(record, transcript, score)
+
+    async def _open(self, task: Task, seed: int | None) -> GatewaySession:
+        metadata = {"task": task.id}
+        if self._is_relay:
+            return await asyncio.to_thread(self._gateway.open, metadata=metadata)
+        return await asyncio.to_thread(
+            self._gateway.open, metadata=metadata, sampling="eval", seed=seed
+        )
+
+    def _endpoint(self, session: GatewaySession) -> Endpoint:
+        return Endpoint(session.base_url, session.api_key, self._model)
+
+
+class LocalClient:
+    """Groups of local rollouts, asked for and streamed as from a mesh."""
+
+    num_ended = 0
+    reopened: Mapping[GroupId, Task] = {}
+
+    def __init__(self, rollouts: LocalRollouts) -> None:
+        self._rollouts = rollouts
+        self._run_id = new_id("e")
+        self._num_asked = 0
+        self._groups: dict[GroupId, asyncio.Task[Arrival]] = {}
+
+    async def ask(self, task: Task, num_samples: int, **options: "Unpack[CallOptions]") -> GroupId:
+        """Start a group."""
+        group_id = GroupId(self._run_id, self._num_asked)
+        self._num_asked += 1
+        work = self._run(group_id, task, num_samples, options.get("seed", 0))
+        self._groups[group_id] = asyncio.create_task(work, name=f"group {group_id}")
+        return group_id
+
+    async def stream(self) -> "AsyncGenerator[Arrival, None]":
+        """The groups as they end, until none is open."""
+        while self._groups:
+            await asyncio.wait(self._groups.values(), return_when=asyncio.FIRST_COMPLETED)
+            for group_id in [each for each, work in self._groups.items() if work.done()]:
+                yield self._groups.pop(group_id).result()
+
+    async def cancel(self, group_id: GroupId, reason: str = "no longer wanted") -> None:
+        """Stop a group; its result is lost."""
+        del reason
+        work = self._groups.pop(group_id, None)
+        if work is not None:
+            work.cancel()
+            await asyncio.wait([work])
+
+    async def _run(self, group_id: GroupId, task: Task, num_samples: int, seed: int) -> "Arrival":
+        # numpy comes with these, and stays out of the command line.
+        from rollmesh.serve.client.arrivals import (  # noqa: PLC0415 - see above
+            Dropped,
+            without_tokens,
+        )
+
+        plays = (self._rollouts.play(task, index, seed) for index in range(num_samples))
+        played = await asyncio.gather(*plays)
+        fault = await self._rollouts.score_together(task, [each for each in played if each.score])
+        records = [each.record for each in played]
+        if not fault and all(each.outcome is Outcome.INFRA_ERROR for each in records):
+            fault = f"infra_error: {records[0].error}"
+        record = GroupRecord(task=task, rollouts=records, reason=fault, is_eval=True)
+        if fault:
+            return Dropped(group_id, fault, record)
+        return without_tokens(group_id, record)
+
+
+def _failed(index: int, outcome: Outcome, fault: Fault, is_worth_retry: bool) -> Played:
+    record = RolloutRecord(index=index, outcome=outcome, error=fault.text, place=fault.place)
+    return Played(record, is_worth_retry=is_worth_retry)
+
+
+def _last_error(account: Mapping[str, object]) -> str:
+    """The error of the session's last call, where it has one."""
+    calls = account.get("calls")
+    last = calls[-1] if isinstance(calls, list) and calls else {}
+    return str(last.get("error") or last.get("unread") or f"status {last.get('status')}")

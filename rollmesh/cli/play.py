@@ -1,0 +1,171 @@
+"""`rollmesh play [ENV]`: run tasks of an environment and print each conversation and its score.
+
+Model calls go to an OpenAI-style endpoint (--base-url), to SGLang (--engine), or to the embedded
+engine, which serves --model-dir or else a tiny model that is made for it.
+"""
+
+# ruff: noqa: PLC0415 - what an environment needs is imported after the arguments are checked
+
+import argparse
+import asyncio
+import random
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollmesh.cli.endpoint import Upstream, add_upstream, child, gateway, relay, upstream_of
+from rollmesh.cli.make_model import make_model
+from rollmesh.cli.options import (
+    add_model_dir,
+    add_set,
+    config_of,
+    lay_model_over,
+    model_defaults,
+    parser,
+    quoted,
+)
+from rollmesh.core.config import Config
+from rollmesh.core.errors import UserError
+from rollmesh.core.model_folder import why_no_model
+from rollmesh.core.process import FAILED, OK
+from rollmesh.core.types import TRAINED_OUTCOMES, Task
+from rollmesh.envs.env import Env
+from rollmesh.envs.loading import load_env
+from rollmesh.envs.openai_client import close_pool
+from rollmesh.serve.client.gateway import Gateway
+from rollmesh.serve.client.plan import Plan, pose
+
+if TYPE_CHECKING:
+    from rollmesh.cli.local_client import LocalRollouts, Played
+
+MODEL_NAME = "policy"
+
+
+def main(argv: list[str]) -> int:
+    """Play; exit code 1 if a rollout failed."""
+    options = arguments().parse_args(argv)
+    if options.base_url and (options.engine or options.model_dir):
+        raise UserError("--base-url: needs no --engine or --model-dir; leave them out")
+    if options.engine and not options.model_dir:
+        raise UserError("--engine: name its model by --model-dir, which renders the prompts")
+    if options.env:
+        options.overrides.append(f"env={quoted(options.env)}")
+    lay_model_over(options)
+    config = config_of(options, model_defaults(options))
+    if options.model_dir and (why := why_no_model(str(options.model_dir))):
+        raise UserError(f"--model-dir {options.model_dir}: {why}")
+    env = load_env(config.env, config.env_settings)
+    tasks = pose(env, plan_of(config, options))
+    upstream = upstream_of(options)
+    with sessions(options, config, upstream) as found:
+        return asyncio.run(play(env, tasks, found, config, upstream))
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The verb's."""
+    found = parser("play", "Run one task of an environment, and print what was said and its score.")
+    found.add_argument(
+        "env", nargs="?", help="built in, or package.module:Class (default: env of --config)"
+    )
+    found.add_argument("-n", dest="num_tasks", type=int, default=1, help="tasks (default: 1)")
+    found.add_argument("--split", default="eval", help="of the tasks (default: %(default)s)")
+    add_upstream(found)
+    found.add_argument(
+        "--engine", metavar="URL", help="SGLang server with the model of --model-dir"
+    )
+    add_model_dir(found)
+    found.add_argument("--config", type=Path, help="mesh.toml, for env_settings and the rest")
+    add_set(found)
+    return found
+
+
+def plan_of(config: Config, options: argparse.Namespace) -> Plan:
+    """Which tasks; UserError if there are none."""
+    if options.num_tasks < 1:
+        raise UserError(f"-n {options.num_tasks}: at least 1")
+    return Plan(
+        env=config.env,
+        env_settings=config.env_settings,
+        model="",
+        split=options.split,
+        num_tasks=options.num_tasks,
+        num_samples=1,
+        seed=config.run.seed,
+        sampling=config.sampling.eval_policy(),
+    )
+
+
+@contextmanager
+def sessions(
+    options: argparse.Namespace, config: Config, upstream: Upstream | None
+) -> Iterator[Gateway]:
+    """A gateway before the chosen model."""
+    with ExitStack() as stack:
+        if upstream:
+            yield stack.enter_context(relay(upstream))
+            return
+        model, url = options.model_dir, options.engine
+        if not model:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollmesh-"))
+            model = Path(folder) / "tiny-model"
+            print("no model named: making the demo's tiny one, some seconds", flush=True)
+            make_model(model, config.run.seed)
+        if not url:
+            more = ("--run-folder", stack.enter_context(tempfile.TemporaryDirectory()))
+            words = ("--model-dir", str(model), "--incremental-streaming-output", *more)
+            url = stack.enter_context(child("engine", words)).address
+        tokens = f"sampling.max_tokens={config.sampling.max_tokens}"
+        serving = ("--engine", url, "--model-dir", str(model), "--set", tokens)
+        yield stack.enter_context(gateway(serving))
+
+
+async def play(
+    env: Env, tasks: list[Task], found: Gateway, config: Config, upstream: Upstream | None
+) -> int:
+    """Play the tasks one after the other; the exit code."""
+    from rollmesh.cli.local_client import LocalRollouts
+
+    model, is_relay = (upstream.model, True) if upstream else (MODEL_NAME, False)
+    rollouts = LocalRollouts(env, found, model, config.worker, is_relay=is_relay)
+    seeds = random.Random(f"play/{config.run.seed}")
+    try:
+        played = [await play_one(rollouts, task, seeds.getrandbits(63)) for task in tasks]
+    finally:
+        await env.close()
+        await close_pool()
+    is_fine = all(each.record.outcome in TRAINED_OUTCOMES for each in played)
+    return OK if is_fine else FAILED
+
+
+async def play_one(rollouts: "LocalRollouts", task: Task, seed: int) -> "Played":
+    """Play one task and print it."""
+    print(f"=== task {task.id}", flush=True)
+    played = await rollouts.play(task, 0, seed)
+    for message in msgspec.json.decode(played.record.messages):
+        print("\n".join(told(message)))
+    record = played.record
+    words = [f"=== {record.outcome}", *([f": {record.error}"] if record.error else [])]
+    words += [f", reward {record.reward:g}"] if record.reward is not None else []
+    words += [f", {name} {value:g}" for name, value in record.metrics.items()]
+    print("".join(words), flush=True)
+    return played
+
+
+def told(message: Mapping[str, Any]) -> Iterator[str]:
+    """A message as lines: its role, its text, and the tools that it calls."""
+    role = message.get("role") or message.get("type", "message")
+    text = message.get("content")
+    if isinstance(text, list):
+        parts = [part.get("text") or f"[{part.get('type')}]" for part in text]
+        text = "\n".join(str(part) for part in parts)
+    if reasoning := message.get("reasoning_content"):
+        yield f"{role} thinks: {reasoning}"
+    if text or not message.get("tool_calls"):
+        yield f"{role}: {text or ''}"
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        yield f"{role} calls: {function.get('name')}({function.get('arguments')})"
