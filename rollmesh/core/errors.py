@@ -49,6 +49,7 @@ mistakes. Driven by everyone.
 """
 
 import errno
+import traceback
 from copy import copy
 from typing import Any, Literal, Self
 
@@ -97,6 +98,16 @@ def _as_it_was(
     error = kind.__new__(kind, *args)
     error.__dict__.update(fields)
     return error
+
+
+def kind_and_place(error: BaseException) -> str:
+    """Return the error's kind and where it was raised, the same each time that it happens: without
+    its message, which may hold addresses or times."""
+    if isinstance(error, CallFailed):  # it was raised at a rank, which says so in one line
+        return f"CallFailed: {error.call}: {error.error.partition(':')[0]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    return f"{type(error).__name__}{place}"
 
 
 class UserError(RollmeshError, ValueError):

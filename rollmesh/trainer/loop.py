@@ -11,15 +11,17 @@ process.py, on the process's main thread.
 """
 
 import collections
+import contextlib
 import itertools
 import math
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rollmesh.core.config import Config
-from rollmesh.core.errors import NoRoom
+from rollmesh.core.errors import JournalError, NoRoom, RankGone, UserError, kind_and_place
 from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.in_memory import Part
@@ -111,7 +113,9 @@ class TrainLoop:
         if self._stop.is_set() or not self._may_train(again.step):
             return False
         self._parts.policy.know_as(policy_version)
+        self._parts.client.note_step_begun(again.step, self._tries_again)
         self._train_again(again, recovery)
+        self._parts.client.note_step_ended(again.step, again=self._tries_again)
         self._parts.policy.end_step(again.step)
         # So that a life that ends before the redo does leaves less of it to the next.
         self._saver.stepped(again.step + 1)
@@ -213,7 +217,8 @@ class TrainLoop:
         """What is told of the step."""
         started_s = time.monotonic()
         made = self._parts.pacer.course.versions.steps
-        report = self._parts.policy.step(batch.samples(), batch.step, step_of_version=made)
+        with self._death_noted(batch.step):
+            report = self._parts.policy.step(batch.samples(), batch.step, step_of_version=made)
         step_s = time.monotonic() - started_s
         self._num_skipped_in_row = report.num_skipped_in_row
         self._parts.tally.num_skipped += report.num_skipped
@@ -229,6 +234,22 @@ class TrainLoop:
         findings = self._look_at_gaps(batch, report)
         times = {"wait_s": round(wait_s, 4), "step_s": round(step_s, 4)}
         return report.figures() | {"exactness": findings.rows()} | times
+
+    @contextlib.contextmanager
+    def _death_noted(self, step: int) -> Iterator[None]:
+        """Write down which exception ended `step` and where.
+
+        A step that ends every trainer alike is not redone forever. A UserError is the user's to
+        fix, and the loss of a rank may have any cause.
+        """
+        try:
+            yield
+        except (UserError, RankGone):
+            raise
+        except Exception as error:
+            with contextlib.suppress(JournalError):
+                self._parts.client.note_step_ended(step, kind_and_place(error))
+            raise
 
     def _publish(self, num_steps: int) -> None:
         weights = self._parts.weights

@@ -19,7 +19,13 @@ from rollmesh.runtime.generation import GenerationMachine
 from rollmesh.serve.client.arrivals import Filed, RawResult
 from rollmesh.serve.client.asks import Asked
 from rollmesh.serve.client.book import Book, Records
-from rollmesh.serve.client.entries import GroupsTaken, GroupTried, Published, StateSaved, StepTaken
+from rollmesh.serve.client.entries import (
+    GroupsTaken,
+    GroupTried,
+    StateSaved,
+    StepEntry,
+    StepTaken,
+)
 from rollmesh.serve.client.history import History
 from rollmesh.serve.client.sink import Sink
 from rollmesh.serve.router.ledger import Ledger
@@ -84,7 +90,7 @@ class LegThatTakesOlderWeights(GenerationMachine):
 
 
 class BookThatForgetsWhatStepsTook(Book):
-    def note(self, entry: StepTaken | Published | GroupTried) -> None:
+    def note(self, entry: StepEntry | GroupTried) -> None:
         super().note(entry)
         if isinstance(entry, StepTaken):
             super().note(GroupsTaken(entry.group_ids))  # type: ignore[arg-type]
@@ -93,9 +99,9 @@ class BookThatForgetsWhatStepsTook(Book):
 class BookThatWritesAfterTheAct(Book):
     def __init__(self, journal: Records, max_bytes: int) -> None:
         super().__init__(journal, max_bytes)
-        self._late: StepTaken | Published | GroupTried | None = None
+        self._late: StepEntry | GroupTried | None = None
 
-    def note(self, entry: StepTaken | Published | GroupTried) -> None:
+    def note(self, entry: StepEntry | GroupTried) -> None:
         late, self._late = self._late, entry
         if late:
             super().note(late)

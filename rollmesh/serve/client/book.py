@@ -31,10 +31,9 @@ from rollmesh.serve.client.entries import (
     GroupParted,
     GroupsTaken,
     GroupTried,
-    Published,
     RunBegan,
     StateSaved,
-    StepTaken,
+    StepEntry,
     decode_entry,
     encode_entry,
 )
@@ -109,6 +108,7 @@ class Book:
         return History(
             saved=told.saved,
             steps=tuple(each.entry for each in told.steps.values()),
+            step_deaths=told.step_deaths(),
             published=tuple(each.entry for each in told.published.values()),
             results=tuple(told.results()),
             drops=tuple(each.entry for each in told.drops.values()),
@@ -192,7 +192,7 @@ class Book:
             position = self._write(self._booked(dropped))
         return msgspec.structs.replace(result, position=position)
 
-    def note(self, entry: StepTaken | Published | GroupTried) -> None:
+    def note(self, entry: StepEntry | GroupTried) -> None:
         """Write one entry; JournalError if the disk does not take it."""
         self._write(entry)
 

@@ -32,8 +32,13 @@ from rollmesh.serve.client.entries import (
     Published,
     RunBegan,
     StateSaved,
+    StepBegun,
+    StepEnded,
     StepTaken,
 )
+
+KILLED = "killed"
+"""How a process ended that left no word of it: by a signal, or for want of memory."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -99,6 +104,9 @@ class Chronicle:
         """Asks for tasks of earlier groups, as long as anything of them is needed."""
         self.drops: dict[GroupId, Told[GroupBooked]] = {}
         self.steps: dict[int, Told[StepTaken]] = {}
+        self._step_deaths: dict[int, list[str]] = {}
+        self._begun: StepBegun | None = None
+        """The step that is being redone, or in which the last process was killed."""
         self.published: dict[int, Told[Published]] = {}
         self.saved = StateSaved()
 
@@ -168,6 +176,10 @@ class Chronicle:
             self.saved = saved
         self.forget(self.learn(saved))
         self.steps = {at: told for at, told in self.steps.items() if at >= saved.num_steps}
+        for step in [each for each in self._step_deaths if each < saved.num_steps]:
+            del self._step_deaths[step]
+        if self._begun and self._begun.step < saved.num_steps:
+            self._begun = None
         self.published = {
             policy_version: told
             for policy_version, told in self.published.items()
@@ -178,6 +190,8 @@ class Chronicle:
         """No savepoints are made: what steps took and what was dropped is nobody's matter."""
         self.is_redone = False
         self.steps.clear()
+        self._step_deaths.clear()
+        self._begun = None
         self.drops.clear()
         self.published.clear()
         self.parted.clear()
@@ -197,6 +211,13 @@ class Chronicle:
     def leave(self, group_ids: Iterable[GroupId]) -> None:
         """The next savepoint will know these."""
         self._left |= self.kept.keys() & set(group_ids)
+
+    def step_deaths(self) -> dict[int, tuple[str, ...]]:
+        """How each step that is to be redone has ended earlier processes, one after the other."""
+        deaths = {step: [*causes] for step, causes in self._step_deaths.items()}
+        if self._begun:
+            deaths.setdefault(self._begun.step, []).append(_killed(self._begun))
+        return {step: tuple(causes) for step, causes in deaths.items()}
 
     def results(self) -> list[Filed]:
         """All, oldest first."""
@@ -237,12 +258,25 @@ class Chronicle:
                 self.forget(group_ids)
             case StepTaken(step) if self.is_redone:
                 self.steps[step] = Told(position, entry)
+            case StepBegun() | StepEnded() if self.is_redone:
+                self._try_step(entry)
             case Published(policy_version) if self.is_redone:
                 self.published[policy_version] = Told(position, entry)
             case StateSaved():
                 self.cover(entry)
             case EndedSoFar():
                 self._end_so_far(entry)
+
+    def _try_step(self, entry: StepBegun | StepEnded) -> None:
+        """Count deaths in a step that is redone; one that is done has none any more."""
+        before, self._begun = self._begun, entry if isinstance(entry, StepBegun) else None
+        if self._begun:
+            if before:  # its process has left no word of its end
+                self._step_deaths.setdefault(before.step, []).append(_killed(before))
+        elif isinstance(entry, StepEnded) and entry.why:
+            self._step_deaths.setdefault(entry.step, []).append(entry.why)
+        else:
+            self._step_deaths.pop(entry.step, None)
 
     def _end_so_far(self, entry: EndedSoFar) -> None:
         self.num_drawn = max(self.num_drawn, entry.num_drawn)
@@ -274,6 +308,10 @@ class Chronicle:
 
     def _ended_of(self, group_id: GroupId) -> IntervalSet:
         return self.ended.setdefault(group_id.run_id, IntervalSet())
+
+
+def _killed(begun: StepBegun) -> str:
+    return f"{KILLED} under process {begun.launch}"
 
 
 def groups_in(runs: Mapping[str, IntervalSet]) -> Groups:

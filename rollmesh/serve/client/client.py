@@ -41,7 +41,16 @@ from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Filed, Finished, Unopened, open_result
 from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S, Asked, AsksSettings, Cancelled
 from rollmesh.serve.client.book import open_book
-from rollmesh.serve.client.entries import Again, GroupParted, Published, StateSaved, StepTaken
+from rollmesh.serve.client.entries import (
+    Again,
+    GroupParted,
+    Published,
+    StateSaved,
+    StepBegun,
+    StepEnded,
+    StepEntry,
+    StepTaken,
+)
 from rollmesh.serve.client.history import History
 from rollmesh.serve.client.intake import MAX_FILED_BYTES, Cover, Intake, Note, Taken
 from rollmesh.wire.bodies import decode_ask, encode_ask
@@ -266,6 +275,16 @@ class RolloutClient:
         """
         self._note(StepTaken(step, tuple(group_ids), oldest_step), again)
 
+    def note_step_begun(self, step: int, again: TriesAgain | None = None) -> None:
+        """Write down that `step` is about to be redone, so that a death in it is counted; `again`
+        and errors as above."""
+        self._note(StepBegun(step, os.getppid()), again)
+
+    def note_step_ended(self, step: int, why: str = "", again: TriesAgain | None = None) -> None:
+        """Write down that a redone step is done or, with `why`, that a step raised; `again` and
+        errors as above."""
+        self._note(StepEnded(step, why), again)
+
     def note_published(
         self, policy_version: int, step: int, again: TriesAgain | None = None
     ) -> None:
@@ -296,7 +315,7 @@ class RolloutClient:
         if os.getpid() != self._pid:
             raise ClientClosed(f"this client is that of process {self._pid}: open another")
 
-    def _note(self, entry: StepTaken | Published, again: TriesAgain | None) -> None:
+    def _note(self, entry: StepEntry, again: TriesAgain | None) -> None:
         while True:
             written: Future[None] = Future()
             self._intake.command(Note(entry, written))

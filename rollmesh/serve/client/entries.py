@@ -8,6 +8,8 @@
     GroupParted   a result that its program drops, which may ask for its task again
     GroupsTaken   results that nobody needs again
     StepTaken     the groups of a train step, before it is taken
+    StepBegun     a train step that is redone, before that
+    StepEnded     a train step that was redone, or one that raised, and why
     Published     a policy version, before it is published
     StateSaved    a durable savepoint, and what it knows
     EndedSoFar    all ended groups as intervals, before older segments are dropped
@@ -125,6 +127,18 @@ class StepTaken(Entry, frozen=True, tag="step_taken"):
     """Tokens of weights that fewer steps had made did not train."""
 
 
+class StepBegun(Entry, frozen=True, tag="step_begun"):
+    step: int
+    launch: int
+    """Process id of what started the trainer: deaths under another one do not count together."""
+
+
+class StepEnded(Entry, frozen=True, tag="step_ended"):
+    step: int
+    why: str = ""
+    """The exception that ended the trainer, its kind and place; '' where the step is done."""
+
+
 class Published(Entry, frozen=True, tag="published"):
     policy_version: int
     step: int
@@ -154,6 +168,8 @@ class EndedSoFar(Entry, frozen=True, tag="ended_so_far"):
     """Those that were asked for and do not train."""
 
 
+StepEntry = StepTaken | StepBegun | StepEnded | Published
+"""An entry that the train loop waits for."""
 AnyEntry = (
     RunBegan
     | GroupAsked
@@ -163,6 +179,8 @@ AnyEntry = (
     | GroupParted
     | GroupsTaken
     | StepTaken
+    | StepBegun
+    | StepEnded
     | Published
     | StateSaved
     | EndedSoFar

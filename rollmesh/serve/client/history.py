@@ -39,6 +39,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     saved: StateSaved = StateSaved()
     """The newest savepoint that the journal was freed by."""
     steps: tuple[StepTaken, ...] = ()
+    step_deaths: dict[int, tuple[str, ...]] = {}
+    """Of `steps`, how each has ended earlier processes since it was last done, in their order."""
     published: tuple[Published, ...] = ()
     results: tuple[Filed, ...] = ()
     """Those of `steps` too."""

@@ -37,10 +37,9 @@ from rollmesh.serve.client.book import Book
 from rollmesh.serve.client.entries import (
     GroupParted,
     GroupTried,
-    Published,
     RunBegan,
     StateSaved,
-    StepTaken,
+    StepEntry,
 )
 from rollmesh.serve.client.sink import Action as SinkAction
 from rollmesh.serve.client.sink import Book as BookDrop
@@ -63,7 +62,7 @@ MAX_RESULTS = 64
 class Note(msgspec.Struct, frozen=True):
     """Command: write `entry`, then fulfil `written`."""
 
-    entry: StepTaken | Published
+    entry: StepEntry
     written: Future[None]
 
 

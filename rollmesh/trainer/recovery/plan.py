@@ -3,7 +3,10 @@ later.
 
     steps <  num_steps                 are in the savepoint's weights
     num_steps <= steps < next_step     are redone, each with its own groups
-    next_step                          is the first that takes groups anew
+    next_step                          is the first that takes new groups
+
+A step that is redone and ends the trainer again as it did before is poisoned: it is not redone any
+more, and its groups are dropped.
 
 Invariants: a group that has left (trained or dropped, as the savepoint knows) never comes back; any
 other is exactly one of: in a step to redo, ready, parted with, dropped, open; what was decided of
@@ -12,12 +15,14 @@ version are never used for anything else again, not even where a savepoint broke
 driven by the trainer and by the simulator.
 """
 
+import collections
 from collections.abc import Sequence
 
 import msgspec
 
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.serve.client.arrivals import Filed
+from rollmesh.serve.client.chronicle import KILLED
 from rollmesh.serve.client.entries import (
     Again,
     GroupBooked,
@@ -32,6 +37,12 @@ from rollmesh.trainer.staleness_events import GroupAsked
 
 NUM_NAMED = 4
 """Groups that a line names."""
+MAX_ERRORS = 2
+"""Deaths by the same exception at the same place that make a step poisoned."""
+MAX_KILLS = 3
+"""Deaths without an exception (a signal, no memory) while the step was redone, in processes of one
+launch. One more than MAX_ERRORS, because an operator may kill a trainer twice at one place."""
+POISONED = "poisoned_step"
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +65,9 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     results: dict[GroupId, Filed]
     """Of `redo` and `parted`."""
     parted: tuple[GroupParted, ...]
-    """Results that earlier lives have dropped, which the savepoint does not know; nobody hands them
-    out. `times` is 0 where the ask that was to follow is there."""
+    """Results that earlier processes have dropped, or that were in a poisoned step, which the
+    savepoint does not know; the client does not hand them out. `times` is 0 where the ask that was
+    to follow is there."""
     waiting: tuple[Waiting, ...]
     """Tasks to ask for again; those of `parted` come after them."""
     again: dict[GroupId, Again]
@@ -87,7 +99,12 @@ def plan_recovery(saved: LoopState | None, history: History) -> Recovery:
 
     kept = {each.group_id: each for each in history.results if is_left(each.group_id)}
     taken = [each for each in history.steps if each.step >= state.num_steps]
-    redo, losses = _whole(taken, kept)
+    poisoned = {
+        each.step: why
+        for each in taken
+        if (why := poison_in(history.step_deaths.get(each.step, ())))
+    }
+    redo, losses = _whole([each for each in taken if each.step not in poisoned], kept)
     in_step = {group_id for each in redo for group_id in each.group_ids}
     versions = {each.policy_version: each.step for each in history.published}
     newest = max([state.policy_version, history.saved.policy_version, *versions])
@@ -98,6 +115,14 @@ def plan_recovery(saved: LoopState | None, history: History) -> Recovery:
     asked_again = {each.group_id for each in history.again.values()}
     parted = [each for each in history.parted if each.group_id in kept]
     parted = [each for each in parted if each.group_id not in in_step]
+    known = {each.group_id for each in parted}
+    parted += [
+        GroupParted(group_id, f"{POISONED}: step {each.step} {poisoned[each.step]}", each.step)
+        for each in taken
+        if each.step in poisoned
+        for group_id in each.group_ids
+        if group_id in kept and group_id not in known
+    ]
     in_books = in_step | {each.group_id for each in parted}
     return Recovery(
         num_steps=state.num_steps,
@@ -119,8 +144,23 @@ def plan_recovery(saved: LoopState | None, history: History) -> Recovery:
         open_asks=tuple(each for each in history.open_asks if is_left(each.group_id)),
         drops=tuple(each for each in history.drops if is_left(each.group_id)),
         saved=state.told() if saved else StateSaved(),
-        lines=(*_gap(state.num_steps, next_step, taken), *losses),
+        lines=(
+            *_gap(state.num_steps, next_step, taken),
+            *losses,
+            *(
+                f"step {step} is skipped, its groups dropped: it {why}"
+                for step, why in poisoned.items()
+            ),
+        ),
     )
+
+
+def poison_in(deaths: Sequence[str]) -> str:
+    """Return how a step has ended trainers too often in the same way; '' where it has not."""
+    for why, num in collections.Counter(deaths).items():
+        if num >= (MAX_KILLS if why.startswith(KILLED) else MAX_ERRORS):
+            return f"ended the trainer {num} times: {why}"
+    return ""
 
 
 def under_way(recovery: Recovery, num_rollouts: int) -> list[GroupAsked]:

@@ -6,7 +6,7 @@ leaves to the next; conftest.py has `begin`.
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Outcome, Task
 from rollmesh.engine.in_memory import Part
 from rollmesh.serve.client.client import RolloutClient
+from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import ANSWER, PROMPT, rollout
 from rollmesh.trainer.books.records import RunRecords
+from rollmesh.trainer.learning.report import StepReport
 from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.room import PlainRoom
@@ -51,11 +53,27 @@ class Killed(Exception):
     """What ends a life here."""
 
 
+class KilledHard(BaseException):
+    """Ends a process here as a signal does: nothing is written down of it."""
+
+
 class MortalPolicy(Policy):
-    """Its trainer may die while it redoes a step, and its savepoints may take long."""
+    """Its trainer may die in a step or after it, and its savepoints may take long."""
 
     dies_in_step = -1
+    raises_in_steps: Mapping[int, BaseException] = {}
     may_be_written: Callable[[], bool] = staticmethod(lambda: True)
+
+    def step(
+        self,
+        samples: Sequence[Sample],
+        step: int,
+        minibatches: Sequence[int] | None = None,
+        step_of_version: Mapping[int, int] | None = None,
+    ) -> StepReport:
+        if step in self.raises_in_steps:
+            raise self.raises_in_steps[step]
+        return super().step(samples, step, minibatches, step_of_version)
 
     def end_step(self, step: int) -> None:
         super().end_step(step)

@@ -1,0 +1,154 @@
+"""A step that ends the trainer twice alike is skipped at the next start, and the run continues."""
+
+import threading
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.errors import kind_and_place
+from rollmesh.core.ids import GroupId
+from rollmesh.serve.client.chronicle import Chronicle, Place
+from rollmesh.serve.client.entries import (
+    AnyEntry,
+    GroupKept,
+    StateSaved,
+    StepBegun,
+    StepEnded,
+    StepTaken,
+)
+from rollmesh.trainer.recovery.plan import MAX_ERRORS, MAX_KILLS, poison_in
+from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Killed, KilledHard, Life, Lives
+
+ROOMY = JournalConfig()
+SETTINGS = ("run.name=run", "trainer.num_steps=3", "trainer.checkpoint_steps=9")
+
+
+def overflow() -> OverflowError:
+    return OverflowError("int too large to convert to float")
+
+
+def run(life: Life, num_groups: int) -> list[BaseException]:
+    """Run its train loop, bring so many groups; what ended it, if anything."""
+    ends: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            life.loop.run(life.recovery)
+        except (OverflowError, ZeroDivisionError, Killed, KilledHard) as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    for _ in range(num_groups):
+        group_id, task = life.hear_ask()
+        life.finish(group_id, task.id)
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    return ends
+
+
+def test_a_step_that_raises_twice_alike_is_skipped_at_the_next_start(begin: Lives) -> None:
+    life = begin(ROOMY, *SETTINGS)
+    life.policy.raises_in_steps = {1: overflow()}
+    assert run(life, 2)
+    life = begin(ROOMY, *SETTINGS)
+    assert [each.step for each in life.recovery.redo] == [0, 1], "once may be an accident"
+    life.policy.raises_in_steps = {1: overflow()}
+    assert run(life, 0)
+
+    life = begin(ROOMY, *SETTINGS)
+    assert [each.step for each in life.recovery.redo] == [0]
+    assert life.recovery.next_step == 2
+    assert "step 1 is skipped" in life.recovery.lines[0]
+    assert "OverflowError at" in life.recovery.lines[0]
+    life.policy.raises_in_steps = {1: overflow()}
+    assert run(life, 1) == []
+    assert [row["step"] for row in life.rows("metrics.jsonl")] == [0, 2]
+    drops = life.rows("drops.jsonl")
+    assert [row["reason"].partition(":")[0] for row in drops] == ["poisoned_step"] * SAMPLES
+    assert life.tally.num_dropped == SAMPLES
+    life.tally.num_open = life.pacer.num_open()
+    assert life.tally.summary()["num_lost"] == 0
+
+
+def test_a_skipped_step_stays_skipped(begin: Lives) -> None:
+    for _ in range(2):
+        life = begin(ROOMY, *SETTINGS)
+        life.policy.raises_in_steps = {0: overflow()}
+        assert run(life, 0 if life.recovery.redo else 1)
+    for _ in range(2):
+        life = begin(ROOMY, *SETTINGS)
+        assert life.recovery.redo == ()
+        assert [each.step for each in life.recovery.parted] == [0]
+    assert run(life, 2) == []
+    assert begin(ROOMY, *SETTINGS).recovery.parted == (), "the savepoint at the end knows it"
+
+
+def test_a_step_that_raises_otherwise_the_second_time_is_redone(begin: Lives) -> None:
+    life = begin(ROOMY, *SETTINGS)
+    life.policy.raises_in_steps = {0: overflow()}
+    assert run(life, 1)
+    life = begin(ROOMY, *SETTINGS)
+    life.policy.raises_in_steps = {0: ZeroDivisionError()}
+    assert run(life, 0)
+    life = begin(ROOMY, *SETTINGS)
+    assert [each.step for each in life.recovery.redo] == [0]
+    assert run(life, 2) == []
+    assert [row["step"] for row in life.rows("metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_step_in_which_the_trainer_is_killed_each_time_is_skipped(begin: Lives) -> None:
+    """The first kill is in the step as it was taken, the others as it was redone."""
+    for number in range(1 + MAX_KILLS):
+        life = begin(ROOMY, *SETTINGS)
+        assert [each.step for each in life.recovery.redo] == ([0] if number else [])
+        life.policy.raises_in_steps = {0: KilledHard()}
+        assert run(life, 0 if number else 1)
+    life = begin(ROOMY, *SETTINGS)
+    assert life.recovery.redo == ()
+    assert life.recovery.parted[0].reason.startswith("poisoned_step: step 0 ended the trainer")
+
+
+def test_being_killed_after_a_redone_step_is_no_fault_of_the_step(begin: Lives) -> None:
+    for number in range(2 + MAX_KILLS):
+        life = begin(ROOMY, *SETTINGS)
+        assert [each.step for each in life.recovery.redo] == ([0] if number else [])
+        life.policy.dies_in_step = 0
+        assert run(life, 0 if number else 1)
+
+
+def deaths_after(*entries: AnyEntry) -> dict[int, tuple[str, ...]]:
+    """What a journal with these entries tells of deaths in steps."""
+    chronicle = Chronicle()
+    group_id = GroupId("r", 0)
+    for at, entry in enumerate((GroupKept(group_id, 1, "w"), StepTaken(0, (group_id,)), *entries)):
+        chronicle.replay(entry, Place(at, 0))
+    return chronicle.step_deaths()
+
+
+def test_only_deaths_of_one_launch_count_together() -> None:
+    """A run that is stopped hard and resumed three times by its operator loses nothing."""
+    apart = deaths_after(*[StepBegun(0, launch) for launch in range(10)])
+    assert [poison_in(each) for each in apart.values()] == [""]
+    alike = deaths_after(*[StepBegun(0, 7)] * MAX_KILLS)
+    assert "killed under process 7" in poison_in(alike[0])
+
+
+def test_a_step_that_was_done_again_has_a_clean_record() -> None:
+    assert deaths_after(StepEnded(0, "E"), StepBegun(0, 1), StepEnded(0)) == {}
+    assert deaths_after(StepEnded(0, "E"), StateSaved(1)) == {}
+    assert deaths_after(StepBegun(0, 1), StepBegun(0, 1), StepEnded(0, "E"))[0] == (
+        "killed under process 1",
+        "E",
+    )
+
+
+def test_an_error_is_known_by_its_kind_and_place() -> None:
+    def fail(message: str) -> str:
+        try:
+            raise OverflowError(message)
+        except OverflowError as error:
+            return kind_and_place(error)
+
+    assert fail("at 0x1") == fail("at 0x2")
+    assert fail("").startswith("OverflowError at ")
+    assert poison_in([fail("")] * MAX_ERRORS)
+    assert not poison_in([fail("")] * (MAX_ERRORS - 1))
