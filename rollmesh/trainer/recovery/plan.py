@@ -16,7 +16,7 @@ driven by the trainer and by the simulator.
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -100,7 +100,7 @@ def plan_recovery(saved: LoopState | None, history: History) -> Recovery:
     kept = {each.group_id: each for each in history.results if is_left(each.group_id)}
     taken = [each for each in history.steps if each.step >= state.num_steps]
     poisoned = {
-        each.step: why
+        each.step: f"step {each.step} {why}"
         for each in taken
         if (why := poison_in(history.step_deaths.get(each.step, ())))
     }
@@ -116,13 +116,8 @@ def plan_recovery(saved: LoopState | None, history: History) -> Recovery:
     parted = [each for each in history.parted if each.group_id in kept]
     parted = [each for each in parted if each.group_id not in in_step]
     known = {each.group_id for each in parted}
-    parted += [
-        GroupParted(group_id, f"{POISONED}: step {each.step} {poisoned[each.step]}", each.step)
-        for each in taken
-        if each.step in poisoned
-        for group_id in each.group_ids
-        if group_id in kept and group_id not in known
-    ]
+    dropped = [each for each in _dropped(taken, poisoned) if each.group_id in kept]
+    parted += [each for each in dropped if each.group_id not in known]
     in_books = in_step | {each.group_id for each in parted}
     return Recovery(
         num_steps=state.num_steps,
@@ -147,12 +142,16 @@ def plan_recovery(saved: LoopState | None, history: History) -> Recovery:
         lines=(
             *_gap(state.num_steps, next_step, taken),
             *losses,
-            *(
-                f"step {step} is skipped, its groups dropped: it {why}"
-                for step, why in poisoned.items()
-            ),
+            *(f"{why}; it is skipped and its groups are dropped" for why in poisoned.values()),
         ),
     )
+
+
+def _dropped(taken: Sequence[StepTaken], poisoned: Mapping[int, str]) -> Iterator[GroupParted]:
+    """The groups of poisoned steps, with the reason that the drop log has for them."""
+    for each in taken:
+        for group_id in each.group_ids if each.step in poisoned else ():
+            yield GroupParted(group_id, f"{POISONED}: {poisoned[each.step]}", each.step)
 
 
 def poison_in(deaths: Sequence[str]) -> str:
