@@ -113,9 +113,9 @@ class TrainLoop:
         if self._stop.is_set() or not self._may_train(again.step):
             return False
         self._parts.policy.know_as(policy_version)
-        self._parts.client.note_step_begun(again.step, self._tries_again)
+        self._parts.client.redo.begun(again.step, self._tries_again)
         self._train_again(again, recovery)
-        self._parts.client.note_step_ended(again.step, again=self._tries_again)
+        self._parts.client.redo.ended(again.step, again=self._tries_again)
         self._parts.policy.end_step(again.step)
         # So that a life that ends before the redo does leaves less of it to the next.
         self._saver.stepped(again.step + 1)
@@ -248,7 +248,7 @@ class TrainLoop:
             raise
         except Exception as error:
             with contextlib.suppress(JournalError):
-                self._parts.client.note_step_ended(step, kind_and_place(error))
+                self._parts.client.redo.ended(step, kind_and_place(error))
             raise
 
     def _publish(self, num_steps: int) -> None:

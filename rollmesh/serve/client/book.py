@@ -108,7 +108,7 @@ class Book:
         return History(
             saved=told.saved,
             steps=tuple(each.entry for each in told.steps.values()),
-            step_deaths=told.step_deaths(),
+            step_deaths=told.deaths.by_step(),
             published=tuple(each.entry for each in told.published.values()),
             results=tuple(told.results()),
             drops=tuple(each.entry for each in told.drops.values()),

@@ -77,6 +77,40 @@ class Placed(Protocol):
     def position(self) -> int: ...
 
 
+class StepDeaths:
+    """How steps that are to be redone have ended earlier processes, since each was last done."""
+
+    def __init__(self) -> None:
+        self._causes: dict[int, list[str]] = {}
+        self._begun: StepBegun | None = None
+        """The step that is being redone, or in which the last process was killed."""
+
+    def apply(self, entry: StepBegun | StepEnded) -> None:
+        """Take one entry; a step that is done has no deaths any more."""
+        before, self._begun = self._begun, entry if isinstance(entry, StepBegun) else None
+        if self._begun:
+            if before:  # its process has left no word of its end
+                self._causes.setdefault(before.step, []).append(_killed(before))
+        elif isinstance(entry, StepEnded) and entry.why:
+            self._causes.setdefault(entry.step, []).append(entry.why)
+        else:
+            self._causes.pop(entry.step, None)
+
+    def forget_before(self, step: int) -> None:
+        """Steps before this one are not redone any more."""
+        self._causes = {at: causes for at, causes in self._causes.items() if at >= step}
+        if self._begun and self._begun.step < step:
+            self._begun = None
+
+    def by_step(self) -> dict[int, tuple[str, ...]]:
+        """The causes, in their order."""
+        causes = {step: tuple(each) for step, each in self._causes.items()}
+        if self._begun:
+            before = causes.get(self._begun.step, ())
+            causes[self._begun.step] = (*before, _killed(self._begun))
+        return causes
+
+
 class Chronicle:
     """See the module. Its dicts are for reading."""
 
@@ -104,9 +138,7 @@ class Chronicle:
         """Asks for tasks of earlier groups, as long as anything of them is needed."""
         self.drops: dict[GroupId, Told[GroupBooked]] = {}
         self.steps: dict[int, Told[StepTaken]] = {}
-        self._step_deaths: dict[int, list[str]] = {}
-        self._begun: StepBegun | None = None
-        """The step that is being redone, or in which the last process was killed."""
+        self.deaths = StepDeaths()
         self.published: dict[int, Told[Published]] = {}
         self.saved = StateSaved()
 
@@ -176,10 +208,7 @@ class Chronicle:
             self.saved = saved
         self.forget(self.learn(saved))
         self.steps = {at: told for at, told in self.steps.items() if at >= saved.num_steps}
-        for step in [each for each in self._step_deaths if each < saved.num_steps]:
-            del self._step_deaths[step]
-        if self._begun and self._begun.step < saved.num_steps:
-            self._begun = None
+        self.deaths.forget_before(saved.num_steps)
         self.published = {
             policy_version: told
             for policy_version, told in self.published.items()
@@ -190,8 +219,7 @@ class Chronicle:
         """No savepoints are made: what steps took and what was dropped is nobody's matter."""
         self.is_redone = False
         self.steps.clear()
-        self._step_deaths.clear()
-        self._begun = None
+        self.deaths = StepDeaths()
         self.drops.clear()
         self.published.clear()
         self.parted.clear()
@@ -211,13 +239,6 @@ class Chronicle:
     def leave(self, group_ids: Iterable[GroupId]) -> None:
         """The next savepoint will know these."""
         self._left |= self.kept.keys() & set(group_ids)
-
-    def step_deaths(self) -> dict[int, tuple[str, ...]]:
-        """How each step that is to be redone has ended earlier processes, one after the other."""
-        deaths = {step: [*causes] for step, causes in self._step_deaths.items()}
-        if self._begun:
-            deaths.setdefault(self._begun.step, []).append(_killed(self._begun))
-        return {step: tuple(causes) for step, causes in deaths.items()}
 
     def results(self) -> list[Filed]:
         """All, oldest first."""
@@ -259,24 +280,13 @@ class Chronicle:
             case StepTaken(step) if self.is_redone:
                 self.steps[step] = Told(position, entry)
             case StepBegun() | StepEnded() if self.is_redone:
-                self._try_step(entry)
+                self.deaths.apply(entry)
             case Published(policy_version) if self.is_redone:
                 self.published[policy_version] = Told(position, entry)
             case StateSaved():
                 self.cover(entry)
             case EndedSoFar():
                 self._end_so_far(entry)
-
-    def _try_step(self, entry: StepBegun | StepEnded) -> None:
-        """Count deaths in a step that is redone; one that is done has none any more."""
-        before, self._begun = self._begun, entry if isinstance(entry, StepBegun) else None
-        if self._begun:
-            if before:  # its process has left no word of its end
-                self._step_deaths.setdefault(before.step, []).append(_killed(before))
-        elif isinstance(entry, StepEnded) and entry.why:
-            self._step_deaths.setdefault(entry.step, []).append(entry.why)
-        else:
-            self._step_deaths.pop(entry.step, None)
 
     def _end_so_far(self, entry: EndedSoFar) -> None:
         self.num_drawn = max(self.num_drawn, entry.num_drawn)

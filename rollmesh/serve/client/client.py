@@ -130,6 +130,8 @@ class RolloutClient:
             self._intake = Intake(hub, dialer, book, settings)
             self._book = book
             undo.pop_all()
+        self.redo = RedoNotes(self._note)
+        """For what happens to the steps that a program does again."""
         self.address = hub.address
         self.client_id = client_id
         """Who it is to the router; with `keep` the same in every life."""
@@ -275,16 +277,6 @@ class RolloutClient:
         """
         self._note(StepTaken(step, tuple(group_ids), oldest_step), again)
 
-    def note_step_begun(self, step: int, again: TriesAgain | None = None) -> None:
-        """Write down that `step` is about to be redone, so that a death in it is counted; `again`
-        and errors as above."""
-        self._note(StepBegun(step, os.getppid()), again)
-
-    def note_step_ended(self, step: int, why: str = "", again: TriesAgain | None = None) -> None:
-        """Write down that a redone step is done or, with `why`, that a step raised; `again` and
-        errors as above."""
-        self._note(StepEnded(step, why), again)
-
     def note_published(
         self, policy_version: int, step: int, again: TriesAgain | None = None
     ) -> None:
@@ -326,6 +318,21 @@ class RolloutClient:
                     raise
             else:
                 return
+
+
+class RedoNotes:
+    """Writes down, step by step, how redone steps go, so that deaths in them are counted."""
+
+    def __init__(self, note: Callable[[StepEntry, TriesAgain | None], None]) -> None:
+        self._note = note
+
+    def begun(self, step: int, again: TriesAgain | None = None) -> None:
+        """`step` is about to be done again; `again` and errors as RolloutClient.note_step."""
+        self._note(StepBegun(step, os.getppid()), again)
+
+    def ended(self, step: int, why: str = "", again: TriesAgain | None = None) -> None:
+        """`step` is done again or, with `why`, a step has raised; `again` and errors as above."""
+        self._note(StepEnded(step, why), again)
 
 
 def fresh_run_id(known: Container[str]) -> str:

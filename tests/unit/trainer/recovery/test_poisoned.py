@@ -122,7 +122,7 @@ def deaths_after(*entries: AnyEntry) -> dict[int, tuple[str, ...]]:
     group_id = GroupId("r", 0)
     for at, entry in enumerate((GroupKept(group_id, 1, "w"), StepTaken(0, (group_id,)), *entries)):
         chronicle.replay(entry, Place(at, 0))
-    return chronicle.step_deaths()
+    return chronicle.deaths.by_step()
 
 
 def test_only_deaths_of_one_launch_count_together() -> None:
