@@ -17,12 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmesh.core.errors import UserError
+from rollmesh.core.run_state import EVAL_MESH
 from rollmesh.launch.screen import NONE, unread
 from rollmesh.serve.client.plan import Plan
 from rollmesh.serve.client.scores import CONFIDENCE, Estimate, Report
 from rollmesh.serve.client.success import SUCCESS
 
 SUMMARY = "summary.json"
+LOGS = "logs"
 QUIET_S = 30.0
 
 
@@ -106,7 +108,9 @@ def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
         return
     console = Console(highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     with unread():
-        console.print(table_of(plan, report), *failures_of(report), sep="\n")
+        console.print(
+            table_of(plan, report), *failures_of(report, folder / EVAL_MESH / LOGS), sep="\n"
+        )
         console.print(Text(f"left in {folder}"))
 
 
@@ -138,14 +142,17 @@ def table_of(plan: Plan, report: Report) -> Table:
     return table
 
 
-def failures_of(report: Report) -> Iterator[Text]:
-    """A line for each cause, and for each of what was said of it most."""
+def failures_of(report: Report, logs: Path) -> Iterator[Text]:
+    """A line for each cause, for each of its most frequent errors, and for the `logs`."""
     for cause, failure in report.failures.items():
         yield Text(f"failed: {failure.num_rollouts:,} x {cause}", style="yellow")
         for error, num_rollouts in failure.errors.items():
-            yield Text(f"  {num_rollouts:,} x {error}", style="yellow")
+            task = f"; task {failure.tasks[error]}" if error in failure.tasks else ""
+            yield Text(f"  {num_rollouts:,} x {error}{task}", style="yellow")
         if failure.num_others:
             yield Text(f"  {failure.num_others:,} x something else", style="yellow")
+    if report.failures and logs.is_dir():
+        yield Text(f"the workers' logs: {logs}", style="yellow")
 
 
 def _add_estimate(table: Table, name: str, estimate: Estimate | None) -> None:

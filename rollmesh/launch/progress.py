@@ -27,6 +27,11 @@ class MetricsRow(msgspec.Struct, frozen=True):
     success_untrained: float | None = None
     policy_version: int | None = None
     age_histogram: dict[str, int] = {}
+    num_samples: int = 0
+    num_masked: int = 0
+    """Of `num_samples`, those whose log-probs differ too much from the trainer's."""
+    num_masked_tokens: int = 0
+    """Tokens of other samples, for the same reason."""
     frac_equal_groups: float | None = None
     refused: str | None = None
     """Why no engine has accepted the newest weights; empty once one has."""
@@ -54,6 +59,10 @@ class Progress:
         self.success_untrained: float | None = None
         self.refused = ""
         """Why no engine has accepted the newest weights."""
+        self.num_samples = 0
+        self.num_masked = 0
+        """Of `num_samples`, those that did not train because their log-probs differ too much."""
+        self.num_masked_tokens = 0
         self._ages: Counter[str] = Counter()
         self._recent: deque[MetricsRow] = deque(maxlen=ETA_STEPS)
 
@@ -73,6 +82,9 @@ class Progress:
             if row.step >= 0:
                 self._recent.append(row)
                 self._ages.update(row.age_histogram)
+                self.num_samples += row.num_samples
+                self.num_masked += row.num_masked
+                self.num_masked_tokens += row.num_masked_tokens
 
     @property
     def num_done(self) -> int:

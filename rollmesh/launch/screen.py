@@ -154,6 +154,8 @@ def figures(scene: Scene) -> Table:
         table.add_row("success", f"{recent}, untrained {share(progress.success_untrained)}")
     table.add_row("equal groups", equal_groups(progress))
     table.add_row("staleness", ages(progress))
+    if masked(progress):
+        table.add_row("masked", Text(f"{masked(progress)} (docs/exactness.md)", style="yellow"))
     table.add_row("rollouts", f"{now.num_in_flight} in flight")
     table.add_row("pace", f"{now.calls_per_s:,.0f} calls/s, {now.tokens_per_s:,.0f} tokens/s")
     return table
@@ -194,6 +196,7 @@ def line(scene: Scene) -> str:
         f"{steps(progress)}  reward {reward(progress.reward())}"
         f" (untrained {reward(progress.reward_untrained)}){success}"
         f"  equal groups {equal_groups(progress)}  ages {ages(progress)}"
+        f"{f'  masked {masked(progress)}' if masked(progress) else ''}"
         f"  {now.num_in_flight} in flight  {now.calls_per_s:.0f} calls/s"
         f"  {now.tokens_per_s:.0f} tokens/s  {total_mb:.0f} MB"
         f"  {clock(progress.seconds_left())} left" + (f"  {fault}" if fault else "")
@@ -244,6 +247,16 @@ def equal_groups(progress: Progress) -> str:
     if value is None:
         return NONE
     return "all (no group differs)" if value == 1.0 else f"{value:.0%}"
+
+
+def masked(progress: Progress) -> str:
+    """`12 of 4,096 samples, 7 tokens`: what did not train because log-probs differ; '' if none."""
+    parts = []
+    if progress.num_masked:
+        parts.append(f"{progress.num_masked:,} of {progress.num_samples:,} samples")
+    if progress.num_masked_tokens:
+        parts.append(f"{progress.num_masked_tokens:,} tokens")
+    return ", ".join(parts)
 
 
 def ages(progress: Progress) -> str:

@@ -257,6 +257,10 @@ async def test_worker_outlives_environment_code_that_misbehaves(mesh: Mesh) -> N
     line = await asyncio.to_thread(mesh.worker_status, "worker-0")
     assert (line["state"], line["pid"]) == ("live", worker.popen.pid)
     assert line["last_error"].partition(": ")[0] in FAILURES
+    place = line["last_place"]
+    assert Path(place["file"]).name == "rough.py"
+    assert line["last_error"].endswith(f"(rough.py:{place['line']} in {place['function']})")
+    assert line["last_task_id"]
     worker.popen.terminate()
     assert await leaves(worker) == INTERRUPTED
 

@@ -53,6 +53,8 @@ class Failure(msgspec.Struct, frozen=True):
     """Rollouts by what was said of them; the most frequent NUM_ERRORS."""
     num_others: int
     """Rollouts of which something else was said."""
+    tasks: dict[str, str] = {}
+    """For each of `errors`, the first task that had it."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -233,7 +235,8 @@ def _failures(rows: Iterable[Row]) -> dict[str, Failure]:
 def _failure(rows: list[Row]) -> Failure:
     said = Counter(row.error for row in rows if row.error)
     errors = dict(said.most_common(NUM_ERRORS))
-    return Failure(len(rows), errors, said.total() - sum(errors.values()))
+    tasks = {row.error: row.task_id for row in reversed(rows) if row.error in errors}
+    return Failure(len(rows), errors, said.total() - sum(errors.values()), tasks)
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -62,7 +62,7 @@ def test_table_has_the_figures_and_what_failed(
     assert any(line.startswith("pass@2 of 1 tasks 1.000 0.") for line in lines)
     assert {"tokens per rollout 7.00", "turns per rollout 3.00", "truncated 1"} <= set(lines)
     at = lines.index("failed: 1 x infra_error")
-    assert lines[at + 1] == "1 x no engine [is] :READY:"
+    assert lines[at + 1] == "1 x no engine [is] :READY:; task b"
     assert lines[-1] == " ".join(f"left in {tmp_path}".split())
 
 
@@ -124,3 +124,16 @@ async def test_where_no_bar_can_be_painted_lines_say_how_far_it_is() -> None:
         "nothing has ended for 30 s; does a worker serve guess? its status knows",
         "guess: 4 of 4 rollouts",
     ]
+
+
+def test_a_failure_is_shown_with_its_place_a_task_and_the_logs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = "ValueError: no (my_env.py:15 in score)"
+    rows = [row("t7", at, "infra_error", None) for at in range(2)]
+    rows = [msgspec.structs.replace(each, error=error) for each in rows]
+    (tmp_path / "mesh" / "logs").mkdir(parents=True)
+    show(PLAN, report_of(rows), tmp_path, as_json=False)
+    out = capsys.readouterr().out
+    assert f"  2 x {error}; task t7\n" in out
+    assert f"the workers' logs: {tmp_path / 'mesh' / 'logs'}\n" in out

@@ -217,3 +217,13 @@ def test_success_is_shown_behind_the_reward_where_it_is_known(scene: Scene) -> N
 )
 def test_a_reward_is_shown_with_the_digits_that_it_has(value: float | None, text: str) -> None:
     assert reward(value) == text
+
+
+def test_masked_samples_are_shown_where_there_are_any(scene: Scene) -> None:
+    assert "masked" not in line(scene) + text_of(paint(scene, elapsed_s=65.0))
+    row = {"time_s": 41.0, "step": 20, "reward": 0.1, "num_samples": 4096, "num_masked": 12}
+    scene.progress.add([msgspec.json.encode(row)])
+    assert "  masked 12 of 4,096 samples  " in line(scene)
+    scene.progress.add([msgspec.json.encode({"time_s": 42.0, "step": 21, "num_masked_tokens": 7})])
+    assert "  masked 12 of 4,096 samples, 7 tokens  " in line(scene)
+    assert "12 of 4,096 samples" in text_of(paint(scene, elapsed_s=65.0))

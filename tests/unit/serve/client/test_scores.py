@@ -70,7 +70,15 @@ def test_faults_of_the_mesh_count_nowhere_and_broken_agents_as_lost() -> None:
     assert report.reward is not None
     assert report.reward.mean == pytest.approx(1 / 3)
     assert list(report.failures.items()) == [
-        ("infra_error", Failure(2, {"no engine": 1, "again no engine": 1}, 0)),
+        (
+            "infra_error",
+            Failure(
+                2,
+                {"no engine": 1, "again no engine": 1},
+                0,
+                {"no engine": "b", "again no engine": "b"},
+            ),
+        ),
         ("agent_error", Failure(1, {}, 0)),
         ("quarantined", Failure(1, {}, 0)),
     ]
@@ -80,7 +88,7 @@ def test_what_was_said_most_of_a_cause_is_told_and_the_rest_counted() -> None:
     said = ["a", "b", "b", "c", "c", "c", "d", "d", "d", "d", "e"]
     rows = [row("t", outcome=Outcome.INFRA_ERROR, error=error) for error in said]
     assert report_of(rows).failures == {
-        "infra_error": Failure(11, {"d": 4, "c": 3, "b": 2}, num_others=2)
+        "infra_error": Failure(11, {"d": 4, "c": 3, "b": 2}, 2, dict.fromkeys("bcd", "t"))
     }
 
 
