@@ -26,6 +26,8 @@ class Demands:
 
     def __init__(self, book: Book) -> None:
         self._book = book
+        self._first_look_s: float | None = None
+        """When this process of the scheduler first looked for stalls."""
 
     def open(self, pipeline: Pipeline, key: str, estimate: int, step: int) -> None:
         """It asks: of another rollout than before, what was reported so far is old."""
@@ -110,23 +112,31 @@ class Demands:
         return max([0, *known, *floors])
 
     def tell_stalled(self, holders: str, pipeline: Pipeline) -> None:
-        """Its rollouts stand still: say so once, and who has the GPUs."""
+        """Log once that its rollouts make no progress, and which clusters hold its GPUs."""
         link = self._book.links[pipeline.pipeline_id]
         link.is_stalled = True
-        still_s = self._book.now_s - link.progressed_s
+        still_s = self._still_s(pipeline)
+        lacks = "progress" if pipeline.progress else "first batch"
         self._book.note(
             "rollout.stalled",
             pipeline.pipeline_id,
-            f"no progress for {still_s:.0f} s; its GPUs: {holders or 'nobody has them'}",
+            f"no {lacks} for {still_s:.0f} s; its GPUs: {holders or 'held by none'}",
         )
 
     def is_stalled(self, pipeline: Pipeline) -> bool:
-        """Whether that is so, and was not told."""
+        """Whether a demand has made no progress for `stall_s`, or begun no batch, and that is not
+        logged yet."""
         link = self._book.links[pipeline.pipeline_id]
-        if pipeline.demand is None or link.is_stalled or not pipeline.progress:
+        if pipeline.demand is None or link.is_stalled:
             return False
-        still_s = self._book.now_s - link.progressed_s
-        return still_s >= self._book.settings.stall_s and pipeline.remaining != 0
+        return self._still_s(pipeline) >= self._book.settings.stall_s and pipeline.remaining != 0
+
+    def _still_s(self, pipeline: Pipeline) -> float:
+        """Seconds since the last progress; those before this process looked first do not count."""
+        now_s = self._book.now_s
+        if self._first_look_s is None:
+            self._first_look_s = now_s
+        return now_s - max(self._first_look_s, self._book.links[pipeline.pipeline_id].progressed_s)
 
     def _wanting(self, said: ReportProgress | ClearProgress) -> Pipeline | None:
         """The pipeline, if this is news of its demand."""

@@ -180,6 +180,27 @@ def test_a_rollout_that_stands_still_is_told_of_once_and_who_holds_its_gpus() ->
     assert len([note for note in stage.notes if note.event == "rollout.stalled"]) == 2
 
 
+def test_pipeline_without_any_progress_since_it_asked_is_logged_once() -> None:
+    stage = wanting()
+    stage.run(stage.settings.stall_s - 2)
+    assert not [note for note in stage.notes if note.event == "rollout.stalled"]
+    stage.run(stage.settings.stall_s)
+    [told] = [note for note in stage.notes if note.event == "rollout.stalled"]
+    assert told.pipeline_id == "a"
+    assert "no first batch" in told.detail
+    assert "a/actor_infer on 0, 1, 2, 3" in told.detail
+
+
+def test_time_before_a_restart_of_the_scheduler_is_no_stall() -> None:
+    stage = wanting()
+    stage.run(stage.settings.stall_s - 2)
+    stage.begin()
+    stage.run(stage.settings.stall_s - 2)
+    assert not [note for note in stage.notes if note.event == "rollout.stalled"]
+    stage.run(4)
+    assert [note for note in stage.notes if note.event == "rollout.stalled"]
+
+
 def test_when_a_pipeline_asks_again_is_learned_and_known_after_a_death() -> None:
     stage = wanting()
     stage.say(ClearProgress("a", "train", 1))
