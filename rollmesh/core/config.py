@@ -32,6 +32,7 @@ LossWeight = Literal["token", "rollout"]
 ProximalRule = Literal["recompute", "loglinear", "recorded"]
 PublishMode = Literal["disk", "tensor", "distributed"]
 StalePolicy = Literal["wait", "mask", "drop", "requeue"]
+StalenessFormula = Literal["under_way", "known"]
 FailedSibling = Literal["drop", "score_rest"]
 
 
@@ -212,6 +213,9 @@ class TrainerConfig(Section, frozen=True):
     stale_policy: StalePolicy = "wait"
     """For stragglers: steps `wait` for them, so that none gets too old; or these are trained with
     older tokens `mask`ed, `drop`ped, or their tasks `requeue`d."""
+    staleness_formula: StalenessFormula = "under_way"
+    """How many rollouts may be asked for: by what is `under_way`, or by the `known` formula of
+    AReaL, which counts all that was ever accepted, for comparisons (docs/staleness.md)."""
     max_running_groups: Positive = 32
     """Groups asked for and not finished, at most."""
     learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-5

@@ -8,7 +8,8 @@ minus the train step whose weights sampled its oldest token. What keeps it witho
               counts what is consumed, not what was ever accepted, so it neither drifts with partial
               batches nor bursts after a recovery (compare known_formula.py). What a step takes
               beyond a batch is not held against the next, which has its own to fill, and nothing
-              is asked for that is too old for the next step as it begins (docs/staleness.md)
+              is asked for that is too old for the next step as it begins (docs/staleness.md).
+              `trainer.staleness_formula = "known"` paces by that formula instead
     taking    oldest first, until the batch is full; then all that the next step could not take
     waiting   (policy `wait`) no step is taken while a group too old for the next one still runs
 
@@ -32,7 +33,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.core.config import StalePolicy
+from rollmesh.core.config import StalenessFormula, StalePolicy
 from rollmesh.core.ids import GroupId
 from rollmesh.trainer.staleness_events import (
     Action,
@@ -62,6 +63,8 @@ class StalenessSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts asked for and not finished, at most."""
     policy: StalePolicy = "wait"
     """What becomes of what would be too old."""
+    formula: StalenessFormula = "under_way"
+    """What capacity is reckoned by."""
 
 
 class Phase(enum.StrEnum):
@@ -149,6 +152,8 @@ class StalenessManager:
         self._taken = collections.Counter[int]()
         """Rollouts of each step whose weights are not published."""
         self._consumed = was.consumed + was.training
+        # As after AReaL's on_version_recovered: each step until now has consumed one batch.
+        self._uncounted = published_step * settings.batch - self._consumed
         self._histogram = collections.Counter[int](was.histogram)
 
     @property
@@ -228,10 +233,21 @@ class StalenessManager:
         settings, running = self.settings, self._num[Phase.ASKED]
         if self._next_step - self._published_step > settings.max_staleness:
             return 0  # no step could take it any more
-        training = sum(min(num, self._batch) for num in self._taken.values())
-        under_way = self._num[Phase.READY] + training + running
-        room = (settings.max_staleness + 1) * self._batch - under_way
+        room = self._known_room() if settings.formula == "known" else self._room()
         return max(0, min(settings.max_concurrent - running, room))
+
+    def _room(self) -> int:
+        training = sum(min(num, self._batch) for num in self._taken.values())
+        under_way = self._num[Phase.READY] + training + self._num[Phase.ASKED]
+        return (self.settings.max_staleness + 1) * self._batch - under_way
+
+    def _known_room(self) -> int:
+        """By known_formula.py, in rollouts, and at least what the next batch lacks: otherwise steps
+        that consumed more than a batch would in the end leave no room."""
+        num_next = self._num[Phase.READY] + self._num[Phase.ASKED]
+        accepted = self._uncounted + self._consumed + self._num[Phase.TRAINING]
+        steps = self.settings.max_staleness + self._published_step + 1
+        return max(steps * self._batch - accepted - num_next, self._batch - num_next)
 
     def _oldest_version(self) -> int | None:
         waiting = [e.floor_step for e in self._entries.values() if e.phase is not Phase.TRAINING]

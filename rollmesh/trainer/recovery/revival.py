@@ -99,6 +99,7 @@ def staleness_of(config: Config, revival: Revival | None = None) -> StalenessMan
         max_staleness=trainer.max_staleness,
         max_concurrent=trainer.max_running_groups * trainer.samples_per_group,
         policy=trainer.stale_policy,
+        formula=trainer.staleness_formula,
     )
     if revival is None:
         return StalenessManager(settings)

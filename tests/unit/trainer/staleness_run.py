@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from rollmesh.core.config import StalePolicy
+from rollmesh.core.config import StalenessFormula, StalePolicy
 from rollmesh.core.ids import GroupId
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from rollmesh.trainer.staleness_events import (
@@ -50,10 +50,15 @@ def manager(
     max_staleness: int = 1,
     max_concurrent: int = 100 * GROUP,
     policy: StalePolicy = "wait",
+    formula: StalenessFormula = "under_way",
 ) -> StalenessManager:
     return StalenessManager(
         StalenessSettings(
-            batch=batch, max_staleness=max_staleness, max_concurrent=max_concurrent, policy=policy
+            batch=batch,
+            max_staleness=max_staleness,
+            max_concurrent=max_concurrent,
+            policy=policy,
+            formula=formula,
         )
     )
 
@@ -65,10 +70,17 @@ def group(seq: int) -> GroupId:
 class Run:
     """A trainer, its publisher and its rollouts, in whatever order chance has it."""
 
-    def __init__(self, policy: StalePolicy, seed: int, sizes: Sizes) -> None:
+    def __init__(
+        self,
+        policy: StalePolicy,
+        seed: int,
+        sizes: Sizes,
+        formula: StalenessFormula = "under_way",
+    ) -> None:
         self.rng = random.Random(seed)
         self.sizes = sizes
-        self.m = manager(sizes.batch, sizes.bound, sizes.size * sizes.num_at_once, policy)
+        num_at_once = sizes.size * sizes.num_at_once
+        self.m = manager(sizes.batch, sizes.bound, num_at_once, policy, formula)
         self.running: dict[GroupId, int] = {}
         self.floors: dict[GroupId, int] = {}
         self.to_publish: list[int] = []

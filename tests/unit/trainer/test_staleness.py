@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmesh.core.config import StalePolicy
-from rollmesh.trainer.staleness import StalenessManager, StalenessState
+from rollmesh.core.config import StalenessFormula, StalePolicy
+from rollmesh.trainer.staleness import StalenessManager, StalenessSettings, StalenessState
 from rollmesh.trainer.staleness_events import (
     Action,
     BatchTaken,
@@ -309,13 +309,14 @@ def test_what_is_public_is_of_one_moment_from_any_thread() -> None:
     assert all(each.capacity + each.running + each.ready == 1000 for each in seen)
 
 
+@pytest.mark.parametrize("formula", ["under_way", "known"])
 @pytest.mark.parametrize("policy", ["wait", "mask", "drop", "requeue"])
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), sizes=sizes())
 def test_age_bound_holds_and_training_never_starves(
-    policy: StalePolicy, seed: int, sizes: Sizes
+    policy: StalePolicy, formula: StalenessFormula, seed: int, sizes: Sizes
 ) -> None:
-    run = Run(policy, seed, sizes)
+    run = Run(policy, seed, sizes, formula)
     for _ in range(200):
         run.go_on()
         run.check()
@@ -333,9 +334,12 @@ def test_age_bound_holds_and_training_never_starves(
     assert policy != "wait" or not run.stale, "pacing lets nothing grow too old"
 
 
-def test_rejects_and_small_steps_let_nothing_drift() -> None:
-    """Fifty steps that train what was accepted of four groups, half of it: room for 48."""
-    m = manager(batch=16, max_staleness=2, max_concurrent=10_000)
+@pytest.mark.parametrize(("formula", "capacity"), [("under_way", 48), ("known", 448)])
+def test_rejects_and_small_steps_let_nothing_drift_but_the_known_formula(
+    formula: StalenessFormula, capacity: int
+) -> None:
+    """Fifty steps that train what was accepted of four groups, half of it."""
+    m = manager(batch=16, max_staleness=2, max_concurrent=10_000, formula=formula)
     for step in range(50):
         ask(m, *range(4 * step, 4 * step + 4))
         for seq in (4 * step, 4 * step + 1):
@@ -343,4 +347,11 @@ def test_rejects_and_small_steps_let_nothing_drift() -> None:
             m.step(GroupEnded(group(seq + 2)))
         assert len(taken(m.step(TakeBatch(step, num_rollouts=8)))) == 2
         m.step(StepPublished(step + 1))
-    assert (m.capacity, m.consumed) == (48, 400)
+    assert (m.capacity, m.consumed) == (capacity, 400)
+
+
+def test_known_formula_does_not_burst_after_a_recovery() -> None:
+    pace = StalenessSettings(batch=4, max_staleness=2, max_concurrent=10_000, formula="known")
+    assert StalenessManager(pace, published_step=268).capacity == 12
+    restored = StalenessState(consumed=4 * 260)
+    assert StalenessManager(pace, 268, 300, restored).capacity == 12
