@@ -5,6 +5,7 @@ the summary.
 - A folder has one launch at a time, which holds a lock.
 - Files that others read are replaced whole.
 - Once the run has begun, a write that fails is kept as `fault` and does not end the run.
+- Where the folder is moved meanwhile, what launch writes goes to its new place.
 """
 
 import fcntl
@@ -12,7 +13,7 @@ import os
 import socket
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ class RunFolder:
                 move_aside(self.path)
             self.logs.mkdir(parents=True, exist_ok=resume)
             self._unlock = weakref.finalize(self, os.close, locked(self.path))
+            self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._close = weakref.finalize(self, os.close, self._folder)
             (self.path / SUMMARY).unlink(missing_ok=True)
             settings = msgspec.json.format(msgspec.json.encode(config), indent=2)
             replace(config_path(config), settings + b"\n")
@@ -89,6 +92,22 @@ class RunFolder:
         """Where the processes log."""
         return self.path / "logs"
 
+    def moved_to(self) -> str:
+        """Where the folder is now if it was moved since; '' if it is in its place, or removed."""
+        ours = os.fstat(self._folder)
+        with suppress(OSError):
+            if os.path.samestat(ours, self.path.stat()):
+                return ""
+        with suppress(OSError):
+            place = os.readlink(f"/proc/self/fd/{self._folder}")
+            if os.path.samestat(ours, os.stat(place)):
+                return place
+        return ""
+
+    def _at(self, name: str) -> Path:
+        """A file of the folder, wherever that is now."""
+        return Path(self.moved_to() or self.path) / name
+
     def add_pid(self, role: str, pid: int, unix_s: float) -> None:
         """Record a process that was started; every launch and the last MAX_PIDS others stay."""
         self._pids.append(Pid(role, pid, unix_s, socket.gethostname()))
@@ -96,23 +115,23 @@ class RunFolder:
         if len(others) > MAX_PIDS:
             del self._pids[others[0]]
         with self._writing("pids.json"):
-            replace(self.path / "pids.json", msgspec.json.encode(self._pids))
+            replace(self._at("pids.json"), msgspec.json.encode(self._pids))
 
     def add_address(self, ready: Ready) -> None:
         """Record where a process serves."""
         self._ready[ready.role] = ready
         with self._writing(ADDRESSES):
-            replace(self.path / ADDRESSES, msgspec.json.encode(self._ready))
+            replace(self._at(ADDRESSES), msgspec.json.encode(self._ready))
 
     def add_telemetry(self, line: bytes) -> None:
         """Append a line to telemetry.jsonl."""
-        path = self.path / "telemetry.jsonl"
+        path = self._at("telemetry.jsonl")
         with self._writing(path.name), path.open("ab") as file:
             file.write(line + b"\n")
 
     def add_to_summary(self, more: dict[str, Any]) -> dict[str, Any]:
         """Put `more` into summary.json beside what the trainer wrote; the whole."""
-        path = self.path / SUMMARY
+        path = self._at(SUMMARY)
         summary = read_summary(path) | more
         with self._writing(path.name):
             replace(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
@@ -131,7 +150,7 @@ class RunFolder:
 
     def _write_record(self) -> None:
         content = msgspec.json.format(msgspec.json.encode(self._record), indent=2) + b"\n"
-        replace(self.path / STATE_FILE, content, is_durable=True)
+        replace(self._at(STATE_FILE), content, is_durable=True)
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:

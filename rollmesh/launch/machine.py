@@ -105,6 +105,12 @@ class StopAsked(msgspec.Struct, frozen=True):
     """The user wants an end; asked again, at once."""
 
 
+class Aborted(msgspec.Struct, frozen=True):
+    """The run cannot continue: all of it is killed."""
+
+    reason: str
+
+
 class Ticked(msgspec.Struct, frozen=True):
     """Time went by."""
 
@@ -165,7 +171,7 @@ class End(msgspec.Struct, frozen=True):
         return self.reason if self.state is RunState.FAILED else ""
 
 
-Event = Reported | Exited | Beaten | StopAsked | Ticked
+Event = Reported | Exited | Beaten | Aborted | StopAsked | Ticked
 Action = Start | Release | Tell | Kill | TellRouter | Note
 
 
@@ -229,6 +235,8 @@ class Supervision:
                 return self._on_beat(self.children[role], now_s) if role in self.children else []
             case StopAsked():
                 return self._on_stop_asked(now_s)
+            case Aborted(reason):
+                return self._on_aborted(End(FAILED, reason), now_s)
             case Reported(role) if role in self.children:
                 return self._on_reported(self.children[role], now_s)
             case Exited(role) if role in self.children:
@@ -275,6 +283,11 @@ class Supervision:
                 end = f"it is killed after {timeout_s:g} s (launch.hang_timeout_s)"
                 actions.append(Note(f"{line} {end}"))
         return actions
+
+    def _on_aborted(self, end: End, now_s: float) -> list[Action]:
+        if self.end is None:
+            self._stop(end, now_s)
+        return [Kill(role) for role, child in self.children.items() if child.runs]
 
     def _on_reported(self, child: Child, now_s: float) -> list[Action]:
         if child.state is ChildState.STARTING:

@@ -7,9 +7,11 @@ Driven by the verbs `up` and `demo`.
 """
 
 import asyncio
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -146,6 +148,8 @@ class Run:
         recoveries, complaints = Recoveries(folder.path), Complaints(folder)
         failures = RolloutFailures(folder.logs)
         while True:
+            if (place := folder.moved_to()) and scene.supervisor.machine.end is None:
+                scene.supervisor.abort(moved_away(folder, place))
             failed = failures.new(scene.sampler.last)
             for note in (*recoveries.new(), *complaints.new(), *failed):
                 scene.supervisor.note(note)
@@ -178,6 +182,13 @@ class Run:
 
     def _elapsed_s(self) -> float:
         return self._clock.now_s() - self._started_s
+
+
+def moved_away(folder: RunFolder, place: str) -> str:
+    """Why a run ends whose folder was moved: its processes would write to both places."""
+    name = Path(place)
+    where = f"--set run.folder={shlex.quote(str(name.parent))} --set run.name={name.name}"
+    return f"{folder.path} was moved to {place} while it ran; nothing is lost: --resume {where}"
 
 
 def end_lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[Text]:

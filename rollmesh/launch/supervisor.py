@@ -22,6 +22,7 @@ from rollmesh.launch.child import ChildProcess, Hooks
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.herald import Herald
 from rollmesh.launch.machine import (
+    Aborted,
     Action,
     Beaten,
     End,
@@ -91,6 +92,10 @@ class Supervisor:
     def stop(self) -> None:
         """End the run in order; asked again, at once."""
         self._events.put_nowait(StopAsked())
+
+    def abort(self, reason: str) -> None:
+        """End the run at once, as failed for this reason."""
+        self._events.put_nowait(Aborted(reason))
 
     def note(self, line: str) -> None:
         """Something that people should know."""

@@ -38,10 +38,11 @@ def start(folder: Path, *more: str, **settings: object) -> Running:
     return _started(folder, "demo", "--seed", "1", *more, **settings)
 
 
-def start_with(model: Path, folder: Path, **settings: object) -> Running:
+def start_with(model: Path, folder: Path, *more: str, **settings: object) -> Running:
     """The same run of a model that is there: to make one takes as long as all that follows."""
     (folder / "mesh.json").write_bytes(msgspec.json.encode(SETTINGS))
-    return _started(folder, "up", "mesh.json", **{"model.path": model, "run.seed": 1}, **settings)
+    fixed = {"model.path": model, "run.seed": 1}
+    return _started(folder, "up", "mesh.json", *more, **fixed, **settings)
 
 
 def _started(folder: Path, *words: str, **settings: object) -> Running:

@@ -191,6 +191,34 @@ def test_a_run_that_loses_its_processes_loses_no_rollout(ended: Path, tmp_path: 
     assert (summary["num_steps"], summary["num_lost"]) == (40, 0)
 
 
+@pytest.mark.timeout(240)
+def test_a_run_whose_folder_is_moved_ends_there_and_is_resumed_there(
+    ended: Path, tmp_path: Path
+) -> None:
+    run, moved = tmp_path / "runs" / "demo", tmp_path / "runs" / "moved"
+    with start_with(ended / "model", tmp_path, **{"trainer.num_steps": 10_000}) as process:
+        next(row for row in follow(run / "metrics.jsonl") if row["step"] == 1)
+        run.rename(moved)
+        told, _ = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert f"runs/demo was moved to {moved} while it ran" in told
+    record = read(moved / "state.json")
+    assert record["state"] == "failed"
+    num_steps = read_steps(moved)[-1] + 3
+    more = {"trainer.num_steps": num_steps, "run.name": "moved", "publish.lease_s": 3.0}
+    with start_with(ended / "model", tmp_path, "--resume", **more) as process:
+        told, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, told
+    assert read_steps(moved) == [*range(num_steps)]
+    assert read(moved / "summary.json")["num_lost"] == 0
+
+
+def read_steps(run: Path) -> list[int]:
+    """The steps in metrics.jsonl."""
+    rows = map(msgspec.json.decode, (run / "metrics.jsonl").read_bytes().splitlines())
+    return [row["step"] for row in rows if row["step"] >= 0]
+
+
 BROKEN = """
 from rollmesh.envs.guess import GuessEnv
 

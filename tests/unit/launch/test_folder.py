@@ -115,6 +115,19 @@ def test_a_folder_that_is_removed_ends_nothing(config: Config) -> None:
     assert folder.fault.endswith("summary.json could not be written: no such file or directory")
 
 
+def test_what_is_written_follows_a_folder_that_was_moved(config: Config, tmp_path: Path) -> None:
+    folder = RunFolder(config)
+    assert folder.moved_to() == ""
+    folder.path.rename(tmp_path / "moved")
+    RunFolder(config)  # another run has its place now
+    assert folder.moved_to() == str(tmp_path / "moved")
+    folder.end(RunState.FAILED, "it was moved")
+    told = [read_record(tmp_path / name) for name in ("demo", "moved")]
+    assert [each and each.state for each in told] == [RunState.RUNNING, RunState.FAILED]
+    shutil.rmtree(tmp_path / "moved")
+    assert folder.moved_to() == "", "it was removed"
+
+
 def resumed(config: Config) -> RunFolder:
     return RunFolder(config, resume=True)
 

@@ -12,6 +12,7 @@ from rollmesh.launch.machine import (
     LOOP_WINDOW_S,
     SHORTEST_LIFE_S,
     SPARE_S,
+    Aborted,
     Action,
     Beaten,
     ChildState,
@@ -418,6 +419,15 @@ def test_what_still_runs_when_time_is_up_is_killed(running: Stage) -> None:
     running.tell(Exited("engine", 0))
     killed = running.tell(Ticked(), after_s=4.0)
     assert killed == [Kill("router"), Kill("worker"), Kill("page")]
+
+
+def test_a_run_that_cannot_continue_is_killed_at_once(running: Stage) -> None:
+    killed = running.tell(Aborted("its folder was moved"))
+    assert killed == [Kill(role) for role in running.machine.children]
+    assert running.machine.end == End(1, "its folder was moved")
+    for role in running.machine.children:
+        running.tell(Exited(role, -9))
+    assert running.mesh() is MeshState.ENDED
 
 
 def test_a_second_stop_kills_at_once(running: Stage) -> None:
