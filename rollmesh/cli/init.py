@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
     arguments.add_argument("path", type=Path, nargs="?", default=Path("mesh.toml"))
     arguments.add_argument(
         "--model",
+        "--model-dir",
         default="",
         metavar="DIR",
         help="model folder in Hugging Face layout, or the id of a downloaded model of the hub",

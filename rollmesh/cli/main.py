@@ -1,12 +1,11 @@
-"""`rollmesh VERB ...`: finds the verb, calls it, turns errors into exit codes.
+"""`rollmesh VERB ...`: find the verb, call it, and turn errors into exit codes.
 
-Owns the list of verbs and the exit codes. Invariants: a verb's module is imported only when it is
-called, so that `--help` is quick and no process loads what it does not use; a user's mistake is
-one line on stderr and exit code 2, never a traceback; a reader of stdout that has seen enough
-(`| head`) is no fault. Driven by the `rollmesh` script and, for the processes of a mesh, by launch
-as `python -m rollmesh.cli.main VERB ...`.
+- A verb's module is imported only when it is called, so `--help` is fast and a process loads only
+  what it uses.
+- A user's mistake is one line on stderr and exit code 2, never a traceback.
+- A closed stdout (`| head`) is not an error.
 
-    0 done   1 a process failed   2 the user can mend it   130 stopped by a signal
+    0 done   1 a process failed   2 the user can fix it   130 stopped by a signal
 """
 
 import importlib
@@ -35,19 +34,19 @@ VERBS = {
     "init": Verb("rollmesh.cli.init:main", "write a mesh.toml for your model and environment"),
     "play": Verb("rollmesh.cli.play:main", "run a task of an environment and print what was said"),
     "eval": Verb("rollmesh.cli.eval:main", "evaluate a model on an environment's tasks"),
-    "status": Verb("rollmesh.cli.status:main", "say how a run stands"),
-    "trace": Verb("rollmesh.cli.trace:main", "say whom a run selects against: trace bias RUN"),
-    "drain": Verb("rollmesh.cli.drain:main", "let a worker finish what it runs, then leave"),
-    "dashboard": Verb("rollmesh.cli.dashboard:main", "serve the page of a run, live or finished"),
+    "status": Verb("rollmesh.cli.status:main", "show a run: progress, workers, queue, engines"),
+    "trace": Verb("rollmesh.cli.trace:main", "report what a run selects against: trace bias RUN"),
+    "drain": Verb("rollmesh.cli.drain:main", "end a worker once its rollouts are done"),
+    "dashboard": Verb("rollmesh.cli.dashboard:main", "serve the page of a run, or list the runs"),
     "engine": Verb("rollmesh.cli.rooms:engine", "run the embedded engine alone"),
     "router": Verb("rollmesh.cli.rooms:router", "run a router alone"),
     "worker": Verb("rollmesh.cli.worker:main", "run an env worker alone"),
     "gateway": Verb("rollmesh.cli.gateway:main", "serve sessions to agents that run elsewhere"),
-    "coordinator": Verb("rollmesh.cli.coordinator:main", "let a run's engines share their GPUs"),
+    "coordinator": Verb("rollmesh.cli.coordinator:main", "share a run's GPUs with others"),
     "train": Verb("rollmesh.cli.rooms:train", "run a trainer alone"),
-    "scheduler": Verb("rollmesh.cli.scheduler:main", "several pipelines on one GPU fleet"),
+    "scheduler": Verb("rollmesh.cli.scheduler:main", "share one GPU fleet between pipelines"),
     "keys": Verb("rollmesh.cli.keys:main", "write the keys of a mesh that spans machines"),
-    "healthy": Verb("rollmesh.cli.healthy:main", "say whether the process at an address serves"),
+    "healthy": Verb("rollmesh.cli.healthy:main", "check whether the process at an address serves"),
     "make-model": Verb("rollmesh.cli.make_model:main", "write the demo's warm-started tiny model"),
 }
 
@@ -105,7 +104,7 @@ def load(verb: Verb) -> Callable[[list[str]], int]:
 
 
 def usage() -> str:
-    """What `rollmesh --help` says."""
+    """The text of `rollmesh --help`."""
     lines = [f"  {name:<12}{verb.line}" for name, verb in VERBS.items()]
     return "\n".join(
         [
@@ -121,14 +120,14 @@ def usage() -> str:
 
 
 def is_unread() -> bool:
-    """Whether whoever read our stdout has gone."""
+    """Whether the reader of stdout has closed it."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def complain(line: str) -> int:
-    """Tell the user what to mend."""
+    """Print the mistake and its remedy to stderr."""
     print(f"rollmesh: {line}", file=sys.stderr)
     return USAGE
 

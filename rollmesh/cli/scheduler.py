@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rollmesh.cli.main import Verb, load
 from rollmesh.cli.options import parser
+from rollmesh.core.choices import instead_of
 from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.errors import JournalDamaged, JournalError, UserError
 from rollmesh.core.process import OK, USAGE
@@ -70,9 +71,7 @@ def main(argv: list[str]) -> int:
         return OK if argv else USAGE
     verb = VERBS.get(argv[0])
     if verb is None:
-        raise UserError(
-            f"no verb {argv[0]!r} of the scheduler; `rollmesh scheduler --help` lists them"
-        )
+        raise UserError(f"no verb {argv[0]!r} of the scheduler; {instead_of(argv[0], VERBS)}")
     return load(verb)(argv[1:])
 
 

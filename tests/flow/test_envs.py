@@ -148,14 +148,13 @@ async def test_example_wins_and_every_turn_extends_what_was_sampled(
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 async def test_the_readmes_command_runs(example: Example, tmp_path: Path) -> None:
     readme = (REPO / f"examples/{example.name}/README.md").read_text()
-    (command,) = re.findall(r"OPENAI_BASE_URL=\S+ python (-m examples\.play .+)", readme)
+    (command,) = re.findall(r"rollmesh (play .+)", readme)
     async with open_desk(tmp_path, example.script) as desk, game_server(example) as overrides:
         agent, finish = desk.open()
-        output = await printed(agent, *command.split(), *with_set(overrides))
+        here = command.replace("http://127.0.0.1:8000/v1", agent.base_url)
+        output = await printed(agent, here, *with_set(overrides))
         finish()
-    lines = output.splitlines()
-    assert len(lines) == 4, output
-    assert all("  completed  reward 1  " in f"{line}  " for line in lines), output
+    assert output.count("\n=== completed, reward 1") == 4, output
 
 
 async def test_a_conversation_past_the_context_is_truncated_and_scored(tmp_path: Path) -> None:
@@ -208,23 +207,15 @@ async def test_the_word_games_server_starts_as_its_readme_says() -> None:
         await process.communicate()
 
 
-async def test_play_says_in_a_line_what_is_wrong() -> None:
-    output = await printed(
-        Endpoint("http://127.0.0.1:1/v1", "k", "m"), "-m", "examples.play", "no.toml"
-    )
-    assert "no.toml" in output
-    assert len(output.splitlines()) == 1
-
-
 def with_set(overrides: tuple[str, ...]) -> list[str]:
     """As the command line takes them."""
     return [word for override in overrides for word in ("--set", override)]
 
 
-async def printed(agent: Endpoint, *words: str) -> str:
-    """What a command of a README prints, with the agent's model in its environment."""
-    variables = {"OPENAI_BASE_URL": agent.base_url, "OPENAI_API_KEY": agent.api_key}
-    process = await start(*words, **variables)
+async def printed(agent: Endpoint, command: str, *more: str) -> str:
+    """Output of a `rollmesh` command whose endpoint is the agent's."""
+    words = ("-m", "rollmesh.cli.main", *command.split(), "--model", agent.model, *more)
+    process = await start(*words, ROLLMESH_UPSTREAM_KEY=agent.api_key)
     said, _ = await process.communicate()
     return said.decode()
 

@@ -25,7 +25,7 @@ def test_every_verb_is_where_the_table_says(name: str) -> None:
 
 def test_an_unknown_verb_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scheduler", "dance"]) == 2
-    assert capsys.readouterr().err.startswith("rollmesh: no verb 'dance' of the scheduler; `rollm")
+    assert capsys.readouterr().err.startswith("rollmesh: no verb 'dance' of the scheduler; did you")
 
 
 def test_init_writes_a_fleet_and_never_over_one(
