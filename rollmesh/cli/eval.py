@@ -184,12 +184,13 @@ async def carry_out(order: Order, tasks: list[Task]) -> End:
     if not order.resumes:
         begin_folder(order)
     async with AsyncExitStack() as stack:
-        on_rows = stack.enter_context(progress(order.plan, len(tasks), status_of(order)))
+        teller = stack.enter_context(progress(order.plan, len(tasks), status_of(order)))
         router, stop = await _enter_mesh(order, stack)
         if stop.done():
             return stop.result()
         site = Site(router, order.folder, order.config.journal, read_keys())
-        work = asyncio.create_task(evaluate(order.plan, tasks, site, on_rows), name="evaluation")
+        evaluating = evaluate(order.plan, tasks, site, teller.on_rows, teller.on_client)
+        work = asyncio.create_task(evaluating, name="evaluation")
         try:
             await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -215,9 +216,10 @@ async def carry_out_locally(order: Order, env: Env, tasks: list[Task]) -> End:
         rollouts = LocalRollouts(env, gateway, order.upstream.model, settings, is_relay=True)
         client = LocalClient(rollouts)
         stop = asyncio.create_task(_stopped(), name="stop")
-        with progress(order.plan, len(tasks), order.upstream.base_url) as on_rows:
+        with progress(order.plan, len(tasks), order.upstream.base_url) as teller:
+            teller.on_client(lambda: "the rollouts that began still run")
             work = asyncio.create_task(
-                evaluate_locally(client, order.plan, tasks, order.folder, on_rows)
+                evaluate_locally(client, order.plan, tasks, order.folder, teller.on_rows)
             )
             await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
             is_done = work.done()

@@ -29,11 +29,11 @@ QUIET_S = 30.0
 
 
 @contextmanager
-def progress(plan: Plan, num_tasks: int, status: str) -> Iterator[Callable[[int], None]]:
-    """A bar, moved by telling it the number of rows so far.
+def progress(plan: Plan, num_tasks: int, status: str) -> Iterator["Teller"]:
+    """A bar; call its `on_rows` with the number of rows so far.
 
-    Where stderr is no terminal it is a line now and then. Where nothing moves, a line says so, and
-    that `status` tells why.
+    Where stderr is no terminal it is a line now and then. Where nothing moves, a line says so, why
+    if the router knows it, and that `status` shows more.
     """
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -47,7 +47,7 @@ def progress(plan: Plan, num_tasks: int, status: str) -> Iterator[Callable[[int]
         teller = Teller(bar, plan.env, num_tasks * plan.num_samples, status)
         teller.look_later()
         try:
-            yield teller.on_rows
+            yield teller
         finally:
             teller.close()
 
@@ -63,12 +63,17 @@ class Teller:
         self._task = bar.add_task("starting", total=num_wanted)
         self._num_rows = self._num_seen = 0
         self._has_complained = False
+        self._why_waiting: Callable[[], str] = str
         self._timer: asyncio.TimerHandle | None = None
 
     def on_rows(self, num_rows: int) -> None:
         """There are so many."""
         self._num_rows = num_rows
         self._bar.update(self._task, completed=num_rows, description=self._env)
+
+    def on_client(self, why_waiting: Callable[[], str]) -> None:
+        """`why_waiting` returns why groups wait, '' where nothing is known."""
+        self._why_waiting = why_waiting
 
     def look_later(self) -> None:
         """Look whether it moves after a while, and again, until `close`."""
@@ -82,8 +87,8 @@ class Teller:
                 self._say(f"{self._env}: {self._num_rows:,} of {self._num_wanted:,} rollouts")
         elif not self._has_complained:
             self._has_complained = True
-            why = f"does a worker serve {self._env}? {self._status} knows"
-            self._say(f"nothing has ended for {QUIET_S:g} s; {why}")
+            why = self._why_waiting() or f"does a worker serve {self._env}?"
+            self._say(f"nothing has ended for {QUIET_S:g} s; {why}; {self._status} shows more")
         self._num_seen = self._num_rows
         self.look_later()
 

@@ -135,6 +135,18 @@ class Fleet:
         live = (e.row.policy_version for e in self._engines.values() if self._is_live(e))
         return max(live, default=UNVERSIONED)
 
+    def why_none_serves(self) -> str:
+        """What keeps all engines from serving, in a line; '' where one serves, will after a lease,
+        or none is known."""
+        rows = [
+            each.row for each in self._engines.values() if each.row.phase is not EnginePhase.GONE
+        ]
+        leased = EnginePhase.READY, EnginePhase.UPDATING, EnginePhase.ASLEEP
+        if not rows or any(row.phase in leased for row in rows):
+            return ""
+        more = f", and {len(rows) - 1} more" if len(rows) > 1 else ""
+        return f"{rows[0].url} is {rows[0].phase.value}: {rows[0].detail}{more}"
+
     def step(self, event: Event, now_s: float) -> list[Action]:
         """Take one event; unknown engines, late probes and foreign messages change nothing."""
         before = self.table()

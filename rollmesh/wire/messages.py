@@ -121,7 +121,7 @@ class GroupMoved(Message, frozen=True, tag="group_moved"):
     excused: int = 0
     """Attempts that do not count: handed back, or cut short by a worker that left in peace."""
     reason: str = ""
-    """Why a queued group has waited for long, and may wait for ever."""
+    """Why this group, and maybe others of its client, has waited for long and still waits."""
 
 
 class GroupFailed(Message, frozen=True, tag="group_failed"):

@@ -55,11 +55,18 @@ class RouterProcess:
     """`with RouterProcess() as router:` a router that serves, until the block ends."""
 
     def __init__(
-        self, folder: Path, bind: str = "tcp://127.0.0.1:0", beat_s: float = BEAT_S, **more: object
+        self,
+        folder: Path,
+        bind: str = "tcp://127.0.0.1:0",
+        beat_s: float = BEAT_S,
+        *,
+        engine: str = "",
+        **more: object,
     ) -> None:
         values = {"bind": bind, "beat_s": beat_s, "missed_beats": MISSED_BEATS, **more}
         words = [f"run.folder={folder}", *(f"router.{k}={v}" for k, v in values.items())]
         self._settings = [each for word in words for each in ("--set", word)]
+        self._settings += ["--engine", engine] if engine else []
         self.ready: Ready
 
     def __enter__(self) -> Self:

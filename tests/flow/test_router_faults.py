@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import zmq
 
 from rollmesh.core.ids import GroupId
+from rollmesh.core.process import listen
 from rollmesh.wire.messages import (
     AskDrain,
     AskGroup,
@@ -219,6 +221,22 @@ def test_who_asks_for_an_env_that_nobody_serves_is_told_and_waits_on(
         late.says(WorkerHello("w1", "typo", 8, 1, "here"))
         until(lambda: late.of(RunGroup), late, asker, runner)
         until(lambda: not router.causes(), late, asker, runner)
+
+
+def test_who_waits_while_the_engine_is_dead_is_told_of_the_engine_and_not_of_workers(
+    tmp_path: Path, town: Town
+) -> None:
+    with closing(listen("127.0.0.1:0", None)) as refusing:
+        url = f"http://127.0.0.1:{refusing.getsockname()[1]}"
+    with RouterProcess(tmp_path, beat_s=0.1, missed_beats=50, engine=url) as router:
+        asker = town.client(router.ready.address)
+        asker.says(AskGroup(GroupId("r1", 1), "c", "typo", 4, "tcp://sink"))
+        until(lambda: asker.of(GroupMoved) and asker.of(GroupMoved)[-1].reason, asker)
+        until(router.causes, asker)
+        reasons = [moved.reason for moved in asker.of(GroupMoved) if moved.reason]
+        for told in (*reasons, *router.causes()):
+            assert told.startswith(f"no engine serves: {url} is joining: ")
+            assert "worker" not in told
 
 
 def test_a_drain_reaches_its_worker_and_one_of_nobody_is_answered(

@@ -172,6 +172,10 @@ class AsyncRolloutClient:
         """Groups that `stream` hands out at once."""
         return len(self._ended)
 
+    def why_waiting(self) -> str:
+        """Why groups wait, as the router has sent it; '' where it has sent nothing lately."""
+        return self._client.why_waiting()
+
     async def run(self, task: Task, **options: Unpack[CallOptions]) -> Finished:
         """One rollout of `task`; see `run_group`."""
         return await self.run_group(task, 1, **options)

@@ -132,6 +132,8 @@ class RolloutClient:
             undo.pop_all()
         self.redo = RedoNotes(self._note)
         """For what happens to the steps that a program does again."""
+        self.why_waiting: Callable[[], str] = self._intake.why_waiting
+        """Why groups wait, as the router has sent it; '' where it has sent nothing lately."""
         self.address = hub.address
         self.client_id = client_id
         """Who it is to the router; with `keep` the same in every life."""

@@ -46,9 +46,14 @@ class Site(msgspec.Struct, frozen=True):
 
 
 async def evaluate(
-    plan: Plan, tasks: list[Task], site: Site, on_rows: Callable[[int], None]
+    plan: Plan,
+    tasks: list[Task],
+    site: Site,
+    on_rows: Callable[[int], None],
+    on_client: Callable[[Callable[[], str]], None] | None = None,
 ) -> None:
-    """Do what is missing; `on_rows` is told how many rows there are.
+    """Do what is missing. `on_rows` receives the number of rows whenever it grows, `on_client` once
+    a function that returns why groups wait, '' where nothing is known.
 
     UserError where another process evaluates in the folder, or no router answers.
     """
@@ -63,6 +68,8 @@ async def evaluate(
             raise AddressError(
                 f"{site.router}: no router answers there; are its address and our keys right?"
             )
+        if on_client is not None:
+            on_client(client.why_waiting)
         # Only now, since the client's journal keeps a second evaluation out of the folder.
         with Results(site.folder) as results, Trajectories(site.folder) as trajectories:
             await Evaluation(client, plan, tasks, (results, trajectories), on_rows).run()

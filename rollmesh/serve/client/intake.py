@@ -55,6 +55,8 @@ MAX_UNTAKEN_BYTES = 256 * 2**20
 """Of results in memory; past it the sink reads no more, and workers keep theirs."""
 MAX_FILED_BYTES = 32 * 2**20
 """Of results that `take` hands out at a time and that stand on the disk."""
+RECENT_BEATS = 90
+"""A router repeats why groups wait every 60 beats."""
 MAX_RESULTS = 64
 """Taken in before the router and the program are listened to again."""
 
@@ -103,6 +105,8 @@ class Intake:
         self._on_arrival: Callable[[], None] | None = None
         self.has_router = threading.Event()
         """Set once a router has answered."""
+        self._wait_reason = "", 0.0
+        """What the router sent last about groups that wait, and when."""
         self._is_waiting = False
         self._is_disk_ill = False
         """The journal did not take something, and nothing since."""
@@ -192,6 +196,12 @@ class Intake:
             # Afresh: what is raised again and again would gather the frames of all who took it.
             raise self._fault.with_traceback(None)
         return arrivals
+
+    def why_waiting(self) -> str:
+        """Why groups wait, as the router has sent it; '' where it has sent nothing lately."""
+        reason, since_s = self._wait_reason
+        is_recent = time.monotonic() - since_s < RECENT_BEATS * self._asks.beat_s
+        return reason if is_recent else ""
 
     def load(self, filed: Filed) -> RawResult:
         """A result that stands on the disk; JournalError where it cannot be read."""
@@ -358,6 +368,7 @@ class Intake:
                         self._do_sink(drop)
                 case Waits(reason):
                     log.warning("groups.wait", reason=reason)
+                    self._wait_reason = reason, time.monotonic()
                 case GroupTried():
                     self._write_down(partial(self._book.note, action))
 
@@ -383,6 +394,7 @@ class Intake:
             log.error("journal.failed", error=str(error), fix=f"{error.remedy}; nothing is lost")
 
     def _hand_out(self, arrival: Unopened) -> None:
+        self._wait_reason = "", 0.0
         self._fresh.append(arrival)
         if isinstance(arrival, RawResult):
             self._num_fresh_bytes += arrival.num_bytes

@@ -1,12 +1,13 @@
-"""Standing causes: why groups wait for long, and will go on waiting unless somebody does something.
+"""Standing causes: why groups wait for long, and will wait until something is done about it.
 
-    an env that groups wait for: SERVED --no live worker has it--> UNSERVED --STANDING_BEATS--> told
-                                 SERVED --all its live workers are over a budget--> FULL --> told
-             any --a worker of it has room, is live or loads it, or nothing waits--> forgotten
+    the fleet:             SERVES --no engine serves--> DOWN --STANDING_BEATS--> told
+    an env with a queue:   SERVED --no live worker has it--> UNSERVED --STANDING_BEATS--> told
+                           SERVED --all its live workers are over a budget--> FULL --> told
+    any --an engine serves; a worker has room, is live or loads it; nothing waits--> forgotten
 
-Invariants: what is usual at a start, or when a worker is replaced, is no cause; a cause that stands
-is told to each client that waits, again and again, and never ends a group: a worker may yet come,
-or have room. Driven by ledger.py, once per tick; read by status.py.
+Invariants: what is usual at a start, or when a process is replaced, is no cause. A standing cause
+is sent to each client that waits, repeatedly, and never ends a group. While no engine serves, that
+is the only cause: workers and environments are not asked about. Read by status.py.
 """
 
 from rollmesh.serve.router.book import Book, moved
@@ -38,10 +39,17 @@ class Causes:
         self._standing_s = STANDING_BEATS * beat_s
         self._tell_s = TELL_BEATS * beat_s
         self._waits: dict[str, _Waiting] = {}
+        self._why_no_engine = ""
+        self._no_engine: _Waiting | None = None
+
+    def see_engines(self, why_none: str) -> None:
+        """Take why no engine serves, as the fleet table has it; '' while one does."""
+        self._why_no_engine = why_none
 
     def look(self) -> None:
-        """See what has come and gone, and tell those who wait."""
+        """See what has come and gone, and send clients that wait the reason."""
         now_s = self._book.now_s
+        self._look_at_engines(now_s)
         suspects = (group.env for group in self._book.suspects.values())
         waited_for = dict.fromkeys((*self._book.queue.envs(), *suspects))
         waiting = [env for env in waited_for if not self._may_be_served(env)]
@@ -53,10 +61,32 @@ class Causes:
                 self._waits[env] = _Waiting(now_s, now_s + self._standing_s)
             elif now_s >= wait.tell_s:
                 wait.tell_s = now_s + self._tell_s
-                self._tell(env)
+                if not self._engine_cause():
+                    self._tell(env)
+
+    def _look_at_engines(self, now_s: float) -> None:
+        if not self._why_no_engine or not self._book.groups:
+            self._no_engine = None
+        elif self._no_engine is None:
+            self._no_engine = _Waiting(now_s, now_s + self._standing_s)
+        elif now_s >= self._no_engine.tell_s:
+            self._no_engine.tell_s = now_s + self._tell_s
+            for client_id, groups in self._book.of_client.items():
+                if client := self._book.clients.get(client_id):
+                    first = next(iter(groups.values()))
+                    self._book.send(client.route, moved(first, self._engine_cause()))
+
+    def _engine_cause(self) -> str:
+        """That no engine has served for long, and why; '' where that is not so."""
+        waited_s = self._book.now_s - self._no_engine.since_s if self._no_engine else 0.0
+        if waited_s < self._standing_s:
+            return ""
+        return f"no engine serves: {self._why_no_engine} (for {waited_s:.0f} s)"
 
     def standing(self) -> list[str]:
         """All of them, in words."""
+        if engine_cause := self._engine_cause():
+            return [engine_cause]
         since_s = self._book.now_s - self._standing_s
         waits = self._waits.items()
         return [self._reason(env) for env, each in waits if each.since_s <= since_s]

@@ -175,8 +175,9 @@ class RouterLoop:
             self._next_tick_s = now_s + self._tick_s
             for exited in self._pids.take_ended():
                 self._on_packet(b"", Packet(exited))
-            self._send(self._ledger.step(Ticked(), now_s))
             self._step_fleet(Ticked())
+            self._ledger.causes.see_engines(self._fleet.why_none_serves())
+            self._send(self._ledger.step(Ticked(), now_s))
             self._log_takeover(now_s)
             self._log_losses()
             for each in self._ledger.clients.take_forgotten():

@@ -119,9 +119,9 @@ async def test_where_no_bar_can_be_painted_lines_say_how_far_it_is() -> None:
             teller.look()
             teller.close()
     assert capture.get().splitlines() == [
-        "nothing has ended for 30 s; does a worker serve guess? its status knows",
+        "nothing has ended for 30 s; does a worker serve guess?; its status shows more",
         "guess: 2 of 4 rollouts",
-        "nothing has ended for 30 s; does a worker serve guess? its status knows",
+        "nothing has ended for 30 s; does a worker serve guess?; its status shows more",
         "guess: 4 of 4 rollouts",
     ]
 
@@ -137,3 +137,17 @@ def test_a_failure_is_shown_with_its_place_a_task_and_the_logs(
     out = capsys.readouterr().out
     assert f"  2 x {error}; task t7\n" in out
     assert f"the workers' logs: {tmp_path / 'mesh' / 'logs'}\n" in out
+
+
+async def test_where_the_router_knows_that_no_engine_serves_workers_are_not_asked_about() -> None:
+    console = Console(file=io.StringIO())
+    with console.capture() as capture, Progress(console=console, disable=True) as bar:
+        teller = Teller(bar, "guess", num_wanted=4, status="its status")
+        teller.on_client(lambda: "no engine serves: http://e is fenced: refused (for 20 s)")
+        teller.look()
+        teller.close()
+    [line] = capture.get().splitlines()
+    assert line == (
+        "nothing has ended for 30 s; no engine serves: http://e is fenced: refused (for 20 s); "
+        "its status shows more"
+    )

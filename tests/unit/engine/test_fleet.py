@@ -416,3 +416,17 @@ def test_a_publisher_that_leaves_a_fleet_of_fixed_weights_is_no_longer_known() -
     bench.ask(FinishUpdate(2, A, 8, True))
     bench.take(bench.fleet.step(Received(PUBLISHER, PublisherLeft()), bench.now_s))
     assert not bench.fleet.table().has_publisher
+
+
+def test_why_no_engine_serves_names_the_first_and_is_silent_where_one_will_again() -> None:
+    assert Bench().fleet.why_none_serves() == "", "an environment may need no engine"
+    bench = ready(A, B)
+    assert bench.fleet.why_none_serves() == ""
+    for url in (A, B):
+        fault = EngineFaulted(url, "i1", "connection reset")
+        for _ in range(3):
+            bench.take(bench.fleet.step(Received(b"", fault), bench.now_s))
+    told = f"{A} is fenced: its requests fail: connection reset, and 1 more"
+    assert bench.fleet.why_none_serves() == told
+    bench.ask(BeginUpdate(1, B, 1, 5.0))
+    assert bench.fleet.why_none_serves() == ""

@@ -4,7 +4,14 @@ import msgspec
 
 from rollmesh.serve.router.causes import STANDING_BEATS, TELL_BEATS
 from rollmesh.wire.machine import Send
-from rollmesh.wire.messages import CancelGroup, ClientHello, GroupMoved, GroupState, WorkerLeft
+from rollmesh.wire.messages import (
+    CancelGroup,
+    ClientHello,
+    GroupMoved,
+    GroupStarted,
+    GroupState,
+    WorkerLeft,
+)
 from tests.unit.serve.router.story import Story, ask, beat, group, hello, only
 
 STANDING_S, TELL_S = float(STANDING_BEATS), float(TELL_BEATS)  # a beat is a second here
@@ -114,4 +121,42 @@ def test_what_a_worker_loads_is_no_cause(story: Story) -> None:
     story.asks(ask(1))
     story.says("w0", msgspec.structs.replace(hello("w0"), loads_for_s=120.0))
     assert not reasons(story.passes(STANDING_S + 1, "c"))
+    assert story.ledger.causes.standing() == []
+
+
+DEAD = "http://e is fenced: does not answer: connection refused"
+
+
+def test_while_no_engine_serves_that_is_the_only_cause_and_workers_are_not_asked_about(
+    story: Story,
+) -> None:
+    story.asks(ask(1, env="typo"))
+    story.ledger.causes.see_engines(DEAD)
+    assert not reasons(story.passes(STANDING_S, "c"))
+    sends = story.passes(1, "c")
+    assert reasons(sends) == [f"no engine serves: {DEAD} (for 20 s)"]
+    assert story.ledger.causes.standing() == [f"no engine serves: {DEAD} (for 20 s)"]
+    assert len(reasons(story.passes(3 * TELL_S, "c"))) == 3
+    story.ledger.causes.see_engines("")
+    sends = story.passes(TELL_S, "c")
+    assert all(each.startswith("no worker has served env 'typo'") for each in reasons(sends))
+    assert reasons(sends)
+
+
+def test_a_group_that_runs_while_no_engine_serves_is_a_reason_to_tell_its_client(
+    story: Story,
+) -> None:
+    story.worker("w0")
+    story.asks(ask(1))
+    story.says("w0", GroupStarted(group(1), 1))
+    story.ledger.causes.see_engines(DEAD)
+    sends = story.passes(STANDING_S + 1, "w0", "c")
+    [moved] = [each for each in only(sends, GroupMoved) if each.reason]
+    assert (moved.group_id, moved.state) == (group(1), GroupState.RUNNING)
+    assert moved.reason.startswith(f"no engine serves: {DEAD}")
+
+
+def test_an_engine_that_serves_nobody_while_nothing_is_asked_for_is_no_cause(story: Story) -> None:
+    story.ledger.causes.see_engines(DEAD)
+    story.passes(STANDING_S + 1, "c")
     assert story.ledger.causes.standing() == []
