@@ -102,7 +102,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     except ModuleNotFoundError:
         raise EnvError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     try:
-        yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
+        with path.open("rb") as file:
+            yield from enumerate(parquet.read_table(file).to_pylist(), start=1)
     except ArrowException as error:
         raise EnvError(f"{path}: not Parquet: {error}") from None
 

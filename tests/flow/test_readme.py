@@ -111,7 +111,8 @@ def test_every_snippet_is_run_by_a_test() -> None:
 
 
 def test_the_own_agent_trains_is_looked_at_and_resumes(project: Path) -> None:
-    [init] = commands("agent", "rollmesh init")
+    [play], [init] = commands("agent", "rollmesh play"), commands("agent", "rollmesh init")
+    assert "=== completed, reward " in run(play, project)
     assert "before `rollmesh up" not in run(init, project)
     [up, resume] = commands("agent", "rollmesh up")
     [status], [drain] = commands("look", "rollmesh status"), commands("look", "rollmesh drain")
