@@ -56,11 +56,12 @@ class LocalRollouts:
     async def play(self, task: Task, index: int, seed: int) -> Played:
         """Run and score one rollout; again, within bounds, after an infrastructure fault."""
         async with self._slots:
-            started_s = time.monotonic()
+            started_s, started_unix_s = time.monotonic(), time.time()
             for retries_left in range(self._settings.num_infra_retries, -1, -1):
                 played = await self._once(task, index, (seed + index) % SEEDS)
                 if not (played.is_worth_retry and retries_left):
                     break
+            played.record.started_s = started_unix_s
             played.record.duration_s = time.monotonic() - started_s
             return played
 
@@ -106,7 +107,7 @@ class LocalRollouts:
         record = played.record
         if account["outcome"] == Outcome.INFRA_ERROR:
             record.outcome = Outcome.INFRA_ERROR
-            record.error = _last_error(account) or record.error
+            record.error, record.place = _last_error(account) or record.error, None
             played.score = record.reward = None
             played.is_worth_retry = True
         record.num_calls = account["num_calls"]

@@ -8,6 +8,7 @@ engine, which serves --model-dir or else a tiny model that is made for it.
 
 import argparse
 import asyncio
+import contextlib
 import random
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from rollmesh.cli.local_client import LocalRollouts, Played
 
 MODEL_NAME = "policy"
+CALLS = ("tool_use", "function_call", "custom_tool_call")
+"""Types of content parts that are calls: of the Messages and the Responses API."""
 
 
 def main(argv: list[str]) -> int:
@@ -158,14 +161,37 @@ async def play_one(rollouts: "LocalRollouts", task: Task, seed: int) -> "Played"
 def told(message: Mapping[str, Any]) -> Iterator[str]:
     """A message as lines: its role, its text, and the tools that it calls."""
     role = message.get("role") or message.get("type", "message")
-    text = message.get("content")
-    if isinstance(text, list):
-        parts = [part.get("text") or f"[{part.get('type')}]" for part in text]
-        text = "\n".join(str(part) for part in parts)
+    content, calls = message.get("content"), list(message.get("tool_calls") or [])
+    if isinstance(content, list):
+        calls += [part for part in content if part.get("type") in CALLS]
+        content = "\n".join(part_text(part) for part in content if part.get("type") not in CALLS)
+    calls += [message] if message.get("type") in CALLS else []
     if reasoning := message.get("reasoning_content"):
         yield f"{role} thinks: {reasoning}"
-    if text or not message.get("tool_calls"):
-        yield f"{role}: {text or ''}"
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", call)
-        yield f"{role} calls: {function.get('name')}({function.get('arguments')})"
+    if content or not calls:
+        yield f"{role}: {content or ''}"
+    for call in calls:
+        yield f"{role} calls: {call_text(call)}"
+
+
+def part_text(part: Mapping[str, Any]) -> str:
+    """A part of a content: its text, a tool's result, or the name of its type."""
+    if isinstance(part.get("text"), str):
+        return str(part["text"])
+    result = part.get("content")
+    if isinstance(result, list):
+        return "\n".join(map(part_text, result))
+    return result if isinstance(result, str) else f"[{part.get('type')}]"
+
+
+def call_text(call: Mapping[str, Any]) -> str:
+    """`search(query="red", limit=3)`, of a call in any API's form; broken arguments as they are."""
+    called = call.get("function") or call.get("custom") or call
+    given = called.get("arguments", called.get("input")) or {}
+    if isinstance(given, str):
+        with contextlib.suppress(msgspec.DecodeError):
+            given = msgspec.json.decode(given)
+    if isinstance(given, dict):
+        pairs = ((name, msgspec.json.encode(value).decode()) for name, value in given.items())
+        given = ", ".join(f"{name}={value}" for name, value in pairs)
+    return f"{called.get('name', '?')}({given})"
