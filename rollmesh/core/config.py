@@ -310,8 +310,10 @@ class LaunchConfig(Section, frozen=True):
 
     ready_timeout_s: PositiveSeconds = 120.0
     """A process that does not report in time ends the start."""
-    stop_timeout_s: PositiveSeconds = 4.0
-    """What still runs after this time is killed."""
+    stop_timeout_s: PositiveSeconds = 120.0
+    """Seconds that a stopped run may take to save before what still runs is killed (default: 120,
+    which leaves time for the checkpoint of a model of 8 B parameters). A second Ctrl-C kills at
+    once."""
     max_restarts: NonNegative = 5
     """A worker that dies more often within a minute ends the run."""
     hang_timeout_s: NonNegativeSeconds = 90.0

@@ -27,7 +27,7 @@ from rollmesh.core.logs import get_logger
 from rollmesh.engine.in_memory import Part
 from rollmesh.serve.client.entries import StepTaken
 from rollmesh.serve.client.samples import sibling_rewards
-from rollmesh.trainer.books.records import share
+from rollmesh.trainer.books.records import lives_of, share, write_summary
 from rollmesh.trainer.learning.advantages import are_equal
 from rollmesh.trainer.learning.descent import MAX_SKIPPED, skipped_too_often
 from rollmesh.trainer.learning.report import StepReport
@@ -52,6 +52,8 @@ NOTE_AGAIN_S = 0.5
 """Between two times that anything is given to a disk that refuses it."""
 COLLECT_S = 0.02
 """How long to wait for arrivals before looking at everything else again."""
+COUNT_AGAIN_S = 1.0
+"""Time between two times that summary.json is written while the run goes on."""
 LEVEL_STEPS = 10
 """Steps in a row without a group whose rewards differ, after which the log warns."""
 NO_GROUP_DIFFERS = "no group differs: in each group of the last 10 steps all rewards were equal"
@@ -76,6 +78,7 @@ class TrainLoop:
         parts.records.wait_by(self._tries_again)
         self._heap = Heap()
         self._trimmed_s = -math.inf
+        self._counted_s = -math.inf
         self._num_skipped_in_row = 0
         """Optimiser steps since the last one that changed the weights."""
         self._num_level_steps = 0
@@ -99,6 +102,7 @@ class TrainLoop:
         self._await_publication()
         if num_done or self._has_measured():
             num_done += sum(1 for _ in itertools.takewhile(self._do, range(num_done, num_steps)))
+            self._write_counts()  # what comes next may take longer than launch waits
             self._saver.finish(num_done)
         is_done = num_done >= num_steps
         if is_done:
@@ -318,6 +322,14 @@ class TrainLoop:
             self._parts.fence(FenceAsked(fault.engine, fault.policy_version, fault.why))
         return findings
 
+    def _write_counts(self) -> None:
+        """Write summary.json as it is now, for a trainer that is killed before its end."""
+        self._counted_s = time.monotonic()
+        tally, folder = self._parts.tally, self._parts.records.folder
+        tally.num_open = self._parts.pacer.num_open()
+        with contextlib.suppress(OSError):  # a full disk: the end tries again, and says so
+            write_summary(folder, tally.summary() | lives_of(folder))
+
     def _count_equal(self, batch: Batch) -> int:
         """Count the groups whose siblings all have the same reward; warn where no group differs."""
         num_groups = len(batch.groups)
@@ -358,5 +370,7 @@ class TrainLoop:
             self._parts.tenancy.tell_moved(group.record)
         self._may_trim_s = self._trimmed_s + TRIM_S
         self._parts.records.flush()
+        if time.monotonic() - self._counted_s >= COUNT_AGAIN_S:
+            self._write_counts()
         if self._num_skipped_in_row >= MAX_SKIPPED:
             raise skipped_too_often(self._num_skipped_in_row, batch.step)

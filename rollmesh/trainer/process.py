@@ -51,6 +51,8 @@ from rollmesh.wire.keys import read_keys
 
 log = get_logger()
 
+MAX_HURRIED_S = 10.0
+"""Longest wait of a stopped trainer for engines: the rest of the time is for its checkpoint."""
 CLOSE_S = 2.0
 """How long the publisher may take to let go of the engines."""
 
@@ -74,7 +76,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     client, savepoints, revival = begin(config, router, ready_fd)
     recovery = revival.recovery
     staleness = staleness_of(config, revival)
-    hurried_s = STOP_SHARE * config.launch.stop_timeout_s
+    hurried_s = min(STOP_SHARE * config.launch.stop_timeout_s, MAX_HURRIED_S)
     policy = build(config, staleness, tenancy)
     if policy is None:
         leave_unbuilt(client, tenancy, hurried_s)

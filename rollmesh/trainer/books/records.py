@@ -4,7 +4,7 @@
     trajectories.jsonl  one row per rollout, trained or not
     drops.jsonl         one row per rollout (or group without rollouts) that does not train, and why
     recoveries.jsonl    one row per life of the trainer but the first: what it went on from
-    summary.json        at the end, however it ends
+    summary.json        each second while it trains, and at the end
     learning.png        the curve of rewards
 
 Invariants: num_asked = num_trained + num_dropped + num_open + num_lost, all in rollouts, and

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
@@ -46,7 +47,7 @@ from rollmesh.wire.sockets import Dialer
 from tests.disks import no_more_bytes, no_new_folders, small_disk
 from tests.leftovers import MARK, assert_none_left
 from tests.unit.serve.client.fake_router import FakeRouter, next_ack
-from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Life, Lives, bring
+from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Killed, Life, Lives, bring
 
 ROOMY = JournalConfig()
 SMALL = JournalConfig(segment_bytes=512, max_bytes=2048)
@@ -394,3 +395,39 @@ def test_a_stop_is_heard_while_weights_find_no_room(
     with no_new_folders(monkeypatch, folder) as has_refused, running(life):
         assert has_refused.wait(PATIENCE_S)
     assert not folder.exists()
+
+
+def test_a_trainer_that_is_killed_after_a_step_leaves_its_counts(begin: Lives) -> None:
+    life = begin(ROOMY, "run.name=run")
+    life.policy.dies_in_step = 0
+    ends: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            life.loop.run(life.recovery)
+        except Killed as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    group_id, task = life.hear_ask()
+    life.finish(group_id, task.id)
+    thread.join(PATIENCE_S)
+    assert ends
+    summary = msgspec.json.decode((life.folder / "summary.json").read_bytes())
+    assert (summary["num_steps"], summary["num_trained"], summary["num_lost"]) == (1, SAMPLES, 0)
+
+
+def test_a_stopped_trainer_leaves_its_counts_before_it_saves(begin: Lives) -> None:
+    life = begin(ROOMY, "run.name=run")
+    found: list[bool] = []
+
+    def note() -> bool:
+        found.append((life.folder / "summary.json").exists())
+        return True
+
+    life.policy.may_be_written = note
+    with running(life):
+        life.hear_ask()
+    assert found
+    assert all(found)
