@@ -1,17 +1,20 @@
-"""Ends what a process left behind: every process that carries its mark.
+"""Ends what a process left behind: every process that carries its mark, and unowned shared memory.
 
-A mark is a path in the environment, such as `a1/worker-0.2`; who was started by whom inherits it,
-and who starts others may lengthen it. Invariants: a process is found by its own environment in
-/proc (Linux), so it does not matter whether it left its group, its session or its parent; it is
-ended through a pidfd, so a pid that was given anew is safe. Out of reach is only what empties its
-environment, and what another daemon starts for us (a container).
+A mark is a path in the environment, such as `a1/worker-0.2`. Started processes inherit it, and may
+lengthen it for those that they start.
 
-Run as a program, `warden.py PID MARK`, it waits for the end of PID, its parent, and then ends all
-that carry MARK: kill -9 leaves nobody else to do that. It imports next to nothing: 11 MB, most of
-it shared. Driven by launch, by the stand-alone worker, and by envs for an agent's program.
+- A process is found by its own environment in /proc (Linux), so it does not matter whether it left
+  its group, its session or its parent.
+- It is ended through a pidfd, so a pid that was reused is safe.
+- A process that empties its environment, or that another daemon starts (a container), is missed.
+- A file in shared memory is removed if no process holds its lock, which ends with its owner.
+
+Run as a program, `warden.py PID MARK`, it waits for the end of PID, its parent, and then does both:
+after kill -9 no other process is left to do it. It imports little: 11 MB, most of it shared.
 """
 
 import errno
+import fcntl
 import os
 import select
 import signal
@@ -26,6 +29,8 @@ GIVE_UP_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.1
 """What those that were ended have until they are looked for again."""
 READ_BYTES = 2**16
+SHARED_MEMORY = "/dev/shm"
+"""Where Linux keeps files in memory."""
 
 
 def new_mark(name: str) -> str:
@@ -77,6 +82,36 @@ def kill_marked(mark: str) -> int:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     return len(killed)
+
+
+def memory_prefix() -> str:
+    """How the names of our user's files in shared memory begin."""
+    return f"rollmesh-{os.getuid()}-"
+
+
+def sweep_memory(folder: str = SHARED_MEMORY) -> int:
+    """Remove the files in `folder` whose owners were killed; how many there were."""
+    try:
+        names = [name for name in os.listdir(folder) if name.startswith(memory_prefix())]
+    except OSError:
+        return 0
+    return sum(_is_swept(os.path.join(folder, name)) for name in names)
+
+
+def _is_swept(path: str) -> bool:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags)
+    except OSError:  # another process has just swept it
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    except OSError:  # its owner runs
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _kill_once(mark: str, killed: set[int]) -> bool:
@@ -159,6 +194,7 @@ def _main(pid: int, mark: str) -> None:
         ended.register(fd, select.POLLIN)
         ended.poll()
     kill_marked(mark)
+    sweep_memory()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rollmesh.core.config import LaunchConfig
 from rollmesh.core.errors import AddressError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.process import FAILED, Ready, http_address, listen
-from rollmesh.core.warden import guard, new_mark
+from rollmesh.core.warden import guard, new_mark, sweep_memory
 from rollmesh.launch.child import ChildProcess, Hooks
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.herald import Herald
@@ -106,6 +106,7 @@ class Supervisor:
         """Start, watch, stop; why it ended."""
         become_subreaper()
         guard(self._mark)
+        sweep_memory()  # of earlier runs that were killed together with their warden
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)

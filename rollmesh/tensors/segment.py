@@ -23,9 +23,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.core import warden
 from rollmesh.core.forks import close_in_children
+from rollmesh.core.warden import memory_prefix, sweep_memory
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path(warden.SHARED_MEMORY)
 """Where Linux keeps files in memory."""
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -67,39 +69,20 @@ class Attached:
 
 
 def sweep(folder: Path) -> int:
-    """Remove what owners left that were killed; how many files."""
-    return sum(_is_swept(path) for path in folder.glob(f"{_prefix()}*"))
-
-
-def _is_swept(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
-    except OSError:  # another process has just swept it
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
-    except OSError:  # its owner lives
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+    """Remove the files of owners that were killed; how many there were."""
+    return sweep_memory(str(folder))
 
 
 def _make(folder: Path) -> tuple[Path, FileIO]:
     """A new file, locked."""
     while True:
-        path = folder / f"{_prefix()}{secrets.token_hex(8)}"
+        path = folder / f"{memory_prefix()}{secrets.token_hex(8)}"
         file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600), "r+")
         close_in_children(file)
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
             return path, file
         file.close()  # swept before it was locked
-
-
-def _prefix() -> str:
-    return f"rollmesh-{os.getuid()}-"
 
 
 def _unlink(path: Path, locked: FileIO, owner_pid: int) -> None:

@@ -26,7 +26,6 @@ def test_a_writer_that_is_killed_leaves_the_older_version_and_no_newer(
         assert writer.stdout
         laid = Path(writer.stdout.readline().strip())
         writer.kill()
-    assert laid.exists()
     assert {path.name for path in versions.iterdir()} == {"v000001", "v000002.part"}
     background = BackgroundLoop("publisher")
     Weights(versions, background)
@@ -35,5 +34,5 @@ def test_a_writer_that_is_killed_leaves_the_older_version_and_no_newer(
     again = AutoModelForCausalLM.from_pretrained(versions / "v000001")
     for one, other in zip(again.parameters(), load_model(model).parameters(), strict=True):
         assert one.equal(other)
-    sweep(SHARED_MEMORY)  # as the next who needs some does
+    sweep(SHARED_MEMORY)  # as any launch or warden does
     assert not laid.exists()

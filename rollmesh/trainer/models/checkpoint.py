@@ -33,6 +33,7 @@ from transformers.utils.logging import (
 
 from rollmesh.core.errors import FULL, ModelError, NoRoom
 from rollmesh.trainer.models.layout import MAX_FILE_BYTES
+from rollmesh.trainer.models.torch_cache import drop_empty_cache
 
 COMPANIONS = (
     "tokenizer.json",
@@ -44,6 +45,8 @@ COMPANIONS = (
     "chat_template.jinja",
 )
 """What a model folder holds beside config and weights; copied as it is."""
+
+drop_empty_cache()
 
 
 def load_model(folder: Path) -> PreTrainedModel:

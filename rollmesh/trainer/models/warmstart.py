@@ -28,8 +28,11 @@ from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.models.torch_cache import drop_empty_cache
 
 # Shapes: B games, T tokens, N predicted tokens, V vocabulary.
+
+drop_empty_cache()
 
 Game = tuple[tuple[int, str], ...]
 """What the player said and the answer it got, turn by turn; the last answer is empty."""

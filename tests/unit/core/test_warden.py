@@ -167,3 +167,27 @@ def test_a_process_with_few_descriptors_ends_many(num_left: int) -> None:
             for each in taken:
                 os.close(each)
         assert kill_marked(mark) == 0
+
+
+HOLDS_MEMORY = f"""
+import signal, sys
+sys.path[:0] = [{os.getcwd()!r}]
+from pathlib import Path
+from rollmesh.core.warden import guard
+from rollmesh.tensors.segment import SHARED_MEMORY, Segment
+warden = guard(sys.argv[1])
+segment = Segment(SHARED_MEMORY, 4096)
+print(warden, segment.path, flush=True)
+signal.pause()
+"""
+
+
+def test_kill_9_of_a_guarded_process_leaves_no_shared_memory() -> None:
+    argv = [sys.executable, "-c", HOLDS_MEMORY, new_mark("test")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        pid, path = process.stdout.readline().split()
+        assert os.path.exists(path)
+        process.kill()
+    assert ends(int(pid))
+    assert not os.path.exists(path)
