@@ -133,6 +133,29 @@ async def test_every_dialect_answers_and_what_is_recorded_is_what_was_sampled(
     await caller.client.aclose()
 
 
+async def test_session_goes_on_where_weights_get_a_name_or_a_lower_number(
+    engine: EngineUnderContract, door: Door
+) -> None:
+    caller = await door.session()
+    before = (await engine.get("/model_info"))["weight_version"]
+    try:
+        for name in ("7", "step_8", "3"):
+            renamed = await engine.post("/update_weight_version", new_version=name)
+            assert renamed.status_code == 200
+            said = [{"role": "user", "content": f"hello {name}"}]
+            await caller.ask(CHAT, messages=said, max_tokens=5)
+    finally:
+        await engine.post("/update_weight_version", new_version=before)
+    account = await caller.account()
+    versions = [
+        {each for each, mask in zip(s["policy_versions"], s["loss_mask"], strict=True) if mask}
+        for s in account["samples"]
+    ]
+    assert versions == [{7}, {-1}, {3}]
+    assert account["fell_back"] == 1
+    await caller.client.aclose()
+
+
 async def test_a_forced_call_under_a_grammar_is_told_as_a_call(
     engine: EngineUnderContract, door: Door
 ) -> None:
