@@ -1,7 +1,6 @@
-"""`rollmesh status [RUN_FOLDER | --router URL]`: how a run, or a mesh without launch, stands.
+"""`rollmesh status [RUN_FOLDER | --router ADDRESS]`: show the state of a run or of a router's mesh.
 
-Invariant: it only reads: a run's files, which the page reads too, or what the router tells anybody
-who asks. Driven by people, and with `--json` by programs.
+It only reads: the files of the run, or the router's status.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ Look = Callable[[], Standing]
 
 def main(argv: list[str]) -> int:
     """Tell it, once or until Ctrl-C."""
-    arguments = parser("status", "Say how a run stands: its workers, queue and engines.")
+    arguments = parser("status", "Show a run: its progress, workers, queue and engines.")
     where = arguments.add_mutually_exclusive_group()
     where.add_argument("run_folder", type=Path, nargs="?", help="the newest in runs/ if left out")
     where.add_argument(
