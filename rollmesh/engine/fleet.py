@@ -340,7 +340,7 @@ class Fleet:
 
     def _judge(self, engine: Member, served: int, now_s: float) -> None:
         """Decide by the weights that an answering engine says it serves."""
-        newest = max(self.policy_version(), self._incumbent.newest)
+        newest = max(self.policy_version(), self._incumbent.newest(now_s))
         is_ready = engine.row.phase is EnginePhase.READY
         if served == UNVERSIONED and not self._settings.believes_engines:
             engine.set(EnginePhase.JOINING, f"its weights have no version yet; {_EXPECTED}", served)

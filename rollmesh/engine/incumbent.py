@@ -7,7 +7,8 @@
   counts from 1 again.
 - A publisher that is kept out gives way only to one that was heard from since, as that may have
   been killed.
-- What a publisher announces counts before any engine has it: all of them may be asleep.
+- What a publisher announces counts before any engine has it: all of them may be asleep. It lapses
+  when the publisher is silent for grace_s, so that one that was killed holds no engine back.
 """
 
 from rollmesh.engine.member import UNVERSIONED
@@ -26,24 +27,25 @@ class Incumbent:
         self._kept_out: bytes | None = None
         self._kept_out_s = 0.0
         """Since when that one is."""
-        self._announced: tuple[bytes, int] | None = None
-        """A publisher and the version that it publishes."""
+        self._announced: tuple[bytes, int, float] | None = None
+        """A publisher, the version that it publishes, and when it announced that last."""
 
     @property
     def told(self) -> int:
         """What it brought last, UNVERSIONED where nobody did in this life of the router."""
         return UNVERSIONED if self._route is None else self.published
 
-    @property
-    def newest(self) -> int:
+    def newest(self, now_s: float) -> int:
         """The version that engines which come (back) must have at least."""
-        return max(self.published, self._announced[1] if self._announced else UNVERSIONED)
+        if self._announced is None or now_s >= self._announced[2] + self._grace_s:
+            return self.published
+        return max(self.published, self._announced[1])
 
     def announce(self, route: bytes, policy_version: int, now_s: float) -> None:
         """A publisher publishes that version; ignored where another one that runs is ahead."""
         is_any = policy_version != UNVERSIONED
         if is_any and not self.is_ahead_of(route, policy_version, now_s):
-            self._announced = (route, policy_version)
+            self._announced = (route, policy_version, now_s)
 
     def hear(self, route: bytes, now_s: float) -> None:
         """A message came from `route`."""

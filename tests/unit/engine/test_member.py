@@ -148,6 +148,18 @@ def test_what_a_publisher_announced_does_not_outlive_it() -> None:
     assert bench.phase() is EnginePhase.READY
 
 
+def test_what_a_killed_publisher_announced_holds_no_engine_back_after_its_grace() -> None:
+    bench = Bench(A, settings=FleetSettings(publisher_grace_s=10.0))
+    bench.ask(ReadFleet(1, 7), b"publisher")
+    bench.answer(A, policy_version=6)
+    bench.tick(9.0)
+    bench.answer(A, policy_version=6)
+    assert bench.phase() is EnginePhase.JOINING
+    bench.tick(1.0)
+    bench.answer(A, policy_version=6)
+    assert bench.phase() is EnginePhase.READY
+
+
 def test_older_publisher_that_announces_beside_a_newer_one_holds_nothing_up() -> None:
     bench = ready(A)
     assert bench.ask(BeginUpdate(1, A, 5, 5.0), b"new").ok
