@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rollmesh import Gateway
 from rollmesh.core.errors import AddressError
@@ -46,6 +48,34 @@ def test_an_address_where_no_gateway_serves_is_one_line(tmp_path: Path) -> None:
     ):
         gateway.open()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (200, b"<html>hello</html>", "HTTP 200: not a rollmesh gateway"),
+        (404, b'{"error": "no such page"}', "HTTP 404: no such page"),
+        (502, b"bad gateway", "HTTP 502: not a rollmesh gateway"),
+    ],
+)
+async def test_an_address_where_another_program_serves_is_one_line(
+    tmp_path: Path, status: int, body: bytes, told: str
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    token.chmod(0o600)
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=status, body=body)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server:
+        with (
+            Gateway(str(server.make_url("")), token) as gateway,
+            pytest.raises(AddressError, match=told),
+        ):
+            await asyncio.to_thread(gateway.open)
 
 
 def test_a_gateway_without_a_token_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,10 @@ class Gateway:
         try:
             answer = msgspec.json.decode(reply.content, type=dict[str, Any])
         except msgspec.MsgspecError:
-            answer = {}
-        if reply.is_success:
+            answer = None
+        if reply.is_success and answer is not None:
             return answer
-        said = answer.get("error", {}).get("message") or "not a rollmesh gateway?"
-        raise AddressError(f"{self._url}{path}: HTTP {reply.status_code}: {said}")
+        error = (answer or {}).get("error")
+        said = error.get("message") if isinstance(error, dict) else error
+        why = said or "not a rollmesh gateway?"
+        raise AddressError(f"{self._url}{path}: HTTP {reply.status_code}: {why}")

@@ -13,7 +13,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from rollmesh.core.errors import UserError
+from rollmesh.core.errors import UserError, remedy_of
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import Branch, GroupRecord, RolloutRecord
 from rollmesh.serve.client.arrivals import Arrival, Dropped
@@ -82,7 +82,8 @@ class Trajectories:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            raise UserError(f"{self._path}: {error.strerror}; make room and --resume") from None
+            why = f"{error.strerror}; {remedy_of(error)}, then --resume"
+            raise UserError(f"{self._path}: {why}") from None
 
 
 def rows_of(arrival: Arrival) -> list[dict[str, Any]]:
