@@ -34,6 +34,8 @@ PublishMode = Literal["disk", "tensor", "distributed"]
 StalePolicy = Literal["wait", "mask", "drop", "requeue"]
 StalenessFormula = Literal["under_way", "known"]
 FailedSibling = Literal["drop", "score_rest"]
+LEAST_HANG_S = 10.0
+"""Smallest launch.hang_timeout_s; heartbeats are 2 s apart."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -323,6 +325,13 @@ class LaunchConfig(Section, frozen=True):
     scheduler_wait_s: NonNegativeSeconds = 30.0
     """With --scheduler: how long, in seconds, to wait for the scheduler to answer and to admit the
     pipeline; `rollmesh scheduler up` needs some time for that."""
+
+    def __post_init__(self) -> None:
+        if 0 < self.hang_timeout_s < LEAST_HANG_S:
+            raise ValueError(
+                f"hang_timeout_s = {self.hang_timeout_s:g} would kill processes of a busy machine; "
+                f"use at least {LEAST_HANG_S:g}, or 0 for never"
+            )
 
 
 class Config(Section, frozen=True):

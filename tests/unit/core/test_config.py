@@ -100,6 +100,14 @@ def test_later_settings_win_table_by_table(tmp_path: Path) -> None:
     assert (trainer.num_steps, trainer.groups_per_step, config.run.seed) == (2, 3, 6)
 
 
+def test_a_hang_timeout_that_a_busy_machine_exceeds_is_refused(tmp_path: Path) -> None:
+    told = refused(tmp_path, "[launch]\nhang_timeout_s = 3")
+    assert "launch: hang_timeout_s = 3 would kill processes of a busy machine" in told
+    for accepted in (0.0, 10.0):
+        config = load_config(None, [f"launch.hang_timeout_s={accepted}"])
+        assert config.launch.hang_timeout_s == accepted
+
+
 def test_a_bare_word_is_a_string_and_the_rest_is_toml() -> None:
     config = load_config(None, ["model.path=/m/x", "dashboard.enabled=false", "run.name = one "])
     assert config.model.path == "/m/x"
