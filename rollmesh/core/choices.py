@@ -1,4 +1,4 @@
-"""What a mistyped name may have meant: the closest known names, or else all of them."""
+"""Suggestions for a mistyped name: the closest known names, or else all of them."""
 
 from collections.abc import Iterable
 

@@ -70,7 +70,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True):
-    """What readers show."""
+    """The state, cause and resume command that readers show."""
 
     state: RunState
     cause: str = ""

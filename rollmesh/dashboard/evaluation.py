@@ -1,4 +1,4 @@
-"""What the page shows of an evaluation: its plan, its report so far, and its failed rollouts.
+"""The page's view of an evaluation: its plan, its report so far, and its failed rollouts.
 
 - The rows of results.jsonl are held, since the report is over all of them.
 - A resumed evaluation replaces the file; the rows are then read again from its start.

@@ -29,7 +29,7 @@ class MetricsRow(msgspec.Struct, frozen=True):
     age_histogram: dict[str, int] = {}
     num_samples: int = 0
     num_masked: int = 0
-    """Of `num_samples`, those whose log-probs differ too much from the trainer's."""
+    """Samples that did not train because their log-probs differ too much from the trainer's."""
     num_masked_tokens: int = 0
     """Tokens of other samples, for the same reason."""
     frac_equal_groups: float | None = None

@@ -24,6 +24,7 @@ MIN_EVENTS = 200
 TELLING_SEEDS = (
     *range(20),
     *range(25, 305, 10),
+    435,
     585,
     615,
     645,

@@ -1,4 +1,4 @@
-"""Which rollouts succeeded: the one rule for training runs, evaluations and all that shows them.
+"""The rule for which rollouts succeeded, in training runs, evaluations and their displays.
 
     the environment reports it   metric `success` of Score, 1 or 0; a rollout without it failed
     pass_threshold is set        reward >= pass_threshold
@@ -28,7 +28,7 @@ class SuccessRule(msgspec.Struct):
 
     @property
     def is_known(self) -> bool:
-        """Whether rollouts can be told to have succeeded or failed."""
+        """Whether the success of a rollout can be decided."""
         return self.is_reported or self.pass_threshold is not None or self.is_binary
 
     def see(self, reward: float | None, metrics: Mapping[str, float]) -> None:

@@ -1,13 +1,13 @@
-"""The policy version: minted here, laid out for the carriers, brought to the engines one at a time.
+"""Policy versions: number them, write their weights, and publish one after the other.
 
     IDLE -> LAID -> PUBLISHING -> IDLE
                         |          | an engine accepts it after all, or a newer one
                         +-> REFUSED (no engine accepted it; the publisher keeps trying)
 
-Invariants: a policy version is a publish sequence number and is never used twice; a folder is whole
-or not there; the newest published folder always exists, so an engine can join from it, and so does
-one that an engine is loading. Training does not wait for a publication, only the next publication
-does. Driven by the train loop.
+- A policy version is a publish sequence number and is never used twice.
+- A folder is complete or absent. The newest published one always exists, so that an engine can join
+  from it, and so does one that an engine is loading.
+- Training does not wait for a publication; only the next publication does.
 """
 
 import asyncio

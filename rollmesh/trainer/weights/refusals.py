@@ -13,14 +13,14 @@ from rollmesh.trainer.books.records import RunRecords
 from rollmesh.trainer.weights.folder import Refusal
 
 NO_STEP = -1
-"""The step of rows of metrics.jsonl that are about no train step."""
+"""The step of rows of metrics.jsonl that belong to no train step."""
 FIX = "it is tried again; the engines' own logs may show more"
 
 log = get_logger()
 
 
 class Refusals:
-    """Looked at by the train loop between two steps, and while it waits."""
+    """Refused publications of a run; the train loop checks them between steps and as it waits."""
 
     def __init__(self, records: RunRecords, timeout_s: float) -> None:
         """`timeout_s` is how long no engine may accept anything."""
@@ -30,7 +30,7 @@ class Refusals:
         self._since_s = 0.0
 
     def look(self, refusal: Refusal | None, *, all_asleep: bool) -> None:
-        """Take what the last publication has come to; PublishError where that lasts too long."""
+        """Take the outcome of the last publication; PublishError if it is refused for too long."""
         now_s = time.monotonic()
         if refusal is not self._last:
             if self._last is None:

@@ -1,9 +1,9 @@
-"""Judge, by an engine's scores of the probe, whether it holds the weights that it was brought.
+"""Judge, by an engine's scores of the probe, whether it holds the weights that it was sent.
 
-- Scores that cannot be compared, such as NaN, are a no. So are scores that are further from the
+- Scores that cannot be compared, such as NaN, are wrong. So are scores that are further from the
   trainer's than the tolerance.
-- Smaller errors are an engine that ignores updates. It is compared with the last version that it
-  was proved to hold, so that the drift of many small steps adds up.
+- An engine that ignores updates may stay within the tolerance. It is compared with the last version
+  that it was proved to hold, so that the drift of many small steps adds up.
 - Drift below the engine's own noise proves nothing: then the version that the engine names counts.
 """
 
@@ -27,7 +27,7 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What an engine's scores show."""
+    """The judgement of an engine's scores."""
 
     proof: Proof | None = None
     """To compare the next scores with; None where these are `wrong`."""
