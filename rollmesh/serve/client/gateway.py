@@ -12,6 +12,7 @@
 - One object serves all threads.
 """
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -113,13 +114,12 @@ class Gateway:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
             raise AddressError(f"{self._url}: no answer ({why}); is the gateway running?") from None
-        try:
+        answer: dict[str, Any] | None = None
+        with contextlib.suppress(msgspec.MsgspecError):
             answer = msgspec.json.decode(reply.content, type=dict[str, Any])
-        except msgspec.MsgspecError:
-            answer = None
         if reply.is_success and answer is not None:
             return answer
-        error = (answer or {}).get("error")
-        said = error.get("message") if isinstance(error, dict) else error
+        fault = (answer or {}).get("error")
+        said = fault.get("message") if isinstance(fault, dict) else fault
         why = said or "not a rollmesh gateway?"
         raise AddressError(f"{self._url}{path}: HTTP {reply.status_code}: {why}")
