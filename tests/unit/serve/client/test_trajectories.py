@@ -98,7 +98,7 @@ def test_a_full_disk_is_one_line_and_costs_no_earlier_row(tmp_path: Path) -> Non
     with Trajectories(tmp_path) as trajectories:
         trajectories.add(finished())
         size = (tmp_path / TRAJECTORIES).stat().st_size
-        with full_disk(size + 100), pytest.raises(UserError, match="make room and --resume"):
+        with full_disk(size + 100), pytest.raises(UserError, match=r"ulimit -f.*, then --resume"):
             trajectories.add(finished())
     with Trajectories(tmp_path):
         assert len(rows(tmp_path)) == 2
