@@ -208,7 +208,9 @@ async def test_no_body_is_held_while_the_engine_is_slow(make_desk: MakeDesk, pat
     made = desk.sampler.generations
     async with asyncio.TaskGroup() as group:
         calls = [group.create_task(asked(number).__aenter__()) for number in range(8)]
-        await desk.sampler.until(lambda: len(made) == 8 and made[-1].machine.num_readers > 0)
+        await desk.sampler.until(
+            lambda: len(made) == 8 and all(each.machine.num_readers > 0 for each in made)
+        )
         assert len(desk.edge.intercepts) == 8
         assert desk.edge.bodies.held_bytes == 0
         del ask["messages"]
