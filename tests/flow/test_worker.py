@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rollmesh.core.ids import GroupId
+from rollmesh.core.process import INTERRUPTED
 from rollmesh.core.types import Branch, Outcome
 from rollmesh.serve.client.client import Dropped, Finished
 from rollmesh.serve.client.samples import cut
@@ -92,7 +93,7 @@ async def test_group_goes_elsewhere_when_its_worker_is_stopped(mesh: Mesh) -> No
     ask(client)
     await mesh.engine.until(lambda: mesh.engine.num_seen("/generate") > 0)
     leaving.popen.terminate()
-    assert await asyncio.to_thread(leaving.popen.wait, PATIENCE_S) == 0
+    assert await asyncio.to_thread(leaving.popen.wait, PATIENCE_S) == INTERRUPTED
     await asyncio.to_thread(mesh.worker, "worker-1")
     await mesh.engine.release()
     [finished] = await take(client)
