@@ -25,7 +25,7 @@ from rollmesh.core.errors import JournalError, NoRoom, RankGone, UserError, kind
 from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.in_memory import Part
-from rollmesh.serve.client.entries import StepTaken
+from rollmesh.serve.client.entries import NOT_COUNTED, StepTaken
 from rollmesh.serve.client.samples import sibling_rewards
 from rollmesh.trainer.books.records import lives_of, share, write_summary
 from rollmesh.trainer.learning.advantages import are_equal
@@ -244,15 +244,16 @@ class TrainLoop:
         """Write down which exception ended `step` and where.
 
         A step that ends every trainer alike is not redone forever. A UserError is the user's to
-        fix, and the loss of a rank may have any cause.
+        fix, and the loss of a rank may have any cause, so neither counts.
         """
         try:
             yield
-        except (UserError, RankGone):
-            raise
         except Exception as error:
+            is_counted = not isinstance(error, UserError | RankGone)
             with contextlib.suppress(JournalError):
-                self._parts.client.redo.ended(step, kind_and_place(error))
+                self._parts.client.redo.ended(
+                    step, kind_and_place(error) if is_counted else NOT_COUNTED
+                )
             raise
 
     def _publish(self, num_steps: int) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.serve.client.arrivals import Filed
 from rollmesh.serve.client.entries import (
+    NOT_COUNTED,
     AnyEntry,
     EndedSoFar,
     GroupAsked,
@@ -92,7 +93,8 @@ class StepDeaths:
             if before:  # its process has left no word of its end
                 self._causes.setdefault(before.step, []).append(_killed(before))
         elif isinstance(entry, StepEnded) and entry.why:
-            self._causes.setdefault(entry.step, []).append(entry.why)
+            if entry.why != NOT_COUNTED:
+                self._causes.setdefault(entry.step, []).append(entry.why)
         else:
             self._causes.pop(entry.step, None)
 

@@ -333,7 +333,7 @@ class RedoNotes:
         self._note(StepBegun(step, os.getppid()), again)
 
     def ended(self, step: int, why: str = "", again: TriesAgain | None = None) -> None:
-        """`step` is done again or, with `why`, a step has raised; `again` and errors as above."""
+        """`step` is done again or, with `why`, ends the trainer; `again` and errors as above."""
         self._note(StepEnded(step, why), again)
 
 

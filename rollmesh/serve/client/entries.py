@@ -127,6 +127,10 @@ class StepTaken(Entry, frozen=True, tag="step_taken"):
     """Tokens of weights that fewer steps had made did not train."""
 
 
+NOT_COUNTED = "not_counted"
+"""An end of a step that is no fault of its data: the user can fix it, or a rank was lost."""
+
+
 class StepBegun(Entry, frozen=True, tag="step_begun"):
     step: int
     launch: int
@@ -136,7 +140,8 @@ class StepBegun(Entry, frozen=True, tag="step_begun"):
 class StepEnded(Entry, frozen=True, tag="step_ended"):
     step: int
     why: str = ""
-    """The exception that ended the trainer, its kind and place; '' where the step is done."""
+    """The exception that ended the trainer, its kind and place; '' where the step is done, and
+    NOT_COUNTED where the step is not to blame."""
 
 
 class Published(Entry, frozen=True, tag="published"):

@@ -3,7 +3,7 @@
 import threading
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import kind_and_place
+from rollmesh.core.errors import UserError, kind_and_place
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.client.chronicle import Chronicle, Place
 from rollmesh.serve.client.entries import (
@@ -32,7 +32,7 @@ def run(life: Life, num_groups: int) -> list[BaseException]:
     def train() -> None:
         try:
             life.loop.run(life.recovery)
-        except (OverflowError, ZeroDivisionError, Killed, KilledHard) as error:
+        except (OverflowError, ZeroDivisionError, UserError, Killed, KilledHard) as error:
             ends.append(error)
 
     thread = threading.Thread(target=train)
@@ -106,6 +106,14 @@ def test_a_step_in_which_the_trainer_is_killed_each_time_is_skipped(begin: Lives
     life = begin(ROOMY, *SETTINGS)
     assert life.recovery.redo == ()
     assert life.recovery.parted[0].reason.startswith("poisoned_step: step 0 ended the trainer")
+
+
+def test_an_error_that_the_user_can_fix_is_no_fault_of_the_step(begin: Lives) -> None:
+    for number in range(2 + MAX_KILLS):
+        life = begin(ROOMY, *SETTINGS)
+        assert [each.step for each in life.recovery.redo] == ([0] if number else [])
+        life.policy.raises_in_steps = {0: UserError("the disk is full; make room")}
+        assert run(life, 0 if number else 1)
 
 
 def test_being_killed_after_a_redone_step_is_no_fault_of_the_step(begin: Lives) -> None:
