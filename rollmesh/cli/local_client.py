@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Unpack
 import msgspec
 
 from rollmesh.core.config import WorkerConfig
-from rollmesh.core.errors import InfraError
+from rollmesh.core.errors import AddressError, InfraError
 from rollmesh.core.ids import GroupId, new_id
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Score, Task
 from rollmesh.envs.calls import Calls, Limit, OvertimeError
@@ -100,6 +100,12 @@ class LocalRollouts:
             await asyncio.to_thread(session.delete)
 
     async def _once(self, task: Task, index: int, seed: int) -> Played:
+        try:
+            return await self._in_session(task, index, seed)
+        except AddressError as error:  # the gateway: one failed call ends one rollout at most
+            return _failed(index, Outcome.INFRA_ERROR, Fault(str(error), None), is_worth_retry=True)
+
+    async def _in_session(self, task: Task, index: int, seed: int) -> Played:
         session = await self._open(task, seed)
         played = await self._run(task, index, self._endpoint(session))
         account = await asyncio.to_thread(session.finish)

@@ -263,7 +263,8 @@ class TrainerConfig(Section, frozen=True):
     are masked (default: 0.05)."""
     max_token_gap: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """Single tokens of the current weights whose log-prob is off by more than this, in nats, are
-    masked (default: 1.0); in a sample's average a token counts as this at most."""
+    masked (default: 1.0); in a sample's average a token counts as this at most, so a larger
+    max_logprob_gap masks no sample."""
     checkpoint_steps: Positive = 100
     """A checkpoint is written this often, and at the end."""
     train_branches: tuple[Branch, ...] = ("main", "subagent")
