@@ -13,6 +13,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import Event as FleetEvent
 from rollmesh.engine.fleet import Fleet
+from rollmesh.engine.member import Member
 from rollmesh.runtime.generation import Action as GenerationAction
 from rollmesh.runtime.generation import Event as GenerationEvent
 from rollmesh.runtime.generation import GenerationMachine
@@ -40,7 +41,7 @@ from rollmesh.trainer.savepoints.due import Due
 from rollmesh.trainer.savepoints.state import LoopState
 from rollmesh.trainer.staleness import StalenessManager
 from rollmesh.trainer.staleness_events import Action as StalenessAction
-from rollmesh.wire.fleet import EnginePhase
+from rollmesh.wire.fleet import EnginePhase, FenceEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import GroupFinished
@@ -81,6 +82,14 @@ class FleetWhoseLeasesLast(Fleet):
             if engine.row.phase is EnginePhase.UPDATING:
                 engine.until_s = math.inf
         return super().step(event, now_s)
+
+
+class FleetThatFencesTheLastEngine(Fleet):
+    def _on_fence(self, engine: Member, ask: FenceEngine, now_s: float) -> str:
+        error = super()._on_fence(engine, ask, now_s)
+        if error.endswith("is the last engine that is ready"):
+            self._fence(engine, ask.detail, now_s)
+        return error
 
 
 class LegThatTakesOlderWeights(GenerationMachine):
@@ -232,6 +241,7 @@ BROKEN = [
     Machines(ledger=LedgerThatForgivesKillers),
     Machines(ledger=LedgerThatExcusesAll),
     Machines(fleet=FleetWhoseLeasesLast),
+    Machines(fleet=FleetThatFencesTheLastEngine),
     Machines(generation=LegThatTakesOlderWeights),
     Machines(book=BookThatForgetsWhatStepsTook),
     Machines(book=BookThatWritesAfterTheAct),

@@ -53,6 +53,7 @@ KEPT_SEEDS = {
     645: "the same with two groups",
     700495: "a suspect was given to a worker that had just left",
     700190: "the same with two groups",
+    20036: "a fence ask was blamed for the engine that the same step fenced for its overdue probe",
     11575: "a full disk, a kill and a broken savepoint hid two steps",
 }
 """What a seed of an earlier simulator found, a unit test of the machine holds too."""

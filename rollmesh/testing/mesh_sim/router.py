@@ -22,7 +22,14 @@ from rollmesh.serve.router.groups import MAX_UNBEGUN
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.wire.fleet import EngineFaulted, EnginePhase, FenceEngine, FleetAsk, JoinEngine
+from rollmesh.wire.fleet import (
+    EngineFaulted,
+    EnginePhase,
+    FenceEngine,
+    FleetAsk,
+    FleetChanged,
+    JoinEngine,
+)
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
@@ -115,17 +122,27 @@ class SimRouter(Node):
         event = Received(source.encode(), packet.message, packet.body, packet.router)
         self._note_excuses(packet.message)
         if type(packet.message) in OF_THE_FLEET:
-            was_ready = self._num_ready()
+            before = self.fleet.table()
             self._do_fleet(self.fleet.step(event, self._now_s()))
             if isinstance(packet.message, FenceEngine):
-                assert self._num_ready() or not was_ready, "the last engine was fenced"
+                self._check_fence(packet.message, before)
             return
         self._do(self.ledger.step(event, self._now_s()))
         if isinstance(packet.message, WorkerHello):
             self._send(Send(event.route, self.fleet.table()))
 
-    def _num_ready(self) -> int:
-        return sum(row.phase is EnginePhase.READY for row in self.fleet.table().engines)
+    def _check_fence(self, ask: FenceEngine, before: FleetChanged) -> None:
+        """Assert that `ask` fenced its engine only beside another READY one.
+
+        The others are taken from the table before the step. The step also fences engines whose
+        probes are overdue, which happens in the same step after the router was frozen.
+        """
+        ready = {row.url for row in before.engines if row.phase is EnginePhase.READY}
+        is_fenced = any(
+            row.url == ask.url and row.phase is EnginePhase.FENCED and row.detail == ask.detail
+            for row in self.fleet.table().engines
+        )
+        assert not is_fenced or ready != {ask.url}, "the last engine was fenced"
 
     def _check_seats(self) -> None:
         """A group and its worker know of each other, and of no third."""

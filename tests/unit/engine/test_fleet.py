@@ -128,6 +128,30 @@ def test_last_engine_that_is_ready_is_not_fenced_for_what_it_samples() -> None:
     assert bench.phase(B) is EnginePhase.READY
 
 
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_fence_beside_a_ready_engine_is_granted_in_the_step_that_finds_its_probe_overdue(
+    is_repeated: bool,
+) -> None:
+    """A router that was frozen takes the ask first, then fences the other engine for its probe."""
+    ask = FenceEngine(2, A, 0, "off by 0.5")
+    bench = ready(A, B)
+    bench.tick(1.0)
+    bench.answer(A)
+    bench.answer(B, ok=False)
+    bench.tick(0.25)
+    assert B in bench.pending
+    if is_repeated:
+        assert bench.ask(ask).ok
+    bench.now_s += 5.0
+    assert bench.phase(B) is EnginePhase.READY
+    assert bench.ask(ask).ok
+    assert bench.phase(B) is EnginePhase.FENCED
+    assert "unanswered" in bench.row(B).detail
+    bench.tick(1.0)
+    bench.answer(B)
+    assert bench.phase(B) is EnginePhase.READY
+
+
 def test_engine_that_has_other_weights_by_now_is_not_fenced_for_those_it_had() -> None:
     bench = ready(A, B)
     bench.ask(BeginUpdate(2, A, 1, 5.0))
