@@ -55,6 +55,9 @@ KEPT_SEEDS = {
     700190: "the same with two groups",
     20036: "a fence ask was blamed for the engine that the same step fenced for its overdue probe",
     11575: "a full disk, a kill and a broken savepoint hid two steps",
+    3795: "a second freeze of a frozen worker reordered the chunks of a stream",
+    13066: "the same, with the end of the stream before its first chunks",
+    19075: "the same, with two streams of one worker",
 }
 """What a seed of an earlier simulator found, a unit test of the machine holds too."""
 FAULTS = {

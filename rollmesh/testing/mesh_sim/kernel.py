@@ -1,7 +1,9 @@
-"""Virtual time: an agenda of calls, run in order of time, each belonging to one life of one node.
+"""Virtual time: an agenda of calls in order of time, each for one incarnation of one node.
 
-Invariants: the same seed gives the same run, event for event; a call whose node has crashed since
-it was put on the agenda never runs; a call to a frozen node runs when it thaws. Driven by mesh.py.
+- The same seed gives the same run, event for event.
+- A call whose node has crashed since it was scheduled never runs.
+- Calls to a frozen node run when its freeze ends, in the order in which they were due, also where
+  a second freeze extends the first.
 """
 
 import heapq
@@ -57,7 +59,12 @@ class Kernel:
         self.time_s = 0.0
         self.num_events = 0
         self.on_killed: Callable[[Node], None] = lambda node: node.crash()
-        self._agenda: list[tuple[float, int, Node | None, int, Callable[[], None]]] = []
+        self._agenda: list[tuple[float, float, int, Node | None, int, Callable[[], None]]] = []
+        """Heap of calls, ordered by the time to run, the time that was due at first, and a count.
+
+        Each freeze postpones the time to run, possibly more than once; the other two never change,
+        so postponed calls of a node run in their original order.
+        """
         self._count = 0
 
     def now_s(self, node: Node | None = None) -> float:
@@ -76,19 +83,19 @@ class Kernel:
             life = node.life if node else 0
         # The count keeps calls of one instant in the order in which they were put here.
         self._count += 1
-        heapq.heappush(self._agenda, (self.time_s + delay_s, self._count, node, life, call))
+        due_s = self.time_s + delay_s
+        heapq.heappush(self._agenda, (due_s, due_s, self._count, node, life, call))
 
     def run(self, max_events: int, until_s: float) -> None:
         """Run until `max_events` have run, or it is `until_s`; the clock then shows that."""
         agenda, last = self._agenda, self.num_events + max_events
         while agenda and self.num_events < last and agenda[0][0] <= until_s:
-            self.time_s, _, node, life, call = heapq.heappop(agenda)
+            self.time_s, due_s, count, node, life, call = heapq.heappop(agenda)
             if node:
                 if node.life != life:
                     continue
                 if node.frozen_until_s > self.time_s:
-                    self._count += 1
-                    entry = (node.frozen_until_s, self._count, node, life, call)
+                    entry = (node.frozen_until_s, due_s, count, node, life, call)
                     heapq.heappush(agenda, entry)
                     continue
             self.num_events += 1
