@@ -11,7 +11,7 @@ ledger and the savepoints that were whole by then, nothing else. Driven by the k
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import msgspec
@@ -184,9 +184,9 @@ class SimTrainer(SimClient):
             if each.alive:
                 each.crash()
 
-    def look_at_ledger(self) -> None:
-        """At rest."""
-        self.witness.look_at_ledger(self.ledger, self.waiting)
+    def look_at_ledger(self, unheard_versions: Collection[int]) -> None:
+        """Check the ledger, at rest; see SimRouter for `unheard_versions`."""
+        self.witness.look_at_ledger(self.ledger, self.waiting, unheard_versions)
 
     def _newest_save(self) -> Save | None:
         if self._shelf and self._network.strikes("save_broke"):

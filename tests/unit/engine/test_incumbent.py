@@ -3,9 +3,9 @@
 from rollmesh.engine.fleet import ContinueEngine
 from rollmesh.engine.incumbent import Incumbent
 from rollmesh.engine.member import UNVERSIONED
-from rollmesh.wire.fleet import BeginUpdate, EnginePhase, FinishUpdate, PublisherLeft
+from rollmesh.wire.fleet import BeginUpdate, EnginePhase, FinishUpdate, PublisherLeft, ReadFleet
 from rollmesh.wire.machine import Received
-from tests.unit.engine.fleet_bench import A, B, ready
+from tests.unit.engine.fleet_bench import A, B, Bench, ready
 
 ONE, OTHER = b"one", b"other"
 
@@ -74,3 +74,17 @@ def test_engine_whose_publisher_left_in_mid_update_serves_what_it_had() -> None:
     bench.answer(A, policy_version=0)
     assert (bench.phase(), bench.row().policy_version) == (EnginePhase.READY, 0)
     assert not bench.ask(FinishUpdate(2, A, 18, True), ONE).ok, "said late"
+
+
+def test_restarted_router_takes_restarted_engines_at_their_word_until_a_publisher_reports() -> None:
+    bench = Bench(A, B)  # a new router: version 4 was published through the one before
+    bench.answer(A, policy_version=0, incarnation="restarted")
+    assert (bench.phase(A), bench.row(A).policy_version) == (EnginePhase.READY, 0)
+    assert bench.fleet.table().published == UNVERSIONED, "readers see that no publisher reported"
+    bench.ask(ReadFleet(1, 4), ONE)
+    bench.answer(B, policy_version=0, incarnation="restarted")
+    assert bench.phase(B) is EnginePhase.JOINING
+    for url in (A, B):
+        assert bench.ask(BeginUpdate(2, url, 4, 5.0), ONE).ok
+        assert bench.ask(FinishUpdate(3, url, 4, True), ONE).ok
+        assert (bench.phase(url), bench.row(url).policy_version) == (EnginePhase.READY, 4)
