@@ -22,7 +22,7 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import UserError
 from rollmesh.core.logs import setup
-from rollmesh.core.process import USAGE
+from rollmesh.core.process import FAILED, USAGE
 from rollmesh.core.run_state import RunState
 from rollmesh.core.share import Share
 from rollmesh.core.tail import Tail
@@ -125,6 +125,9 @@ class Run:
                 end = await supervisor.run()
                 for task in following:
                     task.cancel()
+        if end.state is RunState.FAILED and (place := folder.moved_to()):
+            # A process may notice first; it sees files that are missing, and not why.
+            end = End(FAILED, moved_away(folder, place))
         return sampler, end
 
     @contextmanager
