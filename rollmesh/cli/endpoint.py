@@ -33,7 +33,7 @@ class Upstream(msgspec.Struct, frozen=True):
 
     base_url: str
     model: str
-    """What requests name as their model."""
+    """The model name that requests carry."""
     key: str
     """'' where it wants none."""
 

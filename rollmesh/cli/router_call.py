@@ -37,7 +37,7 @@ def check_router(address: str) -> None:
 
 
 def status_of(address: str) -> RouterRow:
-    """What the router at either address reports; AddressError, one line, where it does not."""
+    """Return the report of the router at either address; AddressError, one line, without one."""
     check_router(address)
     if address.startswith("tcp://"):
         answer = ask(address, AskAddresses(1), AddressesAnswered)

@@ -80,7 +80,7 @@ _MISSES: dict[MissReason, str] = {
 
 
 def remedy_of(error: OSError) -> str:
-    """What people can do where the system refused to write."""
+    """Return the remedy for a write that the system refused."""
     return _REMEDIES.get(error.errno or 0, "fix that")
 
 

@@ -267,7 +267,7 @@ class Supervision:
         )
 
     def _on_silence(self, now_s: float) -> list[Action]:
-        """What missing heartbeats lead to: a line, then the end of the process."""
+        """Show missing heartbeats in a line, and later kill the process."""
         actions: list[Action] = []
         timeout_s = self._settings.hang_timeout_s
         for child in self.children.values():

@@ -59,7 +59,7 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     bind_key: str = ""
     """The setting that `bind` stands in, for people."""
     loads: str = ""
-    """What it loads before it reports, in words for people: it may crash there."""
+    """The name of the thing it loads before it reports, for the line about a crash in that load."""
     is_worker: bool = False
     """Whether the router knows it by its role, and is told of its end."""
 

@@ -61,7 +61,7 @@ class Progress:
         """Why no engine has accepted the newest weights."""
         self.num_samples = 0
         self.num_masked = 0
-        """Of `num_samples`, those that did not train because their log-probs differ too much."""
+        """Samples of `num_samples` that did not train because their log-probs differ too much."""
         self.num_masked_tokens = 0
         self._ages: Counter[str] = Counter()
         self._recent: deque[MetricsRow] = deque(maxlen=ETA_STEPS)

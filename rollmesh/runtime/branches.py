@@ -19,7 +19,7 @@ from rollmesh.runtime.graph import TokenGraph
 
 
 class RootKind(msgspec.Struct, frozen=True):
-    """The meanings by which lines are told apart."""
+    """The meanings that distinguish lines."""
 
     tools: int
     """0 for none."""

@@ -100,7 +100,7 @@ class EngineWait(msgspec.Struct, frozen=True):
 
     num_calls: int
     since_s: float
-    """Of the sampler's clock."""
+    """On the sampler's clock."""
     why: str
 
 

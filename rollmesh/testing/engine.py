@@ -92,7 +92,7 @@ class ScriptedEngine:
         self.url = ""
         self.model_path = "scripted"
         self.info_version: str | None = None
-        """What /model_info reports instead of `weight_version`; '' leaves the field out."""
+        """The version in /model_info instead of `weight_version`; '' leaves the field out."""
         self.seen: list[SeenRequest] = []
         self.faults: deque[Fault] = deque()
         self.update_error = ""

@@ -160,7 +160,7 @@ class RankedPolicy:
         return laid.parts
 
     def snapshot(self, folder: Path) -> None:
-        """As Policy has it; each rank writes its own rows."""
+        """Implement Policy's method; each rank writes its own rows."""
         self._check_finite(folder)
         self._controller.call(f"{ROLE}.snapshot", str(folder.absolute()))
 

@@ -64,7 +64,7 @@ class StalenessSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: StalePolicy = "wait"
     """What becomes of what would be too old."""
     formula: StalenessFormula = "under_way"
-    """What capacity is reckoned by."""
+    """The formula of the capacity."""
 
 
 class Phase(enum.StrEnum):

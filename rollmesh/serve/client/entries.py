@@ -46,7 +46,7 @@ class Again(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SeenRollout(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a rollout that does not train."""
+    """A rollout that does not train, for the drop log."""
 
     index: int
     outcome: Outcome

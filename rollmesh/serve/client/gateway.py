@@ -61,7 +61,7 @@ class GatewaySession:
 
 
 class Gateway:
-    """See the module."""
+    """The admin API of one gateway; `with` closes its connections."""
 
     def __init__(self, url: str, admin_token_file: str | Path | None = None) -> None:
         """`url` is what `rollmesh gateway` prints; the token is that of its --admin-token-file,

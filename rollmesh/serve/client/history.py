@@ -40,7 +40,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """The newest savepoint that the journal was freed by."""
     steps: tuple[StepTaken, ...] = ()
     step_deaths: dict[int, tuple[str, ...]] = {}
-    """Of `steps`, how each has ended earlier processes since it was last done, in their order."""
+    """By step: how it ended earlier processes since it was last done, oldest first."""
     published: tuple[Published, ...] = ()
     results: tuple[Filed, ...] = ()
     """Those of `steps` too."""

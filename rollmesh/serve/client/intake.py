@@ -106,7 +106,7 @@ class Intake:
         self.has_router = threading.Event()
         """Set once a router has answered."""
         self._wait_reason = "", 0.0
-        """What the router sent last about groups that wait, and when."""
+        """The router's last message about groups that wait, and its time."""
         self._is_waiting = False
         self._is_disk_ill = False
         """The journal did not take something, and nothing since."""

@@ -7,6 +7,7 @@ again has no rows yet, whatever a crash has cut. Driven by evaluation.py.
 
 import os
 from collections import Counter, defaultdict
+from io import FileIO
 from pathlib import Path
 from typing import Self
 
@@ -81,15 +82,20 @@ class Results:
 
     def add(self, rows: list[Row]) -> None:
         """Write the rows of a group, and hand them to the system; UserError if it takes none."""
-        left = memoryview(_lines(rows))
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            why = f"{error.strerror}; {remedy_of(error)}, then --resume"
-            raise UserError(f"{self._path}: {why}") from None
+        append(self._file, self._path, _lines(rows))
         self.rows += rows
         self._group_ids.update(row.group_id for row in rows)
+
+
+def append(file: FileIO, path: Path, lines: bytes) -> None:
+    """Write `lines` to the unbuffered `file` at `path`; UserError if the disk takes no more."""
+    left = memoryview(lines)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError as error:
+        why = f"{error.strerror}; {remedy_of(error)}, then --resume"
+        raise UserError(f"{path}: {why}") from None
 
 
 def _lines(rows: list[Row]) -> bytes:

@@ -13,10 +13,11 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from rollmesh.core.errors import UserError, remedy_of
+from rollmesh.core.errors import UserError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import Branch, GroupRecord, RolloutRecord
 from rollmesh.serve.client.arrivals import Arrival, Dropped
+from rollmesh.serve.client.results import append
 from rollmesh.serve.client.samples import Sample, cut
 
 TRAJECTORIES = "trajectories.jsonl"
@@ -77,13 +78,8 @@ class Trajectories:
 
     def add(self, arrival: Arrival) -> None:
         """Write the rollouts that came of a group; UserError if the disk takes no more."""
-        left = memoryview(b"".join(encode_row(row) + b"\n" for row in rows_of(arrival)))
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            why = f"{error.strerror}; {remedy_of(error)}, then --resume"
-            raise UserError(f"{self._path}: {why}") from None
+        lines = b"".join(encode_row(row) + b"\n" for row in rows_of(arrival))
+        append(self._file, self._path, lines)
 
 
 def rows_of(arrival: Arrival) -> list[dict[str, Any]]:

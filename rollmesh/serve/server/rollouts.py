@@ -37,7 +37,7 @@ from rollmesh.wire.messages import GroupAsk
 log = get_logger()
 
 MAX_ERROR_CHARS = 500
-"""Of an error's text, without its place."""
+"""Length of an error's text, without its place."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -143,7 +143,7 @@ def fill(record: RolloutRecord, session: SessionRecord) -> None:
 
 
 def fault_of(error: BaseException, method: object) -> Fault:
-    """What `error` is and where it came from; `method` of the environment raised it."""
+    """Describe `error`, which `method` of the environment raised, with its place."""
     error = cause_of(error)
     place, text = place_of(error, method), one_line(error)
     if place is None:

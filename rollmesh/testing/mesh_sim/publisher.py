@@ -126,7 +126,7 @@ class SimPublisher(Node):
                     self._note(action)
 
     def _note(self, action: Accepted | PublishEnded) -> None:
-        """As trainer/weights/folder.py does: a refused publication counts once it is accepted."""
+        """Count a refused publication once it is accepted, as trainer/weights/folder.py does."""
         match action:
             case Accepted(policy_version):
                 self._accepted = policy_version

@@ -81,7 +81,7 @@ class StepMeter:
         """`held` is the version of the weights that the step begins with, if they have a name."""
         self.moment = moment
         self._grad_norms: list[float] = []
-        """Of the minibatches that changed the weights."""
+        """Norms of the minibatches that changed the weights."""
         self._num_skipped = 0
         self.minibatch_loss = 0.0
         """This rank's part of the loss of the minibatch that is under way."""

@@ -127,7 +127,7 @@ class Exits:
 
 
 MAX_METRICS = 64
-"""Of an environment, in a row of metrics.jsonl; names that sort later are left out."""
+"""Metrics of an environment in a row of metrics.jsonl; names that sort later are left out."""
 
 
 def figures_of(records: Iterable[GroupRecord], rule: SuccessRule) -> dict[str, float | None]:

@@ -59,7 +59,7 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetState(msgspec.Struct):
-    """What the publisher last saw of the engines; written on its thread, read from any."""
+    """The publisher's last view of the engines; written on its thread, read from any."""
 
     accepted_version: int = UNVERSIONED
     """The newest policy version that an engine serves, be it since its publication ended."""

@@ -108,7 +108,7 @@ class _Ledger:
         return [*request.spot.messages(), *[cut(msgspec.json.encode(each)) for each in said]]
 
     def _add(self, call: RelayCall, answer: Answer, record: dict[str, Any]) -> None:
-        """What a complete answer with status 200 adds to the record of its call, and to samples."""
+        """Add a complete answer with status 200 to the record of its call, and to samples."""
         if answer.unread:
             record["unread"] = answer.unread
         if answer.failure:

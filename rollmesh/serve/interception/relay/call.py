@@ -355,5 +355,5 @@ def _unavailable(why: str) -> SessionError:
 
 
 def _without_host(fault: str) -> str:
-    """What failed, for the agent; `fault` is `URL: WHAT: DETAILS`, and details may name hosts."""
+    """The error for the agent; `fault` is `URL: WHAT: DETAILS`, and details may name hosts."""
     return f"the upstream: {fault.partition(': ')[2].partition(': ')[0]}"

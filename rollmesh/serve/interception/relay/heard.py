@@ -58,7 +58,7 @@ class Answer(msgspec.Struct):
     failure: str = ""
     """Why this is not a whole answer of the model; '' if it is one."""
     unread: str = ""
-    """What could not be parsed, and why; '' if everything was."""
+    """The part that could not be parsed, and why; '' if everything was."""
     is_cut: bool = False
     """It is a stream that ended before its end event."""
 
