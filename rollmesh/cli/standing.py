@@ -113,7 +113,7 @@ def of_folder(folder: Path, unix_s: float) -> Standing:
 
 
 def of_router(address: str, unix_s: float) -> Standing:
-    """What the router at either of its addresses reports; AddressError, one line, if nothing."""
+    """Return the router's report, asked at either address; AddressError, one line, without one."""
     return Standing(unix_s, None, status_of(address), [])
 
 

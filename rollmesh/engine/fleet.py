@@ -136,7 +136,7 @@ class Fleet:
         return max(live, default=UNVERSIONED)
 
     def why_none_serves(self) -> str:
-        """What keeps all engines from serving, in a line; '' where one serves, will after a lease,
+        """Why no engine serves, in a line; '' where one serves, will after a lease,
         or none is known."""
         rows = [
             each.row for each in self._engines.values() if each.row.phase is not EnginePhase.GONE

@@ -93,7 +93,7 @@ class EngineMissed(msgspec.Struct, frozen=True):
     """The answer to ChooseEngine where there is none, if anybody knows why."""
 
     why: str
-    """What keeps engines from serving the session, in a line; '' where none is known of."""
+    """Why no engine serves the session, in a line; '' where no reason is known."""
     is_for_good: bool = False
     """None will come."""
     is_behind: bool = False

@@ -1,4 +1,4 @@
-"""What the trainer imports leaves no empty folder among the temporary files."""
+"""Importing the trainer leaves no empty folder among the temporary files."""
 
 import os
 import subprocess

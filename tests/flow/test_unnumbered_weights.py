@@ -12,7 +12,7 @@ from rollmesh.testing.engine import ScriptedEngine
 from tests.flow.gateway_process import PATIENCE_S, Gateway, finish, next_token, sampling
 
 NUM_TOKENS = 8
-"""Of each turn; see `sampling`."""
+"""One entry for each turn; see `sampling`."""
 
 
 class Talk:

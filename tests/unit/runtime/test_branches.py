@@ -53,7 +53,7 @@ def test_of_lines_that_last_equally_long_the_last_active_one_is_main() -> None:
 
 
 def test_a_last_call_without_tools_stays_on_the_line_that_began_with_them() -> None:
-    """As agents send it that are out of steps: the same talk, and no tools."""
+    """The last call of an agent that is out of steps: the same messages, and no tools."""
     chats = {
         0: Chat(RootKind(5, 1, 9), 0, 3),
         1: Chat(RootKind(0, 1, 9), 4, 5),
