@@ -205,8 +205,12 @@ class Chronicle:
         return left
 
     def cover(self, saved: StateSaved) -> None:
-        """Nobody comes back to before a savepoint that knows these steps, versions and ends."""
-        if saved.num_steps >= self.saved.num_steps:
+        """Forget the steps, versions and ends that this savepoint knows.
+
+        It may be older than the newest one, which a program could not read.
+        """
+        known = self.saved
+        if (saved.num_steps, saved.policy_version) >= (known.num_steps, known.policy_version):
             self.saved = saved
         self.forget(self.learn(saved))
         self.steps = {at: told for at, told in self.steps.items() if at >= saved.num_steps}

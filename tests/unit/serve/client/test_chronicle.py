@@ -265,9 +265,10 @@ def test_entries_of_older_journals_are_read() -> None:
     assert (told.num_asked, told.ended["r1"].intervals()) == ({"r1": 7}, [(0, 7)])
 
 
-def test_savepoint_that_is_older_than_the_last_one_told_takes_nothing_back() -> None:
+@pytest.mark.parametrize("num_steps", [4, 9])
+def test_savepoint_that_is_older_than_the_last_one_told_takes_nothing_back(num_steps: int) -> None:
     told = Chronicle()
-    newer, older = StateSaved(9, 9, {"r1": [(0, 30)]}), StateSaved(4, 4, {"r1": [(0, 12)]})
+    newer, older = StateSaved(9, 9, {"r1": [(0, 30)]}), StateSaved(num_steps, 4, {"r1": [(0, 12)]})
     for at, entry in enumerate((newer, older)):
         told.replay(entry, Place(at, 0))
     assert told.saved == newer
