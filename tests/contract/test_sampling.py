@@ -164,7 +164,7 @@ async def test_what_is_no_grammar_is_refused(
     reason = event["meta_info"]["finish_reason"]
     assert (reason["type"], reason["status_code"]) == ("abort", 400)
     assert f"Failed to compile {name} grammar" in reason["message"]
-    assert await engine.num_running() == 0
+    await engine.until_idle()
 
 
 async def test_a_bias_is_added_before_logprobs_are_taken(
