@@ -101,9 +101,11 @@ class Lengths:
         asked_step: int = 0,
         num_drawn: int = 0,
         again: object = None,
+        min_policy_version: int = -1,
     ) -> GroupId:
         """Mint an id."""
         del task, env, num_samples, sampling, seed, is_eval, asked_step, num_drawn, again
+        del min_policy_version
         group_id = GroupId(self.run_id, self._num_asked)
         self._num_asked += 1
         self._asked.append(group_id)

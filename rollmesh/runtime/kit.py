@@ -67,3 +67,5 @@ class SessionAsk(msgspec.Struct, frozen=True):
     seed: int
     scribe: Scribe | None = None
     """Writes down what the session does; None where nothing of it outlives the process."""
+    min_policy_version: int = -1
+    """The oldest weights that may answer its first call; -1: any."""

@@ -70,8 +70,12 @@ class Runtime:
         *,
         is_grouped: bool = True,
         kept: KeptSession | None = None,
+        min_policy_version: int = -1,
     ) -> OpenSession:
-        """A session for the rollout's agent, in its scope; one that is run again gets another."""
+        """Open a session for the rollout's agent; a rollout that is run again gets another.
+
+        Its first call waits for weights of `min_policy_version` or newer.
+        """
         scope = self._scopes.get(rollout_id)
         if scope is not None and scope.state is ScopeState.LENT:
             scope.give_up("the rollout is run again")
@@ -82,7 +86,7 @@ class Runtime:
             scope.on_end(partial(self._forget, rollout_id))
             if is_grouped:
                 self._groups.setdefault(rollout_id.group_id, []).append(scope)
-        return scope.begin(sampling, seed, kept)
+        return scope.begin(sampling, seed, kept, min_policy_version)
 
     def resolve_trajectory(self, rollout_id: RolloutId) -> Session:
         """The session of the rollout's newest run; TrajectoryEnded once its scope has ended."""

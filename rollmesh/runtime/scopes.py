@@ -80,7 +80,11 @@ class Scope:
         self._on_end: list[Callable[[], None]] = []
 
     def begin(
-        self, sampling: SamplingPolicy, seed: int, kept: KeptSession | None = None
+        self,
+        sampling: SamplingPolicy,
+        seed: int,
+        kept: KeptSession | None = None,
+        min_policy_version: int = -1,
     ) -> OpenSession:
         """A run of the rollout, in a fresh session; what was lent of the run before is back.
 
@@ -94,7 +98,7 @@ class Scope:
             self.session.forget()
         self.state = ScopeState.OPEN
         self._sampling, self._seed = sampling, seed
-        self.session = self._new_session(sampling, seed, kept)
+        self.session = self._new_session(sampling, seed, kept, min_policy_version)
         if kept is not None and kept.locks is not None:
             self._doors.reopen(kept.locks, self.session)
             self._locks.append(kept.locks)
@@ -175,12 +179,21 @@ class Scope:
         return self._loans.sessions() if self._loans else []
 
     def _new_session(
-        self, sampling: SamplingPolicy, seed: int, kept: KeptSession | None = None
+        self,
+        sampling: SamplingPolicy,
+        seed: int,
+        kept: KeptSession | None = None,
+        min_policy_version: int = -1,
     ) -> Session:
-        if kept is None:
-            return Session(SessionAsk(new_id("s", 6), self.rollout_id, sampling, seed), self._kit)
-        ask = SessionAsk(kept.session_id, self.rollout_id, sampling, seed, kept.scribe)
-        return Session(ask, self._kit, kept.past)
+        ask = SessionAsk(
+            kept.session_id if kept else new_id("s", 6),
+            self.rollout_id,
+            sampling,
+            seed,
+            kept.scribe if kept else None,
+            min_policy_version,
+        )
+        return Session(ask, self._kit, kept.past if kept else None)
 
     def _session_of_borrower(self) -> Session:
         """Nobody trains on it, so it is sampled as its borrower asks; unlike the rollout's own."""

@@ -93,7 +93,7 @@ class Session:
         self._replies = ReplyTable()
         self.answers = Answers(ask.session_id, kit.prompts)
         self._sealed_because = ""
-        self._min_policy_version = -1
+        self._min_policy_version = ask.min_policy_version
         if past is not None:
             self._regain(past)
 

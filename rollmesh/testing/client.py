@@ -34,6 +34,8 @@ class ScriptedClient:
         self.asked: dict[GroupId, tuple[Task, int]] = {}
         self.again: dict[GroupId, Again] = {}
         """Of `asked`, and of what has ended, what asks for a task again."""
+        self.min_policy_versions: list[int] = []
+        """Of each ask, in order."""
         self.parted: list[GroupParted] = []
         """What its program has dropped."""
         self.filed: dict[int, Arrival] = {}
@@ -53,10 +55,12 @@ class ScriptedClient:
         asked_step: int = 0,
         num_drawn: int = 0,
         again: Again | None = None,
+        min_policy_version: int = -1,
     ) -> GroupId:
         """Mint an id."""
         del env, sampling, seed, is_eval, asked_step, num_drawn
         group_id = GroupId(self.run_id, self._num_asked)
+        self.min_policy_versions.append(min_policy_version)
         if again:
             self.again[group_id] = again
         self._num_asked += 1

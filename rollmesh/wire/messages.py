@@ -46,7 +46,7 @@ class GroupState(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-class GroupAsk(msgspec.Struct, frozen=True, kw_only=True):
+class GroupAsk(msgspec.Struct, frozen=True):
     """The body of AskGroup and RunGroup; the router forwards it unopened."""
 
     task: Task
@@ -54,6 +54,8 @@ class GroupAsk(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """Seeds the rollouts' sampling: a generation's seed derives from (seed, index, generation)."""
     is_eval: bool = False
+    min_policy_version: int = -1
+    """Its sessions begin with these weights or newer ones; -1: with any."""
 
 
 class HeldGroup(msgspec.Struct, frozen=True, array_like=True):

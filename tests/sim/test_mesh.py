@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from rollmesh.core.errors import JournalError
-from rollmesh.testing.mesh_sim.machines import REAL, Machines
-from rollmesh.testing.mesh_sim.mesh import CHAOS, LONG, Mesh, Report, simulate
+from rollmesh.testing.mesh_sim.machines import Machines
+from rollmesh.testing.mesh_sim.mesh import Report, simulate
 from rollmesh.testing.mesh_sim.network import Faults
 from tests.sim.broken import BROKEN
 from tests.sim.seeds import Cores, open_cores
@@ -59,6 +59,7 @@ KEPT_SEEDS = {
     13066: "the same, with the end of the stream before its first chunks",
     19075: "the same, with two streams of one worker",
     13585: "the router and all engines restarted while the publisher was frozen: `wait` dropped",
+    16305: "a savepoint could not be read, and the one before it hid the newer policy versions",
 }
 """What a seed of an earlier simulator found, a unit test of the machine holds too."""
 FAULTS = {
@@ -235,17 +236,6 @@ def test_same_seed_gives_the_same_run_in_every_process() -> None:
 @pytest.mark.parametrize("seed", KEPT_SEEDS)
 def test_kept_seed_comes_to_rest(seed: int) -> None:
     assert simulate(seed).num_events >= MIN_EVENTS
-
-
-def test_wait_drops_a_group_only_for_weights_that_a_new_router_could_not_know_to_be_old() -> None:
-    mesh = Mesh(13585, CHAOS, LONG[1], REAL)
-    mesh.start()
-    mesh.chaos(LONG[0])
-    mesh.calm()
-    client = mesh.client
-    assert mesh.router.unheard_versions >= {0}
-    with pytest.raises(AssertionError, match="run-0/8 left as stale"):
-        client.witness.look_at_ledger(client.ledger, client.waiting, unheard_versions=())
 
 
 def test_tasks_that_kill_are_stopped_at_the_second_and_their_neighbours_are_spared() -> None:

@@ -187,20 +187,21 @@ class RolloutClient:
         asked_step: int = 0,
         num_drawn: int = 0,
         again: Again | None = None,
+        min_policy_version: int = -1,
     ) -> GroupId:
-        """Ask for `num_samples` rollouts of `task`; the group's id, at once.
+        """Ask for `num_samples` rollouts of `task`; return the group's id at once.
 
-        Higher `priority` runs first. What has not ended `deadline_s` from now (0: no limit) ends as
-        `deadline`; what a full router refuses for longer than `patience_s`, as `overloaded`.
-        Overloaded where too much is asked for here already; WireError where no router could read
-        it; ClientClosed after `close`. While the journal is over its byte budget asks are held
-        back, and the log says so. A later client's `history` tells `asked_step`, the train steps
-        that the engines' weights have done, `num_drawn`, the tasks drawn so far, and `again`, whose
-        task is asked for once more.
+        Higher `priority` runs first. A group that has not ended in `deadline_s` (0: no limit) ends
+        as `deadline`; one that a full router refuses for `patience_s`, as `overloaded`. Its
+        sessions wait for weights of `min_policy_version` or newer. Asks are held back while the
+        journal is over its byte budget. A later client's `history` has `asked_step` (train steps
+        that the engines' weights have done), `num_drawn` (tasks drawn so far) and `again`. Raises
+        Overloaded where too many groups are open, WireError where no router could read the task,
+        ClientClosed after `close`.
         """
         self._check_ours()
         check_terms(Terms(env, num_samples, priority, deadline_s, patience_s))
-        body = encode_ask(GroupAsk(task=task, sampling=sampling, seed=seed, is_eval=is_eval))
+        body = encode_ask(GroupAsk(task, sampling, seed, is_eval, min_policy_version))
         with self._lock:
             if self._is_closed:
                 raise ClientClosed("this client was closed: ask before that, or open another")

@@ -96,7 +96,9 @@ async def play(stage: Stage, rollout_id: RolloutId, ask: GroupAsk) -> Played:
     """Run a rollout to its outcome, again where the infrastructure failed it; never raises."""
     started_s, started_unix_s = stage.clock.now_s(), stage.clock.unix_s()
     for retries_left in range(stage.settings.num_infra_retries, -1, -1):
-        opened = stage.runtime.register_trajectory(rollout_id, ask.sampling, ask.seed)
+        opened = stage.runtime.register_trajectory(
+            rollout_id, ask.sampling, ask.seed, min_policy_version=ask.min_policy_version
+        )
         try:
             verdict = await _play_once(stage, opened, ask)
         finally:

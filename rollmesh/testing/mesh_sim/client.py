@@ -91,11 +91,17 @@ class SimClient(Asker):
         for asked in self.book.reopened():
             self._tell(asked)
 
-    def ask(self, turn: Turn, asked_step: int, num_drawn: int) -> GroupId:
+    def ask(self, turn: Turn, asked_step: int, num_drawn: int, min_policy_version: int) -> GroupId:
         """Ask for a group."""
         group_id = GroupId(self.run_id, self._num_asked)
         self._num_asked += 1
-        body = GroupAsk(task=turn.task, sampling=SamplingPolicy(), seed=0, is_eval=turn.is_eval)
+        body = GroupAsk(
+            task=turn.task,
+            sampling=SamplingPolicy(),
+            seed=0,
+            is_eval=turn.is_eval,
+            min_policy_version=min_policy_version,
+        )
         asked = Asked(
             group_id=group_id,
             env="guess",

@@ -142,7 +142,7 @@ class Mesh:
             self._run_for(0.5)
         look_at_ends(self.visitors, self.workers, self.launch)
         look_at_journal(self.client)
-        self.client.look_at_ledger(self.router.unheard_versions)
+        self.client.look_at_ledger()
 
     def _run_for(self, seconds: float) -> None:
         until_s = self.kernel.now_s() + seconds

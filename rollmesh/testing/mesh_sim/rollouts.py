@@ -60,7 +60,9 @@ class Runner(Protocol):
 class SimRollout:
     """One agent talking to one session."""
 
-    def __init__(self, kernel: Kernel, group_id: GroupId, index: int, run: Runner) -> None:
+    def __init__(
+        self, kernel: Kernel, group_id: GroupId, index: int, run: Runner, min_policy_version: int
+    ) -> None:
         self.group_id = group_id
         self.index = index
         self.turns: list[Turn] = []
@@ -72,7 +74,7 @@ class SimRollout:
         self._run = run
         self._num_turns = kernel.rng.randint(1, 3)
         self._num_begun = 0
-        self._min_policy_version = -1
+        self._min_policy_version = min_policy_version
         self._newest = -1
         """That a turn of it was sampled with."""
 

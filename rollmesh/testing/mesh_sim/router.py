@@ -9,7 +9,6 @@ import typing
 
 from rollmesh.core.config import RouterConfig
 from rollmesh.core.ids import GroupId
-from rollmesh.engine.answers import UNVERSIONED
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import (
     ContinueEngine,
@@ -79,10 +78,6 @@ class SimRouter(Node):
         """Attempts that ended before they were confirmed; their client knows of the excuse."""
         self._given: dict[str, dict[GroupId, None]] = collections.defaultdict(dict)
         """What each worker was ever told to run."""
-        self.unheard_versions: set[int] = set()
-        """Policy versions that an incarnation after the first has let serve before a publisher
-        finished an update with it: until one reports, a router takes a restarted engine at its
-        word."""
         self._begin_life()
         network.attach(self, self._receive)
 
@@ -181,9 +176,6 @@ class SimRouter(Node):
         if not actions:
             return
         table = self.fleet.table()
-        if self.life and table.published == UNVERSIONED:
-            ready = (row for row in table.engines if row.phase is EnginePhase.READY)
-            self.unheard_versions.update(row.policy_version for row in ready)
         phases = {row.url: row.phase for row in table.engines}
         self._network.transitions.watch("fleet", phases)
         for action in actions:

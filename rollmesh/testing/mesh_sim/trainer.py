@@ -11,7 +11,7 @@ ledger and the savepoints that were whole by then, nothing else. Driven by the k
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -184,9 +184,9 @@ class SimTrainer(SimClient):
             if each.alive:
                 each.crash()
 
-    def look_at_ledger(self, unheard_versions: Collection[int]) -> None:
-        """Check the ledger, at rest; see SimRouter for `unheard_versions`."""
-        self.witness.look_at_ledger(self.ledger, self.waiting, unheard_versions)
+    def look_at_ledger(self) -> None:
+        """Check the ledger, at rest."""
+        self.witness.look_at_ledger(self.ledger, self.waiting)
 
     def _newest_save(self) -> Save | None:
         if self._shelf and self._network.strikes("save_broke"):
@@ -237,8 +237,7 @@ class SimTrainer(SimClient):
             self._save_if_due()
             return
         while self.course.may_ask(self._num_to_ask) and (turn := self._next_turn()):
-            group_id = self.ask(turn, self.staleness.published_step, self._num_drawn)
-            self.course.step(Asked(group_id, turn))
+            self._ask(turn)
         self._save_if_due()
         self._do(self.course.step(Take(self._num_steps)))
 
@@ -249,9 +248,14 @@ class SimTrainer(SimClient):
     def _measure(self) -> None:
         while self._num_evals < self._num_to_measure:
             self._num_evals += 1
-            turn = Turn(self._draw(), is_eval=True)
-            group_id = self.ask(turn, self.staleness.published_step, self._num_drawn)
-            self.course.step(Asked(group_id, turn))
+            self._ask(Turn(self._draw(), is_eval=True))
+
+    def _ask(self, turn: Turn) -> None:
+        step = self.staleness.published_step
+        policy_version = self.course.versions.named(step)
+        assert policy_version is not None
+        group_id = self.ask(turn, step, self._num_drawn, policy_version)
+        self.course.step(Asked(group_id, turn))
 
     def _next_turn(self) -> Turn | None:
         again = self.course.next_again()

@@ -7,8 +7,6 @@ again trains the same tokens; and weights are made of the steps of the history, 
 groups, in order, whoever trained them how often. Driven by the disk and by trainer.py.
 """
 
-from collections.abc import Collection
-
 import msgspec
 
 from rollmesh.core.ids import GroupId
@@ -42,8 +40,6 @@ class Witness:
         self.settings = settings
         self.asked: dict[GroupId, str] = {}
         """Of which task, by its id."""
-        self._asked_steps: dict[GroupId, int] = {}
-        """The train step whose weights each group was booked for."""
         self._evals: set[GroupId] = set()
         """That do not train."""
         self._again: set[GroupId] = set()
@@ -152,12 +148,9 @@ class Witness:
         history = {step: ids for step, ids in self.steps.items() if step <= newest}
         assert made_of == {step: history[step] for step in history.keys() - self._lost_steps}
 
-    def look_at_ledger(
-        self, ledger: list[Leave], waiting: set[GroupId], unheard_versions: Collection[int]
-    ) -> None:
+    def look_at_ledger(self, ledger: list[Leave], waiting: set[GroupId]) -> None:
         """Check, at rest, that each group that was asked for has left once with a fate that fits
-        its result, or waits. Restarted routers let engines serve `unheard_versions` before a
-        publisher reported to them."""
+        its result, or waits."""
         fates = {each.group_id: each.fate for each in ledger}
         assert len(fates) == len(ledger), "a group left twice"
         assert not waiting & fates.keys(), "what has left waits for a step"
@@ -165,14 +158,14 @@ class Witness:
         assert not missing, f"nobody knows what became of {missing}"
         assert fates.keys() <= self.asked.keys(), "a group left whose ask the disk never took"
         for group_id, fate in fates.items():
-            fates_of = self._fates_of(group_id, unheard_versions)
+            fates_of = self._fates_of(group_id)
             assert fate in fates_of, f"{group_id} left as {fate}"
         to_ask = {group_id for group_id, times in self._parted.items() if times}
         assert self._again <= to_ask, "what was asked for again had not been dropped for that"
         missing = to_ask - self._again - self._unwritten
         assert not missing, f"the tasks of {missing} were to be asked for again"
 
-    def _fates_of(self, group_id: GroupId, unheard_versions: Collection[int]) -> set[Fate]:
+    def _fates_of(self, group_id: GroupId) -> set[Fate]:
         has_result = not self.endings.reasons[group_id]
         if group_id in self._evals:
             return {Fate.MEASURED if has_result else Fate.UNMEASURED}
@@ -183,12 +176,8 @@ class Witness:
         if group_id in self._taken:
             return {Fate.TRAINED}
         # With `wait`, a group is too old only if it was sampled by older weights than it was asked
-        # for: an earlier incarnation of the trainer asked for it, or the router and its engines
-        # were restarted and no publisher had reported to that router yet.
-        oldest = min(frozenset[int]().union(*self._rollouts[group_id]))
-        is_older = self.step_of_version[oldest] < self._asked_steps[group_id]
-        may_be_stale = self.num_lives > 1 or (is_older and oldest in unheard_versions)
-        if self.settings.policy == "wait" and not may_be_stale:
+        # for: an earlier incarnation of the trainer asked for it.
+        if self.settings.policy == "wait" and self.num_lives == 1:
             return set()
         return {Fate.STALE, Fate.REQUEUED} if self.settings.policy == "requeue" else {Fate.STALE}
 
@@ -204,7 +193,6 @@ class Witness:
             assert asked.num_drawn > self._num_drawn, f"{group_id} has an old task"
         self._num_drawn = max(self._num_drawn, asked.num_drawn)
         self.asked[group_id] = task_id
-        self._asked_steps[group_id] = asked.asked_step
 
     def _took(self, step: int, group_ids: tuple[GroupId, ...]) -> None:
         assert step not in self.steps, f"step {step} was taken twice"

@@ -49,6 +49,7 @@ from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.rollouts import SimRollout
 from rollmesh.testing.mesh_sim.turns import GroupTurns
+from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.fleet import EngineFaulted, FleetChanged
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
@@ -274,7 +275,8 @@ class SimWorker(Node):
             self.errands.begin(group_id, body)
             return
         indices = range(begin.num_samples)
-        rollouts = [SimRollout(self._kernel, group_id, index, self) for index in indices]
+        least = decode_ask(body).min_policy_version
+        rollouts = [SimRollout(self._kernel, group_id, index, self, least) for index in indices]
         self.groups[group_id] = rollouts
         for rollout in rollouts:
             rollout.begin()

@@ -46,6 +46,7 @@ class Client(Protocol):
         asked_step: int = 0,
         num_drawn: int = 0,
         again: Again | None = None,
+        min_policy_version: int = -1,
     ) -> GroupId:
         """Ask for a group; its id, at once."""
 
@@ -104,6 +105,7 @@ class Asker:
     def _ask(self, turn: Turn, num_samples: int, asked_step: int) -> None:
         seed = random.Random(f"{self._asking.seed}/{self._num_asked}").getrandbits(63)
         self._num_asked += 1
+        policy_version = self._course.versions.named(asked_step)
         group_id = self._client.ask(
             turn.task,
             env=self._asking.env,
@@ -114,5 +116,7 @@ class Asker:
             asked_step=asked_step,
             num_drawn=self.num_drawn,
             again=turn.again,
+            # A router that has just been restarted may not know yet that an engine is behind.
+            min_policy_version=-1 if policy_version is None else policy_version,
         )
         self._course.step(Asked(group_id, turn))

@@ -91,6 +91,19 @@ async def test_stray_cancellation_or_exit_of_an_agent_is_its_own_error(
     assert played.record.error.startswith("EscapedError: ")
 
 
+async def test_first_call_waits_for_the_policy_version_of_the_ask(tmp_path: Path) -> None:
+    sampler = ScriptedSampler()
+
+    async def begin(agent: Endpoint) -> Transcript:
+        session = stage.runtime.find(agent.api_key)
+        await session.attach(Turn(messages=[b'{"role":"user","content":"hi"}']))
+        return GOOD
+
+    stage = new_stage(tmp_path, ScriptedEnv(begin), sampler)
+    await play(stage, ROLLOUT, msgspec.structs.replace(ASK, min_policy_version=3))
+    assert [request.min_policy_version for request in sampler.requests] == [3]
+
+
 async def test_infrastructures_fault_is_run_again_in_a_fresh_session(tmp_path: Path) -> None:
     env = ScriptedEnv(InfraError("engine gone"), GOOD)
     stage = new_stage(tmp_path, env)

@@ -34,3 +34,11 @@ def test_where_tasks_end_none_was_asked_for(tmp_path: Path) -> None:
         stage.pacer.ask(MANY)
     assert (stage.tally.num_asked, stage.lost()) == (12, 0)
     stage.records.close()
+
+
+def test_an_ask_names_the_policy_version_that_its_pacing_counts_on(tmp_path: Path) -> None:
+    stage = staged(tmp_path, "wait")
+    stage.pacer.publishing(policy_version=7, step=4)
+    stage.pacer.ask(MANY)
+    assert set(stage.client.min_policy_versions) == {3}  # 7 is on its way
+    stage.records.close()
