@@ -16,6 +16,8 @@ from pathlib import Path
 from rollmesh.core.errors import ConfigError
 
 SECRET_BYTES = 32
+MAX_BYTES = 2**20
+ROOT = 0
 ADMIN_TOKEN_VARIABLE = "ROLLMESH_ADMIN_TOKEN"
 ADMIN_TOKEN_FILE_VARIABLE = "ROLLMESH_ADMIN_TOKEN_FILE"
 
@@ -33,17 +35,34 @@ def admin_token(environment: Mapping[str, str] = os.environ) -> str:
 def read_secret(path: Path) -> str:
     """The secret; ConfigError in one line where there is none that only its owner can read."""
     try:
-        mode = path.stat().st_mode
-        text = path.read_text().strip()
+        text = read_private(path).decode().strip()
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file; it should hold one line") from None
     except OSError as error:
         raise ConfigError(f"{path}: {str(error.strerror).lower()}; name another file") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"{path}: others can read it; chmod 600 {path}")
     if not text.isascii() or not text.isprintable() or not text or " " in text:
         raise ConfigError(f"{path}: it should hold one line of letters and digits, the secret")
     return text
+
+
+def read_private(path: Path) -> bytes:
+    """The file's content, at most MAX_BYTES; ConfigError if another user owns it, others can read
+    it, or it is no regular file, OSError if it cannot be read.
+
+    It is opened once and the open file is checked, so it cannot be exchanged in between.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{path}: not a regular file; name another")
+        if found.st_uid not in (os.geteuid(), ROOT):
+            raise ConfigError(
+                f"{path}: it belongs to uid {found.st_uid}, and this process runs as uid "
+                f"{os.geteuid()}; name a file of your own"
+            )
+        if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(f"{path}: others can read it; chmod 600 {path}")
+        return file.read(MAX_BYTES)
 
 
 def read_or_make_secret(path: Path) -> str:

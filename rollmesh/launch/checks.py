@@ -11,6 +11,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, InvalidURL
 from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PER_CHILD, PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import AddressError, ModelError
+from rollmesh.core.loopback import is_loopback
 from rollmesh.core.model_folder import EXAMPLE, why_no_model
 from rollmesh.core.share import Share, check_may_share
 from rollmesh.launch.share import check_share
@@ -18,7 +19,6 @@ from rollmesh.launch.share import check_share
 ANSWER_S = 5.0
 NUM_OTHERS = 5
 """Warm start, router, coordinator, trainer, page."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 async def check(
@@ -53,7 +53,7 @@ def check_descriptors(config: Config) -> None:
 def check_page(bind: str) -> None:
     """AddressError if others could reach the page, which has no login."""
     host = bind.rpartition(":")[0].strip("[]")
-    if host in LOOPBACK:
+    if is_loopback(host):
         return
     raise AddressError(
         f"dashboard.bind = {bind}: the page has no login; bind 127.0.0.1:PORT and reach it "

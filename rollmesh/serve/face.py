@@ -24,6 +24,7 @@ from aiohttp.typedefs import Handler
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.errors import AddressError
+from rollmesh.core.loopback import is_loopback
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 
@@ -159,7 +160,7 @@ class Face:
 def _token_for(listening: socket.socket, setting: str) -> str:
     """The token that is asked for; '' on loopback."""
     host = listening.getsockname()[0]
-    if host.startswith("127.") or host == "::1":
+    if is_loopback(host):
         return ""
     token = admin_token()
     if not token:

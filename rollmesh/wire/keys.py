@@ -9,7 +9,6 @@ environment variable ROLLMESH_KEYS.
 
 import functools
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from rollmesh.core.errors import AddressError, ConfigError
-from rollmesh.core.secret_file import make_secret_file
+from rollmesh.core.loopback import is_loopback
+from rollmesh.core.secret_file import make_secret_file, read_private
 
 KEYS_VARIABLE = "ROLLMESH_KEYS"
-_LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -83,12 +82,11 @@ def read_keys(environment: dict[str, str] | Any = os.environ) -> Keys | None:
     if not name:
         return None
     try:
-        mode = os.stat(name).st_mode
-        raw = Path(name).read_bytes()
+        raw = read_private(Path(name))
     except OSError as error:
         raise ConfigError(f"{KEYS_VARIABLE}={name}: {str(error.strerror).lower()}") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"{KEYS_VARIABLE}={name}: others can read it; chmod 600 {name}")
+    except ConfigError as error:
+        raise ConfigError(f"{KEYS_VARIABLE}={error}") from None
     try:
         return msgspec.json.decode(raw, type=Keys)
     except msgspec.MsgspecError as error:
@@ -114,7 +112,8 @@ def check_dial(address: str, keys: Keys | None) -> None:
 
 def _is_local(address: str) -> bool:
     scheme, _, rest = address.partition("://")
-    return scheme in ("ipc", "inproc") or (scheme == "tcp" and rest.startswith(_LOOPBACK))
+    host = rest.rpartition(":")[0]
+    return scheme in ("ipc", "inproc") or (scheme == "tcp" and is_loopback(host))
 
 
 def check_told(address: str) -> None:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 
 from rollmesh.core.errors import SessionError
+from rollmesh.core.loopback import is_loopback
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 from rollmesh.runtime.registry import Runtime
@@ -26,7 +27,7 @@ class Face:
         host = listening.getsockname()[0]
         self._exposition = exposition
         self._token = admin_token().encode()
-        self._is_open = not self._token and (host.startswith("127.") or host == "::1")
+        self._is_open = not self._token and is_loopback(host)
 
     async def handle(self, request: Request, path: str) -> bool:
         """Answer a request that is ours; False for any other."""

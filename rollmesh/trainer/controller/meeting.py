@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, and does not say so
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rollmesh.core.loopback import is_loopback
 from rollmesh.core.process import listen
 from rollmesh.tensors.handles import RTensor
 from rollmesh.trainer.controller.parcels import decode, fill, handles_of
@@ -106,7 +107,7 @@ class Meeting:
 
 def bind_collectives(address: str) -> None:
     """Where ranks meet on loopback, they talk there too, and are heard nowhere else."""
-    if address.startswith("127.") or address == "localhost":
+    if is_loopback(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
 
 

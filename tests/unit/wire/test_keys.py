@@ -1,5 +1,6 @@
 """Keys: loopback needs none, everything else does; a mesh lets in its own peers and nobody else."""
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -70,6 +71,22 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     new_keys(path)
     path.chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
+        read_keys({KEYS_VARIABLE: str(path)})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_key_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    new_keys(path)
+    os.chown(path, 65534, -1)
+    with pytest.raises(ConfigError, match=f"{path}: it belongs to uid 65534"):
+        read_keys({KEYS_VARIABLE: str(path)})
+
+
+def test_a_key_file_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    os.mkfifo(path, 0o600)
+    with pytest.raises(ConfigError, match="not a regular file"):
         read_keys({KEYS_VARIABLE: str(path)})
 
 

@@ -23,6 +23,7 @@ import torch
 from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
+from rollmesh.core.loopback import is_loopback
 from rollmesh.engine.client import READ_TIMEOUT_S, EngineClient
 from rollmesh.engine.embedded.groups import facing
 from rollmesh.engine.in_memory import Part, Piece
@@ -322,5 +323,5 @@ def buckets(parts: Sequence[Part], max_bytes: int = BUCKET_BYTES) -> Iterator[tu
 def common_address(urls: Sequence[str]) -> str:
     """An address of ours that all these engines can reach: not loopback, if one is elsewhere."""
     found = [facing(urlsplit(url).hostname or "", urlsplit(url).port or 80) for url in urls]
-    outward = [address for address in found if not address.startswith("127.") and address != "::1"]
+    outward = [address for address in found if not is_loopback(address)]
     return [*outward, *found][0]
