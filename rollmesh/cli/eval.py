@@ -29,6 +29,7 @@ from rollmesh.cli.options import (
 )
 from rollmesh.core.config import Config, write_config
 from rollmesh.core.errors import UserError
+from rollmesh.core.file_modes import make_folder
 from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE, stop_event
 from rollmesh.core.run_state import EVAL_MESH
 from rollmesh.core.types import TRAINED_OUTCOMES, Task
@@ -163,12 +164,16 @@ def check_plan(plan: Plan, stored: Plan | None, folder: Path) -> None:
             )
 
 
-def begin_folder(order: Order) -> None:
-    """Move an older evaluation aside and write down what this one is."""
+def open_folder(order: Order) -> None:
+    """Make the folder, moving an older evaluation aside, or keep the one that is resumed."""
     try:
-        move_aside(order.folder)
+        if not order.resumes:
+            move_aside(order.folder)
+        make_folder(order.folder, order.config.run.mode)
     except OSError as error:
         raise UserError(f"{order.folder}: {error.strerror}; name another --out") from None
+    if order.resumes:
+        return
     write_plan(order.plan, order.folder)
     write_config(order.config, order.folder / CONFIG)
 
@@ -181,8 +186,7 @@ async def carry_out(order: Order, tasks: list[Task]) -> End:
     # A mistake that can be seen early moves no older evaluation aside.
     if not order.router:
         await check(mesh_config(order), makes_model=False)
-    if not order.resumes:
-        begin_folder(order)
+    open_folder(order)
     async with AsyncExitStack() as stack:
         teller = stack.enter_context(progress(order.plan, len(tasks), status_of(order)))
         router, stop = await _enter_mesh(order, stack)
@@ -209,8 +213,7 @@ async def carry_out_locally(order: Order, env: Env, tasks: list[Task]) -> End:
     from rollmesh.serve.client.evaluation import evaluate_locally  # noqa: PLC0415 - see above
 
     assert order.upstream
-    if not order.resumes:
-        begin_folder(order)
+    open_folder(order)
     with relay(order.upstream) as gateway:
         settings = order.config.worker
         rollouts = LocalRollouts(env, gateway, order.upstream.model, settings, is_relay=True)

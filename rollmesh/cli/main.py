@@ -13,12 +13,14 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 from rollmesh import __version__
 from rollmesh.core.choices import instead_of
 from rollmesh.core.errors import UserError
-from rollmesh.core.process import INTERRUPTED, OK, USAGE, attach_to_launcher
+from rollmesh.core.file_modes import restricted_files
+from rollmesh.core.process import INTERRUPTED, OK, USAGE, attach_to_launcher, is_launched
 
 
 class Verb(NamedTuple):
@@ -50,6 +52,9 @@ VERBS = {
     "make-model": Verb("rollmesh.cli.make_model:main", "write the demo's warm-started tiny model"),
 }
 
+WRITES_FOR_USERS = frozenset({"init", "make-model"})
+"""Verbs whose files are the user's own rather than a run's."""
+
 TRAIN = frozenset({"torch", "transformers", "safetensors", "llguidance", "matplotlib"})
 """Modules of the extra `train`."""
 
@@ -59,9 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     attach_to_launcher()
     code = OK
+    # A user's own files, such as mesh.toml or a model, follow the user's umask; what launch
+    # starts has launch's.
+    keeps_umask = is_launched() or not words or words[0] in WRITES_FOR_USERS
     try:
         try:
-            code = run(words)
+            with nullcontext() if keeps_umask else restricted_files():
+                code = run(words)
         finally:
             if sys.stdout:
                 sys.stdout.flush()

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from rollmesh.core import file_modes
 from rollmesh.core.config import Config, load_config
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.model_folder import resolve_model
@@ -106,11 +107,13 @@ def quoted(text: str) -> str:
 
 
 def config_of(options: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Config:
-    """The settings that `--config` and `--set` make, over `defaults`; ConfigError in one line.
+    """Load the settings of `--config` and `--set` over `defaults`; ConfigError in one line.
 
-    A hub id in model.path becomes its folder in the local cache.
+    A hub id in model.path becomes its folder in the local cache. Files that the process writes from
+    now on have the permissions of run.mode.
     """
     config = load_config(options.config, options.overrides, defaults)
+    file_modes.use(config.run.mode)
     model = msgspec.structs.replace(config.model, path=resolve_model(config.model.path))
     return msgspec.structs.replace(config, model=model)
 

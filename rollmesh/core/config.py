@@ -14,6 +14,7 @@ import msgspec
 
 from rollmesh.core.config_tree import apply_override, explain, merge, read_file
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.file_modes import FileMode
 from rollmesh.core.types import (
     EVAL_SAMPLING,
     Branch,
@@ -49,6 +50,9 @@ class RunConfig(Section, frozen=True):
     """The run's folder is `folder/name`; an older one of that name is moved aside."""
     folder: str = "runs"
     """Where run folders stand."""
+    mode: FileMode = "private"
+    """Permissions of what the run writes: `private` (default) for its user alone, folders 0700 and
+    files 0600; `group` lets the user's group read, 0750 and 0640."""
     seed: int = 0
     """Seeds tasks, weights of the demo and sampling."""
 

@@ -52,7 +52,7 @@ class Journal:
         self.torn_bytes = 0
         """That were cut off the end when it was opened."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise JournalError.at(folder, error) from None

@@ -6,6 +6,7 @@ the summary.
 - Files that others read are replaced whole.
 - Once the run has begun, a write that fails is kept as `fault` and does not end the run.
 - Where the folder is moved meanwhile, what launch writes goes to its new place.
+- The folder has the permissions of run.mode, also if an earlier version made it for all.
 """
 
 import fcntl
@@ -21,6 +22,7 @@ import msgspec
 
 from rollmesh.core.config import Config
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.file_modes import make_folder
 from rollmesh.core.process import Ready
 from rollmesh.core.run_state import (
     EVAL_MESH,
@@ -71,7 +73,8 @@ class RunFolder:
         try:
             if not resume:
                 move_aside(self.path)
-            self.logs.mkdir(parents=True, exist_ok=resume)
+            make_folder(self.path, config.run.mode)
+            self.logs.mkdir(exist_ok=resume)
             self._unlock = weakref.finalize(self, os.close, locked(self.path))
             self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._close = weakref.finalize(self, os.close, self._folder)

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.cli.eval import arguments, begin_folder, conclude, main, order_of
+from rollmesh.cli.eval import arguments, conclude, main, open_folder, order_of
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import FAILED, OK
 from rollmesh.core.types import FieldPolicy
@@ -71,7 +71,7 @@ def test_evaluation_lets_agents_choose_their_sampling(out: str) -> None:
 def test_resuming_needs_no_more_than_the_folder(out: str) -> None:
     words = ["--out", out, "--env", "echo", "--model-dir", "m", "-n", "3", "--num-tasks", "7"]
     first = order_of(arguments().parse_args(words))
-    begin_folder(first)
+    open_folder(first)
     again = order_of(arguments().parse_args(["--out", out, "--resume"]))
     assert again.plan == first.plan
     assert again.config == first.config
@@ -80,13 +80,13 @@ def test_resuming_needs_no_more_than_the_folder(out: str) -> None:
 
 def test_resuming_with_something_else_is_one_line(out: str) -> None:
     words = ["--out", out, "--env", "echo", "--model-dir", "m", "-n", "3"]
-    begin_folder(order_of(arguments().parse_args(words)))
+    open_folder(order_of(arguments().parse_args(words)))
     told = refused(["--out", out, "--resume", "-n", "4"])
     assert "evaluates with num_samples = 3, not 4" in told
 
 
 def test_mistake_moves_no_older_evaluation_aside(out: str) -> None:
-    begin_folder(order_of(arguments().parse_args(["--out", out, "--model-dir", "m"])))
+    open_folder(order_of(arguments().parse_args(["--out", out, "--model-dir", "m"])))
     for words in (["--model-dir", "nowhere"], [], ["--env", "nonsense"]):
         refused(["--out", out, *words])
     assert not Path(f"{out}.1").exists()
@@ -95,7 +95,7 @@ def test_mistake_moves_no_older_evaluation_aside(out: str) -> None:
 def test_older_evaluation_is_moved_aside(out: str) -> None:
     words = ["--out", out, "--env", "echo", "--model-dir", "m"]
     for _ in range(2):
-        begin_folder(order_of(arguments().parse_args(words)))
+        open_folder(order_of(arguments().parse_args(words)))
     older = msgspec.json.decode(Path(f"{out}.1", "eval.json").read_bytes())
     assert older["env"] == "echo"
 
@@ -113,7 +113,7 @@ def test_an_evaluation_whose_rollouts_all_failed_ends_with_code_1_and_a_line(
     out: str, outcomes: list[str], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     order = order_of(arguments().parse_args(["--out", out, "--env", "echo", "--model-dir", "m"]))
-    begin_folder(order)
+    open_folder(order)
     error = "KeyError: 'answer' (env.py:15 in score)"
     for number, outcome in enumerate(outcomes):
         row = Row(
