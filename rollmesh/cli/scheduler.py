@@ -16,7 +16,12 @@ from rollmesh.core.choices import instead_of
 from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.errors import JournalDamaged, JournalError, UserError
 from rollmesh.core.process import OK, USAGE
-from rollmesh.scheduler.admission.fleet_file import FLEET_FILE, read_fleet, settings_of
+from rollmesh.scheduler.admission.fleet_file import (
+    FLEET_FILE,
+    admission_path,
+    read_fleet,
+    settings_of,
+)
 from rollmesh.wire.scheduling import JoinNode
 
 VERBS = {
@@ -45,7 +50,6 @@ EXAMPLE = """\
 
 bind = "tcp://127.0.0.1:7070"       # hooks, coordinators, agents and verbs dial this
 http_bind = "127.0.0.1:7071"        # /status, /metrics, /healthz
-admission = "tcp://127.0.0.1:7072"
 journal = "scheduler"               # folder; a scheduler that was killed rises from it
 policy = "fair"                     # or gap-ratio, static
 
@@ -143,7 +147,7 @@ def admission(argv: list[str]) -> int:
 
     options = _arguments("admission", "Run admission: register, admit, kill...").parse_args(argv)
     fleet = read_fleet(options.fleet)
-    run(fleet.admission, fleet.bind, options.ready_fd)
+    run(Path(admission_path(fleet)), fleet.bind, options.ready_fd)
     return OK
 
 

@@ -1,17 +1,16 @@
 """The scheduler's verbs that ask: status, explain, register, admit, kill, unregister, drain.
 
-Owns what they print. Invariants: what the service says is shown as it is; who lets in and kills is
-the admission process, and each is told of as done only when the scheduler's journal has it; where
-the two are, the fleet's file says, unless an option does. Driven by people and by scripts.
+- What the service reports is shown as it is.
+- Pipelines are admitted and killed by the admission process, which must run on this machine; each
+  is printed as done only once it is in the scheduler's journal.
+- The fleet's file names the addresses of both, unless an option does.
 """
 
 import argparse
-import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
-import psutil
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,14 +19,19 @@ from rollmesh.cli.options import parser
 from rollmesh.core.errors import UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.process import OK
-from rollmesh.launch.folder import read_pids
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
-from rollmesh.scheduler.admission.desk import LEAVING
-from rollmesh.scheduler.admission.fleet_file import FLEET_FILE, FleetTables, read_fleet
-from rollmesh.scheduler.admission.killing import Doomed
+from rollmesh.scheduler.admission.desk import DEAD, LEAVING
+from rollmesh.scheduler.admission.door import ask_admission
+from rollmesh.scheduler.admission.fleet_file import (
+    FLEET_FILE,
+    FleetTables,
+    admission_path,
+    read_fleet,
+)
 from rollmesh.scheduler.service.explain import FleetView, PipelineView
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.scheduling import (
+    AdmissionMessage,
     AdmitPipeline,
     DrainNode,
     KillPipeline,
@@ -120,7 +124,7 @@ def admit(argv: list[str]) -> int:
     arguments.add_argument("pipelines", metavar="PIPELINE", nargs="+")
     options = _parsed(arguments, argv, "admission")
     for name in options.pipelines:
-        _ask(options.admission, AdmitPipeline(new_id("admit"), name))
+        _ask_admission(options.admission, AdmitPipeline(new_id("admit"), name))
         print(f"{name}: admitted")
     return OK
 
@@ -131,7 +135,7 @@ def unregister(argv: list[str]) -> int:
     arguments.add_argument("pipelines", metavar="PIPELINE", nargs="+")
     options = _parsed(arguments, argv, "admission")
     for name in options.pipelines:
-        answer = _ask(options.admission, UnregisterPipeline(new_id("leave"), name))
+        answer = _ask_admission(options.admission, UnregisterPipeline(new_id("leave"), name))
         is_leaving = bytes(answer.body) == LEAVING
         print(f"{name}: {'leaves when its engines are asleep' if is_leaving else 'has left'}")
     return OK
@@ -141,14 +145,14 @@ def kill(argv: list[str]) -> int:
     """End a pipeline's processes, and free what it had."""
     arguments = parser("scheduler kill", "End a pipeline's processes and free its GPUs.")
     arguments.add_argument("pipeline", metavar="PIPELINE")
-    which = arguments.add_mutually_exclusive_group(required=True)
-    which.add_argument("--run", type=Path, metavar="FOLDER", help="its run's folder names them")
-    which.add_argument("--pid", type=int, action="append", help="this and all below; again")
-    which.add_argument("--dead", action="store_true", help="they are dead already: I looked")
+    arguments.add_argument(
+        "--dead",
+        action="store_true",
+        help="assume that its processes have ended, and end none (default: end those of its run)",
+    )
     options = _parsed(arguments, argv, "admission")
-    doomed = doomed_of(options.run) if options.run else [_by_pid(pid) for pid in options.pid or ()]
     question = KillPipeline(new_id("kill"), options.pipeline)
-    answer = _ask(options.admission, question, msgspec.json.encode(doomed))
+    answer = _ask_admission(options.admission, question, DEAD if options.dead else b"")
     num = msgspec.json.decode(answer.body, type=int)
     print(
         f"{options.pipeline}: {num} processes ended, and its GPUs are free; "
@@ -167,9 +171,9 @@ def enrol(
             raise UserError(f"the fleet's file has no pipeline {name!r}; it has {known}")
         unplaced = PipelineSpec(pipeline_id=name, clusters={}, generation=())
         question = RegisterPipeline(new_id("register"), unplaced)
-        answer = _ask(address, question, msgspec.json.encode(fleet.pipelines[name]))
+        answer = _ask_admission(address, question, msgspec.json.encode(fleet.pipelines[name]))
         if admits:
-            _ask(address, AdmitPipeline(new_id("admit"), name))
+            _ask_admission(address, AdmitPipeline(new_id("admit"), name))
         if is_told:
             spec = msgspec.json.decode(answer.body, type=PipelineSpec)
             clusters = [f"{each} on {_numbers(gpus)}" for each, gpus in spec.clusters.items()]
@@ -177,29 +181,15 @@ def enrol(
             print(f"{name}: {'; '.join([*clusters, *generation])}{', admitted' * admits}")
 
 
-def doomed_of(folder: Path) -> list[Doomed]:
-    """The processes that a run's folder names; UserError if it names none."""
-    rows = read_pids(folder)
-    if not rows:
-        raise UserError(f"{folder}: no pids.json of a run there; name its folder, or --pid PID")
-    return [Doomed(row.pid, row.started_s, row.host) for row in rows]
-
-
-def _by_pid(pid: int) -> Doomed:
-    try:
-        return Doomed(pid, psutil.Process(pid).create_time(), socket.gethostname())
-    except (psutil.Error, ValueError):  # there are no negative ones
-        raise UserError(f"--pid {pid}: no such process; if it was the last, say --dead") from None
-
-
 def _parsed(arguments: argparse.ArgumentParser, argv: list[str], whom: str) -> argparse.Namespace:
     """With where they are, from the file unless an option says it."""
     arguments.add_argument("--fleet", type=Path, default=Path(FLEET_FILE), help=f"({FLEET_FILE})")
-    arguments.add_argument(f"--{whom}", metavar="ADDRESS", help="tcp://host:port; else the file's")
+    what = ("PATH", "its socket") if whom == "admission" else ("ADDRESS", "tcp://host:port")
+    arguments.add_argument(f"--{whom}", metavar=what[0], help=f"{what[1]}; else the file's")
     options = arguments.parse_args(argv)
     if getattr(options, whom) is None:
         fleet = read_fleet(options.fleet)
-        setattr(options, whom, fleet.bind if whom == "scheduler" else fleet.admission)
+        setattr(options, whom, fleet.bind if whom == "scheduler" else admission_path(fleet))
     return options
 
 
@@ -208,8 +198,16 @@ def _read(options: argparse.Namespace, pipeline: str = "") -> Buffer:
 
 
 def _ask(address: str, question: Question, body: Buffer = b"") -> Answer:
-    """The answer; a refusal is the user's to mend."""
-    answer = ask(address, question, body)
+    """The scheduler's answer; UserError where it refuses."""
+    return _granted(ask(address, question, body))
+
+
+def _ask_admission(path: str, question: AdmissionMessage, body: Buffer = b"") -> Answer:
+    """The answer of admission at its socket; UserError where it refuses."""
+    return _granted(ask_admission(Path(path), question, body))
+
+
+def _granted(answer: Answer) -> Answer:
     if not answer.ok:
         raise UserError(answer.error)
     return answer

@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 MARK_VARIABLE = "ROLLMESH_MARK"
 GIVE_UP_S = 5.0
@@ -69,13 +69,16 @@ def guard(mark: str) -> int:
     return warden.pid
 
 
-def kill_marked(mark: str) -> int:
-    """SIGKILL all who carry `mark` or a longer one, until none is left; how many there were."""
+def kill_marked(mark: str, holds: Callable[[int], bool] | None = None) -> int:
+    """SIGKILL to all processes that carry `mark` or a longer one, until none is left.
+
+    Return how many there were. Where `holds` is given, only those whose pid it accepts count.
+    """
     killed: set[int] = set()
     pause_s, until_s = FIRST_PAUSE_S, time.monotonic() + GIVE_UP_S
     while time.monotonic() < until_s:
         try:
-            if not _kill_once(mark, killed):
+            if not _kill_once(mark, killed, holds):
                 break
         except OSError:  # no descriptor is left to look with: somebody may give one back
             pass
@@ -114,10 +117,13 @@ def _is_swept(path: str) -> bool:
     return True
 
 
-def _kill_once(mark: str, killed: set[int]) -> bool:
+def _kill_once(mark: str, killed: set[int], holds: Callable[[int], bool] | None) -> bool:
     """Whether any was found."""
     is_any = False
     for pid, fd in _open_marked(mark):
+        if holds is not None and not holds(pid):
+            os.close(fd)
+            continue
         is_any = True
         try:
             signal.pidfd_send_signal(fd, signal.SIGKILL)

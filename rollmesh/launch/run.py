@@ -137,7 +137,9 @@ class Run:
         if share is None:
             yield
             return
-        run = claim_of(mark, owns_engines=not self._order.config.engine.urls)
+        config = self._order.config
+        runs, owns_engines = config.run_folder().parent, not config.engine.urls
+        run = claim_of(share, mark, runs, owns_engines=owns_engines)
         take(share, run)
         try:
             yield

@@ -5,7 +5,8 @@
     scheduler -> hooks         SchedulerHello TicketMoved
     coordinator -> scheduler   CoordinatorHello (each second as well) WorkersResized
     scheduler -> coordinator   SchedulerHello ResizeWorkers
-    admission -> scheduler     RegisterPipeline AdmitPipeline KillPipeline UnregisterPipeline
+    admission -> scheduler     RegisterPipeline AdmitPipeline CheckKill KillPipeline
+                               UnregisterPipeline
     launch -> scheduler        ClaimPipeline
     node agent, cli -> scheduler   JoinNode NodeBeat DrainNode UndrainNode ReadScheduler
     scheduler -> any of these  SchedulerAnswered (its body: JSON where something was read)
@@ -265,11 +266,25 @@ class AdmitPipeline(Message, frozen=True, tag="admit_pipeline"):
     pipeline_id: str
 
 
-class KillPipeline(Message, frozen=True, tag="kill_pipeline"):
-    """Its processes are dead: its GPUs are free, whatever its coordinator said last."""
+class CheckKill(Message, frozen=True, tag="check_kill"):
+    """Ask whether the processes of a pipeline's run may be ended; nothing changes.
+
+    Refused where the pipeline is unknown, or its name is not that run's.
+    """
 
     key: str
     pipeline_id: str
+    run_id: str = ""
+    """'': no run has it."""
+
+
+class KillPipeline(Message, frozen=True, tag="kill_pipeline"):
+    """Its processes are dead: its GPUs are free, whatever its coordinator reported last."""
+
+    key: str
+    pipeline_id: str
+    run_id: str = ""
+    """Refused where another run has the name by now; '': whichever has it."""
 
 
 class UnregisterPipeline(Message, frozen=True, tag="unregister_pipeline"):
@@ -280,10 +295,10 @@ class UnregisterPipeline(Message, frozen=True, tag="unregister_pipeline"):
 
 
 class RunClaim(msgspec.Struct, frozen=True, array_like=True):
-    """The run that has a pipeline's name."""
+    """The run that has a pipeline's name. The mark that its processes carry is not in it."""
 
-    mark: str
-    """No other run's; its processes carry it."""
+    run_id: str
+    """No other run's."""
     host: str
     pid: int
     """Of its launch."""
@@ -293,6 +308,8 @@ class RunClaim(msgspec.Struct, frozen=True, array_like=True):
     """Tells its launch from another process that got the same pid."""
     owns_engines: bool = True
     """They are processes of the run, and die with it."""
+    record: str = ""
+    """Path on that host of the file with the mark, which its owner alone can read."""
 
 
 class ClaimPipeline(Message, frozen=True, tag="claim_pipeline"):
@@ -305,7 +322,7 @@ class ClaimPipeline(Message, frozen=True, tag="claim_pipeline"):
     pipeline_id: str
     run: RunClaim | None
     after: str = ""
-    """A mark; '': nobody had it."""
+    """A run_id; '': no run had it."""
 
 
 # nodes, and those who look
@@ -368,7 +385,7 @@ HookMessage = (
 )
 CoordinatorMessage = CoordinatorHello | ResizeWorkers | WorkersResized
 AdmissionMessage = (
-    RegisterPipeline | AdmitPipeline | KillPipeline | UnregisterPipeline | ClaimPipeline
+    RegisterPipeline | AdmitPipeline | CheckKill | KillPipeline | UnregisterPipeline | ClaimPipeline
 )
 NodeMessage = JoinNode | NodeBeat | DrainNode | UndrainNode | ReadScheduler | SchedulerAnswered
 

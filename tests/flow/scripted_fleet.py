@@ -26,7 +26,6 @@ ENDS_WITHIN_S = 60.0
 HEAD = """
 bind = "tcp://127.0.0.1:{}"
 http_bind = "127.0.0.1:{}"
-admission = "tcp://127.0.0.1:{}"
 journal = "{}"
 
 [fair]
@@ -55,7 +54,7 @@ class ScriptedFleet:
     """`rollmesh scheduler up`, and pipelines that were begun on it."""
 
     def __init__(self, folder: Path, trains_on: dict[str, list[int]]) -> None:
-        ports = free_ports(3)
+        ports = free_ports(2)
         self.address = f"tcp://127.0.0.1:{ports[0]}"
         file = folder / "scheduler.toml"
         pipelines = [PIPELINE.format(*each) for each in trains_on.items()]

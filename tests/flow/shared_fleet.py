@@ -29,7 +29,6 @@ TRAINS_ON = {"math": (0, 1), "code": (2, 3)}
 FLEET = """
 bind = "tcp://127.0.0.1:{}"
 http_bind = "127.0.0.1:{}"
-admission = "tcp://127.0.0.1:{}"
 journal = "{}"
 
 [[nodes]]
@@ -68,7 +67,7 @@ class SharedFleet:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
         self.model = model
-        ports = free_ports(3)
+        ports = free_ports(2)
         self.address = f"tcp://127.0.0.1:{ports[0]}"
         file = folder / "scheduler.toml"
         file.write_text(FLEET.format(*ports, folder / "scheduler"))

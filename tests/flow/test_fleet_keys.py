@@ -17,6 +17,7 @@ import pytest
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
 from rollmesh.scheduler.admission.asking import ask
+from rollmesh.scheduler.admission.door import ask_admission
 from rollmesh.scheduler.service.explain import FleetView
 from rollmesh.serve.coordinator.hooks import PipelineHooks
 from rollmesh.wire.keys import KEYS_VARIABLE, new_keys
@@ -29,7 +30,6 @@ CLI = (sys.executable, "-m", "rollmesh.cli.main")
 FLEET = """
 bind = "tcp://{host}:{0}"
 http_bind = "127.0.0.1:{1}"
-admission = "tcp://{host}:{2}"
 journal = "{folder}/scheduler"
 
 [[nodes]]
@@ -54,9 +54,9 @@ class KeyedFleet:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.host = folder, own_address()
-        self._ports = free_ports(3)
+        self._ports = free_ports(2)
         self.address = f"tcp://{self.host}:{self._ports[0]}"
-        self.admission = f"tcp://{self.host}:{self._ports[2]}"
+        self.admission = folder / "scheduler" / "admission.sock"
         self.keys = folder / "keys"
         new_keys(self.keys)
         self._stack = ExitStack()
@@ -113,7 +113,7 @@ def test_who_has_the_keys_is_in(fleet: KeyedFleet) -> None:
     assert run.stdout
     assert len(run.stdout.readlines()) == 3  # two steps, and the end
     assert run.wait(ENDS_WITHIN_S) == 0
-    assert ask(fleet.admission, AdmitPipeline(new_id("k"), "math")).ok
+    assert ask_admission(fleet.admission, AdmitPipeline(new_id("k"), "math")).ok
     while {node.name for node in fleet.seen().nodes} != {"here", "b"}:
         threading.Event().wait(0.2)
 
@@ -126,9 +126,8 @@ def test_who_has_other_keys_or_none_is_told_so(
     other = fleet.folder / "other"
     new_keys(other)
     monkeypatch.setenv(KEYS_VARIABLE, str(other))
-    for address in (fleet.address, fleet.admission):
-        with pytest.raises(AddressError, match=f"{address}: nobody answers .* our keys right"):
-            ask(address, AdmitPipeline("k", "nobody"), patience_s=REFUSED_S)
+    with pytest.raises(AddressError, match=f"{fleet.address}: nobody answers .* our keys right"):
+        ask(fleet.address, AdmitPipeline("k", "nobody"), patience_s=REFUSED_S)
     with closing(PipelineHooks(fleet.address, "math")) as hooks:
         assert not hooks.request_gpus("actor_train", GpuPriority.ACTOR_TRAINING).wait(
             timeout_s=REFUSED_S

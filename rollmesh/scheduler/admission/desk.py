@@ -1,10 +1,10 @@
-"""The admission desk: registers a pipeline where it fits, lets it in, kills it, forgets it.
+"""The admission desk: registers a pipeline where it fits, admits it, kills it, forgets it.
 
-Owns nothing: what it does stands in the scheduler's journal, and each question is answered from
-what the scheduler says at that moment, so that the desk may die at any time. Invariants: nobody is
-registered whose GPUs are not there; a pipeline that is there keeps its place when it is registered
-again; GPUs of a killed pipeline are called free only when all of its processes have ended. Driven
-by process.py with questions of the verbs.
+- It holds no state: all is in the scheduler's journal, and each question is answered from what the
+  scheduler reports at that moment, so that the desk may die at any time.
+- A pipeline is registered only where its GPUs exist; registered again, it keeps its place.
+- Processes are ended only after the scheduler has agreed, and only those of the run that has the
+  pipeline's name there; its GPUs are free only once all of them have ended.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,18 @@ from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.ids import new_id
 from rollmesh.scheduler.admission.asking import Answer, Question
 from rollmesh.scheduler.admission.fleet_file import PipelineTable
-from rollmesh.scheduler.admission.killing import Doomed, end
+from rollmesh.scheduler.admission.killing import end
 from rollmesh.scheduler.planning.placement import Placed, Wish, check, place
 from rollmesh.scheduler.planning.state import Node, NodePhase, PipelinePhase, State
 from rollmesh.wire.frames import UNREADABLE, Buffer
 from rollmesh.wire.scheduling import (
     AdmissionMessage,
+    CheckKill,
     KillPipeline,
     PipelineSpec,
     ReadScheduler,
     RegisterPipeline,
+    RunClaim,
     UnregisterPipeline,
 )
 
@@ -35,7 +37,9 @@ PATIENCE_S = 5.0
 LEAVE_S = 1.0
 """Who leaves is answered when its engines sleep, for which nobody waits here."""
 LEAVING = b'"leaving"'
-"""The body of an answer about who has not left yet."""
+"""The body of an answer about a pipeline that has not left yet."""
+DEAD = b'"dead"'
+"""The body of a KillPipeline that ends no process: the user knows that all have ended."""
 _Body = TypeVar("_Body")
 
 
@@ -53,6 +57,7 @@ class PipelineSeen(msgspec.Struct, frozen=True):
 
     spec: PipelineSpec
     phase: PipelinePhase
+    run: RunClaim | None = None
 
 
 class FleetSeen(msgspec.Struct, frozen=True):
@@ -79,15 +84,13 @@ class Desk:
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
-    def on(self, message: AdmissionMessage, body: Buffer) -> Answer:
-        """What came of it; UserError where that is the asker's mistake."""
+    def on(self, message: AdmissionMessage, body: Buffer, uid: int) -> Answer:
+        """What came of it, for a caller of that user id; UserError for the caller's mistake."""
         match message:
             case RegisterPipeline():
                 return self._register(message, body)
             case KillPipeline():
-                num = end(_decoded(body, list[Doomed]), message.pipeline_id)
-                answer = self._ask(message, PATIENCE_S)
-                return msgspec.structs.replace(answer, body=msgspec.json.encode(num))
+                return self._kill(message, body, uid)
             case UnregisterPipeline():
                 return self._unregister(message)
             case _:
@@ -105,6 +108,24 @@ class Desk:
         answer = self._ask(RegisterPipeline(message.key, spec), PATIENCE_S)
         return msgspec.structs.replace(answer, body=msgspec.json.encode(spec))
 
+    def _kill(self, message: KillPipeline, body: Buffer, uid: int) -> Answer:
+        """The processes of its run are ended, then its GPUs are free; how many there were."""
+        name, is_dead = message.pipeline_id, bytes(body) == DEAD
+        seen = self._seen(name)
+        run = next((each.run for each in seen.pipelines if each.spec.pipeline_id == name), None)
+        if run is None and not is_dead:
+            raise ConfigError(
+                f"no run has the name {name}, so there is no process that may be ended; end what "
+                "uses its GPUs by hand, then say --dead"
+            )
+        run_id = run.run_id if run else ""
+        allowed = self._ask(CheckKill(new_id("check"), name, run_id), PATIENCE_S)
+        if not allowed.ok:
+            return allowed
+        num = end(run, name, uid) if run and not is_dead else 0
+        answer = self._ask(KillPipeline(message.key, name, run_id), PATIENCE_S)
+        return msgspec.structs.replace(answer, body=msgspec.json.encode(num))
+
     def _unregister(self, message: UnregisterPipeline) -> Answer:
         """It has left; or it is leaving, which the scheduler sees to."""
         try:
@@ -116,8 +137,8 @@ class Desk:
                 return Answer(ok=True, body=LEAVING)
             raise
 
-    def _seen(self) -> FleetSeen:
-        answer = self._ask(ReadScheduler(new_id("read")), PATIENCE_S)
+    def _seen(self, pipeline_id: str = "") -> FleetSeen:
+        answer = self._ask(ReadScheduler(new_id("read"), pipeline_id), PATIENCE_S)
         if not answer.ok:
             raise UserError(answer.error)
         return _decoded(answer.body, FleetSeen)

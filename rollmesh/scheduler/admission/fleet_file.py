@@ -19,6 +19,7 @@ from rollmesh.wire.scheduling import GENERATION_CLUSTER
 
 FLEET_FILE = "scheduler.toml"
 """What it is called where nobody names another."""
+ADMISSION_SOCKET = "admission.sock"
 EVERY_KEY = "docs/scheduler.md lists all keys"
 WRITES_ONE = "`rollmesh scheduler init` writes one"
 
@@ -84,8 +85,9 @@ class FleetTables(Table, frozen=True):
     """Where the scheduler serves hooks, coordinators, agents and verbs."""
     http_bind: str = "127.0.0.1:7071"
     """Where it serves /status, /metrics and /healthz."""
-    admission: str = "tcp://127.0.0.1:7072"
-    """Where the admission process serves."""
+    admission: str = ""
+    """Path of the unix socket of the admission process; '': admission.sock in the journal's folder.
+    """
     journal: str = "scheduler"
     """The folder of the scheduler's journal; as the others, told from where it is started."""
     policy: Policy = "fair"
@@ -97,6 +99,11 @@ class FleetTables(Table, frozen=True):
     nodes: tuple[NodeTable, ...] = ()
     """Others may join by agents."""
     pipelines: dict[str, PipelineTable] = {}
+
+
+def admission_path(fleet: FleetTables) -> str:
+    """Path of the admission process's socket."""
+    return fleet.admission or str(Path(fleet.journal) / ADMISSION_SOCKET)
 
 
 def read_fleet(path: Path) -> FleetTables:
@@ -158,7 +165,7 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.inspect.Field, ...]:
 
 
 def _address_faults(fleet: FleetTables) -> Iterator[str]:
-    for key in ("bind", "admission", "http_bind"):
+    for key in ("bind", "http_bind"):
         told: str = getattr(fleet, key)
         scheme = "" if key == "http_bind" else "tcp://"
         host, _, port = told.removeprefix(scheme).rpartition(":")
@@ -169,6 +176,11 @@ def _address_faults(fleet: FleetTables) -> Iterator[str]:
             yield f"{key}: {told!r} is no address; write it as {scheme}HOST:PORT"
     if not fleet.journal.strip():
         yield f"journal: {fleet.journal!r} is no folder; name one"
+    if ":" in fleet.admission:
+        yield (
+            f"admission: {fleet.admission!r} is no path; admission serves at a unix socket of this "
+            f"machine: leave it out for {ADMISSION_SOCKET} in the journal's folder, or name a path"
+        )
 
 
 def _node_faults(nodes: Sequence[NodeTable]) -> Iterator[str]:

@@ -1,145 +1,79 @@
-"""Ends the processes of a pipeline, all of them, on this machine.
+"""Ends the processes of a pipeline's run, all of them, on this machine.
 
-Owns no process. Invariants: a process is ended through a pidfd after a look at when it started, so
-a pid that was given anew is safe; whoever carries the mark of the run is ended too, whatever its
-parent; `end` returns only when all are gone, for their GPUs are somebody else's then. Driven by the
-admission process.
+- Only a run that has the pipeline's name at the scheduler is ended: its launch, matched by pid and
+  start time, and the processes that carry the mark in the record of that launch.
+- The record's owner and root may have a run ended, and nobody else.
+- `end` returns only when all have ended, since their GPUs are then given to others.
 """
 
-import contextlib
 import os
 import select
 import signal
 import socket
-from collections.abc import Iterator
-from itertools import pairwise
 
-import msgspec
-import psutil
+from rollmesh.core.claimed import Record, is_same_machine, place, read_claimed, uid_of
+from rollmesh.core.errors import ConfigError, UserError
+from rollmesh.wire.scheduling import RunClaim
 
-from rollmesh.core.errors import UserError
-from rollmesh.core.process import LAUNCHER_VARIABLE
-from rollmesh.core.warden import MARK_VARIABLE, kill_marked
-
-WRITTEN_LATE_S = 2.0
-"""A process is not the one that was written down if it began so much later than that says."""
 GONE_MS = 10_000
-SHARE_WORDS = {"--scheduler", "--pipeline"}
-"""Who has both is of a run on a fleet."""
 
 
-class Doomed(msgspec.Struct, frozen=True):
-    """A process of the pipeline, as its run's folder names it."""
+def end(run: RunClaim, pipeline_id: str, caller_uid: int) -> int:
+    """SIGKILL to the launch of `run` and to all that carries its mark; return how many there were.
 
-    pid: int
-    started_s: float
-    """Unix time."""
-    host: str
-
-
-def end(doomed: list[Doomed], pipeline_id: str = "") -> int:
-    """SIGKILL to these, to all below them and to all who carry their run's mark; how many there
-    were.
-
-    UserError for processes of another machine or of another pipeline, where we would be among
-    them, and where one does not die.
+    UserError where the run is not this machine's, its record cannot be trusted, `caller_uid` may
+    not have it ended, or a process does not end.
     """
-    here = socket.gethostname()
-    for each in doomed:
-        if each.host != here:
-            raise UserError(
-                f"pid {each.pid} is on {each.host}, and the admission process on {here}; "
-                "end it there, then say --dead"
-            )
-    alive = [process for each in doomed if (process := _found(each))]
-    marks = {mark for process in alive if (mark := _mark_of(process, alive))}
-    below = [each for process in alive for each in _below(process)]
-    if os.getpid() in {each.pid for each in (*alive, *below)}:
+    if not is_same_machine(run.place, place()):
         raise UserError(
-            "this admission process is among those, or below one of them; "
-            "name the pipeline's own processes by --pid"
+            f"pid {run.pid} is on {run.host}, and the admission process on "
+            f"{socket.gethostname()}, or in another container; end it there, then say --dead"
         )
-    _check_names([*alive, *below], pipeline_id)
-    opened = list(_opened([*alive, *below]))
-    for _, fd in opened:
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
     try:
-        for pid, fd in opened:
-            _wait_for_end(pid, fd)
+        record = read_claimed(run.record, run.run_id, pipeline_id)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the run of {pipeline_id} (pid {run.pid}): {error}; end it by hand, then say --dead"
+        ) from None
+    _check(record, caller_uid)
+    num = _end_launch(record) + record.end_marked()
+    if record.end_marked():
+        raise UserError(
+            f"processes of {pipeline_id} do not end; its GPUs stay its own until they have"
+        )
+    return num
+
+
+def _check(record: Record, caller_uid: int) -> None:
+    """UserError where this caller may not have the run ended, or we are its launch."""
+    pid = record.claimed.pid
+    if caller_uid not in (0, record.uid):
+        raise UserError(
+            f"pid {pid} is of user {record.uid}: user {caller_uid} may not end it; ask that user, "
+            "or root"
+        )
+    if not is_same_machine(record.claimed.place, place()) or pid == os.getpid():
+        raise UserError(f"the record of pid {pid} is not of a run of this machine")
+
+
+def _end_launch(record: Record) -> int:
+    """SIGKILL to the launch, if it still runs; how many that are."""
+    pid = record.claimed.pid
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:  # it has ended
+        return 0
+    try:
+        is_owners = record.uid in (0, uid_of(pid))
+        if not record.is_alive or not is_owners:  # the pid is another process's by now
+            return 0
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        if not ended.poll(GONE_MS):
+            raise UserError(f"pid {pid} does not end; its GPUs stay its own until it has")
+    except ProcessLookupError:
+        return 0
     finally:
-        for _, fd in opened:
-            os.close(fd)
-    return len(opened) + sum(kill_marked(mark) for mark in sorted(marks))
-
-
-def _check_names(processes: list[psutil.Process], pipeline_id: str) -> None:
-    """UserError where one of them says that it is of another pipeline than this, '' is any."""
-    for process in processes:
-        named = _pipeline_of(process)
-        if pipeline_id and named and named != pipeline_id:
-            raise UserError(
-                f"pid {process.pid} is of pipeline {named}, not of {pipeline_id}; "
-                "name the folder of its own run, or its own processes"
-            )
-
-
-def _pipeline_of(process: psutil.Process) -> str:
-    """Whose it is, where its command line says so as launch's do; '' else."""
-    try:
-        words = process.cmdline()
-    except psutil.Error:
-        return ""
-    options = {word: value for word, value in pairwise(words) if word in SHARE_WORDS}
-    return options["--pipeline"] if options.keys() == SHARE_WORDS else ""
-
-
-def _found(each: Doomed) -> psutil.Process | None:
-    """The process that was written down, None if it is gone."""
-    try:
-        process = psutil.Process(each.pid)
-        is_dead = process.status() == psutil.STATUS_ZOMBIE
-        is_same = process.create_time() < each.started_s + WRITTEN_LATE_S
-        return process if is_same and not is_dead else None
-    except psutil.Error:
-        return None
-
-
-def _mark_of(process: psutil.Process, alive: list[psutil.Process]) -> str:
-    """The run's mark, which the children of its launch carry, each with a word more; '' else.
-
-    The launch's own is that of whoever started it, who is not to die.
-    """
-    try:
-        environment = process.environ()
-    except psutil.Error:
-        return ""
-    is_child = environment.get(LAUNCHER_VARIABLE) in {str(each.pid) for each in alive}
-    return environment.get(MARK_VARIABLE, "").rpartition("/")[0] if is_child else ""
-
-
-def _below(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.Error:
-        return []
-
-
-def _opened(processes: list[psutil.Process]) -> Iterator[tuple[int, int]]:
-    """Pid and pidfd of those that still are who they were."""
-    for pid, process in {each.pid: each for each in processes}.items():
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        if process.is_running():
-            yield pid, fd
-        else:
-            os.close(fd)
-
-
-def _wait_for_end(pid: int, fd: int) -> None:
-    ended = select.poll()
-    ended.register(fd, select.POLLIN)
-    if not ended.poll(GONE_MS):
-        raise UserError(f"pid {pid} does not die; its GPUs stay its own until it has")
+        os.close(descriptor)
+    return 1

@@ -1,36 +1,36 @@
-"""The admission process: one loop that takes a question, does it, and answers.
+"""The admission process: one loop that takes a question, carries it out, and answers.
 
-Owns its Hub. Invariants: nothing outlives an answer here, so that kill -9 loses at most what is
-being asked at that moment, which its asker says again; a question that is said twice is done
-once, for the scheduler knows its key; whatever is asked, the loop goes on. Driven by
-`rollmesh scheduler admission`.
+- Nothing outlives an answer here, so that kill -9 loses at most the question of that moment, which
+  its caller asks again with the same key.
+- Whatever is asked, the loop continues.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+import select
+from pathlib import Path
 
-from rollmesh.core.errors import AddressError, RollmeshError
+from rollmesh.core.errors import AddressError, RollmeshError, WireError
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, Stop, announce
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
 from rollmesh.scheduler.admission.desk import Desk
+from rollmesh.scheduler.admission.door import Caller, Door
 from rollmesh.wire.frames import Buffer, Packet
-from rollmesh.wire.keys import read_keys
 from rollmesh.wire.scheduling import AdmissionMessage, SchedulerAnswered
-from rollmesh.wire.sockets import MAX_ASK_FRAME_BYTES, Doorbell, Hub, wait
+from rollmesh.wire.sockets import Doorbell
 
 log = get_logger()
 
 IDLE_S = 1.0
 
 
-def run(bind: str, scheduler: str, ready_fd: int | None) -> None:
-    """Answer at `bind`, for the scheduler at that address, until SIGTERM or SIGINT.
+def run(path: Path, scheduler: str, ready_fd: int | None) -> None:
+    """Answer at the unix socket `path`, for that scheduler, until SIGTERM or SIGINT.
 
-    AddressError if `bind` is taken, or can be reached by others without keys.
+    AddressError if another process listens at `path`.
     """
     try:
-        hub = Hub(bind, read_keys(), MAX_ASK_FRAME_BYTES)
+        door = Door(path)
     except AddressError as error:
         raise AddressError(f"admission = {error}") from None
     setup("admission", None)
@@ -41,40 +41,44 @@ def run(bind: str, scheduler: str, ready_fd: int | None) -> None:
         return ask(scheduler, question, patience_s=patience_s)
 
     desk = Desk(ask_scheduler)
-    announce(ready_fd, Ready("admission", os.getpid(), hub.address))
-    log.info("admission.started", address=hub.address, scheduler=scheduler)
+    announce(ready_fd, Ready("admission", os.getpid(), str(door.path)))
+    log.info("admission.started", address=str(door.path), scheduler=scheduler)
     while not stop.is_asked:
-        wait([hub], bell, IDLE_S)
-        turn(hub, desk)
-    hub.close()
+        select.select([door.fileno(), bell.fileno()], [], [], IDLE_S)
+        bell.hush()
+        turn(door, desk)
+    door.close()
     log.info("admission.stopped")
 
 
-def turn(hub: Hub, desk: Desk) -> None:
-    """Answer what has arrived."""
-    for route, packet in answered(hub.receive(), desk):
-        hub.send(route, packet)
+def turn(door: Door, desk: Desk) -> None:
+    """Answer the callers that wait."""
+    for caller in door.callers():
+        _serve(caller, desk)
 
 
-def answered(heard: Iterable[tuple[bytes, Packet]], desk: Desk) -> Iterator[tuple[bytes, Packet]]:
-    """To whom what is said: each key is done once, whoever was made to say it again meanwhile."""
-    answers: dict[str, Answer] = {}
-    for route, packet in heard:
-        question = packet.message
-        if not isinstance(question, AdmissionMessage):
-            continue
-        key = question.key
-        if key not in answers:
-            answers[key] = _tried(desk, question, packet.body)
-            kind = type(question).__name__
-            log.info("question.answered", kind=kind, error=answers[key].error)
-        answer = answers[key]
-        yield route, Packet(SchedulerAnswered(key, answer.ok, answer.error), body=answer.body)
-
-
-def _tried(desk: Desk, question: AdmissionMessage, body: Buffer) -> Answer:
+def _serve(caller: Caller, desk: Desk) -> None:
     try:
-        return desk.on(question, body)
+        packet = caller.question()
+    except WireError as error:
+        log.debug("question.malformed", why=str(error))
+        return
+    question = packet.message
+    if not isinstance(question, AdmissionMessage):
+        return
+    if caller.uid in (0, os.geteuid()):
+        answer = _tried(desk, question, packet.body, caller.uid)
+    else:
+        answer = Answer(ok=False, error=f"user {caller.uid} may not ask admission; ask its user")
+    kind = type(question).__name__
+    log.info("question.answered", kind=kind, uid=caller.uid, error=answer.error)
+    told = SchedulerAnswered(question.key, answer.ok, answer.error)
+    caller.answer(Packet(told, body=answer.body))
+
+
+def _tried(desk: Desk, question: AdmissionMessage, body: Buffer, uid: int) -> Answer:
+    try:
+        return desk.on(question, body, uid)
     except RollmeshError as error:
         return Answer(ok=False, error=str(error))
     except Exception as error:  # door: one question must not end the process

@@ -34,7 +34,7 @@ class Runs:
         """Why it is refused, or ''; the pipeline is known."""
         book, name = self._book, ask.pipeline_id
         pipeline, run = book.state.pipelines[name], book.tenants[name].run
-        if ask.after != (run.mark if run else ""):
+        if ask.after != (run.run_id if run else ""):
             return GOES_ON if ask.run else ""  # one that ends has been seen to by somebody
         if ask.run and pipeline.phase in (PipelinePhase.REGISTERED, PipelinePhase.LEAVING):
             return f"{name} is {pipeline.phase}, and not admitted"
@@ -47,6 +47,11 @@ class Runs:
         book.tenants[name].run = ask.run
         book.mark("pipelines", name)
         return ""
+
+    def refusal(self, name: str, run_id: str) -> str:
+        """Why processes of that run are not to be ended, or ''; '' as `run_id` is no run."""
+        run = self._book.tenants[name].run
+        return "" if run_id == (run.run_id if run else "") else f"another run has the name {name}"
 
     def bury(self, pipeline: Pipeline, why: str, *, with_engines: bool = True) -> None:
         """No process of its run is left; nor an engine, unless they are somebody else's."""

@@ -37,6 +37,7 @@ from rollmesh.scheduler.service.tickets import Tickets, holders
 from rollmesh.wire.machine import Ticked
 from rollmesh.wire.scheduling import (
     AdmitPipeline,
+    CheckKill,
     ClaimPipeline,
     ClearProgress,
     CoordinatorHello,
@@ -112,6 +113,7 @@ class Scheduler:
             WorkersResized: self._on_resized,
             RegisterPipeline: self.tenants.on_ask,
             AdmitPipeline: self.tenants.on_ask,
+            CheckKill: self.tenants.on_ask,
             KillPipeline: self.tenants.on_ask,
             UnregisterPipeline: self.tenants.on_ask,
             ClaimPipeline: self.tenants.on_ask,

@@ -32,6 +32,7 @@ from rollmesh.scheduler.service.tickets import Tickets
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     AdmitPipeline,
+    CheckKill,
     ClaimPipeline,
     DrainNode,
     HooksWired,
@@ -48,6 +49,7 @@ from rollmesh.wire.scheduling import (
 Ask = (
     RegisterPipeline
     | AdmitPipeline
+    | CheckKill
     | KillPipeline
     | UnregisterPipeline
     | JoinNode
@@ -93,8 +95,11 @@ class Tenants:
                 return self._on_drain(name, is_drained=False)
             case AdmitPipeline(pipeline_id=name):
                 return self._on_admit(name)
-            case KillPipeline(pipeline_id=name):
-                return self._on_kill(name)
+            case KillPipeline():
+                return self._on_kill(ask)
+            case CheckKill(pipeline_id=name):
+                is_known = name in self._book.tenants
+                return self._runs.refusal(name, ask.run_id) if is_known else self._unknown(name)
             case ClaimPipeline(pipeline_id=name):
                 is_known = name in self._book.tenants
                 return self._runs.on_claim(ask) if is_known else self._unknown(name)
@@ -161,11 +166,13 @@ class Tenants:
             book.mark("pipelines", name)
         return ""
 
-    def _on_kill(self, name: str) -> str:
-        book = self._book
-        pipeline = book.state.pipelines.get(name)
+    def _on_kill(self, ask: KillPipeline) -> str:
+        name = ask.pipeline_id
+        pipeline = self._book.state.pipelines.get(name)
         if pipeline is None:
             return self._unknown(name)
+        if ask.run_id and (why := self._runs.refusal(name, ask.run_id)):
+            return why
         self._runs.bury(pipeline, "its processes were killed")
         if pipeline.phase is not PipelinePhase.LEAVING:
             pipeline.phase = PipelinePhase.REGISTERED

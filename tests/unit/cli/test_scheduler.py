@@ -49,12 +49,15 @@ def complaint(verb: str, path: Path) -> str:
     return next(line for line in ended.stderr.splitlines() if line.startswith("rollmesh: "))
 
 
-@pytest.mark.parametrize("verb", ["serve", "admission", "up"])
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("verb", "text", "told"),
     [
-        ("polcy = 'fair'", "unknown key 'polcy'"),
-        ("bind = 'tcp://0.0.0.0:0'\nadmission = 'tcp://0.0.0.0:0'", "others can reach it"),
+        ("serve", "polcy = 'fair'", "unknown key 'polcy'"),
+        ("admission", "polcy = 'fair'", "unknown key 'polcy'"),
+        ("up", "polcy = 'fair'", "unknown key 'polcy'"),
+        ("serve", "bind = 'tcp://0.0.0.0:0'", "others can reach it"),
+        ("up", "bind = 'tcp://0.0.0.0:0'", "others can reach it"),
+        ("admission", "admission = 'tcp://h:1'", "admission: 'tcp://h:1' is no path"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(verb: str, text: str, told: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from rollmesh.cli.main import main
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
+from rollmesh.scheduler.admission.door import ask_admission
 from rollmesh.scheduler.planning.state import NodePhase, PipelinePhase
 from rollmesh.scheduler.service.explain import FleetView, PipelineView
 from rollmesh.wire.frames import Packet
@@ -25,6 +26,7 @@ from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     AdmitPipeline,
+    ClaimPipeline,
     ClearProgress,
     CoordinatorHello,
     GpuPriority,
@@ -44,6 +46,7 @@ from rollmesh.wire.scheduling import (
 )
 from rollmesh.wire.sockets import Dialer, wait
 from tests.ports import free_ports
+from tests.unit.scheduler.admission.claimed_run import claimed_run
 
 HookAsk = RequestGpus | NotifyReleaseGpus | NotifyReleaseThenRequestGpus
 PATIENCE_S = 100.0
@@ -52,7 +55,6 @@ LOOK_S = 0.1
 FILE = """
 bind = "tcp://127.0.0.1:{}"
 http_bind = "127.0.0.1:{}"
-admission = "tcp://127.0.0.1:{}"
 journal = "{}"
 
 [service]
@@ -76,11 +78,11 @@ class Running:
     """`rollmesh scheduler up`."""
 
     def __init__(self, folder: Path) -> None:
-        service, http, admission = free_ports(3)
+        service, http = free_ports(2)
         self.address = f"tcp://127.0.0.1:{service}"
-        self.admission = f"tcp://127.0.0.1:{admission}"
+        self.admission = folder / "journal" / "admission.sock"
         self.file = folder / "scheduler.toml"
-        self.file.write_text(FILE.format(service, http, admission, folder / "journal"))
+        self.file.write_text(FILE.format(service, http, folder / "journal"))
         words = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "up", str(self.file)]
         self.process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
 
@@ -169,8 +171,8 @@ class Tenant:
 def test_without_admission_every_run_time_operation_still_answers(running: Running) -> None:
     """And it is back, by itself, with all that it did."""
     os.kill(running.pid_of("admission"), signal.SIGSTOP)
-    with pytest.raises(AddressError, match="nobody answers"):
-        ask(running.admission, AdmitPipeline("k", "math"), patience_s=1.0)
+    with pytest.raises(AddressError, match="no answer of an admission process"):
+        ask_admission(running.admission, AdmitPipeline("k", "math"), patience_s=1.0)
     tenant = Tenant(running, "math")
     train, generate = GpuPriority.ACTOR_TRAINING, GpuPriority.GENERATION
     granted, released = TicketState.GRANTED, TicketState.RELEASED
@@ -190,28 +192,27 @@ def test_without_admission_every_run_time_operation_still_answers(running: Runni
     killed = running.pid_of("admission")
     os.kill(killed, signal.SIGKILL)
     running.until(lambda: running.pid_of("admission") not in (0, killed))
-    assert running.ask(running.admission, AdmitPipeline(new_id("k"), "math")).ok
+    question = AdmitPipeline(new_id("k"), "math")
+    assert ask_admission(running.admission, question, patience_s=PATIENCE_S).ok
 
 
 def test_a_killed_pipeline_holds_nothing_and_is_let_in_again(
-    running: Running, capfd: pytest.CaptureFixture[str]
+    running: Running, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tenant = Tenant(running, "math")
-    train = RequestGpus("1", "math", "actor_train", GpuPriority.ACTOR_TRAINING)
-    tenant.until(TicketState.GRANTED, train)
-    tenant.close()
-    assert running.seen().num_free == 2
-    waits = [sys.executable, "-c", "print(flush=True); input()"]
-    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        words = ["kill", "math", "--pid", str(child.pid), "--admission", running.admission]
-        assert main(["scheduler", *words]) == 0
-        assert child.wait(PATIENCE_S) == -signal.SIGKILL
+    words = ["--admission", str(running.admission)]
+    with claimed_run(tmp_path) as run:
+        assert running.ask(running.address, ClaimPipeline(new_id("k"), "math", run.claim)).ok
+        tenant = Tenant(running, "math")
+        train = RequestGpus("1", "math", "actor_train", GpuPriority.ACTOR_TRAINING)
+        tenant.until(TicketState.GRANTED, train)
+        tenant.close()
+        assert running.seen().num_free == 2
+        assert main(["scheduler", "kill", "math", *words]) == 0
+        assert run.launch.wait(PATIENCE_S) == -signal.SIGKILL
     assert "math: 1 processes ended, and its GPUs are free;" in capfd.readouterr().out
     assert running.seen().num_free == 4
     assert running.of("math").phase is PipelinePhase.REGISTERED
-    assert main(["scheduler", "admit", "math", "--admission", running.admission]) == 0
+    assert main(["scheduler", "admit", "math", *words]) == 0
     assert running.phases()["math"] is PipelinePhase.ADMITTED
 
 

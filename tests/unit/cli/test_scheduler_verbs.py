@@ -1,28 +1,23 @@
 """The verbs that ask: they show what the service says, and tell a refusal in one line."""
 
 import json
-import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from rollmesh.cli.main import main
-from rollmesh.cli.scheduler_verbs import doomed_of
-from rollmesh.core.errors import UserError
-from rollmesh.launch.folder import Pid
 from rollmesh.scheduler.admission.asking import Answer, Question
 from rollmesh.scheduler.admission.desk import Desk
+from rollmesh.scheduler.admission.door import Door
+from rollmesh.scheduler.admission.process import turn
 from rollmesh.scheduler.planning.state import PipelinePhase, Request
 from rollmesh.scheduler.service.explain import view
 from rollmesh.scheduler.service.known import Known
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.scheduling import (
-    AdmissionMessage,
     DrainNode,
     GpuPriority,
     ReadScheduler,
@@ -34,7 +29,7 @@ from tests.unit.scheduler.admission.fleet import Fleet
 
 FILE = """
 bind = "{address}"
-admission = "{address}"
+admission = "admission.sock"
 
 [pipelines.math]
 clusters.actor_train = [0, 1]
@@ -46,11 +41,11 @@ workers = 99
 
 
 class Town(Fleet):
-    """A scheduler and its admission, at one address."""
+    """A scheduler and its admission."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hub = Hub("tcp://127.0.0.1:0")
+        self.hub, self._door = Hub("tcp://127.0.0.1:0"), Door(Path("admission.sock"))
         self._desk = Desk(self.ask)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -71,31 +66,25 @@ class Town(Fleet):
         self._stop.set()
         self._thread.join(30)
         self.hub.close()
+        self._door.close()
 
     def _serve(self) -> None:
         while not self._stop.is_set():
             wait([self.hub], None, 0.02)
             for route, packet in self.hub.receive():
                 question = packet.message
-                assert isinstance(
-                    question, AdmissionMessage | DrainNode | UndrainNode | ReadScheduler
-                )
-                try:
-                    if isinstance(question, AdmissionMessage):
-                        answer = self._desk.on(question, packet.body)
-                    else:
-                        answer = self.ask(question)
-                except UserError as error:
-                    answer = Answer(ok=False, error=str(error))
+                assert isinstance(question, DrainNode | UndrainNode | ReadScheduler)
+                answer = self.ask(question)
                 told = SchedulerAnswered(question.key, answer.ok, answer.error)
                 self.hub.send(route, Packet(told, body=answer.body))
+            turn(self._door, self._desk)
 
 
 @pytest.fixture
 def town(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Town]:
     """Its fleet's file stands in the folder where we are."""
-    town = Town()
     monkeypatch.chdir(tmp_path)
+    town = Town()
     Path("scheduler.toml").write_text(FILE.format(address=town.hub.address))
     yield town
     town.close()
@@ -133,9 +122,7 @@ def test_all_of_the_file_are_registered_up_to_the_first_that_does_not_fit(
         (["explain", "maths"], "no pipeline 'maths'; none is known"),
         (["drain", "c"], "no node 'c'"),
         (["drain", "c", "--undo"], "no node 'c'"),
-        (["kill", "math", "--run", "nowhere"], "nowhere: no pids.json of a run there"),
-        (["kill", "math", "--pid", "4194304"], "--pid 4194304: no such process"),
-        (["kill", "math", "--pid", "-1"], "--pid -1: no such process"),
+        (["kill", "math"], "no run has the name math, so there is no process that may be ended"),
         (["status", "--fleet", "other.toml"], "`rollmesh scheduler init` writes one"),
     ],
 )
@@ -187,11 +174,3 @@ def test_a_killed_pipeline_has_no_processes_left(
     assert main(["scheduler", "kill", "math", "--dead"]) == 0
     assert "math: 0 processes ended, and its GPUs are free;" in capsys.readouterr().out
     assert not town.state.pipelines
-
-
-def test_a_runs_folder_names_its_processes(tmp_path: Path) -> None:
-    row = Pid("launch", os.getpid(), time.time(), "here")
-    (tmp_path / "pids.json").write_bytes(msgspec.json.encode([row]))
-    (doomed,) = doomed_of(tmp_path)
-    assert (doomed.pid, doomed.started_s, doomed.host) == (row.pid, row.started_s, "here")
-    assert psutil.pid_exists(doomed.pid)

@@ -15,6 +15,7 @@ from rollmesh.wire.scheduling import (
     KillPipeline,
     ReadScheduler,
     RegisterPipeline,
+    RunClaim,
     UnregisterPipeline,
 )
 
@@ -27,13 +28,17 @@ class Fleet:
         self.state.add_node(Node(name="a", gpus=(0, 1, 2, 3), labels=("h200",)))
         self.state.add_node(Node(name="b", gpus=(4, 5, 6, 7), labels=("l40",)))
         self.asked: list[Question] = []
+        self.runs: dict[str, RunClaim] = {}
+        """By pipeline, the run that has its name."""
 
     def ask(self, question: Question, patience_s: float = 1.0) -> Answer:
         self.asked.append(question)
         assert patience_s > 0
         match question:
             case ReadScheduler():
-                return Answer(ok=True, body=msgspec.json.encode(view(self.state, Known())))
+                return Answer(
+                    ok=True, body=msgspec.json.encode(view(self.state, Known(runs=self.runs)))
+                )
             case RegisterPipeline(_, spec):
                 if spec.pipeline_id not in self.state.pipelines:
                     self.state.add_pipeline(spec)

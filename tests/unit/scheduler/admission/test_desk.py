@@ -1,32 +1,33 @@
 """A pipeline is registered where it fits, keeps its place, and is killed before it is forgotten."""
 
-import socket
-import subprocess
-import sys
-import time
+import os
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.scheduler.admission.asking import Answer, Question
-from rollmesh.scheduler.admission.desk import LEAVING, Desk, FleetSeen
+from rollmesh.scheduler.admission.desk import DEAD, LEAVING, Desk, FleetSeen
 from rollmesh.scheduler.admission.fleet_file import PipelineTable
-from rollmesh.scheduler.admission.killing import Doomed
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.wire.scheduling import (
     AdmitPipeline,
+    CheckKill,
     KillPipeline,
     PipelineSpec,
     RegisterPipeline,
     UnregisterPipeline,
 )
+from tests.unit.scheduler.admission.claimed_run import claimed_run
 from tests.unit.scheduler.admission.fleet import Fleet
+
+US = os.getuid()
 
 
 def register(fleet: Fleet, name: str, table: PipelineTable, key: str = "k") -> PipelineSpec:
     unplaced = PipelineSpec(pipeline_id=name, clusters={}, generation=())
-    answer = Desk(fleet.ask).on(RegisterPipeline(key, unplaced), msgspec.json.encode(table))
+    answer = Desk(fleet.ask).on(RegisterPipeline(key, unplaced), msgspec.json.encode(table), US)
     assert answer.ok
     spec = msgspec.json.decode(answer.body, type=PipelineSpec)
     assert fleet.state.pipelines[name].spec == spec
@@ -80,46 +81,70 @@ def test_what_does_not_fit_is_refused_before_the_scheduler_hears_of_it(
 def test_a_body_that_is_none_of_ours_is_refused() -> None:
     unplaced = PipelineSpec(pipeline_id="math", clusters={}, generation=())
     with pytest.raises(ConfigError, match="admission desk"):
-        Desk(Fleet().ask).on(RegisterPipeline("k", unplaced), b"{'")
+        Desk(Fleet().ask).on(RegisterPipeline("k", unplaced), b"{'", US)
 
 
 def test_the_other_questions_are_the_schedulers() -> None:
     fleet = Fleet()
     desk = Desk(fleet.ask)
-    refused = desk.on(AdmitPipeline("a", "math"), b"")
+    refused = desk.on(AdmitPipeline("a", "math"), b"", US)
     assert (refused.ok, refused.error) == (False, "no pipeline 'math'")
     register(fleet, "math", PipelineTable(workers=2))
-    assert desk.on(AdmitPipeline("b", "math"), b"").ok
+    assert desk.on(AdmitPipeline("b", "math"), b"", US).ok
     assert fleet.state.pipelines["math"].phase is PipelinePhase.ADMITTED
-    assert desk.on(UnregisterPipeline("c", "math"), b"").ok
+    assert desk.on(UnregisterPipeline("c", "math"), b"", US).ok
     assert not fleet.state.pipelines
 
 
-def test_gpus_are_called_free_only_when_the_processes_are_dead() -> None:
+def test_gpus_are_called_free_only_when_the_processes_have_ended(tmp_path: Path) -> None:
+    fleet, seen = Fleet(), list[tuple[str, int | None]]()
+    register(fleet, "math", PipelineTable(workers=2))
+    with claimed_run(tmp_path) as run:
+        fleet.runs["math"] = run.claim
+
+        def ask(question: Question, patience_s: float) -> Answer:
+            seen.append((type(question).__name__, run.launch.poll()))
+            return fleet.ask(question, patience_s)
+
+        answer = Desk(ask).on(KillPipeline("k", "math"), b"", US)
+    assert (answer.ok, msgspec.json.decode(answer.body)) == (True, 1)
+    assert seen == [("ReadScheduler", None), ("CheckKill", None), ("KillPipeline", -9)]
+    assert fleet.asked[-1] == KillPipeline("k", "math", run.claimed.run_id)
+
+
+def test_nothing_is_ended_without_the_schedulers_agreement(tmp_path: Path) -> None:
     fleet = Fleet()
-    waits = [sys.executable, "-c", "print(flush=True); input()"]
-    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        seen: list[int | None] = []
+    register(fleet, "math", PipelineTable(workers=2))
+    with claimed_run(tmp_path) as run:
+        fleet.runs["math"] = run.claim
 
-        def ask(question: object, _: float) -> Answer:
-            seen.append(child.poll())
-            return Answer(ok=True)
+        def ask(question: Question, patience_s: float) -> Answer:
+            is_check = isinstance(question, CheckKill)
+            return Answer(ok=False, error="no") if is_check else fleet.ask(question, patience_s)
 
-        doomed = [Doomed(child.pid, time.time(), socket.gethostname())]
-        answer = Desk(ask).on(KillPipeline("k", "math"), msgspec.json.encode(doomed))
-        assert (answer.ok, msgspec.json.decode(answer.body)) == (True, 1)
-    assert seen == [-9]
-    assert fleet.asked == []
+        assert Desk(ask).on(KillPipeline("k", "math"), b"", US) == Answer(ok=False, error="no")
+        assert run.launch.poll() is None
+    assert not any(isinstance(each, KillPipeline) for each in fleet.asked)
 
 
-def test_processes_that_cannot_be_ended_keep_their_gpus() -> None:
+def test_processes_that_may_not_be_ended_keep_their_gpus(tmp_path: Path) -> None:
     fleet = Fleet()
-    elsewhere = msgspec.json.encode([Doomed(1, time.time(), "another-machine")])
-    with pytest.raises(UserError, match="another-machine"):
-        Desk(fleet.ask).on(KillPipeline("k", "math"), elsewhere)
-    assert fleet.asked == []
+    register(fleet, "math", PipelineTable(workers=2))
+    with claimed_run(tmp_path) as run:
+        fleet.runs["math"] = run.claim
+        with pytest.raises(UserError, match="user 65534 may not end it"):
+            Desk(fleet.ask).on(KillPipeline("k", "math"), b"", 65534)
+        assert run.launch.poll() is None
+    assert not any(isinstance(each, KillPipeline) for each in fleet.asked)
+
+
+def test_without_a_claimed_run_only_a_user_who_knows_that_all_have_ended_frees_the_gpus() -> None:
+    fleet = Fleet()
+    register(fleet, "math", PipelineTable(workers=2))
+    with pytest.raises(UserError, match=r"no run has the name math, .* then say --dead"):
+        Desk(fleet.ask).on(KillPipeline("k", "math"), b"", US)
+    assert Desk(fleet.ask).on(KillPipeline("k", "math"), DEAD, US).ok
+    assert not fleet.state.pipelines
 
 
 def test_the_desk_reads_what_the_service_says_of_itself() -> None:
@@ -141,6 +166,6 @@ def test_who_leaves_slowly_is_said_to_leave_and_who_does_not_is_a_fault() -> Non
         return fleet.ask(question, patience_s)
 
     with pytest.raises(AddressError, match="nobody answers"):
-        Desk(ask).on(UnregisterPipeline("k", "math"), b"")
+        Desk(ask).on(UnregisterPipeline("k", "math"), b"", US)
     fleet.state.pipelines["math"].phase = PipelinePhase.LEAVING
-    assert Desk(ask).on(UnregisterPipeline("k", "math"), b"") == Answer(ok=True, body=LEAVING)
+    assert Desk(ask).on(UnregisterPipeline("k", "math"), b"", US) == Answer(ok=True, body=LEAVING)

@@ -105,7 +105,10 @@ def test_an_empty_file_is_a_fleet_that_agents_join() -> None:
         ("bind = '127.0.0.1:7070'", "bind: '127.0.0.1:7070' is no address; write it as tcp://HOST"),
         ("bind = 'tcp://127.0.0.1:70707'", "bind: 'tcp://127.0.0.1:70707' is no address"),
         ("bind = 7070", "bind: expected `str`, got `int`"),
-        ("admission = 'tcp://127.0.0.1'", "admission: 'tcp://127.0.0.1' is no address"),
+        (
+            "admission = 'tcp://h:1'",
+            "admission: 'tcp://h:1' is no path; admission serves",
+        ),
         ("http_bind = ':7071'", "http_bind: ':7071' is no address; write it as HOST:PORT"),
         ("http_bind = '127.0.0.1:*'", "http_bind: '127.0.0.1:*' is no address"),
         ("journal = ' '", "journal: ' ' is no folder; name one"),

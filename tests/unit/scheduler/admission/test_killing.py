@@ -1,142 +1,82 @@
-"""A pipeline's processes end, with all below them, and nobody else does."""
+"""A claimed run's processes end, all of them, and no others do."""
 
 import os
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
-import psutil
+import msgspec
 import pytest
 
-from rollmesh.core.errors import UserError
-from rollmesh.core.process import LAUNCHER_VARIABLE
-from rollmesh.core.warden import MARK_VARIABLE
-from rollmesh.scheduler.admission.killing import WRITTEN_LATE_S, Doomed, end
+from rollmesh.core.errors import ConfigError, UserError
+from rollmesh.scheduler.admission.killing import end
+from tests.unit.scheduler.admission.claimed_run import ClaimedRun, claimed_run
 
-SAYS_AND_WAITS = "print(__import__('os').getpid(), flush=True); input()"
-PARENT = (
-    "import subprocess, sys\n"
-    f"child = subprocess.Popen([sys.executable, '-c', {SAYS_AND_WAITS!r}],"
-    " stdin=subprocess.PIPE, start_new_session=True)\n"
-    "child.wait()"
-)
-ENDS_ITSELF = (
-    "import os, socket, time\n"
-    "from rollmesh.core.errors import UserError\n"
-    "from rollmesh.scheduler.admission.killing import Doomed, end\n"
-    "pids, host = (int(os.environ['OTHER']), os.getpid()), socket.gethostname()\n"
-    "try:\n"
-    "    end([Doomed(pid, time.time(), host) for pid in pids])\n"
-    "except UserError as error:\n"
-    "    print(error)\n"
-)
-Start = Callable[..., "subprocess.Popen[bytes]"]
+US = os.getuid()
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """What starts a process that waits for ever."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def begin(
-        code: str = SAYS_AND_WAITS, *words: str, **environment: str
-    ) -> "subprocess.Popen[bytes]":
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **environment},
-        )
-        started.append(child)
-        return child
-
-    yield begin
-    for child in started:
-        child.kill()
-        child.communicate()
+def run(tmp_path: Path) -> Iterator[ClaimedRun]:
+    with claimed_run(tmp_path) as run:
+        yield run
 
 
-def said_pid(child: "subprocess.Popen[bytes]") -> int:
-    assert child.stdout is not None
-    return int(child.stdout.readline())
+def rewrite(run: ClaimedRun, **fields: object) -> None:
+    told = msgspec.json.decode(run.record.read_bytes()) | fields
+    run.record.write_bytes(msgspec.json.encode(told))
 
 
-def doomed(pid: int, started_s: float | None = None) -> Doomed:
-    return Doomed(pid, time.time() if started_s is None else started_s, socket.gethostname())
+def test_the_launch_and_all_that_carries_its_mark_end_and_nothing_else(run: ClaimedRun) -> None:
+    role, agent = run.start(f"{run.mark}/router.1"), run.start(f"{run.mark}/worker.2/agent.1")
+    neighbour, other = run.start(f"{run.mark}0/router.1"), run.start("")
+    assert end(run.claim, "math", US) == 3
+    assert [each.wait() for each in (run.launch, role, agent)] == [-9] * 3
+    assert (neighbour.poll(), other.poll()) == (None, None)
 
 
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+def test_a_pid_that_is_another_process_by_now_is_left(run: ClaimedRun) -> None:
+    rewrite(run, life="1")
+    role = run.start(f"{run.mark}/router.1")
+    assert end(run.claim, "math", US) == 1
+    assert role.wait() == -9
+    assert run.launch.poll() is None
 
 
-def test_who_is_named_ends_with_all_below_it(start: Start) -> None:
-    parent, other = start(PARENT), start()
-    grandchild = said_pid(parent)
-    said_pid(other)
-    assert end([doomed(parent.pid)]) == 2
-    assert not is_alive(parent.pid)
-    assert not is_alive(grandchild)
-    assert is_alive(other.pid)
+def test_a_run_that_has_ended_already_is_no_fault(run: ClaimedRun) -> None:
+    run.launch.kill()
+    run.launch.wait()
+    assert end(run.claim, "math", US) == 0
 
 
-def test_whoever_carries_the_mark_of_the_run_ends_and_the_outer_mark_is_safe(start: Start) -> None:
-    outer = f"test.{os.getpid()}/outer"
-    run = f"{outer}/launch.1"
-    launch = start(**{MARK_VARIABLE: outer})
-    role = start(**{MARK_VARIABLE: f"{run}/router.1", LAUNCHER_VARIABLE: str(launch.pid)})
-    lost = start(**{MARK_VARIABLE: f"{run}/worker.2/agent.1"})
-    neighbour = start(**{MARK_VARIABLE: f"{outer}/launch.2/router.1"})
-    for each in (launch, role, lost, neighbour):
-        said_pid(each)
-    assert end([doomed(launch.pid), doomed(role.pid)]) == 3
-    assert not any(is_alive(each.pid) for each in (launch, role, lost))
-    assert is_alive(neighbour.pid)
+@pytest.mark.parametrize("pid", [-1, 0, 1, 2**64, "7"])
+def test_a_record_with_a_pid_of_no_launch_is_refused_in_one_line(
+    pid: object, run: ClaimedRun
+) -> None:
+    rewrite(run, pid=pid)
+    with pytest.raises(ConfigError, match="is not one of a claimed run; end it by hand"):
+        end(run.claim, "math", US)
+    assert run.launch.poll() is None
 
 
-def test_a_pid_that_was_given_anew_is_let_live(start: Start) -> None:
-    other = start()
-    said_pid(other)
-    long_ago_s = psutil.Process(other.pid).create_time() - 2 * WRITTEN_LATE_S
-    assert end([doomed(other.pid, long_ago_s)]) == 0
-    assert is_alive(other.pid)
+def test_the_record_of_another_pipelines_run_is_refused(run: ClaimedRun) -> None:
+    with pytest.raises(ConfigError, match="is that of another run; end it by hand"):
+        end(run.claim, "code", US)
+    assert run.launch.poll() is None
 
 
-def test_processes_of_another_pipeline_are_not_ended_under_this_name(start: Start) -> None:
-    """The GPUs of the one that was named would be called free while it goes on."""
-    run = start(SAYS_AND_WAITS, "--scheduler", "tcp://a:1", "--pipeline", "code")
-    tool = start(SAYS_AND_WAITS, "--pipeline", "of-something-else")
-    said_pid(run)
-    said_pid(tool)
-    with pytest.raises(UserError, match=rf"pid {run.pid} is of pipeline code, not of math"):
-        end([doomed(run.pid)], "math")
-    assert is_alive(run.pid)
-    assert end([doomed(run.pid), doomed(tool.pid)], "code") == 2
+def test_another_users_run_is_not_ended(run: ClaimedRun) -> None:
+    with pytest.raises(UserError, match=rf"is of user {US}: user 65534 may not end it"):
+        end(run.claim, "math", 65534)
+    assert run.launch.poll() is None
 
 
-def test_who_is_gone_already_is_no_fault(start: Start) -> None:
-    child = start()
-    said_pid(child)
-    child.kill()
-    child.wait()
-    assert end([doomed(child.pid)]) == 0
+def test_admission_does_not_end_itself(run: ClaimedRun) -> None:
+    rewrite(run, pid=os.getpid())
+    with pytest.raises(UserError, match="not of a run of this machine"):
+        end(run.claim, "math", US)
 
 
-def test_whoever_would_take_us_along_is_not_ended(start: Start) -> None:
-    """A shell that has started the fleet as well, say, or the first process of a container."""
-    other = start()
-    said_pid(other)
-    child = start(ENDS_ITSELF, OTHER=str(other.pid))
-    out, _ = child.communicate()
-    assert b"this admission process is among those" in out
-    assert is_alive(other.pid)
-
-
-def test_processes_of_another_machine_are_not_ours_to_end(start: Start) -> None:
-    child = start()
-    said_pid(child)
-    elsewhere = Doomed(child.pid, time.time(), "another-machine")
+def test_processes_of_another_machine_are_not_ended(run: ClaimedRun) -> None:
+    elsewhere = msgspec.structs.replace(run.claim, host="another-machine", place="x/1/0")
     with pytest.raises(UserError, match=r"is on another-machine.*--dead"):
-        end([elsewhere])
-    assert is_alive(child.pid)
+        end(elsewhere, "math", US)
+    assert run.launch.poll() is None

@@ -1,37 +1,34 @@
-"""The admission process answers each key, whatever it is asked, and loses nothing by dying."""
+"""The admission process answers each question at its socket, and loses nothing by dying."""
 
+import os
+import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
-from rollmesh.scheduler.admission.asking import Answer, Question, ask
+from rollmesh.scheduler.admission.asking import Answer, Question
 from rollmesh.scheduler.admission.desk import Desk
+from rollmesh.scheduler.admission.door import Door, ask_admission
 from rollmesh.scheduler.admission.fleet_file import PipelineTable
-from rollmesh.scheduler.admission.process import answered, run, turn
-from rollmesh.wire.frames import Packet
-from rollmesh.wire.scheduling import (
-    AdmitPipeline,
-    PipelineSpec,
-    RegisterPipeline,
-    SchedulerAnswered,
-)
-from rollmesh.wire.sockets import Hub, wait
+from rollmesh.scheduler.admission.process import turn
+from rollmesh.wire.scheduling import AdmitPipeline, DrainNode, PipelineSpec, RegisterPipeline
 from tests.unit.scheduler.admission.fleet import Fleet
 
 PROMPT_S = 30.0
 
 
 class Serving:
-    """A desk at an address, in a thread."""
+    """A desk at a socket, in a thread."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, path: Path) -> None:
         self.fleet = fleet
         self.is_broken = False
-        self.hub = Hub("tcp://127.0.0.1:0")
+        self.door = Door(path)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -39,13 +36,12 @@ class Serving:
     def close(self) -> None:
         self._stop.set()
         self._thread.join(PROMPT_S)
-        self.hub.close()
+        self.door.close()
 
     def _serve(self) -> None:
         desk = Desk(self._ask)
-        while not self._stop.is_set():
-            wait([self.hub], None, 0.02)
-            turn(self.hub, desk)
+        while not self._stop.wait(0.02):
+            turn(self.door, desk)
 
     def _ask(self, question: Question, patience_s: float) -> Answer:
         if self.is_broken:
@@ -54,8 +50,14 @@ class Serving:
 
 
 @pytest.fixture
-def serving() -> Iterator[Serving]:
-    serving = Serving(Fleet())
+def path(tmp_path: Path) -> Path:
+    """Deeper than a socket's address can be."""
+    return tmp_path / ("deep" * 20) / "admission.sock"
+
+
+@pytest.fixture
+def serving(path: Path) -> Iterator[Serving]:
+    serving = Serving(Fleet(), path)
     yield serving
     serving.close()
 
@@ -64,44 +66,77 @@ def question(name: str) -> RegisterPipeline:
     return RegisterPipeline(new_id("k"), PipelineSpec(pipeline_id=name, clusters={}, generation=()))
 
 
-def test_a_question_is_answered_with_where_the_pipeline_stands(serving: Serving) -> None:
+def test_the_socket_is_its_users_alone(serving: Serving, path: Path) -> None:
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_question_is_answered_with_the_pipelines_place(serving: Serving, path: Path) -> None:
     table = msgspec.json.encode(PipelineTable(workers=2))
-    answer = ask(serving.hub.address, question("math"), table, PROMPT_S)
+    answer = ask_admission(path, question("math"), table, PROMPT_S)
     assert (answer.ok, answer.error) == (True, "")
     spec = msgspec.json.decode(answer.body, type=PipelineSpec)
     assert serving.fleet.state.pipelines["math"].spec == spec
 
 
-def test_a_mistake_is_answered_in_one_line(serving: Serving) -> None:
+def test_a_mistake_is_answered_in_one_line(serving: Serving, path: Path) -> None:
     table = msgspec.json.encode(PipelineTable(workers=99))
-    answer = ask(serving.hub.address, question("math"), table, PROMPT_S)
+    answer = ask_admission(path, question("math"), table, PROMPT_S)
     assert not answer.ok
     assert "math" in answer.error
     assert "\n" not in answer.error
 
 
-def test_a_fault_of_ours_ends_nothing(serving: Serving) -> None:
+def test_a_fault_of_ours_ends_nothing(serving: Serving, path: Path) -> None:
     serving.is_broken = True
-    answer = ask(serving.hub.address, AdmitPipeline("k1", "math"), b"", PROMPT_S)
+    answer = ask_admission(path, AdmitPipeline("k1", "math"), b"", PROMPT_S)
     assert (answer.ok, answer.error) == (False, "admission failed at it: KeyError('k1')")
     serving.is_broken = False
-    answer = ask(serving.hub.address, AdmitPipeline("k2", "math"), b"", PROMPT_S)
+    answer = ask_admission(path, AdmitPipeline("k2", "math"), b"", PROMPT_S)
     assert answer.error == "no pipeline 'math'"
 
 
-def test_an_address_that_others_reach_needs_keys() -> None:
-    with pytest.raises(AddressError, match=r"admission = tcp://0\.0\.0\.0:0: others can reach"):
-        run("tcp://0.0.0.0:0", "tcp://127.0.0.1:1", None)
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"\0", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\2\x91\1", b"\0\0\0\1\x90"],
+    ids=repr,
+)
+def test_what_is_no_question_is_dropped_and_the_next_is_answered(
+    raw: bytes, serving: Serving, path: Path
+) -> None:
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(f"/proc/self/fd/{descriptor}/{path.name}")
+        os.close(descriptor)
+        caller.sendall(raw)
+        caller.shutdown(socket.SHUT_WR)
+        assert caller.recv(1) == b""
+    answer = ask_admission(path, AdmitPipeline("k", "math"), b"", PROMPT_S)
+    assert answer.error == "no pipeline 'math'"
 
 
-def test_what_was_said_again_while_we_were_busy_is_done_once() -> None:
-    fleet = Fleet()
-    once = Packet(AdmitPipeline("k1", "math"))
-    heard = [(b"a", once), (b"a", once), (b"b", Packet(AdmitPipeline("k2", "math")))]
-    told = list(answered(heard, Desk(fleet.ask)))
-    assert [route for route, _ in told] == [b"a", b"a", b"b"]
-    why = "no pipeline 'math'"
-    assert [packet.message for _, packet in told] == [
-        SchedulerAnswered(key, False, why) for key in ("k1", "k1", "k2")
-    ]
-    assert fleet.asked == [AdmitPipeline("k1", "math"), AdmitPipeline("k2", "math")]
+def test_a_socket_that_was_left_is_replaced_and_one_in_use_is_not(
+    serving: Serving, path: Path
+) -> None:
+    with pytest.raises(AddressError, match="another process listens there; name another"):
+        Door(path)
+    left = path.with_name("left.sock")
+    with socket.socket(socket.AF_UNIX) as gone:
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        gone.bind(f"/proc/self/fd/{descriptor}/{left.name}")
+        os.close(descriptor)
+    Door(left).close()
+    assert not left.exists()
+    left.write_text("a file")
+    with pytest.raises(AddressError, match="there is a file that is no socket"):
+        Door(left)
+
+
+def test_no_admission_process_is_one_line_that_names_the_socket(tmp_path: Path) -> None:
+    with pytest.raises(AddressError, match=r"none.sock: no answer of an admission process .* 0.3"):
+        ask_admission(tmp_path / "none.sock", AdmitPipeline("k", "math"), b"", 0.3)
+
+
+def test_only_questions_to_admission_are_answered(serving: Serving, path: Path) -> None:
+    with pytest.raises(AddressError, match="no answer"):
+        ask_admission(path, DrainNode("k", "a"), b"", 0.5)  # type: ignore[arg-type]  # as a stranger

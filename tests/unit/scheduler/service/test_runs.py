@@ -9,6 +9,7 @@ from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.tenants import Tenants
 from rollmesh.wire.scheduling import (
     AdmitPipeline,
+    CheckKill,
     ClaimPipeline,
     HooksWired,
     KillPipeline,
@@ -35,8 +36,8 @@ def begin(stage: Stage, started_s: float) -> None:
     stage.say(HooksWired("a"))
 
 
-def run_of(mark: str, **fields: object) -> RunClaim:
-    return RunClaim(mark, "h", 7, **fields)  # type: ignore[arg-type]  # of the claim
+def run_of(run_id: str, **fields: object) -> RunClaim:
+    return RunClaim(run_id, "h", 7, **fields)  # type: ignore[arg-type]  # of the claim
 
 
 def claim(stage: Stage, run: RunClaim | None, after: str = "") -> str:
@@ -72,7 +73,7 @@ def test_of_two_that_follow_a_dead_run_one_is_refused() -> None:
     assert claim(stage, run_of("dead")) == ""
     assert claim(stage, run_of("one"), after="dead") == ""
     assert claim(stage, run_of("two"), after="dead") == "another run has that name and goes on"
-    assert stage.scheduler.known().runs["a"].mark == "one"
+    assert stage.scheduler.known().runs["a"].run_id == "one"
 
 
 class LastWins(Runs):
@@ -80,7 +81,7 @@ class LastWins(Runs):
 
     def on_claim(self, ask: ClaimPipeline) -> str:
         run = self._book.tenants[ask.pipeline_id].run
-        return super().on_claim(msgspec.structs.replace(ask, after=run.mark if run else ""))
+        return super().on_claim(msgspec.structs.replace(ask, after=run.run_id if run else ""))
 
 
 class Careless(Scheduler):
@@ -137,7 +138,7 @@ def test_a_run_that_ends_after_another_has_its_name_takes_nothing_from_it() -> N
     stage.train("a", "t")
     stage.act()
     assert claim(stage, None, after="dead") == ""
-    assert stage.scheduler.known().runs["a"].mark == "next"
+    assert stage.scheduler.known().runs["a"].run_id == "next"
     assert list(stage.of("a").holds) == [TRAIN]
 
 
@@ -157,3 +158,24 @@ def test_a_pipeline_that_was_killed_is_nobodys() -> None:
     assert stage.scheduler.known().runs == {}
     stage.coordinators["a"].is_silent = True
     assert claim(stage, run_of("two")) == ""
+
+
+def test_processes_may_be_ended_only_of_the_run_that_has_the_name() -> None:
+    stage = unclaimed()
+    stage.say(CheckKill("1", "a"))
+    claim(stage, run_of("one"))
+    for number, ask in enumerate((CheckKill("2", "a", "one"), CheckKill("3", "a", "two")), 2):
+        stage.say(ask)
+        assert stage.answers[str(number)].ok is (number == 2)
+    stage.say(CheckKill("4", "nope", ""))
+    told = [stage.answers[key].error for key in ("1", "3", "4")]
+    assert told == ["", "another run has the name a", "no pipeline 'nope'; a registered"]
+
+
+def test_a_kill_that_comes_after_the_next_run_has_the_name_frees_nothing() -> None:
+    stage = unclaimed()
+    claim(stage, run_of("one"))
+    claim(stage, run_of("two"), after="one")
+    stage.say(KillPipeline("k", "a", "one"))
+    assert stage.answers["k"].error == "another run has the name a"
+    assert stage.scheduler.known().runs["a"].run_id == "two"

@@ -1,0 +1,97 @@
+"""Admission ends the processes of a claimed run for their own user, and nothing else."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.core.process import Ready
+from rollmesh.scheduler.admission.door import ask_admission
+from rollmesh.wire.scheduling import KillPipeline
+from tests.security.strangers import STRANGER, as_root, run_as_stranger
+
+ENDS_WITHIN_S = 60.0
+IMPORTS = """
+import json
+from pathlib import Path
+from rollmesh.core.errors import AddressError
+from rollmesh.scheduler.admission.door import ask_admission
+from rollmesh.wire.scheduling import KillPipeline
+"""
+KILL_ANY = """
+body = [{"pid": int(sys.argv[2]), "started_s": 9e15, "host": os.uname().nodename}]
+question = KillPipeline("k", "nope")
+try:
+    print(ask_admission(Path(sys.argv[1]), question, json.dumps(body).encode(), 1.0))
+except AddressError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One that every user may look into, unlike pytest's own."""
+    for each in (tmp_path, *tmp_path.parents[:2]):
+        each.chmod(0o755)
+    return tmp_path
+
+
+@pytest.fixture
+def path(folder: Path) -> Iterator[Path]:
+    """The socket of an admission process, which has no scheduler."""
+    file = folder / "scheduler.toml"
+    file.write_text(f'bind = "tcp://127.0.0.1:1"\njournal = "{folder}/journal"\n')
+    reading, writing = os.pipe()
+    words = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "admission", str(file)]
+    argv = [*words, "--ready-fd", str(writing)]
+    with subprocess.Popen(argv, pass_fds=[writing]) as admission:
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            yield Path(msgspec.json.decode(pipe.readline(), type=Ready).address)
+        admission.terminate()
+
+
+@pytest.fixture
+def victim() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process of the service's user."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+@as_root
+@pytest.mark.parametrize("is_open", [False, True], ids=["as made", "in an open folder"])
+def test_a_stranger_cannot_end_a_process_of_the_services_user(
+    is_open: bool, path: Path, victim: "subprocess.Popen[bytes]"
+) -> None:
+    """Neither is the socket reached, nor is a pid taken from a question."""
+    if is_open:
+        path.parent.chmod(0o755)
+    told = run_as_stranger(IMPORTS, KILL_ANY, str(path), str(victim.pid))
+    assert "permission denied" in told
+    assert victim.poll() is None
+
+
+@as_root
+def test_a_stranger_that_reaches_the_socket_is_still_another_user(
+    path: Path, victim: "subprocess.Popen[bytes]"
+) -> None:
+    path.parent.chmod(0o755)
+    path.chmod(0o666)
+    told = run_as_stranger(IMPORTS, KILL_ANY, str(path), str(victim.pid))
+    assert f"user {STRANGER} may not ask admission" in told
+    assert victim.poll() is None
+
+
+def test_our_own_user_ends_nothing_by_its_pid_either(
+    path: Path, victim: "subprocess.Popen[bytes]"
+) -> None:
+    body = [{"pid": victim.pid, "started_s": 9e15, "host": os.uname().nodename}]
+    question = KillPipeline("k", "nope")
+    answer = ask_admission(path, question, msgspec.json.encode(body), ENDS_WITHIN_S)
+    assert not answer.ok
+    assert victim.poll() is None

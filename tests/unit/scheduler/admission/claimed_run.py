@@ -1,0 +1,73 @@
+"""A claimed run of real processes: a launch that waits, and processes with its mark.
+
+Everything that was started is ended, whatever happened.
+"""
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollmesh.core.claimed import Claimed, place, write_claimed
+from rollmesh.core.ids import new_id
+from rollmesh.core.process import start_ticks
+from rollmesh.core.warden import MARK_VARIABLE, new_mark
+from rollmesh.wire.scheduling import RunClaim
+
+WAITS = ("sleep", "600")
+
+
+class ClaimedRun:
+    """A run of the pipeline `math`."""
+
+    def __init__(self, runs: Path, pipeline_id: str = "math") -> None:
+        self._started: list[subprocess.Popen[bytes]] = []
+        self.mark = new_mark("test")
+        self.launch = self.start("")
+        self.claimed = Claimed(
+            run_id=new_id("run-"),
+            pipeline_id=pipeline_id,
+            mark=self.mark,
+            pid=self.launch.pid,
+            life=start_ticks(self.launch.pid),
+            place=place(),
+        )
+        self.record = write_claimed(runs, self.claimed)
+
+    @property
+    def claim(self) -> RunClaim:
+        """What its launch has claimed the name with."""
+        claimed, host = self.claimed, socket.gethostname()
+        return RunClaim(
+            claimed.run_id, host, claimed.pid, claimed.place, claimed.life, True, str(self.record)
+        )
+
+    @property
+    def marked(self) -> list[subprocess.Popen[bytes]]:
+        """All that was started but the launch."""
+        return self._started[1:]
+
+    def start(self, mark: str) -> subprocess.Popen[bytes]:
+        """A process that waits to be ended."""
+        environment = os.environ | ({MARK_VARIABLE: mark} if mark else {})
+        process = subprocess.Popen(WAITS, env=environment)
+        self._started.append(process)
+        return process
+
+    def close(self) -> None:
+        """End all that was started."""
+        for each in self._started:
+            each.kill()
+            each.wait()
+
+
+@contextmanager
+def claimed_run(runs: Path, pipeline_id: str = "math") -> Iterator[ClaimedRun]:
+    """Yield one."""
+    run = ClaimedRun(runs, pipeline_id)
+    try:
+        yield run
+    finally:
+        run.close()
