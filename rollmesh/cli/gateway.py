@@ -23,6 +23,7 @@ from rollmesh.cli.options import (
 )
 from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.errors import AddressError, ConfigError, ModelError
+from rollmesh.core.handed import protect_memory
 from rollmesh.core.model_folder import why_no_folder
 from rollmesh.core.secret_file import read_or_make_secret, read_secret
 
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> int:
     engines = tuple(options.engines or config.engine.urls)
     _check(options, engines, config.model.path)
     allow_descriptors(PEERS, "a gateway")
+    protect_memory()
     ask = GatewayAsk(
         config=config,
         capture=options.capture,

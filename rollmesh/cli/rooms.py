@@ -20,6 +20,7 @@ from rollmesh.cli.options import (
 )
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.descriptors import PEERS, allow_descriptors
+from rollmesh.core.handed import protect_memory
 from rollmesh.core.process import OK, wait_for_go
 from rollmesh.core.run_state import RunState
 
@@ -67,6 +68,7 @@ def router(argv: list[str]) -> int:
     engines = Engines(
         tuple(options.engines), options.fixed_weights, options.least_version, options.asleep
     )
+    protect_memory()
     run(config_of(options), engines, options.listen_fd, options.ready_fd)
     return 0
 

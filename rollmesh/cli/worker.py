@@ -26,6 +26,7 @@ from rollmesh.cli.rooms import pass_gate
 from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import ConfigError, ModelError
+from rollmesh.core.handed import begin_without_secrets, protect_memory
 from rollmesh.core.ids import new_id
 from rollmesh.core.model_folder import why_no_folder
 from rollmesh.core.process import is_launched
@@ -34,8 +35,11 @@ from rollmesh.core.warden import guard, mark_self
 
 def main(argv: list[str]) -> int:
     """Work until stopped, drained or worn out; the exit code says which."""
-    if not is_launched():
-        guard(mark_self("worker"))
+    mark = "" if is_launched() else mark_self("worker")
+    begin_without_secrets()
+    protect_memory()
+    if mark:
+        guard(mark)
     from rollmesh.serve.server.process import run
 
     options = _arguments().parse_args(pass_gate(argv))

@@ -10,11 +10,13 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgspec
 
+from rollmesh.core.handed import SECRETS_VARIABLE, open_pipe, secrets_in, without_secrets
 from rollmesh.core.logs import get_logger
 from rollmesh.core.process import BEAT_VARIABLE, LAUNCHER_VARIABLE, Ready
 from rollmesh.core.warden import MARK_VARIABLE, kill_marked
@@ -146,22 +148,34 @@ class ChildProcess:
             passed["--listen-fd"] = listening.fileno()
         words = [word for name, number in passed.items() for word in (name, str(number))]
         self._output.parent.mkdir(parents=True, exist_ok=True)
-        with self._output.open("ab") as output:
+        with ExitStack() as stack:
+            environment, secrets = self._environment(stack)
+            output = stack.enter_context(self._output.open("ab"))
             return await asyncio.create_subprocess_exec(
                 *self._argv,
                 *words,
-                pass_fds=(*passed.values(), self._beats.writing.fileno()),
+                pass_fds=(*passed.values(), self._beats.writing.fileno(), *secrets),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={
-                    **os.environ,
-                    LAUNCHER_VARIABLE: str(os.getpid()),
-                    MARK_VARIABLE: self._mark,
-                    BEAT_VARIABLE: str(self._beats.writing.fileno()),
-                },
+                env=environment,
             )
+
+    def _environment(self, stack: ExitStack) -> tuple[dict[str, str], tuple[int, ...]]:
+        """The child's environment, and the descriptor of its secrets if it takes them so."""
+        environment = {
+            **os.environ,
+            LAUNCHER_VARIABLE: str(os.getpid()),
+            MARK_VARIABLE: self._mark,
+            BEAT_VARIABLE: str(self._beats.writing.fileno()),
+        }
+        if not self._plan.is_worker:
+            return environment, ()
+        # Agents run beside a worker, so it keeps no secret in its environment.
+        reading = open_pipe(secrets_in(environment))
+        stack.callback(os.close, reading)
+        return {**without_secrets(environment), SECRETS_VARIABLE: str(reading)}, (reading,)
 
     async def _pass_report(self, hooks: Hooks) -> None:
         """Hand on the one line that the child writes when it serves, if it ever does."""

@@ -18,10 +18,10 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from rollmesh.core.errors import AddressError, ConfigError
+from rollmesh.core.handed import KEYS_VARIABLE as KEYS_VARIABLE
+from rollmesh.core.handed import handed, read_key_file
 from rollmesh.core.loopback import is_loopback
-from rollmesh.core.secret_file import make_secret_file, read_private
-
-KEYS_VARIABLE = "ROLLMESH_KEYS"
+from rollmesh.core.secret_file import make_secret_file
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -77,20 +77,21 @@ def new_keys(path: Path) -> Keys:
 
 
 def read_keys(environment: dict[str, str] | Any = os.environ) -> Keys | None:
-    """The keys that ROLLMESH_KEYS names, or None; ConfigError if the file is open to others."""
+    """The keys that were handed over, or those of the file that ROLLMESH_KEYS names, or None.
+
+    ConfigError if the file is open to others.
+    """
+    raw = handed(KEYS_VARIABLE) if environment is os.environ else None
     name = environment.get(KEYS_VARIABLE)
-    if not name:
-        return None
-    try:
-        raw = read_private(Path(name))
-    except OSError as error:
-        raise ConfigError(f"{KEYS_VARIABLE}={name}: {str(error.strerror).lower()}") from None
-    except ConfigError as error:
-        raise ConfigError(f"{KEYS_VARIABLE}={error}") from None
+    if raw is None:
+        if not name:
+            return None
+        raw = read_key_file(name)
     try:
         return msgspec.json.decode(raw, type=Keys)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{KEYS_VARIABLE}={name}: not a key file: {error}") from None
+        source = f"{KEYS_VARIABLE}={name}" if name else KEYS_VARIABLE
+        raise ConfigError(f"{source}: not a key file: {error}") from None
 
 
 def check_bind(bind: str, keys: Keys | None) -> None:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 
 from rollmesh.core.errors import SessionError
+from rollmesh.core.handed import handed
 from rollmesh.core.loopback import is_loopback
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
@@ -26,7 +27,7 @@ class Face:
     def __init__(self, exposition: Exposition, listening: socket.socket) -> None:
         host = listening.getsockname()[0]
         self._exposition = exposition
-        self._token = admin_token().encode()
+        self._token = (handed(ADMIN_TOKEN_VARIABLE) or admin_token()).encode()
         self._is_open = not self._token and is_loopback(host)
 
     async def handle(self, request: Request, path: str) -> bool:

@@ -1,0 +1,115 @@
+"""Secrets that a process receives by a descriptor, so that neither argv nor its environment holds
+them.
+
+- The parent writes one JSON object, variable name to text, into a pipe and names the reading end
+  in ROLLMESH_SECRETS_FD. Where a variable names a file, the file's text is handed over.
+- The child reads the descriptor once, closes it and removes the variable.
+- A process that was started by hand with secrets in its environment executes itself again without
+  them, because /proc/PID/environ shows the environment that a process was started with.
+"""
+
+import ctypes
+import os
+import resource
+import sys
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.core.errors import ConfigError
+from rollmesh.core.secret_file import (
+    ADMIN_TOKEN_FILE_VARIABLE,
+    ADMIN_TOKEN_VARIABLE,
+    read_private,
+    read_secret,
+)
+
+SECRETS_VARIABLE = "ROLLMESH_SECRETS_FD"
+"""Environment: the descriptor to read secrets from."""
+KEYS_VARIABLE = "ROLLMESH_KEYS"
+SECRET_VARIABLES = (KEYS_VARIABLE, ADMIN_TOKEN_VARIABLE, ADMIN_TOKEN_FILE_VARIABLE)
+MAX_BYTES = 2**16
+"""The capacity of a Linux pipe; a parent that writes less never waits for its child."""
+
+_PR_SET_DUMPABLE = 4
+_handed: dict[str, str] = {}
+
+
+def handed(variable: str) -> str | None:
+    """The text that was handed over for `variable`, or None."""
+    return _handed.get(variable)
+
+
+def secrets_in(environment: Mapping[str, str]) -> dict[str, str]:
+    """The secrets that `environment` holds or names files of; ConfigError for an unreadable or
+    unprotected file."""
+    found = {}
+    if keys := environment.get(KEYS_VARIABLE):
+        found[KEYS_VARIABLE] = read_key_file(keys)
+    token_file = environment.get(ADMIN_TOKEN_FILE_VARIABLE)
+    token = environment.get(ADMIN_TOKEN_VARIABLE)
+    if token or token_file:
+        found[ADMIN_TOKEN_VARIABLE] = token or read_secret(Path(token_file or ""))
+    return found
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """A copy of `environment` without the variables that hold secrets or name their files."""
+    return {name: text for name, text in environment.items() if name not in SECRET_VARIABLES}
+
+
+def open_pipe(secrets: Mapping[str, str]) -> int:
+    """A descriptor from which a child reads `secrets`; the caller closes it."""
+    raw = msgspec.json.encode(secrets)
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"{' and '.join(secrets)} are longer than {MAX_BYTES} bytes in all")
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(raw)
+    return reading
+
+
+def receive(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Read the descriptor that the parent named, if any; the secrets are then found by `handed`."""
+    number = environment.pop(SECRETS_VARIABLE, "")
+    if number.isdecimal():
+        with os.fdopen(int(number), "rb") as pipe:
+            _handed.update(msgspec.json.decode(pipe.read(), type=dict[str, str]))
+
+
+def begin_without_secrets(environment: Mapping[str, str] = os.environ) -> None:
+    """Receive secrets; where the environment holds some, execute this process again without them.
+
+    ConfigError in one line for a key file that cannot be used.
+    """
+    secrets = secrets_in(environment)
+    if not secrets and not any(name in environment for name in SECRET_VARIABLES):
+        receive()
+        return
+    reading = open_pipe(secrets)
+    os.set_inheritable(reading, True)
+    cleared = {**without_secrets(environment), SECRETS_VARIABLE: str(reading)}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], cleared)
+
+
+def protect_memory() -> None:
+    """Keep other processes of our user from reading our memory and environment, and write no core
+    dump.
+
+    See PR_SET_DUMPABLE in prctl(2). Processes with CAP_SYS_PTRACE, such as root's, can still read.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def read_key_file(name: str) -> str:
+    """The text of the key file `name`; ConfigError if it cannot be read or is not private."""
+    try:
+        return read_private(Path(name)).decode("utf-8", "replace")
+    except OSError as error:
+        raise ConfigError(f"{KEYS_VARIABLE}={name}: {str(error.strerror).lower()}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{KEYS_VARIABLE}={error}") from None
