@@ -16,6 +16,7 @@ from pathlib import Path
 from examples.bugs.bugs import all_bugs
 from rollmesh.core.errors import EnvError
 from rollmesh.core.types import Json, Score, Task
+from rollmesh.envs import read_text
 from rollmesh.envs.env import Transcript
 from rollmesh.envs.harness import HarnessEnv
 from rollmesh.envs.program import Command, run_program
@@ -77,11 +78,10 @@ class BugsEnv(HarnessEnv):
 
     def collect(self, task: Task, work: Path) -> dict[str, Json]:
         """The file as the agent left it."""
-        path = work / f"{self._bugs[task.id].function.name}.py"
+        name = f"{self._bugs[task.id].function.name}.py"
         try:
-            with path.open("rb") as file:
-                source = file.read(MAX_SOURCE_BYTES).decode("utf-8", "replace")
-        except OSError:
+            source = read_text(work, name, MAX_SOURCE_BYTES)
+        except OSError:  # there is none, or a link, or one that is too long
             source = ""
         return {"source": source}
 

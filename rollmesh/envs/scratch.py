@@ -52,15 +52,32 @@ async def new_scratch() -> AsyncIterator[Scratch]:
 
 
 def sweep() -> int:
-    """Remove the scratch folders whose workers are gone; how many there were."""
+    """Remove our user's scratch folders whose workers are gone; how many there were.
+
+    Symbolic links and folders of other users are skipped.
+    """
     num_removed = 0
     for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        lock = _lock(root / LOCK)
+        lock = _lock_of_ours(root)
         if lock is not None:
             remove(root)
             os.close(lock)
             num_removed += 1
     return num_removed
+
+
+def _lock_of_ours(root: Path) -> int | None:
+    """The lock of `root`, if that is a folder of our user and no worker holds its lock."""
+    try:
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        if os.fstat(folder).st_uid != os.geteuid():
+            return None
+        return _lock(LOCK, folder)
+    finally:
+        os.close(folder)
 
 
 def _make() -> tuple[Scratch, int]:
@@ -93,10 +110,11 @@ def _unmake(scratch: Scratch, lock: int) -> None:
         os.close(lock)
 
 
-def _lock(path: Path) -> int | None:
-    """A descriptor that holds the file's lock; None where another does, or there is no file."""
+def _lock(path: str | Path, folder: int | None = None) -> int | None:
+    """A descriptor that holds the file's lock; None where another process holds it, or there is no
+    file."""
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
         return None
     try:
@@ -112,7 +130,7 @@ def remove(folder: Path) -> None:
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
-        with contextlib.suppress(RecursionError):
+        with contextlib.suppress(RecursionError, OSError):
             _unlock(folder)
         # Folders may stand deeper in each other than Python descends.
         with contextlib.suppress(OSError):

@@ -58,6 +58,11 @@ def test_a_file_that_is_gone_is_an_empty_one(env: BugsEnv, tmp_path: Path) -> No
     assert env.collect(Task("clamp-0"), tmp_path) == {"source": ""}
 
 
+def test_a_link_in_its_place_is_not_followed(env: BugsEnv, tmp_path: Path) -> None:
+    (tmp_path / "clamp.py").symlink_to("/etc/hostname")
+    assert env.collect(Task("clamp-0"), tmp_path) == {"source": ""}
+
+
 def test_an_unknown_agent_is_refused() -> None:
     with pytest.raises(EnvError, match='it is "mini" or "small"'):
         BugsEnv(agent="large")

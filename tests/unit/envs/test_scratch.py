@@ -119,3 +119,29 @@ def test_links_out_of_it_are_not_followed(tmp_path: Path) -> None:
     remove(root)
     assert not root.exists()
     assert (kept / "file").exists()
+
+
+def test_a_link_that_looks_like_a_scratch_folder_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    journal = tmp_path / "journal"
+    journal.mkdir(mode=0o750)
+    (journal / "lock").touch()
+    (tmp_path / "rollmesh-x").symlink_to(journal)
+    assert sweep() == 0
+    assert stat.S_IMODE(journal.stat().st_mode) == 0o750
+    assert (journal / "lock").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_folder_of_another_user_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    theirs = tmp_path / "rollmesh-x"
+    theirs.mkdir()
+    (theirs / "lock").touch()
+    os.chown(theirs, 65534, 65534)
+    assert sweep() == 0
+    assert (theirs / "lock").exists()
