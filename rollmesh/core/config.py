@@ -177,7 +177,8 @@ class InterceptionConfig(Section, frozen=True):
     max_body_bytes: Positive = 64 * 2**20
     """Longer request bodies are refused with 413."""
     max_inflight_bytes: Positive = 256 * 2**20
-    """Bodies of requests in all; past it the next are read once others have been answered."""
+    """Request bodies in memory, counted as their bytes come; past it, or past a quarter of it for
+    one session, the next are read once others have been answered (default: 256 MiB)."""
     max_session_bytes: Positive = 2**30
     """A session that holds more ends its rollout as `truncated`."""
     max_blob_bytes: Positive = 512 * 2**20

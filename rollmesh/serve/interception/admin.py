@@ -96,6 +96,7 @@ class Admin:
             return False
         try:
             self._check_token(request)
+            request.owner = "admin"
             body = await self._route(request, path)
         except SessionError as error:
             told = {"error": {"message": str(error), "code": error.code}}

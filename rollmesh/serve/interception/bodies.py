@@ -1,34 +1,48 @@
-"""How many bytes of request bodies may be in memory at once, and who waits for some.
+"""The memory that request bodies may use at once, shared by all sessions of a process.
 
-    READING --more is to come--> reach: goes on, or WAITING --its turn--> READING
-    READING --the last byte--> settled --decoded, or its call has ended--> let go;   any --> let go
+    READING --bytes came--> reach: continue, or WAITING --room--> READING
+    READING --the last byte--> settled --decoded, or its call has ended--> released
+    any --> released
 
-A body reserves what its head says; one that comes in chunks reserves as it grows, and one that is
-compressed what it may become. While it waits its connection is not read. The rule, by which nobody
-waits for ever:
+- A body counts the bytes that have come, never those that its head announces, so that a client that
+  announces a long body and sends nothing takes no room. A body that is being decompressed also
+  counts what has been decompressed so far.
+- A body that waits for room is not read.
+- Room is given in the order of arrival: a body continues if no older body waits for room and its
+  bytes fit. The oldest body that is still being read may pass the limit itself once all others
+  together are within it, so that the bodies cannot block each other.
+- One owner (a session) holds at most a quarter of the room, by the same rule: its oldest body may
+  pass its quarter. A body that waits for its owner's quarter delays no other owner.
+- While a body waits for room, senders that are silent or slow are cut (`Pace`), so that each wait
+  ends.
 
-    - who is the oldest of those still reading goes on as soon as all others together hold no more
-      than the limit, though it may pass the limit itself;
-    - anybody else goes on when nobody older waits and its bytes fit.
-
-For the oldest waits only for bodies that are whole, and these end without reserving more: others
-that still read never hold more than the limit together. Invariant: so in all no more is held than
-the limit and one body, beside what connections read before anybody looks at it. Owns the count;
-driven by request.py, on one event loop.
+In all, no more is held than the limit and one body, beside what a connection reads at a time.
 """
 
 import asyncio
+from collections.abc import Hashable
 
 from rollmesh.core.heap import note_freed
 
 COUNTED_BYTES = 16 * 1024
-"""A body that is here already and shorter is not worth its counting: it is soon decoded."""
+"""A whole body below this is not counted: it is decoded soon."""
 STEP_BYTES = 256 * 1024
-"""A body of unknown length reserves so much at a time."""
+"""A body is decompressed in steps of this size."""
+OWNER_FRACTION = 4
+"""An owner holds at most one part in this many of the room."""
+SLOWEST_BYTES_PER_S = 500
+"""A body that comes slower than this for longer than its sender may be silent is refused."""
+HURRIED_BYTES_PER_S = 32 * 1024
+"""The same while others wait for room, counted from when their wait was noticed."""
+HURRIED_SILENCE_S = 1.0
+"""A sender may be silent for this long while others wait for room, from when that was noticed;
+whether others wait is looked at once in this time."""
+HURRIED_GRACE_S = 5.0
+"""A sender may be behind the hurried pace for this long."""
 
 
 class Bodies:
-    """See the module; one per process."""
+    """The room and its queue; one per process, used from one event loop."""
 
     def __init__(self, max_bytes: int) -> None:
         self.held_bytes = 0
@@ -37,55 +51,126 @@ class Bodies:
         self.num_waits = 0
         """Since the start."""
         self.max_bytes = max_bytes
+        self.max_owner_bytes = max_bytes // OWNER_FRACTION
         self.readers: dict[Reservation, None] = {}
-        """Whose bodies are not whole; the oldest first."""
+        """Bodies that are not whole, the oldest first."""
+        self._shares: dict[Hashable, Share] = {}
 
-    def hold(self, num_bytes: int) -> "Reservation":
-        """That of a body that is whole already: it is counted, and waits for nobody."""
-        return Reservation(self, num_bytes)
+    @property
+    def num_owners(self) -> int:
+        """Owners that hold a body."""
+        return len(self._shares)
 
-    def begin(self) -> "Reservation":
-        """That of a body of which more is to come."""
-        reservation = Reservation(self, 0)
+    def hold(self, num_bytes: int, owner: Hashable = None) -> "Reservation":
+        """The reservation of a body that is whole already: counted, without a wait."""
+        return Reservation(self, num_bytes, self._share(owner))
+
+    def begin(self, owner: Hashable = None) -> "Reservation":
+        """The reservation of a body of which more is to come; None is an owner without a limit."""
+        reservation = Reservation(self, 0, self._share(owner))
         self.readers[reservation] = None
+        if reservation.share:
+            reservation.share.readers[reservation] = None
         return reservation
 
+    def drop(self, share: "Share") -> None:
+        """Forget an owner that holds no body any more."""
+        del self._shares[share.owner]
+
     def wake(self) -> None:
-        """Let the next one look again; it calls here in turn when it has got what it wants."""
-        if self.num_waiting:
-            first = next((each for each in self.readers if each.turn is not None), None)
-            if first and first.turn and not first.turn.done() and self.may_grow(first):
-                first.turn.set_result(None)
+        """Let the oldest body that waits for room continue if it fits; it calls here again."""
+        if not self.num_waiting:
+            return
+        for each in self.readers:
+            if each.turn is not None and self._is_within_share(each):
+                if not each.turn.done() and self._fits(each):
+                    each.turn.set_result(None)
+                return
 
     def may_grow(self, reservation: "Reservation") -> bool:
-        """By the rule."""
-        if reservation is next(iter(self.readers)):
-            return self.held_bytes - reservation.num_bytes <= self.max_bytes
-        if self.held_bytes - reservation.num_bytes + reservation.wanted_bytes > self.max_bytes:
+        """Whether a body may hold the bytes that it wants; see the module's rules."""
+        if not self._is_within_share(reservation) or not self._fits(reservation):
             return False
+        if not self.num_waiting or self._is_oldest(reservation):
+            return True
         for each in self.readers:
             if each is reservation:
                 break
-            if each.turn is not None:
+            if each.turn is not None and self._is_within_share(each):
                 return False
         return True
 
+    def is_sought(self, reservation: "Reservation") -> bool:
+        """Whether a body waits for room that this one could give back."""
+        if not self.num_waiting:
+            return False
+        return any(
+            each.turn is not None
+            and each is not reservation
+            and (each.share is reservation.share or self._is_within_share(each))
+            for each in self.readers
+        )
+
+    def _share(self, owner: Hashable) -> "Share | None":
+        if owner is None:
+            return None
+        share = self._shares.get(owner)
+        if share is None:
+            share = self._shares[owner] = Share(owner)
+        return share
+
+    def _is_oldest(self, reservation: "Reservation") -> bool:
+        return reservation is next(iter(self.readers))
+
+    def _fits(self, reservation: "Reservation") -> bool:
+        others_bytes = self.held_bytes - reservation.num_bytes
+        if others_bytes + reservation.wanted_bytes <= self.max_bytes:
+            return True
+        return self._is_oldest(reservation) and others_bytes <= self.max_bytes
+
+    def _is_within_share(self, reservation: "Reservation") -> bool:
+        share = reservation.share
+        if share is None:
+            return True
+        others_bytes = share.held_bytes - reservation.num_bytes
+        if others_bytes + reservation.wanted_bytes <= self.max_owner_bytes:
+            return True
+        is_oldest = reservation is next(iter(share.readers))
+        return is_oldest and others_bytes <= self.max_owner_bytes
+
+
+class Share:
+    """The part of the room that one owner holds."""
+
+    __slots__ = ("held_bytes", "num_held", "owner", "readers")
+
+    def __init__(self, owner: Hashable) -> None:
+        self.owner = owner
+        self.held_bytes = 0
+        self.num_held = 0
+        self.readers: dict[Reservation, None] = {}
+        """Bodies of this owner that are not whole, the oldest first."""
+
 
 class Reservation:
-    """Of one body."""
+    """The room of one body."""
 
-    __slots__ = ("_bodies", "num_bytes", "turn", "wanted_bytes")
+    __slots__ = ("_bodies", "num_bytes", "share", "turn", "wanted_bytes")
 
-    def __init__(self, bodies: Bodies, num_bytes: int) -> None:
+    def __init__(self, bodies: Bodies, num_bytes: int, share: Share | None) -> None:
         self.num_bytes = self.wanted_bytes = num_bytes
+        self.share = share
         self.turn: asyncio.Future[None] | None = None
         """While it waits."""
         self._bodies = bodies
         bodies.held_bytes += num_bytes
         bodies.num_held += 1
+        if share:
+            share.held_bytes += num_bytes
+            share.num_held += 1
 
     async def reach(self, num_bytes: int) -> None:
-        """Wait until so much may be read; cancelled, it holds what it held."""
+        """Wait until so much may be held; if cancelled, it holds what it held."""
         bodies = self._bodies
         self.wanted_bytes = max(num_bytes, self.num_bytes)
         if not bodies.may_grow(self):
@@ -101,18 +186,66 @@ class Reservation:
         self._become(self.wanted_bytes)
 
     def settle(self, num_bytes: int) -> None:
-        """The body is whole, or what was made of it has so many bytes."""
+        """Count a body that is whole, or what was made of it."""
         self._bodies.readers.pop(self, None)
+        if self.share:
+            self.share.readers.pop(self, None)
         self._become(num_bytes)
 
-    def let_go(self) -> None:
-        """The body is in memory no more; once."""
-        bodies = self._bodies
+    def release(self) -> None:
+        """Give the room back, once: the body is in memory no more."""
+        bodies, share = self._bodies, self.share
         bodies.num_held -= 1
         note_freed(self.num_bytes)
         self.settle(0)
+        if share:
+            share.num_held -= 1
+            if not share.num_held:
+                bodies.drop(share)
 
     def _become(self, num_bytes: int) -> None:
         self._bodies.held_bytes += num_bytes - self.num_bytes
+        if self.share:
+            self.share.held_bytes += num_bytes - self.num_bytes
         self.num_bytes = self.wanted_bytes = num_bytes
         self._bodies.wake()
+
+
+class Pace:
+    """How long the sender of one body may still be silent; `now_s` is any monotonic clock."""
+
+    __slots__ = ("_begun_s", "_heard_s", "_hurried_bytes", "_hurried_s", "_num_bytes", "_silence_s")
+
+    def __init__(self, now_s: float, num_bytes: int, silence_s: float) -> None:
+        """`silence_s` is the allowed silence while no body waits for room."""
+        self._begun_s = self._heard_s = now_s
+        self._num_bytes = num_bytes
+        self._silence_s = silence_s
+        self._hurried_s: float | None = None
+        """Since when others are known to wait for room."""
+        self._hurried_bytes = 0
+
+    def pause(self, waited_s: float) -> None:
+        """Leave out a time in which the body was not read."""
+        self._begun_s += waited_s
+        self._heard_s += waited_s
+        if self._hurried_s is not None:
+            self._hurried_s += waited_s
+
+    def look(self, now_s: float, num_bytes: int, is_sought: bool) -> tuple[float, bool]:
+        """When to look again if nothing comes, and whether the sender is too slow already."""
+        if num_bytes != self._num_bytes:
+            self._num_bytes, self._heard_s = num_bytes, now_s
+        earned_s = self._begun_s + num_bytes / SLOWEST_BYTES_PER_S
+        deadline_s = min(self._heard_s, earned_s) + self._silence_s
+        if not is_sought:
+            self._hurried_s = None
+            # Another body may begin to wait meanwhile.
+            return min(deadline_s, now_s + HURRIED_SILENCE_S), now_s >= deadline_s
+        if self._hurried_s is None:
+            self._hurried_s, self._hurried_bytes = now_s, num_bytes
+        earned_s = self._hurried_s + (num_bytes - self._hurried_bytes) / HURRIED_BYTES_PER_S
+        heard_s = max(self._heard_s, self._hurried_s)
+        hurried_s = min(heard_s + HURRIED_SILENCE_S, earned_s + HURRIED_GRACE_S)
+        deadline_s = min(deadline_s, hurried_s)
+        return deadline_s, now_s >= deadline_s

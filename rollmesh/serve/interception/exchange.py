@@ -95,6 +95,7 @@ class Exchange:
     async def _intercepted(self, work: Callable[[Session], Awaitable[None]]) -> None:
         """Do the work in the table of intercepts: there it can be woken from whatever it awaits."""
         session = self._kit.runtime.find(find_secret(self.request.path, self.request.headers))
+        self.request.owner = session.session_id
         task = self._task = asyncio.current_task()
         assert task is not None
         request_id = self._kit.intercepts.register(session, self)
@@ -171,7 +172,7 @@ class Exchange:
                 replies.append(reply)
                 views.append(ReplyView(session, reply, wish, self._kit.view))
         self._num_bytes = 0
-        self.request.let_go()
+        self.request.release_body()
         return views
 
     async def _send_events(

@@ -257,7 +257,7 @@ class Inbound(asyncio.Protocol):
             return False
         finally:
             self._current = None
-            request.let_go()
+            request.release_body()
         return request.keeps
 
     def _refuse(self, fault: Fault) -> None:

@@ -2,39 +2,49 @@
 
     nothing --answer--> answered        nothing --open--> opened --send...--> --close--> answered
 
-Invariants: an answer is one write, of a stream one write an event; a stream is chunked, or ends
-with its connection where the client speaks HTTP/1.0; a body over the limit is refused by what its
-head says, or once the limit is passed, never after it was read whole; a sender that falls silent
-or only drips does not hold us. A writer awaits `drain` before it writes more. Made by inbound.py;
-driven by exchange.py, the relay and the admin's routes.
+- An answer is one write; a stream has one write per event. A stream is chunked, or ends with its
+  connection where the client speaks HTTP/1.0.
+- A body over the limit is refused by the length in its head, or once the limit is passed, never
+  after it was read whole.
+- A body that stops coming, or comes too slowly, is refused (bodies.Pace).
+- A compressed body is decompressed in steps, with a turn of the event loop between two steps, and
+  refused once it grows to more than MAX_INFLATION times its size.
+
+A writer awaits `drain` before it writes more.
 """
 
 import asyncio
+import contextlib
 import email.utils
 import functools
 import http
 import io
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from rollmesh.core.errors import SessionError
 from rollmesh.engine.parser import Headers
 from rollmesh.engine.pieces import Piece, Ready, parts, size_of
-from rollmesh.serve.interception.bodies import COUNTED_BYTES, STEP_BYTES, Bodies, Reservation
+from rollmesh.serve.interception.bodies import (
+    COUNTED_BYTES,
+    STEP_BYTES,
+    Bodies,
+    Pace,
+    Reservation,
+)
 
 JSON = b"application/json"
-SLOWEST_BYTES_PER_S = 500
-"""A body that comes slower than this for longer than its sender may be silent stops coming."""
-HURRIED_BYTES_PER_S = 32 * 1024
-"""The same while others wait for its place in memory, or a few that drip would keep all out for
-hours; even so 20 MB may take ten minutes."""
-INFLATES_BY = 1032
-"""At most (zlib.net/zlib_tech.html)."""
+MAX_INFLATION = 100
+"""A body may grow by this factor when it is decompressed, as in Envoy (max_inflate_ratio)."""
+ANY_INFLATION_BYTES = 1024 * 1024
+"""Up to this size a decompressed body may have grown by any factor."""
 LOOK_S = 1.0
 """How often a writer whose client takes nothing looks whether it has still something to say."""
 WRITE_BYTES = 64 * 1024
 """Of an answer in pieces, small ones are gathered up to here."""
+_INPUT_BYTES = 64 * 1024
+"""A compressed body is handed to zlib in pieces of this size, since zlib copies what it leaves."""
 _LAST_CHUNK = b"0\r\n\r\n"
 _WINDOWS = {b"gzip": zlib.MAX_WBITS | 16, b"x-gzip": zlib.MAX_WBITS | 16, b"deflate": 15}
 _REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
@@ -88,7 +98,7 @@ class Request:
     __slots__ = (
         "_body", "_is_chunked", "_is_opened", "_lines", "_reservation", "_taker", "_wire",
         "headers", "is_answered", "is_broken", "is_whole", "keeps", "method", "num_bytes",
-        "num_sends", "path", "raw_headers",
+        "num_sends", "owner", "path", "raw_headers",
     )  # fmt: skip
 
     def __init__(self, wire: Wire, method: str, path: str, raw_headers: Headers) -> None:
@@ -108,6 +118,8 @@ class Request:
         """Of the body that is here."""
         self.num_sends = 0
         """Writes of a stream."""
+        self.owner: Hashable = None
+        """Set once its key is known: the session, or admin, whose room its body takes."""
         self.keeps = False
         """Its connection goes on behind the answer."""
         self._is_chunked = False
@@ -116,7 +128,7 @@ class Request:
         self._taker: Taker = self._body
         self._lines = b""
         self._reservation: Reservation | None = None
-        """Of its body, once somebody reads it."""
+        """The room of its body, once it is read."""
         self._wire = wire
 
     # what the connection tells
@@ -162,18 +174,18 @@ class Request:
         else:
             await self._read_on(taker, max_bytes, silence_s)
 
-    def let_go(self) -> None:
-        """Nobody holds the body any more; it has its place until then, or until it is answered."""
+    def release_body(self) -> None:
+        """Give the body's room back: it is in memory no more. Answering the request does it too."""
         if self._reservation is not None:
-            self._reservation.let_go()
+            self._reservation.release()
             self._reservation = None
 
     async def _read_on(self, taker: Taker, max_bytes: int, silence_s: float) -> None:
-        """Of a body that is not whole."""
-        length = self._check_length(max_bytes)
-        self._reservation = self._wire.bodies.begin()
-        # Until it has its place, nothing more of it is read.
-        await self._reservation.reach(length or self.num_bytes + STEP_BYTES)
+        """Read a body that is not whole."""
+        self._check_length(max_bytes)
+        self._reservation = self._wire.bodies.begin(self.owner)
+        # Until there is room for what is here, nothing more is read.
+        await self._reservation.reach(self.num_bytes)
         if self._is_chunked and self.headers.get(b"expect", b"").lower() == b"100-continue":
             self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._hand_over(taker)
@@ -186,13 +198,19 @@ class Request:
             self._held().settle(self.num_bytes)
 
     async def _inflated(self, body: bytes, max_bytes: int) -> bytes:
-        """What was encoded. How much that is nobody knows before: it has a place for all that it
-        may be, as a body of which more is to come."""
-        reservation = self._reservation = self._reservation or self._wire.bodies.begin()
-        await reservation.reach(min(max_bytes, INFLATES_BY * len(body)))
-        body = _inflated(body, self.headers[b"content-encoding"], max_bytes)
-        reservation.settle(len(body))
-        return body
+        """The decompressed body, for which room is taken step by step."""
+        inflater = _Inflater(self.headers[b"content-encoding"], len(body), max_bytes)
+        reservation = self._reservation = self._reservation or self._wire.bodies.begin(self.owner)
+        with memoryview(body) as whole:
+            for start in range(0, len(whole), _INPUT_BYTES):
+                rest = bytes(whole[start : start + _INPUT_BYTES])
+                while rest:
+                    await reservation.reach(len(body) + inflater.num_bytes + STEP_BYTES)
+                    rest = inflater.take(rest)
+                    await asyncio.sleep(0)
+        plain = inflater.end()
+        reservation.settle(len(plain))
+        return plain
 
     @property
     def _is_encoded(self) -> bool:
@@ -200,36 +218,34 @@ class Request:
 
     async def _gather(self, max_bytes: int, silence_s: float) -> None:
         now_s = asyncio.get_running_loop().time
-        begun_s, reservation = now_s(), self._held()
+        bodies, reservation = self._wire.bodies, self._held()
+        pace = Pace(now_s(), self.num_bytes, silence_s)
         while not self.is_whole and self.num_bytes <= max_bytes:
             if self.is_broken:
                 why = "the body breaks off or is garbled"
                 raise SessionError(400, "invalid_body", why)
             if self.num_bytes > reservation.num_bytes:
                 waits_s = now_s()
-                await reservation.reach(self.num_bytes + STEP_BYTES)
-                begun_s += now_s() - waits_s
+                await reservation.reach(self.num_bytes)
+                pace.pause(now_s() - waits_s)
                 continue
-            is_waited_for = self._wire.bodies.num_waiting > 0
-            pace = HURRIED_BYTES_PER_S if is_waited_for else SLOWEST_BYTES_PER_S
-            earned_s = self.num_bytes / pace
-            try:
-                async with asyncio.timeout_at(min(now_s(), begun_s + earned_s) + silence_s):
+            look_s, is_late = pace.look(now_s(), self.num_bytes, bodies.is_sought(reservation))
+            if is_late:
+                raise SessionError(408, "body_timeout", "the body stopped coming")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(look_s):
                     await self._wire.want()
-            except TimeoutError:
-                raise SessionError(408, "body_timeout", "the body stopped coming") from None
 
-    def _check_length(self, max_bytes: int) -> int:
-        """What the head says of the body's length, 0 if nothing; SessionError 413."""
+    def _check_length(self, max_bytes: int) -> None:
+        """SessionError 413 if the body is too long, or is announced as such."""
         # Python counts the digits of an integer and refuses too many; llhttp does not mind zeros.
         length = int(self.headers.get(b"content-length", b"").lstrip(b"0") or b"0")
         if max(length, self.num_bytes) > max_bytes:
             raise _too_large(max_bytes)
-        return length
 
     def _count_whole(self) -> None:
         if self.num_bytes >= COUNTED_BYTES:
-            self._reservation = self._wire.bodies.hold(self.num_bytes)
+            self._reservation = self._wire.bodies.hold(self.num_bytes, self.owner)
 
     def _hand_over(self, taker: Taker) -> None:
         for piece in self._body:
@@ -337,24 +353,49 @@ def _dated(kind: bytes, unix_s: int) -> bytes:
     return b"Content-Type: %b\r\nDate: %b\r\n" % (kind, date)
 
 
-def _inflated(body: bytes, coding: bytes, max_bytes: int) -> bytes:
-    """What was encoded; never more than the limit is made of it."""
-    coding = coding.strip().lower()
-    if coding == b"identity":
-        return body
-    if coding not in _WINDOWS:
-        why = "the body's Content-Encoding is not known here; send gzip, deflate or none"
-        raise SessionError(415, "unsupported_encoding", why)
-    try:
-        inflater = zlib.decompressobj(_WINDOWS[coding])
-        plain = inflater.decompress(body, max_bytes + 1)
-    except zlib.error:
-        raise SessionError(400, "invalid_body", "the body is not encoded as it says") from None
-    if len(plain) > max_bytes:
-        raise _too_large(max_bytes)
-    if not inflater.eof:
-        raise SessionError(400, "invalid_body", "the encoded body breaks off")
-    return plain
+class _Inflater:
+    """Decompresses one body, at most STEP_BYTES at a time; SessionErrors say what is wrong."""
+
+    def __init__(self, coding: bytes, encoded_bytes: int, max_bytes: int) -> None:
+        self._coding = coding.strip().lower()
+        self._plain = _Growing()
+        self._max_bytes = max_bytes
+        self._max_inflated_bytes = max(ANY_INFLATION_BYTES, MAX_INFLATION * encoded_bytes)
+        if self._coding == b"identity":
+            self._inflater = None
+        elif self._coding in _WINDOWS:
+            self._inflater = zlib.decompressobj(_WINDOWS[self._coding])
+        else:
+            why = "the body's Content-Encoding is not known here; send gzip, deflate or none"
+            raise SessionError(415, "unsupported_encoding", why)
+
+    @property
+    def num_bytes(self) -> int:
+        """Decompressed so far."""
+        return self._plain.tell()
+
+    def take(self, encoded: bytes) -> bytes:
+        """Decompress one step of it; returns the rest, empty once all of it was taken."""
+        if self._inflater is None:
+            self._plain.append(encoded)
+            return b""
+        try:
+            self._plain.append(self._inflater.decompress(encoded, STEP_BYTES))
+        except zlib.error:
+            why = "the body is not encoded as its Content-Encoding says"
+            raise SessionError(400, "invalid_body", why) from None
+        if self.num_bytes > self._max_bytes:
+            raise _too_large(self._max_bytes)
+        if self.num_bytes > self._max_inflated_bytes:
+            why = f"the body grows to more than {MAX_INFLATION} times its size when decompressed"
+            raise SessionError(413, "body_too_large", f"{why}; send it uncompressed")
+        return self._inflater.unconsumed_tail
+
+    def end(self) -> bytes:
+        """The whole body."""
+        if self._inflater is not None and not self._inflater.eof:
+            raise SessionError(400, "invalid_body", "the encoded body breaks off")
+        return self._plain.getvalue()
 
 
 def _too_large(max_bytes: int) -> SessionError:

@@ -79,6 +79,7 @@ class _Exchange:
         headers = request.headers
         secret = find_secret(request.path, headers)
         session = self._kit.capture.find(secret)
+        request.owner = session.session_id
         limits = config.max_body_bytes, config.keepalive_s
         parcel = self._parcel(secret)
         if is_kept:
@@ -89,7 +90,7 @@ class _Exchange:
                 call = session.call(route, parcel, body, read_retry_mark(headers))
             # What is left of it is the session's now, and counted there.
             del body
-            request.let_go()
+            request.release_body()
         else:
             parcel.body = (await request.read(*limits),)
             call = session.pass_by(parcel)
@@ -98,7 +99,7 @@ class _Exchange:
         try:
             self.state = ExchangeState.ATTACHED
             await call.wait_for_head()
-            request.let_go()
+            request.release_body()
             await (self._stream(call) if call.is_stream else self._send_whole(call))
             await request.drain(call.check)
             call.is_delivered = True

@@ -7,7 +7,7 @@ import pytest
 
 from rollmesh.core.errors import SessionError
 from rollmesh.engine.connection import MAX_MUTE_BYTES
-from rollmesh.serve.interception import request as request_module
+from rollmesh.serve.interception import bodies as bodies_module
 from rollmesh.serve.interception.parser import MAX_AHEAD
 from rollmesh.serve.interception.request import JSON, Request
 from tests.unit.serve.interception.http_client import (
@@ -207,7 +207,7 @@ def test_a_length_of_many_digits_is_a_length(runner: asyncio.Runner) -> None:
 def test_a_body_that_only_drips_is_refused(
     runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_module, "SLOWEST_BYTES_PER_S", 1e12)
+    monkeypatch.setattr(bodies_module, "SLOWEST_BYTES_PER_S", 1e12)
 
     async def handle(request: Request) -> None:
         with pytest.raises(SessionError) as refused:

@@ -1,0 +1,104 @@
+"""Attacks on the gateway's limits: one agent, or a stranger, must not stall the others."""
+
+import asyncio
+import zlib
+from urllib.parse import urlsplit
+
+from rollmesh.core.ids import GroupId, RolloutId
+from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.scopes import OpenSession
+from tests.unit.serve.interception.conftest import (  # noqa: F401 - fixtures among them
+    Desk,
+    MakeDesk,
+    make_desk,
+    prompts,
+    tokenizer,
+)
+
+MIB = 2**20
+NUM_SILENT = 20
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n"
+
+
+class Attacker:
+    """A second session of the desk, and raw connections that carry its key."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.opened: OpenSession = desk.runtime.register_trajectory(
+            RolloutId(GroupId("r", 0), 1), SamplingPolicy(), seed=8
+        )
+        self._port = urlsplit(desk.base).port
+        self.connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def send(self, *lines: bytes, body: bytes = b"") -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self.connections.append((reader, writer))
+        head = CHAT % self.opened.api_key.encode() + b"".join(b"%b\r\n" % line for line in lines)
+        writer.write(head + b"\r\n" + body)
+        return reader
+
+    async def close(self) -> None:
+        for _, writer in self.connections:
+            writer.transport.abort()
+            await asyncio.sleep(0)
+
+
+async def until_held(desk: Desk, num_held: int) -> None:
+    while desk.edge.bodies.num_held != num_held:  # noqa: ASYNC110 - counts have no event
+        await asyncio.sleep(0)
+
+
+def chat_of(num_bytes: int) -> dict[str, object]:
+    """A chat whose body has so many bytes and few tokens: the rest is a tool nobody calls."""
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * num_bytes}}
+    return {"messages": [{"role": "user", "content": "go"}], "metadata": tool}
+
+
+async def test_silent_announcers_of_one_session_do_not_delay_another(
+    make_desk: MakeDesk,  # noqa: F811 - the fixture
+) -> None:
+    desk = await make_desk(always="I guess 4")
+    attacker = Attacker(desk)
+    for _ in range(NUM_SILENT):
+        await attacker.send(b"Content-Length: %d" % (60 * MIB), body=b"{")
+    await until_held(desk, NUM_SILENT)
+    async with asyncio.timeout(60):
+        status, _ = await desk.answer(chat_of(600_000))
+    assert status == 200
+    assert desk.edge.bodies.num_waits == 0, "the call waited for room that nobody used"
+    assert desk.edge.bodies.num_held == NUM_SILENT, "the call needed a silent sender to be cut"
+    await attacker.close()
+    await until_held(desk, 0)
+
+
+async def test_one_session_cannot_fill_the_room_for_bodies(
+    make_desk: MakeDesk,  # noqa: F811 - the fixture
+) -> None:
+    desk = await make_desk(always="I guess 4")
+    attacker = Attacker(desk)
+    half = b"{" + b" " * (40 * MIB)
+    for _ in range(8):
+        await attacker.send(b"Content-Length: %d" % (60 * MIB), body=half)
+    while not desk.edge.bodies.num_waiting:  # noqa: ASYNC110 - counts have no event
+        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        status, _ = await desk.answer(chat_of(600_000))
+    assert status == 200
+    assert desk.edge.bodies.held_bytes < desk.edge.bodies.max_bytes // 2
+    await attacker.close()
+    await until_held(desk, 0)
+
+
+async def test_a_compression_bomb_is_refused_before_it_has_grown(
+    make_desk: MakeDesk,  # noqa: F811 - the fixture
+) -> None:
+    desk = await make_desk(always="I guess 4")
+    attacker = Attacker(desk)
+    packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
+    bomb = packer.compress(b" " * (60 * MIB)) + packer.flush()
+    lines = b"Content-Encoding: gzip", b"Content-Length: %d" % len(bomb)
+    reader = await attacker.send(*lines, body=bomb)
+    answer = await reader.readuntil(b"}}")
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"more than 100 times its size" in answer
+    await attacker.close()
