@@ -181,6 +181,9 @@ class InterceptionConfig(Section, frozen=True):
     one session, the next are read once others have been answered (default: 256 MiB)."""
     max_session_bytes: Positive = 2**30
     """A session that holds more ends its rollout as `truncated`."""
+    max_turns_at_once: Positive = 64
+    """Turns of one session that are sampled at a time, each choice of a call counted, and those
+    kept for a retry; past it a call gets 429, and 400 if it alone asks for more (default: 64)."""
     max_blob_bytes: Positive = 512 * 2**20
     """Images and long texts in memory; past it the longest unused go to a file."""
     spill_folder: str = ""

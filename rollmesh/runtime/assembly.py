@@ -52,5 +52,6 @@ def new_runtime(
         config.model.max_context_tokens,
         rotating_lines=lines,
         max_session_bytes=config.interception.max_session_bytes,
+        max_turns_at_once=config.interception.max_turns_at_once,
     )
     return runtime, sampler

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rollmesh.core.clock import Clock
+from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.chat import Rotating
@@ -51,6 +52,15 @@ class SessionKit(msgspec.Struct, frozen=True):
     on_sealed: list[Callable[[RolloutId], None]] = []
     """Told of each session that is sealed, by its rollout."""
     max_session_bytes: int = sys.maxsize
+    max_turns_at_once: int = sys.maxsize
+
+    def check_fits(self, num_choices: int) -> None:
+        """SessionError 400 if one call asks for more choices than a session may sample at once."""
+        limit = self.max_turns_at_once
+        if num_choices > limit:
+            why = f"the call asks for {num_choices} answers (prompts x n), at most {limit} are"
+            why = f"{why} sampled at once for one session (interception.max_turns_at_once)"
+            raise SessionError(400, "too_many_choices", why)
 
     def over_limit(self, held_bytes: int) -> str:
         """Why a session that holds so much, which is more than it may, is to end."""

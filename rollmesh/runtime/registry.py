@@ -39,6 +39,7 @@ class Runtime:
         clock: Clock | None = None,
         rotating_lines: Sequence[str] = (),
         max_session_bytes: int = sys.maxsize,
+        max_turns_at_once: int = sys.maxsize,
     ) -> None:
         """`rotating_lines`: see InterceptionConfig; ConfigError where one is no pattern."""
         self.prompts = prompts
@@ -53,6 +54,7 @@ class Runtime:
             Openings(),
             rotating,
             max_session_bytes=max_session_bytes,
+            max_turns_at_once=max_turns_at_once,
         )
         self._doors: Doors[Session] = Doors()
         self.on_sealed = self.kit.on_sealed

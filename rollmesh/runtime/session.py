@@ -35,6 +35,7 @@ from rollmesh.runtime.plan import lead_of, plan_of
 from rollmesh.runtime.record import SessionRecord, record_of
 from rollmesh.runtime.redo import Past
 from rollmesh.runtime.reply import (
+    RETRY_AFTER_S,
     VOID_FINISH,
     Reply,
     ReplyHead,
@@ -101,7 +102,8 @@ class Session:
         """The replies to `turn`, one per choice: those it already has, or new ones.
 
         SessionError: 400 unreadable messages, context overflow or an unknown previous reply; 410
-        sealed; 400 session_over_limit where a limit of ours has ended it; 503 or 507 journal_full.
+        sealed; 429 too many turns are in progress; 400
+        session_over_limit where a limit of ours has ended it; 503 or 507 journal_full.
         """
         if (replies := self._known(turn)) is not None:
             return replies
@@ -284,6 +286,7 @@ class Session:
                 self._holdings.graph.nodes[reply.node].finish_reason = VOID_FINISH
 
     def _start(self, turn: Turn, prompt: Prompt) -> tuple[Reply, ...]:
+        self._check_turns(turn.num_choices)
         held = self._holdings
         plan = plan_of(turn, held.num_tokens(prompt), self.num_calls, self._ask, self._kit)
         told = self.diary.telling(held)
@@ -305,6 +308,18 @@ class Session:
         if (num_bytes := self.held_bytes) > self._kit.max_session_bytes:
             self.end_early(self._kit.over_limit(num_bytes))
         return replies
+
+    def _check_turns(self, num_choices: int) -> None:
+        """SessionError 429 if that many more turns are too many; those that have ended, and are not
+        read yet, do not count."""
+        limit = self._kit.max_turns_at_once
+        if len(self.sampling) + num_choices <= limit:
+            return
+        num_turns = sum(not reply.is_ended for reply in self.sampling)
+        if num_turns + num_choices > limit:
+            why = f"this session has {num_turns} turns in progress and asks for {num_choices} more;"
+            why = f"{why} at most {limit} (interception.max_turns_at_once)"
+            raise SessionError(429, "too_many_turns", why, RETRY_AFTER_S)
 
     def _sample(
         self, turn: Turn, source: ReplySource, params: SamplingParams, choice: int

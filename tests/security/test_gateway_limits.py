@@ -4,6 +4,10 @@ import asyncio
 import zlib
 from urllib.parse import urlsplit
 
+import msgspec
+import pytest
+
+from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.scopes import OpenSession
@@ -45,6 +49,11 @@ class Attacker:
 
 async def until_held(desk: Desk, num_held: int) -> None:
     while desk.edge.bodies.num_held != num_held:  # noqa: ASYNC110 - counts have no event
+        await asyncio.sleep(0)
+
+
+async def until_begun(desk: Desk, num_generations: int) -> None:
+    while len(desk.sampler.generations) < num_generations:  # noqa: ASYNC110 - a list has no event
         await asyncio.sleep(0)
 
 
@@ -102,3 +111,49 @@ async def test_a_compression_bomb_is_refused_before_it_has_grown(
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"more than 100 times its size" in answer
     await attacker.close()
+
+
+async def test_one_call_cannot_start_thousands_of_generations(
+    make_desk: MakeDesk,  # noqa: F811 - the fixture
+) -> None:
+    desk = await make_desk()
+    batch = {"prompt": ["go"] * 128, "n": 128}
+    status, told = await desk.answer(batch, "/v1/completions")
+    assert (status, told["error"]["code"]) == (400, "too_many_choices")
+    assert "interception.max_turns_at_once" in told["error"]["message"]
+    assert not desk.sampler.generations
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "go"}]}),
+        ("/v1/completions", {"prompt": "go"}),
+        ("/v1/responses", {"input": "go"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "go"}], "max_tokens": 9}),
+    ],
+)
+async def test_a_session_past_its_turns_gets_429_in_its_dialect(
+    make_desk: MakeDesk,  # noqa: F811 - the fixture
+    path: str,
+    body: dict[str, object],
+) -> None:
+    desk = await make_desk(config=InterceptionConfig(max_turns_at_once=4))
+    batch = {"prompt": ["one", "two"], "n": 2}
+    running = asyncio.create_task(desk.answer(batch, "/v1/completions"))
+    await until_begun(desk, 4)
+    async with desk.post(body, path) as response:
+        told = msgspec.json.decode(await response.read())
+        assert response.status == 429
+        assert int(response.headers["Retry-After"]) >= 1
+    assert told["error"]["type"] == "rate_limit_error"
+    assert "interception.max_turns_at_once" in told["error"]["message"]
+    # Turns of another session are not counted with these.
+    other = Attacker(desk)
+    raw = b'{"messages":[{"role":"user","content":"go"}]}'
+    await other.send(b"Content-Length: %d" % len(raw), body=raw)
+    await until_begun(desk, 5)
+    for at in range(5):
+        desk.say("I guess 4", at)
+    assert (await running)[0] == 200
+    await other.close()

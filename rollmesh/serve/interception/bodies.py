@@ -56,11 +56,6 @@ class Bodies:
         """Bodies that are not whole, the oldest first."""
         self._shares: dict[Hashable, Share] = {}
 
-    @property
-    def num_owners(self) -> int:
-        """Owners that hold a body."""
-        return len(self._shares)
-
     def hold(self, num_bytes: int, owner: Hashable = None) -> "Reservation":
         """The reservation of a body that is whole already: counted, without a wait."""
         return Reservation(self, num_bytes, self._share(owner))

@@ -29,7 +29,7 @@ from rollmesh.serve.interception.ending import ExchangeState, guard
 from rollmesh.serve.interception.intercepts import Intercepts
 from rollmesh.serve.interception.request import JSON, Request
 from rollmesh.serve.interception.retries import read_retry_mark
-from rollmesh.serve.interception.turnstile import Turnstile
+from rollmesh.serve.interception.turnstile import LONG_BYTES, Turnstile
 from rollmesh.serve.interception.view import EdgeView, ReplyView
 
 SAMPLING_HEADER = b"x-rollmesh-sampling"
@@ -153,7 +153,7 @@ class Exchange:
     async def _match(self) -> Call:
         body = await self.request.read(self._kit.max_body_bytes, self._kit.keepalive_s)
         self._num_bytes = len(body)
-        await self._kit.turnstile.pass_through(self._num_bytes)
+        await self._kit.turnstile.pass_through(self._num_bytes, self.request.owner)
         mark = read_retry_mark(self.request.headers)
         salt = b"%b %b" % (type(self._dialect).__name__.encode(), mark.key)
         call = self._dialect.decode(Asked(body, salt, mark.is_resent))
@@ -164,8 +164,11 @@ class Exchange:
         """Join the replies to all turns; the call's history is let go of."""
         turns, call.turns = call.turns, ()
         views: list[ReplyView] = []
-        await self._kit.turnstile.pass_through(self._num_bytes)
-        for turn in turns:
+        self._kit.runtime.kit.check_fits(sum([turn.num_choices for turn in turns]))
+        await self._kit.turnstile.pass_through(self._num_bytes, session.session_id)
+        for number, turn in enumerate(turns):
+            if number:
+                await self._kit.turnstile.pass_through(LONG_BYTES, session.session_id)
             wish = turn.wish()
             for reply in await session.attach(turn):
                 reply.join()

@@ -1,20 +1,24 @@
-"""Long pieces of work on the event loop, one for each of its turns.
+"""Long pieces of work on the event loop, one for each of its turns, fairly among sessions.
 
-    short, or nobody passed in this turn --pass_through--> goes on at once
-    somebody did --pass_through--> waits in line --a later turn--> goes on
+    short, or none passed in this turn --pass_through--> continues at once
+    another passed in this turn --pass_through--> waits in its session's line
+    waits --a later turn--> continues
 
-To read a body of some megabytes holds the loop for milliseconds, and bodies of agents that act
-together come together; one behind the other they would hold it for all of their time. Invariants:
-between two of them the loop serves everything else; who waits is let through in the order of
-coming, and who is cancelled meanwhile holds up nobody. Owns the line; driven by exchange.py and the
-relay.
+To read a body of some megabytes, or to begin many turns, holds the loop for milliseconds, and calls
+of agents that act together come together.
+
+- Between two pieces of work the loop serves everything else.
+- The sessions take turns, and each session's work is done in the order in which it came, so that a
+  session with many pieces delays each of the others by one piece at a time.
+- A cancelled waiter delays no other.
 """
 
 import asyncio
 from collections import deque
+from collections.abc import Hashable
 
 LONG_BYTES = 256 * 1024
-"""A shorter piece of work holds up nobody."""
+"""A shorter piece of work delays no other."""
 
 
 class Turnstile:
@@ -22,14 +26,15 @@ class Turnstile:
 
     def __init__(self) -> None:
         self._is_turning = False
-        self._line: deque[asyncio.Future[None]] = deque()
+        self._lines: dict[Hashable, deque[asyncio.Future[None]]] = {}
+        """Waiters by their session; the next session first."""
 
     def __len__(self) -> int:
-        """Who waits."""
-        return len(self._line)
+        """Number of waiters."""
+        return sum(map(len, self._lines.values()))
 
-    async def pass_through(self, num_bytes: int) -> None:
-        """Wait until it is the turn of this one, who has so many bytes to look at."""
+    async def pass_through(self, num_bytes: int, owner: Hashable = None) -> None:
+        """Wait for the turn of a piece of work on so many bytes, which `owner` asked for."""
         if num_bytes < LONG_BYTES:
             return
         loop = asyncio.get_running_loop()
@@ -38,17 +43,29 @@ class Turnstile:
             loop.call_soon(self._turn)
             return
         turn = loop.create_future()
-        self._line.append(turn)
+        self._lines.setdefault(owner, deque()).append(turn)
         await turn
 
     def _turn(self) -> None:
-        """Behind all that was to be done when somebody passed."""
-        while self._line and self._line[0].done():
-            self._line.popleft()
-        if not self._line:
+        """Let the next one through, after all that was due when the last one passed."""
+        chosen = self._next()
+        if chosen is None:
             self._is_turning = False
             return
-        self._line.popleft().set_result(None)
+        chosen.set_result(None)
         loop = asyncio.get_running_loop()
-        # He goes on in the next turn of the loop, and this comes again in the one after it.
+        # It continues in the next turn of the loop, and this comes again in the one after it.
         loop.call_soon(loop.call_soon, self._turn)
+
+    def _next(self) -> "asyncio.Future[None] | None":
+        """The first waiter of the next session, which then is the last."""
+        while self._lines:
+            owner, line = next(iter(self._lines.items()))
+            del self._lines[owner]
+            while line:
+                waiter = line.popleft()
+                if not waiter.done():
+                    if line:
+                        self._lines[owner] = line
+                    return waiter
+        return None

@@ -86,7 +86,7 @@ class _Exchange:
             body = session.follow(request.num_bytes if request.is_whole else sys.maxsize)
             with session.reading():
                 await request.read_into(body, *limits)
-                await self._kit.turnstile.pass_through(request.num_bytes)
+                await self._kit.turnstile.pass_through(request.num_bytes, session.session_id)
                 call = session.call(route, parcel, body, read_retry_mark(headers))
             # What is left of it is the session's now, and counted there.
             del body

@@ -26,7 +26,14 @@ from rollmesh.serve.interception.account import Account
 from rollmesh.serve.interception.capture import NO_COUNTS
 from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES
 from rollmesh.serve.interception.relay.account import account_of
-from rollmesh.serve.interception.relay.call import ANSWERED, Asked, CallState, RelayCall, silence
+from rollmesh.serve.interception.relay.call import (
+    ANSWERED,
+    RETRY_AFTER_S,
+    Asked,
+    CallState,
+    RelayCall,
+    silence,
+)
 from rollmesh.serve.interception.relay.deeds import RelayPast, Spent
 from rollmesh.serve.interception.relay.scribe import RelayScribe
 from rollmesh.serve.interception.relay.threads import Request, Spot, Threads
@@ -130,6 +137,7 @@ class RelaySession:
                 if known.state is CallState.UNWRITTEN:
                     self._write_again()
                 return known
+        self._check_turns()
         if self._scribe is not None:
             self._scribe.check()
         if request is not None and request.fork:
@@ -152,10 +160,18 @@ class RelaySession:
         self._home = self._upstreams.send(call, parcel, self._home)
         return call
 
+    def _check_turns(self) -> None:
+        limit = self._config.max_turns_at_once
+        if (num_calls := len(self._live)) >= limit:
+            why = f"this session has {num_calls} calls in progress; at most {limit}"
+            why = f"{why} (interception.max_turns_at_once)"
+            raise SessionError(429, "too_many_turns", why, RETRY_AFTER_S)
+
     def pass_by(self, parcel: Parcel) -> RelayCall:
         """A call that is forwarded and not kept: it asks for no sampling."""
         if self.sealed_because:
             raise _gone(self.sealed_because)
+        self._check_turns()
         asked = Asked(-1, "", None, (), "", 0.0)
         call = RelayCall(asked, self._config.max_body_bytes, self._passed, clock=self._clock)
         self._live.add(call)

@@ -117,7 +117,7 @@ async def make_desk(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[Mak
     async def make(
         *said: str,
         always: str = "",
-        config: InterceptionConfig | None = None,
+        config: InterceptionConfig = InterceptionConfig(),  # noqa: B008 - frozen
         max_context_tokens: int = 4096,
     ) -> Desk:
         script: Any = [tokenizer.encode(text + "<|im_end|>") for text in said] if said else None
@@ -127,8 +127,9 @@ async def make_desk(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[Mak
         sampler = ScriptedSampler(
             script, clock=clock, new_matcher=lambda stops: StopStrings(stops, tokenizer.stream())
         )
-        runtime = Runtime(sampler, prompts, max_context_tokens, clock)
-        edge = Edge(runtime, config or InterceptionConfig(), "policy")
+        most = config.max_turns_at_once
+        runtime = Runtime(sampler, prompts, max_context_tokens, clock, max_turns_at_once=most)
+        edge = Edge(runtime, config, "policy")
         desk = Desk(runtime, sampler, tokenizer, edge)
         desks.append(desk)
         desk.base = await edge.start(listen("127.0.0.1:0"))

@@ -71,3 +71,15 @@ async def test_who_is_cancelled_once_let_through_holds_up_nobody() -> None:
     async with asyncio.timeout(60):
         await second
     assert (first.cancelled(), len(turnstile)) == (True, 0)
+
+
+async def test_sessions_take_turns_whatever_one_of_them_has_in_the_line() -> None:
+    turnstile, done = Turnstile(), list[str]()
+
+    async def long(owner: str) -> None:
+        await turnstile.pass_through(LONG_BYTES, owner)
+        done.append(owner)
+
+    await asyncio.gather(*[long(owner) for owner in "aaaaaabbc"])
+    assert "".join(done) == "aabcabaaa"
+    assert len(turnstile) == 0
