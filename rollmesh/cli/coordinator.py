@@ -62,14 +62,12 @@ def _arguments() -> argparse.ArgumentParser:
 
 def _check(options: argparse.Namespace) -> None:
     """UserError if nothing can be coordinated with these."""
-    from rollmesh.engine.http import target
+    from rollmesh.core.engine_url import why_no_engine_url
 
     if not options.engines:
         raise ConfigError("--engine URL: name the engine of each generation worker, in order")
     for url in options.engines:
-        try:
-            target("GET", url)
-        except AddressError as error:
-            raise AddressError(f"--engine {error}") from None
+        if why := why_no_engine_url(url):
+            raise AddressError(f"--engine {url}: {why}")
     if len(set(options.engines)) < len(options.engines):
         raise ConfigError("--engine URL: one engine is named twice")

@@ -142,11 +142,14 @@ def _defaults(options: argparse.Namespace) -> dict[str, Any]:
 
 def _check(options: argparse.Namespace, engines: tuple[str, ...], model: str) -> None:
     """UserError if the gateway cannot work with these."""
+    from rollmesh.core.engine_url import why_no_engine_url
     from rollmesh.engine.http import target
 
     if not engines:
         raise ConfigError("--engine URL: name at least one engine, such as http://127.0.0.1:30000")
     for url in engines:
+        if options.capture == "tokens" and (why := why_no_engine_url(url)):
+            raise AddressError(f"--engine {url}: {why}")
         try:
             target("GET", url)
         except AddressError as error:

@@ -15,6 +15,7 @@ from rollmesh.core import file_modes
 from rollmesh.core.config import Config, load_config
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.model_folder import resolve_model
+from rollmesh.core.secret_file import process_engine_key
 from rollmesh.core.share import Share
 
 
@@ -112,6 +113,7 @@ def config_of(options: argparse.Namespace, defaults: dict[str, Any] | None = Non
     A hub id in model.path becomes its folder in the local cache. Files that the process writes from
     now on have the permissions of run.mode.
     """
+    process_engine_key()  # a fault in it is reported at the start, and not by the first request
     config = load_config(options.config, options.overrides, defaults)
     file_modes.use(config.run.mode)
     model = msgspec.structs.replace(config.model, path=resolve_model(config.model.path))

@@ -20,6 +20,8 @@ from rollmesh.cli.options import (
 )
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.descriptors import PEERS, allow_descriptors
+from rollmesh.core.engine_url import why_no_engine_url
+from rollmesh.core.errors import AddressError
 from rollmesh.core.handed import protect_memory
 from rollmesh.core.process import OK, wait_for_go
 from rollmesh.core.run_state import RunState
@@ -62,6 +64,9 @@ def router(argv: list[str]) -> int:
         help="engines whose weights are older than this wait for the publisher",
     )
     options = arguments.parse_args(argv)
+    for url in options.engines:
+        if why := why_no_engine_url(url):
+            raise AddressError(f"--engine {url}: {why}")
     if options.bind:
         options.overrides.append(f"router.bind={options.bind}")
     allow_descriptors(PEERS, "a router")

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollmesh.core.config_tree import apply_override, explain, merge, read_file
+from rollmesh.core.engine_url import why_no_engine_url, why_no_host_entry
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.file_modes import FileMode
 from rollmesh.core.types import (
@@ -75,6 +76,9 @@ class EngineConfig(Section, frozen=True):
 
     urls: tuple[str, ...] = ()
     """SGLang servers, such as ["http://host:30000"]; empty starts the embedded engine."""
+    allow_hosts: tuple[str, ...] = ()
+    """Hosts, IP addresses or networks (CIDR) from which engines may join while the mesh runs
+    (default: none; only engines of the configuration are used)."""
     num_embedded: Positive = 1
     """How many embedded engines to start where no urls are given."""
     max_running: Positive = 256
@@ -86,6 +90,14 @@ class EngineConfig(Section, frozen=True):
     answer_timeout_s: PositiveSeconds = 90.0
     """A leg with no sign of life for this long is given up and resumed elsewhere; longer than
     somebody else's trainer pauses an engine."""
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if why := why_no_engine_url(url):
+                raise ValueError(f"urls: {url}: {why}")
+        for entry in self.allow_hosts:
+            if why := why_no_host_entry(entry):
+                raise ValueError(f"allow_hosts: {why}")
 
 
 class RouterConfig(Section, frozen=True):

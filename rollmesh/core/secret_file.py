@@ -7,6 +7,7 @@ environment.
 """
 
 import errno
+import functools
 import os
 import secrets
 import stat
@@ -20,6 +21,8 @@ MAX_BYTES = 2**20
 ROOT = 0
 ADMIN_TOKEN_VARIABLE = "ROLLMESH_ADMIN_TOKEN"
 ADMIN_TOKEN_FILE_VARIABLE = "ROLLMESH_ADMIN_TOKEN_FILE"
+ENGINE_KEY_VARIABLE = "ROLLMESH_ENGINE_KEY"
+ENGINE_KEY_FILE_VARIABLE = "ROLLMESH_ENGINE_KEY_FILE"
 
 
 def admin_token(environment: Mapping[str, str] = os.environ) -> str:
@@ -30,6 +33,27 @@ def admin_token(environment: Mapping[str, str] = os.environ) -> str:
     told = environment.get(ADMIN_TOKEN_VARIABLE, "")
     file = environment.get(ADMIN_TOKEN_FILE_VARIABLE)
     return told or (read_secret(Path(file)) if file else "")
+
+
+def engine_key(environment: Mapping[str, str] = os.environ) -> str:
+    """ROLLMESH_ENGINE_KEY, or the secret in the file that ROLLMESH_ENGINE_KEY_FILE names; else ''.
+
+    Engines that were started with `--api-key` want it. ConfigError if there is no such file, or
+    others can read it, or the key cannot be part of a header.
+    """
+    key = environment.get(ENGINE_KEY_VARIABLE, "")
+    file = environment.get(ENGINE_KEY_FILE_VARIABLE)
+    if not key and file:
+        return read_secret(Path(file))
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{ENGINE_KEY_VARIABLE}: it should be letters and digits in one line")
+    return key
+
+
+@functools.cache
+def process_engine_key() -> str:
+    """`engine_key` of this process, read once: its environment may be cleaned afterwards."""
+    return engine_key()
 
 
 def read_secret(path: Path) -> str:

@@ -105,6 +105,10 @@ class _Update(msgspec.Struct):
     message: str = ""
 
 
+class _Refusal(msgspec.Struct):
+    error_message: str | None = None
+
+
 class _Load(msgspec.Struct):
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
@@ -147,12 +151,32 @@ _answers = msgspec.json.Decoder(Answer)
 _model_infos = msgspec.json.Decoder(_ModelInfo)
 _loads = msgspec.json.Decoder(_Loads)
 _updates = msgspec.json.Decoder(_Update)
+_refusals = msgspec.json.Decoder(_Refusal)
 _cards = msgspec.json.Decoder(_Cards)
 
 
 OF_ADAPTERS = "LoRA adapter"
 """In what an engine says where it lacks the one that is asked for: the request is right, and the
 engine was started again."""
+
+
+MAX_TEXT = 300
+"""Characters of an engine's own text that an agent is shown."""
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_DESCRIPTIONS = (
+    (OF_ADAPTERS, f"the {OF_ADAPTERS} is not loaded"),
+    ("already exists", "it already exists"),
+    ("already open", "a weight update is already open"),
+    ("no weight-update session", "no weight update is open"),
+    ("must run between", "no weight update is open"),
+    ("to join", "not all ranks of the group joined"),
+    ("process group", "the process group cannot be formed"),
+    ("load_format", "load_format is not supported"),
+    ("Not Found", "the route is unknown"),
+    ("API", "the engine wants an API key; set ROLLMESH_ENGINE_KEY_FILE"),
+    ("Unauthorized", "the engine wants an API key; set ROLLMESH_ENGINE_KEY_FILE"),
+)
+"""Marks of known error texts, and what is reported for them."""
 
 
 def policy_version_of(text: str) -> int:
@@ -170,15 +194,33 @@ def is_overload(status: int) -> bool:
     return status in (429, 503)
 
 
-def refusal_of(status: int, raw: bytes) -> EngineError:
-    """The error that an answer with `status`, which is not 200, stands for."""
-    told = f"HTTP {status}: {error_text(raw)}"
+def refusal_of(status: int, raw: bytes, *, is_generation: bool = False) -> EngineError:
+    """The error that an answer with `status`, which is not 200, stands for.
+
+    Its text is the status and a description of our own, never the body: what answers may be no
+    engine. The agent that asked for a generation is shown `error.message` of an engine's typed
+    answer, in one bounded line.
+    """
+    text = error_text(raw)
+    told = f"HTTP {status}: {one_line(text) if is_generation and text else describe(text)}"
     if is_overload(status):
         return EngineOverloaded(told)
     if status == 500:
         return EngineBroke(told)
-    is_wrong = is_refusal(status) and OF_ADAPTERS not in told
+    is_wrong = is_refusal(status) and OF_ADAPTERS not in text
     return EngineRefused(told) if is_wrong else EngineUnavailable(told)
+
+
+def describe(text: str) -> str:
+    """What an engine's error text is about, in words of our own."""
+    known = (description for mark, description in _DESCRIPTIONS if mark in text)
+    return next(known, "the engine's log has the reason")
+
+
+def one_line(text: str) -> str:
+    """The first line of `text`: printable, and at most `MAX_TEXT` characters."""
+    line = next(iter(text.splitlines()), "")[:MAX_TEXT]
+    return "".join(each if each.isprintable() else "?" for each in line)
 
 
 def decode_answer(
@@ -194,7 +236,7 @@ def decode_answer(
         is_full = isinstance(code, int) and is_overload(code)
         if OF_ADAPTERS in answer.error.message:
             told = EngineUnavailable
-        raise (EngineOverloaded if is_full else told)(answer.error.message)
+        raise (EngineOverloaded if is_full else told)(one_line(answer.error.message))
     return answer
 
 
@@ -285,7 +327,7 @@ def update_of(raw: bytes) -> str:
         update = _updates.decode(raw)
     except msgspec.MsgspecError as error:
         return f"an unknown answer: {error}"
-    return "" if update.success else update.message or "it does not say why"
+    return "" if update.success else describe(update.message)
 
 
 def adapters_of(raw: bytes) -> list[str]:
@@ -297,12 +339,17 @@ def adapters_of(raw: bytes) -> list[str]:
 
 
 def error_text(raw: bytes) -> str:
-    """The message of an error body, or its beginning."""
-    try:
-        answer = _answers.decode(raw)
-    except msgspec.MsgspecError:
-        answer = Answer()
-    return answer.error.message if answer.error else raw[:200].decode(errors="replace")
+    """The message of an error body, whichever form it has; '' for anything else."""
+    for decoder in (_answers, _updates, _refusals):
+        try:
+            answer = decoder.decode(raw)
+        except UNDECODABLE:
+            continue
+        text = answer.error.message if isinstance(answer, Answer) and answer.error else ""
+        text = text or getattr(answer, "message", "") or getattr(answer, "error_message", "")
+        if text:
+            return str(text)
+    return ""
 
 
 def _finish(reason: _FinishReason) -> Finish:
@@ -315,9 +362,9 @@ def _finish(reason: _FinishReason) -> Finish:
         return Finish("length")
     if reason.status_code is not None:
         if is_refusal(reason.status_code):
-            raise EngineRefused(reason.message)
+            raise EngineRefused(one_line(reason.message))
         if is_overload(reason.status_code):
-            raise EngineOverloaded(reason.message)
+            raise EngineOverloaded(one_line(reason.message))
     return Finish("abort")
 
 

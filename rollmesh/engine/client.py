@@ -16,8 +16,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollmesh.core.errors import EngineRefused
+from rollmesh.core.engine_url import why_no_engine_url
+from rollmesh.core.errors import AddressError, EngineRefused
 from rollmesh.core.logs import get_logger
+from rollmesh.core.secret_file import process_engine_key
 from rollmesh.engine import answers
 from rollmesh.engine.answers import EngineLoad, ModelInfo
 from rollmesh.engine.connection import Call
@@ -48,12 +50,23 @@ log = get_logger()
 class EngineClient:
     """Talks to the engine at `url` over a shared `http`."""
 
-    def __init__(self, url: str, http: HttpClient, vocab_size: int = 2**31) -> None:
-        """Token ids, sent or told, must be below `vocab_size`; by default any id is good."""
+    def __init__(
+        self, url: str, http: HttpClient, vocab_size: int = 2**31, key: str | None = None
+    ) -> None:
+        """Token ids, sent or received, must be below `vocab_size`; by default any id is good.
+
+        `key` is the engine's API key; by default that of the process's environment, if any.
+        AddressError, before any request, for a URL that is more than scheme, host and port.
+        """
+        if why := why_no_engine_url(url):
+            raise AddressError(f"{url[:200]!a}: {why}")
         self.url = url.rstrip("/")
         self._http = http
         self._vocab_size = vocab_size
-        self._generate_target = target("POST", f"{self.url}/generate", _JSON)
+        key = process_engine_key() if key is None else key
+        bearer = (("Authorization", f"Bearer {key}"),) if key else ()
+        self._headers = (*_JSON, *bearer)
+        self._generate_target = target("POST", f"{self.url}/generate", self._headers)
         self._has_warned = False
         self.memory = EngineMemory(lambda path: self._post(path, {}, OUTCOME_S))
 
@@ -98,11 +111,10 @@ class EngineClient:
     async def order(
         self, path: str, body: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
     ) -> None:
-        """Have it do what answers only whether it succeeded; EngineRefused, in the engine's words,
-        where it did not."""
-        told = answers.update_of(await self._post(path, body, timeout_s))
-        if told:
-            raise EngineRefused(f"{self.url}: {path}: {told}")
+        """Send a command whose answer is only whether it succeeded; EngineRefused if not."""
+        why = answers.update_of(await self._post(path, body, timeout_s))
+        if why:
+            raise EngineRefused(f"{self.url}: {path}: {why}")
 
     async def update_from_disk(
         self, path: Path, policy_version: int, timeout_s: float = CONTROL_TIMEOUT_S
@@ -114,9 +126,9 @@ class EngineClient:
             "flush_cache": True,
         }
         raw = await self._post("/update_weights_from_disk", body, timeout_s)
-        told = answers.update_of(raw)
-        if told:
-            raise EngineRefused(f"{self.url}: cannot load {path}: {told}")
+        why = answers.update_of(raw)
+        if why:
+            raise EngineRefused(f"{self.url}: cannot load {path}: {why}")
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the adapter in folder `path` (PEFT's layout); requests may name it from now on."""
@@ -161,7 +173,7 @@ class EngineClient:
         return await self._call("GET", path, (), READ_TIMEOUT_S)
 
     async def _call(self, method: str, path: str, body: Sequence[bytes], timeout_s: float) -> bytes:
-        to = target(method, self.url + path, _JSON)
+        to = target(method, self.url + path, self._headers)
         response = await self._http.fetch(to, body, timeout_s=timeout_s)
         if response.status != 200:
             error = answers.refusal_of(response.status, response.body)

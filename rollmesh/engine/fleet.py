@@ -8,16 +8,20 @@
     READY --Fence, beside another READY one--> FENCED, until an update succeeds
     READY --restart or unknown weights--> JOINING;  any --Remove--> GONE --a while--> forgotten
 
-Invariants: only a leased ask changes weights or sleep, and an update's lapsed lease ends in an
-engine that is continued and probed, or fenced: a publisher killed in mid-update wedges nobody, and
-its run's next life takes over at once. A version counts only if its publisher verified it or a
-fresh process came up with it. Of two publishers that run the newer version wins. Whoever asks to
-fence never takes the last engine away. Pure; driven by the router's fleet shell and by the
-simulator.
+- An engine joins from the configuration, or by a message if its host is in the allow-list.
+- Only a leased ask changes weights or sleep. An update's lapsed lease ends in an engine that is
+  continued and probed, or fenced, so that a publisher that is killed during an update blocks
+  nothing. The next process of its run takes over at once.
+- A version counts only if its publisher verified it or a fresh process came up with it.
+- Of two running publishers the one with the newer version wins.
+- A request to fence never removes the last engine.
+
+Pure; driven by the router's fleet shell and by the simulator.
 """
 
 import msgspec
 
+from rollmesh.core.engine_url import is_allowed_url, why_no_engine_url
 from rollmesh.engine.incumbent import Incumbent
 from rollmesh.engine.member import UNVERSIONED, Member, Trust
 from rollmesh.engine.sleeping import put_to_sleep, sleep_on
@@ -67,6 +71,9 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """No publisher is expected here, as in a stand-alone gateway: what an engine reports that it
     serves counts, weights without a version are served, and an engine that is paused is left so.
     The table names a publisher only while one holds a lease or is heard."""
+    allow_hosts: tuple[str, ...] = ()
+    """Hosts or networks from which engines join by a message; those of the configuration
+    join by an ask without a route, which no peer can send."""
     least_version: int = UNVERSIONED
     """An engine with older weights waits for the publisher, as it does for what that verified."""
 
@@ -106,6 +113,9 @@ class PublishTable(msgspec.Struct, frozen=True):
     """Push `fleet.table()` to every worker."""
 
 
+CONFIGURATION = b""
+"""The route of an ask by the process itself, for an engine of its configuration."""
+_NOT_OURS = "not an engine of this mesh; name it in engine.urls, or its host in engine.allow_hosts"
 _EXPECTED = "it waits for a publisher (`rollmesh router --fixed-weights` expects none)"
 
 Event = Received | EngineProbed | Ticked
@@ -118,6 +128,7 @@ class Fleet:
     def __init__(self, settings: FleetSettings | None = None) -> None:
         self._settings = settings or FleetSettings()
         self._engines: dict[str, Member] = {}
+        self._configured: set[str] = set()
         grace_s = self._settings.publisher_grace_s
         self._incumbent = Incumbent(grace_s, self._settings.least_version)
         self._has_publisher = not self._settings.believes_engines
@@ -176,9 +187,12 @@ class Fleet:
         return action
 
     def _knows_publisher(self, now_s: float) -> bool:
-        """Whether weights are numbered by a publisher: one is expected, is updating an engine, or
-        has finished an update and still runs."""
-        if not self._settings.believes_engines or self._incumbent.is_running(now_s):
+        """Whether weights are numbered by a publisher: one is expected, has announced a version, is
+        updating an engine, or has finished an update and still runs."""
+        incumbent = self._incumbent
+        if not self._settings.believes_engines or incumbent.is_running(now_s):
+            return True
+        if incumbent.is_announced(now_s):
             return True
         return any(e.row.phase is EnginePhase.UPDATING for e in self._engines.values())
 
@@ -214,11 +228,10 @@ class Fleet:
         if isinstance(ask, ReadFleet):
             self._incumbent.announce(route, ask.policy_version, now_s)
             return ""
-        if isinstance(ask, JoinEngine | SleepEngine):
-            self._on_join(ask.url)
+        why = self._on_join(route, ask.url) if isinstance(ask, JoinEngine | SleepEngine) else ""
         engine = self._engines.get(ask.url)
-        if engine is None or engine.row.phase is EnginePhase.GONE:
-            return f"{ask.url} is not in the fleet; join it first"
+        if why or engine is None or engine.row.phase is EnginePhase.GONE:
+            return why or f"{ask.url} is not in the fleet; join it first"
         match ask:
             case BeginUpdate():
                 return self._on_begin(engine, route, ask, now_s)
@@ -235,10 +248,20 @@ class Fleet:
                 engine.until_s = now_s + self._settings.gone_s
         return ""
 
-    def _on_join(self, url: str) -> None:
+    def _on_join(self, route: bytes, url: str) -> str:
+        """Add an engine that is unknown or was removed; the reason where it may not join."""
+        if route == CONFIGURATION:
+            self._configured.add(url)
         engine = self._engines.get(url)
-        if engine is None or engine.row.phase is EnginePhase.GONE:
-            self._engines[url] = Member(url)
+        if engine is not None and engine.row.phase is not EnginePhase.GONE:
+            return ""
+        if url not in self._configured:
+            if why := why_no_engine_url(url):
+                return f"{url[:200]!a}: {why}"
+            if not is_allowed_url(url, self._settings.allow_hosts):
+                return f"{url}: {_NOT_OURS}"
+        self._engines[url] = Member(url)
+        return ""
 
     def _on_begin(self, engine: Member, route: bytes, ask: BeginUpdate, now_s: float) -> str:
         if engine.row.phase is EnginePhase.ASLEEP:
@@ -281,7 +304,8 @@ class Fleet:
     def _on_fence(self, engine: Member, ask: FenceEngine, now_s: float) -> str:
         row = engine.row
         if row.phase is not EnginePhase.READY or row.policy_version != ask.policy_version:
-            is_repeated = row.phase is EnginePhase.FENCED and engine.trusted is Trust.BROKEN
+            is_kept_out = row.phase in (EnginePhase.FENCED, EnginePhase.JOINING)
+            is_repeated = is_kept_out and engine.trusted is Trust.BROKEN
             has = f"{row.phase.value} with policy version {row.policy_version}"
             return "" if is_repeated else f"{ask.url} is {has}"
         others = (each for each in self._engines.values() if each is not engine)

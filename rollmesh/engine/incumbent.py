@@ -41,6 +41,10 @@ class Incumbent:
             return self.published
         return max(self.published, self._announced[1])
 
+    def is_announced(self, now_s: float) -> bool:
+        """Whether a publisher that still runs has announced a version."""
+        return self._announced is not None and now_s < self._announced[2] + self._grace_s
+
     def announce(self, route: bytes, policy_version: int, now_s: float) -> None:
         """A publisher publishes that version; ignored where another one that runs is ahead."""
         is_any = policy_version != UNVERSIONED

@@ -227,7 +227,8 @@ class LegAnswer:
     def on_end(self) -> None:
         try:
             if self._status != 200:
-                raise answers.refusal_of(self._status, b"".join(self._pieces))
+                raw = b"".join(self._pieces)
+                raise answers.refusal_of(self._status, raw, is_generation=True)
             self._finish()
         except EngineError as error:
             self._fail(error)

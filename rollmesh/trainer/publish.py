@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from rollmesh.core.config import PublishConfig
-from rollmesh.core.errors import EngineError, EngineUnavailable
+from rollmesh.core.errors import AddressError, EngineError, EngineUnavailable
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.published import WeightsProbe, leave_probe
@@ -235,11 +235,11 @@ class PublishShell:
         assert self._http
         if before:
             await asyncio.wait([before])  # it puts the engine in order first
-        client = EngineClient(call.url, self._http)
         await asyncio.sleep(call.after_s)
         try:
+            client = EngineClient(call.url, self._http)
             called = await carry_out(client, call, self._shipping)
-        except EngineError as error:
+        except (AddressError, EngineError) as error:
             called = EngineCalled(call.url, call.serial, False, str(error))
         if self._latest.get(call.url) is asyncio.current_task():
             del self._latest[call.url]

@@ -61,10 +61,11 @@ class RouterProcess:
         beat_s: float = BEAT_S,
         *,
         engine: str = "",
+        settings: tuple[str, ...] = (),
         **more: object,
     ) -> None:
         values = {"bind": bind, "beat_s": beat_s, "missed_beats": MISSED_BEATS, **more}
-        words = [f"run.folder={folder}", *(f"router.{k}={v}" for k, v in values.items())]
+        words = [f"run.folder={folder}", *(f"router.{k}={v}" for k, v in values.items()), *settings]
         self._settings = [each for word in words for each in ("--set", word)]
         self._settings += ["--engine", engine] if engine else []
         self.ready: Ready

@@ -129,20 +129,21 @@ def has_met_another(peer: Peer, router: str) -> bool:
     return bool(peer.heard) and peer.heard[-1].router != router
 
 
-def test_an_engine_joins_by_an_ask_and_the_table_reaches_the_workers(
-    router: RouterProcess, town: Town
+def test_an_engine_of_an_allowed_host_joins_by_an_ask_and_the_table_reaches_the_workers(
+    tmp_path: Path, town: Town
 ) -> None:
-    runner, starter = (
-        town.worker(router.ready.address, "w0"),
-        town.peer(router.ready.address, "launch"),
-    )
-    starter.says(JoinEngine(7, "http://127.0.0.1:1"))
-    until(lambda: starter.of(FleetAnswered), starter)
-    [answer] = starter.of(FleetAnswered)
-    assert (answer.ask_id, answer.ok) == (7, True)
-    until(lambda: runner.of(FleetChanged) and runner.of(FleetChanged)[-1].engines, runner)
-    [row] = runner.of(FleetChanged)[-1].engines
-    assert (row.url, row.phase) == ("http://127.0.0.1:1", EnginePhase.JOINING)
+    with RouterProcess(tmp_path, settings=('engine.allow_hosts=["127.0.0.0/8"]',)) as router:
+        runner, starter = (
+            town.worker(router.ready.address, "w0"),
+            town.peer(router.ready.address, "launch"),
+        )
+        starter.says(JoinEngine(7, "http://127.0.0.1:1"))
+        until(lambda: starter.of(FleetAnswered), starter)
+        [answer] = starter.of(FleetAnswered)
+        assert (answer.ask_id, answer.ok) == (7, True)
+        until(lambda: runner.of(FleetChanged) and runner.of(FleetChanged)[-1].engines, runner)
+        [row] = runner.of(FleetChanged)[-1].engines
+        assert (row.url, row.phase) == ("http://127.0.0.1:1", EnginePhase.JOINING)
 
 
 def test_what_reaches_others_needs_keys_or_a_token(tmp_path: Path) -> None:

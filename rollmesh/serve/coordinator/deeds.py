@@ -147,7 +147,7 @@ class _Engine:
         """EngineRefused where it serves something else."""
         info = await self._client.model_info()
         if info.policy_version != policy_version:
-            told = f"it was brought version {policy_version} and serves {info.weight_version}"
+            told = f"it was brought version {policy_version} and serves {info.policy_version}"
             raise EngineRefused(f"{self._client.url}: {told}")
         probe = find_probe(Path(info.model_path))
         if probe is None or adapter_name(policy_version) in await self._client.adapters():

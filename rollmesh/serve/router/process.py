@@ -86,7 +86,9 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
     hub = open_hub(config.router.bind)
     fleet = Fleet(
         FleetSettings(
-            believes_engines=engines.have_fixed_weights, least_version=engines.least_version
+            believes_engines=engines.have_fixed_weights,
+            least_version=engines.least_version,
+            allow_hosts=config.engine.allow_hosts,
         )
     )
     loop = RouterLoop(config, fleet, hub, side, board, clock, http_address(listening))

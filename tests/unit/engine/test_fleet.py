@@ -454,3 +454,20 @@ def test_why_no_engine_serves_names_the_first_and_is_silent_where_one_will_again
     assert bench.fleet.why_none_serves() == told
     bench.ask(BeginUpdate(1, B, 1, 5.0))
     assert bench.fleet.why_none_serves() == ""
+
+
+def test_a_fence_that_is_repeated_after_the_cool_down_is_answered_ok() -> None:
+    bench = ready(A, B)
+    assert bench.ask(FenceEngine(2, A, 0, "lies")).ok
+    bench.tick(FleetSettings().fence_s)
+    assert bench.phase(A) is EnginePhase.JOINING
+    assert bench.ask(FenceEngine(2, A, 0, "lies")).ok
+
+
+def test_a_publisher_that_has_only_announced_itself_is_known() -> None:
+    bench = Bench(A, settings=FleetSettings(believes_engines=True))
+    assert not bench.fleet.table().has_publisher
+    bench.ask(ReadFleet(2, 7))
+    assert bench.fleet.table().has_publisher
+    bench.tick(FleetSettings().publisher_grace_s)
+    assert not bench.fleet.table().has_publisher

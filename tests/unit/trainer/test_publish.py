@@ -133,7 +133,7 @@ async def test_engine_that_cannot_load_is_reported_and_the_other_serves(
     bad.update_error = "no such folder"
     report = await mesh.shell.publish(1, tmp_path)
     assert report.updated == (good.url,)
-    assert "no such folder" in report.failed[0]
+    assert "HTTP 400" in report.failed[0]
     assert not bad.is_paused
 
 

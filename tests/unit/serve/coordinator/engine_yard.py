@@ -6,7 +6,13 @@ test_machine.py, test_table.py and test_worker.py.
 
 import math
 
-from rollmesh.engine.fleet import ContinueEngine, EngineProbed, Fleet, ProbeEngine
+from rollmesh.engine.fleet import (
+    ContinueEngine,
+    EngineProbed,
+    Fleet,
+    FleetSettings,
+    ProbeEngine,
+)
 from rollmesh.serve.coordinator.events import (
     SCHEDULER,
     Action,
@@ -99,7 +105,7 @@ class Yard:
     def start_router(self, *, is_asleep: bool = True) -> None:
         """A new one, whose engines begin asleep."""
         self.router = f"{self.router}+"
-        self.fleet = Fleet()
+        self.fleet = Fleet(FleetSettings(allow_hosts=("e",)))
         for url in self.urls:
             if is_asleep:
                 self._step_fleet(Received(b"", SleepEngine(0, url, 0.0)))

@@ -8,7 +8,13 @@ import random
 from typing import TypeVar
 
 from rollmesh.engine.answers import UNVERSIONED
-from rollmesh.engine.fleet import ContinueEngine, EngineProbed, Fleet, ProbeEngine
+from rollmesh.engine.fleet import (
+    ContinueEngine,
+    EngineProbed,
+    Fleet,
+    FleetSettings,
+    ProbeEngine,
+)
 from rollmesh.trainer.weights.events import (
     Accepted,
     CallEngine,
@@ -98,6 +104,11 @@ class ModelEngine:
         )
 
 
+def new_fleet() -> Fleet:
+    """The table of a router that was just started, which engines A and B may join."""
+    return Fleet(FleetSettings(allow_hosts=("a", "b")))
+
+
 class Mesh:
     """Publisher, fleet and engines on one clock; messages wait in queues until delivered."""
 
@@ -105,7 +116,7 @@ class Mesh:
         self.settings = PublisherSettings(lease_s=lease_s, name="run")
         self.publisher = Publisher(self.settings)
         self.life = 0
-        self.fleet = Fleet()
+        self.fleet = new_fleet()
         self.is_deaf = False
         """The router hears nothing."""
         self.engines = {url: ModelEngine() for url in urls}

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from rollmesh.engine.fleet import Fleet
 from rollmesh.trainer.weights.events import PublishAsked, Superseded, UpdatePhase
 from rollmesh.trainer.weights.publisher import Publisher, PublisherSettings
 from rollmesh.wire.fleet import (
@@ -23,6 +22,7 @@ from tests.unit.trainer.weights.publisher_world import (
     Mesh,
     ModelEngine,
     draining,
+    new_fleet,
     probe_of,
     target,
 )
@@ -55,7 +55,7 @@ def test_an_engine_that_a_new_router_does_not_know_is_brought_up_again() -> None
     mesh.run(1.0)
     mesh.publish(target(1))
     mesh.run(1.0)
-    mesh.fleet = Fleet()
+    mesh.fleet = new_fleet()
     mesh.run(2.0)  # its table is read, and A is not in it
     mesh.was_called.clear()
     mesh.to_fleet.append(JoinEngine(0, A))
@@ -429,7 +429,7 @@ def test_router_that_lost_its_table_is_asked_again() -> None:
     mesh.run(1.0)
     mesh.publish(target(1))
     mesh.deliver()
-    mesh.fleet = Fleet()
+    mesh.fleet = new_fleet()
     mesh.to_fleet.append(JoinEngine(0, A))
     mesh.run(15.0)
     assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 1)

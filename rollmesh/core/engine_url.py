@@ -1,0 +1,60 @@
+"""Addresses of engines: which URLs are accepted, and which hosts may join while the mesh runs."""
+
+import ipaddress
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+
+def why_no_engine_url(url: str) -> str:
+    """Why `url` is not an engine's, in one line; '' where it is `http(s)://host[:port]`."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return "not an http:// or https:// URL"
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return "not an http:// or https:// URL with a host"
+    is_plain = url.isascii() and url.isprintable() and not set(url) & set(' \\"<>')
+    has_more = parts.path not in ("", "/") or "?" in url or "#" in url or "@" in parts.netloc
+    if has_more or not is_plain:
+        return "an engine's URL is scheme, host and port only, such as http://10.0.0.5:30000"
+    return ""
+
+
+def why_no_host_entry(entry: str) -> str:
+    """Why `entry` cannot be in a list of hosts; '' for a host name, an IP address or a CIDR."""
+    if "/" in entry:
+        try:
+            ipaddress.ip_network(entry)
+        except ValueError as error:
+            return f"{entry!r}: {error}"
+        return ""
+    is_name = entry and entry.isascii() and not set(entry) & set(" @?#")
+    return "" if is_name else f"{entry!r}: not a host name, an IP address or a CIDR"
+
+
+def is_allowed_host(host: str, entries: Iterable[str]) -> bool:
+    """Whether `host` is one of `entries` or its address is in one of their networks.
+
+    Names are compared as they are written and never resolved, so that an answer of DNS admits
+    nothing.
+    """
+    host = host.strip("[]").lower().rstrip(".")
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return any(host == entry.lower().rstrip(".") for entry in entries)
+    return any(_holds(entry.strip("[]"), address) for entry in entries)
+
+
+def is_allowed_url(url: str, entries: Iterable[str]) -> bool:
+    """The same for the host of `url`."""
+    return is_allowed_host(urlsplit(url).hostname or "", entries)
+
+
+def _holds(entry: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    try:
+        network = ipaddress.ip_network(entry)
+    except ValueError:
+        return False
+    return address.version == network.version and address in network
