@@ -74,6 +74,9 @@ class SimRouter(Node):
         """In all its lives."""
         self._begun: dict[GroupId, set[int]] = collections.defaultdict(set)
         """Attempts that a worker confirmed to a router of any life."""
+        self._unconfirmed: set[tuple[GroupId, int]] = set()
+        """Attempts that the router of this life sent to a worker, until one confirms them; an
+        earlier life may have sent another attempt with the same number."""
         self._unbegun: dict[GroupId, set[int]] = collections.defaultdict(set)
         """Attempts that ended before they were confirmed; their client knows of the excuse."""
         self._given: dict[str, dict[GroupId, None]] = collections.defaultdict(dict)
@@ -106,6 +109,7 @@ class SimRouter(Node):
         self._num_groups = 0
         self.ledger = self._network.machines.ledger(self._settings, self._kernel.now_s(self))
         self.fleet = self._network.machines.fleet(FLEET)
+        self._unconfirmed.clear()
 
     def _now_s(self) -> float:
         return self._kernel.now_s(self)
@@ -159,6 +163,7 @@ class SimRouter(Node):
             held = message.holds if isinstance(message, WorkerHello) else (message,)
             for each in held:
                 self._begun[each.group_id].add(each.attempt)
+                self._unconfirmed.discard((each.group_id, each.attempt))
         elif isinstance(message, WorkerLeft):
             # Also of those that run elsewhere by now: its end may have been heard of before.
             self._excuses.update(self._given[message.worker_id].keys())
@@ -219,13 +224,15 @@ class SimRouter(Node):
         if isinstance(message, AskRefused):
             self._network.num["refused"] += 1
         elif isinstance(message, GroupMoved) and message.state is GroupState.QUEUED:
-            if message.attempt not in self._begun[message.group_id]:
+            is_begun = message.attempt in self._begun[message.group_id]
+            if not is_begun or (message.group_id, message.attempt) in self._unconfirmed:
                 self._unbegun[message.group_id].add(message.attempt)
         elif isinstance(message, RunGroup):
             # A copy of it may run in the next process of that worker; that is no further attempt.
             num_unbegun = min(len(self._unbegun[message.group_id]), MAX_UNBEGUN)
             most = self._settings.max_attempts + self._excuses[message.group_id] + num_unbegun
             self._given[send.route.decode()][message.group_id] = None
+            self._unconfirmed.add((message.group_id, message.attempt))
             assert message.attempt <= most, f"{message.group_id}: attempt {message.attempt}"
         packet = Packet(send.message, self.incarnation, send.body)
         self._network.send(self, send.route.decode(), packet)
