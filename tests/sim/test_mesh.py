@@ -60,6 +60,9 @@ KEPT_SEEDS = {
     19075: "the same, with two streams of one worker",
     13585: "the router and all engines restarted while the publisher was frozen: `wait` dropped",
     16305: "a savepoint could not be read, and the one before it hid the newer policy versions",
+    41355: "a disk took a savepoint's entry and not what followed: asks were held without end",
+    32835: "routers of two lives gave two attempts one number, and one of them never began",
+    44045: "the same, with a group of two rollouts",
 }
 """What a seed of an earlier simulator found, a unit test of the machine holds too."""
 FAULTS = {

@@ -201,7 +201,7 @@ class Book:
         booked = self._booked(Dropped(group_id, reason))
         self._chronicle.end(group_id)
         self._owed.append(booked)
-        self._settle()
+        self._write_owed()
 
     def part(self, parted: GroupParted) -> None:
         """Write down that a result is dropped; JournalError if the disk takes that only later.
@@ -212,7 +212,7 @@ class Book:
             self.take((parted.group_id,))
             return
         self._owed.append(parted)
-        self._settle()
+        self._write_owed()
 
     def take(self, group_ids: tuple[GroupId, ...]) -> None:
         """Nobody needs these results again, nor the segments that hold nothing else.
@@ -231,9 +231,11 @@ class Book:
         """This is safe elsewhere, beside what was so before; JournalError if the disk takes that
         only later."""
         before, self._newest = self._newest, saved
-        if before:
-            self._free(before)
-        self._make_room()
+        try:
+            if before:
+                self._free(before)
+        finally:
+            self._make_room()
 
     def close(self) -> None:
         self._journal.close()
@@ -308,11 +310,17 @@ class Book:
     # writing
 
     def _write(self, entry: AnyEntry, *frames: Buffer) -> int:
-        self._settle()
+        self._write_owed()
         position = self._append(entry, *frames)
         with suppress(JournalError):  # what is not written of that is owed
             self._make_room()
         return position
+
+    def _write_owed(self) -> None:
+        try:
+            self._settle()
+        finally:  # also after a part of it: asks are held while the journal is over its budget
+            self._make_room()
 
     def _settle(self) -> None:
         """Write what the disk did not take when it happened."""

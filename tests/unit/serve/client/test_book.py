@@ -330,6 +330,23 @@ def test_over_the_budget_the_newest_savepoint_frees_alone(tmp_path: Path) -> Non
     again.close()
 
 
+def test_asks_are_not_held_where_the_newest_savepoint_frees_the_journal(
+    tmp_path: Path,
+) -> None:
+    book = open_book(tmp_path, JournalConfig(segment_bytes=200, max_bytes=4000))
+    book.begin(RunBegan("r1"), StateSaved())
+    for seq in range(20):
+        keep(book, seq)
+        book.ended["r1"].add(seq)
+    book.cover(StateSaved(1, 1, {"r1": [(0, 19)]}))
+    size_bytes = 0
+    while book.size_bytes > size_bytes:
+        size_bytes = book.size_bytes
+        book.part(GroupParted(group(19), "stale: age 3", 0))
+        assert not book.is_full
+    book.close()
+
+
 def test_result_that_makes_room_has_ended_though_its_sink_has_not_said_so(tmp_path: Path) -> None:
     config = JournalConfig(segment_bytes=200, max_bytes=4000)
     book = open_book(tmp_path, config)
