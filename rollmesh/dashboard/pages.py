@@ -20,6 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rollmesh.core.clock import Clock
+from rollmesh.core.loopback import names_loopback
 from rollmesh.dashboard.feed import Feed
 from rollmesh.dashboard.reader import LISTED_TRAJECTORIES, PageEvent, RunReader
 from rollmesh.dashboard.rows import TrajectoryRow
@@ -33,7 +34,8 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+MAX_DIGITS = 9
+"""More digits than any limit has; int() refuses 5,000 of them."""
 
 
 class ReadableTrajectory(msgspec.Struct):
@@ -54,7 +56,7 @@ class Pages:
 
     def app(self) -> web.Application:
         """The aiohttp application."""
-        app = web.Application(middlewares=[only_loopback_names, with_headers])
+        app = web.Application(middlewares=[with_headers, only_loopback_names])
         app.router.add_get("/", self.index)
         app.router.add_static("/static", STATIC)
         app.router.add_get("/events", self.events)
@@ -80,13 +82,14 @@ class Pages:
     async def trajectories(self, request: web.Request) -> web.Response:
         """Summaries of the latest rollouts."""
         text = request.query.get("limit", str(LISTED_TRAJECTORIES))
-        if not text.isdecimal():
-            return json_reply({"error": f"limit={text} is not a whole number"}, status=400)
+        if not text.isdecimal() or len(text) > MAX_DIGITS:
+            shown = _printable(text[:MAX_DIGITS])
+            return json_reply({"error": f"limit={shown} is not a whole number"}, status=400)
         return json_reply(self._reader.trajectories(min(int(text), MAX_LISTED)))
 
     async def trajectory(self, request: web.Request) -> web.Response:
         """One rollout, readable; disk and tokenizer work is done off the loop."""
-        rollout_id = request.match_info["rollout_id"]
+        rollout_id = _printable(request.match_info["rollout_id"])
         readable = await asyncio.to_thread(self._read, rollout_id)
         if readable is None:
             return json_reply({"error": f"no trajectory {rollout_id} in this run"}, status=404)
@@ -127,16 +130,27 @@ def json_reply(value: object, status: int = 200) -> web.Response:
 @web.middleware
 async def only_loopback_names(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse a request whose Host is not this machine's loopback."""
-    name = request.host.rpartition(":")[0] if request.host[-1:].isdigit() else request.host
-    if (name or request.host) not in LOOPBACK_NAMES:
-        return json_reply({"error": f"this page is served to localhost, not to {name}"}, status=403)
+    hosts = request.headers.getall("Host", [])
+    if not names_loopback(hosts):
+        shown = _printable(", ".join(hosts))
+        why = f"this page is served to localhost, not to {shown or 'a request without Host'}"
+        return json_reply({"error": why}, status=403)
     return await handler(request)
+
+
+def _printable(text: str) -> str:
+    """`text` of a request without bytes that are not UTF-8."""
+    return text.encode("utf-8", "replace").decode()
 
 
 @web.middleware
 async def with_headers(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Add what keeps scripts, frames and caches in bounds."""
-    response = await handler(request)
+    try:
+        response = await handler(request)
+    except web.HTTPException as refusal:
+        refusal.headers.update(HEADERS)
+        raise
     if not response.prepared:
         response.headers.update(HEADERS)
     return response

@@ -1,8 +1,10 @@
-"""Turns sampled token ids back into the pieces of text that people read.
+"""Decodes sampled token ids into pieces of text.
 
-Owns the run's tokenizer (the Rust library alone: no torch, no transformers). Invariant: the pieces
-joined are the decoded text, one piece per id; a character made of several tokens stands at the
-last of them. Without a tokenizer the ids themselves are shown. Driven by `pages`.
+- The tokenizer is the Rust library alone, without torch or transformers.
+- The pieces joined are the decoded text, one piece per id. A character made of several tokens is
+  in the piece of the last of them.
+- An id that is none of the tokenizer's is shown as an empty piece. Without a tokenizer the ids are
+  shown as numbers.
 """
 
 from pathlib import Path
@@ -24,7 +26,10 @@ class TokenText:
         if self._tokenizer is None:
             return [f"<{token_id}>" for token_id in token_ids]
         stream = DecodeStream(skip_special_tokens=False)
-        return [stream.step(self._tokenizer, token_id) or "" for token_id in token_ids]
+        return [
+            (stream.step(self._tokenizer, token_id) or "") if 0 <= token_id < 2**32 else ""
+            for token_id in token_ids
+        ]
 
 
 def load(file: Path) -> Tokenizer | None:

@@ -1,12 +1,14 @@
-"""What a process of one hot loop shows over HTTP, from a thread of its own.
+"""The HTTP status endpoint of a process with one hot loop, served from a thread of its own.
 
     GET /status    the state as JSON          GET /metrics   for Prometheus
     GET /healthz   200 while the hot loop turns, else 503
 
-Invariants: nothing here waits for the hot loop or makes it wait: the loop hangs a finished snapshot
-on the board. An address that other machines can reach needs a token, as a Bearer: that of
-ROLLMESH_ADMIN_TOKEN, or of the file that ROLLMESH_ADMIN_TOKEN_FILE names. Driven by the processes
-of the router and of the scheduler.
+- Nothing here waits for the hot loop or makes it wait: the loop leaves a finished snapshot on the
+  board.
+- An address that other machines can reach needs a token, as a Bearer: that of ROLLMESH_ADMIN_TOKEN,
+  or of the file that ROLLMESH_ADMIN_TOKEN_FILE names.
+- Without a token (on loopback), requests must name a loopback host, so that no web page can read
+  the status by a name that it has resolve to 127.0.0.1.
 """
 
 import asyncio
@@ -24,7 +26,7 @@ from aiohttp.typedefs import Handler
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.errors import AddressError
-from rollmesh.core.loopback import is_loopback
+from rollmesh.core.loopback import is_loopback, names_loopback
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 
@@ -121,7 +123,7 @@ class Face:
             self._serves.set()
 
     async def _serve(self) -> None:
-        app = web.Application(middlewares=[self._check_token])
+        app = web.Application(middlewares=[self._check])
         app.router.add_get("/status", self._get_status)
         app.router.add_get("/healthz", self._get_healthz)
         app.router.add_get("/metrics", self._get_metrics)
@@ -136,14 +138,23 @@ class Face:
             await face.cleanup()
 
     @web.middleware
-    async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        said = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        is_open = not self._token or request.path == "/healthz"
-        if not is_open and not hmac.compare_digest(said.encode(), self._token.encode()):
+    async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not self._token:
+            if not names_loopback(request.headers.getall("Host", [])):
+                why = "send one Host header that names localhost, 127.0.0.1 or [::1]\n"
+                return web.Response(status=403, text=why)
+        elif request.path != "/healthz" and not self._is_shown_by(request):
             return web.Response(
                 status=401, text=f"send the token of {ADMIN_TOKEN_VARIABLE} as Bearer\n"
             )
         return await handler(request)
+
+    def _is_shown_by(self, request: web.Request) -> bool:
+        """Whether the request carries the token."""
+        shown = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        scheme, _, token = shown.partition(b" ")
+        is_right = hmac.compare_digest(token.strip(), self._token.encode())
+        return is_right and scheme.lower() == b"bearer"
 
     async def _get_status(self, _: web.Request) -> web.Response:
         body = msgspec.json.encode(self._board.newest())

@@ -1,9 +1,10 @@
-"""What one connection brought, as requests in their order, and why it can be read no further.
+"""The requests that came on one connection, in their order, and why it can be read no further.
 
-Owns the parser, llhttp (httptools), which refuses two lengths, garbled chunks, folded lines and
-bare line ends. Invariants: nothing is read behind a fault; a body ends where its own head says,
-also where the client wished for another protocol, which is declined by not answering to it. The
-parser's callbacks only collect. Driven by inbound.py.
+- The parser is llhttp (httptools), which refuses two lengths, garbled chunks, folded lines and bare
+  line ends. A request of HTTP/1.1 has one Host header, which is checked here.
+- Nothing is read behind a fault.
+- A body ends where its own head says, also if the client asks for another protocol, which is
+  declined by not answering to it.
 """
 
 import re
@@ -119,6 +120,10 @@ class RequestParser(HTTPProtocol):
             path = url.decode("utf-8", "surrogateescape")
             request = Request(self._wire, llhttp.get_method().decode(), path, self._headers)
             request.speak(protocol, llhttp.should_keep_alive())
+            num_hosts = sum([name.lower() == b"host" for name, _ in self._headers])
+            if num_hosts > 1 or (num_hosts == 0 and protocol == "1.1"):
+                self.fail(400, f"expected one Host header, found {num_hosts} (RFC 9112, 3.2)")
+                return
             if request.headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
                 self.fail(501, "of transfer codings only chunked is known here")
                 return

@@ -1,7 +1,7 @@
-"""What a worker's edge answers beside agents: GET /metrics.
+"""GET /metrics of a worker's edge.
 
-Invariant: who asks has the admin token of the environment, as the gateway's admins have theirs;
-where there is none, only an edge on loopback answers. Driven by the edge, which asks here first.
+The request must carry the admin token of the environment. Where there is none, an edge on loopback
+answers requests whose Host is a loopback name.
 """
 
 import socket
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.handed import handed
-from rollmesh.core.loopback import is_loopback
+from rollmesh.core.loopback import is_loopback, names_loopback
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 from rollmesh.runtime.registry import Runtime
@@ -34,7 +34,9 @@ class Face:
         """Answer a request that is ours; False for any other."""
         if path != ROUTE or request.method != "GET":
             return False
-        if self._is_open or bears(self._token, request.headers):
+        host = request.headers.get(b"host", b"").decode("latin-1")
+        is_open = self._is_open and names_loopback([host])
+        if is_open or bears(self._token, request.headers):
             lines = request.dated(CONTENT_TYPE.encode())
             request.answer(200, lines, self._exposition.render())
         else:

@@ -13,8 +13,8 @@ from rollmesh.serve.interception.server import Handler, HttpServer
 
 PATIENCE_S = 60.0
 MAX_BYTES = 100_000
-GET = b"GET / HTTP/1.1\r\n\r\n"
-LAST_GET = b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+LAST_GET = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
 class Client:
@@ -112,7 +112,7 @@ class Held:
 
 
 def sized(body: bytes, *lines: bytes) -> bytes:
-    head = [b"POST /p?q HTTP/1.1", b"Content-Length: %d" % len(body), *lines, b"", b""]
+    head = [b"POST /p?q HTTP/1.1", b"Host: x", b"Content-Length: %d" % len(body), *lines, b"", b""]
     return b"\r\n".join(head) + body
 
 

@@ -86,7 +86,7 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-CHUNKED = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def test_a_body_that_does_not_fit_is_not_read_until_another_is_answered(
@@ -200,7 +200,7 @@ def test_who_hangs_up_while_it_waits_holds_up_nobody(runner: asyncio.Runner) -> 
 def test_silent_announcers_take_no_room(runner: asyncio.Runner) -> None:
     async def main(ground: Ground) -> None:
         ground.handler.go.set()
-        head = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (3 * MIB)
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (3 * MIB)
         silent = [await ground.sender(head + b"x") for _ in range(20)]
         await ground.until(num_held=20)
         late = await ground.sender(sized(b"y" * 2 * MIB))
@@ -220,7 +220,7 @@ def test_a_silent_sender_is_cut_soon_while_another_waits_for_its_room(
     async def main(ground: Ground) -> None:
         ground.handler.go.set()
         num_sent = 3 * MIB - 1000
-        head = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (3 * MIB)
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (3 * MIB)
         silent = await ground.sender(head + b"x" * num_sent)
         while ground.bodies.held_bytes < num_sent:  # noqa: ASYNC110 - counts have no event
             await asyncio.sleep(0)
@@ -236,7 +236,9 @@ def test_a_silent_sender_is_cut_soon_while_another_waits_for_its_room(
 def test_a_session_takes_a_quarter_of_the_room_at_most(runner: asyncio.Runner) -> None:
     async def main(ground: Ground) -> None:
         ground.handler.go.set()
-        head = b"POST / HTTP/1.1\r\nX-API-Key: greedy\r\nContent-Length: %d\r\n\r\n" % (3 * MIB)
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nX-API-Key: greedy\r\nContent-Length: %d\r\n\r\n" % (
+            3 * MIB
+        )
         greedy = [await ground.sender(head + b"x" * 900_000) for _ in range(8)]
         await ground.until(num_held=8)
         while not ground.bodies.num_waiting:  # noqa: ASYNC110 - counts have no event

@@ -179,7 +179,7 @@ async def narrow_client(desk: Desk, ask: dict[str, Any]) -> socket.socket:
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, (host, int(port)))
     body = msgspec.json.encode(ask)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nx-api-key: {desk.opened.api_key}\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {desk.opened.api_key}\r\n"
     await loop.sock_sendall(client, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return client
 

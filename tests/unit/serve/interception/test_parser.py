@@ -36,9 +36,9 @@ def test_request_is_told_as_it_was_sent(runner: asyncio.Runner) -> None:
 
     runner.run(main())
     assert (seen[0].method, seen[0].path) == ("POST", "/p?q")
-    assert seen[0].headers == {b"content-length": b"3", b"x-key": b"one"}
+    assert seen[0].headers == {b"host": b"x", b"content-length": b"3", b"x-key": b"one"}
     told = [(b"Content-Length", b"3"), (b"X-Key", b"one"), (b"x-key", b"two"), (b"X-Key", b"")]
-    assert seen[0].raw_headers == told
+    assert seen[0].raw_headers == [(b"Host", b"x"), *told]
 
 
 def test_what_is_asked_for_by_its_whole_address_is_found_by_its_path(
@@ -54,7 +54,7 @@ def test_what_is_asked_for_by_its_whole_address_is_found_by_its_path(
         async with serving(handle) as place:
             client = await place.client()
             for target in (b"http://h:80/healthz?a", b"HTTP://u@h?b", b"http://h", b"/http://h/c"):
-                client.send(b"GET " + target + b" HTTP/1.1\r\n\r\n")
+                client.send(b"GET " + target + b" HTTP/1.1\r\nHost: h\r\n\r\n")
                 assert await client.answer() == (200, b"")
 
     runner.run(main())
@@ -64,7 +64,9 @@ def test_what_is_asked_for_by_its_whole_address_is_found_by_its_path(
 def test_requests_that_come_byte_by_byte_are_answered_on_one_connection(
     runner: asyncio.Runner,
 ) -> None:
-    chunked = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2;x=y\r\nde\r\n1\r\nf\r\n"
+    chunked = (
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2;x=y\r\nde\r\n1\r\nf\r\n"
+    )
     chunked += b"0\r\nTrailer: x\r\n\r\n"
 
     async def main() -> None:
@@ -122,7 +124,7 @@ def test_what_nobody_asked_for_is_not_read(runner: asyncio.Runner) -> None:
     async def main() -> None:
         async with serving(handle) as place:
             client = await place.client()
-            client.send(b"POST /held HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
+            client.send(b"POST /held HTTP/1.1\r\nHost: x\r\nContent-Length: 60000000\r\n\r\n")
             await held.begun.wait()
             client.send(b"x" * 60_000_000)
             other = await place.client()
@@ -146,7 +148,7 @@ def test_answers_that_nobody_takes_do_not_pile_up(runner: asyncio.Runner) -> Non
         async with serving(handle) as place:
             client, other = await place.client(limit=1), await place.client()
             for _ in range(200):
-                client.send(b"GET /many HTTP/1.1\r\n\r\n" * 10)
+                client.send(b"GET /many HTTP/1.1\r\nHost: x\r\n\r\n" * 10)
                 other.send(GET)
                 assert (await other.answer())[0] == 200
 
@@ -166,7 +168,10 @@ def test_who_asks_whether_to_go_on_is_told_so_only_where_the_body_is_wanted(
             assert await client.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
             client.send(b"abc")
             assert await client.answer() == (200, b"abc")
-            large = b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 900000\r\n\r\n"
+            large = (
+                b"POST / HTTP/1.1\r\nHost: x\r\n"
+                b"Expect: 100-continue\r\nContent-Length: 900000\r\n\r\n"
+            )
             client.send(large)
             assert await client.answer() == (413, b"body_too_large")
             assert await client.rest() == b""
@@ -184,7 +189,7 @@ def test_a_body_over_the_limit_is_refused_though_its_sender_goes_on(
 ) -> None:
     async def main() -> None:
         async with serving(echo) as place:
-            told = await place.ask(b"POST / HTTP/1.1\r\n" + head + b"x" * 900_000)
+            told = await place.ask(b"POST / HTTP/1.1\r\nHost: x\r\n" + head + b"x" * 900_000)
             assert told.startswith(b"HTTP/1.1 413 ")
             assert b"Connection: close\r\n" in told
 
@@ -195,7 +200,9 @@ def test_a_length_of_many_digits_is_a_length(runner: asyncio.Runner) -> None:
     async def main() -> None:
         async with serving(echo) as place:
             client = await place.client()
-            client.send(b"POST / HTTP/1.1\r\nContent-Length: " + b"0" * 5000 + b"3\r\n\r\n")
+            client.send(
+                b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"0" * 5000 + b"3\r\n\r\n"
+            )
             for _ in range(20):  # so that the server reads it by itself
                 await asyncio.sleep(0)
             client.send(b"abc")
@@ -251,7 +258,7 @@ def test_encoded_bodies_are_inflated_within_the_limit(runner: asyncio.Runner) ->
 def test_another_protocol_is_declined_and_hides_no_body(
     runner: asyncio.Runner, wish: bytes
 ) -> None:
-    inner = b"GET /smuggled HTTP/1.1\r\n\r\n"
+    inner = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
 
     async def main() -> None:
         async with serving(echo) as place:
@@ -276,23 +283,29 @@ GARBAGE = {
     "an earlier version": b"GET /\r\n\r\n",
     "a proxy's": b"CONNECT h:443 HTTP/1.1\r\n\r\n",
     "bare line ends": b"GET / HTTP/1.1\nA: b\n\n",
-    "a bare return": b"GET / HTTP/1.1\r\nA: b\rX: y\r\n\r\n",
-    "a folded line": b"GET / HTTP/1.1\r\nA: b\r\n c\r\n\r\n",
-    "a space in a name": b"GET / HTTP/1.1\r\nTransfer-Encoding : chunked\r\n\r\n",
-    "a zero": b"GET / HTTP/1.1\r\nA: b\0c\r\n\r\n",
-    "two lengths": b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nabc",
-    "a signed length": b"POST / HTTP/1.1\r\nContent-Length: +1\r\n\r\na",
-    "length and chunks": b"POST / HTTP/1.1\r\nContent-Length: 5\r\n"
-    b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n",
-    "chunks and length": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n"
-    b"Content-Length: 5\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n",
-    "not chunked last": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
-    "unknown framing": b"POST / HTTP/1.1\r\nTransfer-Encoding: identity\r\n\r\n" + GET,
-    "a garbled chunk": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nz\r\n" + GET,
-    "a chunk's bare end": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\na\r\n" + GET,
-    "a long chunk": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n" + GET,
-    "another coding": b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "a huge chunk": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 17,
+    "a bare return": b"GET / HTTP/1.1\r\nHost: x\r\nA: b\rX: y\r\n\r\n",
+    "a folded line": b"GET / HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n",
+    "a space in a name": b"GET / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding : chunked\r\n\r\n",
+    "a zero": b"GET / HTTP/1.1\r\nHost: x\r\nA: b\0c\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\nHost: x\r\n"
+    b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nabc",
+    "a signed length": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: +1\r\n\r\na",
+    "length and chunks": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n",
+    "chunks and length": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    b"Content-Length: 5\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n",
+    "not chunked last": b"POST / HTTP/1.1\r\nHost: x\r\n"
+    b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
+    "unknown framing": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: identity\r\n\r\n" + GET,
+    "a garbled chunk": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nz\r\n"
+    + GET,
+    "a chunk's bare end": b"POST / HTTP/1.1\r\nHost: x\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n1\na\r\n" + GET,
+    "a long chunk": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n"
+    + GET,
+    "another coding": b"POST / HTTP/1.1\r\nHost: x\r\n"
+    b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "a huge chunk": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 17,
 }
 
 
@@ -314,7 +327,11 @@ def test_garbage_is_answered_once_in_one_line_and_ends_the_connection(
 
 @pytest.mark.parametrize(
     "endless",
-    [b"GET /", b"GET / HTTP/1.1\r\nA: ", b"GET / HTTP/1.1\r\nCookie: secret\r\nA: b\r\n" * 1],
+    [
+        b"GET /",
+        b"GET / HTTP/1.1\r\nHost: x\r\nA: ",
+        b"GET / HTTP/1.1\r\nHost: x\r\nCookie: secret\r\nA: b\r\n" * 1,
+    ],
 )
 def test_a_head_without_end_is_refused(runner: asyncio.Runner, endless: bytes) -> None:
     async def main() -> None:
@@ -330,7 +347,7 @@ def test_a_head_without_end_is_refused(runner: asyncio.Runner, endless: bytes) -
 def test_chunk_extensions_without_end_are_refused(runner: asyncio.Runner) -> None:
     async def main() -> None:
         async with serving(echo) as place:
-            head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;"
+            head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;"
             assert status_of(await place.ask(head + b"x" * (4 * MAX_MUTE_BYTES))) == 400
 
     runner.run(main())

@@ -27,7 +27,7 @@ def test_a_head_that_stops_coming_is_408_though_bytes_trickle(runner: asyncio.Ru
             client = await place.client()
             client.send(GET)
             assert (await client.answer())[0] == 200
-            client.send(b"GET / HTTP/1.1\r\nA: ")
+            client.send(b"GET / HTTP/1.1\r\nHost: x\r\nA: ")
             answer = asyncio.create_task(client.answer())
             while not answer.done():
                 client.send(b"x")
@@ -248,7 +248,7 @@ def test_streams_are_chunked_or_end_with_their_connection(runner: asyncio.Runner
             client.send(GET)
             assert b"\r\nTransfer-Encoding: chunked\r\n" in await client.head()
             assert await client.reader.readexactly(2 * len(chunk) + 5) == 2 * chunk + b"0\r\n\r\n"
-            client.send(b"GET /last HTTP/1.1\r\nConnection: close\r\n\r\n")
+            client.send(b"GET /last HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             body = (await client.rest()).partition(b"\r\n\r\n")[2]
             assert body == 2 * chunk + chunk.replace(b"1\n", b"2\n") + b"0\r\n\r\n"
             old = await place.ask(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
@@ -266,7 +266,7 @@ def test_head_is_answered_without_a_body(runner: asyncio.Runner) -> None:
 
     async def main() -> None:
         async with serving(handle) as place:
-            told = await place.ask(b"HEAD / HTTP/1.1\r\n\r\n" + LAST_GET)
+            told = await place.ask(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n" + LAST_GET)
             assert told.count(b"Content-Length: 4\r\n") == 2
             assert told.count(b"body") == 1
 

@@ -19,7 +19,7 @@ async def asked(face: Face, line: bytes, *headers: bytes) -> bytes:
         if not await face.handle(request, request.path):
             request.answer(NOT_OURS, b"", b"")
 
-    head = [b"%b HTTP/1.1" % line, b"Connection: close", *headers, b"", b""]
+    head = [b"%b HTTP/1.1" % line, b"Host: localhost", b"Connection: close", *headers, b"", b""]
     async with serving(handle) as place:
         return await place.ask(b"\r\n".join(head))
 
