@@ -21,6 +21,7 @@ import msgspec
 from rollmesh.cli.gateway import UPSTREAM_KEY_VARIABLE
 from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.process import LAUNCHER_VARIABLE, Ready
+from rollmesh.core.redaction import register_secret
 from rollmesh.launch.plan import ROLLMESH
 from rollmesh.serve.client.gateway import Gateway
 
@@ -61,6 +62,7 @@ def upstream_of(options: argparse.Namespace) -> Upstream | None:
             raise ConfigError(f"--model {options.model}: goes with --base-url")
         return None
     key = os.environ.get(options.api_key_env, "")
+    register_secret(key)
     if not key and options.api_key_env != UPSTREAM_KEY_VARIABLE:
         raise ConfigError(f"--api-key-env {options.api_key_env}: the variable is not set")
     names = model_names(options.base_url, key)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +18,7 @@ from rich.text import Text
 from rollmesh.core.errors import UserError
 from rollmesh.core.run_state import EVAL_MESH
 from rollmesh.launch.screen import NONE, unread
+from rollmesh.launch.terminal import Terminal
 from rollmesh.serve.client.plan import Plan
 from rollmesh.serve.client.scores import CONFIDENCE, Estimate, Report
 from rollmesh.serve.client.success import SUCCESS
@@ -42,7 +42,7 @@ def progress(plan: Plan, num_tasks: int, status: str) -> Iterator["Teller"]:
         TextColumn("rollouts"),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True, emoji=False)
+    console = Terminal(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         teller = Teller(bar, plan.env, num_tasks * plan.num_samples, status)
         teller.look_later()
@@ -111,7 +111,7 @@ def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(text.decode())
         return
-    console = Console(highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    console = Terminal(highlight=False, soft_wrap=not sys.stdout.isatty())
     with unread():
         console.print(
             table_of(plan, report), *failures_of(report, folder / EVAL_MESH / LOGS), sep="\n"

@@ -25,6 +25,7 @@ from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.errors import AddressError, ConfigError, ModelError
 from rollmesh.core.handed import protect_memory
 from rollmesh.core.model_folder import why_no_folder
+from rollmesh.core.redaction import register_secret
 from rollmesh.core.secret_file import read_or_make_secret, read_secret
 
 BIND = "127.0.0.1:8100"
@@ -171,4 +172,6 @@ def _journal(options: argparse.Namespace) -> Path | None:
 def _upstream_key(options: argparse.Namespace) -> str:
     if options.upstream_key_file is not None:
         return read_secret(options.upstream_key_file)
-    return os.environ.get(UPSTREAM_KEY_VARIABLE, "")
+    key = os.environ.get(UPSTREAM_KEY_VARIABLE, "")
+    register_secret(key)
+    return key

@@ -20,7 +20,9 @@ from rollmesh import __version__
 from rollmesh.core.choices import instead_of
 from rollmesh.core.errors import UserError
 from rollmesh.core.file_modes import restricted_files
+from rollmesh.core.printable import printable_lines
 from rollmesh.core.process import INTERRUPTED, OK, USAGE, attach_to_launcher, is_launched
+from rollmesh.core.redaction import redact_output
 
 
 class Verb(NamedTuple):
@@ -62,6 +64,7 @@ TRAIN = frozenset({"torch", "transformers", "safetensors", "llguidance", "matplo
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb of `argv` (sys.argv's where None); its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    redact_output(with_stdout=is_launched())
     attach_to_launcher()
     code = OK
     # A user's own files, such as mesh.toml or a model, follow the user's umask; what launch
@@ -137,7 +140,7 @@ def is_unread() -> bool:
 
 def complain(line: str) -> int:
     """Print the mistake and its remedy to stderr."""
-    print(f"rollmesh: {line}", file=sys.stderr)
+    print(f"rollmesh: {printable_lines(line)}", file=sys.stderr)
     return USAGE
 
 

@@ -32,6 +32,7 @@ from rollmesh.cli.options import (
 from rollmesh.core.config import Config
 from rollmesh.core.errors import UserError
 from rollmesh.core.model_folder import why_no_model
+from rollmesh.core.printable import printable, printable_lines
 from rollmesh.core.process import FAILED, OK
 from rollmesh.core.types import TRAINED_OUTCOMES, Task
 from rollmesh.envs.env import Env
@@ -146,15 +147,15 @@ async def play(
 
 async def play_one(rollouts: "LocalRollouts", task: Task, seed: int) -> "Played":
     """Play one task and print it."""
-    print(f"=== task {task.id}", flush=True)
+    print(f"=== task {printable(task.id)}", flush=True)
     played = await rollouts.play(task, 0, seed)
     for message in msgspec.json.decode(played.record.messages):
-        print("\n".join(told(message)))
+        print(printable_lines("\n".join(told(message))))
     record = played.record
     words = [f"=== {record.outcome}", *([f": {record.error}"] if record.error else [])]
     words += [f", reward {record.reward:g}"] if record.reward is not None else []
     words += [f", {name} {value:g}" for name, value in record.metrics.items()]
-    print("".join(words), flush=True)
+    print(printable("".join(words)), flush=True)
     return played
 
 

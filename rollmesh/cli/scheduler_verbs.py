@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +18,7 @@ from rollmesh.cli.options import parser
 from rollmesh.core.errors import UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.process import OK
+from rollmesh.launch.terminal import Terminal
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
 from rollmesh.scheduler.admission.desk import DEAD, LEAVING
 from rollmesh.scheduler.admission.door import ask_admission
@@ -59,8 +59,8 @@ def status(argv: list[str]) -> int:
     seen = msgspec.json.decode(raw, type=FleetView)
     num_gpus = sum(len(node.gpus) for node in seen.nodes)
     print(f"scheduler {seen.scheduler}: {seen.policy}, {seen.num_free} of {num_gpus} GPUs free")
-    width = None if Console().is_terminal else PIPE_WIDTH
-    console = Console(highlight=False, emoji=False, width=width)
+    width = None if Terminal().is_terminal else PIPE_WIDTH
+    console = Terminal(highlight=False, width=width)
     if seen.nodes:
         rows = [
             (node.name, node.phase.value, _numbers(node.gpus), " ".join(node.labels))

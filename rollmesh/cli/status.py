@@ -21,6 +21,7 @@ from rollmesh.cli.tables import paint
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import OK
 from rollmesh.launch.screen import unread
+from rollmesh.launch.terminal import Terminal
 
 LOOK_S = 1.0
 PIPE_WIDTH = 200
@@ -70,7 +71,7 @@ def tell_json(look: Look, is_watched: bool) -> None:
 def tell(look: Look, is_watched: bool) -> None:
     """The tables; watched, they are painted in place, and a router that is away is waited for."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    console = Console(highlight=False, emoji=False, width=width)
+    console = Terminal(highlight=False, width=width)
     scene: RenderableType = paint(look())
     if not is_watched:
         console.print(scene)

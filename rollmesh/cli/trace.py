@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +17,7 @@ from rollmesh.cli.options import parser
 from rollmesh.cli.run_folder import run_folder
 from rollmesh.core.process import OK
 from rollmesh.launch.screen import unread
+from rollmesh.launch.terminal import Terminal
 from rollmesh.trainer.books.bias import Bias, Part, Verdict, bias_of
 
 PIPE_WIDTH = 200
@@ -49,9 +50,7 @@ def main(argv: list[str]) -> int:
 
 def tell(bias: Bias) -> None:
     """Tables, and what they say in words."""
-    console = Console(
-        highlight=False, emoji=False, width=None if sys.stdout.isatty() else PIPE_WIDTH
-    )
+    console = Terminal(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     for each in _scenes(bias):
         console.print(each)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.redaction import register_content
 from rollmesh.core.secret_file import (
     ADMIN_TOKEN_FILE_VARIABLE,
     ADMIN_TOKEN_VARIABLE,
@@ -76,6 +77,8 @@ def receive(environment: MutableMapping[str, str] = os.environ) -> None:
     if number.isdecimal():
         with os.fdopen(int(number), "rb") as pipe:
             _handed.update(msgspec.json.decode(pipe.read(), type=dict[str, str]))
+    for text in _handed.values():
+        register_content(text)
 
 
 def begin_without_secrets(environment: Mapping[str, str] = os.environ) -> None:

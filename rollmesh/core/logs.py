@@ -2,24 +2,29 @@
 
 Owns the set-up of structlog and of the standard library's logging, so that what aiohttp says has
 the same shape as what we say. An event is named `noun.verbed` and carries ids as keys, as in
-`log.info("group.assigned", group_id=..., worker_id=...)`. Invariants: no secret reaches a line,
-whoever logged it; a log file is bounded; a full disk or a closed terminal costs a line and raises
-nothing; `setup` is for our own processes, and in a program of somebody else's, who uses the client,
-events go to the standard library's logging, as any library's do. Driven by the main function of
-each process, which calls `setup` once; modules only call `get_logger`.
+`log.info("group.assigned", group_id=..., worker_id=...)`.
+
+- Secrets that the process registered are replaced in every line; core/redaction.py has the limits.
+- Control characters never reach a terminal.
+- A log file is bounded. A full disk or a closed terminal costs a line and raises nothing.
+- `setup` is for processes of rollmesh. In another program that uses the client, events go to the
+  standard library's logging.
 """
 
 import json
 import logging
 import logging.handlers
-import re
 import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from io import StringIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import msgspec
+
+from rollmesh.core.printable import printable, printable_json, printable_lines
+from rollmesh.core.redaction import HIDDEN, redact
 
 
 @contextmanager
@@ -49,8 +54,6 @@ _HANDLER = "rollmesh."
 _SECRET_KEYS = frozenset(
     {"api_key", "path_secret", "secret", "authorization", "x-api-key", "password", "admin_token"}
 )
-_SECRET_TEXT = re.compile(r"(/s/|[Bb]earer |\bsk-|x-api-key[\"':= ]+)[A-Za-z0-9_\-]{16,}")
-_HIDDEN = "[hidden]"
 
 
 def get_logger() -> Logger:
@@ -109,17 +112,34 @@ class _Role:
 
 
 def _hide_keys(_logger: Any, _method: str, event: Event) -> Event:
-    for key in event:
+    for key, value in event.items():
         if key.lower() in _SECRET_KEYS:
-            event[key] = _HIDDEN
+            event[key] = HIDDEN
+        elif isinstance(value, dict):
+            event[key] = _hide_keys(None, "", dict(value))
     return event
+
+
+def _escape_values(_logger: Any, _method: str, event: Event) -> Event:
+    """Escape control characters, but newlines of tracebacks."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            is_long = key in ("exception", "stack")
+            event[key] = printable_lines(value) if is_long else printable(value)
+    return event
+
+
+def _plain_traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
+    text = StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    stream.write(printable_lines(text.getvalue()))
 
 
 class _Hiding(structlog.stdlib.ProcessorFormatter):
     """Takes secrets out of the finished line, so that a traceback cannot carry one either."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return _SECRET_TEXT.sub(rf"\1{_HIDDEN}", super().format(record))
+        return redact(super().format(record))
 
 
 class _LogFile(logging.handlers.RotatingFileHandler):
@@ -147,8 +167,8 @@ def _say_lost(path: Path, error: OSError) -> None:
 def _as_text(_logger: Any, _method: str, event: Event) -> str:
     """`noun.verbed key=value ...`, for a log that is not ours."""
     name, traceback = event.pop("event"), event.pop("exception", None)
-    line = " ".join([str(name), *(f"{key}={value}" for key, value in event.items())])
-    return _SECRET_TEXT.sub(rf"\1{_HIDDEN}", f"{line}\n{traceback}" if traceback else line)
+    line = printable(" ".join([str(name), *(f"{key}={value}" for key, value in event.items())]))
+    return redact(f"{line}\n{printable_lines(traceback)}" if traceback else line)
 
 
 def _speak_as_a_library() -> None:
@@ -188,12 +208,16 @@ def _console_handler(shared: list[Any]) -> logging.Handler:
     renderer = structlog.dev.ConsoleRenderer(
         colors=sys.stderr.isatty(),
         timestamp_key="time",
-        exception_formatter=structlog.dev.plain_traceback,
+        exception_formatter=_plain_traceback,
     )
     handler.setFormatter(
         _Hiding(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                _escape_values,
+                renderer,
+            ],
         )
     )
     return handler
@@ -201,9 +225,11 @@ def _console_handler(shared: list[Any]) -> logging.Handler:
 
 def _to_json(event: Event, **_: Any) -> str:
     try:
-        return msgspec.json.encode(event, enc_hook=str, order="deterministic").decode()
+        text = msgspec.json.encode(event, enc_hook=str, order="deterministic").decode()
+        return printable_json(text)
     except UnicodeEncodeError:  # half a surrogate pair, as in the name of a file
-        return readable(json.dumps(event, default=str, ensure_ascii=False, sort_keys=True))
+        text = json.dumps(event, default=str, ensure_ascii=False, sort_keys=True)
+        return printable_json(readable(text))
 
 
 def readable(text: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.redaction import register_content, register_secret
 
 SECRET_BYTES = 32
 MAX_BYTES = 2**20
@@ -31,6 +32,7 @@ def admin_token(environment: Mapping[str, str] = os.environ) -> str:
     ConfigError if there is no such file, or others can read it.
     """
     told = environment.get(ADMIN_TOKEN_VARIABLE, "")
+    register_secret(told)
     file = environment.get(ADMIN_TOKEN_FILE_VARIABLE)
     return told or (read_secret(Path(file)) if file else "")
 
@@ -86,7 +88,9 @@ def read_private(path: Path) -> bytes:
             )
         if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(f"{path}: others can read it; chmod 600 {path}")
-        return file.read(MAX_BYTES)
+        raw = file.read(MAX_BYTES)
+    register_content(raw.decode("utf-8", "replace"))
+    return raw
 
 
 def read_or_make_secret(path: Path) -> str:
@@ -99,6 +103,7 @@ def read_or_make_secret(path: Path) -> str:
     except OSError as error:
         why = str(error.strerror).lower()
         raise ConfigError(f"{path}: cannot make it: {why}; name another file") from None
+    register_secret(secret)
     return secret
 
 

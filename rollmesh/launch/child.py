@@ -18,6 +18,7 @@ import msgspec
 
 from rollmesh.core.handed import SECRETS_VARIABLE, open_pipe, secrets_in, without_secrets
 from rollmesh.core.logs import get_logger
+from rollmesh.core.printable import printable
 from rollmesh.core.process import BEAT_VARIABLE, LAUNCHER_VARIABLE, Ready
 from rollmesh.core.warden import MARK_VARIABLE, kill_marked
 from rollmesh.launch.causes import cause_of, num_oom_kills
@@ -192,7 +193,7 @@ class ChildProcess:
 
 
 def last_line(path: Path) -> str:
-    """The last line that is not blank; '' if there is none."""
+    """Return the last line that is not blank, its control characters escaped; '' without one."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -200,4 +201,4 @@ def last_line(path: Path) -> str:
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:  # the run folder may be removed under us
         return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return next((printable(line.strip()) for line in reversed(lines) if line.strip()), "")

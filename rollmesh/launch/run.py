@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.text import Text
 
 from rollmesh.core.clock import SystemClock
@@ -46,6 +45,7 @@ from rollmesh.launch.screen import (
     unread,
 )
 from rollmesh.launch.supervisor import Mesh, Supervisor, open_mesh
+from rollmesh.launch.terminal import Terminal
 
 LOOK_S = 1.0
 WORDS = {RunState.DONE: "is done", RunState.STOPPED: "was stopped", RunState.FAILED: "failed"}
@@ -84,7 +84,7 @@ class Run:
         self._clock = SystemClock()
         self._started_s = self._clock.now_s()
         width = None if sys.stdout.isatty() else PIPE_WIDTH
-        self._console = Console(highlight=False, emoji=False, width=width)
+        self._console = Terminal(highlight=False, width=width)
 
     async def run(self) -> int:
         """See `launch`."""

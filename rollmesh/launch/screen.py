@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
@@ -22,6 +22,7 @@ from rollmesh.core.run_state import RunState
 from rollmesh.launch.progress import Progress, cpu_shares, rates, unserved
 from rollmesh.launch.sampler import MIB, Sampler
 from rollmesh.launch.supervisor import Supervisor
+from rollmesh.launch.terminal import Terminal
 
 PLAIN_EVERY = 10
 """The plain view says a line at every so many looks."""
@@ -63,7 +64,7 @@ class LiveScreen:
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        self._live = Live(console=Console(emoji=False), auto_refresh=False)
+        self._live = Live(console=Terminal(), auto_refresh=False)
 
     def __enter__(self) -> "LiveScreen":
         self._live.start()
@@ -84,7 +85,7 @@ class PlainScreen:
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        self._console = Console(highlight=False, emoji=False, soft_wrap=True)
+        self._console = Terminal(highlight=False, soft_wrap=True)
         self._num_looks = 0
         self._num_notes = 0
         self._page = ""

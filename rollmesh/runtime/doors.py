@@ -10,6 +10,7 @@ import secrets
 from typing import Generic, NamedTuple, TypeVar
 
 from rollmesh.core.errors import SessionError
+from rollmesh.core.redaction import register_lookup
 
 SECRET_BYTES = 32
 
@@ -33,10 +34,15 @@ class Doors(Generic[S]):
     def __init__(self) -> None:
         self._sessions: dict[bytes, S | None] = {}
         """By the digest of either secret; None where its time is over."""
+        register_lookup(self.is_secret)
 
     def __len__(self) -> int:
         """How many secrets are known."""
         return len(self._sessions)
+
+    def is_secret(self, word: str) -> bool:
+        """Return whether the word is a secret of a session here, open or over."""
+        return _digest(word) in self._sessions
 
     def make(self, session: S) -> MadeDoors:
         """Two new secrets that lead to `session`."""

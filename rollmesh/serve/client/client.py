@@ -36,7 +36,7 @@ from rollmesh.core.errors import (
     WireError,
 )
 from rollmesh.core.ids import GroupId, new_id
-from rollmesh.core.logs import readable
+from rollmesh.core.printable import printable
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Filed, Finished, Unopened, open_result
 from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S, Asked, AsksSettings, Cancelled
@@ -229,7 +229,7 @@ class RolloutClient:
 
     def cancel(self, group_id: GroupId, reason: str) -> None:
         """End an open group as Dropped `cancelled: {reason}`; nothing happens if it has ended."""
-        self._intake.command(Cancelled(group_id, readable(f"cancelled: {reason}")))
+        self._intake.command(Cancelled(group_id, printable(f"cancelled: {reason}")))
 
     def take(self, timeout_s: float) -> list[Arrival]:
         """What has ended since the last call, waiting up to `timeout_s` for the first.

@@ -18,7 +18,7 @@ import threading
 import time
 
 from rollmesh.core.errors import EnvError
-from rollmesh.core.logs import readable
+from rollmesh.core.printable import printable
 from rollmesh.core.process import USAGE, pid_space
 from rollmesh.envs.env import Env
 from rollmesh.envs.loading import load_env
@@ -77,7 +77,7 @@ def announce(settings: WorkerSettings) -> None:
 def report(settings: WorkerSettings, error: str) -> None:
     """Tell the router that this worker has no environment."""
     failed = EnvFailed(
-        settings.worker_id, settings.config.env, readable(error), os.getpid(), STARTED_S
+        settings.worker_id, settings.config.env, printable(error), os.getpid(), STARTED_S
     )
     _tell(settings, failed, REPORT_S)
 

@@ -24,7 +24,8 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.config import WorkerConfig
 from rollmesh.core.errors import AgentFailed, EnvError, InfraError
 from rollmesh.core.ids import RolloutId
-from rollmesh.core.logs import get_logger, readable
+from rollmesh.core.logs import get_logger
+from rollmesh.core.printable import printable
 from rollmesh.core.types import ErrorPlace, Outcome, RolloutRecord, Score, reward_fault
 from rollmesh.envs.calls import Calls, Limit, OvertimeError, never_paused, nothing
 from rollmesh.envs.env import Endpoint, Env, Transcript
@@ -150,14 +151,14 @@ def fault_of(error: BaseException, method: object) -> Fault:
     place, text = place_of(error, method), one_line(error)
     if place is None:
         return Fault(text, None)
-    place = msgspec.structs.replace(place, file=readable(place.file))
+    place = msgspec.structs.replace(place, file=printable(place.file))
     return Fault(f"{text} ({place})", place)
 
 
 def one_line(error: BaseException) -> str:
     """The type of an error and the first line of its message."""
     first_line = next(iter(str(error).splitlines()), "")
-    return readable(f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS])
+    return printable(f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS])[:MAX_ERROR_CHARS]
 
 
 def score_limit(settings: WorkerConfig, when_over: Callable[[], None] = nothing) -> Limit:
@@ -176,7 +177,7 @@ def check_score(score: object, method: str = "score") -> Score:
     if fault := reward_fault(reward):
         raise EnvError(f"{method} returned reward {fault}")
     metrics = {
-        readable(str(name)): _number(f"{method} returned metric {name} =", value)
+        printable(str(name)): _number(f"{method} returned metric {name} =", value)
         for name, value in score.metrics.items()
     }
     return Score(reward, {name: value for name, value in metrics.items() if math.isfinite(value)})

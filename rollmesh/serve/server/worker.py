@@ -19,8 +19,9 @@ from rollmesh.core.errors import WireError
 from rollmesh.core.heap import note_freed
 from rollmesh.core.ids import GroupId
 from rollmesh.core.inventory import Inventory
-from rollmesh.core.logs import get_logger, readable
+from rollmesh.core.logs import get_logger
 from rollmesh.core.metrics import rss_bytes
+from rollmesh.core.printable import printable
 from rollmesh.core.process import pid_space
 from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import num_left_behind
@@ -123,7 +124,7 @@ class Worker:
             waits_for=self._duties.waits_for,
             held_bytes=self._duties.budget.held_bytes,
             last_place=self._slots.last_place,
-            last_task_id=readable(self._slots.last_task_id),
+            last_task_id=printable(self._slots.last_task_id),
         )
 
     def report(self, fault: EngineFaulted) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rollmesh.core.logs import setup
 from rollmesh.core.process import die_with_parent
+from rollmesh.core.redaction import redact_output
 from rollmesh.trainer.controller.rank import RankProcess
 from rollmesh.trainer.controller.spec import from_argument
 from rollmesh.wire.keys import read_keys
@@ -17,6 +18,7 @@ from rollmesh.wire.keys import read_keys
 
 def main() -> int:
     """Run the rank; its exit code."""
+    redact_output(with_stdout=True)
     die_with_parent()
     faulthandler.enable()  # who writes past torch to what he fetched is told by his line
     parser = argparse.ArgumentParser(prog="rollmesh.trainer.controller")

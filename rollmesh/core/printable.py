@@ -1,0 +1,35 @@
+"""Make text of agents, models, engines and peers safe for a terminal.
+
+- Control characters (C0, DEL, C1), bidirectional controls and lone surrogates become visible
+  escapes, so that no text sets a title, writes a clipboard, clears a screen or reorders a line.
+- It is applied where such a text enters a record that people read, and again where it is shown.
+"""
+
+import re
+
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Return `text` with each unsafe character but those of `keep` as `\x1b` or `\u202e`."""
+    return _UNSAFE.sub(lambda found: _escaped(found[0], keep), text)
+
+
+def printable_lines(text: str) -> str:
+    """Return `text` as `printable` does, with its newlines and tabs."""
+    return printable(text, keep="\n\t")
+
+
+def printable_json(text: str) -> str:
+    """Return a JSON document with its unsafe characters as JSON's own escapes."""
+    return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _escaped(character: str, keep: str) -> str:
+    if character in keep:
+        return character
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
