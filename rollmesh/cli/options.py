@@ -14,8 +14,8 @@ import orjson
 from rollmesh.core import file_modes
 from rollmesh.core.config import Config, load_config
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.handed import process_engine_key
 from rollmesh.core.model_folder import resolve_model
-from rollmesh.core.secret_file import process_engine_key
 from rollmesh.core.share import Share
 
 

@@ -9,6 +9,7 @@ them.
 """
 
 import ctypes
+import functools
 import os
 import resource
 import sys
@@ -22,6 +23,9 @@ from rollmesh.core.redaction import register_content
 from rollmesh.core.secret_file import (
     ADMIN_TOKEN_FILE_VARIABLE,
     ADMIN_TOKEN_VARIABLE,
+    ENGINE_KEY_FILE_VARIABLE,
+    ENGINE_KEY_VARIABLE,
+    engine_key,
     read_private,
     read_secret,
 )
@@ -29,7 +33,13 @@ from rollmesh.core.secret_file import (
 SECRETS_VARIABLE = "ROLLMESH_SECRETS_FD"
 """Environment: the descriptor to read secrets from."""
 KEYS_VARIABLE = "ROLLMESH_KEYS"
-SECRET_VARIABLES = (KEYS_VARIABLE, ADMIN_TOKEN_VARIABLE, ADMIN_TOKEN_FILE_VARIABLE)
+SECRET_VARIABLES = (
+    KEYS_VARIABLE,
+    ADMIN_TOKEN_VARIABLE,
+    ADMIN_TOKEN_FILE_VARIABLE,
+    ENGINE_KEY_VARIABLE,
+    ENGINE_KEY_FILE_VARIABLE,
+)
 MAX_BYTES = 2**16
 """The capacity of a Linux pipe; a parent that writes less never waits for its child."""
 
@@ -42,6 +52,12 @@ def handed(variable: str) -> str | None:
     return _handed.get(variable)
 
 
+@functools.cache
+def process_engine_key() -> str:
+    """The key that this process sends to engines, handed over or of its environment."""
+    return handed(ENGINE_KEY_VARIABLE) or engine_key()
+
+
 def secrets_in(environment: Mapping[str, str]) -> dict[str, str]:
     """The secrets that `environment` holds or names files of; ConfigError for an unreadable or
     unprotected file."""
@@ -52,6 +68,8 @@ def secrets_in(environment: Mapping[str, str]) -> dict[str, str]:
     token = environment.get(ADMIN_TOKEN_VARIABLE)
     if token or token_file:
         found[ADMIN_TOKEN_VARIABLE] = token or read_secret(Path(token_file or ""))
+    if key := engine_key(environment):
+        found[ENGINE_KEY_VARIABLE] = key
     return found
 
 

@@ -7,7 +7,6 @@ environment.
 """
 
 import errno
-import functools
 import os
 import secrets
 import stat
@@ -50,12 +49,6 @@ def engine_key(environment: Mapping[str, str] = os.environ) -> str:
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{ENGINE_KEY_VARIABLE}: it should be letters and digits in one line")
     return key
-
-
-@functools.cache
-def process_engine_key() -> str:
-    """`engine_key` of this process, read once: its environment may be cleaned afterwards."""
-    return engine_key()
 
 
 def read_secret(path: Path) -> str:

@@ -162,6 +162,8 @@ engine was started again."""
 
 MAX_TEXT = 300
 """Characters of an engine's own text that an agent is shown."""
+UNAUTHORIZED = 401
+_WANTS_KEY = "the engine wants an API key, or another one; set ROLLMESH_ENGINE_KEY_FILE"
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _DESCRIPTIONS = (
     (OF_ADAPTERS, f"the {OF_ADAPTERS} is not loaded"),
@@ -173,8 +175,6 @@ _DESCRIPTIONS = (
     ("process group", "the process group cannot be formed"),
     ("load_format", "load_format is not supported"),
     ("Not Found", "the route is unknown"),
-    ("API", "the engine wants an API key; set ROLLMESH_ENGINE_KEY_FILE"),
-    ("Unauthorized", "the engine wants an API key; set ROLLMESH_ENGINE_KEY_FILE"),
 )
 """Marks of known error texts, and what is reported for them."""
 
@@ -202,6 +202,8 @@ def refusal_of(status: int, raw: bytes, *, is_generation: bool = False) -> Engin
     answer, in one bounded line.
     """
     text = error_text(raw)
+    if status == UNAUTHORIZED:
+        return EngineUnavailable(f"HTTP {status}: {_WANTS_KEY}")
     told = f"HTTP {status}: {one_line(text) if is_generation and text else describe(text)}"
     if is_overload(status):
         return EngineOverloaded(told)

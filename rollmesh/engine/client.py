@@ -18,8 +18,8 @@ import msgspec
 
 from rollmesh.core.engine_url import why_no_engine_url
 from rollmesh.core.errors import AddressError, EngineRefused
+from rollmesh.core.handed import process_engine_key
 from rollmesh.core.logs import get_logger
-from rollmesh.core.secret_file import process_engine_key
 from rollmesh.engine import answers
 from rollmesh.engine.answers import EngineLoad, ModelInfo
 from rollmesh.engine.connection import Call

@@ -4,6 +4,7 @@ docs/engine.md lists these differences.
 """
 
 import asyncio
+import os
 import shutil
 from collections import deque
 from collections.abc import Iterator
@@ -155,7 +156,9 @@ def laid(client: httpx.Client, model_folder: Path, tmp_path: Path) -> Iterator[P
     weights = load_file(model_folder / "model.safetensors")
     hold = Hold()
     part = hold.lay(weights, set(weights), tmp_path)
-    yield msgspec.structs.replace(part, path=str(shutil.copy(part.path, tmp_path / "laid")))
+    laid = shutil.copy(part.path, f"{part.path}-copy")
+    yield msgspec.structs.replace(part, path=laid)
+    Path(laid).unlink(missing_ok=True)
     hold.close()
     client.post("/update_weight_version", json={"new_version": "0"})
 
@@ -184,7 +187,7 @@ def test_what_is_staged_of_one_version_is_not_another(client: httpx.Client, laid
 def test_staging_that_cannot_be_read_is_a_400_and_stages_nothing(
     client: httpx.Client, laid: Part
 ) -> None:
-    gone = msgspec.structs.replace(laid, path="/dev/shm/no-such-memory")
+    gone = msgspec.structs.replace(laid, path=f"/dev/shm/rollmesh-{os.getuid()}-none")
     assert update_from(client, laid, path="/stage_weights").status_code == 200
     refused = update_from(client, gone, path="/stage_weights")
     assert refused.status_code == 400

@@ -22,6 +22,7 @@ from rollmesh.engine.embedded.answers import Answer, Answering
 from rollmesh.engine.embedded.asks import Ask, AskDecoder, Asks, GenerateBody
 from rollmesh.engine.embedded.engine import Engine, PauseMode
 from rollmesh.engine.embedded.grammars import GrammarRefused
+from rollmesh.engine.embedded.guard import Guard
 from rollmesh.engine.embedded.memory_routes import MemoryRoutes
 from rollmesh.engine.embedded.params import SamplingBody
 from rollmesh.engine.embedded.replies import read_body, reply
@@ -64,12 +65,20 @@ class Face(msgspec.Struct, frozen=True):
 class Routes:
     """Handlers by method and path."""
 
-    def __init__(self, steps: StepLoop, engine: Engine, decoder: AskDecoder, face: Face) -> None:
+    def __init__(
+        self,
+        steps: StepLoop,
+        engine: Engine,
+        decoder: AskDecoder,
+        face: Face,
+        guard: Guard | None = None,
+    ) -> None:
         self._steps = steps
         self._engine = engine
         self._decoder = decoder
         self._face = face
-        self._weights = WeightRoutes(steps, engine, face.model_path)
+        self._guard = guard or Guard()
+        self._weights = WeightRoutes(steps, engine, face.model_path, self._guard)
         self._adapters = AdapterRoutes(steps, engine, decoder.shelf)
         self._incarnation = new_id("e")
         self._handlers: dict[str, dict[str, Handler]] = {
@@ -93,6 +102,8 @@ class Routes:
 
     async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one HTTP request; every refusal becomes a reply here."""
+        if refused := self._guard.refusal(request):
+            return refused
         handlers = self._handlers.get(request.path)
         if handlers is None:
             return reply({"detail": "Not Found"}, status=404)

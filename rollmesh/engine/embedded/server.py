@@ -23,11 +23,14 @@ import uvloop
 from aiohttp import web
 
 from rollmesh.core.errors import ModelError, UserError
+from rollmesh.core.handed import process_engine_key
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.model_folder import resolve_model, why_no_folder
 from rollmesh.core.process import Ready, announce, die_with_parent, http_address, listen, stop_event
+from rollmesh.core.secret_file import read_secret
 from rollmesh.engine.embedded.asks import AskDecoder
 from rollmesh.engine.embedded.engine import Engine, Limits
+from rollmesh.engine.embedded.guard import Guard, check_open, is_loopback
 from rollmesh.engine.embedded.model import Model
 from rollmesh.engine.embedded.params import ParamsReader
 from rollmesh.engine.embedded.routes import Face, Routes
@@ -65,6 +68,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the log goes; None logs to stderr."""
     role: str = "engine"
     limits: Limits = Limits()
+    api_key: str = ""
+    """Every request but health checks needs it, as Authorization: Bearer; '' for none."""
+    is_open: bool = False
+    """Serve addresses that others reach without a key."""
+    allow_hosts: tuple[str, ...] = ()
+    """Hosts or networks, beside loopback, at which it may join a weight group."""
 
 
 async def serve(settings: Settings) -> None:
@@ -72,6 +81,8 @@ async def serve(settings: Settings) -> None:
     if why := why_no_folder(str(settings.model_dir)):
         raise ModelError(f"--model-dir {settings.model_dir}: {why}")
     with listen(settings.bind, settings.listen_fd) as listening:
+        host = listening.getsockname()[0]
+        check_open(host, settings.api_key, is_open=settings.is_open)
         torch.set_num_threads(settings.num_threads)
         model = Model(settings.model_dir, DTYPES[settings.dtype])
         engine = Engine(model, settings.limits, settings.weight_version)
@@ -87,7 +98,12 @@ async def run(settings: Settings, engine: Engine, listening: socket.socket) -> N
     loop = asyncio.get_running_loop()
     stop = stop_event(loop)
     steps = StepLoop(engine, loop)
-    runner = web.ServerRunner(face(settings, engine, steps), shutdown_timeout=_DRAIN_S)
+    guard = Guard(
+        api_key=settings.api_key,
+        is_loopback=is_loopback(listening.getsockname()[0]),
+        allow_hosts=settings.allow_hosts,
+    )
+    runner = web.ServerRunner(face(settings, engine, steps, guard), shutdown_timeout=_DRAIN_S)
     await runner.setup()
     steps.start()
     try:
@@ -100,7 +116,9 @@ async def run(settings: Settings, engine: Engine, listening: socket.socket) -> N
         await runner.cleanup()
 
 
-def face(settings: Settings, engine: Engine, steps: StepLoop) -> web.Server:
+def face(
+    settings: Settings, engine: Engine, steps: StepLoop, guard: Guard | None = None
+) -> web.Server:
     """The HTTP face of `engine`."""
     tokenizer = load_tokenizer(settings.model_dir)
     seed = secrets.randbits(30) if settings.seed is None else settings.seed
@@ -112,6 +130,7 @@ def face(settings: Settings, engine: Engine, steps: StepLoop) -> web.Server:
         engine,
         AskDecoder(architecture, settings.limits.num_slots, params),
         Face(str(settings.model_dir), told, settings.is_incremental, seed),
+        guard,
     )
     return web.Server(
         routes.serve, handler_cancellation=True, request_factory=make_request, access_log=None
@@ -181,6 +200,21 @@ def parse(argv: Sequence[str] | None) -> Settings:
     parser.add_argument("--max-running-requests", type=int, default=Limits().max_running)
     parser.add_argument("--max-queued-requests", type=int, help="more that wait are refused: 503")
     parser.add_argument("--chunked-prefill-size", type=int, default=Limits().max_step_tokens)
+    parser.add_argument(
+        "--api-key", default="", help="wanted of each request; visible in ps, so prefer a file"
+    )
+    parser.add_argument("--api-key-file", type=Path, help="a file (0600) that holds the API key")
+    parser.add_argument(
+        "--no-api-key", action="store_true", help="serve others on the network without a key"
+    )
+    parser.add_argument(
+        "--allow-host",
+        dest="allow_hosts",
+        action="append",
+        default=[],
+        metavar="HOST|CIDR",
+        help="where weight groups may be joined beside loopback: the trainer's host",
+    )
     given = parser.parse_args(argv)
     return Settings(
         model_dir=given.model_dir,
@@ -196,6 +230,9 @@ def parse(argv: Sequence[str] | None) -> Settings:
         skips_tokenizer=given.skip_tokenizer_init,
         num_threads=given.num_threads,
         seed=given.random_seed,
+        api_key=given.api_key or key_of(given.api_key_file),
+        is_open=given.no_api_key,
+        allow_hosts=tuple(given.allow_hosts),
         limits=Limits(
             num_slots=given.max_total_tokens,
             max_running=given.max_running_requests,
@@ -205,12 +242,17 @@ def parse(argv: Sequence[str] | None) -> Settings:
     )
 
 
+def key_of(file: Path | None) -> str:
+    """The key in `file`, else that of the environment, else ''."""
+    return read_secret(file) if file else process_engine_key()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the process: 2 after a user's mistake, else it does not return."""
-    settings = parse(argv)
-    if settings.ready_fd is not None:
-        die_with_parent()
     try:
+        settings = parse(argv)
+        if settings.ready_fd is not None:
+            die_with_parent()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
     except UserError as error:

@@ -31,9 +31,10 @@ from rollmesh.engine.embedded.groups import (
     WeightGroup,
     dial_store,
 )
+from rollmesh.engine.embedded.guard import Guard
 from rollmesh.engine.embedded.model import Model
 from rollmesh.engine.embedded.replies import read_body, told
-from rollmesh.engine.embedded.shared_memory import read_told
+from rollmesh.engine.embedded.shared_memory import dtype_of, read_told
 from rollmesh.engine.embedded.staging import Saying, Staging
 from rollmesh.engine.embedded.steploop import StepLoop
 from rollmesh.engine.in_memory import LOAD_FORMAT
@@ -42,6 +43,7 @@ GROUP_TIMEOUT_S = 60.0
 """For all ranks to meet, and for one broadcast."""
 NO_BRACKET = "must run between begin_weight_update() and end_weight_update()"
 FORMAT_TAKEN = f"load_format {{}}: only {LOAD_FORMAT!r} is taken here"
+NOT_ALLOWED = "master_address is neither loopback nor a host of --allow-host"
 OPEN_ALREADY = "a weight-update session is already open; call end_weight_update() first"
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -108,11 +110,14 @@ class _Bracket(msgspec.Struct):
 class WeightRoutes:
     """See the module."""
 
-    def __init__(self, steps: StepLoop, engine: Engine, model_path: str) -> None:
+    def __init__(
+        self, steps: StepLoop, engine: Engine, model_path: str, guard: Guard | None = None
+    ) -> None:
         self.model_path = model_path
         """Of the folder that was last loaded."""
         self._steps = steps
         self._engine = engine
+        self._guard = guard or Guard()
         self._bracket: _Bracket | None = None
         self._staging = Staging()
         self._groups: dict[str, WeightGroup] = {}
@@ -199,6 +204,8 @@ class WeightRoutes:
         body = read_body(await request.read(), GroupBody)
         if body.backend not in DEVICES:
             return told("", f"backend {body.backend}: one of {', '.join(DEVICES)} is taken here")
+        if not self._guard.may_join(body.master_address):
+            return told("", f"process group: {NOT_ALLOWED}")
         if body.group_name in self._groups:
             return told("", f"group {body.group_name} is formed already")
         try:
@@ -277,10 +284,12 @@ def joined(body: GroupBody) -> WeightGroup:
 
 
 def received(group: WeightGroup, body: BroadcastBody, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What is broadcast, by name."""
+    """What is broadcast, by name; ModelError where names, dtypes and shapes do not fit."""
     weights: dict[str, Tensor] = {}
+    if not len(body.names) == len(body.dtypes) == len(body.shapes):
+        raise ModelError("names, dtypes and shapes are not as many")
     for name, kind, shape in zip(body.names, body.dtypes, body.shapes, strict=True):
-        weights[name] = group.receive(getattr(torch, kind), shape).to(dtype)
+        weights[name] = group.receive(dtype_of(kind), shape).to(dtype)
     return weights
 
 

@@ -85,7 +85,9 @@ def laid(other_folder: Path, tmp_path: Path) -> Iterator[Part]:
     weights = load_file(other_folder / "model.safetensors")
     hold = Hold()
     part = hold.lay(weights, set(weights), tmp_path)
-    yield msgspec.structs.replace(part, path=str(shutil.copy(part.path, tmp_path / "laid")))
+    laid = shutil.copy(part.path, f"{part.path}-copy")
+    yield msgspec.structs.replace(part, path=laid)
+    Path(laid).unlink(missing_ok=True)
     hold.close()
 
 
