@@ -36,7 +36,7 @@ class RankHello(Message, frozen=True, tag="rank_hello"):
     rank: int
     pid: int
     store: str = ""
-    """host:port of the store by which the ranks meet; rank 0's."""
+    """Not used: where the ranks meet is in their specs, and in no message."""
 
 
 class RankReady(Message, frozen=True, tag="rank_ready"):
@@ -60,7 +60,8 @@ class RankLeft(Message, frozen=True, tag="rank_left"):
 
 class FormGroup(Message, frozen=True, tag="form_group"):
     ended_step: int
-    store: str
+    store: str = ""
+    """Not used, as in RankHello."""
 
 
 class ControllerBeat(Message, frozen=True, tag="controller_beat"):

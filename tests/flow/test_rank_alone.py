@@ -76,7 +76,7 @@ def led() -> Iterator[Led]:
                 rank = Led(hub, process)
                 hello = rank.next()
                 assert isinstance(hello, RankHello)
-                rank.tell(FormGroup(-1, hello.store))
+                rank.tell(FormGroup(-1))
                 assert isinstance(rank.next(), RankReady)
                 yield rank
             finally:

@@ -168,6 +168,25 @@ def settle_garbage() -> None:
     gc.set_threshold(50_000, 20, 1000)
 
 
+def add_access(parser: argparse.ArgumentParser) -> None:
+    """Options about which requests are taken, and which hosts the engine dials."""
+    parser.add_argument(
+        "--api-key", default="", help="wanted of each request; visible in ps, so prefer a file"
+    )
+    parser.add_argument("--api-key-file", type=Path, help="a file (0600) that holds the API key")
+    parser.add_argument(
+        "--no-api-key", action="store_true", help="serve others on the network without a key"
+    )
+    parser.add_argument(
+        "--allow-host",
+        dest="allow_hosts",
+        action="append",
+        default=[],
+        metavar="HOST|CIDR",
+        help="where weight groups may be joined beside loopback: the trainer's host",
+    )
+
+
 def parse(argv: Sequence[str] | None) -> Settings:
     """Settings from the command line; options are named as SGLang's where it has them."""
     parser = argparse.ArgumentParser(
@@ -200,21 +219,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
     parser.add_argument("--max-running-requests", type=int, default=Limits().max_running)
     parser.add_argument("--max-queued-requests", type=int, help="more that wait are refused: 503")
     parser.add_argument("--chunked-prefill-size", type=int, default=Limits().max_step_tokens)
-    parser.add_argument(
-        "--api-key", default="", help="wanted of each request; visible in ps, so prefer a file"
-    )
-    parser.add_argument("--api-key-file", type=Path, help="a file (0600) that holds the API key")
-    parser.add_argument(
-        "--no-api-key", action="store_true", help="serve others on the network without a key"
-    )
-    parser.add_argument(
-        "--allow-host",
-        dest="allow_hosts",
-        action="append",
-        default=[],
-        metavar="HOST|CIDR",
-        help="where weight groups may be joined beside loopback: the trainer's host",
-    )
+    add_access(parser)
     given = parser.parse_args(argv)
     return Settings(
         model_dir=given.model_dir,

@@ -8,6 +8,8 @@ import faulthandler
 import sys
 from pathlib import Path
 
+import msgspec
+
 from rollmesh.core.logs import setup
 from rollmesh.core.process import die_with_parent
 from rollmesh.core.redaction import redact_output
@@ -24,6 +26,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="rollmesh.trainer.controller")
     parser.add_argument("--spec", required=True)
     spec = from_argument(parser.parse_args().spec)
+    if spec.reads_secret:
+        spec = msgspec.structs.replace(spec, secret=sys.stdin.readline().strip())
     setup(f"rank-{spec.rank}", Path(spec.folder) if spec.folder else None)
     return RankProcess(spec, read_keys()).run()
 

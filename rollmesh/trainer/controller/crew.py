@@ -3,15 +3,22 @@
     a rank   STARTING -> MET -> READY -> GONE            met: it has said hello, and waits for all
     the crew FORMING -> READY -> ENDING                  BROKEN from anywhere: a rank is gone
 
-Invariants: those of calls.py. A rank that ended, fell silent, lost a message or did not come out of
-a call that others failed at breaks the crew, since collectives need all of them: all that is open
-ends with RankGone, and so does what is asked later. Of tensors the crew tells what it heard, and
-who said nothing; that breaks nothing. Whatever ranks are told carries the newest ended step. They
-end the last first, and rank 0, in whose store the others meet, alone. Pure; driven by hub.py.
+The invariants of calls.py hold, and:
+
+- A rank is the route of the process that was started for it. A message of any other route changes
+  nothing and is counted.
+- A rank that ended, fell silent, lost a message or did not return from a call that failed at others
+  breaks the crew, since collectives need all ranks. All that is open ends with RankGone, and so
+  does every later request.
+- Answers about tensors may be incomplete: they name the ranks that sent none.
+- Every message to a rank carries the newest ended step.
+- Ranks end the last first, and rank 0, in whose store the others meet, alone.
+
+Pure; driven by hub.py.
 """
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -124,9 +131,9 @@ Action = Tell | Formed | Answered | Failed | Told | Broken
 
 class _Rank(msgspec.Struct):
     heard_s: float
+    route: bytes
+    """Of the process that was started for it; messages of other routes are not its."""
     state: RankState = RankState.STARTING
-    route: bytes = b""
-    store: str = ""
     owner: str = ""
     num_heard: int = 0
     num_told: int = 0
@@ -140,11 +147,15 @@ class _Ask(msgspec.Struct):
 class Crew:
     """See the module."""
 
-    def __init__(self, num_ranks: int, settings: CrewSettings, now_s: float) -> None:
+    def __init__(self, routes: Sequence[bytes], settings: CrewSettings, now_s: float) -> None:
+        """`routes` are those of the processes that were started, by rank."""
+        num_ranks = len(routes)
         self.state = CrewState.FORMING
+        self.num_foreign = 0
+        """Messages of routes that are no rank's, which changed nothing."""
         self.ended_step = NO_STEP
         self._settings = settings
-        self._ranks = [_Rank(now_s) for _ in range(num_ranks)]
+        self._ranks = [_Rank(now_s, route) for route in routes]
         self._calls = Calls(num_ranks, settings.settle_s)
         self._early: list[CallMade] = []
         """Made before all were ready."""
@@ -174,14 +185,17 @@ class Crew:
         return {rank.owner for rank in self._ranks}
 
     def _hear(self, route: bytes, message: object, body: Buffer, now_s: float) -> Iterator[Action]:
-        number = getattr(message, "rank", NO_STEP)
-        if not 0 <= number < len(self._ranks) or self._ranks[number].state is RankState.GONE:
+        number = getattr(message, "rank", NO_STEP) if isinstance(message, RankMessage) else NO_STEP
+        if not 0 <= number < len(self._ranks) or route != self._ranks[number].route:
+            self.num_foreign += 1
             return
         rank = self._ranks[number]
+        if rank.state is RankState.GONE:
+            return
         rank.heard_s, rank.num_heard = now_s, rank.num_heard + 1
         match message:
             case RankHello():
-                yield from self._meet(rank, route, message)
+                yield from self._meet(rank)
             case RankReady():
                 yield from self._form(rank, message)
             case RankBeat() if message.num_said != rank.num_heard - 1:
@@ -198,10 +212,10 @@ class Crew:
 
     # lives
 
-    def _meet(self, rank: _Rank, route: bytes, hello: RankHello) -> Iterator[Action]:
-        rank.state, rank.route, rank.store = RankState.MET, route, hello.store
+    def _meet(self, rank: _Rank) -> Iterator[Action]:
+        rank.state = RankState.MET
         if all(each.state is RankState.MET for each in self._ranks):
-            yield from self._tell_all(FormGroup(self.ended_step, self._ranks[0].store))
+            yield from self._tell_all(FormGroup(self.ended_step))
 
     def _form(self, rank: _Rank, ready: RankReady) -> Iterator[Action]:
         rank.state, rank.owner = RankState.READY, ready.owner

@@ -11,11 +11,14 @@ go out. Driven by controller.py, from any thread.
 import concurrent.futures
 import contextlib
 import itertools
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from rollmesh.core.errors import RankError
 from rollmesh.core.logs import get_logger
@@ -34,7 +37,7 @@ from rollmesh.trainer.controller.crew import (
     Told,
 )
 from rollmesh.trainer.controller.processes import RankProcesses
-from rollmesh.trainer.controller.spec import RankSpec
+from rollmesh.trainer.controller.spec import RankSpec, route_of
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.machine import Received, Ticked
@@ -43,6 +46,7 @@ from rollmesh.wire.sockets import Doorbell, Hub, wait
 log = get_logger()
 
 TICK_S = 0.1
+SECRET_BYTES = 16
 END_S = 10.0
 """What ranks have to end by themselves."""
 
@@ -57,8 +61,13 @@ class CrewHub:
     def __init__(self, bind: str, keys: Keys | None, settings: CrewSettings, specs: SpecOf) -> None:
         """AddressError where `bind` is taken, or needs keys."""
         self._hub = Hub(bind, keys)
-        self._specs = specs(self._hub.address)
-        self._crew = Crew(len(self._specs), settings, time.monotonic())
+        self._specs = [
+            msgspec.structs.replace(spec, secret=secrets.token_hex(SECRET_BYTES))
+            for spec in specs(self._hub.address)
+        ]
+        routes = [route_of(spec).encode() for spec in self._specs]
+        self._crew = Crew(routes, settings, time.monotonic())
+        self._has_logged_foreign = False
         self._events: deque[Event] = deque()
         self._bell = Doorbell()
         self._calls: dict[int, concurrent.futures.Future[Bodies]] = {}
@@ -102,6 +111,11 @@ class CrewHub:
     def owners(self) -> set[str]:
         """Where the ranks' tensors are fetched from."""
         return self._crew.owners()
+
+    @property
+    def num_foreign(self) -> int:
+        """Messages that came from no rank, and changed nothing."""
+        return self._crew.num_foreign
 
     @property
     def num_open(self) -> int:
@@ -166,6 +180,9 @@ class CrewHub:
     def _turn(self) -> None:
         for route, packet in self._hub.receive():
             self._step(Received(route, packet.message, packet.body))
+        if self._crew.num_foreign and not self._has_logged_foreign:
+            self._has_logged_foreign = True
+            log.warning("crew.foreign_message", remedy="only started ranks may dial this address")
         while self._events:
             self._step(self._events.popleft())
         self._step(Ticked())

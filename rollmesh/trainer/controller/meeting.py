@@ -1,6 +1,6 @@
 """Where the ranks meet: their store, their process group, and the mesh that a role is handed.
 
-    rank 0 listens --its port, by way of the controller--> all join        data, tensor = mesh axes
+    the controller binds a port, rank 0 inherits it, all join there        data, tensor = mesh axes
 
 A head's arguments reach the ranks beside it here, in two kinds of broadcast: the call's body, which
 holds handles, and then each tensor that a handle stands for, byte by byte. Those ranks need no way
@@ -66,13 +66,13 @@ class Meeting:
         if spec.rank == 0:
             self._open()
 
-    def join(self, address: str) -> Place:
-        """Meet the others in the store at `address`; returns when all are there."""
+    def join(self) -> Place:
+        """Meet the others in the store that the spec names; returns when all are there."""
         topology, backend = self._spec.topology, backend_of(self._spec.device)
         bind_collectives(self._spec.meet_at)
         dist.init_process_group(
             backend,
-            store=self._store or self._dial(address),
+            store=self._store or self._dial(self._spec.store),
             rank=self._spec.rank,
             world_size=topology.num_ranks,
             timeout=datetime.timedelta(seconds=COLLECTIVE_S),
@@ -86,7 +86,7 @@ class Meeting:
         self._store = None
 
     def _open(self) -> None:
-        listening = listen(f"{self._spec.meet_at}:0")
+        listening = listen(f"{self._spec.meet_at}:0", self._spec.store_fd)
         host, port = listening.getsockname()[:2]
         self.address = f"{host}:{port}"
         self._store = TCPStore(

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rollmesh.core.logs import get_logger
 from rollmesh.trainer.controller.crew import NO_STEP
-from rollmesh.trainer.controller.spec import RankSpec
+from rollmesh.trainer.controller.spec import RankSpec, route_of
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.messages import AnyMessage
@@ -44,7 +44,7 @@ class Post:
         """AddressError where the controller's address is none."""
         self._spec = spec
         self._listener = listener
-        self._dialer = Dialer(spec.controller, f"rank-{spec.rank}", keys)
+        self._dialer = Dialer(spec.controller, route_of(spec), keys)
         self._bell = Doorbell()
         self._outbox: deque[tuple[RankMessage, Buffer]] = deque()
         self._ended_step = NO_STEP

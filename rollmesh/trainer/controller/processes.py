@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
+from rollmesh.core.process import listen
 from rollmesh.trainer.controller.spec import RankSpec, to_argument
 
 MODULE = "rollmesh.trainer.controller"
@@ -32,21 +35,38 @@ class RankProcesses:
         self._threads: list[threading.Thread] = []
 
     def start(self, specs: Sequence[RankSpec]) -> None:
-        """Start one for each; OSError where the system has no more."""
-        for spec in specs:
-            argv = [sys.executable, "-m", MODULE, "--spec", to_argument(spec)]
-            with _output(spec) as output:
-                child = subprocess.Popen(
-                    argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
+        """Start one for each; OSError where the system has no more, AddressError where the ranks
+        cannot meet at `meet_at`."""
+        with listen(f"{specs[0].meet_at}:0") as store:
+            host, port = store.getsockname()[:2]
+            for spec in specs:
+                is_first = spec.rank == 0
+                self._start(
+                    msgspec.structs.replace(
+                        spec,
+                        store=f"{host}:{port}",
+                        store_fd=store.fileno() if is_first else None,
+                    )
                 )
-            self._children.append(child)
-            watch = threading.Thread(target=self._watch, args=(spec.rank, child), daemon=True)
-            self._threads.append(watch)
-            watch.start()
+
+    def _start(self, spec: RankSpec) -> None:
+        argv = [sys.executable, "-m", MODULE, "--spec", to_argument(spec)]
+        with _output(spec) as output:
+            child = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=() if spec.store_fd is None else (spec.store_fd,),
+            )
+        self._children.append(child)
+        watch = threading.Thread(target=self._watch, args=(spec.rank, child), daemon=True)
+        self._threads.append(watch)
+        watch.start()
+        assert child.stdin
+        with contextlib.suppress(BrokenPipeError), child.stdin:  # it may have ended already
+            child.stdin.write(f"{spec.secret}\n".encode())
 
     def kill(self) -> None:
         """End all that still run, at once."""

@@ -116,13 +116,13 @@ class RankProcess:
 
     def run(self) -> int:
         """Serve until told to end; the exit code."""
-        self._post.say(RankHello(self._spec.rank, os.getpid(), self._meeting.address))
+        self._post.say(RankHello(self._spec.rank, os.getpid()))
         self._post.start()
         code = OK
         while not isinstance(message := self._to_run.get(), EndRank):
             if isinstance(message, RunCall):
                 self._run(message.call_id)
-            elif not self._form(message):
+            elif not self._form():
                 code = FAILED
                 break
         self._staged.clear()
@@ -220,10 +220,10 @@ class RankProcess:
 
     # run, on the main thread
 
-    def _form(self, message: FormGroup) -> bool:
+    def _form(self) -> bool:
         """Whether the roles stand."""
         try:
-            place = self._place = self._meeting.join(message.store)
+            place = self._place = self._meeting.join()
             torch.set_num_threads(self._spec.num_threads)
             self._cast = Cast(self._spec.roles, place)
         except Exception as failure:  # door: a role's maker may raise anything

@@ -40,11 +40,19 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     controller: str
     """tcp:// address of its hub."""
     rank: int
+    secret: str = ""
+    """Names this process to its controller; passed by its standard input and never on its command
+    line. A rank that was started by hand has none."""
+    reads_secret: bool = False
     topology: Topology
     roles: dict[str, RoleSpec]
     device: str = "cpu"
     num_threads: int = 1
     """torch threads."""
+    store: str = ""
+    """host:port at which the ranks meet, chosen by the controller; empty: rank 0 chooses."""
+    store_fd: int | None = None
+    """The listening socket of `store`, which rank 0 inherits."""
     meet_at: str = "127.0.0.1"
     """Interface on which ranks reach each other; collectives have no keys, so a network that is
     the ranks' own."""
@@ -56,9 +64,15 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The run's, for logs; empty: stderr."""
 
 
+def route_of(spec: RankSpec) -> str:
+    """The route that its controller knows it by; only the two know it where there is a secret."""
+    return f"rank-{spec.rank}-{spec.secret}" if spec.secret else f"rank-{spec.rank}"
+
+
 def to_argument(spec: RankSpec) -> str:
-    """As it stands on the command line."""
-    return msgspec.json.encode(spec).decode()
+    """Its form on the command line, without the secret."""
+    public = msgspec.structs.replace(spec, secret="", reads_secret=bool(spec.secret))
+    return msgspec.json.encode(public).decode()
 
 
 def from_argument(text: str) -> RankSpec:

@@ -123,7 +123,8 @@ class Sim:
 
     def __init__(self, seed: int, num_ranks: int, trouble: float, loss: float) -> None:
         self.now_s = 0.0
-        self.crew = Crew(num_ranks, SETTINGS, 0.0)
+        routes = [b"%d" % number for number in range(num_ranks)]
+        self.crew = Crew(routes, SETTINGS, 0.0)
         self.ends: Counter[int] = Counter()
         """How often each call or ask has ended."""
         self.broken: list[Broken] = []
