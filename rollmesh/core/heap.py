@@ -101,6 +101,10 @@ def _symbol(load: Callable[[], Any], name: str) -> Any:
         return None
 
 
+SOME_FREED_BYTES = 2**20
+"""Freed memory that is worth a trim once nothing more is freed."""
+
+
 class _Freed:
     """A count that outlives who adds to it."""
 

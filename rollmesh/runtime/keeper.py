@@ -14,14 +14,13 @@ from collections.abc import Iterator
 
 from rollmesh.core import heap
 from rollmesh.core.clock import Clock
-from rollmesh.core.heap import Heap
+from rollmesh.core.heap import SOME_FREED_BYTES, Heap
 from rollmesh.core.logs import get_logger
 from rollmesh.core.metrics import Figure
 from rollmesh.runtime import blobs
 
 LOOK_S = 0.5
 MIN_FREED_BYTES = 32 * 2**20
-SOME_FREED_BYTES = 2**20
 SETTLED_S = 2.0
 MIN_INTERVAL_S = 3.0
 

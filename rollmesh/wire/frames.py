@@ -1,9 +1,11 @@
 """Messages to multipart frames and back: `[header, body, *buffers]` behind zmq's own route frame.
 
-The header is msgpack of `[protocol, router incarnation, message]`; the body is bytes that only the
-ends open; buffers are raw arrays in native little-endian order, never inside JSON or base64, never
-pickled. Invariant: whatever arrives, `decode` returns a Packet or raises WireError; it never trusts
-a count or a tag. Driven by sockets.py and by the journal, which stores the same frames.
+- The header is msgpack of `[protocol, router incarnation, message]`. Only the ends open the body.
+  Buffers are raw arrays in native little-endian order, never inside JSON or base64, never pickled.
+- A body or buffer of more than MAX_PART_BYTES travels as several frames. The header then has a
+  fourth field: the number of frames of the body and of each buffer. So hubs can admit short frames
+  only, from peers that have proved nothing.
+- Whatever arrives, `decode` returns a Packet or raises WireError. It never trusts a count or a tag.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,13 @@ from rollmesh.wire.messages import AnyMessage
 PROTOCOL = 1
 """Raised when a message changes other than by a field appended with a default."""
 
+MAX_PART_BYTES = 4 * 2**20
+"""Length of a frame, but for the last of a body or buffer."""
+
 Buffer = bytes | bytearray | memoryview
+
+MAX_SAID = 200
+"""Characters of an error's text that may quote a peer."""
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises on bytes from outside: besides its own errors also text that is not UTF-8 and
@@ -30,6 +38,16 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     router: str
     """From the router: its incarnation. To the router: the incarnation last heard, or ''."""
     message: AnyMessage
+
+
+class _SplitEnvelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The header of a message with a body or buffer in several frames; reads the others too."""
+
+    protocol: int
+    router: str
+    message: AnyMessage
+    num_parts: tuple[int, ...] = ()
+    """Frames of the body and of each buffer. Empty: one each."""
 
 
 class _Front(msgspec.Struct, frozen=True, array_like=True):
@@ -48,14 +66,31 @@ class Packet(msgspec.Struct, frozen=True, gc=False):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_envelopes = msgspec.msgpack.Decoder(Envelope)
+_envelopes = msgspec.msgpack.Decoder(_SplitEnvelope)
 _fronts = msgspec.msgpack.Decoder(_Front)
 
 
 def encode(packet: Packet) -> list[Buffer]:
     """The packet's frames, without a route."""
+    if len(packet.body) > MAX_PART_BYTES or any(len(b) > MAX_PART_BYTES for b in packet.buffers):
+        return _encode_split(packet)
     header = _encoder.encode(Envelope(PROTOCOL, packet.router, packet.message))
     return [header, packet.body, *packet.buffers]
+
+
+def _encode_split(packet: Packet) -> list[Buffer]:
+    parts = [_split(each) for each in (packet.body, *packet.buffers)]
+    num_parts = tuple(len(each) for each in parts)
+    envelope = _SplitEnvelope(PROTOCOL, packet.router, packet.message, num_parts)
+    return [_encoder.encode(envelope), *(part for each in parts for part in each)]
+
+
+def _split(buffer: Buffer) -> list[Buffer]:
+    """Its parts in order, which are views of it; itself where it is short."""
+    if len(buffer) <= MAX_PART_BYTES:
+        return [buffer]
+    view = memoryview(buffer)
+    return [view[at : at + MAX_PART_BYTES] for at in range(0, len(view), MAX_PART_BYTES)]
 
 
 def decode(frames: Sequence[Buffer]) -> Packet:
@@ -68,7 +103,20 @@ def decode(frames: Sequence[Buffer]) -> Packet:
         raise WireError(_foreign(frames[0]) or f"not a header: {error}") from None
     if envelope.protocol != PROTOCOL:
         raise WireError(_foreign(frames[0]))
-    return Packet(envelope.message, envelope.router, frames[1], tuple(frames[2:]))
+    body, *buffers = _joined(frames[1:], envelope.num_parts) if envelope.num_parts else frames[1:]
+    return Packet(envelope.message, envelope.router, body, tuple(buffers))
+
+
+def _joined(frames: Sequence[Buffer], num_parts: tuple[int, ...]) -> list[Buffer]:
+    """The body and the buffers of a split message, each in one piece."""
+    if min(num_parts) < 1 or sum(num_parts) != len(frames):
+        raise WireError(f"{len(frames)} frames where its header counts {num_parts}"[:MAX_SAID])
+    joined: list[Buffer] = []
+    at = 0
+    for num in num_parts:
+        joined.append(frames[at] if num == 1 else b"".join(frames[at : at + num]))
+        at += num
+    return joined
 
 
 def _foreign(header: Buffer) -> str:

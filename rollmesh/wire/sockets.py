@@ -1,9 +1,12 @@
 """The two kinds of socket of the mesh: a Hub that is dialled, and a Dialer that dials it.
 
 A Hub is a ZMQ ROUTER (the router process, a sink's intake), a Dialer a DEALER (workers, clients,
-publishers). Invariants: every queue is finite; a send never blocks, it says whether the message was
-taken; a malformed frame is counted and skipped, never fatal; a vanished peer costs its own messages
-and nothing else. A Dialer reconnects by itself, forever. Driven by one thread each (zmq's rule).
+publishers). One thread uses each of them (zmq's rule).
+
+- Every queue is finite. A send never blocks, and returns whether the message was taken.
+- A frame has at most MAX_FRAME_BYTES, so a peer that has not shown its keys holds no more memory.
+- A malformed or oversized message is counted and skipped, never fatal.
+- A vanished peer costs its own messages and nothing else. A Dialer reconnects by itself.
 """
 
 import asyncio
@@ -16,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import zmq
 
 from rollmesh.core.errors import AddressError, WireError
+from rollmesh.core.heap import SOME_FREED_BYTES, note_freed
 from rollmesh.wire.frames import Buffer, Packet, decode, encode
 from rollmesh.wire.keys import Keys, check_bind
 from rollmesh.wire.news import spread
@@ -24,11 +28,12 @@ QUEUE_MESSAGES = 4096
 """High-water mark of each direction, per peer."""
 COPIED_BYTES = 2**16
 """A longer frame is sent from where it stands: what is sent again, and waits, is there once."""
-MAX_RESULT_BYTES = 2**30
-"""A longer frame ends its connection to a Hub, unless that says otherwise (zmq's MAXMSGSIZE). The
-number of a message's frames has no limit: zmq gathers them all before it hands out the first."""
-MAX_ASK_FRAME_BYTES = 64 * 2**20
-"""The same at a Dialer, and at the router's Hub."""
+MAX_FRAME_BYTES = 8 * 2**20
+"""A longer frame ends its connection (zmq's MAXMSGSIZE): also one of a peer that has not finished
+its handshake. What is longer travels as several frames (frames.py)."""
+MAX_MESSAGE_BYTES = 2**30
+"""Bytes of all frames of a message. A longer one is skipped once it is there: zmq gathers the
+frames of a message, however many a peer sends, before it hands out the first."""
 IDLE_S, PROBE_S, DEAD_S = 30, 10, 60
 """A peer that is silent for IDLE_S is probed by the kernel, every PROBE_S, and gone after DEAD_S:
 who lost power, or stands behind a firewall that forgot it, says no goodbye (tcp(7), keepalive and
@@ -39,6 +44,8 @@ SPARE_DESCRIPTORS = 16
 """A socket, and zmq's own at the first, take up to 12."""
 LINGER_MS = 200
 """How long a closed socket may still send what was queued."""
+FRAME_COST_BYTES = 64
+"""What a frame takes besides its content, about."""
 _DONTWAIT, _POLLIN = int(zmq.DONTWAIT), int(zmq.POLLIN)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
@@ -89,7 +96,7 @@ class Hub:
         self,
         bind: str,
         keys: Keys | None = None,
-        max_frame_bytes: int = MAX_RESULT_BYTES,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
         queue_messages: int = QUEUE_MESSAGES,
     ) -> None:
         """Bind `bind` (`tcp://host:0` picks a port); AddressError if it is taken or needs keys.
@@ -110,8 +117,11 @@ class Hub:
             why = str(error.strerror).lower()
             raise AddressError(f"{bind}: cannot listen there: {why}; choose another") from None
         self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._departures = _departures_of(self.socket)
         self.num_malformed = 0
         self.num_unsent = 0
+        self.num_departed = 0
+        """Connections that have ended. What zmq had gathered of their messages is free memory."""
 
     def send(self, route: bytes, packet: Packet) -> bool:
         """Queue `packet` for the peer; False (and counted) if it is gone or its queue is full."""
@@ -126,6 +136,7 @@ class Hub:
 
     def receive(self, max_packets: int = 1024) -> Iterator[tuple[bytes, Packet]]:
         """What has arrived, without waiting."""
+        self._count_departures()
         for _ in range(max_packets):
             frames = _receive(self.socket)
             if frames is None:
@@ -140,7 +151,20 @@ class Hub:
 
     def close(self) -> None:
         """Drop the socket; what was queued goes out in the background for a moment."""
+        if self.socket.closed:
+            return
+        self.socket.disable_monitor()
+        self._departures.close()
         self.socket.close(linger=LINGER_MS)
+
+    def _count_departures(self) -> None:
+        """Count what has ended, so that the keeper of the heap gives its memory back."""
+        num_ended = 0
+        while _receive(self._departures):
+            num_ended += 1
+        if num_ended:
+            self.num_departed += num_ended
+            note_freed(num_ended * SOME_FREED_BYTES)
 
 
 class Dialer:
@@ -148,7 +172,7 @@ class Dialer:
 
     def __init__(self, address: str, identity: str, keys: Keys | None = None) -> None:
         """`identity` is the route that the Hub sees; AddressError if `address` is no address."""
-        self.socket = _open(zmq.DEALER, MAX_ASK_FRAME_BYTES)
+        self.socket = _open(zmq.DEALER, MAX_FRAME_BYTES)
         self.socket.setsockopt_string(zmq.IDENTITY, identity)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -233,6 +257,11 @@ def wait(sockets: Sequence[Hub | Dialer], doorbell: Doorbell | None, timeout_s: 
         doorbell.hush()
 
 
+def _departures_of(socket: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
+    """A socket that receives a message for each connection of `socket` that ends."""
+    return socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
+
+
 def _open(kind: int, max_frame_bytes: int) -> "zmq.Socket[bytes]":
     _check_room()
     try:
@@ -291,7 +320,11 @@ def _receive(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
     except zmq.ZMQError:
         return None
     frames = [frame.bytes]
+    num_bytes = len(frames[0])
     while frame.more:
         frame = socket.recv(_DONTWAIT, copy=False)
-        frames.append(frame.bytes)
-    return frames
+        num_bytes += len(frame) + FRAME_COST_BYTES
+        if num_bytes <= MAX_MESSAGE_BYTES:
+            frames.append(frame.bytes)
+    # Without its body it does not decode, so it is counted as malformed.
+    return frames if num_bytes <= MAX_MESSAGE_BYTES else frames[:1]

@@ -29,7 +29,7 @@ from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import read_keys
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.scheduling import JoinNode
-from rollmesh.wire.sockets import MAX_ASK_FRAME_BYTES, Doorbell, Hub, wait
+from rollmesh.wire.sockets import Doorbell, Hub, wait
 
 log = get_logger()
 
@@ -91,7 +91,7 @@ def run(ask: ServiceAsk) -> None:
 def open_hub(bind: str) -> Hub:
     """The scheduler's Hub; AddressError names the setting."""
     try:
-        return Hub(bind, read_keys(), MAX_ASK_FRAME_BYTES)
+        return Hub(bind, read_keys())
     except AddressError as error:
         raise AddressError(f"bind = {error}") from None
 

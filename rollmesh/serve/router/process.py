@@ -45,7 +45,7 @@ from rollmesh.wire.messages import (
     WorkerLeft,
 )
 from rollmesh.wire.news import News
-from rollmesh.wire.sockets import MAX_ASK_FRAME_BYTES, Doorbell, Hub, wait
+from rollmesh.wire.sockets import Doorbell, Hub, wait
 
 log = get_logger()
 
@@ -117,7 +117,7 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
 def open_hub(bind: str) -> Hub:
     """The router's Hub; AddressError names the setting."""
     try:
-        return Hub(bind, read_keys(), MAX_ASK_FRAME_BYTES)
+        return Hub(bind, read_keys())
     except AddressError as error:
         raise AddressError(f"router.bind = {error}") from None
 

@@ -2,12 +2,11 @@
 
 import threading
 
-from rollmesh.core.heap import Heap, note_freed
+from rollmesh.core.heap import SOME_FREED_BYTES, Heap, note_freed
 from rollmesh.runtime.keeper import (
     MIN_FREED_BYTES,
     MIN_INTERVAL_S,
     SETTLED_S,
-    SOME_FREED_BYTES,
     Keeper,
     TrimPlan,
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
-from rollmesh.wire.frames import PROTOCOL, Packet, decode, encode
+from rollmesh.wire.frames import MAX_PART_BYTES, PROTOCOL, Packet, decode, encode
 from rollmesh.wire.messages import ClientLeft, GroupAcked, GroupFinished
 
 ACKED = GroupAcked(GroupId("r1", 2), 1, False)
@@ -35,6 +35,21 @@ def test_body_and_buffers_are_not_copied_when_they_leave() -> None:
     assert frames[2] is buffer
 
 
+def test_what_is_long_travels_in_frames_that_every_hub_admits() -> None:
+    body, ids = bytes(range(256)) * 2**15 + b"end", bytes(64 * 2**20)
+    frames = encode(Packet(ACKED, "i1", body, (ids, b"short")))
+    assert max(map(len, frames)) == MAX_PART_BYTES
+    arrived = decode([bytes(frame) for frame in frames])
+    assert (arrived.message, arrived.router, arrived.body) == (ACKED, "i1", body)
+    assert arrived.buffers == (ids, b"short")
+
+
+@pytest.mark.parametrize("num_parts", [[0, 2], [-1, 3], [3], [1], [2**62, 1]])
+def test_a_count_of_frames_that_is_not_theirs_is_refused(num_parts: list[int]) -> None:
+    with pytest.raises(WireError, match="2 frames where its header counts"):
+        decode([header(PROTOCOL, "", ["client_left", "c"], num_parts), b"", b""])
+
+
 @pytest.mark.parametrize(
     ("frames", "said"),
     [
@@ -49,7 +64,7 @@ def test_body_and_buffers_are_not_copied_when_they_leave() -> None:
         ([b"\x93\x01\xa1\x80\x90", b""], "not a header: 'utf-8'"),
         ([b"\x93\x01\xa0" + b"\x91" * 10**5, b""], "not a header: "),
         (
-            [b"\x94\x01\xa0\x92\xabclient_left\xa0" + b"\x91" * 10**5, b""],
+            [b"\x95\x01\xa0\x92\xabclient_left\xa0\x90" + b"\x91" * 10**5, b""],
             "not a header: .*recursion",
         ),
     ],
